@@ -1,0 +1,30 @@
+# The daemon with CPU workers: no torch, no compiler, no shell needed.
+#
+#   docker build -t kvcached .
+#   docker run --read-only --cap-drop ALL --security-opt no-new-privileges \
+#       -v kvcached-run:/run/kvcached -v ./configs/cpu-tp1.toml:/etc/kvcached/kvcached.toml:ro kvcached
+#
+# Engines share the volume /run/kvcached and run as the same user id (10001): the sockets admit no other one.
+# The pools are shared memory of this container (memfd), so its memory limit must hold them; /dev/shm is not used.
+# As process 1 of a container the daemon takes its workers along when it dies. Pools that survive a crash of the daemon
+# need systemd (configs/kvcached.service) or an init above it (docker run --init).
+
+FROM python:3.12-slim AS build
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+COPY . /source
+RUN python -m venv /opt/kvcached \
+    && /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check /source/kvcached_client /source
+
+FROM python:3.12-slim
+RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin kvcached \
+    && install --directory --owner kvcached --mode 0750 /run/kvcached
+COPY --from=build /opt/kvcached /opt/kvcached
+ENV PATH=/opt/kvcached/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    KVCACHED_CONFIG=/etc/kvcached/kvcached.toml \
+    KVCACHED_RUN_DIR=/run/kvcached
+USER kvcached
+VOLUME /run/kvcached
+HEALTHCHECK --interval=10s --timeout=6s --start-period=35s CMD ["kvcached", "health"]
+ENTRYPOINT ["kvcached"]
+CMD ["serve"]

@@ -1,0 +1,68 @@
+# Two commands work on a fresh machine with Linux and Python >= 3.11:
+#
+#   make demo    the daemon, an engine killed in mid-flight, and its prompt served from the cache again
+#   make test    the default test suite
+#
+# PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
+# TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+TORCH_VERSION ?= 2.13.0
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test slow lint format bench clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+env: $(STAMP)
+
+# torch comes first and by itself: then nothing later can replace it by another build.
+$(STAMP): pyproject.toml kvcached_client/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "kvcached needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." >&2; \
+	    echo "Name another one: make $(or $(MAKECMDGOALS),env) PYTHON=python3.12" >&2; exit 1; }
+	@rm -f $(STAMP)
+	@echo "==> environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { \
+	    echo "$(PYTHON) has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "==> torch $(TORCH_VERSION) (large: minutes on a slow line)"
+	@$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION)
+	@echo "==> kvcached and its development tools"
+	@$(PIP) install --quiet -e ./kvcached_client -e '.[dev,examples]'
+	@touch $(STAMP)
+	@echo "==> environment complete"
+
+demo: env
+	@$(BIN)/kvcached demo
+
+test: env
+	@$(BIN)/python -m pytest
+
+slow: env
+	@$(BIN)/python -m pytest -m slow
+
+lint: env
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pre-commit validate-config
+
+format: env
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: env
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info kvcached_client/build kvcached_client/*.egg-info kvcached_client/*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find kvcached kvcached_client benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

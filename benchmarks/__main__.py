@@ -1,0 +1,68 @@
+"""The command line: ``python -m benchmarks [suite ...] [--json] [--rounds N]``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.result import Result
+from benchmarks.suites import SUITES, load_suite
+from benchmarks.timing import ROUNDS_DEFAULT, ROUNDS_MIN
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the named suites and print their results; the verdicts are in the output, not in the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure kvcached against its targets.")
+    parser.add_argument(
+        "suites",
+        nargs="*",
+        type=_suite,
+        default=list(SUITES),
+        metavar="suite",
+        help=f"of: {', '.join(SUITES)}; default all",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument(
+        "--rounds",
+        type=_rounds,
+        default=ROUNDS_DEFAULT,
+        help=f"interleaved rounds of each suite, at least {ROUNDS_MIN} (default: {ROUNDS_DEFAULT})",
+    )
+    options = parser.parse_args(arguments)
+    results = (result for name in options.suites for result in load_suite(name)(options.rounds))
+    if options.json:
+        for result in results:
+            print(msgspec.json.encode(result).decode(), flush=True)
+    else:
+        Console().print(_table(results))
+
+
+def _suite(text: str) -> str:
+    if text not in SUITES:
+        raise argparse.ArgumentTypeError(f"no suite {text!r}; there are: {', '.join(SUITES)}")
+    return text
+
+
+def _rounds(text: str) -> int:
+    rounds = int(text)
+    if rounds < ROUNDS_MIN:
+        raise argparse.ArgumentTypeError(f"{rounds} is less than {ROUNDS_MIN}")
+    return rounds
+
+
+def _table(results: Iterable[Result]) -> Table:
+    table = Table("metric", "value", "unit", "floor", "ratio", "target", "")
+    for result in results:
+        verdict = {True: "[green]ok[/]", False: "[red]missed[/]", None: ""}[result.ok]
+        numbers = ["" if number is None else f"{number:.4g}" for number in (result.value, result.floor, result.ratio)]
+        value, floor, ratio = numbers
+        table.add_row(f"{result.suite}/{result.metric}", value, result.unit, floor, ratio, result.target or "", verdict)
+    return table
+
+
+if __name__ == "__main__":
+    main()

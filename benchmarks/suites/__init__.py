@@ -1,0 +1,19 @@
+"""The suites. Each is a module with ``run(rounds: int) -> Iterator[Result]``, imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Final, cast
+
+from benchmarks.result import Result
+
+#: Name on the command line and in results, and the module behind it.
+SUITES: Final[dict[str, str]] = {
+    "hash": "benchmarks.suites.block_keys",
+}
+
+
+def load_suite(name: str) -> Callable[[int], Iterator[Result]]:
+    """The `run` function of a suite; KeyError if there is none of that name."""
+    return cast("Callable[[int], Iterator[Result]]", importlib.import_module(SUITES[name]).run)

@@ -1,0 +1,18 @@
+"""A small Llama engine whose KV cache lives in kvcached: a template for engines that adopt it. See README.md."""
+
+from examples.llama_engine.config import EngineSettings, Limits, LlamaConfig, ModelError
+from examples.llama_engine.engine import Engine
+from examples.llama_engine.generation import GenerationRequest, GenerationResult, InvalidRequest
+from examples.llama_engine.shard_group import ShardDied
+
+__all__ = [
+    "Engine",
+    "EngineSettings",
+    "GenerationRequest",
+    "GenerationResult",
+    "InvalidRequest",
+    "Limits",
+    "LlamaConfig",
+    "ModelError",
+    "ShardDied",
+]

@@ -1,0 +1,76 @@
+"""``python -m examples.llama_engine serve``: requests as JSON lines on stdin, results as JSON lines on stdout.
+
+The first line out is ``{"ready": true}``. A line in is an array of requests, which run together; the line out is the
+array of their results, or ``{"error": …}`` for a line that is no such array. Logits are reported as a digest: two
+digests are equal if every bit of every step's logits is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+
+import msgspec
+
+from examples.llama_engine.config import EngineSettings, Limits
+from examples.llama_engine.engine import Engine
+from examples.llama_engine.generation import GenerationRequest, GenerationResult, InvalidRequest
+
+
+def main() -> None:
+    """Parse the command line and run the command."""
+    parser = argparse.ArgumentParser(prog="python -m examples.llama_engine", description=__doc__)
+    serve_parser = parser.add_subparsers(required=True, dest="command").add_parser("serve", help="answer JSON lines")
+    serve_parser.add_argument("--run-dir", type=Path, help="the daemon's run directory (default: the daemon's default)")
+    serve_parser.add_argument("--model", type=Path, required=True, help="directory: config.json [, *.safetensors]")
+    serve_parser.add_argument("--replica", default="default", help="replica of the daemon (default: %(default)s)")
+    serve_parser.add_argument("--tp", type=int, default=1, help="shard processes (default: %(default)s)")
+    serve_parser.add_argument("--seed", type=int, default=0, help="of random weights (default: %(default)s)")
+    serve_parser.add_argument("--chunk-tokens", type=int, default=Limits().chunk_tokens, help="(default: %(default)s)")
+    arguments = parser.parse_args()
+    limits = Limits(chunk_tokens=arguments.chunk_tokens, step_tokens=2 * arguments.chunk_tokens + Limits().running_max)
+    serve(
+        EngineSettings(
+            model_dir=arguments.model,
+            run_dir=arguments.run_dir,
+            replica=arguments.replica,
+            tp=arguments.tp,
+            seed=arguments.seed,
+            limits=limits,
+        )
+    )
+
+
+def serve(settings: EngineSettings) -> None:
+    """Answer lines until end of file on stdin."""
+    with Engine(settings) as engine:
+        _print({"ready": True})
+        for line in sys.stdin.buffer:
+            try:
+                results = engine.generate(msgspec.json.decode(line, type=list[GenerationRequest]))
+            except (InvalidRequest, msgspec.DecodeError) as error:
+                _print({"error": str(error)})
+                continue
+            _print([_report(result) for result in results])
+
+
+def _report(result: GenerationResult) -> dict[str, object]:
+    digest = hashlib.blake2b(b"".join(row.tobytes() for row in result.logits), digest_size=16).hexdigest()
+    return {
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "hit_tokens": result.hit_tokens,
+        "first_token_ms": result.first_token_ms,
+        "logits_digest": digest if result.logits else None,
+    }
+
+
+def _print(message: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Paged attention over the daemon's memory: K and V are written to, and read from, the slots of each block table.
+
+Plain gather and softmax: correctness first. A real engine hands the same block tables to its kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """The rows [first, first + len(positions)) of a step, which belong to one request."""
+
+    first: int
+    positions: Tensor  # int64, consecutive
+    block_table: Tensor  # int64: block i of the request lies in slot block_table[i]; covers all positions
+
+
+class PagedAttention:
+    """Attention of one step's rows, each to its own request's context.
+
+    Args:
+        pool: per layer (K, V), each [slots, block_size, kv_heads, head_dim], views of the mapped pool.
+        requests: the step's rows by request.
+    """
+
+    def __init__(self, pool: Sequence[tuple[Tensor, Tensor]], requests: Sequence[PagedRows]) -> None:
+        self._pool = pool
+        self._requests = requests
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v, then attend. Shapes as in `model.Attend`."""
+        keys, values = self._pool[layer]
+        outputs = []
+        for request in self._requests:
+            rows = slice(request.first, request.first + len(request.positions))
+            _store(keys, request, k[rows])
+            _store(values, request, v[rows])
+            outputs.append(_attend(q[rows], _load(keys, request), _load(values, request), request.positions))
+        return torch.cat(outputs)
+
+
+def _store(pages: Tensor, request: PagedRows, rows: Tensor) -> None:
+    block_size = pages.shape[1]
+    slots = request.block_table[request.positions // block_size]
+    pages[slots, request.positions % block_size] = rows.to(pages.dtype)
+
+
+def _load(pages: Tensor, request: PagedRows) -> Tensor:
+    """The request's context up to its last row: [context, kv_heads, head_dim] float32."""
+    context = int(request.positions[-1]) + 1
+    blocks = -(-context // pages.shape[1])
+    return pages[request.block_table[:blocks]].flatten(0, 1)[:context].float()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Causal attention; query heads share the KV heads in equal groups."""
+    visible = torch.arange(len(k)) <= positions[:, None]
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1)

@@ -1,0 +1,113 @@
+"""What the engine needs to know before it starts: the model's sizes and its own limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvcached_client.layout import Layout, layout_from_model_config
+
+
+class ModelError(ValueError):
+    """The model directory, or its fit to the daemon's pool, is not what this engine can run."""
+
+
+class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a Llama model, under the names of a Hugging Face ``config.json``."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+
+    def check_pool(self, served: Layout, shards: int) -> None:
+        """Refuse a pool whose blocks are not this model's. Block size, dtype and page order are the daemon's choice.
+
+        Raises:
+            ModelError: layers, heads or number of shards differ, or the layout has more than one group.
+        """
+        built_for = layout_from_model_config(
+            msgspec.to_builtins(self),
+            block_size=served.block_size,
+            shards=shards,
+            kv_dtype=served.groups[0].dtype,
+            order=served.order,
+        )
+        if built_for.fingerprint() != served.fingerprint():
+            raise ModelError(f"the daemon's pool is {served}, this model on {shards} shards needs {built_for}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step may hold."""
+
+    #: A prefill chunk ends at the next absolute multiple of this, wherever it starts: a hit that ends on such a
+    #: boundary leaves the very chunks that a cold run would compute after it.
+    chunk_tokens: int = 128
+    #: Rows of one step, decode and prefill together.
+    step_tokens: int = 256
+    #: Requests that hold a lease at the same time.
+    running_max: int = 16
+
+    def __post_init__(self) -> None:
+        if min(self.chunk_tokens, self.running_max) < 1 or self.step_tokens < self.chunk_tokens + self.running_max:
+            raise ValueError(f"{self}: step_tokens must hold one chunk and one decode row per running request")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One engine group: one scheduler and `tp` shards on one replica of one daemon."""
+
+    model_dir: Path
+    #: None: the daemon's default run directory.
+    run_dir: Path | None = None
+    replica: str = "default"
+    tp: int = 1
+    #: Of the random weights, where the model directory has no checkpoint.
+    seed: int = 0
+    limits: Limits = field(default_factory=Limits)
+
+
+def read_config(model_dir: Path) -> LlamaConfig:
+    """The sizes in `model_dir`/config.json, as transformers 4 and 5 write it.
+
+    Raises:
+        ModelError: no Llama, or a variant of it that this engine does not compute.
+    """
+    try:
+        raw = msgspec.json.decode((model_dir / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(f"{model_dir}/config.json: {error}") from error
+    if raw.get("model_type") != "llama":
+        raise ModelError(f"model_type is {raw.get('model_type')!r}; this engine computes 'llama' only")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    refused = {
+        "rope_type": rope.get("rope_type", "default") != "default",
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "attention_bias": bool(raw.get("attention_bias")),
+        "mlp_bias": bool(raw.get("mlp_bias")),
+    }
+    if any(refused.values()):
+        raise ModelError(f"not computed by this engine: {', '.join(name for name, bad in refused.items() if bad)}")
+    heads = raw.get("num_attention_heads", 0)
+    known = {
+        **raw,
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or raw.get("hidden_size", 0) // max(1, heads),
+        "rope_theta": rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": raw.get("tie_word_embeddings", False),
+    }
+    try:
+        return msgspec.convert(known, LlamaConfig)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{model_dir}/config.json: {error}") from error

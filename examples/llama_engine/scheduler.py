@@ -1,0 +1,236 @@
+"""The engine's one decision maker: who runs, which rows make up a step, when blocks become everyone's.
+
+Life of a request, and the daemon call that goes with each line::
+
+    waiting                                     no lease, no slots
+    admitted      client.acquire                tokens [0, hit) are cached: computed starts there
+    prefill       lease.commit after a chunk    rows [computed, next multiple of chunk_tokens)
+    decode        lease.allocate, lease.commit  one row a step; a block is committed when it is full
+    finished      lease.finish                  commit and release in one message
+    preempted     lease.finish                  back to waiting; what it committed is likely a hit when it returns
+
+A prefill chunk and a decode row are the same thing: the next rows whose tokens are known. The last known row gives the
+next token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from examples.llama_engine.config import Limits
+from examples.llama_engine.generation import FinishReason, GenerationRequest, GenerationResult
+from examples.llama_engine.messages import Sample, Step, StepDone, StepItem
+from kvcached_client import Client, KeyChain, Lease, NoCapacity
+
+
+class StepRunner(Protocol):
+    """Computes steps: `ShardGroup`, or a double."""
+
+    def run(self, step: Step) -> StepDone:
+        """Returns when K and V of the step's rows are in the pool of every shard."""
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A request and what it has produced; it keeps this when it is preempted."""
+
+    name: str
+    request: GenerationRequest
+    submitted_ns: int
+    tokens: list[int]  #: prompt, then output
+    hit_tokens: int | None = None  #: of its first admission
+    first_token_ns: int | None = None
+    logits: list[bytes] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.tokens[len(self.request.prompt) :]
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why it is over, or None while it is not."""
+        generated = len(self.tokens) - len(self.request.prompt)
+        if generated and self.tokens[-1] == self.request.eos:
+            return "stop"
+        return "length" if generated >= self.request.max_tokens else None
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A sequence that holds a lease.
+
+    Tokens [0, computed) have their K and V in the lease's slots; [computed, len(tokens)) are known and not computed.
+    """
+
+    sequence: Sequence
+    lease: Lease
+    chain: KeyChain  #: over all known tokens
+    computed: int
+
+
+class Planned(NamedTuple):
+    """Rows [running.computed, end) of one request in a step."""
+
+    running: Running
+    end: int
+
+
+class Scheduler:
+    """Continuous batching over leases.
+
+    Args:
+        client: session on the replica's pool.
+        runner: computes the steps.
+        limits: what one step may hold.
+    """
+
+    def __init__(self, client: Client, runner: StepRunner, limits: Limits) -> None:
+        self._client = client
+        self._runner = runner
+        self._limits = limits
+        self._block_size = client.layout.block_size
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Running] = []  #: in order of admission
+        self._pool_full = False  #: admission failed, or somebody was preempted, and nobody has ended since
+        self._submitted = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether every submitted request is over."""
+        return not self._waiting and not self._running
+
+    def submit(self, request: GenerationRequest) -> str:
+        """Queue a request; returns the name its result will have."""
+        self._submitted += 1
+        name = f"request-{self._submitted}"
+        self._waiting.append(Sequence(name, request, time.monotonic_ns(), list(request.prompt)))
+        return name
+
+    def step(self) -> list[GenerationResult]:
+        """Admit what fits, compute one step, commit; returns the requests that ended in it.
+
+        Raises:
+            KvcachedError: the daemon is gone or the session has ended.
+            ShardDied: the shards cannot go on.
+        """
+        results = self._admit()
+        batch = self._plan(results)
+        if batch:
+            done = self._runner.run(Step([self._item(planned) for planned in batch]))
+            samples = iter(done.samples)
+            results.extend(result for planned in batch if (result := self._advance(planned, samples)))
+        return results
+
+    def _admit(self) -> list[GenerationResult]:
+        """Start waiting requests, in order, while leases are granted."""
+        rejected: list[GenerationResult] = []
+        while self._waiting and not self._pool_full and len(self._running) < self._limits.running_max:
+            sequence = self._waiting.popleft()
+            try:
+                self._running.append(self._acquire(sequence))
+            except NoCapacity:
+                if not self._running:
+                    rejected.append(_result(sequence, "no_capacity"))
+                    continue
+                # tried again when a lease has been released: until then the answer would be the same
+                self._waiting.appendleft(sequence)
+                self._pool_full = True
+        return rejected
+
+    def _acquire(self, sequence: Sequence) -> Running:
+        # the lease takes what the chain holds now for the prompt: output joins it afterwards, on re-admission too
+        chain = self._client.chain(sequence.request.prompt)
+        lease = self._client.acquire(sequence.name, chain, cache=sequence.request.cache)
+        chain.extend(sequence.output)
+        if sequence.hit_tokens is None:
+            sequence.hit_tokens = lease.hit_tokens
+        return Running(sequence, lease, chain, computed=lease.hit_tokens)
+
+    def _plan(self, results: list[GenerationResult]) -> list[Planned]:
+        """The rows of this step, decode rows first: a prefill never delays them. Appends requests it had to end."""
+        batch: list[Planned] = []
+        budget = self._limits.step_tokens
+        for running in sorted(self._running, key=lambda each: len(each.sequence.tokens) - each.computed > 1):
+            boundary = (running.computed // self._limits.chunk_tokens + 1) * self._limits.chunk_tokens
+            end = min(len(running.sequence.tokens), boundary)
+            if end - running.computed > budget:
+                break
+            if running in self._running and self._make_room(running, end, results):
+                batch.append(Planned(running, end))
+                budget -= end - running.computed
+        return [planned for planned in batch if planned.running in self._running]
+
+    def _make_room(self, running: Running, end: int, results: list[GenerationResult]) -> bool:
+        """Slots for tokens [0, end), if need be at the cost of those admitted last; False if that was its own turn."""
+        while running in self._running:
+            try:
+                running.lease.allocate(end)
+                return True
+            except NoCapacity:
+                if self._running == [running]:
+                    results.append(self._finish(running, "no_capacity"))
+                else:
+                    self._preempt(self._running[-1])
+        return False
+
+    def _preempt(self, running: Running) -> None:
+        self._running.remove(running)
+        running.lease.finish(running.computed)
+        self._waiting.appendleft(running.sequence)
+        self._pool_full = True
+
+    def _item(self, planned: Planned) -> StepItem:
+        running, end = planned
+        blocks = -(-end // self._block_size)
+        return StepItem(
+            tokens=np.asarray(running.sequence.tokens[running.computed : end], dtype=np.int32).tobytes(),
+            start=running.computed,
+            block_table=running.lease.block_table[:blocks].tobytes(),
+            sample=end == len(running.sequence.tokens),
+            logits=running.sequence.request.logits,
+        )
+
+    def _advance(self, planned: Planned, samples: Iterator[Sample]) -> GenerationResult | None:
+        """The planned rows are in the pool: take the token that follows them, commit the blocks they filled.
+
+        `commit` sends nothing while no block is full, so it may be called after every step.
+        """
+        running, end = planned
+        running.computed = end
+        if end == len(running.sequence.tokens):
+            self._take(running, next(samples))
+            if reason := running.sequence.finish_reason():
+                return self._finish(running, reason)
+        running.lease.commit(end)
+        return None
+
+    def _take(self, running: Running, sample: Sample) -> None:
+        sequence = running.sequence
+        sequence.first_token_ns = sequence.first_token_ns or time.monotonic_ns()
+        sequence.tokens.append(sample.token)
+        running.chain.extend([sample.token])
+        if sequence.request.logits:
+            sequence.logits.append(sample.logits)
+
+    def _finish(self, running: Running, reason: FinishReason) -> GenerationResult:
+        self._running.remove(running)
+        running.lease.finish(running.computed)
+        self._pool_full = False
+        return _result(running.sequence, reason)
+
+
+def _result(sequence: Sequence, reason: FinishReason) -> GenerationResult:
+    return GenerationResult(
+        name=sequence.name,
+        tokens=sequence.output,
+        finish_reason=reason,
+        hit_tokens=sequence.hit_tokens or 0,
+        first_token_ms=((sequence.first_token_ns or sequence.submitted_ns) - sequence.submitted_ns) / 1e6,
+        logits=[np.frombuffer(row, dtype=np.float32) for row in sequence.logits],
+    )

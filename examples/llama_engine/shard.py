@@ -1,0 +1,133 @@
+"""A shard process: one tensor-parallel part of the model over one shard of the daemon's pool.
+
+Started by exec with the number of an inherited socket: ``python -m examples.llama_engine.shard 7``. It does what the
+scheduler says and decides nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from examples.llama_engine.attention import PagedAttention, PagedRows
+from examples.llama_engine.config import ModelError, read_config
+from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Sample, Setup, Step, StepDone
+from examples.llama_engine.model import AllReduce, Llama
+from examples.llama_engine.weights import load_weights, weight_source
+from kvcached_client.memory import MappedPool, map_pool
+from kvcached_client.tensors import layer_tensors
+
+_RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
+
+
+class ShardExecutor:
+    """Runs steps: model and memory of one shard.
+
+    Args:
+        model: this shard's part.
+        pool: per layer (K, V) of this shard, each [slots, block_size, kv_heads, head_dim].
+        samples: whether this shard chooses the tokens (one does, for all have the same hidden states).
+    """
+
+    def __init__(self, model: Llama, pool: Sequence[tuple[Tensor, Tensor]], *, samples: bool) -> None:
+        self._model = model
+        self._pool = pool
+        self._samples = samples
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> StepDone:
+        """Compute a step's rows; when this returns, their K and V are in the pool."""
+        requests: list[PagedRows] = []
+        first = 0
+        for item in step.items:
+            rows = len(item.tokens) // 4
+            positions = torch.arange(item.start, item.start + rows)
+            requests.append(PagedRows(first, positions, _int64(item.block_table)))
+            first += rows
+        hidden = self._model.forward(
+            _int64(b"".join(item.tokens for item in step.items)),
+            torch.cat([request.positions for request in requests]),
+            PagedAttention(self._pool, requests),
+        )
+        sampled = [(item, rows) for item, rows in zip(step.items, requests, strict=True) if item.sample]
+        if not self._samples or not sampled:
+            return StepDone()
+        logits = self._model.logits(hidden[[rows.first + len(rows.positions) - 1 for _, rows in sampled]])
+        tokens = logits.argmax(dim=-1).tolist()
+        return StepDone(
+            [
+                Sample(token, row.numpy().tobytes() if item.logits else b"")
+                for (item, _), token, row in zip(sampled, tokens, logits, strict=True)
+            ]
+        )
+
+
+def _int64(packed: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(packed, dtype=np.int32).astype(np.int64))
+
+
+def join_group(setup: Setup) -> AllReduce:
+    """Meet the other shards; returns the sum over all of them."""
+    if setup.shards == 1:
+        return lambda _: None
+    # all shards are on this node, whose name need not resolve
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(setup.rendezvous, setup.shards)  # type: ignore[attr-defined]  # public, not in __all__
+    dist.init_process_group("gloo", store=store, rank=setup.shard, world_size=setup.shards, timeout=_RENDEZVOUS_TIMEOUT)
+    return dist.all_reduce
+
+
+def start_executor(setup: Setup, pool: MappedPool) -> ShardExecutor:
+    """Load the weights and meet the other shards.
+
+    Raises:
+        ModelError: the model cannot be read or split, or the pool has no V.
+    """
+    config = read_config(Path(setup.model_dir))
+    weights = load_weights(config, weight_source(Path(setup.model_dir), setup.seed), setup.shard, setup.shards)
+    layers: list[tuple[Tensor, Tensor]] = []
+    for layer in range(config.num_hidden_layers):
+        keys, values = layer_tensors(pool, layer)
+        if values is None:
+            raise ModelError("the pool was made for latent attention; Llama has K and V")
+        layers.append((keys, values))
+    return ShardExecutor(Llama(config, weights, join_group(setup)), layers, samples=setup.shard == 0)
+
+
+def main() -> None:
+    """Serve one scheduler until it closes the socket or dies."""
+    # Ctrl-C reaches the whole process group; the scheduler decides when its shards end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # the order of a sum must not depend on how many threads were free
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(mode=True)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        setup = channel.receive_order()
+        if not isinstance(setup, Setup):
+            raise TypeError(f"expected Setup, got {type(setup).__name__}")
+        # its attach connection stays open for as long as this process uses the memory
+        pool = map_pool(setup.session, setup.shard)
+        executor = start_executor(setup, pool)
+        channel.send(Ready())
+        while True:
+            step = channel.receive_order()
+            if not isinstance(step, Step):
+                raise TypeError(f"expected Step, got {type(step).__name__}")
+            channel.send(executor.run(step))
+    except ChannelClosed:
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The process at the other end of an attach connection, held by a descriptor that outlives its process id."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import select
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Self
+
+from kvcached.seqpacket import Credentials, peer_credentials
+from kvcached_client.errors import ErrorCode, RequestError, request_error
+
+_SO_PEERPIDFD: Final = 77
+_PID_LINE: Final = re.compile(r"^Pid:\t(-?\d+)$", re.MULTILINE)
+
+
+class PeerProcess:
+    """A process that connected. Dead means that it writes to no memory any more.
+
+    Attributes:
+        pid: its id in this pid namespace, for messages; ids are used again, so it is no identity.
+        uid: its effective user id when it connected.
+        gid: its effective group id when it connected.
+    """
+
+    def __init__(self, credentials: Credentials, pidfd: int) -> None:
+        """Takes over `pidfd`."""
+        self.pid, self.uid, self.gid = credentials
+        self._pidfd = pidfd
+        self._dead = False
+
+    @classmethod
+    def of(cls, connection: socket.socket, sent: Sequence[int]) -> Self:
+        """The peer of a connection.
+
+        Args:
+            connection: an accepted AF_UNIX connection.
+            sent: descriptors that the peer sent, one of which may be its own pidfd. They stay the caller's to close.
+
+        Raises:
+            Refused: the peer is dead, or neither the kernel nor the peer gives a pidfd of it.
+        """
+        credentials = peer_credentials(connection)
+        pidfd = _kernel_pidfd(connection)
+        if pidfd is None:
+            pidfd = _sent_pidfd(credentials.pid, sent)
+        peer = cls(credentials, pidfd)
+        if peer.is_dead():
+            peer.close()
+            raise _no_pidfd(f"process {peer.pid} is dead")
+        return peer
+
+    def fileno(self) -> int:
+        """The pidfd, readable from the process's death on; -1 once closed."""
+        return self._pidfd
+
+    def is_dead(self) -> bool:
+        """Whether the process has ended. Never waits.
+
+        Raises:
+            ValueError: it was closed while the process was not known to be dead.
+        """
+        if not self._dead:
+            if self._pidfd < 0:
+                raise ValueError(f"the pidfd of process {self.pid} is closed")
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            self._dead = bool(poll.poll(0))
+        return self._dead
+
+    def close(self) -> None:
+        """Close the pidfd. Does nothing the second time."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def __repr__(self) -> str:
+        return f"PeerProcess(pid={self.pid}, uid={self.uid})"
+
+
+def _kernel_pidfd(connection: socket.socket) -> int | None:
+    """The peer's pidfd by the kernel's word, or None where the kernel (before 6.5) cannot say."""
+    try:
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno == errno.ENOPROTOOPT:
+            return None
+        raise _no_pidfd(f"SO_PEERPIDFD: {os.strerror(error.errno or 0)}; it may be dead") from None
+    os.set_inheritable(pidfd, False)  # noqa: FBT003
+    return pidfd
+
+
+def _sent_pidfd(pid: int, sent: Sequence[int]) -> int:
+    """A duplicate of the sent descriptor that is a pidfd of `pid`."""
+    for descriptor in sent:
+        described = _PID_LINE.search(Path(f"/proc/self/fdinfo/{descriptor}").read_text())
+        if described is not None and pid > 0 and int(described[1]) == pid:
+            return os.dup(descriptor)
+    raise _no_pidfd(f"this kernel has no SO_PEERPIDFD, and process {pid} sent no pidfd of its own")
+
+
+def _no_pidfd(reason: str) -> RequestError:
+    return request_error(
+        ErrorCode.UNAUTHENTICATED,
+        f"the death of the peer could not be seen: {reason}",
+        "connect from the process itself, in the daemon's pid namespace, and send pidfd_open(getpid())",
+    )

@@ -1,0 +1,366 @@
+"""The configuration: what a daemon serves, and every limit with its unit and its reason.
+
+A value comes from a command-line option, else from an environment variable ``KVCACHED_<KEY>``, else from the TOML file,
+else from the default here. `docs/configuration.md` is the same in words. Rules:
+
+* Everything is checked before anything is started, and every mistake is reported at once, each with its fix.
+* No coercion, no unknown key, in the file and in the environment alike: a typing error must not become a default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
+from pydantic.functional_validators import AfterValidator, BeforeValidator
+
+from kvcached.config_error import ConfigError, Location, Problem, dotted, mistake, problems_of
+from kvcached_client.errors import RequestError
+from kvcached_client.keys import KeyAlgorithm
+from kvcached_client.layout import POOL_SIZE_BYTES_MAX, DType, KvGroup, Layout, PageOrder, layout_from_model_config
+from kvcached_client.rundir import SOCKET_PATH_BYTES_MAX, default_run_dir
+
+ENVIRONMENT_PREFIX: Final = "KVCACHED_"
+#: Names the file itself, so it is no key of it.
+CONFIG_VARIABLE: Final = "KVCACHED_CONFIG"
+
+#: Slots travel as int32.
+SLOTS_MAX: Final = (1 << 31) - 1
+#: One worker process per shard: more than a node has accelerators is a mistake.
+SHARDS_MAX: Final = 64
+REPLICAS_MAX: Final = 64
+#: The name is part of socket names, and a socket's path has 107 bytes in all.
+REPLICA_NAME_LENGTH_MAX: Final = 32
+#: Fewer beats than this in a session's lifetime, and one late thread ends a healthy session.
+HEARTBEATS_PER_TTL_MIN: Final = 3
+_SIZE_MAX: Final = 1 << 20
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["plain", "json"]
+
+
+def _cpu_only(device: str) -> str:
+    if device == "cuda":
+        raise mistake("this version keeps pools in CPU memory only", 'use device = "cpu"')
+    return device
+
+
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise mistake("is no absolute path", "start it with /, for daemon and engines start in different directories")
+    return path
+
+
+def _some_replicas(replicas: tuple[ReplicaConfig, ...]) -> tuple[ReplicaConfig, ...]:
+    if not 1 <= len(replicas) <= REPLICAS_MAX:
+        raise mistake(f"there are {len(replicas)} replicas", f"name 1 to {REPLICAS_MAX}, each as [[replica]]")
+    return replicas
+
+
+def _path(value: object) -> object:
+    return Path(value) if isinstance(value, str) else value
+
+
+_FilePath = Annotated[Path, BeforeValidator(_path)]
+_Size = Annotated[int, Field(ge=1, le=_SIZE_MAX)]
+
+
+class _Table(BaseModel):
+    """Root of the tables: frozen, strict, nothing unknown."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=True, serialize_by_alias=True)
+
+
+class GroupConfig(_Table):
+    """``[[replica.group]]``: layers whose pages look alike. Sizes are those of one shard."""
+
+    layers: _Size = Field(description="Number of layers.")
+    kv_heads: _Size = Field(description="KV heads held by one shard.")
+    head_dim: _Size = Field(description="Elements of K per head and token; for latent attention, rank + rotary part.")
+    v_head_dim: int = Field(ge=0, le=_SIZE_MAX, description="Elements of V per head and token; 0 = there is no V.")
+    dtype: DType = Field(description="Element type.")
+    scale_bytes: int = Field(
+        default=0, ge=0, le=_SIZE_MAX, description="Bytes of quantisation scales in one layer's page of one block."
+    )
+    replicated: bool = Field(default=False, description="Every shard holds the same bytes (latent attention).")
+
+
+class ReplicaConfig(_Table):
+    """``[[replica]]``: one engine's device pool, the same slots on each of its shards.
+
+    Attributes:
+        layout: the shape of a block, from the groups or from the model's config.json.
+        slot_count: slots of the pool, as named or as many as the budget holds.
+    """
+
+    name: str = Field(
+        pattern=r"^[a-z0-9-]+$",
+        min_length=1,
+        max_length=REPLICA_NAME_LENGTH_MAX,
+        description="What engines ask for. Sockets and logs of the workers are named after it.",
+    )
+    device: Annotated[Literal["cpu", "cuda"], AfterValidator(_cpu_only)] = Field(
+        default="cpu", description='Where the pool lies. Only "cpu" in this version: shared memory.'
+    )
+    model: str = Field(
+        min_length=1,
+        max_length=256,
+        description="Identity of the weights. With `revision` and the layout it roots all keys: pools that agree in"
+        " them share prefixes.",
+    )
+    revision: str = Field(default="", max_length=256, description="Version of the weights.")
+    key_algorithm: KeyAlgorithm = Field(
+        default="blake3",
+        description="How blocks are named. xxh3 is faster and can be forged: for nodes with a single tenant.",
+    )
+    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens per block.")
+    shards: int = Field(
+        default=1,
+        ge=1,
+        le=SHARDS_MAX,
+        description="Positions that hold a part of each block: the tensor-parallel degree.",
+    )
+    page_order: PageOrder = Field(
+        default="layer_first",
+        description="layer_first keeps a layer contiguous, as attention kernels expect it; block_first keeps a block"
+        " contiguous, for large copies.",
+    )
+    slots: int | None = Field(
+        default=None, ge=1, le=SLOTS_MAX, description="Blocks that the pool holds. Either this or `pool_bytes`."
+    )
+    pool_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        le=POOL_SIZE_BYTES_MAX,
+        description="Memory of the pool on each shard; as many blocks as fit. Either this or `slots`.",
+    )
+    model_config_path: _FilePath | None = Field(
+        default=None,
+        alias="model_config",
+        description="The model's config.json, to take the layout from; a relative path starts at this file's folder."
+        " Either this or `group`.",
+    )
+    kv_dtype: DType | None = Field(
+        default=None, description="Element type of the cache, where it is not the model's. Only with `model_config`."
+    )
+    group: tuple[GroupConfig, ...] = Field(
+        default=(),
+        max_length=16,
+        strict=False,
+        description="The layout in groups of layers. Either this or `model_config`.",
+    )
+    _layout: Layout = PrivateAttr()
+
+    @property
+    def layout(self) -> Layout:
+        """The shape of a block on one shard."""
+        return self._layout
+
+    @property
+    def slot_count(self) -> int:
+        """Slots of the pool, the same on every shard."""
+        return self.slots if self.slots is not None else self._layout.blocks_per_budget(self.pool_bytes or 0)
+
+    @model_validator(mode="after")
+    def _check_choices(self, info: ValidationInfo) -> Self:
+        if self.slots is None and self.pool_bytes is None:
+            raise mistake("is missing, and so is pool_bytes", "name one of the two", ("slots",))
+        if self.slots is not None and self.pool_bytes is not None:
+            raise mistake("stands beside pool_bytes", "name one of the two", ("slots",), self.slots)
+        if self.model_config_path is None and not self.group:
+            raise mistake(
+                "is missing, and so is group", "name one of the two: the layout comes from it", ("model_config",)
+            )
+        if self.model_config_path is not None and self.group:
+            path = str(self.model_config_path)
+            raise mistake(
+                "stands beside group", "name one of the two: the layout comes from it", ("model_config",), path
+            )
+        if self.group and self.kv_dtype is not None:
+            raise mistake("stands beside group", "write the dtype into each group", ("kv_dtype",), self.kv_dtype)
+        directory = (info.context or {}).get("directory", Path())
+        self._layout = self._layout_of_groups() if self.group else self._layout_of_model(directory)
+        self._check_size()
+        return self
+
+    def _layout_of_groups(self) -> Layout:
+        groups = tuple(KvGroup(**group.model_dump()) for group in self.group)
+        return Layout(block_size=self.block_size, shards=self.shards, groups=groups, order=self.page_order)
+
+    def _layout_of_model(self, directory: Path) -> Layout:
+        path = directory / (self.model_config_path or "")
+        at: Final = (("model_config",), str(path))
+        try:
+            model = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise mistake(f"cannot be read: {error.strerror}", "name a model's config.json", *at) from None
+        except ValueError as error:
+            raise mistake(f"is no JSON: {error}", "name a model's config.json", *at) from None
+        if not isinstance(model, dict):
+            raise mistake("holds no JSON object", "name a model's config.json", *at)
+        try:
+            return layout_from_model_config(
+                model, block_size=self.block_size, shards=self.shards, kv_dtype=self.kv_dtype, order=self.page_order
+            )
+        except RequestError as error:
+            raise mistake(error.message, error.fix, *at) from None
+
+    def _check_size(self) -> None:
+        at: Final = (("pool_bytes",), self.pool_bytes) if self.slots is None else (("slots",), self.slots)
+        bytes_per_block = self._layout.bytes_per_block()
+        size_bytes = self._layout.pool_bytes(self.slot_count)
+        if not size_bytes:
+            raise mistake(f"holds no block: one takes {bytes_per_block} bytes", "give the pool more memory", *at)
+        if self.slot_count > SLOTS_MAX:
+            raise mistake(f"holds {self.slot_count} blocks, {SLOTS_MAX} are possible", "use a larger block_size", *at)
+        if size_bytes > POOL_SIZE_BYTES_MAX:
+            limit = f"{POOL_SIZE_BYTES_MAX} are possible"
+            raise mistake(f"{bytes_per_block} bytes each make {size_bytes}, {limit}", "use fewer slots", *at)
+
+
+class Config(_Table):
+    """The whole configuration of one daemon."""
+
+    run_dir: Annotated[_FilePath, AfterValidator(_absolute)] = Field(
+        default_factory=default_run_dir,
+        description="Folder of the sockets and of the workers' logs. Default: the first that is set of"
+        " $KVCACHED_RUN_DIR, $RUNTIME_DIRECTORY, $XDG_RUNTIME_DIR/kvcached, /tmp/kvcached-<uid>.",
+    )
+    log_level: LogLevel = Field(default="info", description="Least important messages to log.")
+    log_format: LogFormat = Field(default="plain", description="plain for people, json for one object per line.")
+    heartbeat_interval_ms: int = Field(
+        default=2000,
+        ge=100,
+        le=60_000,
+        description="Pause between a session's heartbeats. They find a stopped or wedged process only: death is noticed"
+        " at once.",
+    )
+    session_ttl_ms: int = Field(
+        default=30_000,
+        ge=300,
+        le=3_600_000,
+        description="A session that is silent for longer expires: its slots are set aside until its processes are dead."
+        " Longer than an engine compiles or collects garbage.",
+    )
+    worker_ready_deadline_ms: int = Field(
+        default=30_000,
+        ge=1000,
+        le=600_000,
+        description="All workers are ready by then or the start fails. Touching memory takes about 0.7 s per GiB, up to"
+        " 1 GiB.",
+    )
+    shutdown_deadline_ms: int = Field(
+        default=5000,
+        ge=100,
+        le=60_000,
+        description="On a clean stop, workers that have not ended by then are killed. Below the 10 s that container"
+        " runtimes grant.",
+    )
+    replies_kept_per_session: int = Field(
+        default=1024,
+        ge=16,
+        le=65_536,
+        description="Answers kept for retries of the same request id. A client has a handful of requests in flight.",
+    )
+    replica: Annotated[tuple[ReplicaConfig, ...], AfterValidator(_some_replicas)] = Field(
+        strict=False, description="The pools to serve, one or more."
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        shortest_ms = HEARTBEATS_PER_TTL_MIN * self.heartbeat_interval_ms
+        if self.session_ttl_ms < shortest_ms:
+            raise mistake(
+                f"is less than {HEARTBEATS_PER_TTL_MIN} times heartbeat_interval_ms ({self.heartbeat_interval_ms})",
+                f"use {shortest_ms} or more, or a shorter heartbeat_interval_ms",
+                ("session_ttl_ms",),
+                self.session_ttl_ms,
+            )
+        names = [replica.name for replica in self.replica]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                at = ("replica", index, "name")
+                raise mistake("names an earlier replica, too", "give each a name of its own", at, name)
+        for replica in self.replica:
+            longest = f"{self.run_dir}/worker-{replica.name}-{replica.shards - 1}.sock"
+            if (size_bytes := len(os.fsencode(longest))) > SOCKET_PATH_BYTES_MAX:
+                raise mistake(
+                    f"makes a socket path of {size_bytes} bytes, {SOCKET_PATH_BYTES_MAX} are possible ({longest})",
+                    "use a shorter run_dir or replica name",
+                    ("run_dir",),
+                    str(self.run_dir),
+                )
+        return self
+
+
+def load_config(
+    path: Path, *, options: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None
+) -> Config:
+    """The configuration of a file, the environment over it, the options over both.
+
+    Args:
+        path: a TOML file.
+        options: values of command-line options by key; these win.
+        environment: variables; default: the process's own.
+
+    Raises:
+        ConfigError: the file cannot be read, or anything in the three is wrong. Every mistake is in it; only those
+            between keys are looked for last, once each key is right by itself.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        settings = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        what = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError([Problem(str(path), "file", "", f"cannot be read: {what}", "name a TOML file")]) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            [Problem(str(path), "file", "", f"is no TOML: {error}", "see configs/ for examples")]
+        ) from None
+    overlays: dict[Location, str] = {}
+    for name, value in sorted((os.environ if environment is None else environment).items()):
+        if name.startswith(ENVIRONMENT_PREFIX) and name != CONFIG_VARIABLE and value:
+            location = _overlay(settings, _environment_location(name), _environment_value(value))
+            overlays[location] = f"environment {name}"
+    for key, value in (options or {}).items():
+        overlays[key,] = f"option --{key.replace('_', '-')}"
+        settings[key] = value
+    try:
+        return Config.model_validate(settings, context={"directory": path.parent})
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, Config, str(path), text, overlays)) from None
+
+
+def _environment_location(name: str) -> Location:
+    """``KVCACHED_REPLICA__0__SLOTS`` → ("replica", 0, ("slots",))."""
+    steps = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+    return tuple(int(step) if step.isdecimal() else step for step in steps)
+
+
+def _environment_value(text: str) -> Any:  # noqa: ANN401 - any TOML value, which validation types
+    """A variable as TOML would read it; what is no TOML value is text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
+
+
+def _overlay(settings: dict[str, Any], location: Location, value: object) -> Location:
+    """Put `value` at `location`, and say where it is. Without a way there it goes where validation will refuse it."""
+    place: Any = settings
+    for step in location[:-1]:
+        if isinstance(place, dict) and isinstance(step, str):
+            place = place.setdefault(step, {})
+        elif isinstance(place, list) and isinstance(step, int) and step < len(place):
+            place = place[step]
+        else:
+            place = None
+    if not isinstance(place, dict):
+        place, location = settings, (dotted(location),)
+    place[str(location[-1])] = value
+    return location

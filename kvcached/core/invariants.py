@@ -1,0 +1,176 @@
+"""What must hold after every step, in words for the reader and in checks for the tests and the `check` verb.
+
+Numbers are those of the design: (1) every slot in exactly one state, (2) a key at most once along a path, (4) residency
+is a prefix of every path, (5) a slot in use is never granted again, (6) pins are the sum over live leases and fences.
+Checks recompute everything from the ground; nothing is taken from a running total.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from kvcached.core.cache import Cache
+from kvcached.core.lease import FenceHold, Lease
+from kvcached.core.pool import DevicePool
+from kvcached.core.ranges import pairs, slot_count
+from kvcached.core.run import KEY_SIZE, Run, Segment
+from kvcached.core.session import Session
+from kvcached.core.states import SlotState
+from kvcached.core.tree import PrefixTree
+
+#: A broken cache breaks everywhere; the first few say where it began.
+VIOLATIONS_MAX = 50
+
+
+def check(cache: Cache) -> list[str]:
+    """Every broken invariant in words, at most `VIOLATIONS_MAX`; an empty list is the only good answer."""
+    found: list[str] = []
+    for violation in _violations(cache):
+        found.append(violation)
+        if len(found) == VIOLATIONS_MAX:
+            break
+    return found
+
+
+def _violations(cache: Cache) -> Iterator[str]:
+    for tree in cache.trees:
+        runs = list(tree.runs())
+        yield from _tree_shape(tree, runs)
+        for pool in tree.pools:
+            sessions = [session for session in cache.sessions.values() if session.pool is pool]
+            yield from _residency(tree, runs, pool)
+            yield from _slots(runs, pool, sessions)
+            yield from _pins(tree, runs, pool, sessions)
+            yield from _candidates(runs, pool)
+
+
+def _tree_shape(tree: PrefixTree, runs: list[Run]) -> Iterator[str]:
+    """(2) Runs hang together: starts, first keys and parents agree, and no run is held by nobody."""
+    if tree.root.parent is not None or tree.root.keys or tree.root.start:
+        yield "the root is not the empty run at depth 0"
+    for run in runs:
+        parent = run.parent
+        if parent is None or parent.children is None or parent.children.get(run.first_key) is not run:
+            yield f"{_name(run)} is not filed under its first key"
+        elif run.start != parent.end:
+            yield f"{_name(run)} starts elsewhere than its parent {_name(parent)} ends"
+        if not run.keys or len(run.keys) % KEY_SIZE:
+            yield f"{_name(run)} has {len(run.keys)} bytes of keys"
+        if run.children == {}:
+            yield f"{_name(run)} keeps an empty dict of children"
+        longest = max((segment.length for segment in run.segments if segment is not None), default=0)
+        if longest != run.length:
+            yield f"{_name(run)} has {run.length} keys, but nobody holds more than {longest} of them"
+    if len(runs) != tree.run_count:
+        yield f"{len(runs)} runs are in the tree, the count says {tree.run_count}"
+
+
+def _residency(tree: PrefixTree, runs: list[Run], pool: DevicePool) -> Iterator[str]:
+    """(4) A pool's segments form a prefix of every path; their lengths, children and slots agree."""
+    for run in (tree.root, *runs):
+        segment = run.segments[pool.index]
+        if segment is None:
+            continue
+        if segment.run is not run:
+            yield f"{_name(run)} in pool {pool.name}: the segment points at {_name(segment.run)}"
+        resident = len(_child_segments(run, pool))
+        if segment.resident_children != resident:
+            yield f"{_name(run)}: {resident} resident children, the count says {segment.resident_children}"
+        if run is tree.root:
+            continue
+        slots = slot_count(segment.ranges)
+        if not 0 < segment.length <= run.length or slots != segment.length:
+            yield f"{_name(run)} in pool {pool.name}: length {segment.length}, {slots} slots, {run.length} keys"
+        above = run.parent.segments[pool.index] if run.parent else None
+        if above is None or run.parent is None or above.length != run.parent.length:
+            yield f"{_name(run)} in pool {pool.name}: its parent is not wholly resident"
+
+
+def _slots(runs: list[Run], pool: DevicePool, sessions: list[Session]) -> Iterator[str]:
+    """(1, 5) Whoever claims a slot, its state says the same, and nobody else claims it."""
+    counted = pool.count_states()
+    if counted != pool.counts or sum(counted) != pool.slots:
+        yield f"pool {pool.name}: states {counted}, counts say {pool.counts} of {pool.slots}"
+    claimed = bytearray(pool.slots)
+    for state, owner, ranges in _claims(runs, pool, sessions):
+        for first, count in ranges:
+            if count <= 0 or not pool.holds(first, count, state):
+                yield f"{_slots_name(pool, first, count, owner)} are not all {state.name}"
+            elif any(claimed[first : first + count]):
+                yield f"{_slots_name(pool, first, count, owner)} are claimed by somebody else too"
+            claimed[first : first + count] = b"\1" * count
+    if sum(claimed) != pool.slots:
+        yield f"pool {pool.name}: {pool.slots - sum(claimed)} slots belong to nobody"
+
+
+def _claims(
+    runs: list[Run], pool: DevicePool, sessions: list[Session]
+) -> Iterator[tuple[SlotState, Run | str, Iterable[tuple[int, int]]]]:
+    yield SlotState.FREE, "the free list", pool.free_ranges()
+    for run in runs:
+        segment = run.segments[pool.index]
+        if segment is not None:
+            yield SlotState.CACHED, run, pairs(segment.ranges)
+    for session in sessions:
+        for lease in session.leases.values():
+            yield SlotState.LEASED, f"lease {lease.id}", pairs(lease.open)
+            yield SlotState.LEASED, f"scratch of lease {lease.id}", pairs(lease.scratch)
+        for hold in session.holds:
+            yield SlotState.FENCED, f"fence {hold.fence} of session {session.id}", pairs(hold.slots)
+        yield SlotState.QUARANTINED, f"quarantine of session {session.id}", pairs(session.quarantined)
+
+
+def _pins(tree: PrefixTree, runs: list[Run], pool: DevicePool, sessions: list[Session]) -> Iterator[str]:
+    """(6) Pins are what live leases and fences hold, and protection is what follows from them."""
+    due: dict[int, Counter[int]] = {}  # by identity of the run: how many holders end at which depth
+    for session in sessions:
+        holders: list[Lease | FenceHold] = [*session.leases.values(), *session.holds]
+        for holder in holders:
+            run = tree.resolve(holder.run, holder.depth)
+            segment = run.segments[pool.index]
+            if holder.depth and (segment is None or not run.start < holder.depth <= run.start + segment.length):
+                yield f"pool {pool.name}: a holder at depth {holder.depth} reaches past {_name(run)}"
+            elif holder.depth:
+                due.setdefault(id(run), Counter())[holder.depth] += 1
+    protected = 0
+    for run in runs:
+        segment = run.segments[pool.index]
+        if segment is None:
+            continue
+        pins, held = segment.pins or {}, dict(due.get(id(run), {}))
+        locked = sum(1 for child in _child_segments(run, pool) if child.protected)
+        expected = segment.length if locked else max(segment.pinned - run.start, 0)
+        protected += expected
+        for wrong in (
+            pins != held and f"pins {pins}, leases and fences hold {held}",
+            segment.pinned != max(pins, default=0) and f"deepest pin {segment.pinned}, pins {pins}",
+            segment.locked_children != locked and f"{locked} locked children, not {segment.locked_children}",
+            segment.protected != expected and f"{segment.protected} blocks protected, should be {expected}",
+        ):
+            if wrong:
+                yield f"{_name(run)} in pool {pool.name}: {wrong}"
+    if protected != pool.protected:
+        yield f"pool {pool.name}: {protected} blocks protected, the count says {pool.protected}"
+
+
+def _candidates(runs: list[Run], pool: DevicePool) -> Iterator[str]:
+    """Every evictable tail is known to the policy; else its slots would never come back."""
+    for run in runs:
+        segment = run.segments[pool.index]
+        if segment is not None and segment.evictable_tail and not segment.queued:
+            yield f"{_name(run)} in pool {pool.name}: an evictable tail that no policy knows"
+
+
+def _child_segments(run: Run, pool: DevicePool) -> list[Segment]:
+    segments = (child.segments[pool.index] for child in (run.children or {}).values())
+    return [segment for segment in segments if segment is not None]
+
+
+def _slots_name(pool: DevicePool, first: int, count: int, owner: Run | str) -> str:
+    name = owner if isinstance(owner, str) else _name(owner)
+    return f"pool {pool.name}: slots [{first}, {first + count}) of {name}"
+
+
+def _name(run: Run) -> str:
+    return f"run [{run.start}, {run.end}) {run.first_key[:4].hex() or 'root'}"

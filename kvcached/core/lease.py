@@ -1,0 +1,54 @@
+"""What one request holds, and what a fence still holds after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvcached.core.ranges import Ranges, no_ranges
+from kvcached.core.run import Run
+from kvcached_client.types import FenceSequence, LeaseId
+
+
+@dataclass(slots=True)
+class Lease:
+    """A pinned prefix ``(run, depth)`` and exclusive slots.
+
+    Attributes:
+        id: never used twice.
+        request: the engine's id of the request.
+        asked: (tokens, keys, reserve) of the acquire, to tell a retry from another request of the same name.
+        hit: depth at acquire.
+        granted: exclusive slots as they were granted, for a retry's reply.
+        run: the deepest run it reaches; `PrefixTree.resolve` finds where it is after splits.
+        depth: blocks ``[0, depth)`` of its chain are in the tree and pinned.
+        open: exclusive slots that may still be committed.
+        scratch: exclusive slots of blocks that were in the tree already; the engine reads them until release.
+    """
+
+    id: LeaseId
+    request: str
+    asked: tuple[int, int, int]
+    hit: int
+    granted: Ranges[int]
+    run: Run
+    depth: int
+    open: Ranges[int]
+    scratch: Ranges[int] = field(default_factory=no_ranges)
+
+
+@dataclass(slots=True)
+class FenceHold:
+    """What must stay as it is until the engine's queued work is over.
+
+    Attributes:
+        fence: it is over when the session has signalled this or a later one.
+        run, depth: pinned prefix.
+        suspect: blocks from here to `depth` are good only once the fence has signalled; `depth` where all are.
+        slots: released slots, FENCED until then.
+    """
+
+    fence: FenceSequence
+    run: Run
+    depth: int
+    suspect: int
+    slots: Ranges[int]

@@ -1,0 +1,95 @@
+"""Slot ranges: flat int32 arrays ``[first, count, first, count, …]`` in block order.
+
+A prompt of thousands of blocks is a handful of ranges, they are the wire format as they stand, and they cost 8 bytes
+each instead of the 32 of one Python integer per block.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+Ranges = array  # of typecode "i", with an even number of items
+
+
+def no_ranges() -> Ranges[int]:
+    """An empty list of ranges."""
+    return array("i")
+
+
+def one_range(first: int, count: int) -> Ranges[int]:
+    """A list of one range."""
+    return array("i", (first, count))
+
+
+def pairs(ranges: Ranges[int]) -> Iterator[tuple[int, int]]:
+    """The ranges as (first, count)."""
+    return zip(ranges[::2], ranges[1::2], strict=True)
+
+
+def slot_count(ranges: Ranges[int]) -> int:
+    """How many slots the ranges hold."""
+    return ranges[1] if len(ranges) == 2 else sum(ranges[1::2])
+
+
+def append(ranges: Ranges[int], more: Ranges[int]) -> None:
+    """Append `more` in place, merging where it goes on from the last range."""
+    if ranges and more and ranges[-2] + ranges[-1] == more[0]:
+        ranges[-1] += more[1]
+        ranges.extend(more[2:])
+    else:
+        ranges.extend(more)
+
+
+def cut(ranges: Ranges[int], count: int) -> tuple[Ranges[int], Ranges[int]]:
+    """Split into the first `count` slots and the rest."""
+    if count <= 0:
+        return no_ranges(), ranges[:]
+    for index in range(1, len(ranges), 2):
+        size = ranges[index]
+        if count < size:
+            head = ranges[: index + 1]
+            head[index] = count
+            rest = ranges[index - 1 :]
+            rest[0] += count
+            rest[1] -= count
+            return head, rest
+        count -= size
+        if not count:
+            return ranges[: index + 1], ranges[index + 1 :]
+    return ranges[:], no_ranges()
+
+
+def pop_tail(ranges: Ranges[int], count: int) -> Ranges[int]:
+    """Remove the last `count` slots in place and return them, in block order."""
+    size = len(ranges)
+    if size == 2 and count < ranges[1]:
+        ranges[1] -= count
+        return one_range(ranges[0] + ranges[1], count)
+    head, tail = cut(ranges, slot_count(ranges) - count)
+    del ranges[len(head) :]
+    if head:
+        ranges[-1] = head[-1]
+    return tail
+
+
+def subtract(owned: Ranges[int], taken: Ranges[int]) -> Ranges[int] | None:
+    """`owned` without `taken`, or None where `taken` names a slot that is not owned or names one twice."""
+    if owned[: len(taken)] == taken:
+        return owned[len(taken) :]
+    if len(taken) == 2 and owned and taken[0] == owned[0] and 0 < taken[1] < owned[1]:
+        rest = owned[:]
+        rest[0] += taken[1]
+        rest[1] -= taken[1]
+        return rest
+    left = list(pairs(owned))
+    for first, count in pairs(taken):
+        for index, (own_first, own_count) in enumerate(left):
+            before, after = first - own_first, own_first + own_count - first - count
+            if count > 0 and before >= 0 and after >= 0:
+                pieces = [(own_first, before), (first + count, after)]
+                left[index : index + 1] = [piece for piece in pieces if piece[1]]
+                break
+        else:
+            return None
+    return array("i", [number for pair in left for number in pair])

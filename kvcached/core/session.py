@@ -1,0 +1,131 @@
+"""One engine group on one pool: the owner of leases and fences, and the one way to give back all that it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvcached.core.lease import FenceHold, Lease
+from kvcached.core.pool import DevicePool
+from kvcached.core.ranges import Ranges, append, no_ranges, slot_count
+from kvcached.core.run import Run
+from kvcached.core.states import SESSION_TRANSITIONS, SessionState, SlotState
+from kvcached.core.tree import PrefixTree
+from kvcached_client.types import FenceSequence, LeaseId, SessionId
+
+
+@dataclass(slots=True)
+class Session:
+    """What an engine group holds.
+
+    Attributes:
+        id: never used twice.
+        tree, pool: where it works.
+        state: see `SessionState`.
+        last_heard_ms: time of the last heartbeat, or of its start.
+        leases: what it holds, by id.
+        requests: the same leases by the engine's request id.
+        fence: the highest fence that has signalled.
+        holds: what later fences hold.
+        quarantined: slots that it could write when it expired.
+    """
+
+    id: SessionId
+    tree: PrefixTree
+    pool: DevicePool
+    last_heard_ms: int
+    state: SessionState = SessionState.ACTIVE
+    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    requests: dict[str, Lease] = field(default_factory=dict)
+    fence: FenceSequence = FenceSequence(0)
+    holds: list[FenceHold] = field(default_factory=list)
+    quarantined: Ranges[int] = field(default_factory=no_ranges)
+
+    def add(self, lease: Lease) -> None:
+        """Put a lease on the books."""
+        self.leases[lease.id] = self.requests[lease.request] = lease
+
+    def release(self, lease: Lease, fence: FenceSequence) -> None:
+        """Give a lease's pin and exclusive slots back, at once or when the fence signals."""
+        cause = f"release of lease {lease.id}"
+        slots = self._remove(lease)
+        if fence > self.fence:
+            self.pool.move(slots, SlotState.LEASED, SlotState.FENCED, cause)
+            self.holds.append(FenceHold(fence, lease.run, lease.depth, lease.depth, slots))
+        else:
+            self.pool.move(slots, SlotState.LEASED, SlotState.FREE, cause)
+            self._unpin(lease.run, lease.depth)
+
+    def signal(self, fence: FenceSequence) -> None:
+        """The engine's work up to `fence` is over: give back what it held. An earlier fence changes nothing."""
+        if fence <= self.fence:
+            return
+        self.fence = fence
+        done = [hold for hold in self.holds if hold.fence <= fence]
+        self.holds = [hold for hold in self.holds if hold.fence > fence]
+        for hold in done:
+            self.pool.move(hold.slots, SlotState.FENCED, SlotState.FREE, f"fence {hold.fence} of session {self.id}")
+            self._unpin(hold.run, hold.depth)
+
+    def expire(self) -> None:
+        """Its leases are over, but its processes may live: what they could write is quarantined."""
+        self.quarantined = self._strip(SlotState.QUARANTINED, f"expiry of session {self.id}")
+        self._enter(SessionState.EXPIRED)
+
+    def end(self) -> int:
+        """None of its processes can write any more: everything it held is free. Returns the number of such slots."""
+        cause = f"end of session {self.id}"
+        freed = slot_count(self._strip(SlotState.FREE, cause))
+        for hold in self.holds:
+            self.pool.move(hold.slots, SlotState.FENCED, SlotState.FREE, cause)
+            freed += slot_count(hold.slots)
+        self.holds.clear()
+        self.pool.move(self.quarantined, SlotState.QUARANTINED, SlotState.FREE, cause)
+        freed += slot_count(self.quarantined)
+        self.quarantined = no_ranges()
+        self._enter(SessionState.ENDED)
+        return freed
+
+    def _remove(self, lease: Lease) -> Ranges[int]:
+        """Take a lease off the books; its pin and its slots (returned, LEASED still) are the caller's to give back."""
+        del self.leases[lease.id], self.requests[lease.request]
+        slots = lease.open
+        append(slots, lease.scratch)
+        return slots
+
+    def _unpin(self, run: Run, depth: int) -> None:
+        owner = self.tree.resolve(run, depth)
+        self.tree.touch(owner, self.pool.index)
+        self.tree.unpin(owner, depth, self.pool.index)
+
+    def _strip(self, target: SlotState, cause: str) -> Ranges[int]:
+        """Give back every lease, pin and suspect block; what its processes could write goes to `target`.
+
+        Returns the slots that did. Fenced ones stay FENCED, in `holds`: their fence cannot signal any more.
+        """
+        stripped = no_ranges()
+        for lease in list(self.leases.values()):
+            slots = self._remove(lease)
+            self.pool.move(slots, SlotState.LEASED, target, cause)
+            self._unpin(lease.run, lease.depth)
+            stripped.extend(slots)
+        for hold in self.holds:
+            self._unpin(hold.run, hold.depth)
+        for hold in self.holds:
+            dropped = self._drop_suspects(hold)
+            self.pool.move(dropped, SlotState.CACHED, target, cause)
+            stripped.extend(dropped)
+            hold.run, hold.depth, hold.suspect = self.tree.root, 0, 0
+        return stripped
+
+    def _drop_suspects(self, hold: FenceHold) -> Ranges[int]:
+        """Blocks committed under a fence that never signalled may hold anything: they leave the tree."""
+        run = self.tree.resolve(hold.run, hold.suspect + 1)
+        segment = run.segments[self.pool.index]
+        if hold.suspect >= hold.depth or segment is None or segment.length <= hold.suspect - run.start:
+            return no_ranges()
+        return self.tree.drop(run, hold.suspect, self.pool.index)
+
+    def _enter(self, state: SessionState) -> None:
+        if (self.state, state) not in SESSION_TRANSITIONS:
+            raise RuntimeError(f"session {self.id} cannot go from {self.state} to {state}")
+        self.state = state

@@ -1,0 +1,58 @@
+"""What a slot, a session and a lease can be, and every edge between.
+
+==============  ==========================================  ================================================
+slot state      who may touch its bytes                     left by
+==============  ==========================================  ================================================
+FREE            nobody                                      a grant
+LEASED          the engine processes of one lease           commit, release, or the end of the session
+CACHED          readers under a lease; nobody writes        eviction, or a drop of what can't be trusted
+FENCED          work that an engine has queued              the fence signals, or every process is dead
+QUARANTINED     a process that is silent or lost its group  confirmed death, or its own word that it is over
+==============  ==========================================  ================================================
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+
+class SlotState(IntEnum):
+    """State of one slot of a device pool; every slot is in exactly one."""
+
+    FREE = 0
+    LEASED = 1
+    CACHED = 2
+    FENCED = 3
+    QUARANTINED = 4
+
+
+SLOT_TRANSITIONS: frozenset[tuple[SlotState, SlotState]] = frozenset(
+    {
+        (SlotState.FREE, SlotState.LEASED),  # granted to a lease
+        (SlotState.LEASED, SlotState.CACHED),  # committed
+        (SlotState.LEASED, SlotState.FREE),  # released, the engine's work on it is over
+        (SlotState.LEASED, SlotState.FENCED),  # released, work still queued
+        (SlotState.LEASED, SlotState.QUARANTINED),  # its session stopped answering
+        (SlotState.CACHED, SlotState.FREE),  # evicted or dropped
+        (SlotState.CACHED, SlotState.QUARANTINED),  # committed under a fence that a stopped session never signalled
+        (SlotState.FENCED, SlotState.FREE),  # fence signalled
+        (SlotState.QUARANTINED, SlotState.FREE),  # death confirmed
+    }
+)
+
+
+class SessionState(StrEnum):
+    """State of a session (one engine group on one pool)."""
+
+    ACTIVE = "active"  #: its heartbeats arrive; it may hold leases
+    EXPIRED = "expired"  #: silent for a TTL, or short of a member: leases gone, what it could write is quarantined
+    ENDED = "ended"  #: every process dead, or said goodbye: nothing of it is left
+
+
+SESSION_TRANSITIONS: frozenset[tuple[SessionState, SessionState]] = frozenset(
+    {
+        (SessionState.ACTIVE, SessionState.EXPIRED),
+        (SessionState.ACTIVE, SessionState.ENDED),
+        (SessionState.EXPIRED, SessionState.ENDED),
+    }
+)

@@ -1,0 +1,220 @@
+"""The composition root: builds every part, starts them in order, waits for a signal, stops them in reverse.
+
+Start: run directory → workers (all at once) → attach socket → RPC socket → ready. Whatever fails, what was started
+before it is ended, and nothing half-started stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import uvloop
+
+from kvcached.attach.server import AttachServer
+from kvcached.config import Config, ReplicaConfig
+from kvcached.core.cache import Cache, PoolSpec
+from kvcached.core.events import Ticked, WorkerDied
+from kvcached.notify import READY, STOPPING, notify
+from kvcached.replica import Replica
+from kvcached.rpc.server import RpcServer
+from kvcached.service import Service
+from kvcached.worker.messages import Probe
+from kvcached.worker.supervisor import ReplicaPool, WorkerGroup
+from kvcached_client.errors import RequestError
+from kvcached_client.keys import namespace_root
+from kvcached_client.rundir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAME, rpc_endpoint, socket_path
+from kvcached_client.types import ShardIndex
+
+log = logging.getLogger(__name__)
+
+#: Memory made resident before ready, all replicas together; the rest is touched when it is first used.
+PRETOUCH_BYTES_MAX = 1 << 30
+#: A probe copies two blocks; a worker that takes this long for it is hung, and is ended.
+PROBE_DEADLINE_S = 5.0
+#: No verb clears a namespace yet, so every namespace is in its first generation.
+FIRST_GENERATION = 0
+
+
+class StartError(Exception):
+    """The daemon could not start; nothing of it is left."""
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; a second one ends it at once. Returns the exit status.
+
+    Raises:
+        StartError: what failed, in words for the operator.
+    """
+    return uvloop.run(_serve(config))
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
+
+
+async def _serve(config: Config) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, stop)
+    async with AsyncExitStack() as parts:
+        epoch = _claim_run_dir(config.run_dir, parts)
+        await _start(config, epoch, parts)
+        log.info("ready: %s in %s", ", ".join(replica.name for replica in config.replica), config.run_dir)
+        notify(READY)
+        await stop.wait()
+        log.info("stopping")
+        notify(STOPPING)
+    return 0
+
+
+def _on_signal(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        os._exit(1)  # workers see the daemon's end and go by themselves
+    stop.set()
+
+
+def _claim_run_dir(run_dir: Path, parts: AsyncExitStack) -> int:
+    """Make the run directory this daemon's own; returns the epoch of this start, larger than any before it here."""
+    try:
+        run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+        lock = os.open(run_dir / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        parts.callback(os.close, lock)
+        if run_dir.stat().st_uid != os.getuid():
+            raise StartError(f"{run_dir} belongs to another user; choose another run_dir")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartError(f"another daemon runs in {run_dir}; stop it, or choose another run_dir") from None
+        before = os.pread(lock, 20, 0).strip()
+        epoch = max(int(before) + 1 if before.isdigit() else 0, time.time_ns() // 1_000_000)
+        os.pwrite(lock, f"{epoch:<20}".encode(), 0)
+    except OSError as error:
+        raise StartError(f"run directory {run_dir}: {error.strerror}; choose another run_dir") from None
+    return epoch
+
+
+async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
+    services: list[Service] = []  # workers may be lost only after there is a service to hear of it
+    groups = {
+        replica.name: WorkerGroup(
+            ReplicaPool(
+                replica.name,
+                replica.layout,
+                replica.slot_count,
+                pretouch_bytes=PRETOUCH_BYTES_MAX // len(config.replica),
+                ready_deadline_s=config.worker_ready_deadline_ms / 1000,
+            ),
+            str(config.run_dir),
+            partial(_on_worker_lost, services, replica.name),
+        )
+        for replica in config.replica
+    }
+    for group in groups.values():
+        parts.push_async_callback(group.stop, config.shutdown_deadline_ms / 1000)
+    try:
+        started = await asyncio.gather(*(group.start() for group in groups.values()), return_exceptions=True)
+        for error in started:
+            if isinstance(error, BaseException):
+                raise error
+        replicas = [_replica(replica, groups[replica.name]) for replica in config.replica]
+        service = _service(config, epoch, replicas)
+        services.append(service)
+        _open_sockets(config, service, parts)
+    except (RequestError, OSError) as error:
+        raise StartError(str(error)) from error
+    _start_clock(service, config.heartbeat_interval_ms / 1000, parts)
+
+
+def _replica(config: ReplicaConfig, group: WorkerGroup) -> Replica:
+    layout = config.layout
+    return Replica(
+        name=config.name,
+        device=config.device,
+        model=config.model,
+        key_algorithm=config.key_algorithm,
+        layout=layout,
+        slots=config.slot_count,
+        namespace=namespace_root(
+            model=config.model,
+            revision=config.revision,
+            layout_fingerprint=layout.fingerprint(),
+            block_size=layout.block_size,
+            shards=layout.shards,
+            algorithm=config.key_algorithm,
+            generation=FIRST_GENERATION,
+        ),
+        generation=FIRST_GENERATION,
+        workers=_Workers(group),
+    )
+
+
+def _service(config: Config, epoch: int, replicas: list[Replica]) -> Service:
+    cache = Cache(
+        [PoolSpec(replica.name, replica.namespace, replica.layout.block_size, replica.slots) for replica in replicas],
+        epoch=epoch,
+        session_ttl_ms=config.session_ttl_ms,
+    )
+    return Service(
+        cache,
+        replicas,
+        now_ms=_now_ms,
+        endpoint=rpc_endpoint(config.run_dir),
+        heartbeat_interval_ms=config.heartbeat_interval_ms,
+        answers_kept_per_session=config.replies_kept_per_session,
+    )
+
+
+def _open_sockets(config: Config, service: Service, parts: AsyncExitStack) -> None:
+    loop = asyncio.get_running_loop()
+    attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service)
+    attach.start()
+    parts.callback(attach.close)
+    service.watch = attach
+    rpc = RpcServer(Path(socket_path(config.run_dir, RPC_SOCKET_NAME)), service)
+    parts.callback(rpc.close)
+    rpc.start(loop)
+
+
+def _start_clock(service: Service, interval_s: float, parts: AsyncExitStack) -> None:
+    """Tell the core the time, often enough to expire a session soon after its TTL."""
+    loop = asyncio.get_running_loop()
+    timer: list[asyncio.TimerHandle] = []
+
+    def tick() -> None:
+        service.on_event(Ticked(_now_ms()))
+        timer[:] = [loop.call_later(interval_s, tick)]
+
+    tick()
+    parts.callback(lambda: timer[0].cancel())
+
+
+def _on_worker_lost(services: list[Service], replica: str, shard: ShardIndex, reason: str) -> None:
+    log.error("replica %s lost the worker of shard %d: %s", replica, shard, reason)
+    for service in services:
+        service.on_event(WorkerDied(replica))
+
+
+class _Workers:
+    """A replica's worker group as the service sees it."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def memory_fd(self, shard: ShardIndex) -> int:
+        """The descriptor of a shard's memory."""
+        return self._group.memory_fd(shard)
+
+    async def probe(self, first: int, second: int) -> None:
+        """Run a probe on every shard."""
+        work = Probe(source=first, target=second, seed=secrets.randbits(32))
+        await self._group.submit(work, deadline_s=PROBE_DEADLINE_S)

@@ -1,0 +1,67 @@
+"""A health check that does the real thing: acquire, bytes through every worker, commit, match, release."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+
+from kvcached.core.cache import Cache
+from kvcached.core.session import Session
+from kvcached.replica import Replica
+from kvcached_client.errors import ErrorCode, RequestError
+from kvcached_client.protocol import HealthPart
+from kvcached_client.types import KEY_SIZE_BYTES, FenceSequence, unpack_ranges
+
+#: One slot to write into and one to copy to.
+_BLOCKS = 2
+_STEPS = ("acquire", "workers", "commit", "match", "release")
+
+
+class HealthChecks:
+    """Checks of one cache's replicas."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._number = 0
+
+    async def check(self, replica: Replica, now_ms: int) -> list[HealthPart]:
+        """Check one replica: a part per step, up to and with the first that fails.
+
+        It works in a session of its own beside the engine's, on slots that it acquires as an engine does, under keys
+        that nobody else has, and leaves nothing behind. A pool whose slots are all leased is busy, not ill.
+        """
+        try:
+            session = self._cache.open_session(replica.name, now_ms)
+        except RequestError as error:
+            return [_part(replica, "workers", error.message, ok=False)]
+        keys = secrets.token_bytes(_BLOCKS * KEY_SIZE_BYTES)
+        parts: list[HealthPart] = []
+        try:
+            await self._exercise(replica, session, keys, parts)
+        except RequestError as error:
+            busy = error.code is ErrorCode.NO_CAPACITY
+            step = _STEPS[len(parts)]
+            parts.append(_part(replica, step, ("skipped: " if busy else "") + error.message, ok=busy))
+        finally:  # when `probe` has returned, no worker writes into the slots any more, however it went
+            self._cache.close_session(session.id)
+            self._cache.discard(replica.name, keys)
+        return parts
+
+    async def _exercise(self, replica: Replica, session: Session, keys: bytes, parts: list[HealthPart]) -> None:
+        cache, epoch, tokens = self._cache, session.pool.epoch, _BLOCKS * replica.layout.block_size
+        self._number += 1
+        grant = cache.acquire(session.id, epoch, f"health-{self._number}", keys, tokens, 0, full=False)
+        parts.append(_part(replica, "acquire"))
+        first, second = (slot for start, count in unpack_ranges(grant.ranges) for slot in range(start, start + count))
+        await replica.workers.probe(first, second)
+        parts.append(_part(replica, "workers"))
+        cache.commit(session.id, epoch, grant.lease, 0, keys, array("i", grant.ranges), FenceSequence(0))
+        parts.append(_part(replica, "commit"))
+        hit = cache.match(session.id, epoch, keys, tokens, full=True)
+        parts.append(_part(replica, "match", "" if hit == _BLOCKS else f"{hit} of {_BLOCKS} blocks", ok=hit == _BLOCKS))
+        cache.release(session.id, epoch, grant.lease, FenceSequence(0))
+        parts.append(_part(replica, "release"))
+
+
+def _part(replica: Replica, step: str, detail: str = "", *, ok: bool = True) -> HealthPart:
+    return HealthPart(part=f"{replica.name}/{step}", ok=ok, detail=detail)

@@ -1,0 +1,62 @@
+"""Logging of the daemon: to stderr, which systemd and container runtimes keep. Stdout carries data only.
+
+Messages hold names that peers chose. Characters that could forge a line or drive a terminal are escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Final, Literal
+
+_LEVELS: Final = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+def set_up_logging(level: Literal["debug", "info", "warning", "error"], log_format: Literal["plain", "json"]) -> None:
+    """Send what `kvcached` and `kvcached_client` log to stderr. Called again, it replaces the earlier settings."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _PlainFormatter())
+    for name in ("kvcached", "kvcached_client"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(_LEVELS[level])
+        logger.propagate = False
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, tz=UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class _PlainFormatter(logging.Formatter):
+    """``2026-01-31T12:00:00.000Z INFO kvcached.service: message``, and below it the traceback, if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = "".join(
+            character if character.isprintable() else character.encode("unicode_escape").decode()
+            for character in record.getMessage()
+        )
+        line = f"{_time(record)} {record.levelname} {record.name}: {message}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per line: time, level, logger, message[, traceback]."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry)

@@ -1,0 +1,130 @@
+"""Which processes stand behind a session, and what their deaths mean.
+
+A session is a group: the process whose connection said hello, and the shard processes that joined with the session's
+token. One of them dying ends the group; its slots are free once all of them are dead, or say so.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol import TOKEN_SIZE_BYTES
+from kvcached_client.types import SessionId
+
+
+class Peer(Protocol):
+    """A process at the other end of an attach connection."""
+
+    @property
+    def pid(self) -> int:
+        """Its pid in the daemon's namespace. An identity only while the pidfd says that it lives."""
+
+    def is_dead(self) -> bool:
+        """Whether the process has ended, as its pidfd says."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One session's processes.
+
+    Attributes:
+        token: what its shard processes and heartbeats show.
+        connection: routing id of the connection that owns the session.
+        members: every process that can touch the pool, dead ones included until the end.
+    """
+
+    session: SessionId
+    token: bytes
+    connection: bytes
+    members: list[Peer] = field(default_factory=list)
+
+    def living(self) -> list[Peer]:
+        """Members that are not dead."""
+        return [member for member in self.members if not member.is_dead()]
+
+
+class Membership:
+    """Tokens, groups and connections. Holds no sockets and decides nothing about slots."""
+
+    def __init__(self) -> None:
+        self._candidates: dict[bytes, Peer] = {}  #: member token -> a process that identified itself
+        self._groups: dict[SessionId, Group] = {}
+        self._of_connection: dict[bytes, Group] = {}
+
+    def identify(self, peer: Peer) -> bytes:
+        """A token that lets this process say hello."""
+        token = secrets.token_bytes(TOKEN_SIZE_BYTES)
+        self._candidates[token] = peer
+        return token
+
+    def claim(self, token: bytes) -> Peer:
+        """The process that holds a member token. A token stays good until its process is gone.
+
+        Raises:
+            Refused: nobody holds it.
+        """
+        peer = self._candidates.get(token)
+        if peer is None or peer.is_dead():
+            raise request_error(
+                ErrorCode.UNAUTHENTICATED, "the member token is not that of a living process", "attach first, then say hello"
+            )
+        return peer
+
+    def open(self, session: SessionId, connection: bytes, peer: Peer) -> Group:
+        """A new group of one process, owned by a connection."""
+        group = Group(session, secrets.token_bytes(TOKEN_SIZE_BYTES), connection, [peer])
+        self._groups[session] = group
+        self._of_connection[connection] = group
+        return group
+
+    def join(self, session: SessionId, token: bytes, peer: Peer) -> Group:
+        """A shard process enters a group.
+
+        Raises:
+            Refused: no such session, or not its token. Both read the same to a peer that guesses.
+        """
+        group = self.authenticate(session, token)
+        group.members.append(peer)
+        return group
+
+    def authenticate(self, session: SessionId, token: bytes) -> Group:
+        """The group of a session, for who shows its token.
+
+        Raises:
+            Stale: no such session, or not its token.
+        """
+        group = self._groups.get(session)
+        if group is None or not hmac.compare_digest(group.token, token):
+            raise request_error(
+                ErrorCode.NO_SESSION, f"session {session} is not open, or its token is another", "attach and say hello again"
+            )
+        return group
+
+    def of_connection(self, connection: bytes) -> Group | None:
+        """The group that a connection owns."""
+        return self._of_connection.get(connection)
+
+    def of_peer(self, peer: Peer) -> list[Group]:
+        """Every group that a process is a member of."""
+        return [group for group in self._groups.values() if peer in group.members]
+
+    def of_session(self, session: SessionId) -> Group | None:
+        """The group of a session, or None once it is over."""
+        return self._groups.get(session)
+
+    def close(self, session: SessionId) -> list[Peer]:
+        """Forget a group; returns its processes that are in no other."""
+        group = self._groups.pop(session, None)
+        if group is None:
+            return []
+        if self._of_connection.get(group.connection) is group:
+            del self._of_connection[group.connection]
+        return [member for member in group.members if not self.of_peer(member)]
+
+    def retire(self, peer: Peer) -> None:
+        """A process is gone, or will not come back: its member tokens are worth nothing."""
+        self._candidates = {token: owner for token, owner in self._candidates.items() if owner is not peer}

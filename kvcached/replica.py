@@ -1,0 +1,57 @@
+"""A configured replica at run time: its name, its shape, and the workers that hold its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcached_client.layout import Layout
+from kvcached_client.protocol import ReplicaInfo
+from kvcached_client.types import ShardIndex
+
+
+class Workers(Protocol):
+    """What the service needs of a replica's workers."""
+
+    def memory_fd(self, shard: ShardIndex) -> int:
+        """The descriptor of a shard's sealed pool memory; it stays the workers' own."""
+
+    async def probe(self, first: int, second: int) -> None:
+        """Write, copy and read back through two slots on every shard. However it ends, nobody writes into them then.
+
+        Raises:
+            DaemonFailure: which shard failed, and how.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What does not change while the daemon runs.
+
+    Attributes:
+        namespace: 32 bytes, root of every chain of keys; replicas that share it share their prefixes.
+        generation: of the namespace.
+    """
+
+    name: str
+    device: str
+    model: str
+    key_algorithm: str
+    layout: Layout
+    slots: int
+    namespace: bytes
+    generation: int
+    workers: Workers
+
+    def info(self) -> ReplicaInfo:
+        """The replica as `describe` tells it."""
+        return ReplicaInfo(
+            name=self.name,
+            layout=self.layout,
+            fingerprint=self.layout.fingerprint(),
+            slots=self.slots,
+            bytes_per_block=self.layout.bytes_per_block(),
+            device=self.device,
+            model=self.model,
+            key_algorithm=self.key_algorithm,
+        )

@@ -1,0 +1,1 @@
+"""The ZeroMQ side: sockets and frames, no decisions."""

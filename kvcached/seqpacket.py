@@ -1,0 +1,93 @@
+"""AF_UNIX SOCK_SEQPACKET: one send is one message, and descriptors travel with it. Standard library only.
+
+Whoever gets descriptors closes those it does not want; `Packet.close` does it for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import Final, NamedTuple
+
+#: sizeof(sockaddr_un.sun_path) on Linux is 108, the closing zero included.
+SOCKET_PATH_BYTES_MAX: Final = 107
+_CREDENTIALS = struct.Struct("iII")
+
+
+class Credentials(NamedTuple):
+    """Who connected, by the kernel's word."""
+
+    pid: int  #: 0 where the process is not visible from this pid namespace
+    uid: int
+    gid: int
+
+
+class Packet(NamedTuple):
+    """One received message."""
+
+    data: bytes
+    descriptors: list[int]  #: close-on-exec; the receiver's to close
+    cut: bool  #: bytes or descriptors beyond the receiver's limits are lost
+
+    def close(self) -> None:
+        """Close every descriptor that came along."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def listen(path: str, backlog: int) -> socket.socket:
+    """A non-blocking socket listening at `path`, usable by this user only.
+
+    Call it while no other thread creates files: the umask belongs to the whole process.
+
+    Raises:
+        OSError: the path is in use, too long, or its directory is missing or not writable.
+    """
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        raise OSError(f"socket path {path} is longer than {SOCKET_PATH_BYTES_MAX} bytes")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    previous = os.umask(0o077)
+    try:
+        listener.bind(path)
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"{os.strerror(error.errno or 0)}: {path}") from error
+    finally:
+        os.umask(previous)
+    return listener
+
+
+def peer_credentials(connection: socket.socket) -> Credentials:
+    """Process, user and group of the peer at the time it connected."""
+    return Credentials(
+        *_CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    )
+
+
+def receive(connection: socket.socket, size_bytes_max: int, descriptors_max: int) -> Packet | None:
+    """The next message, or None where the peer has closed its end. Never waits.
+
+    An empty message without descriptors cannot be told from a closed end, and counts as one.
+
+    Raises:
+        BlockingIOError: there is no message now.
+        ConnectionError: the connection broke.
+    """
+    flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+    data, descriptors, told, _ = socket.recv_fds(connection, size_bytes_max, descriptors_max, flags)
+    cut = bool(told & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+    if not data and not descriptors and not cut:
+        return None
+    return Packet(data, descriptors, cut)
+
+
+def send(connection: socket.socket, data: bytes, descriptors: tuple[int, ...] = ()) -> None:
+    """Send one message whole. Never waits.
+
+    Raises:
+        BlockingIOError: the peer has not read what it was sent before.
+        OSError: the connection broke, or the message is larger than the socket's buffer.
+    """
+    socket.send_fds(connection, [data], descriptors, socket.MSG_DONTWAIT)

@@ -1,0 +1,221 @@
+"""Client of the attach socket: who this process is, and the memory it may map.
+
+Every descriptor is close-on-exec from the start, and every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import Final, Self
+
+import msgspec
+
+from kvcached_client.attach_protocol import (
+    ATTACH_MESSAGE_SIZE_BYTES_MAX,
+    Attach,
+    AttachRefused,
+    AttachReply,
+    Identified,
+    Identify,
+    Join,
+    Joined,
+    decode_attach_reply,
+    encode_attach,
+)
+from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, RequestError, request_error
+from kvcached_client.protocol import Id, Secret
+from kvcached_client.rundir import ATTACH_SOCKET_NAME, socket_path
+
+#: A reply carries one descriptor; room for a second one shows a peer that sends more.
+_DESCRIPTORS_MAX: Final = 2
+
+
+class SessionGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a shard process needs to join its scheduler's session. Whoever holds it may map the pool: keep it private.
+
+    Attributes:
+        id: the session.
+        token: 32 secret bytes.
+        run_dir: where the daemon's sockets are.
+    """
+
+    id: Id
+    token: Secret
+    run_dir: str
+
+    def to_bytes(self) -> bytes:
+        """The grant as bytes, for a pipe to the shard process."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """The inverse of `to_bytes`.
+
+        Raises:
+            BadRequest: the bytes are no session grant.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise request_error(
+                ErrorCode.MALFORMED, f"session grant: {error}", "send SessionGrant.to_bytes()"
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"SessionGrant(id={self.id}, run_dir={self.run_dir!r})"
+
+
+class AttachConnection:
+    """An open connection to the attach socket. Keep it open while the pool or the session is in use."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    def fileno(self) -> int:
+        """The descriptor, to be polled: it turns readable when the daemon is gone."""
+        return self._socket.fileno()
+
+    def is_closed_by_daemon(self) -> bool:
+        """Whether the other end is gone. Never waits.
+
+        The daemon says nothing unasked on this socket, so a message without a question counts as gone, too.
+        """
+        self._socket.settimeout(0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+        return True
+
+    def close(self) -> None:
+        """Close this end. Does nothing the second time."""
+        self._socket.close()
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedMemory:
+    """A shard's memory as the daemon sent it, not yet checked or mapped. The holder closes `descriptor`."""
+
+    connection: AttachConnection
+    joined: Joined
+    descriptor: int
+
+
+def identify(
+    run_dir: str | os.PathLike[str], *, client: str = "", deadline_ms: int
+) -> tuple[AttachConnection, Identified]:
+    """Tell the daemon which process this is.
+
+    Raises:
+        DaemonUnreachable: nothing listens in `run_dir`, or it closed the connection.
+        DeadlineExceeded: no answer came within `deadline_ms`.
+        RequestError: the daemon refused.
+    """
+    connection, reply, descriptors = _ask(run_dir, Identify(client=client), deadline_ms)
+    if not isinstance(reply, Identified) or descriptors:
+        _discard(connection, descriptors)
+        raise _unexpected(reply, descriptors)
+    return AttachConnection(connection), reply
+
+
+def join(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedMemory:
+    """Ask for the memory of one shard of a session's pool.
+
+    Raises:
+        DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
+    """
+    question = Join(session=grant.id, token=grant.token, shard=shard)
+    connection, reply, descriptors = _ask(grant.run_dir, question, deadline_ms)
+    if not isinstance(reply, Joined) or reply.shard != shard or len(descriptors) != 1:
+        _discard(connection, descriptors)
+        raise _unexpected(reply, descriptors)
+    return JoinedMemory(AttachConnection(connection), reply, descriptors[0])
+
+
+def _ask(
+    run_dir: str | os.PathLike[str], question: Attach, deadline_ms: int
+) -> tuple[socket.socket, AttachReply, list[int]]:
+    deadline_ns = time.monotonic_ns() + deadline_ms * 1_000_000
+    path = socket_path(run_dir, ATTACH_SOCKET_NAME)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(deadline_ms / 1000)
+        connection.connect(path)
+        _send(connection, question)
+        remaining_ns = max(1, deadline_ns - time.monotonic_ns())
+        connection.settimeout(remaining_ns / 1e9)
+        reply, descriptors = _receive(connection, path)
+    except TimeoutError:
+        connection.close()
+        raise DeadlineExceeded(f"no answer from {path} within {deadline_ms} ms") from None
+    except OSError as error:
+        connection.close()
+        raise DaemonUnreachable(f"{path}: {error.strerror}; is the daemon running?") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection, reply, descriptors
+
+
+def _send(connection: socket.socket, question: Attach) -> None:
+    own = _own_pidfd()
+    try:
+        socket.send_fds(connection, [encode_attach(question)], own)
+    finally:
+        for descriptor in own:
+            os.close(descriptor)
+
+
+def _own_pidfd() -> list[int]:
+    try:
+        return [os.pidfd_open(os.getpid())]
+    except OSError:
+        # A sandbox may forbid the call. The daemon then needs SO_PEERPIDFD, and refuses where it lacks that as well.
+        return []
+
+
+def _receive(connection: socket.socket, path: str) -> tuple[AttachReply, list[int]]:
+    data, descriptors, flags, _ = socket.recv_fds(
+        connection, ATTACH_MESSAGE_SIZE_BYTES_MAX, _DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+    )
+    try:
+        return _read(data, flags, path), descriptors
+    except BaseException:
+        _close_all(descriptors)
+        raise
+
+
+def _read(data: bytes, flags: int, path: str) -> AttachReply:
+    if not data:
+        raise DaemonUnreachable(f"{path}: the daemon closed the connection without an answer")
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise request_error(
+            ErrorCode.OVERSIZE, "the attach reply is larger than allowed", "client and daemon differ in version"
+        )
+    reply = decode_attach_reply(data)
+    if isinstance(reply, AttachRefused):
+        raise request_error(reply.code, reply.message, reply.fix)
+    return reply
+
+
+def _discard(connection: socket.socket, descriptors: list[int]) -> None:
+    connection.close()
+    _close_all(descriptors)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _unexpected(reply: AttachReply, descriptors: list[int]) -> RequestError:
+    return request_error(
+        ErrorCode.MALFORMED,
+        f"the daemon answered {type(reply).__name__} with {len(descriptors)} descriptors",
+        "client and daemon differ in version",
+    )

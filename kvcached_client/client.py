@@ -1,0 +1,313 @@
+"""The blocking client: `Client` for an engine's scheduler, `Admin` for people and tools."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Final, Self
+
+from kvcached_client.attach import SessionGrant, identify
+from kvcached_client.channel import Channel, Failures, SessionChannel
+from kvcached_client.errors import ErrorCode, KvcachedError, request_error
+from kvcached_client.heartbeat import Heartbeat
+from kvcached_client.keys import KeyChain, Tokens
+from kvcached_client.layout import Layout
+from kvcached_client.lease import CachePolicy, Lease, acquire_lease
+from kvcached_client.protocol import (
+    PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN,
+    Bye,
+    Check,
+    CheckReport,
+    Describe,
+    Description,
+    Goodbye,
+    Health,
+    HealthReport,
+    Hello,
+    Match,
+    Matched,
+    Stats,
+    StatsReport,
+    Welcome,
+)
+from kvcached_client.protocol import Heartbeat as HeartbeatRequest
+from kvcached_client.rundir import default_run_dir, rpc_endpoint
+from kvcached_client.types import FenceSequence
+
+_log: Final = logging.getLogger("kvcached_client")
+
+
+class _Reports:
+    """The questions that need no session.
+
+    Each raises `RequestError` where the daemon refuses, `DaemonUnreachable` where none answers, and `DeadlineExceeded`.
+    """
+
+    _channel: Channel
+
+    def stats(self) -> StatsReport:
+        """Counters and gauges."""
+        return self._channel.ask(Stats(id=self._channel.next_id()), StatsReport)[0]
+
+    def health(self) -> HealthReport:
+        """What the daemon found when it tried a real request through every worker."""
+        return self._channel.ask(Health(id=self._channel.next_id()), HealthReport)[0]
+
+    def check(self) -> CheckReport:
+        """What the invariant checker says about the live core."""
+        return self._channel.ask(Check(id=self._channel.next_id()), CheckReport)[0]
+
+    def describe(self) -> Description:
+        """Replicas, layouts, limits, versions."""
+        return self._channel.ask(Describe(id=self._channel.next_id()), Description)[0]
+
+
+class Admin(_Reports):
+    """Questions to a daemon, without a session. A context manager. Not thread-safe."""
+
+    def __init__(self, channel: Channel) -> None:
+        """Use `connect`."""
+        self._channel = channel
+
+    @classmethod
+    def connect(cls, run_dir: str | os.PathLike[str] | None = None, *, deadline_ms: int = 5000) -> Self:
+        """Speak to the daemon in `run_dir` (default: `rundir.default_run_dir`). Calls take at most `deadline_ms`.
+
+        Raises:
+            BadRequest: the path of the socket is too long.
+        """
+        endpoint = rpc_endpoint(default_run_dir() if run_dir is None else run_dir)
+        return cls(Channel(endpoint, deadline_ms=deadline_ms))
+
+    def close(self) -> None:
+        """Close the connection. Does nothing the second time."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Client(_Reports):
+    """An engine's session on one replica's pool. A context manager. Not thread-safe.
+
+    A fork takes no client along: in the child its methods raise `RuntimeError`, and the parent's goes on.
+
+    Attributes:
+        session: what shard processes need for `map_pool`.
+        layout: the shape of a block.
+        slots: slots of the pool, the same on every shard.
+        epoch: of the pool.
+        namespace: 32 bytes, root of every chain of keys.
+    """
+
+    _channel: SessionChannel
+
+    def __init__(self, channel: SessionChannel, welcome: Welcome, run_dir: str, *, heartbeat: bool) -> None:
+        """Use `connect`."""
+        self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=run_dir)
+        self.layout = welcome.layout
+        self.slots = welcome.slots
+        self.epoch = welcome.epoch
+        self.namespace = welcome.namespace
+        self._key_algorithm = welcome.key_algorithm
+        self._channel = channel
+        self._channel.epoch = welcome.epoch
+        self._process_id = os.getpid()
+        self._is_closed = False
+        self._signalled = FenceSequence(0)
+        self._heartbeat = (
+            Heartbeat(
+                channel.context,
+                channel.endpoint,
+                self.session,
+                epoch=welcome.epoch,
+                generation=welcome.generation,
+                interval_ms=welcome.heartbeat_interval_ms,
+            )
+            if heartbeat
+            else None
+        )
+
+    @classmethod
+    def connect(
+        cls,
+        run_dir: str | os.PathLike[str] | None = None,
+        *,
+        replica: str = "default",
+        deadline_ms: int = 1000,
+        failures: Failures = "raise",
+        layout: Layout | None = None,
+        heartbeat: bool = True,
+    ) -> Self:
+        """Open a session on a replica's pool.
+
+        Args:
+            run_dir: where the daemon's sockets are; default: `rundir.default_run_dir`.
+            replica: name of a replica in the daemon's configuration.
+            deadline_ms: the longest that one call may take, each step of this one included.
+            failures: "raise" raises typed errors. "miss" makes every failure of the daemon look like an empty cache:
+                `match` gives 0, `acquire` a lease that is not granted, and the other methods of a lease do nothing.
+                `failure_count` counts them; the first of each kind is logged. `connect` always raises.
+            layout: what the engine was built for; another one on the daemon's side is refused.
+            heartbeat: send heartbeats from a thread. Without them the session expires; for tests and short tools.
+
+        Raises:
+            DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not answer.
+            Refused: unknown replica, another layout, or another engine's session holds the pool.
+            RequestError: see `kvcached_client.errors`.
+        """
+        directory = os.fspath(default_run_dir() if run_dir is None else run_dir)
+        attached, identified = identify(directory, client="kvcached_client", deadline_ms=deadline_ms)
+        channel = SessionChannel(identified.endpoint, deadline_ms=deadline_ms, attached=attached, failures=failures)
+        try:
+            fingerprint = "" if layout is None else layout.fingerprint()
+            hello = Hello(
+                id=channel.next_id(),
+                version_min=PROTOCOL_VERSION_MIN,
+                version_max=PROTOCOL_VERSION,
+                member=identified.member,
+                replica=replica,
+                layout=fingerprint,
+                client="kvcached_client",
+            )
+            welcome, _ = channel.ask(hello, Welcome)
+            _check_welcome(welcome, fingerprint)
+            return cls(channel, welcome, directory, heartbeat=heartbeat)
+        except BaseException:
+            channel.close()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether, as far as is known here, the session and its pool are still there. If not: close, connect again."""
+        heartbeat_stale = self._heartbeat is not None and self._heartbeat.is_stale
+        return not (self._is_closed or self._channel.is_gone or self._channel.is_stale or heartbeat_stale)
+
+    @property
+    def failure_count(self) -> int:
+        """Failures that became misses."""
+        return self._channel.misses.count
+
+    def chain(self, tokens: Tokens = (), *, lora: str = "", salt: str = "") -> KeyChain:
+        """A chain of keys, rooted in the session's namespace, the LoRA adapter and the tenant's salt.
+
+        Raises:
+            BadRequest: see `KeyChain`.
+        """
+        return KeyChain(
+            self.namespace, self.layout.block_size, tokens, lora=lora, salt=salt, algorithm=self._key_algorithm
+        )
+
+    def match(self, chain: KeyChain, *, full: bool = False) -> int:
+        """How many leading blocks are cached. Touches nothing.
+
+        The last token is left to compute, so a prompt that is cached to its end counts one block less, unless `full`.
+
+        Raises:
+            RequestError, TransportError: see `kvcached_client.errors`.
+        """
+        if not chain.block_count:
+            return 0
+        request = Match(id=self._channel.next_id(), epoch=self.epoch, tokens=chain.token_count, full=full)
+        with self._channel.misses:
+            matched, _ = self._channel.ask(request, Matched, (chain.keys,))
+            return matched.device + matched.host
+        return 0
+
+    def acquire(
+        self,
+        request: str,
+        chain: KeyChain,
+        *,
+        reserve_tokens: int = 0,
+        cache: CachePolicy = "all",
+        full: bool = False,
+    ) -> Lease:
+        """Pin the cached blocks of a prompt and get slots for the rest of it.
+
+        Asking again with the same `request`, after a deadline passed, gives the same lease.
+
+        Args:
+            request: the engine's own id of the request, at most 256 characters.
+            chain: the prompt is what it holds now. Extend it with the output as that appears.
+            reserve_tokens: output tokens to have slots for from the start.
+            cache: which blocks `commit` and `finish` make findable: "all", "prompt" (none with output), "nothing".
+            full: also use the block with the prompt's last token if it is cached; nothing is left to compute then.
+
+        Raises:
+            NoCapacity: nothing free and nothing evictable; nothing was taken.
+            BadRequest: the prompt is empty (with either setting of ``failures``) or longer than a message may be.
+            RequestError, TransportError: see `kvcached_client.errors`.
+        """
+        return acquire_lease(self._channel, request, chain, reserve_tokens=reserve_tokens, cache=cache, full=full)
+
+    def signal_fence(self, sequence: FenceSequence) -> None:
+        """Say that the engine's queued work up to a fence is over, and with it the use of what was released under it.
+
+        Sent at once if possible, and again with every heartbeat. A lower number than before changes nothing.
+
+        Raises:
+            DaemonUnreachable: the daemon is gone.
+        """
+        self._signalled = max(self._signalled, sequence)
+        if self._heartbeat is not None:
+            self._heartbeat.signalled = self._signalled
+        with self._channel.misses:
+            self._channel.post(
+                HeartbeatRequest(
+                    id=self._channel.next_id(),
+                    session=self.session.id,
+                    token=self.session.token,
+                    fence=self._signalled,
+                    reply=False,
+                )
+            )
+
+    def close(self) -> None:
+        """End the session: its leases end, its slots go back to the pool. Stop the shard processes before.
+
+        Does nothing the second time. In a forked child it only closes the child's copies of descriptors.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if os.getpid() == self._process_id:
+            if self._heartbeat is not None:
+                self._heartbeat.close()
+            self._say_goodbye()
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _say_goodbye(self) -> None:
+        try:
+            self._channel.ask(Bye(id=self._channel.next_id()), Goodbye)
+        except KvcachedError as error:
+            # The session ends anyway, with this process at the latest.
+            _log.info("kvcached session %d closed without the daemon's answer: %s", self.session.id, error)
+
+
+def _check_welcome(welcome: Welcome, fingerprint: str) -> None:
+    if not PROTOCOL_VERSION_MIN <= welcome.version <= PROTOCOL_VERSION:
+        raise request_error(
+            ErrorCode.UNSUPPORTED_VERSION,
+            f"the daemon chose version {welcome.version}, not one of {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}",
+            "client and daemon must be at most one version apart",
+        )
+    welcome.layout.check()
+    if fingerprint and welcome.layout.fingerprint() != fingerprint:
+        raise request_error(
+            ErrorCode.WRONG_LAYOUT,
+            f"the pool's layout is {welcome.layout.fingerprint()}, the engine's {fingerprint}",
+            "configure the replica for this model, dtype, block size and sharding",
+        )
+    # A missing package for the keys shows now, not in the first request.
+    KeyChain(welcome.namespace, welcome.layout.block_size, algorithm=welcome.key_algorithm)

@@ -1,0 +1,90 @@
+"""Says at intervals that the session lives. In a thread, so that an engine's long step does not end its session."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Final
+
+import zmq
+
+from kvcached_client.attach import SessionGrant
+from kvcached_client.channel import open_dealer
+from kvcached_client.errors import KvcachedError, Stale
+from kvcached_client.protocol import Alive, decode_reply, encode, raise_for_error
+from kvcached_client.protocol import Heartbeat as HeartbeatRequest
+from kvcached_client.types import FenceSequence
+
+#: Heartbeats that the daemon has not taken yet. A third one would say nothing new.
+_QUEUE_LENGTH: Final = 2
+#: A daemon that asks for more is mistaken, and would make this thread spin.
+_INTERVAL_MS_MIN: Final = 10
+
+_log: Final = logging.getLogger("kvcached_client")
+
+
+class Heartbeat:
+    """A thread that sends the session's heartbeats over its own connection, until `close`."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        grant: SessionGrant,
+        *,
+        epoch: int,
+        generation: int,
+        interval_ms: int,
+    ) -> None:
+        #: The daemon said that the session is over or that the pool was replaced; found at the next heartbeat's time.
+        self.is_stale = False
+        self.signalled = FenceSequence(0)  #: the highest fence that has signalled
+        self._grant = grant
+        self._expected = (epoch, generation)
+        self._interval_s = max(interval_ms, _INTERVAL_MS_MIN) / 1000
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(context, endpoint), name="kvcached-heartbeat", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, and wait for the thread: afterwards its socket is closed. Does nothing the second time."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        beat_count = 0
+        with open_dealer(context, endpoint, queue_length=_QUEUE_LENGTH) as dealer:
+            while not self._stopped.wait(self._interval_s):
+                beat_count += 1
+                self._read_replies(dealer)
+                self._send(dealer, beat_count)
+
+    def _send(self, dealer: zmq.Socket[bytes], request_id: int) -> None:
+        request = HeartbeatRequest(id=request_id, session=self._grant.id, token=self._grant.token, fence=self.signalled)
+        try:
+            dealer.send(encode(request), zmq.NOBLOCK)
+        except zmq.Again:
+            _log.debug("heartbeat %d was not sent: the daemon is not there or takes nothing", request_id)
+
+    def _read_replies(self, dealer: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                parts = dealer.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                reply = raise_for_error(decode_reply(parts[0]))
+            except Stale as error:
+                self._note_stale(str(error))
+            except KvcachedError as error:
+                _log.warning("heartbeat answered by an error: %s", error)
+            else:
+                if isinstance(reply, Alive) and (reply.epoch, reply.generation) != self._expected:
+                    self._note_stale(f"the pool is at epoch {reply.epoch}, generation {reply.generation}")
+
+    def _note_stale(self, reason: str) -> None:
+        if not self.is_stale:
+            _log.warning("kvcached session %d is over: %s", self._grant.id, reason)
+        self.is_stale = True

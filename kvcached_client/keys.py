@@ -1,0 +1,365 @@
+"""Block keys: the one definition of what a block of tokens is called. `docs/keys.md` is the same in words.
+
+A key names the tokens of a block and everything before them. Rules:
+
+* namespace root = BLAKE3 derive-key over what makes KV bytes interchangeable; chain root = the same over the namespace
+  root, the LoRA adapter and the tenant's salt. Always both, so that no chain starts at a namespace root itself.
+* state of a block = BLAKE3 keyed by the 32-byte state before it, over the block's tokens as little-endian int32 and
+  then the multimodal items that lie in it. Its first 16 bytes are the block's key.
+* Everything but tokens is encoded as typed, length-prefixed fields: two different inputs never give the same bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+from blake3 import blake3
+
+from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.types import KEY_SIZE_BYTES, PackedKeys
+
+try:
+    from kvcached_client import _native_blake3
+except ImportError:  # no compiler when it was installed: same keys, slower
+    native_hash_blocks: Callable[[bytes, memoryview, int], tuple[bytes, bytes]] | None = None
+else:
+    native_hash_blocks = _native_blake3.hash_blocks
+
+try:
+    import xxhash
+except ImportError:  # the extra `fast-hash` was not asked for
+    xxh3_digest: Callable[[bytes], bytes] | None = None
+else:
+    xxh3_digest = xxhash.xxh3_128_digest
+
+KeyAlgorithm = Literal["blake3", "xxh3"]
+#: Integers, an integer array of one dimension, or raw bytes that hold little-endian int32.
+Tokens: TypeAlias = (
+    "Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]] | array[int] | bytes | bytearray | memoryview"
+)
+
+ROOT_SIZE_BYTES: Final = 32
+TOKEN_SIZE_BYTES: Final = 4
+TOKEN_MAX: Final = (1 << 31) - 1
+#: The native helper takes messages of one BLAKE3 chunk.
+NATIVE_BLOCK_SIZE_MAX: Final = 256
+#: Up to here Python finds the largest token faster than numpy starts.
+_SMALL_TOKEN_COUNT: Final = 64
+
+NAMESPACE_CONTEXT: Final = "kvcached block keys v1: namespace root"
+CHAIN_CONTEXT: Final = "kvcached block keys v1: chain root"
+
+
+def encode_fields(*fields: int | str | bytes) -> bytes:
+    """Fields as bytes, each ``tag · length (uint32) · payload``: ``i`` int64, ``s`` UTF-8, ``b`` bytes; little-endian.
+
+    Injective: lists of fields that differ in number, type or value never share an encoding.
+
+    Raises:
+        BadRequest: an integer outside int64, or text that UTF-8 cannot hold.
+    """
+    parts = []
+    for field in fields:
+        tag, payload = _payload(field)
+        parts.append(struct.pack("<cI", tag, len(payload)) + payload)
+    return b"".join(parts)
+
+
+def _payload(field: int | str | bytes) -> tuple[bytes, bytes]:
+    try:
+        if isinstance(field, str):
+            return b"s", field.encode()
+        if isinstance(field, bytes):
+            return b"b", field
+        return b"i", struct.pack("<q", field)
+    except (UnicodeEncodeError, struct.error) as error:
+        raise _bad(f"{field!r} cannot enter a key: {error}", "use UTF-8 text, bytes, or integers of 64 bits") from None
+
+
+def namespace_root(
+    *,
+    model: str,
+    revision: str,
+    layout_fingerprint: str,
+    block_size: int,
+    shards: int,
+    algorithm: KeyAlgorithm,
+    generation: int,
+) -> bytes:
+    """The 32-byte root of every chain of a namespace; another value of any argument gives an unrelated root.
+
+    `layout_fingerprint` is `Layout.fingerprint()`; `generation` grows when the namespace's contents are cleared.
+
+    Raises:
+        BadRequest: a size is not positive, the generation is negative, or the algorithm is unknown.
+    """
+    if block_size < 1 or shards < 1 or generation < 0:
+        raise _bad(
+            f"block_size {block_size}, shards {shards}, generation {generation}",
+            "sizes are positive, a generation is not negative",
+        )
+    _check_algorithm(algorithm)
+    fields = encode_fields(model, revision, layout_fingerprint, block_size, shards, algorithm, generation)
+    return blake3(fields, derive_key_context=NAMESPACE_CONTEXT).digest()
+
+
+def chain_root(namespace: bytes, *, lora: str = "", salt: str = "") -> bytes:
+    """The 32-byte state before a request's first block; "" = no adapter, no salt.
+
+    Raises:
+        BadRequest: `namespace` is not 32 bytes long, or a name is not UTF-8.
+    """
+    if len(namespace) != ROOT_SIZE_BYTES:
+        raise _bad(f"namespace root of {len(namespace)} bytes", f"it has {ROOT_SIZE_BYTES}, as `Welcome` brings it")
+    return blake3(encode_fields(namespace, lora, salt), derive_key_context=CHAIN_CONTEXT).digest()
+
+
+def pack_tokens(tokens: Tokens) -> memoryview:
+    """The bytes of tokens as little-endian int32, checked; copied only where they come as something else.
+
+    Raises:
+        BadRequest: no integers, more than one dimension, a token outside 0..2^31-1, or bytes of no multiple of four.
+    """
+    if isinstance(tokens, memoryview) and tokens.itemsize == 1:
+        tokens = tokens.tobytes()
+    if isinstance(tokens, (bytes, bytearray)):
+        if len(tokens) % TOKEN_SIZE_BYTES:
+            raise _bad(f"{len(tokens)} bytes of packed tokens", "a multiple of 4: little-endian int32")
+        return _check_array(np.frombuffer(tokens, "<i4"))
+    if isinstance(tokens, (np.ndarray, array, memoryview)):
+        return _check_array(np.asarray(tokens))
+    try:
+        packed = array("I", tokens)  # a third of the time of "i", and it refuses negative ones on the way
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _bad(f"tokens: {error}", f"integers from 0 to {TOKEN_MAX}") from None
+    if len(packed) > _SMALL_TOKEN_COUNT:
+        return _check_array(np.frombuffer(packed, np.uint32))
+    if packed and (highest := max(packed)) > TOKEN_MAX:
+        raise _token_out_of_range(highest)
+    return memoryview(packed.tobytes())
+
+
+def _check_array(tokens: np.ndarray[Any, Any]) -> memoryview:
+    if tokens.ndim != 1:
+        raise _bad(f"tokens have {tokens.ndim} dimensions", "pass one request's tokens, one dimension")
+    if tokens.size:  # an empty array says nothing by its type: numpy's default is float
+        if tokens.dtype.kind not in "iu":
+            raise _bad(f"tokens are {tokens.dtype}", f"integers from 0 to {TOKEN_MAX}")
+        for extreme in (tokens.min(), tokens.max()):
+            if not 0 <= int(extreme) <= TOKEN_MAX:
+                raise _token_out_of_range(int(extreme))
+    return tokens.astype("<i4", order="C", copy=False).view(np.uint8).data
+
+
+def _token_out_of_range(token: int) -> RequestError:
+    return _bad(f"token {token}", f"integers from 0 to {TOKEN_MAX}")
+
+
+class _Hash(NamedTuple):
+    """What an algorithm does with a parent state: hash one message, or chain over whole blocks of so many bytes."""
+
+    hash_message: Callable[[bytes, bytes], bytes]
+    hash_blocks: Callable[[bytes, memoryview, int], tuple[bytes, bytes]]
+
+
+def _blake3_message(parent: bytes, message: bytes) -> bytes:
+    return blake3(message, key=parent).digest()
+
+
+def _blake3_blocks(parent: bytes, data: memoryview, block_bytes: int) -> tuple[bytes, bytes]:
+    if native_hash_blocks is not None and block_bytes <= NATIVE_BLOCK_SIZE_MAX * TOKEN_SIZE_BYTES:
+        return native_hash_blocks(parent, data, block_bytes // TOKEN_SIZE_BYTES)
+    messages = struct.iter_unpack(f"{block_bytes}s", data)
+    states = b"".join([parent := blake3(message, key=parent).digest() for (message,) in messages])
+    return np.frombuffer(states, np.uint8).reshape(-1, len(parent))[:, :KEY_SIZE_BYTES].tobytes(), parent
+
+
+def _xxh3(digest: Callable[[bytes], bytes]) -> _Hash:
+    def hash_message(parent: bytes, message: bytes) -> bytes:
+        return digest(parent[:KEY_SIZE_BYTES] + message)
+
+    def hash_blocks(parent: bytes, data: memoryview, block_bytes: int) -> tuple[bytes, bytes]:
+        parent = parent[:KEY_SIZE_BYTES]
+        messages = struct.iter_unpack(f"{block_bytes}s", data)
+        return b"".join([parent := digest(parent + message) for (message,) in messages]), parent
+
+    return _Hash(hash_message, hash_blocks)
+
+
+def _check_algorithm(algorithm: str) -> None:
+    if algorithm not in get_args(KeyAlgorithm):
+        raise _bad(f"key algorithm {algorithm!r}", f"one of {', '.join(get_args(KeyAlgorithm))}")
+
+
+def _hash_of(algorithm: str) -> _Hash:
+    _check_algorithm(algorithm)
+    if algorithm == "blake3":
+        return _Hash(_blake3_message, _blake3_blocks)
+    if xxh3_digest is None:
+        raise _bad("xxh3 keys need the xxhash package", "pip install 'kvcached-client[fast-hash]'")
+    return _xxh3(xxh3_digest)
+
+
+class _Item(NamedTuple):
+    """A multimodal item and the tokens [start, end) that stand for it."""
+
+    item_id: bytes | str
+    start: int
+    end: int
+
+
+class KeyChain:
+    """The keys of one request's blocks, grown as its tokens become known. Each token is hashed once.
+
+    Not thread-safe: a chain belongs to its request's thread.
+    """
+
+    def __init__(
+        self,
+        namespace: bytes,
+        block_size: int,
+        tokens: Tokens = (),
+        *,
+        lora: str = "",
+        salt: str = "",
+        algorithm: str = "blake3",
+    ) -> None:
+        """Start a chain at the root of (`namespace`, `lora`, `salt`) and extend it by `tokens`.
+
+        `namespace` is the 32 bytes of `namespace_root`; `block_size` is in tokens. A request with multimodal items
+        starts empty, names them with `add_item`, and then extends.
+
+        Raises:
+            BadRequest: any of these is malformed, or `algorithm` is unknown or its package is missing.
+        """
+        if block_size < 1:
+            raise _bad(f"block_size {block_size}", "blocks have at least one token")
+        self._block_size = block_size
+        self._hash = _hash_of(algorithm)
+        #: State after the last complete block; the chain root before the first.
+        self._state = chain_root(namespace, lora=lora, salt=salt)
+        self._keys = bytearray()
+        #: Packed tokens after the last complete block, less than a block of them.
+        self._tail = b""
+        #: In order of their start, never overlapping.
+        self._items: list[_Item] = []
+        #: Index of the first item that ends after the last complete block.
+        self._open_item = 0
+        self.extend(tokens)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._block_size
+
+    @property
+    def block_count(self) -> int:
+        """Complete blocks."""
+        return len(self._keys) // KEY_SIZE_BYTES
+
+    @property
+    def token_count(self) -> int:
+        """All tokens, those of the incomplete last block included."""
+        return self.block_count * self._block_size + len(self._tail) // TOKEN_SIZE_BYTES
+
+    @property
+    def keys(self) -> PackedKeys:
+        """Keys of all complete blocks, 16 bytes each, in order."""
+        return PackedKeys(bytes(self._keys))
+
+    def key_range(self, start: int, stop: int) -> PackedKeys:
+        """Keys of the complete blocks [start, stop).
+
+        Raises:
+            BadRequest: the range leaves the complete blocks.
+        """
+        if not 0 <= start <= stop <= self.block_count:
+            raise _bad(f"blocks [{start}, {stop})", f"the chain has {self.block_count} complete blocks")
+        return PackedKeys(bytes(self._keys[start * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]))
+
+    def extend(self, tokens: Tokens) -> None:
+        """Append tokens; any split of them into calls gives the same keys.
+
+        Raises:
+            BadRequest: see `pack_tokens`; the chain is then as before.
+        """
+        data = pack_tokens(tokens)
+        if self._tail:
+            data = memoryview(b"".join((self._tail, data)))
+        block_bytes = self._block_size * TOKEN_SIZE_BYTES
+        end = len(data) - len(data) % block_bytes
+        done = 0
+        while done < end:
+            plain_end = done + self._blocks_before_items((end - done) // block_bytes) * block_bytes
+            if plain_end > done:
+                keys, self._state = self._hash.hash_blocks(self._state, data[done:plain_end], block_bytes)
+                done = plain_end
+            else:
+                message = (data[done : done + block_bytes], self._item_fields())
+                self._state = self._hash.hash_message(self._state, b"".join(message))
+                keys = self._state[:KEY_SIZE_BYTES]
+                done += block_bytes
+            self._keys += keys
+        self._tail = data[end:].tobytes()
+
+    def add_item(self, item_id: bytes | str, start: int, length: int) -> None:
+        """Say that the tokens [start, start + length) stand for a multimodal item, before their block is complete.
+
+        `item_id` names the item's content as the model sees it (a hash of the processed input). Items come in order.
+
+        Raises:
+            BadRequest: the id or the span is empty, the span reaches into a complete block, or starts before the
+                end of the previous item.
+        """
+        if not item_id:
+            raise _bad(f"item id {item_id!r}", "name the item's content by text or bytes that are not empty")
+        hashed = self.block_count * self._block_size
+        earliest = max(hashed, self._items[-1].end if self._items else 0)
+        if start < earliest or length < 1:
+            raise _bad(
+                f"item {item_id!r} of {length} tokens at {start}",
+                f"at least one token, from {earliest} on: items come in order, before their tokens' keys",
+            )
+        encode_fields(item_id, start, start + length)  # an item that cannot be encoded is refused now, not in `extend`
+        self._items.append(_Item(item_id, start, start + length))
+
+    def splits_item(self, tokens: int) -> bool:
+        """Whether a boundary after so many tokens lies strictly inside an item."""
+        return any(item.start < tokens < item.end for item in self._items)
+
+    def whole_item_blocks(self, blocks: int) -> int:
+        """The most leading blocks, at most `blocks`, whose end splits no item.
+
+        What a hit shrinks to where the model can only encode an item whole.
+        """
+        for item in reversed(self._items):
+            if item.start < blocks * self._block_size < item.end:
+                blocks = item.start // self._block_size
+        return blocks
+
+    def _blocks_before_items(self, blocks: int) -> int:
+        """How many of the next `blocks` blocks come before the first one that holds a token of an item."""
+        hashed = self.block_count * self._block_size
+        while self._open_item < len(self._items) and self._items[self._open_item].end <= hashed:
+            self._open_item += 1
+        if self._open_item == len(self._items):
+            return blocks
+        return min(blocks, max(0, self._items[self._open_item].start - hashed) // self._block_size)
+
+    def _item_fields(self) -> bytes:
+        """The encoded items of the next block: id, start relative to the block (negative: began before it), length."""
+        first = self.block_count * self._block_size
+        fields: list[int | str | bytes] = []
+        for item in self._items[self._open_item :]:
+            if item.start >= first + self._block_size:
+                break
+            fields += (item.item_id, item.start - first, item.end - item.start)
+        return encode_fields(*fields)
+
+
+def _bad(message: str, fix: str) -> RequestError:
+    return request_error(ErrorCode.BAD_VALUE, message, fix)

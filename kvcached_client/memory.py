@@ -1,0 +1,209 @@
+"""A shard's pool, mapped into this process.
+
+Rules, because a slot is given to somebody else once this process is dead (see the attach section of docs/protocol.md):
+
+* No child may keep the memory. The mapping is `MADV_DONTFORK`, and its descriptor is closed as soon as it is mapped.
+  Python's ``mmap`` would keep a duplicate of the descriptor for as long as the mapping lives, hence ctypes.
+* The memory cannot change its size under a reader: the seals are checked before it is mapped.
+* The mapping lives as long as the last view of it, whatever order things are closed in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_client.attach import AttachConnection, JoinedMemory, SessionGrant, join
+from kvcached_client.attach_protocol import Joined
+from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError, request_error
+from kvcached_client.layout import KvGroup, Layout
+
+_SEALS_NEEDED: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+#: numpy has no bfloat16 and no float8: their views show the raw bits as unsigned integers of the same size.
+_NUMPY_DTYPE: Final[dict[str, str]] = {
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "float8_e4m3fn": "u1",
+    "float8_e5m2": "u1",
+    "int8": "i1",
+    "uint8": "u1",
+}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+#: A ctypes array of unsigned bytes over the mapping; every view holds it, and its end unmaps the memory.
+_Buffer = ctypes.Array[ctypes.c_ubyte]
+
+
+class MappedPool:
+    """One shard's slots as arrays that share the pool's memory. Made by `map_pool`.
+
+    `close` says that this object is no longer used. Views taken from it stay valid; the memory is unmapped with the
+    last of them.
+
+    Attributes:
+        layout: the shape of a block.
+        slots: number of slots.
+        shard: which shard this is.
+        epoch: the pool's epoch when it was mapped.
+    """
+
+    def __init__(self, connection: AttachConnection, joined: Joined, buffer: _Buffer) -> None:
+        self.layout: Layout = joined.layout
+        self.slots: int = joined.slots
+        self.shard: int = joined.shard
+        self.epoch: int = joined.epoch
+        self._connection = connection
+        self._buffer: _Buffer | None = buffer
+
+    def pages(self, layer: int, group: int = 0) -> npt.NDArray[np.uint8]:
+        """The pages of one layer as bytes, scales included: uint8 ``[slots, page_bytes]``.
+
+        Args:
+            layer: counted inside its group.
+            group: index of the layer's group in `layout`.
+
+        Raises:
+            IndexError: there is no such layer or group.
+            ValueError: the pool is closed.
+        """
+        page_bytes = self._group(layer, group).page_bytes(self.layout.block_size)
+        offset, stride = self._place(layer, group)
+        return self._view(np.dtype(np.uint8), (self.slots, page_bytes), offset, (stride, 1))
+
+    def keys_values(self, layer: int, group: int = 0) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
+        """K and V of one layer.
+
+        K has the shape ``[slots, block_size, kv_heads, head_dim]`` and V ``[slots, block_size, kv_heads, v_head_dim]``;
+        V is None in a group without V (MLA). float32, float16, int8 and uint8 have numpy's type; bfloat16 shows as
+        uint16 and float8 as uint8, bit for bit (`kvcached_client.tensors` gives them their type).
+
+        Raises:
+            IndexError: there is no such layer or group.
+            ValueError: the pool is closed.
+        """
+        shape = self._group(layer, group)
+        offset, _ = self._place(layer, group)
+        keys = self._heads(shape, shape.head_dim, group, offset)
+        if not shape.v_head_dim:
+            return keys, None
+        return keys, self._heads(shape, shape.v_head_dim, group, offset + shape.k_bytes(self.layout.block_size))
+
+    def close(self) -> None:
+        """Take no more views, and close the attach connection. Does nothing the second time."""
+        self._buffer = None
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _group(self, layer: int, group: int) -> KvGroup:
+        if not 0 <= group < len(self.layout.groups):
+            raise IndexError(f"group {group} of {len(self.layout.groups)}")
+        chosen = self.layout.groups[group]
+        if not 0 <= layer < chosen.layers:
+            raise IndexError(f"layer {layer} of {chosen.layers} in group {group}")
+        return chosen
+
+    def _place(self, layer: int, group: int) -> tuple[int, int]:
+        return self.layout.page_offset(self.slots, group, layer), self.layout.slot_stride_bytes(group)
+
+    def _heads(self, group: KvGroup, head_dim: int, group_index: int, offset: int) -> npt.NDArray[Any]:
+        dtype = np.dtype(_NUMPY_DTYPE[group.dtype])
+        head_bytes = head_dim * dtype.itemsize
+        shape = (self.slots, self.layout.block_size, group.kv_heads, head_dim)
+        strides = (self.layout.slot_stride_bytes(group_index), group.kv_heads * head_bytes, head_bytes, dtype.itemsize)
+        return self._view(dtype, shape, offset, strides)
+
+    def _view(
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, strides: tuple[int, ...]
+    ) -> npt.NDArray[Any]:
+        if self._buffer is None:
+            raise ValueError("the mapped pool is closed")
+        return np.ndarray(shape, dtype, memoryview(self._buffer), offset, strides)
+
+
+def map_pool(grant: SessionGrant, shard: int = 0, *, deadline_ms: int = 5000) -> MappedPool:
+    """Join a session as one of its shards and map that shard's slots, readable and writable.
+
+    Call it in the process that uses the memory: a forked child does not inherit the mapping.
+
+    Raises:
+        DaemonUnreachable: nothing listens in the session's run directory.
+        DeadlineExceeded: no answer came in time.
+        RequestError: the daemon refused.
+        DaemonFailure: the memory is not sealed, not of the right size, or cannot be mapped.
+    """
+    memory = join(grant, shard, deadline_ms=deadline_ms)
+    try:
+        buffer = _map(memory)
+    except BaseException:
+        memory.connection.close()
+        raise
+    finally:
+        os.close(memory.descriptor)
+    return MappedPool(memory.connection, memory.joined, buffer)
+
+
+def _map(memory: JoinedMemory) -> _Buffer:
+    joined = memory.joined
+    if joined.kind != "memfd":
+        raise request_error(
+            ErrorCode.UNSUPPORTED_VERSION, f"pool memory of kind {joined.kind!r}", "this client maps memfd only"
+        )
+    joined.layout.check()
+    size_bytes = joined.layout.pool_bytes(joined.slots)
+    _check_memory(memory.descriptor, size_bytes, joined.pool_bytes)
+    return _map_shared(memory.descriptor, size_bytes)
+
+
+def _check_memory(descriptor: int, size_bytes: int, told_bytes: int) -> None:
+    actual_bytes = os.fstat(descriptor).st_size
+    if not size_bytes == told_bytes == actual_bytes or size_bytes <= 0:
+        raise _unusable(f"{actual_bytes} bytes, announced as {told_bytes}, but the layout takes {size_bytes}")
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        raise _unusable("it cannot carry seals") from None
+    if seals & _SEALS_NEEDED != _SEALS_NEEDED:
+        raise _unusable(f"seals {seals:#x} lack some of {_SEALS_NEEDED:#x}")
+
+
+def _map_shared(descriptor: int, size_bytes: int) -> _Buffer:
+    # Unreadable until it is DONTFORK: a child forked by another thread in between gets a mapping that it cannot use.
+    address = _libc.mmap(None, size_bytes, 0, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise _unusable(f"mmap: {os.strerror(ctypes.get_errno())}")
+    if (
+        _libc.madvise(address, size_bytes, mmap.MADV_DONTFORK)
+        or _libc.madvise(address, size_bytes, mmap.MADV_DONTDUMP)
+        or _libc.mprotect(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+    ):
+        reason = os.strerror(ctypes.get_errno())
+        _libc.munmap(address, size_bytes)
+        raise _unusable(f"madvise or mprotect: {reason}")
+    buffer = (ctypes.c_ubyte * size_bytes).from_address(address)
+    # At exit other threads may still hold views, and the kernel unmaps anyway.
+    weakref.finalize(buffer, _libc.munmap, address, size_bytes).atexit = False
+    return buffer
+
+
+def _unusable(reason: str) -> RequestError:
+    return DaemonFailure(ErrorCode.INTERNAL, f"pool memory: {reason}", "the daemon's worker log says more")

@@ -1,0 +1,116 @@
+"""The attach socket's client against peers that misbehave."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcached_client import DaemonUnreachable, DeadlineExceeded, ErrorCode, Fault, Refused, RequestError
+from kvcached_client.attach import identify
+from kvcached_client.attach_protocol import (
+    ATTACH_MESSAGE_SIZE_BYTES_MAX,
+    AttachRefused,
+    Identified,
+    Identify,
+    decode_attach_request,
+    encode_attach,
+)
+
+Behaviour = Callable[[socket.socket, bytes, list[int]], None]
+IDENTIFIED = Identified(member=b"m" * 32, endpoint="ipc:///x", daemon_epoch=1)
+
+
+@pytest.fixture
+def listen(run_dir: Path) -> Iterator[Callable[[Behaviour], Path]]:
+    """Starts a peer that accepts one connection, reads one message, and behaves as told."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(run_dir / "attach.sock"))
+    listener.listen()
+    threads = []
+
+    def start(behave: Behaviour) -> Path:
+        def serve() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                data, descriptors, _, _ = socket.recv_fds(peer, 16384, 4)
+                behave(peer, data, descriptors)
+                peer.recv(1)  # until the client closes
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        threads.append(thread)
+        return run_dir
+
+    yield start
+    for thread in threads:
+        thread.join()
+    listener.close()
+
+
+def test_identify_sends_its_own_pidfd(listen: Callable[[Behaviour], Path]) -> None:
+    """The daemon gets a descriptor by which it can see this very process die, and the answer is returned."""
+    seen: list[tuple[object, list[str]]] = []
+
+    def behave(peer: socket.socket, data: bytes, descriptors: list[int]) -> None:
+        infos = [Path(f"/proc/self/fdinfo/{descriptor}").read_text() for descriptor in descriptors]
+        seen.append((decode_attach_request(data), infos))
+        peer.send(encode_attach(IDENTIFIED))
+
+    connection, reply = identify(listen(behave), client="test", deadline_ms=5000)
+    assert reply == IDENTIFIED
+    assert not connection.is_closed_by_daemon()
+    assert os.get_inheritable(connection.fileno()) is False
+    connection.close()
+    ((request, (info,)),) = seen
+    assert request == Identify(client="test")
+    assert f"Pid:\t{os.getpid()}\n" in info
+
+
+def test_refusal_raises_what_the_daemon_says(listen: Callable[[Behaviour], Path]) -> None:
+    """A typed refusal becomes the typed error."""
+    refusal = AttachRefused(code=ErrorCode.UNAUTHENTICATED, fault=Fault.CALLER, message="who?", fix="same user")
+    with pytest.raises(Refused, match="who"):
+        identify(listen(lambda peer, *_: peer.send(encode_attach(refusal)) and None), deadline_ms=5000)
+
+
+def test_silent_peer_costs_the_deadline(listen: Callable[[Behaviour], Path]) -> None:
+    """A daemon that accepts and says nothing ends in the typed error of a passed deadline."""
+    with pytest.raises(DeadlineExceeded):
+        identify(listen(lambda *_: None), deadline_ms=250)
+
+
+def test_peer_that_hangs_up_is_unreachable(listen: Callable[[Behaviour], Path]) -> None:
+    """A connection closed without an answer is no answer."""
+    with pytest.raises(DaemonUnreachable):
+        identify(listen(lambda peer, *_: peer.shutdown(socket.SHUT_RDWR)), deadline_ms=5000)
+
+
+@pytest.mark.parametrize("message", [b"\xff", b"\x80", b"x" * (ATTACH_MESSAGE_SIZE_BYTES_MAX + 1)])
+def test_unreadable_answer_is_a_typed_error(listen: Callable[[Behaviour], Path], message: bytes) -> None:
+    """Bytes that are no reply, or too many of them, raise a request error."""
+    with pytest.raises(RequestError):
+        identify(listen(lambda peer, *_: peer.send(message) and None), deadline_ms=5000)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_unexpected_descriptors_are_closed(listen: Callable[[Behaviour], Path], count: int) -> None:
+    """Descriptors that nobody asked for do not stay open in this process."""
+    closed_by_sender = threading.Event()
+
+    def behave(peer: socket.socket, *_: object) -> None:
+        memory = os.memfd_create("unasked", os.MFD_CLOEXEC)
+        socket.send_fds(peer, [encode_attach(IDENTIFIED)], [memory] * count)
+        os.close(memory)
+        closed_by_sender.set()
+
+    with pytest.raises(RequestError):
+        identify(listen(behave), deadline_ms=5000)
+    closed_by_sender.wait()
+    assert not any("memfd:unasked" in str(path.resolve()) for path in Path("/proc/self/fd").iterdir())

@@ -1,0 +1,64 @@
+"""Slot ranges and the arrays made of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcached_client.block_table import compress_slots, expand_ranges, slot_mapping
+from kvcached_client.types import PackedRanges, pack_ranges, unpack_ranges
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 50)), max_size=20))
+def test_expand_ranges_lists_every_slot_in_order(ranges: list[tuple[int, int]]) -> None:
+    """Ranges become the slots that they name, in their order."""
+    slots = expand_ranges(pack_ranges(ranges))
+    assert slots.dtype == np.int32
+    assert slots.tolist() == [first + index for first, count in ranges for index in range(count)]
+
+
+@given(st.lists(st.integers(0, 30), max_size=40))
+def test_compress_slots_is_undone_by_expand_ranges(slots: list[int]) -> None:
+    """Compressing loses nothing, and no two neighbouring ranges could be one."""
+    packed = compress_slots(np.array(slots, np.int32))
+    assert expand_ranges(packed).tolist() == slots
+    pairs = unpack_ranges(packed)
+    assert all(first + count != after for (first, count), (after, _) in itertools.pairwise(pairs))
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"\0" * 7,
+        pack_ranges([(0, 0)]),
+        pack_ranges([(-1, 2)]),
+        pack_ranges([(5, -1)]),
+        pack_ranges([(0, 2), (9, -1)]),
+        pack_ranges([(0, 1 << 30), (0, 1 << 30)]),
+        pack_ranges([(0, (1 << 31) - 1)]),
+        pack_ranges([(0, 1), ((1 << 31) - 1, 2)]),
+    ],
+)
+def test_expand_ranges_refuses_nonsense(packed: PackedRanges) -> None:
+    """Ragged, empty, negative, or huge ranges raise instead of naming slots that are not there."""
+    with pytest.raises(ValueError, match="slot ranges"):
+        expand_ranges(packed)
+
+
+def test_slot_mapping_places_each_token_in_its_block() -> None:
+    """A token's place is its block's slot and its offset inside the block."""
+    table = np.array([7, 2, 5], np.int32)
+    mapping = slot_mapping(table, np.array([0, 3, 4, 11]), block_size=4)
+    assert mapping.dtype == np.int64
+    assert mapping.tolist() == [28, 31, 8, 23]
+
+
+@pytest.mark.parametrize("position", [-1, 12])
+def test_slot_mapping_refuses_positions_without_a_slot(position: int) -> None:
+    """A position outside the block table raises, rather than wrapping around to another block."""
+    with pytest.raises(IndexError):
+        slot_mapping(np.array([7, 2, 5], np.int32), np.array([position]), block_size=4)

@@ -1,0 +1,221 @@
+"""The sans-IO session: no socket, no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcached_client.errors import BadRequest, ErrorCode, Fault, Refused
+from kvcached_client.protocol import (
+    BLOCKS_PER_MESSAGE_MAX,
+    Acquire,
+    Acquired,
+    ErrorReply,
+    Header,
+    Heartbeat,
+    Match,
+    Matched,
+    Release,
+    decode_request,
+    encode,
+)
+from kvcached_client.session import PENDING_MAX, Answer, ClientSession
+from kvcached_client.types import RequestId
+
+KEY = b"k" * 16
+
+
+def match_request(session: ClientSession) -> Match:
+    return Match(id=session.next_id(), epoch=1, tokens=8)
+
+
+def acquire_request(session: ClientSession, name: str = "r") -> Acquire:
+    return Acquire(id=session.next_id(), epoch=1, request=name, tokens=8)
+
+
+def reply(header: Header, *frames: bytes) -> list[bytes]:
+    return [encode(header), *frames]
+
+
+def test_session_pairs_replies_with_requests_in_any_order() -> None:
+    """Each request gets its own reply, whatever order they come in."""
+    session = ClientSession()
+    first, second = match_request(session), match_request(session)
+    for request in (first, second):
+        session.send(request, (KEY,), deadline_ns=10)
+    assert session.receive(reply(Matched(id=second.id, device=2))) == second.id
+    assert session.take(RequestId(first.id)) is None
+    assert session.receive(reply(Matched(id=first.id, device=1))) == first.id
+    assert session.take(RequestId(first.id)) == Answer(Matched(id=first.id, device=1), [])
+    assert session.take(RequestId(second.id)) == Answer(Matched(id=second.id, device=2), [])
+    assert session.pending_count == 0
+
+
+def test_session_message_is_header_and_frames() -> None:
+    """A message is the encoded request and then its frames, untouched."""
+    session = ClientSession()
+    request = match_request(session)
+    header, *frames = session.send(request, (KEY,), deadline_ns=10)
+    assert decode_request(header) == request
+    assert frames == [KEY]
+
+
+def test_session_ignores_a_reply_to_an_abandoned_request() -> None:
+    """A late reply changes nothing and is counted."""
+    session = ClientSession()
+    request = match_request(session)
+    session.send(request, (KEY,), deadline_ns=10)
+    session.abandon(RequestId(request.id))
+    assert session.receive(reply(Matched(id=request.id, device=1))) is None
+    assert session.take(RequestId(request.id)) is None
+    assert (session.unpaired_count, session.pending_count) == (1, 0)
+
+
+def test_session_ignores_a_second_reply() -> None:
+    """Only the first of two replies to one request counts."""
+    session = ClientSession()
+    request = match_request(session)
+    session.send(request, (KEY,), deadline_ns=10)
+    session.receive(reply(Matched(id=request.id, device=1)))
+    assert session.receive(reply(Matched(id=request.id, device=2))) is None
+    assert session.take(RequestId(request.id)) == Answer(Matched(id=request.id, device=1), [])
+
+
+def test_session_expires_only_what_is_due_and_unanswered() -> None:
+    """A deadline abandons its own request, unless the answer is already here."""
+    session = ClientSession()
+    due, answered, later = (match_request(session) for _ in range(3))
+    session.send(due, (KEY,), deadline_ns=10)
+    session.send(answered, (KEY,), deadline_ns=10)
+    session.send(later, (KEY,), deadline_ns=11)
+    session.receive(reply(Matched(id=answered.id, device=1)))
+    assert session.expire(9) == []
+    assert session.expire(10) == [due.id]
+    assert session.take(RequestId(answered.id)) is not None
+    assert session.pending_count == 1
+
+
+def test_session_late_grant_is_an_orphan() -> None:
+    """A lease granted to an acquire that was given up is handed out once, to be released."""
+    session = ClientSession()
+    request = acquire_request(session)
+    session.send(request, (KEY,), deadline_ns=10)
+    session.expire(10)
+    session.receive(reply(Acquired(id=request.id, lease=7, hit=0), b"", b""))
+    assert session.take_orphans() == [7]
+    assert session.take_orphans() == []
+
+
+def test_session_grant_that_came_before_abandoning_is_an_orphan() -> None:
+    """A grant that nobody took is given back, too."""
+    session = ClientSession()
+    request = acquire_request(session)
+    session.send(request, (KEY,), deadline_ns=10)
+    session.receive(reply(Acquired(id=request.id, lease=7, hit=0), b"", b""))
+    session.abandon(RequestId(request.id))
+    assert session.take_orphans() == [7]
+
+
+def test_session_late_grant_is_no_orphan_when_asked_for_again() -> None:
+    """The daemon answers a repeated acquire with the same lease, so the late reply must not release it."""
+    session = ClientSession()
+    first, second = acquire_request(session), acquire_request(session)
+    session.send(first, (KEY,), deadline_ns=10)
+    session.expire(10)
+    session.send(second, (KEY,), deadline_ns=20)
+    session.receive(reply(Acquired(id=first.id, lease=7, hit=0), b"", b""))
+    session.receive(reply(Acquired(id=second.id, lease=7, hit=0), b"", b""))
+    assert session.take(RequestId(second.id)) is not None
+    assert session.take_orphans() == []
+
+
+def test_session_request_can_be_sent_again_after_it_was_abandoned() -> None:
+    """The late reply to a request answers its repetition with the same id."""
+    session = ClientSession()
+    request = match_request(session)
+    parts = session.send(request, (KEY,), deadline_ns=10)
+    session.expire(10)
+    assert session.send(request, (KEY,), deadline_ns=20) == parts
+    assert session.receive(reply(Matched(id=request.id, device=1))) == request.id
+
+
+def test_session_requests_without_reply_are_not_pending() -> None:
+    """One-way requests leave no trace."""
+    session = ClientSession()
+    session.send(Release(id=session.next_id(), epoch=1, lease=1, reply=False), deadline_ns=0)
+    session.send(Heartbeat(id=session.next_id(), session=1, token=b"t" * 32, reply=False), deadline_ns=0)
+    assert session.pending_count == 0
+
+
+def test_session_pending_table_is_bounded() -> None:
+    """More requests at once than the limit are refused before they are sent."""
+    session = ClientSession()
+    for _ in range(PENDING_MAX):
+        session.send(match_request(session), (KEY,), deadline_ns=10)
+    with pytest.raises(Refused) as caught:
+        session.send(match_request(session), (KEY,), deadline_ns=10)
+    assert caught.value.code == ErrorCode.LIMIT
+    assert session.pending_count == PENDING_MAX
+
+
+def test_session_unreadable_reply_fails_its_request() -> None:
+    """A reply whose id can be read but whose rest cannot raises in its own request only."""
+    session = ClientSession()
+    request, other = match_request(session), match_request(session)
+    for each in (request, other):
+        session.send(each, (KEY,), deadline_ns=10)
+    garbled = encode(Matched(id=request.id, device=1)).replace(b"device", b"devise")
+    assert session.receive([garbled]) == request.id
+    with pytest.raises(BadRequest):
+        session.take(RequestId(request.id))
+    assert session.pending_count == 1
+
+
+@pytest.mark.parametrize("parts", [[], [b""], [b"\xff"], [b"\x91" * 9000], [b"\xa0"] * 9])
+def test_session_survives_noise(parts: list[bytes]) -> None:
+    """Messages that answer nothing are counted and change nothing."""
+    session = ClientSession()
+    request = match_request(session)
+    session.send(request, (KEY,), deadline_ns=10)
+    assert session.receive(parts) is None
+    assert (session.unpaired_count, session.pending_count) == (1, 1)
+
+
+def test_session_refuses_a_reply_with_missing_frames() -> None:
+    """An acquire's reply without its slots is an error, not a lease without slots."""
+    session = ClientSession()
+    request = acquire_request(session)
+    session.send(request, (KEY,), deadline_ns=10)
+    session.receive(reply(Acquired(id=request.id, lease=7, hit=0)))
+    with pytest.raises(BadRequest) as caught:
+        session.take(RequestId(request.id))
+    assert caught.value.code == ErrorCode.BAD_FRAMES
+
+
+@pytest.mark.parametrize(
+    ("request_", "frames"),
+    [
+        (Match(id=1, epoch=1, tokens=(1 << 20) + 1), (KEY,)),
+        (Match(id=1, epoch=1, tokens=8), ()),
+        (Match(id=1, epoch=1, tokens=8), (KEY[:-1],)),
+        (Match(id=1, epoch=1, tokens=8), (KEY * (BLOCKS_PER_MESSAGE_MAX + 1),)),
+        (Acquire(id=1, epoch=1, request="", tokens=8), (KEY,)),
+        (Acquire(id=1, epoch=1, request="n" * 257, tokens=8), (KEY,)),
+    ],
+    ids=["tokens", "no keys", "ragged keys", "too many keys", "no name", "long name"],
+)
+def test_session_refuses_what_the_daemon_would_refuse(request_: Match | Acquire, frames: tuple[bytes, ...]) -> None:
+    """A request outside the protocol's limits fails here and is not pending."""
+    session = ClientSession()
+    with pytest.raises(BadRequest):
+        session.send(request_, frames, deadline_ns=10)
+    assert session.pending_count == 0
+
+
+def test_session_error_reply_without_id_answers_nothing() -> None:
+    """An error for an unreadable request has id 0, which no request has."""
+    session = ClientSession()
+    request = match_request(session)
+    session.send(request, (KEY,), deadline_ns=10)
+    error = ErrorReply(id=0, code=ErrorCode.MALFORMED, fault=Fault.CALLER, message="m", fix="f")
+    assert session.receive(reply(error)) is None
+    assert session.pending_count == 1

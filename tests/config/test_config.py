@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from kvcached.config import REPLICAS_MAX, Config, GroupConfig, ReplicaConfig, load_config
+from kvcached.config_error import ConfigError, Problem, key_lines
+from kvcached.config_report import as_toml, figures_of
+from kvcached_client.layout import KvGroup, PageOrder
+from tests.config.reference import rows
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+GOOD = """\
+heartbeat_interval_ms = 1000
+session_ttl_ms = 9000
+
+[[replica]]
+name = "default"
+model = "m"
+slots = 64
+
+[[replica.group]]
+layers = 2
+kv_heads = 2
+head_dim = 8
+v_head_dim = 8
+dtype = "float32"
+"""
+BYTES_PER_BLOCK = 2 * 16 * 2 * (8 + 8) * 4
+
+
+def load(tmp_path: Path, text: str, environment: dict[str, str] | None = None, **options: str) -> Config:
+    path = tmp_path / "kvcached.toml"
+    path.write_text(text)
+    return load_config(path, environment=environment or {}, options=options)
+
+
+def problems(tmp_path: Path, text: str, environment: dict[str, str] | None = None, **options: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, environment, **options)
+    return [str(problem).replace(f"{tmp_path}/", "") for problem in caught.value.problems]
+
+
+# Each: what to replace in GOOD, by what, and the one problem that follows.
+BAD = {
+    "unknown key": ("session_ttl_ms", "sesion_ttl_ms", ":2: sesion_ttl_ms = 9000: there is no such key; did you mean"),
+    "text for a number": (
+        "9000",
+        '"9s"',
+        ':2: session_ttl_ms = "9s": should be a valid integer; give an integer from 300',
+    ),
+    "fraction": ("9000", "9000.0", ":2: session_ttl_ms = 9000.0: should be a valid integer; give an integer from 300"),
+    "boolean for a number": ("9000", "true", ":2: session_ttl_ms = true: should be a valid integer; give an integer"),
+    "too small": (
+        "9000",
+        "10",
+        ":2: session_ttl_ms = 10: is too small; give an integer from 300 to 3600000 (milliseconds)",
+    ),
+    "too large": (
+        "slots = 64",
+        "slots = 2147483648",
+        ":7: replica[0].slots = 2147483648: is too large; give an integer",
+    ),
+    "short ttl": (
+        "9000",
+        "2999",
+        ":2: session_ttl_ms = 2999: is less than 3 times heartbeat_interval_ms (1000); use 3000",
+    ),
+    "bad name": (
+        '"default"',
+        '"A/b"',
+        ':5: replica[0].name = "A/b": has characters that are not allowed; give text of 32',
+    ),
+    "long name": ('"default"', f'"{"a" * 33}"', ": is too long; give text of 32 characters at most"),
+    "empty name": ('"default"', '""', ':5: replica[0].name = "": is too short; give text'),
+    "no model": ('model = "m"\n', "", ":4: replica[0].model: is missing; add it: text of 256 characters at most"),
+    "cuda": (
+        "slots",
+        'device = "cuda"\nslots',
+        ':7: replica[0].device = "cuda": this version keeps pools in CPU memory only',
+    ),
+    "unknown device": (
+        "slots",
+        'device = "tpu"\nslots',
+        ':7: replica[0].device = "tpu": is none of the choices; give one of',
+    ),
+    "no size": ("slots = 64", "", ":4: replica[0].slots: is missing, and so is pool_bytes; name one of the two"),
+    "two sizes": (
+        "slots = 64",
+        "slots = 64\npool_bytes = 1",
+        ":7: replica[0].slots = 64: stands beside pool_bytes; name one",
+    ),
+    "no block fits": (
+        "slots = 64",
+        "pool_bytes = 9",
+        ":7: replica[0].pool_bytes = 9: holds no block: one takes 4096 bytes",
+    ),
+    "huge pool": (
+        "slots = 64",
+        "slots = 2147483647\nblock_size = 1024",
+        "70368744177664 are possible; use fewer slots",
+    ),
+    "tiny blocks": (
+        "slots = 64",
+        "pool_bytes = 70368744177664\nblock_size = 1",
+        ":7: replica[0].pool_bytes = 70368744177664: holds 274877906944 blocks, 2147483647 are possible",
+    ),
+    "unknown dtype": (
+        "float32",
+        "float3",
+        ':14: replica[0].group[0].dtype = "float3": is none of the choices; give one',
+    ),
+    "no heads": (
+        "kv_heads = 2",
+        "kv_heads = 0",
+        ":11: replica[0].group[0].kv_heads = 0: is too small; give an integer from 1",
+    ),
+    "dtype twice": (
+        "slots",
+        'kv_dtype = "int8"\nslots',
+        ':7: replica[0].kv_dtype = "int8": stands beside group; write the',
+    ),
+    "two layouts": (
+        "slots",
+        'model_config = "x"\nslots',
+        ':7: replica[0].model_config = "x": stands beside group; name one',
+    ),
+    "relative run_dir": (
+        "heart",
+        'run_dir = "run"\nheart',
+        ':1: run_dir = "run": is no absolute path; start it with /',
+    ),
+    "long run_dir": (
+        "heart",
+        f'run_dir = "/{"x" * 99}"\nheart',
+        "makes a socket path of 122 bytes, 107 are possible",
+    ),
+    "one table": (
+        "[[replica.group]]",
+        "[replica.group]",
+        ":9: replica[0].group: is no array of tables; give an array of",
+    ),
+    "same name": ("[[replica]]", '[[replica]]\nname = "b"\n[[replica]]\nname = "b"\n[[replica]]', "replica[0].model"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), BAD.values(), ids=BAD)
+def test_config_error_names_place_key_value_and_fix(old: str, new: str, expected: str, tmp_path: Path) -> None:
+    """A mistake is reported with file, line, key, value, what is wrong and what to do."""
+    assert old in GOOD
+
+    found = problems(tmp_path, GOOD.replace(old, new, 1))
+
+    text = "\n".join(found)
+    assert expected in text
+    assert all(problem.startswith("kvcached.toml:") and "; " in problem for problem in found)
+
+
+def test_config_error_lists_every_mistake(tmp_path: Path) -> None:
+    """Mistakes in different tables are reported together."""
+    text = GOOD.replace("9000", '"x"').replace("64", "0").replace("layers = 2", "layers = -1")
+
+    assert [problem.split(" = ")[0] for problem in problems(tmp_path, text)] == [
+        "kvcached.toml:2: session_ttl_ms",
+        "kvcached.toml:7: replica[0].slots",
+        "kvcached.toml:10: replica[0].group[0].layers",
+    ]
+
+
+def test_config_refuses_two_replicas_of_one_name(tmp_path: Path) -> None:
+    """Replica names are unique, and the problem is the second one's."""
+    second = GOOD[GOOD.index("[[replica]]") :]
+
+    assert problems(tmp_path, GOOD + second) == [
+        'kvcached.toml:16: replica[1].name = "default": names an earlier replica, too; give each a name of its own'
+    ]
+
+
+@pytest.mark.parametrize("count", [0, REPLICAS_MAX + 1])
+def test_config_refuses_number_of_replicas(count: int, tmp_path: Path) -> None:
+    """There is at least one replica and at most `REPLICAS_MAX`."""
+    one = GOOD[GOOD.index("[[replica]]") :]
+    text = "".join(one.replace("default", f"r{index}") for index in range(count)) or "replica = []\n"
+
+    assert f"there are {count} replicas; name 1 to {REPLICAS_MAX}" in problems(tmp_path, text)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("slots = = 3", "is no TOML"), (b"\xff", "cannot be read"), (None, "cannot be read: No such file")],
+)
+def test_config_error_for_unreadable_file(text: str | bytes | None, expected: str, tmp_path: Path) -> None:
+    """A file that is missing, no text or no TOML is one problem with the file's path."""
+    path = tmp_path / "kvcached.toml"
+    if text is not None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, environment={})
+
+    assert str(caught.value).startswith(f"{path}: file: {expected}")
+
+
+def test_config_takes_environment_over_file(tmp_path: Path) -> None:
+    """Variables change keys of the root and of one table of an array, and leave the other keys alone."""
+    environment = {
+        "KVCACHED_SESSION_TTL_MS": "7000",
+        "KVCACHED_REPLICA__0__SLOTS": "17",
+        "KVCACHED_REPLICA__0__NAME": "other",
+        "KVCACHED_LOG_LEVEL": "debug",
+        "KVCACHED_RUN_DIR": "/run/here",
+        "KVCACHED_LOG_FORMAT": "",
+        "KVCACHED_CONFIG": "not/a/key",
+        "PATH": "/bin",
+    }
+
+    config = load(tmp_path, GOOD, environment)
+
+    assert (config.session_ttl_ms, config.log_level, config.log_format) == (7000, "debug", "plain")
+    assert config.run_dir == Path("/run/here")
+    assert (config.replica[0].slot_count, config.replica[0].name, config.replica[0].model) == (17, "other", "m")
+
+
+def test_config_takes_options_over_environment(tmp_path: Path) -> None:
+    """An option wins over a variable, which wins over the file."""
+    config = load(tmp_path, GOOD, {"KVCACHED_LOG_LEVEL": "debug", "KVCACHED_RUN_DIR": "/run/a"}, run_dir="/run/b")
+
+    assert (config.run_dir, config.log_level) == (Path("/run/b"), "debug")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("KVCACHED_SESSION_TTL_MS", "5", "session_ttl_ms = 5: is too small"),
+        ("KVCACHED_SESSION_TTL_MS", "1000", "session_ttl_ms = 1000: is less than 3 times"),
+        ("KVCACHED_SESION_TTL_MS", "5", "sesion_ttl_ms = 5: there is no such key; did you mean session_ttl_ms?"),
+        ("KVCACHED_REPLICA__0__SLOTS", "many", 'replica[0].slots = "many": should be a valid integer'),
+        ("KVCACHED_REPLICA__7__SLOTS", "1", "replica[7].slots = 1: there is no such key"),
+        ("KVCACHED_REPLICA__SLOTS", "1", "replica.slots = 1: there is no such key"),
+        ("KVCACHED_SESSION_TTL_MS__X", "1", "session_ttl_ms.x = 1: there is no such key"),
+    ],
+)
+def test_config_error_names_the_variable(name: str, value: str, expected: str, tmp_path: Path) -> None:
+    """A mistake in the environment is reported under the variable's name, an unknown variable included."""
+    assert problems(tmp_path, GOOD, {name: value})[0].startswith(f"environment {name}: {expected}")
+
+
+def test_config_error_names_the_option(tmp_path: Path) -> None:
+    """A mistake in an option is reported under the option's name."""
+    assert problems(tmp_path, GOOD, run_dir="here")[0].startswith(
+        'option --run-dir: run_dir = "here": is no absolute path'
+    )
+
+
+def test_config_default_run_dir_is_the_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a run_dir, daemon and client resolve the same one."""
+    monkeypatch.delenv("KVCACHED_RUN_DIR", raising=False)
+    monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/kvcached")
+
+    assert load(tmp_path, GOOD).run_dir == Path("/run/kvcached")
+
+
+def test_config_is_frozen(tmp_path: Path) -> None:
+    """A loaded configuration cannot be changed."""
+    config = load(tmp_path, GOOD)
+
+    with pytest.raises(ValidationError, match="frozen"):
+        config.session_ttl_ms = 1  # type: ignore[misc]
+
+
+def test_config_pool_bytes_become_slots(tmp_path: Path) -> None:
+    """A budget of bytes holds as many whole blocks as fit."""
+    config = load(tmp_path, GOOD.replace("slots = 64", f"pool_bytes = {3 * BYTES_PER_BLOCK - 1}"))
+
+    assert config.replica[0].slot_count == 2
+
+
+def test_config_layout_from_model_config(tmp_path: Path) -> None:
+    """A model's config.json beside the configuration gives the layout of one shard."""
+    model = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    text = GOOD[: GOOD.index("[[replica.group]]")] + 'model_config = "model.json"\nshards = 2\nkv_dtype = "float16"\n'
+
+    layout = load(tmp_path, text).replica[0].layout
+
+    assert layout.groups == (KvGroup(layers=3, kv_heads=2, head_dim=16, v_head_dim=16, dtype="float16"),)
+    assert (layout.block_size, layout.shards) == (16, 2)
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is no JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"num_hidden_layers": 0}', "model config: num_hidden_layers is 0"),
+    ],
+)
+def test_config_error_for_model_config(contents: str | None, expected: str, tmp_path: Path) -> None:
+    """What is wrong with a model's config.json is reported at the key that names it."""
+    path = tmp_path / "model.json"
+    if contents is not None:
+        path.write_text(contents)
+    text = GOOD[: GOOD.index("[[replica.group]]")] + 'model_config = "model.json"\n'
+
+    assert f':9: replica[0].model_config = "model.json": {expected}' in problems(tmp_path, text)[0]
+
+
+def test_config_figures(tmp_path: Path) -> None:
+    """The figures are the layout's own sums."""
+    (figures,) = figures_of(load(tmp_path, GOOD.replace("slots = 64", "slots = 64\nshards = 2")))
+
+    assert (figures.bytes_per_block, figures.tokens) == (BYTES_PER_BLOCK, 64 * 16)
+    assert (figures.pool_bytes_per_shard, figures.pool_bytes) == (64 * BYTES_PER_BLOCK, 128 * BYTES_PER_BLOCK)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_config_file_loads_and_its_report_loads_to_the_same(path: Path, tmp_path: Path) -> None:
+    """Every file in configs/ loads, and the effective configuration printed for it is a file that means the same."""
+    config = load_config(path, environment={})
+
+    assert load(tmp_path, as_toml(config)) == config
+
+
+def test_config_files_are_there() -> None:
+    """The configurations that the documents name exist."""
+    assert {"cpu-tp1.toml", "cpu-tp2.toml"} <= {path.name for path in CONFIGS}
+
+
+def test_config_groups_are_the_layouts_groups() -> None:
+    """A group in the file has the fields of a group of a layout, and page_order its choices."""
+    assert tuple(GroupConfig.model_fields) == KvGroup.__struct_fields__
+    assert set(get_args(ReplicaConfig.model_fields["page_order"].annotation)) == set(get_args(PageOrder))
+
+
+def test_config_documentation_has_every_key() -> None:
+    """docs/configuration.md shows each key with what it takes, its default and its meaning, as the schema says."""
+    text = (ROOT / "docs/configuration.md").read_text()
+    models: list[type[BaseModel]] = [Config, ReplicaConfig, GroupConfig]
+
+    expected = [row for model in models for row in rows(model)]
+
+    assert [line for line in text.splitlines() if line.startswith("| `")] == expected
+
+
+def test_key_lines_know_tables_arrays_and_keys() -> None:
+    """A key's line is found in plain tables, arrays of tables and tables below them."""
+    text = "a = 1\n[[r]]\nb = 2\n[[r.g]]\nc = 3\n[[r]]\n  b = 4\n[r.t]\nd = 5\n[x.y]\ne = 6\n"
+
+    lines: dict[Any, int] = key_lines(text)
+
+    assert lines["a",] == 1
+    assert (lines["r", 0, "b"], lines["r", 0, "g", 0, "c"]) == (3, 5)
+    assert (lines["r", 1], lines["r", 1, "b"], lines["r", 1, "t", "d"]) == (6, 7, 9)
+    assert lines["x", "y", "e"] == 11
+
+
+def test_problem_without_value_has_no_equals_sign() -> None:
+    """A missing key is printed without a value."""
+    assert str(Problem("f:1", "slots", "", "is missing", "add it")) == "f:1: slots: is missing; add it"

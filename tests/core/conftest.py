@@ -1,0 +1,29 @@
+"""Every core test ends with every invariant holding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvcached.core.cache import Cache
+from tests.core.engine import healthy, make_cache
+
+
+@pytest.fixture
+def new_cache() -> Iterator[Callable[..., Cache]]:
+    """Makes caches, and checks each of them when the test is over."""
+    made: list[Cache] = []
+
+    def make(slots: int = 16, names: str = "a") -> Cache:
+        made.append(make_cache(slots, names))
+        return made[-1]
+
+    yield make
+    assert all(healthy(cache) for cache in made)
+
+
+@pytest.fixture
+def cache(new_cache: Callable[..., Cache]) -> Cache:
+    """A cache with one pool "a" of 16 slots."""
+    return new_cache()

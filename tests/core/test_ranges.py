@@ -1,0 +1,79 @@
+"""Slot ranges behave as the lists of slots that they stand for."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcached.core.ranges import append, cut, pop_tail, slot_count, subtract
+
+Pairs = list[tuple[int, int]]
+PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), max_size=6)
+
+
+def packed(pairs: Pairs) -> array[int]:
+    return array("i", [number for pair in pairs for number in pair])
+
+
+def slots(ranges: array[int]) -> list[int]:
+    pairs = zip(ranges[::2], ranges[1::2], strict=True)
+    return [slot for first, count in pairs for slot in range(first, first + count)]
+
+
+@given(PAIRS, st.integers(0, 40))
+def test_cut_splits_after_a_number_of_slots(pairs: Pairs, count: int) -> None:
+    """The two halves are the first slots and the others, and the original is untouched."""
+    ranges = packed(pairs)
+    whole = slots(ranges)
+
+    head, tail = cut(ranges, count)
+
+    assert (slots(head), slots(tail), slots(ranges)) == (whole[:count], whole[count:], whole)
+
+
+@given(PAIRS, PAIRS)
+def test_append_concatenates(first: Pairs, second: Pairs) -> None:
+    """Appending keeps the order of slots, whether or not the ranges meet."""
+    ranges = packed(first)
+
+    append(ranges, packed(second))
+
+    assert slots(ranges) == slots(packed(first)) + slots(packed(second))
+
+
+def test_append_merges_neighbours() -> None:
+    """A range that goes on where the last one ends makes it longer."""
+    ranges = packed([(3, 2)])
+
+    append(ranges, packed([(5, 4), (0, 1)]))
+
+    assert ranges == packed([(3, 6), (0, 1)])
+
+
+@given(PAIRS, st.integers(0, 30))
+def test_pop_tail_takes_the_last_slots(pairs: Pairs, wanted: int) -> None:
+    """What is popped and what is left are the slots that were there."""
+    ranges = packed(pairs)
+    whole = slots(ranges)
+    count = min(wanted, slot_count(ranges))
+
+    tail = pop_tail(ranges, count)
+
+    assert slots(ranges) + slots(tail) == whole
+    assert slot_count(tail) == count
+
+
+@given(st.sets(st.integers(0, 40)), st.lists(st.tuples(st.integers(-2, 42), st.integers(-1, 4)), max_size=4))
+def test_subtract_removes_owned_slots_or_refuses(owned: set[int], taken: Pairs) -> None:
+    """Slots are removed where each is owned and named once; anything else is refused."""
+    wanted = [slot for first, count in taken for slot in range(first, first + count)]
+    fits = set(wanted) <= owned and len(set(wanted)) == len(wanted) and all(count > 0 for _, count in taken)
+    ranges = array("i")
+    for slot in sorted(owned):
+        append(ranges, packed([(slot, 1)]))
+
+    left = subtract(ranges, packed(taken))
+
+    assert (None if left is None else sorted(slots(left))) == (sorted(owned - set(wanted)) if fits else None)

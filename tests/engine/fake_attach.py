@@ -1,0 +1,70 @@
+"""The attach socket without a daemon: hands every shard that joins a sealed memfd of its own."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+from pathlib import Path
+
+from kvcached_client.attach import SessionGrant
+from kvcached_client.attach_protocol import (
+    ATTACH_MESSAGE_SIZE_BYTES_MAX,
+    Join,
+    Joined,
+    decode_attach_request,
+    encode_attach,
+)
+from kvcached_client.layout import Layout
+from kvcached_client.rundir import ATTACH_SOCKET_NAME
+
+
+class FakeAttachServer:
+    """Serves joins in `run_dir` until `close`; keeps the connections open as the daemon does."""
+
+    def __init__(self, run_dir: Path, layout: Layout, slots: int) -> None:
+        self.grant = SessionGrant(id=1, token=bytes(32), run_dir=str(run_dir))
+        self._layout = layout
+        self._slots = slots
+        self._connections: list[socket.socket] = []
+        self._memory = [_sealed_memory(layout.pool_bytes(slots)) for _ in range(layout.shards)]
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(run_dir / ATTACH_SOCKET_NAME))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        for each in (self._listener, *self._connections):
+            each.close()
+        for descriptor in self._memory:
+            os.close(descriptor)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._connections.append(connection)
+            data, descriptors, _, _ = socket.recv_fds(connection, ATTACH_MESSAGE_SIZE_BYTES_MAX, 2)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            request = decode_attach_request(data)
+            assert isinstance(request, Join)
+            joined = Joined(
+                kind="memfd", shard=request.shard, epoch=1, layout=self._layout, slots=self._slots,
+                pool_bytes=self._layout.pool_bytes(self._slots),
+            )  # fmt: skip
+            socket.send_fds(connection, [encode_attach(joined)], [self._memory[request.shard]])
+
+
+def _sealed_memory(size_bytes: int) -> int:
+    descriptor = os.memfd_create("pool", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return descriptor

@@ -1,0 +1,144 @@
+"""The engine on a real daemon: real processes, sockets and memory."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, cast
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from examples.llama_engine import Engine, EngineSettings, GenerationRequest, Limits
+from kvcached_client import Admin
+from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, prompt
+
+CONFIG = """
+run_dir = "{directory}"
+"""
+REPLICA = """
+[[replica]]
+name = "{name}"
+model = "tiny-llama"
+model_config = "config.json"
+kv_dtype = "float32"
+block_size = {block_size}
+shards = {shards}
+slots = {slots}
+"""
+SLOTS = {"tp1": 128, "tp2": 128, "small": 16}
+START_TIMEOUT_S = 30
+
+
+class Answer(msgspec.Struct):
+    """A result line of ``python -m examples.llama_engine serve``."""
+
+    tokens: list[int]
+    hit_tokens: int
+    logits_digest: str
+
+
+class EngineProcess:
+    """An engine in a process group of its own, ready to be asked and to be killed."""
+
+    def __init__(self, directory: Path, tp: int) -> None:
+        options = f"serve --replica tp{tp} --tp {tp} --seed 3 --chunk-tokens {LIMITS.chunk_tokens}".split()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "examples.llama_engine", *options, "--run-dir", directory, "--model", directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._requests = cast("IO[bytes]", self.process.stdin)
+        self._answers = cast("IO[bytes]", self.process.stdout)
+        assert self._answers.readline() == b'{"ready":true}\n'
+
+    def send(self, tokens: list[int]) -> None:
+        request = {"prompt": tokens, "max_tokens": 8, "logits": True}
+        self._requests.write(msgspec.json.encode([request]) + b"\n")
+        self._requests.flush()
+
+    def ask(self, tokens: list[int]) -> Answer:
+        self.send(tokens)
+        (answer,) = msgspec.json.decode(self._answers.readline(), type=list[Answer])
+        return answer
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The run directory of a daemon, with the model beside its sockets."""
+    directory = tmp_path_factory.mktemp("kv")
+    model = {**msgspec.to_builtins(TINY), "model_type": "llama"}
+    (directory / "config.json").write_bytes(msgspec.json.encode(model))
+    replicas = (
+        REPLICA.format(name=name, block_size=BLOCK_SIZE, shards=2 if name == "tp2" else 1, slots=slots)
+        for name, slots in SLOTS.items()
+    )
+    (directory / "kvcached.toml").write_text(CONFIG.format(directory=directory) + "".join(replicas))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
+        notices.bind(str(directory / "notify.sock"))
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "kvcached", "serve", "--config", directory / "kvcached.toml"],
+            env={**os.environ, "NOTIFY_SOCKET": str(directory / "notify.sock")},
+        )
+        try:
+            assert select.select([notices], [], [], START_TIMEOUT_S)[0], "the daemon did not become ready"
+            assert notices.recv(64) == b"READY=1"
+            yield directory
+        finally:
+            daemon.terminate()
+            daemon.wait(START_TIMEOUT_S)
+
+
+def check_quiet(directory: Path, replica: str) -> None:
+    """No request holds anything, and every invariant of the daemon holds."""
+    with Admin.connect(directory) as admin:
+        (pool,) = (pool for pool in admin.stats().pools if pool.replica == replica)
+        assert pool.leases == 0
+        assert admin.check().violations == ()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_cached_prefix_is_read_again_and_after_the_engine_was_killed(directory: Path, tp: int) -> None:
+    """A second run, and one after SIGKILL of the engine group, hit the prefix and give the same logits bit for bit."""
+    tokens = prompt(2 * LIMITS.chunk_tokens + BLOCK_SIZE, seed=tp)
+    engine = EngineProcess(directory, tp)
+    try:
+        cold, warm = engine.ask(tokens), engine.ask(tokens)
+        engine.send(prompt(60, seed=7))  # it dies with a request on its hands
+    finally:
+        engine.kill()
+    engine = EngineProcess(directory, tp)
+    try:
+        restarted = engine.ask(tokens)
+        check_quiet(directory, f"tp{tp}")
+    finally:
+        engine.kill()
+    assert (cold.hit_tokens, warm.hit_tokens, restarted.hit_tokens) == (0, len(tokens) - 4, len(tokens) - 4)
+    assert cold.tokens == warm.tokens == restarted.tokens
+    assert cold.logits_digest == warm.logits_digest == restarted.logits_digest
+
+
+def test_crowded_pool_answers_everyone_and_gives_everything_back(directory: Path) -> None:
+    """Requests that do not fit together wait or are preempted, each ends with its answer, and no slot stays held."""
+    requests = [GenerationRequest(prompt=prompt(20, seed=seed), max_tokens=24) for seed in range(4)]
+    limits = Limits(chunk_tokens=16, step_tokens=48, running_max=4)
+    with Engine(EngineSettings(model_dir=directory, run_dir=directory, replica="small", limits=limits)) as engine:
+        together = engine.generate(requests)
+        alone = [engine.generate([request])[0] for request in requests]
+        check_quiet(directory, "small")
+    assert [result.tokens for result in together] == [result.tokens for result in alone]
+    assert all(len(result.tokens) == 24 for result in together)

@@ -1,0 +1,177 @@
+"""Scheduling decisions, with a runner that computes nothing."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import pytest
+
+from examples.llama_engine.config import Limits
+from examples.llama_engine.generation import GenerationRequest, GenerationResult, InvalidRequest
+from examples.llama_engine.messages import Sample, Step, StepDone
+from examples.llama_engine.scheduler import Scheduler
+from kvcached_client import Client
+from kvcached_client.layout import KvGroup, Layout
+from tests.engine.fakes import FakeClient
+
+LAYOUT = Layout(
+    block_size=4, shards=1, groups=(KvGroup(layers=1, kv_heads=1, head_dim=2, v_head_dim=2, dtype="float32"),)
+)
+
+
+class CountingRunner:
+    """The next token is the position it takes. Checks that every step is one a shard could run."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[tuple[int, int]]] = []  # per item: [start, end)
+
+    def run(self, step: Step) -> StepDone:
+        rows = [(item.start, item.start + len(item.tokens) // 4) for item in step.items]
+        tables = [np.frombuffer(item.block_table, dtype=np.int32) for item in step.items]
+        assert all(len(table) * 4 >= end for table, (_, end) in zip(tables, rows, strict=True))
+        written = np.concatenate([table[start // 4 :] for table, (start, _) in zip(tables, rows, strict=True)])
+        assert len(set(written.tolist())) == len(written)
+        self.steps.append(rows)
+        return StepDone([Sample(end) for item, (_, end) in zip(step.items, rows, strict=True) if item.sample])
+
+
+def drain(scheduler: Scheduler) -> list[GenerationResult]:
+    """Step until idle; results in order of their end."""
+    results = []
+    while not scheduler.idle:
+        results += scheduler.step()
+    return results
+
+
+def start(slots: int = 64, **limits: int) -> tuple[FakeClient, CountingRunner, Scheduler]:
+    client, runner = FakeClient(LAYOUT, slots), CountingRunner()
+    chosen = Limits(**{"chunk_tokens": 8, "step_tokens": 16, "running_max": 4, **limits})
+    return client, runner, Scheduler(cast("Client", client), runner, chosen)
+
+
+def request(length: int, *, first: int = 0, **options: object) -> GenerationRequest:
+    return GenerationRequest(prompt=list(range(first, first + length)), **options)  # type: ignore[arg-type]
+
+
+def test_prefill_chunks_end_on_absolute_multiples() -> None:
+    """After a hit that ends inside a chunk the next chunk ends where a cold run's chunk would have ended."""
+    client, runner, scheduler = start()
+    scheduler.submit(request(12, max_tokens=1))
+    scheduler.submit(request(20, max_tokens=1))
+    drain(scheduler)
+    assert runner.steps[:2] == [[(0, 8), (0, 8)], [(8, 12), (8, 16)]]
+    scheduler.submit(request(13, max_tokens=1))
+    runner.steps.clear()
+    (result,) = drain(scheduler)
+    assert result.hit_tokens == 12
+    assert runner.steps == [[(12, 13)]]
+    scheduler.submit(request(7, max_tokens=1))
+    scheduler.submit(GenerationRequest(prompt=[*range(6), *range(50, 63)], max_tokens=1))
+    runner.steps.clear()
+    results = drain(scheduler)
+    assert [result.hit_tokens for result in results] == [4, 4]
+    assert runner.steps == [[(4, 7), (4, 8)], [(8, 16)], [(16, 19)]]
+    client.check_all_returned()
+
+
+def test_decode_rows_go_first_and_prefills_share_what_is_left() -> None:
+    """A long prompt that arrives does not delay the tokens of a running request."""
+    _, runner, scheduler = start()
+    scheduler.submit(request(3, max_tokens=5))
+    scheduler.step()
+    scheduler.submit(request(40, first=100, max_tokens=1))
+    scheduler.submit(request(40, first=200, max_tokens=1))
+    scheduler.step()
+    assert runner.steps[-1] == [(3, 4), (0, 8)]
+    drain(scheduler)
+
+
+def test_blocks_are_committed_as_they_fill_and_once_at_the_end() -> None:
+    """Each chunk and each block filled while decoding is committed at once, slots are allocated as they are needed."""
+    client, _, scheduler = start()
+    scheduler.submit(request(10, max_tokens=8))
+    drain(scheduler)
+    assert client.calls == [
+        "acquire request-1", "commit request-1 2", "commit request-1 3", "allocate request-1 13",
+        "commit request-1 4", "allocate request-1 17", "release request-1",
+    ]  # fmt: skip
+    client.check_all_returned()
+
+
+@pytest.mark.parametrize(("cache", "hit"), [("all", 20), ("prompt", 12), ("nothing", 0)])
+def test_cache_policy_decides_what_a_follow_up_finds(cache: str, hit: int) -> None:
+    """A follow-up on prompt and answer hits what the first request's policy kept: both, the prompt, or nothing."""
+    client, _, scheduler = start()
+    scheduler.submit(request(14, max_tokens=8, cache=cache))
+    (first,) = drain(scheduler)
+    scheduler.submit(GenerationRequest(prompt=[*range(14), *first.tokens], max_tokens=1))
+    (second,) = drain(scheduler)
+    assert second.hit_tokens == hit
+    client.check_all_returned()
+
+
+def test_no_capacity_waits_for_a_release_and_asks_once() -> None:
+    """A request that finds the pool full is asked for again when a lease has been released, not every step."""
+    client, _, scheduler = start(slots=6)
+    scheduler.submit(request(16, max_tokens=6))
+    scheduler.submit(request(16, first=100, max_tokens=1))
+    results = drain(scheduler)
+    assert [result.name for result in results] == ["request-1", "request-2"]
+    assert [len(result.tokens) for result in results] == [6, 1]
+    assert client.calls.count("acquire request-2") == 2
+    refused = client.calls.index("acquire request-2")
+    assert client.calls.index("release request-1") < client.calls.index("acquire request-2", refused + 1)
+    client.check_all_returned()
+
+
+def test_a_request_larger_than_the_pool_is_rejected_and_others_run() -> None:
+    """What could not run even alone ends with no_capacity and does not block the queue."""
+    client, _, scheduler = start(slots=4)
+    scheduler.submit(request(20))
+    scheduler.submit(request(8, first=100, max_tokens=2))
+    big, small = drain(scheduler)
+    assert (big.finish_reason, big.tokens) == ("no_capacity", [])
+    assert (small.finish_reason, len(small.tokens)) == ("length", 2)
+    client.check_all_returned()
+
+
+def test_output_that_outgrows_the_pool_ends_with_no_capacity() -> None:
+    """A request that fills the pool alone ends with the tokens it has."""
+    client, _, scheduler = start(slots=3)
+    scheduler.submit(request(8, max_tokens=50))
+    (result,) = drain(scheduler)
+    assert (result.finish_reason, result.tokens) == ("no_capacity", list(range(8, 13)))
+    client.check_all_returned()
+
+
+@pytest.mark.parametrize("cache", ["all", "prompt", "nothing"])
+def test_the_last_admitted_is_preempted_and_completes_later(cache: str) -> None:
+    """Growing output takes the slots of the newest request, which then continues where it was, its policy kept."""
+    client, _, scheduler = start(slots=7)
+    scheduler.submit(request(8, max_tokens=10, cache=cache))
+    scheduler.submit(request(8, first=100, max_tokens=10, cache=cache))
+    results = drain(scheduler)
+    assert [result.name for result in results] == ["request-1", "request-2"]
+    assert [result.tokens for result in results] == [list(range(8, 18)), list(range(8, 18))]
+    assert client.calls.count("acquire request-2") == 2
+    assert len(client.cached) <= {"all": 7, "prompt": 4, "nothing": 0}[cache]
+    client.check_all_returned()
+
+
+def test_generation_stops_after_eos() -> None:
+    """The end token is part of the output and nothing follows it."""
+    _, _, scheduler = start()
+    scheduler.submit(request(5, max_tokens=10, eos=7))
+    (result,) = drain(scheduler)
+    assert (result.finish_reason, result.tokens) == ("stop", [5, 6, 7])
+
+
+def test_requests_that_cannot_be_served_are_refused() -> None:
+    """An empty prompt and a request for no token are the caller's mistakes."""
+    with pytest.raises(InvalidRequest, match="0 prompt tokens"):
+        GenerationRequest(prompt=[])
+    with pytest.raises(InvalidRequest, match="max_tokens 0"):
+        GenerationRequest(prompt=[1], max_tokens=0)
+    with pytest.raises(ValueError, match="step_tokens"):
+        Limits(chunk_tokens=64, step_tokens=64)

@@ -1,0 +1,179 @@
+"""Chains that grow, whatever their tokens come as."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcached_client import keys
+from kvcached_client.errors import BadRequest
+from kvcached_client.keys import KeyChain, chain_root
+from tests.keys import reference
+
+_NAMESPACE = bytes(range(32))
+_TOKENS = st.lists(st.integers(0, (1 << 31) - 1), max_size=200)
+_ALGORITHMS = st.sampled_from(["blake3", "xxh3"])
+
+
+@given(tokens=_TOKENS, block_size=st.integers(1, 20), cuts=st.lists(st.integers(0, 200)), algorithm=_ALGORITHMS)
+def test_chain_is_the_same_however_it_grows(
+    tokens: list[int], block_size: int, cuts: list[int], algorithm: str
+) -> None:
+    """Any split of the tokens into calls gives the keys of one call, which are those of the definition."""
+    whole = KeyChain(_NAMESPACE, block_size, tokens, algorithm=algorithm)
+    grown = KeyChain(_NAMESPACE, block_size, algorithm=algorithm)
+    edges = sorted({0, len(tokens), *(min(cut, len(tokens)) for cut in cuts)})
+    for start, stop in itertools.pairwise(edges):
+        grown.extend(tokens[start:stop])
+    expected = reference.keys(chain_root(_NAMESPACE), tokens, block_size, algorithm=algorithm)
+    assert grown.keys == whole.keys == b"".join(expected)
+    assert grown.token_count == whole.token_count == len(tokens)
+    assert grown.block_count == len(expected)
+
+
+@pytest.mark.skipif(keys.native_hash_blocks is None, reason="the native helper was not built")
+@given(block_size=st.integers(1, 256), count=st.integers(0, 2000), seed=st.integers(0, (1 << 31) - 1))
+def test_chain_is_the_same_with_and_without_the_native_helper(block_size: int, count: int, seed: int) -> None:
+    """Both paths give the same keys for any block size and length."""
+    tokens = np.random.default_rng(seed).integers(0, 1 << 31, count, dtype=np.int32)
+    fast = KeyChain(_NAMESPACE, block_size, tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keys, "native_hash_blocks", None)
+        slow = KeyChain(_NAMESPACE, block_size, tokens)
+    assert fast.keys == slow.keys
+
+
+@pytest.mark.parametrize("count", [10, 500])
+@pytest.mark.parametrize(
+    "form",
+    [
+        tuple,
+        range,
+        lambda tokens: array("i", tokens),
+        lambda tokens: array("q", tokens),
+        lambda tokens: np.array(tokens, np.int32),
+        lambda tokens: np.array(tokens, np.int64),
+        lambda tokens: np.array(tokens, np.uint16),
+        lambda tokens: np.array(tokens, ">i4"),
+        lambda tokens: np.array([tokens, tokens], np.int32).T[:, 0],
+        lambda tokens: list(np.array(tokens)),
+        lambda tokens: np.array(tokens, "<i4").tobytes(),
+        lambda tokens: bytearray(np.array(tokens, "<i4").tobytes()),
+        lambda tokens: memoryview(np.array(tokens, "<i4").tobytes()),
+        lambda tokens: np.array(tokens, np.int64).data,
+    ],
+    ids=[
+        "tuple",
+        "range",
+        "array-int",
+        "array-long",
+        "int32",
+        "int64",
+        "uint16",
+        "big-endian",
+        "strided",
+        "numpy-scalars",
+        "bytes",
+        "bytearray",
+        "view-of-bytes",
+        "view-of-integers",
+    ],
+)
+def test_chain_takes_tokens_in_any_form(form: Callable[[Any], Any], count: int, hashing: str) -> None:
+    """Sequences, arrays and packed bytes of the same tokens give the same keys."""
+    tokens: list[int] | range = range(count) if form is range else list(range(count))
+    made = form(count) if form is range else form(tokens)
+    assert KeyChain(_NAMESPACE, 4, made).keys == KeyChain(_NAMESPACE, 4, list(range(count))).keys
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [-1],
+        [1 << 31],
+        [1 << 40],
+        [1.0],
+        [None],
+        "text",
+        [0] * 100 + [-1],
+        [0] * 100 + [1 << 31],
+        np.array([-1]),
+        np.array([1 << 31]),
+        np.array([1.0]),
+        np.array([True]),
+        np.zeros((2, 2), np.int32),
+        np.array(5),
+        array("i", [-5]),
+        array("d", [0.0]),
+        b"123",
+        b"\xff\xff\xff\xff",
+    ],
+    ids=repr,
+)
+def test_chain_refuses_what_are_no_tokens_and_stays_as_it_was(tokens: Any) -> None:
+    """Tokens outside 0..2^31-1, other types and shapes are the caller's error and leave the chain untouched."""
+    chain = KeyChain(_NAMESPACE, 4, range(6))
+    with pytest.raises(BadRequest):
+        chain.extend(tokens)
+    chain.extend([6, 7])
+    assert chain.keys == KeyChain(_NAMESPACE, 4, range(8)).keys
+
+
+@pytest.mark.parametrize("tokens", [(), [], b"", np.array([]), np.array([], np.int32)], ids=repr)
+def test_chain_takes_no_tokens_at_all(tokens: Any) -> None:
+    """An empty extension of any form changes nothing."""
+    chain = KeyChain(_NAMESPACE, 4, tokens)
+    assert (chain.keys, chain.token_count) == (b"", 0)
+
+
+def test_chain_names_the_token_that_it_refuses() -> None:
+    """The error carries the offending value and the range."""
+    with pytest.raises(BadRequest, match=r"token 2147483648.*0 to 2147483647"):
+        KeyChain(_NAMESPACE, 4, [1, 1 << 31])
+
+
+def test_chain_counts_the_unfinished_block() -> None:
+    """Tokens after the last complete block count as tokens, not as a block."""
+    chain = KeyChain(_NAMESPACE, 16, range(17))
+    assert (chain.block_size, chain.block_count, chain.token_count, len(chain.keys)) == (16, 1, 17, 16)
+
+
+def test_chain_hands_out_ranges_of_keys() -> None:
+    """`key_range` is a slice of `keys`, by block."""
+    chain = KeyChain(_NAMESPACE, 2, range(8))
+    assert chain.key_range(0, 4) == chain.keys
+    assert chain.key_range(1, 3) == chain.keys[16:48]
+    assert chain.key_range(4, 4) == b""
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 1), (2, 1), (0, 5)])
+def test_chain_refuses_ranges_beyond_its_blocks(start: int, stop: int) -> None:
+    """A range that leaves the complete blocks is the caller's error, never a short answer."""
+    with pytest.raises(BadRequest, match="4 complete blocks"):
+        KeyChain(_NAMESPACE, 2, range(9)).key_range(start, stop)
+
+
+def test_chain_without_the_fast_hash_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choosing xxh3 without its package names the extra to install."""
+    monkeypatch.setattr(keys, "xxh3_digest", None)
+    with pytest.raises(BadRequest, match=r"kvcached-client\[fast-hash\]"):
+        KeyChain(_NAMESPACE, 4, algorithm="xxh3")
+
+
+def test_chain_refuses_an_unknown_algorithm() -> None:
+    """A daemon that names an algorithm of the future gets a clear error, not other keys."""
+    with pytest.raises(BadRequest, match="sha512"):
+        KeyChain(_NAMESPACE, 4, algorithm="sha512")
+
+
+def test_chain_refuses_blocks_without_tokens() -> None:
+    """A block has at least one token."""
+    with pytest.raises(BadRequest, match="block_size 0"):
+        KeyChain(_NAMESPACE, 0)

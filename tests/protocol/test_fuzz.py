@@ -1,0 +1,236 @@
+"""Hostile headers: each gives a valid request or a typed `BadRequest`, never another exception."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcached_client.attach_protocol import AttachReply, AttachRequest, decode_attach_reply, decode_attach_request
+from kvcached_client.errors import BadRequest, ErrorCode
+from kvcached_client.protocol import (
+    BLOCKS_PER_MESSAGE_MAX,
+    FRAME_SIZE_BYTES_MAX,
+    HEADER_SIZE_BYTES_MAX,
+    REQUEST_FRAMES,
+    Commit,
+    Match,
+    Release,
+    Reply,
+    Request,
+    Stats,
+    check_frames,
+    decode_reply,
+    decode_request,
+    salvage_id,
+)
+
+GOLDEN: dict[str, list[str]] = json.loads(Path(__file__).with_name("golden.json").read_text())
+HEADERS = {name: bytes.fromhex(parts[0]) for name, parts in GOLDEN.items()}
+REQUEST_TAGS = {kind.__struct_config__.tag for kind in get_args(Request)}
+REQUEST_HEADERS = {name: header for name, header in HEADERS.items() if msgpack.unpackb(header)["op"] in REQUEST_TAGS}
+DECODERS = {
+    "request": (decode_request, Request),
+    "reply": (decode_reply, Reply),
+    "attach request": (decode_attach_request, AttachRequest),
+    "attach reply": (decode_attach_reply, AttachReply),
+}
+
+#: Values that a careless client could put where something else belongs.
+wrong_values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.floats(allow_nan=True),
+    st.integers(-(1 << 63), (1 << 64) - 1),
+    st.text(max_size=300),
+    st.binary(max_size=300),
+    st.lists(st.integers(0, 9), max_size=40),
+    st.dictionaries(st.text(max_size=5), st.integers(0, 9), max_size=3),
+)
+
+
+def decodes_or_refuses(data: bytes) -> None:
+    for decode, union in DECODERS.values():
+        try:
+            message = decode(data)
+        except BadRequest:
+            continue
+        assert isinstance(message, get_args(union))
+    assert 0 <= salvage_id(data) < 1 << 63
+
+
+def refused(header: bytes) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        decode_request(header)
+    return caught.value
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=512))
+def test_random_bytes_are_refused_or_valid(data: bytes) -> None:
+    """Whatever arrives, the decoders raise nothing but their typed error."""
+    decodes_or_refuses(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(HEADERS)), st.data())
+def test_mutated_golden_headers_are_refused_or_valid(name: str, data: st.DataObject) -> None:
+    """A real header with bytes changed, cut, doubled or inserted is refused or still valid."""
+    header = bytearray(HEADERS[name])
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(header)))
+        length = data.draw(st.integers(0, 4))
+        header[position : position + length] = data.draw(st.binary(max_size=4))
+    decodes_or_refuses(bytes(header))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(REQUEST_HEADERS)), st.data(), wrong_values)
+def test_headers_with_a_wrong_value_are_refused_or_valid(name: str, data: st.DataObject, value: Any) -> None:
+    """Any value in any field is refused or taken as it is, never converted."""
+    fields = msgpack.unpackb(REQUEST_HEADERS[name])
+    field = data.draw(st.sampled_from(sorted(fields)))
+    fields[field] = value
+    header = msgpack.packb(fields)
+    decodes_or_refuses(header)
+    try:
+        request = decode_request(header)
+    except BadRequest:
+        return
+    taken = request.__struct_config__.tag if field == "op" else getattr(request, field)
+    assert type(taken) is (tuple if isinstance(value, list) else type(value))
+    assert taken == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize("name", sorted(REQUEST_HEADERS))
+def test_every_integer_field_refuses_floats_booleans_and_text(name: str) -> None:
+    """1.0, true and "1" are no integers, in any field of any verb."""
+    fields = msgpack.unpackb(REQUEST_HEADERS[name])
+    integers = [field for field, value in fields.items() if type(value) is int]
+    assert "id" in integers
+    for field in integers:
+        for value in (1.0, True, "1", None, -1, 1 << 63):
+            assert refused(msgpack.packb({**fields, field: value})).code == ErrorCode.MALFORMED
+
+
+@pytest.mark.parametrize("name", sorted(REQUEST_HEADERS))
+def test_unknown_and_missing_fields_are_refused(name: str) -> None:
+    """A field that the verb lacks is refused, and so is a header without one that it needs."""
+    fields = msgpack.unpackb(REQUEST_HEADERS[name])
+    assert refused(msgpack.packb({**fields, "surprise": 1})).code == ErrorCode.MALFORMED
+    for required in ("op", "id"):
+        less = {field: value for field, value in fields.items() if field != required}
+        assert refused(msgpack.packb(less)).code == ErrorCode.MALFORMED
+
+
+def test_unknown_verb_has_its_own_code() -> None:
+    """A client of a later version learns that the verb is unknown, not that its bytes are broken."""
+    assert refused(msgpack.packb({"op": "teleport", "id": 1})).code == ErrorCode.UNKNOWN_VERB
+
+
+BOMBS = {
+    "deep arrays": b"\x91" * (HEADER_SIZE_BYTES_MAX - 1) + b"\x00",
+    "deep maps": b"\x81\xa0" * (HEADER_SIZE_BYTES_MAX // 2 - 1) + b"\xc0",
+    "deep value": b"\x82\xa2op\xa5match\xa2id" + b"\x91" * 16_000,
+    "deep unknown value": b"\x83\xa2op\xa5stats\xa2id\x01\xa1x" + b"\x91" * 16_000 + b"\xc0",
+    "array of 4 Gi": b"\xdd\xff\xff\xff\xff",
+    "map of 4 Gi": b"\xdf\xff\xff\xff\xff",
+    "text of 4 GiB": b"\x82\xa2op\xdb\xff\xff\xff\xff",
+    "capabilities of 4 Gi": b"\x82\xa2op\xa5hello\xaccapabilities\xdd\xff\xff\xff\xff",
+    "bytes of 4 GiB": b"\x82\xa2op\xa5hello\xa6member\xc6\xff\xff\xff\xff",
+    "not UTF-8": b"\x82\xa2op\xa5match\xa2id\xa1\xff",
+    "key not UTF-8": b"\x81\xa1\xff\x00",
+    "extension type": b"\xc7\x04\x01abcd",
+    "timestamp": b"\x82\xa2op\xa5stats\xa2id\xd6\xff\x00\x00\x00\x00",
+    "never used byte": b"\xc1",
+    "nothing": b"",
+    "two headers": HEADERS["stats"] * 2,
+    "trailing byte": HEADERS["stats"] + b"\x00",
+}
+
+
+@pytest.mark.parametrize("header", BOMBS.values(), ids=BOMBS.keys())
+def test_bombs_are_refused(header: bytes) -> None:
+    """Nesting, announced sizes and stray bytes cost an error reply, not memory or a stack."""
+    assert refused(header).code in {ErrorCode.MALFORMED, ErrorCode.OVERSIZE}
+    decodes_or_refuses(header)
+
+
+def test_last_of_two_equal_fields_holds() -> None:
+    """A repeated field is no error; both sides read the last one."""
+    header = b"\x83\xa2op\xa5stats\xa2id\x01\xa2id\x02"
+    assert decode_request(header) == Stats(id=2)
+    assert msgpack.unpackb(header)["id"] == salvage_id(header) == 2
+
+
+def test_header_limit_is_exact() -> None:
+    """A header of 16 KiB is read and one byte more is refused, before it is decoded."""
+    fits = b"\x80" + bytes(HEADER_SIZE_BYTES_MAX - 1)
+    assert refused(fits).code == ErrorCode.MALFORMED
+    assert refused(fits + b"\0").code == ErrorCode.OVERSIZE
+    assert salvage_id(HEADERS["stats"] + bytes(HEADER_SIZE_BYTES_MAX)) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "salvaged"),
+    [
+        ({"op": "teleport", "id": 5}, 5),
+        ({"id": 5, "surprise": [1, {"a": None}]}, 5),
+        ({"op": "match", "id": "5"}, 0),
+        ({"op": "match", "id": -5}, 0),
+        ({"op": "match"}, 0),
+        ([5], 0),
+    ],
+)
+def test_id_is_salvaged_where_it_can_be_read(fields: Any, salvaged: int) -> None:
+    """The error reply to a broken header reaches its request if the id is sound, and has id 0 if not."""
+    assert salvage_id(msgpack.packb(fields)) == salvaged
+
+
+KEY = bytes(16)
+MATCH = Match(id=1, epoch=1, tokens=8)
+COMMIT = Commit(id=1, epoch=1, lease=1, start=0)
+RELEASE = Release(id=1, epoch=1, lease=1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "frames", "code"),
+    [
+        (MATCH, [], ErrorCode.BAD_FRAMES),
+        (MATCH, [KEY, b""], ErrorCode.BAD_FRAMES),
+        (MATCH, [KEY[:-1]], ErrorCode.BAD_FRAMES),
+        (MATCH, [KEY * (BLOCKS_PER_MESSAGE_MAX + 1)], ErrorCode.BAD_FRAMES),
+        (MATCH, [bytes(FRAME_SIZE_BYTES_MAX + 16)], ErrorCode.OVERSIZE),
+        (COMMIT, [KEY], ErrorCode.BAD_FRAMES),
+        (COMMIT, [KEY, bytes(7)], ErrorCode.BAD_FRAMES),
+        (COMMIT, [KEY, bytes(8), bytes(3)], ErrorCode.BAD_FRAMES),
+        (COMMIT, [KEY, bytes(8), bytes(4), b""], ErrorCode.BAD_FRAMES),
+        (RELEASE, [KEY], ErrorCode.BAD_FRAMES),
+        (Stats(id=1), [b""], ErrorCode.BAD_FRAMES),
+    ],
+)
+def test_frames_that_do_not_fit_the_verb_are_refused(request_: Request, frames: list[bytes], code: ErrorCode) -> None:
+    """Too few, too many, ragged and too long frames are told apart from a broken header."""
+    with pytest.raises(BadRequest) as caught:
+        check_frames(request_, frames)
+    assert caught.value.code == code
+
+
+@given(st.sampled_from(get_args(Request)), st.lists(st.binary(max_size=40), max_size=9))
+def test_any_frames_are_refused_or_fit(kind: type[Any], frames: list[bytes]) -> None:
+    """Frames pass only in the number that the verb takes, with keys, ranges and tokens of whole size."""
+    request = next(
+        decode_request(header) for header in REQUEST_HEADERS.values() if isinstance(decode_request(header), kind)
+    )
+    try:
+        check_frames(request, frames)
+    except BadRequest:
+        return
+    least, most = REQUEST_FRAMES[kind]
+    assert least <= len(frames) <= most
+    assert all(len(frame) % unit == 0 for frame, unit in zip(frames, (16, 8, 4), strict=False))

@@ -1,0 +1,281 @@
+"""Stored bytes of every message of protocol version 1. They never change; a new version adds its own.
+
+`golden.json` holds each message as a list of parts in hexadecimal: the header, then the frames.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import msgpack
+import msgspec
+import pytest
+
+from kvcached_client.attach_protocol import (
+    Attach,
+    AttachRefused,
+    AttachReply,
+    AttachRequest,
+    Identified,
+    Identify,
+    Join,
+    Joined,
+    decode_attach_reply,
+    decode_attach_request,
+    encode_attach,
+)
+from kvcached_client.errors import ErrorCode, Fault
+from kvcached_client.layout import KvGroup, Layout
+from kvcached_client.protocol import (
+    REPLY_FRAMES,
+    Acquire,
+    Acquired,
+    Alive,
+    Allocate,
+    Allocated,
+    Bye,
+    Check,
+    CheckReport,
+    Commit,
+    Committed,
+    Describe,
+    Description,
+    ErrorReply,
+    Goodbye,
+    Header,
+    Health,
+    HealthPart,
+    HealthReport,
+    Heartbeat,
+    Hello,
+    Match,
+    Matched,
+    PoolStats,
+    Release,
+    Released,
+    ReplicaInfo,
+    Reply,
+    Request,
+    Stats,
+    StatsReport,
+    Welcome,
+    check_frames,
+    decode_reply,
+    decode_request,
+    encode,
+)
+
+GOLDEN: dict[str, list[str]] = json.loads(Path(__file__).with_name("golden.json").read_text())
+
+KEYS = bytes(range(32))
+SLOTS = bytes.fromhex("0a000000010000002800000001000000")
+TOKENS = b"".join(number.to_bytes(4, "little") for number in range(32))
+LAYOUT = Layout(
+    block_size=16,
+    shards=2,
+    groups=(
+        KvGroup(layers=30, kv_heads=4, head_dim=128, v_head_dim=128, dtype="bfloat16"),
+        KvGroup(
+            layers=2, kv_heads=1, head_dim=576, v_head_dim=0, dtype="float8_e4m3fn", scale_bytes=64, replicated=True
+        ),
+    ),
+    order="block_first",
+)
+MEMBER, TOKEN, NAMESPACE = b"\x01" * 32, b"\x02" * 32, b"\x03" * 32
+BIG = (1 << 63) - 1
+
+REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
+    "hello": (
+        Hello(
+            id=1,
+            version_min=1,
+            version_max=1,
+            member=MEMBER,
+            replica="default",
+            layout="00112233445566778899aabbccddeeff",
+            client="engine 1.0",
+            capabilities=("tokens",),
+        ),
+        [],
+    ),
+    "match": (Match(id=2, epoch=4, tokens=40, full=True), [KEYS]),
+    "acquire": (Acquire(id=3, epoch=4, request="req-1", tokens=40, reserve=2), [KEYS]),
+    "allocate": (Allocate(id=4, epoch=4, lease=9, blocks=2), []),
+    "commit": (Commit(id=5, epoch=4, lease=9, start=0, fence=7), [KEYS, SLOTS]),
+    "commit-tokens": (Commit(id=6, epoch=4, lease=9, start=0), [KEYS, SLOTS, TOKENS]),
+    "release": (Release(id=7, epoch=4, lease=9), []),
+    "release-commit": (Release(id=8, epoch=4, lease=9, start=2, fence=8), [KEYS, SLOTS]),
+    "release-one-way": (Release(id=9, epoch=4, lease=9, reply=False), []),
+    "heartbeat": (Heartbeat(id=10, session=BIG, token=TOKEN, fence=8), []),
+    "bye": (Bye(id=11), []),
+    "stats": (Stats(id=12), []),
+    "health": (Health(id=13), []),
+    "check": (Check(id=14), []),
+    "describe": (Describe(id=BIG), []),
+}
+
+REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
+    "welcome": (
+        Welcome(
+            id=1,
+            version=1,
+            session=BIG,
+            token=TOKEN,
+            daemon_epoch=300,
+            epoch=4,
+            generation=1,
+            namespace=NAMESPACE,
+            key_algorithm="blake3",
+            layout=LAYOUT,
+            slots=70_000,
+            heartbeat_interval_ms=1000,
+            session_ttl_ms=10_000,
+            capabilities=(),
+        ),
+        [],
+    ),
+    "matched": (Matched(id=2, device=2, host=1), []),
+    "acquired": (Acquired(id=3, lease=9, hit=2), [SLOTS, SLOTS]),
+    "allocated": (Allocated(id=4, blocks=2), [SLOTS]),
+    "committed": (Committed(id=5, depth=2, adopted=1, duplicates=1), []),
+    "released": (Released(id=8, adopted=1, duplicates=1), []),
+    "alive": (Alive(id=10, epoch=4, generation=1), []),
+    "goodbye": (Goodbye(id=11), []),
+    "stats_report": (
+        StatsReport(
+            id=12,
+            daemon_epoch=300,
+            uptime_ms=5,
+            sessions=1,
+            runs=2,
+            cached_blocks=3,
+            pools=(
+                PoolStats(
+                    replica="default",
+                    epoch=4,
+                    slots=10,
+                    states={"free": 7, "cached": 3},
+                    evictable=3,
+                    leases=0,
+                    session=BIG,
+                    healthy=True,
+                ),
+            ),
+            counters={"requests": 1},
+        ),
+        [],
+    ),
+    "health_report": (
+        HealthReport(id=13, ok=False, parts=(HealthPart(part="worker-default-0", ok=False, detail="no answer"),)),
+        [],
+    ),
+    "check_report": (CheckReport(id=14, ok=True, violations=()), []),
+    "description": (
+        Description(
+            id=BIG,
+            version="0.1.0",
+            protocol_min=1,
+            protocol_max=1,
+            daemon_epoch=300,
+            pid=42,
+            replicas=(
+                ReplicaInfo(
+                    name="default",
+                    layout=LAYOUT,
+                    fingerprint=LAYOUT.fingerprint(),
+                    slots=10,
+                    bytes_per_block=LAYOUT.bytes_per_block(),
+                    device="cpu",
+                    model="",
+                    key_algorithm="blake3",
+                ),
+            ),
+            limits={"header_bytes": 16384},
+        ),
+        [],
+    ),
+    "error": (
+        ErrorReply(
+            id=0, code=ErrorCode.OVERSIZE, fault=Fault.CALLER, message="header of 16385 bytes", fix="at most 16384"
+        ),
+        [],
+    ),
+}
+
+ATTACH_REQUESTS: dict[str, AttachRequest] = {
+    "attach-identify": Identify(client="engine 1.0"),
+    "attach-join": Join(session=BIG, token=TOKEN, shard=1),
+}
+ATTACH_REPLIES: dict[str, AttachReply] = {
+    "attach-identified": Identified(member=MEMBER, endpoint="ipc:///run/kvcached/rpc.sock", daemon_epoch=300),
+    "attach-joined": Joined(
+        kind="memfd", shard=1, epoch=4, layout=LAYOUT, slots=10, pool_bytes=10 * LAYOUT.bytes_per_block()
+    ),
+    "attach-refused": AttachRefused(
+        code=ErrorCode.UNAUTHENTICATED, fault=Fault.CALLER, message="no pidfd", fix="send your own"
+    ),
+}
+RPC: dict[str, tuple[Header, list[bytes]]] = {**REQUESTS, **REPLIES}
+ATTACH: dict[str, Attach] = {**ATTACH_REQUESTS, **ATTACH_REPLIES}
+
+
+def parts_of(name: str) -> list[bytes]:
+    return [bytes.fromhex(part) for part in GOLDEN[name]]
+
+
+def plain(message: Header | Attach) -> Any:
+    """What another language sees: maps, arrays, integers, text, bytes."""
+    return msgpack.unpackb(msgspec.msgpack.encode(msgspec.to_builtins(message, builtin_types=(bytes,))))
+
+
+def test_golden_frames_cover_every_message() -> None:
+    """Each request, reply and attach message of the protocol is stored, and nothing else."""
+    stored = {type(message) for message, _ in RPC.values()} | {type(message) for message in ATTACH.values()}
+    union = (Request, Reply, AttachRequest, AttachReply)
+    assert stored == {kind for each in union for kind in get_args(each)}
+    assert GOLDEN.keys() == RPC.keys() | ATTACH.keys()
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_golden_request_decodes_and_encodes(name: str) -> None:
+    """The stored bytes are this request, and this request is the stored bytes."""
+    request, frames = REQUESTS[name]
+    header, *stored_frames = parts_of(name)
+    assert decode_request(header) == request
+    assert encode(request) == header
+    assert stored_frames == frames
+    check_frames(request, stored_frames)
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_golden_reply_decodes_and_encodes(name: str) -> None:
+    """The stored bytes are this reply, and this reply is the stored bytes."""
+    reply, frames = REPLIES[name]
+    header, *stored_frames = parts_of(name)
+    assert decode_reply(header) == reply
+    assert encode(reply) == header
+    assert stored_frames == frames
+    assert len(frames) == REPLY_FRAMES[type(reply)]
+
+
+@pytest.mark.parametrize("name", ATTACH)
+def test_golden_attach_message_decodes_and_encodes(name: str) -> None:
+    """The stored bytes are this attach message, and this attach message is the stored bytes."""
+    (stored,) = parts_of(name)
+    message = ATTACH[name]
+    decode = decode_attach_request if name in ATTACH_REQUESTS else decode_attach_reply
+    assert decode(stored) == message
+    assert encode_attach(message) == stored
+
+
+@pytest.mark.parametrize("name", [*RPC, *ATTACH])
+def test_golden_header_is_plain_messagepack(name: str) -> None:
+    """An independent MessagePack library reads a map that starts with its verb, and writes the same bytes."""
+    header = parts_of(name)[0]
+    message: Header | Attach = RPC[name][0] if name in RPC else ATTACH[name]
+    read = msgpack.unpackb(header)
+    assert read == plain(message)
+    assert next(iter(read)) == "op"
+    assert msgpack.packb(read) == header
