@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .PHONY: help env demo test slow lint format bench clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 
 env: $(STAMP)
 

@@ -45,10 +45,17 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(
-    suite: str, metric: str, value: float, unit: str, *, floor: float | None = None, target: Target | None = None
+    suite: str,
+    metric: str,
+    value: float,
+    unit: str,
+    *,
+    floor: float | None = None,
+    target: Target | tuple[Target, ...] = (),
 ) -> Result:
-    """A figure with its ratio and verdict."""
+    """A figure with its ratio and verdict. Of several targets each must be met."""
     ratio = None if floor is None else value / floor
+    targets = (target,) if isinstance(target, Target) else target
     return Result(
         suite=suite,
         metric=metric,
@@ -56,6 +63,6 @@ def judge(
         unit=unit,
         floor=floor,
         ratio=ratio,
-        target=None if target is None else str(target),
-        ok=None if target is None else target.is_met(value, ratio),
+        target=" and ".join(map(str, targets)) or None,
+        ok=all(each.is_met(value, ratio) for each in targets) if targets else None,
     )

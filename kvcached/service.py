@@ -105,8 +105,12 @@ class Service:
 
     def refused(self, error: RequestError) -> RequestError:
         """Count an error by its code."""
-        self._cache.counters[f"errors_{error.code}"] += 1
+        self.count(f"errors_{error.code}")
         return error
+
+    def count(self, what: str) -> None:
+        """Count something that happened."""
+        self._cache.counters[what] += 1
 
     def _dispatch(self, peer: bytes, request: wire.Request, frames: list[bytes]) -> Answer:
         match request:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -11,7 +12,8 @@ import numpy.typing as npt
 from kvcached_client.protocol import TOKENS_PER_MESSAGE_MAX
 from kvcached_client.types import RANGE_SIZE_BYTES, PackedRanges
 
-_ONE_RANGE: Final = struct.Struct("<ii")
+_RANGE: Final = struct.Struct("<ii")
+_FEW_RANGES: Final = 8
 
 
 def expand_ranges(packed: PackedRanges | bytes | memoryview) -> npt.NDArray[np.int32]:
@@ -22,20 +24,25 @@ def expand_ranges(packed: PackedRanges | bytes | memoryview) -> npt.NDArray[np.i
     """
     if len(packed) % RANGE_SIZE_BYTES:
         raise ValueError(f"slot ranges of {len(packed)} bytes are no multiple of {RANGE_SIZE_BYTES}")
-    if (
-        len(packed) == RANGE_SIZE_BYTES
-    ):  # what a pool grants where it can; eight numpy calls would take ten times as long
-        first, count = _ONE_RANGE.unpack(packed)
-        _check_ranges(first, count, count, first + count)
-        return np.arange(first, first + count, dtype=np.int32)
+    if len(packed) <= _FEW_RANGES * RANGE_SIZE_BYTES:
+        return _expand_few(_RANGE.iter_unpack(packed))
     pairs = np.frombuffer(packed, "<i4").reshape(-1, 2).astype(np.int64)
-    if not len(pairs):
-        return np.empty(0, np.int32)
     firsts, counts = pairs[:, 0], pairs[:, 1]
     total = int(counts.sum())
     _check_ranges(firsts.min(), counts.min(), total, (firsts + counts).max())
     starts_in_table = np.cumsum(counts) - counts
     return (np.repeat(firsts - starts_in_table, counts) + np.arange(total)).astype(np.int32)
+
+
+def _expand_few(ranges: Iterable[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    """What a pool mostly grants: a handful of ranges, which numpy would take longer to look at than to write."""
+    pieces = []
+    for first, count in ranges:
+        _check_ranges(first, count, count, first + count)
+        pieces.append(np.arange(first, first + count, dtype=np.int32))
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
 
 
 def _check_ranges(first_min: int, count_min: int, total: int, end_max: int) -> None:

@@ -251,9 +251,10 @@ def acquire_lease(
         reply, frames = channel.ask(request, Acquired, (chain.keys,))
         if reply.loading:
             raise _strange("blocks that are still loading, which this client did not agree to")
-        hit = _slots(frames[0], reply.hit)
-        exclusive = _slots(frames[1], prompt_blocks - reply.hit + request.reserve)
-        return Lease(channel, chain, cache, Grant(LeaseId(reply.lease), reply.hit, np.concatenate((hit, exclusive))))
+        table = _slots(frames[1], prompt_blocks - reply.hit + request.reserve)
+        if reply.hit or frames[0]:
+            table = np.concatenate((_slots(frames[0], reply.hit), table))
+        return Lease(channel, chain, cache, Grant(LeaseId(reply.lease), reply.hit, table))
     return Lease(channel, chain, cache, None)
 
 

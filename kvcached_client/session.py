@@ -11,8 +11,7 @@ A `ClientSession` gives requests their ids, turns them into message parts, and p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol import (
@@ -38,8 +37,7 @@ PENDING_MAX: Final = 1024
 ABANDONED_MAX: Final = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A reply with its frames."""
 
     reply: Reply
@@ -89,7 +87,7 @@ class ClientSession:
         header = encode(request)
         decode_request(header)
         check_frames(request, frames)
-        if not isinstance(request, Heartbeat | Release) or request.reply:
+        if not isinstance(request, (Heartbeat, Release)) or request.reply:
             if len(self._deadlines_ns) >= PENDING_MAX:
                 raise request_error(ErrorCode.LIMIT, f"{PENDING_MAX} requests are pending", "wait for their replies")
             request_id = RequestId(request.id)

@@ -45,6 +45,11 @@ class Handler(Protocol):
     def refused(self, error: RequestError) -> RequestError:
         """Take note of a message that was no request."""
 
+    def count(self, what: str) -> None:
+        """Take note of ``dropped_replies`` (the peer was gone or did not read) and ``disconnects`` (for any reason:
+        a peer that breaks ZeroMQ's message limit is cut off, too).
+        """
+
 
 #: Messages served before other descriptors (deaths, workers) get a turn.
 DRAIN_BATCH_MAX = 256
@@ -61,14 +66,10 @@ class RpcServer:
 
     Attributes:
         endpoint: the ``ipc://`` address it is bound to.
-        dropped_replies: replies whose peer was gone or did not read.
-        disconnects: connections that ended, those cut off for breaking ZeroMQ's message limit included.
     """
 
     def __init__(self, path: Path, handler: Handler) -> None:
         self.endpoint = f"ipc://{path}"
-        self.dropped_replies = 0
-        self.disconnects = 0
         self._path = path
         self._handler = handler
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -148,11 +149,11 @@ class RpcServer:
         try:
             self._socket.send_multipart([peer, *parts], zmq.NOBLOCK)
         except zmq.Again:
-            self.dropped_replies += 1
+            self._handler.count("dropped_replies")
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self.dropped_replies += 1
+            self._handler.count("dropped_replies")
         if not self._draining:
             self._loop.call_soon(self._drain)
 
@@ -162,7 +163,7 @@ class RpcServer:
                 zmq.utils.monitor.recv_monitor_message(self._monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self.disconnects += 1
+            self._handler.count("disconnects")
 
 
 def _descriptor(socket: zmq.Socket[bytes]) -> int:

@@ -151,7 +151,9 @@ class WorkerProcess:
         if self.memory_fd >= 0:
             os.close(self.memory_fd)
             self.memory_fd = -1
-        Path(self._config.socket_path).unlink(missing_ok=True)
+        path = Path(self._config.socket_path)
+        if path.is_socket():
+            path.unlink()
 
     def _spawn(self) -> socket.socket:
         """Start the process with its configuration waiting in the socket that it inherits. Returns our end."""

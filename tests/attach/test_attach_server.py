@@ -1,0 +1,403 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvcached.attach import server as server_module
+from kvcached_client.attach_protocol import (
+    ATTACH_MESSAGE_SIZE_BYTES_MAX,
+    AttachRefused,
+    Identified,
+    Identify,
+    Join,
+    Joined,
+    encode_attach,
+)
+from kvcached_client.errors import ErrorCode, Fault
+from tests.attach.peers import (
+    IDENTIFIED,
+    JOIN,
+    JOINED,
+    PATIENCE_S,
+    Client,
+    Handler,
+    client_in,
+    engine,
+    own_pidfd,
+    path_in,
+    printed,
+    serving,
+    tell,
+)
+from tests.worker.groups import RunLoop, names_in, open_descriptors
+
+
+def test_server_answers_what_the_handler_says(run: RunLoop, run_dir: str) -> None:
+    """Identify and Join get the handler's answers, Join with the memory, and both see the process that asked."""
+
+    async def main() -> None:
+        memory = os.memfd_create("pool")
+        os.ftruncate(memory, 4321)
+        handler = Handler(memory)
+        async with serving(run_dir, handler):
+            with client_in(run_dir) as client:
+                assert await client.ask(Identify(client="me")) == IDENTIFIED
+                client.send(JOIN)
+                answer = await client.receive()
+
+            assert answer is not None
+            assert answer[0] == JOINED
+            assert [os.fstat(descriptor).st_size for descriptor in answer[1]] == [4321]
+            assert handler.identified == handler.joined
+            assert handler.identified[0].pid == os.getpid()
+        os.fstat(memory)
+        os.close(memory)
+        os.close(answer[1][0])
+
+    run(main())
+
+
+def test_server_passes_a_refusal_on_and_closes(run: RunLoop, run_dir: str) -> None:
+    """What the handler refuses is answered with its error, the connection is closed, and the peer is not watched."""
+
+    async def main() -> None:
+        before = open_descriptors()
+        async with serving(run_dir, Handler()) as server:
+            listening = open_descriptors()
+            with client_in(run_dir) as client:
+                refusal = await client.ask(Join(session=7, token=bytes(32), shard=0))
+                assert await client.receive() is None
+            assert refusal == AttachRefused(
+                code=ErrorCode.UNAUTHENTICATED,
+                fault=Fault.CALLER,
+                message="not the token of session 7",
+                fix="use its token",
+            )
+            assert server.refusals == {ErrorCode.UNAUTHENTICATED: 1}
+            assert open_descriptors() == listening
+        assert open_descriptors() == before
+
+    run(main())
+
+
+MALFORMED = {
+    "text": b"GET / HTTP/1.1",
+    "not msgpack": b"\xc1",
+    "array bomb": b"\xdd\xff\xff\xff\xff",
+    "nesting bomb": b"\x91" * 10_000,
+    "pickle": b"\x80\x04\x95\x10\x00\x00\x00",
+    "reply": encode_attach(IDENTIFIED),
+    "other field": encode_attach(Identify()).replace(b"client", b"clienx"),
+    "short token": encode_attach(Join(session=1, token=bytes(5), shard=0)),
+    "negative shard": encode_attach(Join(session=1, token=bytes(32), shard=-1)),
+    "bad unicode": encode_attach(Identify(client="abc")).replace(b"abc", b"\xff\xfe\xfd"),
+}
+
+
+@pytest.mark.parametrize("message", MALFORMED.values(), ids=MALFORMED.keys())
+def test_server_refuses_malformed_messages(run: RunLoop, run_dir: str, message: bytes) -> None:
+    """A message that is none is answered as malformed, the connection is closed, and the next peer is served."""
+
+    async def main() -> None:
+        async with serving(run_dir, Handler()):
+            with client_in(run_dir) as client:
+                refusal = await client.ask(message)
+                assert isinstance(refusal, AttachRefused)
+                assert refusal.code is ErrorCode.MALFORMED
+                assert await client.receive() is None
+            with client_in(run_dir) as client:
+                assert isinstance(await client.ask(Identify()), Identified)
+
+    run(main())
+
+
+def test_server_refuses_oversize_messages(run: RunLoop, run_dir: str) -> None:
+    """A message over the limit is refused by its size, and so is one with more descriptors than the limit."""
+
+    async def main() -> None:
+        async with serving(run_dir, Handler()) as server:
+            with client_in(run_dir) as client:
+                large = await client.ask(bytes(ATTACH_MESSAGE_SIZE_BYTES_MAX + 1))
+            pidfd = own_pidfd()
+            with client_in(run_dir) as client:
+                many = await client.ask(Identify(), *[pidfd] * 30)
+            os.close(pidfd)
+
+            for refusal in (large, many):
+                assert isinstance(refusal, AttachRefused)
+                assert refusal.code is ErrorCode.OVERSIZE
+            assert server.refusals == {ErrorCode.OVERSIZE: 2}
+
+    run(main())
+
+
+def test_server_leaks_no_descriptor(run: RunLoop, run_dir: str) -> None:
+    """A thousand bad messages with up to four descriptors each leave none of them open."""
+
+    async def main() -> None:
+        chance = random.Random(5)
+        pidfd = own_pidfd()
+        async with serving(run_dir, Handler()) as server:
+            before = open_descriptors()
+            for _ in range(1000):
+                message = bytearray(encode_attach(JOIN))
+                message[chance.randrange(20)] ^= 1 << chance.randrange(8)
+                with client_in(run_dir) as client:
+                    client.send(bytes(message), *[pidfd] * chance.randrange(5))
+                    answer = await client.receive()
+                    assert answer is not None
+                    assert isinstance(answer[0], AttachRefused)
+                    assert await client.receive() is None
+
+            assert open_descriptors() == before
+            assert server.refusals.total() == 1000
+        os.close(pidfd)
+
+    run(main())
+
+
+def test_server_refuses_other_users(run: RunLoop, run_dir: str) -> None:
+    """A process of a user who is not allowed is refused, whoever the allowed ones are."""
+
+    async def main() -> None:
+        handler = Handler()
+        async with serving(run_dir, handler, {os.geteuid() + 1}) as server:
+            with client_in(run_dir) as client:
+                answer = await client.receive()
+                assert answer is not None
+                refusal, _ = answer
+                assert isinstance(refusal, AttachRefused)
+                assert f"user {os.geteuid()} may not attach" in refusal.message
+                assert await client.receive() is None
+
+            assert server.refusals == {ErrorCode.UNAUTHENTICATED: 1}
+            assert not handler.identified
+
+    run(main())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_server_refuses_a_process_of_another_user(run: RunLoop) -> None:
+    """A process that runs as another user is refused though the socket's permissions let it connect."""
+
+    async def main() -> None:
+        handler = Handler()
+        with tempfile.TemporaryDirectory(prefix="kvc") as run_dir:
+            Path(run_dir).chmod(0o755)
+            async with serving(run_dir, handler) as server:
+                Path(path_in(run_dir)).chmod(0o777)
+                with engine(run_dir, user=65534) as process:
+                    await asyncio.to_thread(process.communicate, "\n")
+
+                assert server.refusals == {ErrorCode.UNAUTHENTICATED: 1}
+                assert not handler.identified
+
+    run(main())
+
+
+def test_server_socket_is_its_users_alone(run: RunLoop, run_dir: str) -> None:
+    """The socket gives no permission to group and others, whatever the umask."""
+
+    async def main() -> None:
+        previous = os.umask(0)
+        async with serving(run_dir, Handler()):
+            os.umask(previous)
+            assert Path(path_in(run_dir)).stat().st_mode & 0o077 == 0
+
+    run(main())
+
+
+def test_server_bounds_connections(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection over the limit is refused at once; when one closes, there is room again."""
+    monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 3)
+
+    async def main() -> None:
+        handler = Handler()
+        async with serving(run_dir, handler):
+            clients = [Client(run_dir) for _ in range(3)]
+            for client in clients:
+                await client.ask(Identify())
+            with client_in(run_dir) as fourth:
+                answer = await fourth.receive()
+                assert answer is not None
+                assert isinstance(answer[0], AttachRefused)
+                assert answer[0].code is ErrorCode.LIMIT
+            clients[0].socket.close()
+            await handler.closed.get()
+            with client_in(run_dir) as fifth:
+                assert await fifth.ask(Identify()) == IDENTIFIED
+            for client in clients:
+                client.socket.close()
+
+    run(main())
+
+
+def test_server_bounds_watched_peers(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes over the limit are refused, also when the connections of the others are closed already."""
+    monkeypatch.setattr(server_module, "PEERS_MAX", 2)
+
+    async def main() -> None:
+        handler = Handler()
+        async with serving(run_dir, handler) as server:
+            for _ in range(2):
+                with client_in(run_dir) as client:
+                    await client.ask(Identify())
+                await handler.closed.get()
+            with client_in(run_dir) as client:
+                refusal = await client.ask(Identify())
+                assert isinstance(refusal, AttachRefused)
+                assert refusal.code is ErrorCode.LIMIT
+            server.forget(handler.identified[0])
+            with client_in(run_dir) as client:
+                assert await client.ask(Identify()) == IDENTIFIED
+
+    run(main())
+
+
+def test_server_tells_of_death(run: RunLoop, run_dir: str) -> None:
+    """The death of a process is told within a second, and no close of its connection before or after it."""
+
+    async def main() -> None:
+        handler = Handler()
+        async with serving(run_dir, handler):
+            before = open_descriptors()
+            with engine(run_dir) as process:
+                assert int(await printed(process)) > 0
+                process.kill()
+                lost = await asyncio.wait_for(handler.lost.get(), 1)
+
+            assert lost is handler.identified[0]
+            assert lost.pid == process.pid
+            assert lost.is_dead()
+            assert lost.fileno() == -1
+            assert handler.closed.qsize() <= 1
+            assert open_descriptors() == before
+
+    run(main())
+
+
+@pytest.mark.parametrize("option", [77, 9999], ids=["SO_PEERPIDFD", "sent pidfd"])
+def test_server_watches_on_after_the_connection_closed(
+    run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch, option: int
+) -> None:
+    """A closed connection is told as closed; the death is told when it comes, not before."""
+    monkeypatch.setattr("kvcached.attach.peer._SO_PEERPIDFD", option)
+
+    async def main() -> None:
+        handler = Handler()
+        async with serving(run_dir, handler):
+            with engine(run_dir) as process:
+                await printed(process)
+                tell(process, "close")
+                closed = await asyncio.wait_for(handler.closed.get(), PATIENCE_S)
+                assert await printed(process) == "closed"
+                assert not closed.is_dead()
+                assert handler.lost.empty()
+                tell(process, "end")
+                assert await asyncio.wait_for(handler.lost.get(), PATIENCE_S) is closed
+
+    run(main())
+
+
+def test_server_forgets_a_closed_peer_that_nobody_needs(run: RunLoop, run_dir: str) -> None:
+    """Where the handler does not need a closed peer any more, its pidfd is closed and its death is not told."""
+
+    async def main() -> None:
+        handler = Handler(keeps_watching=False)
+        async with serving(run_dir, handler):
+            before = open_descriptors()
+            with engine(run_dir) as process:
+                await printed(process)
+                tell(process, "close")
+                closed = await asyncio.wait_for(handler.closed.get(), PATIENCE_S)
+                await printed(process)
+            await asyncio.sleep(0)
+
+            assert closed.fileno() == -1
+            assert open_descriptors() == before
+            assert handler.lost.empty()
+
+    run(main())
+
+
+def test_server_takes_a_forgotten_peer_back(run: RunLoop, run_dir: str) -> None:
+    """A forgotten process whose connection is still open can introduce itself again on it, as a new peer."""
+
+    async def main() -> None:
+        handler = Handler()
+        async with serving(run_dir, handler) as server:
+            with client_in(run_dir) as client:
+                await client.ask(Identify())
+                server.forget(handler.identified[0])
+                server.forget(handler.identified[0])
+                assert await client.ask(Identify()) == IDENTIFIED
+
+                first, second = handler.identified
+                assert first.fileno() == -1
+                assert not second.is_dead()
+
+    run(main())
+
+
+def test_server_survives_a_broken_handler(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error inside the handler is answered as the daemon's fault, and the next peer is served."""
+
+    async def main() -> None:
+        handler = Handler()
+        async with serving(run_dir, handler):
+            with monkeypatch.context() as broken, client_in(run_dir) as client:
+                broken.setattr(handler, "identify", None)
+                refusal = await client.ask(Identify())
+                assert isinstance(refusal, AttachRefused)
+                assert (refusal.code, refusal.fault) == (ErrorCode.INTERNAL, Fault.DAEMON)
+            with client_in(run_dir) as client:
+                assert await client.ask(Identify()) == IDENTIFIED
+
+    run(main())
+
+
+def test_server_drops_a_peer_that_reads_no_answers(run: RunLoop, run_dir: str) -> None:
+    """A peer that asks on and on without reading is disconnected instead of being queued for."""
+
+    async def main() -> None:
+        handler = Handler()
+        async with serving(run_dir, handler):
+            with client_in(run_dir) as client:
+                client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+                while handler.closed.empty():
+                    try:
+                        client.send(Identify())
+                    except (BlockingIOError, ConnectionError):
+                        pass
+                    await asyncio.sleep(0)
+
+            assert handler.closed.qsize() == 1
+
+    run(main())
+
+
+def test_server_replaces_a_dead_socket_but_not_a_live_one(run: RunLoop, run_dir: str) -> None:
+    """A socket left over by a dead daemon is replaced; one that is served, and a file that is no socket, are not."""
+
+    async def main() -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+            dead.bind(path_in(run_dir))
+        async with serving(run_dir, Handler()):
+            with pytest.raises(OSError, match="another process serves"):
+                server_module.AttachServer(path_in(run_dir), Handler()).start()
+            with client_in(run_dir) as client:
+                assert await client.ask(Identify()) == IDENTIFIED
+        assert names_in(run_dir) == []
+
+        Path(path_in(run_dir)).write_text("precious")
+        with pytest.raises(OSError, match="in use"):
+            server_module.AttachServer(path_in(run_dir), Handler()).start()
+        assert Path(path_in(run_dir)).read_text() == "precious"
+
+    run(main())

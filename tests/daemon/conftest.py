@@ -1,0 +1,110 @@
+"""Real daemons with small pools."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, NamedTuple, cast
+
+import pytest
+
+from kvcached_client import Admin
+from kvcached_client.protocol import PoolStats
+from tests.project.daemon_process import running_daemon
+from tests.project.source_tree import ROOT
+
+CONFIG = """
+heartbeat_interval_ms = 100
+session_ttl_ms = 600
+
+[[replica]]
+name = "default"
+model = "tiny"
+block_size = 4
+shards = 1
+slots = 16
+[[replica.group]]
+layers = 2
+kv_heads = 1
+head_dim = 8
+v_head_dim = 8
+dtype = "float32"
+"""
+
+
+class RunningDaemon(NamedTuple):
+    """A daemon and where it is."""
+
+    process: subprocess.Popen[bytes]
+    run_dir: Path
+
+
+@contextmanager
+def started(directory: Path, config: str = CONFIG) -> Iterator[RunningDaemon]:
+    """A daemon from ready to stopped."""
+    path = directory / "kvcached.toml"
+    path.write_text(config)
+    with running_daemon(path, directory / "run") as process:
+        yield RunningDaemon(process, directory / "run")
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
+    """A daemon of this test's own."""
+    with started(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(daemon: RunningDaemon) -> Iterator[EngineProcess]:
+    """An engine process that holds four slots."""
+    process = EngineProcess(daemon.run_dir)
+    yield process
+    process.end()
+
+
+class EngineProcess:
+    """`engine_process.py` as a child."""
+
+    def __init__(self, run_dir: Path) -> None:
+        command = [sys.executable, "-m", "tests.daemon.engine_process", str(run_dir)]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._in = cast("IO[str]", self.process.stdin)
+        self._out = cast("IO[str]", self.process.stdout)
+        assert self.hear() == "holds 4"
+
+    def say(self, line: str) -> None:
+        self._in.write(line + "\n")
+        self._in.flush()
+
+    def hear(self) -> str:
+        return self._out.readline().strip()
+
+    def ask(self, line: str) -> str:
+        self.say(line)
+        return self.hear()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._in.close()
+        self._out.close()
+
+
+def pool_stats(run_dir: Path, replica: str = "default") -> PoolStats:
+    """Where a replica's slots are."""
+    with Admin.connect(run_dir) as admin:
+        (pool,) = (pool for pool in admin.stats().pools if pool.replica == replica)
+        return pool
+
+
+def seconds_until(run_dir: Path, reached: Callable[[PoolStats], bool], limit_s: float) -> float:
+    """How long until the pool is as wanted; more than `limit_s` where it never was."""
+    start = time.monotonic()
+    while not reached(pool_stats(run_dir)) and time.monotonic() - start < limit_s:
+        pass
+    return time.monotonic() - start

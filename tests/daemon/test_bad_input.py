@@ -1,0 +1,217 @@
+"""Bad input of every kind at the real socket: one typed reply each, and a sound daemon afterwards."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+
+from kvcached_client import Admin, Client
+from kvcached_client import protocol as wire
+from kvcached_client.attach import identify
+from kvcached_client.errors import ErrorCode
+from kvcached_client.rundir import rpc_endpoint
+from kvcached_client.types import pack_ranges
+from tests.daemon.conftest import RunningDaemon, started
+
+REPLY_DEADLINE_MS = 5000
+
+
+@pytest.fixture(scope="module")
+def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    """One daemon for every bad message: it must survive them all."""
+    with started(tmp_path_factory.mktemp("bad")) as running:
+        yield running
+
+
+class RawPeer:
+    """A connection that sends whatever it likes."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(rpc_endpoint(run_dir))
+
+    def ask(self, *parts: bytes) -> list[bytes]:
+        self.socket.send_multipart(parts)
+        assert self.socket.poll(REPLY_DEADLINE_MS), "no reply"
+        return self.socket.recv_multipart()
+
+    def error(self, *parts: bytes) -> wire.ErrorReply:
+        (header,) = self.ask(*parts)
+        reply = wire.decode_reply(header)
+        assert isinstance(reply, wire.ErrorReply), reply
+        return reply
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def peer(shared_daemon: RunningDaemon) -> Iterator[RawPeer]:
+    """A raw connection; after the test the daemon answers others, and its invariants hold."""
+    raw = RawPeer(shared_daemon.run_dir)
+    yield raw
+    raw.close()
+    with Admin.connect(shared_daemon.run_dir) as admin:
+        assert admin.check().violations == ()
+        assert admin.stats().pools[0].leases == 0
+
+
+def header(**fields: object) -> bytes:
+    return bytes(msgpack.packb(fields))
+
+
+ACQUIRE = {"op": "acquire", "id": 5, "epoch": 1, "request": "r", "tokens": 8}
+KEYS = bytes(32)
+
+
+@pytest.mark.parametrize(
+    ("parts", "code", "request_id"),
+    [
+        ([b""], "malformed", 0),
+        ([b"\xc1"], "malformed", 0),
+        ([os.urandom(64)], "malformed", 0),
+        ([header(op="teleport", id=9)], "unknown_verb", 9),
+        ([header(id=9)], "malformed", 9),
+        ([header(op="stats")], "malformed", 0),
+        ([header(op="stats", id="9")], "malformed", 0),
+        ([header(op="stats", id=9.0)], "malformed", 0),
+        ([header(op="stats", id=True)], "malformed", 0),
+        ([header(op="stats", id=-1)], "malformed", 0),
+        ([header(op="stats", id=1 << 63)], "malformed", 0),
+        ([header(op="stats", id=9, extra=1)], "malformed", 9),
+        ([header(op="stats", id=9), b""], "bad_frames", 9),
+        ([header(**ACQUIRE)], "bad_frames", 5),
+        ([header(**ACQUIRE), KEYS, KEYS], "bad_frames", 5),
+        ([header(**ACQUIRE), b"x" * 17], "bad_frames", 5),
+        ([header(**ACQUIRE), bytes(16 * 65_537)], "bad_frames", 5),
+        ([header(**{**ACQUIRE, "request": ""}), KEYS], "malformed", 5),
+        ([header(**{**ACQUIRE, "request": "r" * 257}), KEYS], "malformed", 5),
+        ([header(**{**ACQUIRE, "tokens": -1}), KEYS], "malformed", 5),
+        ([header(**{**ACQUIRE, "tokens": (1 << 20) + 1}), KEYS], "malformed", 5),
+        ([header(**ACQUIRE), KEYS], "no_session", 5),
+        ([header(op="stats", id=9, pad="x" * 17_000)], "oversize", 0),
+        ([header(op="stats", id=9)] + [b""] * 8, "bad_frames", 9),
+        ([header(op="stats", id=9)] + [b""] * 5000, "bad_frames", 9),
+        ([b"\x91" * 10_000], "malformed", 0),
+        ([b"\xdd\xff\xff\xff\xff"], "malformed", 0),
+        ([b"\xdf\xff\xff\xff\xff"], "malformed", 0),
+    ],
+)
+def test_malformed_message_gets_one_typed_error(
+    peer: RawPeer, parts: list[bytes], code: str, request_id: int
+) -> None:
+    """Random bytes, unknown verbs, wrong types, oversize headers and wrong frames are answered, with the id if readable."""
+    reply = peer.error(*parts)
+
+    assert (reply.code, reply.id) == (code, request_id)
+    assert reply.message
+    assert reply.fix
+
+
+def test_message_without_a_header_is_answered(peer: RawPeer) -> None:
+    """A message of a single empty part is malformed like any other; the connection goes on."""
+    assert peer.error(b"").code is ErrorCode.MALFORMED
+    assert peer.ask(header(op="stats", id=3))
+
+
+def test_random_messages_are_each_answered_once(peer: RawPeer) -> None:
+    """Two thousand random and mutated messages get two thousand replies, none of them fatal."""
+    rng = random.Random(1)
+    sound = header(**ACQUIRE)
+    for number in range(2000):
+        mutated = bytearray(sound)
+        for _ in range(rng.randrange(1, 4)):
+            mutated[rng.randrange(len(mutated))] = rng.randrange(256)
+        first = bytes(mutated) if number % 2 else rng.randbytes(rng.randrange(80))
+        reply = wire.decode_reply(peer.ask(first, *[rng.randbytes(16) for _ in range(rng.randrange(3))])[0])
+        assert isinstance(reply, wire.ErrorReply)
+
+
+def test_frame_beyond_the_message_limit_disconnects_its_peer_only(shared_daemon: RunningDaemon, peer: RawPeer) -> None:
+    """A frame over ZeroMQ's own limit is never received: its peer is cut off, the others are served."""
+    with Admin.connect(shared_daemon.run_dir) as admin:
+        before = admin.stats().counters.get("disconnects", 0)
+        peer.socket.send_multipart([header(**ACQUIRE), bytes(wire.FRAME_SIZE_BYTES_MAX + 1)])
+        after = before
+        for _ in range(1000):
+            after = admin.stats().counters.get("disconnects", 0)
+            if after > before:
+                break
+
+    assert after > before
+
+
+def test_hello_of_another_version_is_refused(shared_daemon: RunningDaemon, peer: RawPeer) -> None:
+    """A client that is more than one version away is told which versions meet."""
+    attached, identified = identify(shared_daemon.run_dir, deadline_ms=5000)
+    hello = wire.Hello(id=1, version_min=7, version_max=9, member=identified.member, replica="default")
+
+    reply = peer.error(wire.encode(hello))
+
+    assert (reply.code, "7 to 9" in reply.message) == (ErrorCode.UNSUPPORTED_VERSION, True)
+    attached.close()
+
+
+def test_wrong_requests_of_a_session_are_refused_by_name(shared_daemon: RunningDaemon, peer: RawPeer) -> None:
+    """Foreign lease, double release, unknown slot, wrong order and stale epoch each get their own code."""
+    attached, identified = identify(shared_daemon.run_dir, deadline_ms=5000)
+    hello = wire.Hello(id=1, version_min=1, version_max=1, member=identified.member, replica="default")
+    welcome = wire.decode_reply(peer.ask(wire.encode(hello))[0])
+    assert isinstance(welcome, wire.Welcome)
+    epoch = welcome.epoch
+    acquire = wire.Acquire(id=2, epoch=epoch, request="r", tokens=8, full=True)
+    acquired = wire.decode_reply(peer.ask(wire.encode(acquire), KEYS)[0])
+    assert isinstance(acquired, wire.Acquired)
+    lease = acquired.lease
+    slots = pack_ranges([(15, 2)])
+    wrong: list[tuple[wire.Header, list[bytes], ErrorCode]] = [
+        (wire.Acquire(id=10, epoch=epoch - 1, request="s", tokens=8), [KEYS], ErrorCode.STALE_EPOCH),
+        (wire.Acquire(id=11, epoch=epoch, request="r", tokens=9), [KEYS], ErrorCode.REQUEST_CONFLICT),
+        (wire.Acquire(id=12, epoch=epoch, request="t", tokens=1), [KEYS], ErrorCode.BAD_VALUE),
+        (wire.Acquire(id=13, epoch=epoch, request="u", tokens=900), [KEYS], ErrorCode.NO_CAPACITY),
+        (wire.Release(id=14, epoch=epoch, lease=lease + 100), [], ErrorCode.UNKNOWN_LEASE),
+        (wire.Commit(id=15, epoch=epoch, lease=lease, start=0), [KEYS, slots], ErrorCode.UNKNOWN_SLOT),
+        (wire.Commit(id=16, epoch=epoch, lease=lease, start=1), [KEYS, slots], ErrorCode.OUT_OF_ORDER),
+        (wire.Commit(id=17, epoch=epoch, lease=lease, start=0), [KEYS, b"1234"], ErrorCode.BAD_FRAMES),
+    ]
+    for request, frames, code in wrong:
+        reply = peer.error(wire.encode(request), *frames)
+        assert (reply.code, reply.id) == (code, request.id)
+    peer.ask(wire.encode(wire.Release(id=20, epoch=epoch, lease=lease)))
+    again = peer.error(wire.encode(wire.Release(id=21, epoch=epoch, lease=lease)))
+    assert again.code is ErrorCode.ALREADY_RELEASED
+    peer.ask(wire.encode(wire.Bye(id=22)))
+    attached.close()
+
+
+def test_another_connection_cannot_use_a_session(shared_daemon: RunningDaemon, peer: RawPeer) -> None:
+    """A session belongs to the connection that opened it: its lease ids are of no use elsewhere."""
+    with Client.connect(shared_daemon.run_dir) as client, client.acquire("r", client.chain(range(8))) as lease:
+        release = wire.Release(id=3, epoch=client.epoch, lease=lease.id)
+
+        assert peer.error(wire.encode(release)).code is ErrorCode.NO_SESSION
+        assert client.stats().pools[0].leases == 1
+
+
+def test_stopped_reader_does_not_hold_up_others(shared_daemon: RunningDaemon, peer: RawPeer) -> None:
+    """Ten thousand unread replies cost their own peer; the daemon keeps answering and its memory stays bounded."""
+    status = Path(f"/proc/{shared_daemon.process.pid}/statm")
+    before = int(status.read_text().split()[1])
+    for number in range(10_000):
+        try:
+            peer.socket.send_multipart([header(op="describe", id=number)], zmq.NOBLOCK)
+        except zmq.Again:
+            break
+    with Admin.connect(shared_daemon.run_dir) as admin:
+        assert admin.health().ok
+
+    grown_bytes = (int(status.read_text().split()[1]) - before) * os.sysconf("SC_PAGESIZE")
+    assert grown_bytes < 64 << 20

@@ -1,0 +1,70 @@
+"""A daemon in a process of its own, from ready to stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.project.source_tree import ROOT
+
+START_TIMEOUT_S = 30
+STOP_TIMEOUT_S = 15
+
+
+@contextlib.contextmanager
+def running_daemon(config: Path, directory: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Serve `config` with `directory` as run directory; its log is `directory`.log.
+
+    Raises:
+        AssertionError: it ended before it was ready, or was not ready in time.
+    """
+    log_path = directory.with_suffix(".log")
+    notify_path = directory.with_suffix(".notify")
+    command = [
+        sys.executable,
+        "-m",
+        "kvcached",
+        "serve",
+        "--config",
+        str(config),
+        "--run-dir",
+        str(directory),
+        *options,
+    ]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices, log_path.open("wb") as log:
+        notices.bind(str(notify_path))
+        environment = {**clean_environment(), "NOTIFY_SOCKET": str(notify_path)}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log) as process:
+            try:
+                wait_for_ready(process, notices, log_path)
+                yield process
+            finally:
+                process.terminate()
+                try:
+                    process.wait(STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+def wait_for_ready(process: subprocess.Popen[bytes], notices: socket.socket, log_path: Path) -> None:
+    """Until READY=1 arrives on `notices`."""
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        readable, _, _ = select.select([notices.fileno(), pidfd], [], [], START_TIMEOUT_S)
+    finally:
+        os.close(pidfd)
+    assert notices.fileno() in readable, (
+        f"the daemon is not ready (exit status {process.poll()}):\n{log_path.read_text()}"
+    )
+    assert b"READY=1" in notices.recv(4096)
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without settings for kvcached."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVCACHED_")}

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from click.core import Group
+
+from kvcached.cli import ExitCode, main
+from tests.project.source_tree import ROOT
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+
+
+def tables(path: Path) -> list[list[str]]:
+    """Every row of every table: its cells, without ticks."""
+    rows = [line.strip().strip("|").split("|") for line in path.read_text().splitlines() if line.startswith("| ")]
+    return [[cell.strip().replace("`", "") for cell in row] for row in rows]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_document_links_lead_somewhere(document: Path) -> None:
+    """Every relative link in a document names a file that exists."""
+    targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", document.read_text())
+
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_architecture_names_every_file() -> None:
+    """ARCHITECTURE.md names every module of daemon and client, and no file that does not exist."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = set(re.findall(r"`((?:kvcached|kvcached_client)/[\w/]+\.py)`", text))
+    existing = {
+        str(path.relative_to(ROOT))
+        for folder in ("kvcached", "kvcached_client")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py" and "build" not in path.parts
+    }
+
+    assert named == existing
+
+
+def test_cli_document_lists_the_commands() -> None:
+    """docs/cli.md lists each command with the help text that the command prints."""
+    assert isinstance(main, Group)
+    rows = {row[0]: row[1] for row in tables(ROOT / "docs/cli.md") if len(row) == 2}
+
+    for name, command in main.commands.items():
+        assert rows[name] == (command.help or "").replace("`", "")
+
+
+def test_cli_document_lists_the_options() -> None:
+    """docs/cli.md lists each option with the commands that take it and the variable that stands for it."""
+    rows = {row[0]: row[1:] for row in tables(ROOT / "docs/cli.md") if row[0].startswith("--")}
+    options: dict[str, set[str]] = {}
+    for name, command in main.commands.items():
+        for parameter in command.params:
+            options.setdefault(parameter.opts[0], set()).add(name)
+
+    assert {option: set(row[0].split(", ")) for option, row in rows.items()} == options
+    for option, row in rows.items():
+        variable = f"KVCACHED_{option[2:].replace('-', '_').upper()}"
+        assert row[1] in {variable, ""}
+        help_text = main.commands["serve"].get_help(main.make_context("kvcached", ["version"]))
+        assert (variable in help_text) == (row[1] == variable and option in options and "serve" in row[0])
+
+
+def test_cli_document_and_help_agree_on_exit_codes() -> None:
+    """Each exit code has the same meaning in docs/cli.md, in the epilog of --help, and in the code."""
+    rows = {row[0]: row[1] for row in tables(ROOT / "docs/cli.md") if row[0].isdecimal()}
+
+    assert rows == {str(code.value): code.meaning for code in ExitCode}
+    for command in [main, *main.commands.values()]:
+        assert all(f"{code.value}  {code.meaning}" in (command.epilog or "") for code in ExitCode)
+
+
+def test_changelog_has_a_section_for_what_comes() -> None:
+    """CHANGELOG.md has the section that changes go to."""
+    assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()

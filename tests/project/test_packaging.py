@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+import tomllib
+
+import pytest
+from click.testing import CliRunner
+
+from kvcached import VERSION
+from kvcached.cli import main
+from kvcached.config import Config
+from tests.project.source_tree import ROOT
+
+
+def test_both_distributions_have_the_version_of_the_code() -> None:
+    """Daemon, client, the daemon's dependency on the client and `kvcached.VERSION` name one version."""
+    daemon = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    client = tomllib.loads((ROOT / "kvcached_client/pyproject.toml").read_text())["project"]
+
+    assert {daemon["version"], client["version"]} == {VERSION}
+    assert f"kvcached-client=={VERSION}" in daemon["dependencies"]
+
+
+def unit() -> dict[str, str]:
+    """The [Service] section of the systemd unit; of a key that appears twice, the last."""
+    parser = configparser.RawConfigParser(strict=False)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read(ROOT / "configs/kvcached.service")
+    return dict(parser["Service"])
+
+
+def test_service_keeps_workers_when_the_daemon_dies() -> None:
+    """The unit kills the daemon alone and keeps the run directory over a restart, for workers outlive a crash."""
+    service = unit()
+
+    assert (service["KillMode"], service["RuntimeDirectoryPreserve"]) == ("process", "restart")
+    assert (service["Type"], service["OOMPolicy"]) == ("notify", "continue")
+
+
+def test_service_starts_a_command_that_exists() -> None:
+    """What the unit executes is a command line that the program understands."""
+    _, *arguments = unit()["ExecStart"].split()
+
+    result = CliRunner().invoke(main, [*arguments, "--help"])
+
+    assert result.exit_code == 0
+
+
+def test_service_stops_later_than_the_daemon_gives_up() -> None:
+    """The manager waits longer for a stop than the daemon's default deadline for it."""
+    assert int(unit()["TimeoutStopSec"].removesuffix("s")) * 1000 > Config.model_fields["shutdown_deadline_ms"].default
+
+
+@pytest.mark.parametrize(
+    "directive",
+    [
+        "NoNewPrivileges=yes",
+        "CapabilityBoundingSet=",
+        "ProtectSystem=strict",
+        "ProtectHome=yes",
+        "DevicePolicy=closed",
+        "RestrictAddressFamilies=AF_UNIX",
+        "RestrictNamespaces=yes",
+        "SystemCallFilter=@system-service",
+        "LimitCORE=0",
+        "RuntimeDirectoryMode=0750",
+        "UMask=0077",
+    ],
+)
+def test_service_is_confined(directive: str) -> None:
+    """The unit takes away what the daemon does not need."""
+    key, value = directive.split("=", 1)
+
+    assert unit()[key] == value
+
+
+def test_container_does_not_run_as_root() -> None:
+    """The image ends as a fixed user that is not root, and serves by default."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+
+    assert [line for line in lines if line.startswith("USER")] == ["USER kvcached"]
+    assert any("--uid 10001" in line for line in lines)
+    assert lines[-2:] == ['ENTRYPOINT ["kvcached"]', 'CMD ["serve"]']
+
+
+def test_pre_commit_hooks_need_no_network() -> None:
+    """Every hook is local and runs a tool of the environment that `make env` makes."""
+    text = (ROOT / ".pre-commit-config.yaml").read_text()
+    entries = re.findall(r"entry: (.*)", text)
+
+    assert re.findall(r"repo: (.*)", text) == ["local"]
+    assert len(entries) >= 3
+    assert all(entry.startswith(".venv/bin/") for entry in entries)
+
+
+def test_make_help_names_the_targets() -> None:
+    """Every target that the Makefile's first lines and the documents speak of exists."""
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+
+    spoken_of = set()
+    for name in ("Makefile", "README.md", "CONTRIBUTING.md", ".ci/run"):
+        spoken_of |= set(re.findall(r"^(?:#\s+)?make (\w+)", (ROOT / name).read_text(), re.MULTILINE))
+
+    assert spoken_of <= set(phony[1].split())
+    assert {"demo", "test", "env"} <= spoken_of
+
+
+def test_ci_script_is_executable_and_parses() -> None:
+    """The script can be started, and bash finds no error in its syntax."""
+    path = ROOT / ".ci/run"
+
+    assert path.stat().st_mode & 0o111
+    assert subprocess.run(["/bin/bash", "-n", str(path)], check=False).returncode == 0

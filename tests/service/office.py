@@ -1,0 +1,140 @@
+"""A service without sockets: fake processes, fake workers, answers in a list."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvcached.core.cache import Cache, PoolSpec
+from kvcached.replica import Replica
+from kvcached.service import Answer, Service
+from kvcached_client import protocol as wire
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.layout import KvGroup, Layout
+from kvcached_client.types import ShardIndex
+
+LAYOUT = Layout(
+    block_size=4, shards=2, groups=(KvGroup(layers=1, kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32"),)
+)
+SLOTS = 16
+EPOCH = 100
+R = TypeVar("R", bound=wire.Header)
+
+
+@dataclass(eq=False)
+class FakePeer:
+    """A process that dies when told to."""
+
+    pid: int
+    dead: bool = False
+
+    def is_dead(self) -> bool:
+        return self.dead
+
+
+@dataclass
+class FakeWorkers:
+    """Workers that hold no memory; a probe fails if told to."""
+
+    failure: str = ""
+    probes: list[tuple[int, int]] = field(default_factory=list)
+
+    def memory_fd(self, shard: ShardIndex) -> int:
+        return 1000 + shard
+
+    async def probe(self, first: int, second: int) -> None:
+        self.probes.append((first, second))
+        if self.failure:
+            raise request_error(ErrorCode.WORKER_LOST, self.failure, "see the log")
+
+
+class Office:
+    """One service, its cache, and a clock that stands still."""
+
+    def __init__(self, *names: str) -> None:
+        names = names or ("a",)
+        self.workers = {name: FakeWorkers() for name in names}
+        self.cache = Cache([PoolSpec(name, b"n" * 32, 4, SLOTS) for name in names], epoch=EPOCH, session_ttl_ms=1000)
+        replicas = [
+            Replica(
+                name=name,
+                device="cpu",
+                model="tiny",
+                key_algorithm="blake3",
+                layout=LAYOUT,
+                slots=SLOTS,
+                namespace=b"n" * 32,
+                generation=0,
+                workers=self.workers[name],
+            )
+            for name in names
+        ]
+        self.forgotten: list[FakePeer] = []
+        self.now_ms = 0
+        self.service = Service(
+            self.cache,
+            replicas,
+            now_ms=lambda: self.now_ms,
+            endpoint="ipc:///nowhere",
+            heartbeat_interval_ms=100,
+            answers_kept_per_session=16,
+        )
+        self.service.watch = self
+        self._request = 0
+
+    def forget(self, peer: FakePeer) -> None:
+        self.forgotten.append(peer)
+
+    def next_id(self) -> int:
+        self._request += 1
+        return self._request
+
+    def ask(self, request: wire.Request, *frames: bytes, peer: bytes = b"one") -> Answer:
+        """The one answer to a request."""
+        answers: list[Answer] = []
+        self.service.submit(peer, request, list(frames), answers.append)
+        (answer,) = answers
+        assert answer.header.id == request.id
+        return answer
+
+    def expect(self, kind: type[R], request: wire.Request, *frames: bytes, peer: bytes = b"one") -> R:
+        """The answer's header, which must be of a type."""
+        header = self.ask(request, *frames, peer=peer).header
+        assert isinstance(header, kind), header
+        return header
+
+    def error(self, request: wire.Request, *frames: bytes, peer: bytes = b"one") -> ErrorCode:
+        """The code of the error that a request must get."""
+        return self.expect(wire.ErrorReply, request, *frames, peer=peer).code
+
+    def hello(
+        self, process: FakePeer, replica: str = "a", *, layout: str = "", version: int = 1
+    ) -> wire.Hello:
+        return wire.Hello(
+            id=self.next_id(),
+            version_min=version,
+            version_max=version,
+            member=self.service.identify(process).member,
+            replica=replica,
+            layout=layout,
+        )
+
+    def enter(self, process: FakePeer, replica: str = "a", *, peer: bytes = b"one") -> wire.Welcome:
+        """A session for a process."""
+        return self.expect(wire.Welcome, self.hello(process, replica), peer=peer)
+
+    def acquire(self, keys: bytes, request: str = "r") -> wire.Acquire:
+        return wire.Acquire(id=self.next_id(), epoch=EPOCH, request=request, tokens=len(keys) // 4, full=True)
+
+    def store(self, keys: bytes, *, peer: bytes = b"one") -> None:
+        """Compute and release a chain."""
+        header, (_, ranges) = self.ask(self.acquire(keys, f"store-{self._request}"), keys, peer=peer)
+        assert isinstance(header, wire.Acquired)
+        release = wire.Release(id=self.next_id(), epoch=EPOCH, lease=header.lease, start=header.hit)
+        self.expect(wire.Released, release, keys[16 * header.hit :], ranges, peer=peer)
+
+
+def key_chain(blocks: int, seed: int = 0) -> bytes:
+    """Keys that nothing else shares."""
+    return b"".join(array("q", (seed, index)).tobytes() for index in range(blocks))

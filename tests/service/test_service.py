@@ -1,0 +1,333 @@
+"""Requests and deaths at the service, without a socket: one answer each, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+import pytest
+
+from kvcached.core.events import Ticked, WorkerDied
+from kvcached.core.invariants import check
+from kvcached.service import Answer
+from kvcached_client import protocol as wire
+from kvcached_client.errors import ErrorCode, RequestError
+from kvcached_client.types import SessionId, ShardIndex, pack_ranges, unpack_ranges
+from tests.service.office import EPOCH, LAYOUT, SLOTS, FakePeer, Office, key_chain
+
+
+def test_hello_needs_a_living_process() -> None:
+    """A member token that nobody holds, or whose process is dead, opens nothing."""
+    office, process = Office(), FakePeer(1)
+    forged = wire.Hello(id=1, version_min=1, version_max=1, member=bytes(32), replica="a")
+    hello = office.hello(process)
+    process.dead = True
+
+    assert office.error(forged) is ErrorCode.UNAUTHENTICATED
+    assert office.error(hello) is ErrorCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    ("replica", "layout", "version", "code"),
+    [
+        ("b", "", 1, ErrorCode.UNKNOWN_REPLICA),
+        ("a", "00" * 16, 1, ErrorCode.WRONG_LAYOUT),
+        ("a", "", 2, ErrorCode.UNSUPPORTED_VERSION),
+    ],
+)
+def test_hello_refuses_what_does_not_fit(replica: str, layout: str, version: int, code: ErrorCode) -> None:
+    """Unknown replica, another layout and another version are told apart, and open nothing."""
+    office = Office()
+
+    assert office.error(office.hello(FakePeer(1), replica, layout=layout, version=version)) is code
+    assert office.cache.sessions == {}
+
+
+def test_hello_tells_what_an_engine_needs() -> None:
+    """The welcome names layout, slots, epochs and the root of all keys; the right fingerprint is accepted."""
+    office = Office()
+    welcome = office.expect(wire.Welcome, office.hello(FakePeer(1), layout=LAYOUT.fingerprint()))
+
+    assert (welcome.layout, welcome.slots, welcome.epoch, welcome.namespace) == (LAYOUT, SLOTS, EPOCH, b"n" * 32)
+
+
+def test_pool_belongs_to_one_engine_at_a_time() -> None:
+    """While another process of the old session lives, a newcomer is refused by name; after its death it takes over."""
+    office, old, new = Office(), FakePeer(1), FakePeer(2)
+    office.enter(old)
+    office.store(key_chain(4))
+    refused = office.expect(wire.ErrorReply, office.hello(new), peer=b"two")
+    old.dead = True
+    office.service.peer_lost(old)
+
+    assert (refused.code, "[1]" in refused.message) == (ErrorCode.POOL_BUSY, True)
+    office.enter(new, peer=b"two")
+    match = wire.Match(id=office.next_id(), epoch=EPOCH, tokens=16, full=True)
+    assert office.expect(wire.Matched, match, key_chain(4), peer=b"two").device == 4
+
+
+def test_same_process_may_say_hello_again() -> None:
+    """A process whose client was lost opens a new session; what the old one held is free."""
+    office, process = Office(), FakePeer(1)
+    office.enter(process)
+    office.ask(office.acquire(key_chain(4)), key_chain(4))
+    office.enter(process, peer=b"two")
+
+    assert office.cache.pools["a"].free == SLOTS
+    assert office.error(office.acquire(key_chain(4)), key_chain(4)) is ErrorCode.NO_SESSION
+
+
+def test_shard_joins_with_the_session_token_only() -> None:
+    """The right token gets the shard's descriptor; a wrong one, an unknown session and a missing shard get none."""
+    office = Office()
+    welcome = office.enter(FakePeer(1))
+    session, shard = SessionId(welcome.session), ShardIndex(1)
+
+    joined, descriptor = office.service.join(FakePeer(2), session, welcome.token, shard)
+    assert (joined.shard, joined.pool_bytes, descriptor) == (1, LAYOUT.pool_bytes(SLOTS), 1001)
+    for wrong_session, token, wrong_shard, code in (
+        (session, bytes(32), shard, "no_session"),
+        (SessionId(99), welcome.token, shard, "no_session"),
+        (session, welcome.token, ShardIndex(2), "bad_value"),
+    ):
+        with pytest.raises(RequestError, match=code):
+            office.service.join(FakePeer(3), wrong_session, token, wrong_shard)
+
+
+def test_slots_wait_for_the_last_process_of_a_group() -> None:
+    """When the scheduler dies its slots are quarantined; when the last shard process is dead they are free."""
+    office, scheduler, shard = Office(), FakePeer(1), FakePeer(2)
+    welcome = office.enter(scheduler)
+    office.service.join(shard, SessionId(welcome.session), welcome.token, ShardIndex(0))
+    office.ask(office.acquire(key_chain(4)), key_chain(4))
+    scheduler.dead = True
+    office.service.peer_lost(scheduler)
+
+    assert office.cache.pools["a"].counts == [SLOTS - 4, 0, 0, 0, 4]
+    assert office.error(office.hello(FakePeer(3)), peer=b"two") is ErrorCode.POOL_BUSY
+    shard.dead = True
+    office.service.peer_lost(shard)
+    assert office.cache.pools["a"].free == SLOTS
+    assert {peer.pid for peer in office.forgotten} == {1, 2}
+
+
+def test_closed_connection_is_not_death() -> None:
+    """A member whose attach connection closed is watched on, and its session works on."""
+    office, process = Office(), FakePeer(1)
+    office.enter(process)
+
+    assert office.service.peer_closed(process)
+    assert not office.service.peer_closed(FakePeer(2))
+    office.store(key_chain(2))
+
+
+def test_retry_with_the_same_id_has_one_effect() -> None:
+    """The same request id gets the same reply and the same frames, and takes nothing twice."""
+    office = Office()
+    office.enter(FakePeer(1))
+    request = office.acquire(key_chain(4))
+    first = office.ask(request, key_chain(4))
+    lease = first.header.lease  # type: ignore[attr-defined]
+    release = wire.Release(id=office.next_id(), epoch=EPOCH, lease=lease)
+
+    assert office.ask(request, key_chain(4)) == first
+    assert office.cache.pools["a"].free == SLOTS - 4
+    assert office.ask(release) == office.ask(release)
+    assert office.cache.pools["a"].free == SLOTS
+
+
+def test_second_release_under_a_new_id_is_refused() -> None:
+    """A release that is no retry, of a lease that is gone, is the caller's mistake."""
+    office = Office()
+    office.enter(FakePeer(1))
+    header = office.ask(office.acquire(key_chain(1)), key_chain(1)).header
+    first = wire.Release(id=office.next_id(), epoch=EPOCH, lease=header.lease)  # type: ignore[attr-defined]
+    second = wire.Release(id=office.next_id(), epoch=EPOCH, lease=first.lease)
+    office.ask(first)
+
+    assert office.error(second) is ErrorCode.ALREADY_RELEASED
+
+
+def test_kept_answers_are_bounded() -> None:
+    """Only the last answers are kept for retries."""
+    office = Office()
+    welcome = office.enter(FakePeer(1))
+    for _ in range(40):
+        office.store(key_chain(1))
+
+    assert len(office.service._answers[SessionId(welcome.session)]) == 16
+
+
+def test_one_way_release_gets_no_reply_and_takes_effect() -> None:
+    """With reply=false nothing is sent, not even an error."""
+    office = Office()
+    office.enter(FakePeer(1))
+    header = office.ask(office.acquire(key_chain(4)), key_chain(4)).header
+    answers: list[Answer] = []
+    for request_id in (901, 902):
+        release = wire.Release(id=request_id, epoch=EPOCH, lease=header.lease, reply=False)  # type: ignore[attr-defined]
+        office.service.submit(b"one", release, [], answers.append)
+
+    assert answers == []
+    assert office.cache.pools["a"].free == SLOTS
+
+
+def test_finish_message_commits_and_releases() -> None:
+    """A release that carries keys and slots makes them matchable and gives the lease back."""
+    office = Office()
+    office.enter(FakePeer(1))
+    header, (_, ranges) = office.ask(office.acquire(key_chain(4)), key_chain(4))
+    finish = wire.Release(id=office.next_id(), epoch=EPOCH, lease=header.lease, start=0)  # type: ignore[attr-defined]
+    done = office.expect(wire.Released, finish, key_chain(4), ranges)
+
+    assert (done.adopted, done.duplicates) == (4, 0)
+    assert office.cache.pools["a"].counts == [SLOTS - 4, 0, 4, 0, 0]
+
+
+def test_answer_names_hit_slots_then_exclusive_ones() -> None:
+    """An acquire's frames are the hit's slots and then the fresh ones, packed in block order."""
+    office = Office()
+    office.enter(FakePeer(1))
+    office.store(key_chain(3))
+    keys = key_chain(5)
+    header, (hit, fresh) = office.ask(office.acquire(keys), keys)
+
+    assert header.hit == 3  # type: ignore[attr-defined]
+    assert (unpack_ranges(hit), unpack_ranges(fresh)) == ([(0, 3)], [(3, 2)])
+
+
+@pytest.mark.parametrize("ranges", [[(0, 0)], [(-1, 1)], [(0, -4)], [(2_000_000_000, 2_000_000_000)]])
+def test_impossible_slot_ranges_are_refused(ranges: list[tuple[int, int]]) -> None:
+    """Empty, negative and overflowing ranges get a typed error and change nothing."""
+    office = Office()
+    office.enter(FakePeer(1))
+    header = office.ask(office.acquire(key_chain(1)), key_chain(1)).header
+    commit = wire.Commit(id=office.next_id(), epoch=EPOCH, lease=header.lease, start=0)  # type: ignore[attr-defined]
+
+    assert office.error(commit, key_chain(1), pack_ranges(ranges)) in {ErrorCode.BAD_VALUE, ErrorCode.UNKNOWN_SLOT}
+    assert check(office.cache) == []
+
+
+def test_expiry_is_told_and_ends_with_the_process() -> None:
+    """A session without heartbeats is refused by name; a heartbeat with the right token would have kept it."""
+    office, process = Office(), FakePeer(1)
+    welcome = office.enter(process)
+    beat = wire.Heartbeat(id=500, session=welcome.session, token=welcome.token)
+    office.service.on_event(Ticked(1))
+    office.now_ms = 900
+    assert office.expect(wire.Alive, beat, peer=b"another connection").epoch == EPOCH
+    office.service.on_event(Ticked(1000))
+    office.service.on_event(Ticked(1900))
+    office.store(key_chain(1))
+    office.service.on_event(Ticked(1901))
+
+    assert office.error(office.acquire(key_chain(1)), key_chain(1)) is ErrorCode.SESSION_EXPIRED
+    assert office.error(beat) is ErrorCode.SESSION_EXPIRED
+    wrong = wire.Heartbeat(id=501, session=welcome.session, token=bytes(32))
+    assert office.error(wrong) is ErrorCode.NO_SESSION
+
+
+def test_internal_error_is_one_reply_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in the core becomes one typed reply that says whose fault it is."""
+    office = Office()
+    office.enter(FakePeer(1))
+
+    def explode(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(office.cache, "acquire", explode)
+    reply = office.expect(wire.ErrorReply, office.acquire(key_chain(1)), key_chain(1))
+
+    assert (reply.code, reply.fault) == (ErrorCode.INTERNAL, "daemon")
+
+
+def health(office: Office) -> wire.HealthReport:
+    """The answer to a health request."""
+
+    async def ask() -> wire.HealthReport:
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        office.service.submit(b"cli", wire.Health(id=1), [], answered.set_result)
+        header = (await answered).header
+        assert isinstance(header, wire.HealthReport)
+        return header
+
+    return asyncio.run(ask())
+
+
+def test_health_takes_slots_like_an_engine_and_leaves_nothing() -> None:
+    """Every step is reported; afterwards no slot, session or run is left."""
+    office = Office("a", "b")
+    report = health(office)
+
+    steps = ["acquire", "workers", "commit", "match", "release"]
+    assert report.ok
+    assert [part.part for part in report.parts] == [f"{name}/{step}" for name in "ab" for step in steps] + [
+        "invariants"
+    ]
+    assert [len(workers.probes) for workers in office.workers.values()] == [1, 1]
+    assert (office.cache.sessions, office.cache.pools["a"].free, office.cache.trees[0].run_count) == ({}, SLOTS, 0)
+
+
+def test_health_says_which_part_failed() -> None:
+    """A failing worker is named, with its words; the other replica is still checked."""
+    office = Office("a", "b")
+    office.workers["a"].failure = "shard 1: bytes differ"
+    report = health(office)
+
+    assert not report.ok
+    (failed,) = [part for part in report.parts if not part.ok]
+    assert (failed.part, failed.detail) == ("a/workers", "shard 1: bytes differ")
+    assert office.cache.pools["a"].free == SLOTS
+
+
+def test_health_of_a_replica_that_lost_its_worker() -> None:
+    """A pool without workers is unhealthy and says so."""
+    office = Office()
+    office.service.on_event(WorkerDied("a"))
+
+    report = health(office)
+
+    assert [(part.part, part.ok) for part in report.parts] == [("a/workers", False), ("invariants", True)]
+
+
+def test_busy_pool_is_not_ill() -> None:
+    """When every slot is leased the check skips the replica and says so."""
+    office = Office()
+    office.enter(FakePeer(1))
+    office.ask(office.acquire(key_chain(SLOTS)), key_chain(SLOTS))
+
+    report = health(office)
+
+    assert report.ok
+    assert report.parts[0].detail.startswith("skipped: ")
+
+
+def test_stats_add_up() -> None:
+    """The states of a pool add up to its slots, and counters say what was done."""
+    office = Office()
+    office.enter(FakePeer(1))
+    office.store(key_chain(4))
+    keys = key_chain(6)
+    office.ask(office.acquire(keys), keys)
+    report = office.expect(wire.StatsReport, wire.Stats(id=77), peer=b"cli")
+
+    (pool,) = report.pools
+    assert pool.states == {"free": SLOTS - 6, "leased": 2, "cached": 4, "fenced": 0, "quarantined": 0}
+    assert sum(pool.states.values()) == pool.slots
+    assert (pool.leases, pool.evictable, report.counters["hit_blocks"]) == (1, 0, 4)
+
+
+def test_check_reports_a_broken_invariant() -> None:
+    """The live checker finds a slot that was lost, and finds nothing in a sound cache."""
+    office = Office()
+    office.enter(FakePeer(1))
+    office.store(key_chain(2))
+    assert office.expect(wire.CheckReport, wire.Check(id=1), peer=b"cli").ok
+    (run,) = office.cache.trees[0].runs()
+    assert run.segments[0] is not None
+    run.segments[0].ranges = array("i", (0, 1))
+
+    report = office.expect(wire.CheckReport, wire.Check(id=2), peer=b"cli")
+
+    assert not report.ok
+    assert any("slots belong to nobody" in violation for violation in report.violations)

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import uvloop
+
+from tests.worker.groups import RunLoop
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> RunLoop:
+    """Runs a coroutine to its end, once on each kind of event loop."""
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = request.param
+
+    def run_to_end(main: Coroutine[Any, Any, None]) -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(main)
+
+    return run_to_end
+
+
+@pytest.fixture
+def run_dir() -> Iterator[str]:
+    """An empty directory with a short path, as sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="kvc") as path:
+        yield path

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcached.worker.available import NotEnoughMemory, check_available
+from kvcached.worker.memory import PoolMemory
+from tests.worker.groups import open_descriptors
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+SIZE = 16 * PAGE
+
+
+@pytest.fixture
+def memory() -> Iterator[PoolMemory]:
+    pool = PoolMemory("kvcached-test", SIZE)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("size_bytes", [0, SIZE - PAGE, SIZE + PAGE])
+def test_memory_cannot_be_resized_by_a_holder(memory: PoolMemory, size_bytes: int) -> None:
+    """Whoever has the descriptor gets EPERM when it shrinks or grows the memory."""
+    holder = os.dup(memory.descriptor)
+    try:
+        with pytest.raises(OSError, match="not permitted") as caught:
+            os.ftruncate(holder, size_bytes)
+    finally:
+        os.close(holder)
+
+    assert caught.value.errno == errno.EPERM
+    assert os.fstat(memory.descriptor).st_size == SIZE
+
+
+def test_memory_is_zero_private_to_exec_and_not_dumped(memory: PoolMemory) -> None:
+    """A new pool is all zero, its descriptor closes at exec, and core dumps leave it out."""
+    mapping = next(
+        entry
+        for entry in re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
+        if entry.startswith(f"{memory.address:x}-")
+    )
+
+    assert ctypes.string_at(memory.address, SIZE) == bytes(SIZE)
+    assert not os.get_inheritable(memory.descriptor)
+    assert re.search(r"^VmFlags:.* dd", mapping, re.MULTILINE)
+
+
+@pytest.mark.parametrize("advice", [23, 0x7FFF], ids=["populate", "fallback"])
+def test_pretouch_makes_only_its_part_resident(monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
+    """Pre-touching takes as much memory as asked for and no more, also where the kernel does not know the advice."""
+    monkeypatch.setattr("kvcached.worker.memory._MADV_POPULATE_WRITE", advice)
+
+    memory = PoolMemory("kvcached-test", SIZE, pretouch_bytes=4 * PAGE)
+    resident = os.fstat(memory.descriptor).st_blocks * 512
+    memory.close()
+
+    assert resident == 4 * PAGE
+
+
+def test_memory_gives_everything_back() -> None:
+    """Closing a pool twice leaves no descriptor and no mapping."""
+    before = open_descriptors()
+    memory = PoolMemory("kvcached-gone", SIZE)
+
+    memory.close()
+    memory.close()
+
+    assert open_descriptors() == before
+    assert "kvcached-gone" not in Path("/proc/self/maps").read_text()
+
+
+def test_memory_larger_than_the_machine_is_refused() -> None:
+    """A pool that cannot fit is refused with sizes and a remedy before anything is allocated."""
+    before = open_descriptors()
+
+    with pytest.raises(NotEnoughMemory, match=r"pool big needs 35184372088832 bytes, but \d+ are available"):
+        PoolMemory("big", 1 << 45)
+
+    assert open_descriptors() == before
+
+
+def write_tree(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+MACHINE = {"proc/meminfo": "MemTotal:  2000 kB\nMemAvailable:    1000 kB\n"}
+UNLIMITED = {"sys/fs/cgroup/a/memory.max": "max\n", "sys/fs/cgroup/a/memory.current": "99999999\n"}
+VERSION_2 = {
+    "proc/self/cgroup": "0::/a/b\n",
+    "sys/fs/cgroup/a/b/memory.max": "max\n",
+    "sys/fs/cgroup/a/memory.max": "600000\n",
+    "sys/fs/cgroup/a/memory.current": "200000\n",
+    "sys/fs/cgroup/a/memory.stat": "anon 7\ninactive_file 50000\n",
+}
+VERSION_1 = {
+    "proc/self/cgroup": "4:cpu:/\n3:hugetlb,memory:/seen/by/the/host/only\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "500000\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "300000\n",
+    "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 1000\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        (MACHINE, 1024000),
+        (MACHINE | {"proc/self/cgroup": "0::/a\n"} | UNLIMITED, 1024000),
+        (MACHINE | VERSION_2, 450000),
+        (MACHINE | VERSION_1, 201000),
+    ],
+    ids=["machine", "unlimited cgroup", "parent cgroup v2", "cgroup v1 in a container"],
+)
+def test_available_memory_is_the_tightest_limit(tmp_path: Path, files: dict[str, str], available: int) -> None:
+    """The memory of the machine and every cgroup above bound a pool; page cache that can go counts as free."""
+    write_tree(tmp_path, files)
+
+    check_available(available, "it", root=tmp_path)
+
+    with pytest.raises(NotEnoughMemory, match=f"it needs {available + 1} bytes, but {available} are available"):
+        check_available(available + 1, "it", root=tmp_path)
