@@ -4,7 +4,7 @@
 #   make test    the default test suite
 #
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
-# TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=URL
 
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0

@@ -36,6 +36,8 @@ from kvcached_client.types import SessionId, ShardIndex
 CONNECTIONS_MAX: Final = 256
 #: Accepted processes that live on, connected or not. Each costs a descriptor of the daemon.
 PEERS_MAX: Final = 512
+#: Connections that are open only to be told why they are refused. More are closed without a word.
+REFUSED_WAITING_MAX: Final = 16
 _BACKLOG: Final = 64
 #: A request carries one descriptor; room for a second one shows a peer that sends more.
 _DESCRIPTORS_MAX: Final = 2
@@ -62,12 +64,19 @@ class AttachHandler(Protocol):
 
 
 class _Connection:
-    """An open connection. `peer` is its process from the first request on."""
+    """An open connection.
 
-    __slots__ = ("peer", "socket")
+    Attributes:
+        refusal: the answer to its first request where it may not be here. Before that request it would be lost: a
+            peer whose request finds the connection closed does not look for an answer.
+        peer: its process from the first request on.
+    """
 
-    def __init__(self, connection: socket.socket) -> None:
+    __slots__ = ("peer", "refusal", "socket")
+
+    def __init__(self, connection: socket.socket, refusal: RequestError | None) -> None:
         self.socket = connection
+        self.refusal = refusal
         self.peer: PeerProcess | None = None
 
 
@@ -150,28 +159,30 @@ class AttachServer:
 
     def _accept(self, accepted: socket.socket) -> None:
         accepted.settimeout(0)
-        connection = _Connection(accepted)
-        credentials = peer_credentials(accepted)
-        if credentials.uid not in self._allowed_uids:
-            allowed = ", ".join(map(str, sorted(self._allowed_uids)))
-            message = f"user {credentials.uid} may not attach, only {allowed}"
-            self._refuse_unread(connection, ErrorCode.UNAUTHENTICATED, message, "run the engine as the daemon's user")
-        elif len(self._connections) >= CONNECTIONS_MAX:
-            message = f"{CONNECTIONS_MAX} connections are open"
-            self._refuse_unread(connection, ErrorCode.LIMIT, message, "close those that are not needed")
-        else:
-            self._connections[accepted.fileno()] = connection
-            self._loop.add_reader(accepted.fileno(), self._on_readable, connection)
+        connection = _Connection(accepted, self._refusal(accepted))
+        refused = sum(each.refusal is not None for each in self._connections.values())
+        if connection.refusal is not None and refused >= REFUSED_WAITING_MAX:
+            self.refusals[connection.refusal.code] += 1
+            accepted.close()
+            return
+        self._connections[accepted.fileno()] = connection
+        self._loop.add_reader(accepted.fileno(), self._on_readable, connection)
 
-    def _refuse_unread(self, connection: _Connection, code: ErrorCode, message: str, fix: str) -> None:
-        # What lies unread when a connection closes makes the peer see a reset instead of the answer.
-        try:
-            packet = receive(connection.socket, ATTACH_MESSAGE_SIZE_BYTES_MAX, _DESCRIPTORS_MAX)
-        except OSError:
-            packet = None
-        if packet is not None:
-            packet.close()
-        self._refuse(connection, request_error(code, message, fix))
+    def _refusal(self, accepted: socket.socket) -> RequestError | None:
+        """Why this connection cannot be served, if it cannot."""
+        uid = peer_credentials(accepted).uid
+        if uid not in self._allowed_uids:
+            allowed = ", ".join(map(str, sorted(self._allowed_uids)))
+            return request_error(
+                ErrorCode.UNAUTHENTICATED,
+                f"user {uid} may not attach, only {allowed}",
+                "run the engine as the daemon's user",
+            )
+        if sum(each.refusal is None for each in self._connections.values()) >= CONNECTIONS_MAX:
+            return request_error(
+                ErrorCode.LIMIT, f"{CONNECTIONS_MAX} connections are open", "close those that are not needed"
+            )
+        return None
 
     def _on_readable(self, connection: _Connection) -> None:
         try:
@@ -194,6 +205,8 @@ class AttachServer:
             packet.close()
 
     def _serve(self, connection: _Connection, packet: Packet) -> None:
+        if connection.refusal is not None:
+            raise connection.refusal
         if packet.cut:
             raise request_error(
                 ErrorCode.OVERSIZE,

@@ -126,6 +126,8 @@ async def readable(descriptor: int) -> None:
 
 _ENGINE = """
 import os, socket, sys
+if sys.argv[3]:
+    os.setresuid(*[int(sys.argv[3])] * 3)
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.connect(sys.argv[1])
 socket.send_fds(connection, [bytes.fromhex(sys.argv[2])], [os.pidfd_open(os.getpid())])
@@ -138,14 +140,17 @@ if input() == "close":
 
 
 @contextmanager
-def engine(run_dir: str, message: Attach = Identify(), *, user: int | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A process that sends one message with its pidfd, prints the size of the answer, and closes when told so."""
+def engine(run_dir: str, *, uid: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A process that identifies itself, prints the size of the answer, and closes the connection when told so.
+
+    With `uid` it becomes that user first.
+    """
+    become = "" if uid is None else str(uid)
     with subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _ENGINE, path_in(run_dir), encode_attach(message).hex()],
+        [sys.executable, "-I", "-S", "-c", _ENGINE, path_in(run_dir), encode_attach(Identify()).hex(), become],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        user=user,
     ) as process:
         yield process
         process.kill()
