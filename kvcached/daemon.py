@@ -195,7 +195,7 @@ def _start_clock(service: Service, interval_s: float, parts: AsyncExitStack) -> 
         timer[:] = [loop.call_later(interval_s, tick)]
 
     tick()
-    parts.callback(lambda: timer[0].cancel())
+    parts.callback(timer[0].cancel)
 
 
 def _on_worker_lost(services: list[Service], replica: str, shard: ShardIndex, reason: str) -> None:

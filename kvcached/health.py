@@ -10,7 +10,7 @@ from kvcached.core.session import Session
 from kvcached.replica import Replica
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol import HealthPart
-from kvcached_client.types import KEY_SIZE_BYTES, FenceSequence, unpack_ranges
+from kvcached_client.types import KEY_SIZE_BYTES, NO_FENCE, unpack_ranges
 
 #: One slot to write into and one to copy to.
 _BLOCKS = 2
@@ -55,11 +55,11 @@ class HealthChecks:
         first, second = (slot for start, count in unpack_ranges(grant.ranges) for slot in range(start, start + count))
         await replica.workers.probe(first, second)
         parts.append(_part(replica, "workers"))
-        cache.commit(session.id, epoch, grant.lease, 0, keys, array("i", grant.ranges), FenceSequence(0))
+        cache.commit(session.id, epoch, grant.lease, 0, keys, array("i", grant.ranges), NO_FENCE)
         parts.append(_part(replica, "commit"))
         hit = cache.match(session.id, epoch, keys, tokens, full=True)
         parts.append(_part(replica, "match", "" if hit == _BLOCKS else f"{hit} of {_BLOCKS} blocks", ok=hit == _BLOCKS))
-        cache.release(session.id, epoch, grant.lease, FenceSequence(0))
+        cache.release(session.id, epoch, grant.lease, NO_FENCE)
         parts.append(_part(replica, "release"))
 
 

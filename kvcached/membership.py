@@ -70,7 +70,9 @@ class Membership:
         peer = self._candidates.get(token)
         if peer is None or peer.is_dead():
             raise request_error(
-                ErrorCode.UNAUTHENTICATED, "the member token is not that of a living process", "attach first, then say hello"
+                ErrorCode.UNAUTHENTICATED,
+                "the member token is not that of a living process",
+                "attach first, then say hello",
             )
         return peer
 
@@ -100,7 +102,9 @@ class Membership:
         group = self._groups.get(session)
         if group is None or not hmac.compare_digest(group.token, token):
             raise request_error(
-                ErrorCode.NO_SESSION, f"session {session} is not open, or its token is another", "attach and say hello again"
+                ErrorCode.NO_SESSION,
+                f"session {session} is not open, or its token is another",
+                "attach and say hello again",
             )
         return group
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-#: sizeof(sockaddr_un.sun_path) on Linux is 108, the closing zero included.
-SOCKET_PATH_BYTES_MAX: Final = 107
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -44,8 +42,6 @@ def listen(path: str, backlog: int) -> socket.socket:
     Raises:
         OSError: the path is in use, too long, or its directory is missing or not writable.
     """
-    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
-        raise OSError(f"socket path {path} is longer than {SOCKET_PATH_BYTES_MAX} bytes")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     previous = os.umask(0o077)
     try:
@@ -53,7 +49,7 @@ def listen(path: str, backlog: int) -> socket.socket:
         listener.listen(backlog)
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"{os.strerror(error.errno or 0)}: {path}") from error
+        raise OSError(error.errno, f"{error.strerror or error}: {path}") from error
     finally:
         os.umask(previous)
     return listener

@@ -34,6 +34,9 @@ CAPABILITIES: tuple[str, ...] = ()  #: of version 1; a later optional field come
 #: Health checks take slots and workers' time; who asks more often waits for the one under way.
 HEALTH_CHECKS_PENDING_MAX = 16
 
+#: Requests that change something: their answers are kept, so that a retry has one effect.
+_KEPT = (wire.Hello, wire.Acquire, wire.Allocate, wire.Commit, wire.Release)
+
 
 class Answer(NamedTuple):
     """A reply: its header and the frames that follow it."""
@@ -77,15 +80,27 @@ class Service:
         self._health_checks = HealthChecks(cache)
         self._health_tasks: set[asyncio.Task[None]] = set()
         self.watch: PeerWatch | None = None
+        self._verbs: dict[type[wire.Header], Callable[[bytes, Any, list[bytes]], Answer]] = {
+            wire.Hello: self._hello,
+            wire.Match: self._match,
+            wire.Acquire: self._acquire,
+            wire.Allocate: self._allocate,
+            wire.Commit: self._commit,
+            wire.Release: self._release,
+            wire.Heartbeat: self._heartbeat,
+            wire.Bye: self._bye,
+            wire.Stats: self._stats,
+            wire.Check: self._check,
+            wire.Describe: self._describe,
+        }
 
     # --- the line from a request to its reply -----------------------------------------------------------------------
 
     def submit(self, peer: bytes, request: wire.Request, frames: list[bytes], respond: Respond) -> None:
         """Serve one request: exactly one answer goes to `respond`, or none where the request asked for none.
 
-        Args:
-            peer: routing id of the connection it came from.
-            frames: as many as the verb takes, of sizes that fit it.
+        `peer` is the routing id of the connection it came from; `frames` are as many as the verb takes, of sizes that
+        fit it.
         """
         self._cache.counters["requests"] += 1
         try:
@@ -113,35 +128,9 @@ class Service:
         self._cache.counters[what] += 1
 
     def _dispatch(self, peer: bytes, request: wire.Request, frames: list[bytes]) -> Answer:
-        match request:
-            case wire.Acquire():
-                answer = self._acquire(peer, request, frames)
-            case wire.Commit():
-                answer = self._commit(peer, request, frames)
-            case wire.Release():
-                answer = self._release(peer, request, frames)
-            case wire.Allocate():
-                answer = self._allocate(peer, request)
-            case wire.Hello():
-                answer = self._hello(peer, request)
-            case wire.Match():
-                return self._match(peer, request, frames)
-            case wire.Heartbeat():
-                return self._heartbeat(request)
-            case wire.Bye():
-                return self._bye(peer, request)
-            case wire.Stats():
-                return Answer(stats_report(request.id, self._cache, self._now_ms() - self._started_ms))
-            case wire.Check():
-                violations = tuple(check(self._cache))
-                return Answer(wire.CheckReport(id=request.id, ok=not violations, violations=violations))
-            case wire.Describe():
-                return Answer(description(request.id, self._cache.epoch, list(self._replicas.values())))
-            case _:
-                raise request_error(
-                    ErrorCode.UNKNOWN_VERB, f"{type(request).__name__} is not served", "upgrade the daemon"
-                )
-        self._keep_answer(peer, request, answer)
+        answer = self._verbs[type(request)](peer, request, frames)
+        if isinstance(request, _KEPT):
+            self._keep_answer(peer, request, answer)
         return answer
 
     def _kept_answer(self, peer: bytes, request: wire.Request) -> Answer | None:
@@ -236,7 +225,7 @@ class Service:
 
     # --- verbs ------------------------------------------------------------------------------------------------------
 
-    def _hello(self, connection: bytes, request: wire.Hello) -> Answer:
+    def _hello(self, connection: bytes, request: wire.Hello, _: list[bytes]) -> Answer:
         if not request.version_min <= wire.PROTOCOL_VERSION <= request.version_max:
             raise request_error(
                 ErrorCode.UNSUPPORTED_VERSION,
@@ -318,7 +307,7 @@ class Service:
         header = wire.Acquired(id=request.id, lease=grant.lease, hit=grant.hit)
         return Answer(header, (grant.hit_ranges, grant.ranges))
 
-    def _allocate(self, peer: bytes, request: wire.Allocate) -> Answer:
+    def _allocate(self, peer: bytes, request: wire.Allocate, _: list[bytes]) -> Answer:
         group = self._group(peer)
         ranges = self._cache.allocate(group.session, request.epoch, LeaseId(request.lease), request.blocks)
         return Answer(wire.Allocated(id=request.id, blocks=request.blocks), (ranges,))
@@ -334,9 +323,7 @@ class Service:
             _slot_ranges(frames[1]),
             FenceSequence(request.fence),
         )
-        return Answer(
-            wire.Committed(id=request.id, depth=done.depth, adopted=done.adopted, duplicates=done.duplicates)
-        )
+        return Answer(wire.Committed(id=request.id, depth=done.depth, adopted=done.adopted, duplicates=done.duplicates))
 
     def _release(self, peer: bytes, request: wire.Release, frames: list[bytes]) -> Answer:
         session = self._group(peer).session
@@ -348,15 +335,25 @@ class Service:
         done = self._cache.finish(session, request.epoch, lease, request.start, keys, slots, fence)
         return Answer(wire.Released(id=request.id, adopted=done.adopted, duplicates=done.duplicates))
 
-    def _heartbeat(self, request: wire.Heartbeat) -> Answer:
+    def _heartbeat(self, _: bytes, request: wire.Heartbeat, __: list[bytes]) -> Answer:
         group = self._membership.authenticate(SessionId(request.session), request.token)
         session = self._cache.heartbeat(group.session, FenceSequence(request.fence), self._now_ms())
         generation = self._replicas[session.pool.name].generation
         return Answer(wire.Alive(id=request.id, epoch=session.pool.epoch, generation=generation))
 
-    def _bye(self, peer: bytes, request: wire.Bye) -> Answer:
+    def _bye(self, peer: bytes, request: wire.Bye, _: list[bytes]) -> Answer:
         self._cache.close_session(self._group(peer).session)
         return Answer(wire.Goodbye(id=request.id))
+
+    def _stats(self, _: bytes, request: wire.Stats, __: list[bytes]) -> Answer:
+        return Answer(stats_report(request.id, self._cache, self._now_ms() - self._started_ms))
+
+    def _check(self, _: bytes, request: wire.Check, __: list[bytes]) -> Answer:
+        violations = tuple(check(self._cache))
+        return Answer(wire.CheckReport(id=request.id, ok=not violations, violations=violations))
+
+    def _describe(self, _: bytes, request: wire.Describe, __: list[bytes]) -> Answer:
+        return Answer(description(request.id, self._cache.epoch, list(self._replicas.values())))
 
     def _session(self, group: Group) -> Session:
         session = self._cache.sessions.get(group.session)

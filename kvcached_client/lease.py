@@ -21,12 +21,11 @@ from kvcached_client.protocol import (
     Release,
     Released,
 )
-from kvcached_client.types import FenceSequence, LeaseId
+from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
 
 #: Which blocks of a request others may find: prompt and output, only those without output tokens, or none.
 CachePolicy = Literal["all", "prompt", "nothing"]
 
-_NO_FENCE: Final = FenceSequence(0)
 _REPLY_TO: Final[dict[type, type[Committed | Allocated | Released]]] = {
     Allocate: Allocated,
     Commit: Committed,
@@ -103,7 +102,7 @@ class Lease:
                 request = Allocate(id=self._channel.next_id(), epoch=self._channel.epoch, lease=self.id, blocks=blocks)
                 self._perform(request)
 
-    def commit(self, computed_tokens: int, *, fence: FenceSequence = _NO_FENCE) -> None:
+    def commit(self, computed_tokens: int, *, fence: FenceSequence = NO_FENCE) -> None:
         """Make the full blocks among the first `computed_tokens` tokens findable, as far as the cache policy allows.
 
         Call it after each chunk of prefill and as often as wanted while decoding: blocks already committed are left
@@ -134,7 +133,7 @@ class Lease:
                 )
                 self._perform(request, self._blocks(stop))
 
-    def finish(self, computed_tokens: int, *, fence: FenceSequence = _NO_FENCE) -> None:
+    def finish(self, computed_tokens: int, *, fence: FenceSequence = NO_FENCE) -> None:
         """`commit` and `release` in one message.
 
         Raises:
@@ -152,7 +151,7 @@ class Lease:
         if self._unsettled is None:
             self.release(fence=fence)
 
-    def release(self, *, fence: FenceSequence = _NO_FENCE) -> None:
+    def release(self, *, fence: FenceSequence = NO_FENCE) -> None:
         """Give slots and pins back; what was not committed is lost. Does nothing if they are already back.
 
         Raises:

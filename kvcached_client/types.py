@@ -20,6 +20,7 @@ SlotId = NewType("SlotId", int)
 BlockCount = NewType("BlockCount", int)
 #: A point in an engine's queued work; grows by one or more per fence. 0 = the work is already over.
 FenceSequence = NewType("FenceSequence", int)
+NO_FENCE = FenceSequence(0)
 
 KEY_SIZE_BYTES = 16
 RANGE_SIZE_BYTES = 8

@@ -163,9 +163,7 @@ class Cache:
         if held is not None:
             return self._grant_again(session, held, asked)
         if len(session.leases) >= LEASES_PER_SESSION_MAX:
-            raise request_error(
-                ErrorCode.LIMIT, f"{len(session.leases)} leases are held", "release what has finished"
-            )
+            raise request_error(ErrorCode.LIMIT, f"{len(session.leases)} leases are held", "release what has finished")
         tree, pool = session.tree, session.pool
         run, depth = tree.match(keys, self._hit_limit(session, keys, tokens, full=full), pool.index)
         need = max(-(-tokens // self._block_sizes[pool.name]) - depth, 0) + reserve

@@ -48,7 +48,7 @@ class FreeRanges:
             first = next(iter(self._bins[size_class]))
             size = self._count_at[first]
             self._unfile(first, size)
-            used = size if size < count else count
+            used = min(count, size)
             taken.append(first)
             taken.append(used)
             if size > used:

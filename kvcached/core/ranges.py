@@ -11,6 +11,9 @@ from collections.abc import Iterator
 
 Ranges = array  # of typecode "i", with an even number of items
 
+#: Items of a list of one range, which most are.
+_ONE_RANGE = 2
+
 
 def no_ranges() -> Ranges[int]:
     """An empty list of ranges."""
@@ -29,7 +32,7 @@ def pairs(ranges: Ranges[int]) -> Iterator[tuple[int, int]]:
 
 def slot_count(ranges: Ranges[int]) -> int:
     """How many slots the ranges hold."""
-    return ranges[1] if len(ranges) == 2 else sum(ranges[1::2])
+    return ranges[1] if len(ranges) == _ONE_RANGE else sum(ranges[1::2])
 
 
 def append(ranges: Ranges[int], more: Ranges[int]) -> None:
@@ -63,7 +66,7 @@ def cut(ranges: Ranges[int], count: int) -> tuple[Ranges[int], Ranges[int]]:
 def pop_tail(ranges: Ranges[int], count: int) -> Ranges[int]:
     """Remove the last `count` slots in place and return them, in block order."""
     size = len(ranges)
-    if size == 2 and count < ranges[1]:
+    if size == _ONE_RANGE and count < ranges[1]:
         ranges[1] -= count
         return one_range(ranges[0] + ranges[1], count)
     head, tail = cut(ranges, slot_count(ranges) - count)
@@ -77,7 +80,7 @@ def subtract(owned: Ranges[int], taken: Ranges[int]) -> Ranges[int] | None:
     """`owned` without `taken`, or None where `taken` names a slot that is not owned or names one twice."""
     if owned[: len(taken)] == taken:
         return owned[len(taken) :]
-    if len(taken) == 2 and owned and taken[0] == owned[0] and 0 < taken[1] < owned[1]:
+    if len(taken) == _ONE_RANGE and owned and taken[0] == owned[0] and 0 < taken[1] < owned[1]:
         rest = owned[:]
         rest[0] += taken[1]
         rest[1] -= taken[1]

@@ -10,7 +10,7 @@ from kvcached.core.ranges import Ranges, append, no_ranges, slot_count
 from kvcached.core.run import Run
 from kvcached.core.states import SESSION_TRANSITIONS, SessionState, SlotState
 from kvcached.core.tree import PrefixTree
-from kvcached_client.types import FenceSequence, LeaseId, SessionId
+from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, SessionId
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Session:
     state: SessionState = SessionState.ACTIVE
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     requests: dict[str, Lease] = field(default_factory=dict)
-    fence: FenceSequence = FenceSequence(0)
+    fence: FenceSequence = NO_FENCE
     holds: list[FenceHold] = field(default_factory=list)
     quarantined: Ranges[int] = field(default_factory=no_ranges)
 

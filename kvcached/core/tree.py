@@ -258,9 +258,7 @@ class PrefixTree:
         Nothing there is pinned. The slots are returned, still CACHED: the caller says what becomes of them.
         """
         dropped = no_ranges()
-        below = [
-            child for child in (run.children or {}).values() if child.segments[pool] is not None
-        ]
+        below = [child for child in (run.children or {}).values() if child.segments[pool] is not None]
         order: list[Run] = []
         while below:
             child = below.pop()

@@ -31,7 +31,9 @@ def decode(parts: list[bytes]) -> Decoded:
     """
     if not 1 <= len(parts) <= FRAME_COUNT_MAX:
         raise request_error(
-            ErrorCode.BAD_FRAMES, f"a message of {len(parts)} parts", f"a header and at most {FRAME_COUNT_MAX - 1} frames"
+            ErrorCode.BAD_FRAMES,
+            f"a message of {len(parts)} parts",
+            f"a header and at most {FRAME_COUNT_MAX - 1} frames",
         )
     request = decode_request(parts[0])
     frames = parts[1:]

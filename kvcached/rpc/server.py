@@ -37,17 +37,17 @@ class Answer(Protocol):
 class Handler(Protocol):
     """Who serves requests."""
 
-    def submit(
-        self, peer: bytes, request: Request, frames: list[bytes], respond: Callable[[Answer], None]
-    ) -> None:
+    def submit(self, peer: bytes, request: Request, frames: list[bytes], respond: Callable[[Answer], None]) -> None:
         """Serve one request; call `respond` once if it wants a reply, now or later."""
 
     def refused(self, error: RequestError) -> RequestError:
         """Take note of a message that was no request."""
 
     def count(self, what: str) -> None:
-        """Take note of ``dropped_replies`` (the peer was gone or did not read) and ``disconnects`` (for any reason:
-        a peer that breaks ZeroMQ's message limit is cut off, too).
+        """Take note of something that happened.
+
+        ``dropped_replies``: the peer was gone or did not read. ``disconnects``: a connection ended, for any reason; a
+        peer that breaks ZeroMQ's message limit is cut off, too.
         """
 
 

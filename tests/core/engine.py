@@ -90,13 +90,19 @@ def snapshot(cache: Cache) -> object:
     """Everything that a refused operation must leave as it was."""
     trees = [
         [
-            (bytes(run.keys), run.start, [seg and (seg.length, bytes(seg.ranges), dict(seg.pins or {})) for seg in run.segments])
+            (
+                bytes(run.keys),
+                run.start,
+                [seg and (seg.length, bytes(seg.ranges), dict(seg.pins or {})) for seg in run.segments],
+            )
             for run in tree.runs()
         ]
         for tree in cache.trees
     ]
     leases = {
-        session.id: {lease.id: (lease.depth, bytes(lease.open), bytes(lease.scratch)) for lease in session.leases.values()}
+        session.id: {
+            lease.id: (lease.depth, bytes(lease.open), bytes(lease.scratch)) for lease in session.leases.values()
+        }
         for session in cache.sessions.values()
     }
     return trees, leases, [(bytes(pool._states), pool.free_ranges(), pool.protected) for pool in cache.pools.values()]

@@ -134,7 +134,7 @@ class Driver:
         assert violations == []
         for name, pool in self.cache.pools.items():
             expected = [SlotState.FREE] * SLOTS
-            claims = [(self.cached[name].values(), SlotState.CACHED)]
+            claims = [(list(self.cached[name].values()), SlotState.CACHED)]
             for session in self.sessions.values():
                 if session.pool == name:
                     claims += [(lease.open + lease.scratch, SlotState.LEASED) for lease in session.leases.values()]
@@ -244,9 +244,7 @@ class Driver:
         free = self.free_slots(session.pool)
         evictable = len(set(self.cached[session.pool]) - pinned)
         try:
-            grant = self.cache.acquire(
-                session.id, session.epoch, request, b"".join(chain), tokens, reserve, full=full
-            )
+            grant = self.cache.acquire(session.id, session.epoch, request, b"".join(chain), tokens, reserve, full=full)
         except RequestError as error:
             assert error.code is ErrorCode.NO_CAPACITY
             assert need > free + evictable
@@ -259,9 +257,7 @@ class Driver:
         open_slots = expand(grant.ranges)
         assert len(open_slots) == need
         asked = (tokens, reserve, full)
-        session.leases[grant.lease] = ModelLease(
-            grant.lease, request, chain, asked, hit, hit, open_slots, grant=grant
-        )
+        session.leases[grant.lease] = ModelLease(grant.lease, request, chain, asked, hit, hit, open_slots, grant=grant)
 
     def acquire_again(self) -> None:
         picked = self.pick_lease()
@@ -323,9 +319,7 @@ class Driver:
         session.next_fence += bool(fence)
         ranges = array("i", [number for slot in slots for number in (slot, 1)])
         call = self.cache.finish if finish else self.cache.commit
-        done = call(
-            session.id, session.epoch, lease.id, lease.depth, b"".join(keys), ranges, FenceSequence(fence)
-        )
+        done = call(session.id, session.epoch, lease.id, lease.depth, b"".join(keys), ranges, FenceSequence(fence))
         known = [index for index, key in enumerate(keys) if key in self.cached[session.pool]]
         assert known == list(range(done.duplicates))
         assert (done.adopted, done.duplicates, done.depth) == (count - len(known), len(known), lease.depth + count)
@@ -434,7 +428,7 @@ class Driver:
         assert self.cache.pools[name].epoch == epoch + 1
         self.restart()
 
-    def misuse(self) -> None:
+    def misuse(self) -> None:  # noqa: C901 - a list of cases, one after the other
         """Something an engine must not do: a typed refusal, and nothing has changed."""
         session = self.pick_session()
         if session is None:
@@ -461,9 +455,7 @@ class Driver:
                 call.release(session.id, session.epoch, foreign[0][1], FenceSequence(0))
             elif kind == 4 and lease is not None:
                 expected = ErrorCode.OUT_OF_ORDER
-                call.commit(
-                    session.id, session.epoch, lease.id, lease.depth + 1, b"", array("i"), FenceSequence(0)
-                )
+                call.commit(session.id, session.epoch, lease.id, lease.depth + 1, b"", array("i"), FenceSequence(0))
             elif kind == 5 and lease is not None:
                 expected = ErrorCode.UNKNOWN_SLOT
                 bad = [slot for slot in range(-2, SLOTS + 2) if slot not in lease.open]

@@ -98,7 +98,7 @@ def test_acquire_that_fails_at_any_step_leaves_nothing_behind(
     engine.store("abcdef")
     engine.store("ABCDEF")
     session = cache.sessions[engine.session]
-    owner: Any = {"tree": session.tree, "pool": session.pool, "session": Session}[step.split(".")[0]]
+    owner: Any = {"tree": session.tree, "pool": session.pool, "session": Session}[step.split(".", maxsplit=1)[0]]
 
     def fail(*_: object, **__: object) -> None:
         raise Injected
@@ -153,9 +153,7 @@ def test_decoding_extends_the_same_run(cache: Cache) -> None:
     engine.commit(grant, "ab")
     for index, text in enumerate(["abc", "abcd", "abcde"], start=2):
         slots = array("i", cache.allocate(engine.session, EPOCH, grant.lease, 1))
-        cache.commit(
-            engine.session, EPOCH, grant.lease, index, keys_of(text)[16 * index :], slots, FenceSequence(0)
-        )
+        cache.commit(engine.session, EPOCH, grant.lease, index, keys_of(text)[16 * index :], slots, FenceSequence(0))
     engine.release(grant)
 
     (run,) = cache.trees[0].runs()
@@ -169,9 +167,7 @@ LEASES = ["held", "released", "foreign", "never"]
 
 @pytest.mark.parametrize("lease", LEASES)
 @pytest.mark.parametrize("operation", ["allocate", "commit", "release", "finish"])
-def test_every_lease_state_times_every_operation(
-    new_cache: Callable[..., Cache], lease: str, operation: str
-) -> None:
+def test_every_lease_state_times_every_operation(new_cache: Callable[..., Cache], lease: str, operation: str) -> None:
     """A held lease is served; a released, a foreign and an unknown one are refused by name, and nothing changes."""
     cache = new_cache(names="ab")
     engine, other = Engine(cache, "a"), Engine(cache, "b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from itertools import product
 
 import pytest
@@ -119,7 +120,8 @@ def test_grants_are_contiguous_where_they_can() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_free_ranges_neither_lose_nor_invent_slots(seed: int) -> None:
     """Over random takes and gives, what is free and what is taken are always the whole, and never overlap."""
-    rng, free, taken = random.Random(seed), FreeRanges(100), []
+    rng, free = random.Random(seed), FreeRanges(100)
+    taken: list[array[int]] = []
     for _ in range(400):
         left = 100 - sum(slot_count(ranges) for ranges in taken)
         if taken and (not left or rng.random() < 0.5):

@@ -10,7 +10,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.effects import SessionEnded, SessionExpired
 from kvcached.core.events import MemberLost, MembersDied, Ticked, WorkerDied
 from kvcached.core.states import SESSION_TRANSITIONS, SessionState
-from kvcached_client.types import FenceSequence
+from kvcached_client.types import FenceSequence, LeaseId
 from tests.core.engine import EPOCH, TTL_MS, Engine, keys_of, refused, snapshot, states
 
 
@@ -124,9 +124,7 @@ def test_fenced_commit_is_matchable_and_not_evictable(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize(("dies", "slots"), [(True, (14, 0, 2, 0, 0)), (False, (12, 0, 2, 0, 2))])
-def test_unsignalled_blocks_leave_the_tree_with_their_session(
-    cache: Cache, dies: bool, slots: tuple[int, ...]
-) -> None:
+def test_unsignalled_blocks_leave_the_tree_with_their_session(cache: Cache, dies: bool, slots: tuple[int, ...]) -> None:
     """Blocks whose fence never signalled may hold anything: they are dropped, with all that builds on them."""
     engine = Engine(cache)
     engine.store("ab")
@@ -195,8 +193,8 @@ OPERATIONS: dict[str, Callable[[Cache, Engine], object]] = {
     "heartbeat": lambda cache, engine: engine.signal(1),
     "match": lambda cache, engine: engine.hit("ab"),
     "acquire": lambda cache, engine: engine.acquire("cd"),
-    "allocate": lambda cache, engine: cache.allocate(engine.session, EPOCH, 1, 1),
-    "release": lambda cache, engine: cache.release(engine.session, EPOCH, 1, FenceSequence(0)),
+    "allocate": lambda cache, engine: cache.allocate(engine.session, EPOCH, LeaseId(1), 1),
+    "release": lambda cache, engine: cache.release(engine.session, EPOCH, LeaseId(1), FenceSequence(0)),
 }
 
 
@@ -218,7 +216,7 @@ def test_every_session_state_times_every_request(cache: Cache, state: SessionSta
 @pytest.mark.parametrize("state", SessionState)
 @pytest.mark.parametrize("event", [MemberLost, MembersDied, None])
 def test_every_session_state_times_every_end(
-    cache: Cache, state: SessionState, event: type[MemberLost] | type[MembersDied] | None
+    cache: Cache, state: SessionState, event: type[MemberLost | MembersDied] | None
 ) -> None:
     """News of an end may come in any state, and twice: what can follow the state follows, all else changes nothing."""
     engine = in_state(cache, state)

@@ -1,4 +1,4 @@
-"""An engine process for tests: holds a lease, maps the pool, forks a child on request. Speaks lines on stdin and stdout."""
+"""An engine process for tests: holds a lease, maps the pool, forks a child on request. It speaks in lines."""
 
 from __future__ import annotations
 

@@ -105,10 +105,8 @@ KEYS = bytes(32)
         ([b"\xdf\xff\xff\xff\xff"], "malformed", 0),
     ],
 )
-def test_malformed_message_gets_one_typed_error(
-    peer: RawPeer, parts: list[bytes], code: str, request_id: int
-) -> None:
-    """Random bytes, unknown verbs, wrong types, oversize headers and wrong frames are answered, with the id if readable."""
+def test_malformed_message_gets_one_typed_error(peer: RawPeer, parts: list[bytes], code: str, request_id: int) -> None:
+    """Random bytes, unknown verbs, wrong types and oversize headers are answered, under their id if it can be read."""
     reply = peer.error(*parts)
 
     assert (reply.code, reply.id) == (code, request_id)

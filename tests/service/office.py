@@ -108,9 +108,7 @@ class Office:
         """The code of the error that a request must get."""
         return self.expect(wire.ErrorReply, request, *frames, peer=peer).code
 
-    def hello(
-        self, process: FakePeer, replica: str = "a", *, layout: str = "", version: int = 1
-    ) -> wire.Hello:
+    def hello(self, process: FakePeer, replica: str = "a", *, layout: str = "", version: int = 1) -> wire.Hello:
         return wire.Hello(
             id=self.next_id(),
             version_min=version,
