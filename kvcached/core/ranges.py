@@ -44,6 +44,15 @@ def append(ranges: Ranges[int], more: Ranges[int]) -> None:
         ranges.extend(more)
 
 
+def gather(ranges: Ranges[int], more: Ranges[int]) -> None:
+    """Append `more` in place where the order of slots does not matter, merging with the last range on either side."""
+    if len(more) == _ONE_RANGE and ranges and more[0] + more[1] == ranges[-2]:
+        ranges[-2] = more[0]
+        ranges[-1] += more[1]
+    else:
+        append(ranges, more)
+
+
 def cut(ranges: Ranges[int], count: int) -> tuple[Ranges[int], Ranges[int]]:
     """Split into the first `count` slots and the rest."""
     if count <= 0:

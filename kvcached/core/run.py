@@ -22,6 +22,7 @@ class Segment:
 
     Attributes:
         run: the run.
+        above: the parent run's segment in the same pool; None for the root's.
         ranges: slots in block order; `length` of them in all.
         length: resident blocks, counted from the run's first.
         pins: leases and fences by the absolute depth that they reach; only those that end in this run.
@@ -34,6 +35,7 @@ class Segment:
     """
 
     __slots__ = (
+        "above",
         "last_used",
         "length",
         "locked_children",
@@ -46,8 +48,9 @@ class Segment:
         "run",
     )
 
-    def __init__(self, run: Run, ranges: Ranges[int], length: int, last_used: int) -> None:
+    def __init__(self, run: Run, above: Segment | None, ranges: Ranges[int], length: int, last_used: int) -> None:
         self.run = run
+        self.above = above
         self.ranges = ranges
         self.length = length
         self.pins: dict[int, int] | None = None

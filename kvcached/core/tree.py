@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvcached.core.policy import EvictionPolicy
 from kvcached.core.pool import DevicePool
-from kvcached.core.ranges import Ranges, append, cut, no_ranges, pop_tail
+from kvcached.core.ranges import Ranges, append, cut, gather, no_ranges, pop_tail
 from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached.core.states import SlotState
 
@@ -33,7 +33,7 @@ class PrefixTree:
         self.pools = pools
         self.policies = policies
         self.root = Run(b"", 0, None, len(pools))
-        self.root.segments = [Segment(self.root, no_ranges(), 0, 0) for _ in pools]
+        self.root.segments = [Segment(self.root, None, no_ranges(), 0, 0) for _ in pools]
         self.run_count = 0
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class PrefixTree:
             parts.append(segment.ranges if reach >= segment.length else cut(segment.ranges, reach)[0])
             run, depth = run.parent, run.start
         parts.reverse()
-        return b"".join(part.tobytes() for part in parts)
+        return b"".join(parts)
 
     def runs(self) -> Iterator[Run]:
         """Every run below the root, parents before children."""
@@ -138,8 +138,9 @@ class PrefixTree:
 
     def _reprotect(self, segment: Segment, pool: int) -> None:
         """Carry a change of pins up, as far as it changes anything."""
-        owner, policy = self.pools[pool], self.policies[pool]
-        while segment.run.parent is not None:
+        owner = self.pools[pool]
+        above = segment.above
+        while above is not None:
             before = segment.protected
             after = segment.length if segment.locked_children else max(segment.pinned - segment.run.start, 0)
             if after == before:
@@ -147,10 +148,10 @@ class PrefixTree:
             segment.protected = after
             owner.protected += after - before
             if after < before and not segment.resident_children:
-                policy.add(segment)
-            if (after > 0) == (before > 0):
+                self.policies[pool].add(segment)
+            if after and before:
                 return
-            segment = _resident(segment.run.parent, pool)
+            segment, above = above, above.above
             segment.locked_children += 1 if after else -1
 
     # --- growing ----------------------------------------------------------------------------------------------------
@@ -163,12 +164,13 @@ class PrefixTree:
         count, index, duplicates = len(keys) // KEY_SIZE, 0, 0
         offset = depth - run.start
         while index < count:
-            if offset == run.length:
+            length = len(run.keys) // KEY_SIZE
+            if offset == length:
                 child = run.children.get(keys[index * KEY_SIZE : (index + 1) * KEY_SIZE]) if run.children else None
                 if child is None:
                     return Adoption(self._extend(run, keys[index * KEY_SIZE :], slots, pool), duplicates)
-                run, offset = child, 0
-            same = run.common(offset, keys, index, min(run.length - offset, count - index))
+                run, offset, length = child, 0, len(child.keys) // KEY_SIZE
+            same = run.common(offset, keys, index, min(length - offset, count - index))
             segment = run.segments[pool]
             known = min(max((segment.length if segment else 0) - offset, 0), same)
             duplicates += known
@@ -176,7 +178,7 @@ class PrefixTree:
             if fresh:
                 self._fill(run, fresh, same - known, pool)
             index, offset = index + same, offset + same
-            if index < count and offset < run.length:
+            if index < count and offset < length:
                 run = self._split(run, offset)
         return Adoption(run, duplicates)
 
@@ -199,14 +201,16 @@ class PrefixTree:
         owner = self.pools[pool]
         owner.clock += 1
         segment = run.segments[pool]
-        if segment is None:
-            segment = run.segments[pool] = Segment(run, slots[:], count, owner.clock)
-            if run.parent is not None:
-                _resident(run.parent, pool).resident_children += 1
-        else:
+        if segment is not None:
             append(segment.ranges, slots)
             segment.length += count
             segment.last_used = owner.clock
+            return
+        above = run.parent.segments[pool] if run.parent is not None else None
+        if above is None:
+            raise RuntimeError(f"run [{run.start}, {run.end}) cannot be resident where its parent is not")
+        above.resident_children += 1
+        run.segments[pool] = Segment(run, above, slots[:], count, owner.clock)
 
     def _split(self, run: Run, offset: int) -> Run:
         """Cut a run where chains diverge; return the new run of its first `offset` blocks.
@@ -230,7 +234,7 @@ class PrefixTree:
                 segment.run = head
                 head.segments[pool], run.segments[pool] = segment, None
             else:
-                head.segments[pool] = _split_segment(segment, head, offset)
+                segment.above = head.segments[pool] = _split_segment(segment, head, offset)
         return head
 
     # --- shrinking --------------------------------------------------------------------------------------------------
@@ -245,7 +249,7 @@ class PrefixTree:
                 if segment is None:
                     raise RuntimeError(f"{owner.evictable} slots of pool {owner.name} are evictable, but no tail is")
                 trim = min(segment.evictable_tail, count)
-                freed.extend(self._trim(segment, trim, pool))
+                gather(freed, self._trim(segment, trim, pool))
                 count -= trim
                 if segment.length > segment.protected:
                     policy.add(segment)
@@ -274,35 +278,39 @@ class PrefixTree:
 
     def _trim(self, segment: Segment, count: int, pool: int) -> Ranges[int]:
         """Take the last `count` blocks of a childless segment out of the pool; forget keys that nobody holds now."""
-        run = segment.run
-        parent = run.parent
-        if parent is None or segment.resident_children or count > segment.length - segment.protected:
+        run, above = segment.run, segment.above
+        if above is None or segment.resident_children or count > segment.length - segment.protected:
             raise RuntimeError(f"{count} blocks of run [{run.start}, {run.end}) are not a free tail")
-        if count == segment.length:
-            freed, segment.ranges = segment.ranges, no_ranges()
-        else:
+        if count < segment.length:
             freed = pop_tail(segment.ranges, count)
-        segment.length -= count
-        if not segment.length:
+            segment.length -= count
+        else:
+            freed, segment.ranges = segment.ranges, no_ranges()
+            segment.length = 0
             run.segments[pool] = None
-            above = _resident(parent, pool)
             above.resident_children -= 1
-            above.last_used = max(above.last_used, segment.last_used)
-            if parent.parent is not None and not above.resident_children and above.length > above.protected:
+            if segment.last_used > above.last_used:
+                above.last_used = segment.last_used
+            if not above.resident_children and above.length > above.protected:
                 self.policies[pool].add(above)
-        self._forget_keys(run, parent)
+        self._forget_keys(run)
         return freed
 
-    def _forget_keys(self, run: Run, parent: Run) -> None:
-        longest = max((segment.length for segment in run.segments if segment is not None), default=0)
+    def _forget_keys(self, run: Run) -> None:
+        """Cut a run to what some pool holds of it; without any it leaves the tree."""
+        longest = 0
+        for segment in run.segments:
+            if segment is not None and segment.length > longest:
+                longest = segment.length
         if longest:
             del run.keys[longest * KEY_SIZE :]
             return
-        if parent.children is None or run.children:
+        siblings = run.parent.children if run.parent is not None else None
+        if siblings is None or run.children:
             raise RuntimeError(f"run [{run.start}, {run.end}) leaves the tree with children below it")
-        del parent.children[run.first_key]
-        if not parent.children:
-            parent.children = None
+        del siblings[run.first_key]
+        if not siblings and run.parent is not None:
+            run.parent.children = None
         self.run_count -= 1  # `run.parent` stays: a lease of a shallower depth may still walk up from here
 
 
@@ -316,7 +324,7 @@ def _resident(run: Run, pool: int) -> Segment:
 def _split_segment(segment: Segment, head: Run, offset: int) -> Segment:
     """The new segment of a split run's first `offset` blocks; `segment` keeps the rest and its deeper pins."""
     ranges, segment.ranges = cut(segment.ranges, offset)
-    front = Segment(head, ranges, offset, segment.last_used)
+    front = Segment(head, segment.above, ranges, offset, segment.last_used)
     front.resident_children = 1
     segment.length -= offset
     if segment.pins:

@@ -23,17 +23,16 @@ from kvcached.worker.messages import (
     MESSAGE_SIZE_BYTES_MAX,
     Ack,
     Command,
-    Probe,
     Shutdown,
     Work,
     WorkerConfig,
     encode,
 )
 from kvcached.worker.process import WorkerProcess
-from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError, request_error
+from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.layout import Layout
 from kvcached_client.rundir import socket_path
-from kvcached_client.types import ShardIndex, SlotId
+from kvcached_client.types import ShardIndex
 
 READY_DEADLINE_S: Final = 10.0
 COMMAND_DEADLINE_S: Final = 30.0
@@ -157,23 +156,6 @@ class WorkerGroup:
                 ErrorCode.NO_CAPACITY, f"{COMMANDS_IN_FLIGHT_MAX} commands are in flight", "wait for one to end"
             )
         return self._send(work, deadline_s)
-
-    async def probe(self, first: SlotId, second: SlotId) -> list[str]:
-        """Write, copy and read back through two slots on every shard; afterwards they are zero.
-
-        Returns:
-            What failed, in words; nothing if all is well.
-
-        Raises:
-            RequestError: as `submit`; DaemonFailure where a worker died or was killed as late.
-        """
-        try:
-            await self.submit(Probe(source=first, target=second, seed=self._sequence))
-        except DaemonFailure as error:
-            if error.code is not ErrorCode.INTERNAL:
-                raise
-            return [error.message]
-        return []
 
     async def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
         """End the workers: `Shutdown` behind the commands in flight, SIGTERM after half the time, SIGKILL after all.

@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached.core.ranges import append, cut, pop_tail, slot_count, subtract
+from kvcached.core.ranges import append, cut, gather, pop_tail, slot_count, subtract
 
 Pairs = list[tuple[int, int]]
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), max_size=6)
@@ -50,6 +50,26 @@ def test_append_merges_neighbours() -> None:
     append(ranges, packed([(5, 4), (0, 1)]))
 
     assert ranges == packed([(3, 6), (0, 1)])
+
+
+@given(PAIRS, PAIRS)
+def test_gather_keeps_every_slot(first: Pairs, second: Pairs) -> None:
+    """Gathering loses no slot and adds none, in whatever order."""
+    ranges = packed(first)
+
+    gather(ranges, packed(second))
+
+    assert sorted(slots(ranges)) == sorted(slots(packed(first)) + slots(packed(second)))
+
+
+def test_gather_merges_on_both_sides() -> None:
+    """A range just below or just above the last one makes it longer."""
+    ranges = packed([(5, 2)])
+
+    gather(ranges, packed([(3, 2)]))
+    gather(ranges, packed([(7, 1)]))
+
+    assert ranges == packed([(3, 5)])
 
 
 @given(PAIRS, st.integers(0, 30))

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.worker.messages import COMMANDS_IN_FLIGHT_MAX, Copy
+from kvcached.worker.messages import COMMANDS_IN_FLIGHT_MAX, Copy, Probe
 from kvcached.worker.supervisor import ReplicaPool, WorkerGroup
 from kvcached_client.errors import BadRequest, DaemonFailure, ErrorCode, NoCapacity, RequestError
 from kvcached_client.layout import PageOrder
-from kvcached_client.types import ShardIndex, SlotId, pack_ranges
+from kvcached_client.types import ShardIndex, pack_ranges
 from tests.worker.groups import (
     SLOTS,
     Losses,
@@ -58,15 +58,15 @@ def test_group_copies_on_every_shard(run: RunLoop, run_dir: str, order: PageOrde
 
 
 def test_group_probe_proves_every_shard(run: RunLoop, run_dir: str) -> None:
-    """A probe of working shards finds nothing wrong; one of slots that do not exist names each shard."""
+    """A probe of working shards passes; one of slots that do not exist fails with the reason of each shard."""
 
     async def main() -> None:
         async with running(tiny_pool(2), run_dir) as (group, _):
-            assert await group.probe(SlotId(0), SlotId(1)) == []
+            await group.submit(Probe(source=0, target=1, seed=7))
 
-            [failure] = await group.probe(SlotId(0), SlotId(SLOTS))
-            assert "shard 0: ValueError: slot" in failure
-            assert "shard 1: ValueError: slot" in failure
+            with pytest.raises(DaemonFailure, match="shard 0: ValueError: slot") as caught:
+                await group.submit(Probe(source=0, target=SLOTS, seed=7))
+            assert "shard 1: ValueError: slot" in caught.value.message
 
     run(main())
 
