@@ -27,6 +27,7 @@ from kvcached.notify import READY, STOPPING, notify
 from kvcached.replica import Replica
 from kvcached.rpc.server import RpcServer
 from kvcached.service import Service
+from kvcached.worker.available import NotEnoughMemory, check_available
 from kvcached.worker.messages import Probe
 from kvcached.worker.supervisor import ReplicaPool, WorkerGroup
 from kvcached_client.errors import RequestError
@@ -38,8 +39,8 @@ log = logging.getLogger(__name__)
 
 #: Memory made resident before ready, all replicas together; the rest is touched when it is first used.
 PRETOUCH_BYTES_MAX = 1 << 30
-#: A probe copies two blocks; a worker that takes this long for it is hung, and is ended.
-PROBE_DEADLINE_S = 5.0
+#: A probe waits behind copies that are under way. A worker that takes this long is hung, and is ended.
+PROBE_DEADLINE_S = 30.0
 #: No verb clears a namespace yet, so every namespace is in its first generation.
 FIRST_GENERATION = 0
 
@@ -122,6 +123,8 @@ async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
     for group in groups.values():
         parts.push_async_callback(group.stop, config.shutdown_deadline_ms / 1000)
     try:
+        needed = sum(replica.layout.pool_bytes(replica.slot_count) * replica.shards for replica in config.replica)
+        check_available(needed, f"all {len(config.replica)} replicas")
         started = await asyncio.gather(*(group.start() for group in groups.values()), return_exceptions=True)
         for error in started:
             if isinstance(error, BaseException):
@@ -130,7 +133,7 @@ async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
         service = _service(config, epoch, replicas)
         services.append(service)
         _open_sockets(config, service, parts)
-    except (RequestError, OSError) as error:
+    except (RequestError, NotEnoughMemory, OSError) as error:
         raise StartError(str(error)) from error
     _start_clock(service, config.heartbeat_interval_ms / 1000, parts)
 
@@ -188,14 +191,18 @@ def _open_sockets(config: Config, service: Service, parts: AsyncExitStack) -> No
 def _start_clock(service: Service, interval_s: float, parts: AsyncExitStack) -> None:
     """Tell the core the time, often enough to expire a session soon after its TTL."""
     loop = asyncio.get_running_loop()
-    timer: list[asyncio.TimerHandle] = []
+    timer = loop.call_later(0, lambda: None)
 
     def tick() -> None:
+        nonlocal timer
         service.on_event(Ticked(_now_ms()))
-        timer[:] = [loop.call_later(interval_s, tick)]
+        timer = loop.call_later(interval_s, tick)
+
+    def stop() -> None:
+        timer.cancel()
 
     tick()
-    parts.callback(timer[0].cancel)
+    parts.callback(stop)
 
 
 def _on_worker_lost(services: list[Service], replica: str, shard: ShardIndex, reason: str) -> None:

@@ -289,8 +289,7 @@ class PrefixTree:
             segment.length = 0
             run.segments[pool] = None
             above.resident_children -= 1
-            if segment.last_used > above.last_used:
-                above.last_used = segment.last_used
+            above.last_used = max(above.last_used, segment.last_used)
             if not above.resident_children and above.length > above.protected:
                 self.policies[pool].add(above)
         self._forget_keys(run)
