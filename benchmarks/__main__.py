@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.result import Result
 from benchmarks.suites import SUITES, load_suite
@@ -55,7 +55,7 @@ def _rounds(text: str) -> int:
 
 
 def _table(results: Iterable[Result]) -> Table:
-    table = Table("metric", "value", "unit", "floor", "ratio", "target", "")
+    table = Table(Column("metric", no_wrap=True), "value", "unit", "floor", "ratio", "target", "")
     for result in results:
         verdict = {True: "[green]ok[/]", False: "[red]missed[/]", None: ""}[result.ok]
         numbers = ["" if number is None else f"{number:.4g}" for number in (result.value, result.floor, result.ratio)]

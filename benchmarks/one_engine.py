@@ -30,6 +30,7 @@ class OneEngine:
 
     Attributes:
         hit_blocks: blocks that requests found, all together.
+        granted_ranges: ranges that the last request's new slots came in.
     """
 
     def __init__(self, slots: int) -> None:
@@ -38,6 +39,7 @@ class OneEngine:
         self.session = self.cache.open_session("only", 0)
         self.tree = self.session.tree
         self.hit_blocks = 0
+        self.granted_ranges = 0
         self._requests = 0
 
     @property
@@ -58,7 +60,9 @@ class OneEngine:
         grant = cache.acquire(session, epoch, name, keys, blocks * BLOCK_SIZE + 1, 0, full=False)
         acquired = perf_counter_ns()
         self.hit_blocks += grant.hit
-        slots, _ = cut(array("i", grant.ranges), blocks - grant.hit)
+        granted = array("i", grant.ranges)
+        self.granted_ranges = len(granted) // 2
+        slots, _ = cut(granted, blocks - grant.hit)
         missing = keys[grant.hit * KEY_SIZE :]
         commit = perf_counter_ns()
         if missing:

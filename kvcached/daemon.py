@@ -195,8 +195,8 @@ def _start_clock(service: Service, interval_s: float, parts: AsyncExitStack) -> 
 
     def tick() -> None:
         nonlocal timer
-        service.on_event(Ticked(_now_ms()))
         timer = loop.call_later(interval_s, tick)
+        service.on_event(Ticked(_now_ms()))
 
     def stop() -> None:
         timer.cancel()

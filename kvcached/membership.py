@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import secrets
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import TOKEN_SIZE_BYTES
@@ -26,6 +26,9 @@ class Peer(Protocol):
     def is_dead(self) -> bool:
         """Whether the process has ended, as its pidfd says."""
 
+    def is_same_process(self, other: Any) -> bool:  # noqa: ANN401 - any peer from the same source
+        """Whether two living peers are surely one process."""
+
 
 @dataclass(slots=True, eq=False)
 class Group:
@@ -34,17 +37,23 @@ class Group:
     Attributes:
         token: what its shard processes and heartbeats show.
         connection: routing id of the connection that owns the session.
+        scheduler: the process of that connection.
         members: every process that can touch the pool, dead ones included until the end.
     """
 
     session: SessionId
     token: bytes
     connection: bytes
+    scheduler: Peer
     members: list[Peer] = field(default_factory=list)
 
-    def living(self) -> list[Peer]:
-        """Members that are not dead."""
-        return [member for member in self.members if not member.is_dead()]
+    def living(self, *, beside: Peer | None = None) -> list[Peer]:
+        """Members that are not dead, and not surely the same process as `beside`."""
+        return [
+            member
+            for member in self.members
+            if not member.is_dead() and (beside is None or not member.is_same_process(beside))
+        ]
 
 
 class Membership:
@@ -56,7 +65,10 @@ class Membership:
         self._of_connection: dict[bytes, Group] = {}
 
     def identify(self, peer: Peer) -> bytes:
-        """A token that lets this process say hello."""
+        """A token that lets this process say hello; asking again gives the same."""
+        for token, candidate in self._candidates.items():
+            if candidate is peer:
+                return token
         token = secrets.token_bytes(TOKEN_SIZE_BYTES)
         self._candidates[token] = peer
         return token
@@ -78,7 +90,7 @@ class Membership:
 
     def open(self, session: SessionId, connection: bytes, peer: Peer) -> Group:
         """A new group of one process, owned by a connection."""
-        group = Group(session, secrets.token_bytes(TOKEN_SIZE_BYTES), connection, [peer])
+        group = Group(session, secrets.token_bytes(TOKEN_SIZE_BYTES), connection, peer, [peer])
         self._groups[session] = group
         self._of_connection[connection] = group
         return group
@@ -90,7 +102,8 @@ class Membership:
             Refused: no such session, or not its token. Both read the same to a peer that guesses.
         """
         group = self.authenticate(session, token)
-        group.members.append(peer)
+        if peer not in group.members:
+            group.members.append(peer)
         return group
 
     def authenticate(self, session: SessionId, token: bytes) -> Group:
@@ -119,6 +132,12 @@ class Membership:
     def of_session(self, session: SessionId) -> Group | None:
         """The group of a session, or None once it is over."""
         return self._groups.get(session)
+
+    def part(self, group: Group, scheduler: Peer) -> list[Peer]:
+        """The scheduler's process said goodbye: only the others are members still. Returns those that left."""
+        left = [member for member in group.members if member is scheduler or member.is_same_process(scheduler)]
+        group.members = [member for member in group.members if member not in left]
+        return [member for member in left if not self.of_peer(member)]
 
     def close(self, session: SessionId) -> list[Peer]:
         """Forget a group; returns its processes that are in no other."""

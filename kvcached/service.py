@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from kvcached.core.cache import Cache
 from kvcached.core.effects import SessionEnded, SessionExpired
 from kvcached.core.events import Event, MemberLost, MembersDied
-from kvcached.core.invariants import check
+from kvcached.core.invariants import check, check_counts
 from kvcached.core.session import Session
 from kvcached.core.states import SessionState
 from kvcached.health import HealthChecks
@@ -34,8 +34,11 @@ CAPABILITIES: tuple[str, ...] = ()  #: of version 1; a later optional field come
 #: Health checks take slots and workers' time; who asks more often waits for the one under way.
 HEALTH_CHECKS_PENDING_MAX = 16
 
-#: Requests that change something: their answers are kept, so that a retry has one effect.
-_KEPT = (wire.Hello, wire.Acquire, wire.Allocate, wire.Commit, wire.Release)
+#: Requests whose answers are kept, so that a retry has one effect. `Acquire` is idempotent by its own request id, and
+#: its answers are large.
+_KEPT = (wire.Hello, wire.Allocate, wire.Commit, wire.Release)
+#: ZeroMQ makes routing ids of five bytes, the first of them zero, for peers that do not choose one.
+_ROUTING_ID_LENGTH = 5
 
 
 class Answer(NamedTuple):
@@ -76,7 +79,7 @@ class Service:
         self._heartbeat_interval_ms = heartbeat_interval_ms
         self._answers_kept = answers_kept_per_session
         self._membership = Membership()
-        self._answers: dict[SessionId, OrderedDict[int, Answer]] = {}
+        self._answers: dict[SessionId, OrderedDict[tuple[type[wire.Header], int], Answer]] = {}
         self._health_checks = HealthChecks(cache)
         self._health_tasks: set[asyncio.Task[None]] = set()
         self.watch: PeerWatch | None = None
@@ -102,19 +105,18 @@ class Service:
         `peer` is the routing id of the connection it came from; `frames` are as many as the verb takes, of sizes that
         fit it.
         """
-        self._cache.counters["requests"] += 1
+        self.count("requests")
         try:
             if isinstance(request, wire.Health):
                 self._start_health_check(request, respond)
                 return
-            answer = self._kept_answer(peer, request) or self._dispatch(peer, request, frames)
+            answer = self._kept_answer(peer, request) or self._serve(peer, request, frames)
+            self.carry_out()
         except RequestError as error:
-            self.refused(error)
-            answer = Answer(wire.error_reply(request.id, error))
+            answer = Answer(wire.error_reply(request.id, self.refused(error)))
         except Exception:
             log.exception("internal error while serving %s", type(request).__name__)
             answer = Answer(wire.error_reply(request.id, self.refused(_internal_error())))
-        self.carry_out()
         if getattr(request, "reply", True):
             respond(answer)
 
@@ -127,20 +129,27 @@ class Service:
         """Count something that happened."""
         self._cache.counters[what] += 1
 
-    def _dispatch(self, peer: bytes, request: wire.Request, frames: list[bytes]) -> Answer:
-        answer = self._verbs[type(request)](peer, request, frames)
-        if isinstance(request, _KEPT):
-            self._keep_answer(peer, request, answer)
+    def _serve(self, peer: bytes, request: wire.Request, frames: list[bytes]) -> Answer:
+        if not isinstance(request, _KEPT):
+            return self._verbs[type(request)](peer, request, frames)
+        try:
+            answer = self._verbs[type(request)](peer, request, frames)
+        except RequestError as error:
+            answer = Answer(wire.error_reply(request.id, self.refused(error)))
+        self._keep_answer(peer, request, answer)
         return answer
 
     def _kept_answer(self, peer: bytes, request: wire.Request) -> Answer | None:
-        """The answer that this request already got, so that a retry has one effect."""
+        """The answer that this request already got, so that a retry has one effect and one answer."""
         group = self._membership.of_connection(peer)
-        return self._answers[group.session].get(request.id) if group is not None else None
+        return self._answers[group.session].get((type(request), request.id)) if group is not None else None
 
     def _keep_answer(self, peer: bytes, request: wire.Request, answer: Answer) -> None:
-        kept = self._answers[self._group(peer).session]
-        kept[request.id] = answer
+        group = self._membership.of_connection(peer)
+        if group is None:
+            return
+        kept = self._answers[group.session]
+        kept[type(request), request.id] = answer
         if len(kept) > self._answers_kept:
             kept.popitem(last=False)
 
@@ -246,29 +255,40 @@ class Service:
                 f"the engine was built for layout {request.layout}, the pool has {replica.layout.fingerprint()}",
                 "give daemon and engine the same model, block size, shards and dtype",
             )
-        self._make_room(replica.name, connection, peer)
+        replaced = self._replaced_session(replica.name, connection, peer)
         session = self._cache.open_session(replica.name, self._now_ms())
         group = self._membership.open(session.id, connection, peer)
         self._answers[session.id] = OrderedDict()
+        if replaced is not None:  # after the new group is there: its process must stay watched
+            self.on_event(MembersDied(replaced.id))
         log.info("session %d: process %d on replica %s", session.id, peer.pid, replica.name)
         return Answer(self._welcome(request, session, group, replica))
 
-    def _make_room(self, replica: str, connection: bytes, peer: Peer) -> None:
-        """End what this process's new session replaces; refuse while another process may write into the pool."""
-        for session in list(self._cache.sessions.values()):
+    def _replaced_session(self, replica: str, connection: bytes, peer: Peer) -> Session | None:
+        """The expired session that this process's hello replaces: saying it again is its word that the old is over.
+
+        Raises:
+            Refused: somebody may write into the pool: an active session, or another living process of an expired one.
+        """
+        if len(connection) != _ROUTING_ID_LENGTH or connection[0]:
+            raise request_error(
+                ErrorCode.BAD_VALUE, "the connection chose its own routing id", "leave ZMQ_ROUTING_ID unset"
+            )
+        owned = self._membership.of_connection(connection)
+        for session in self._cache.sessions.values():
             group = self._membership.of_session(session.id)
-            if group is None or (session.pool.name != replica and group.connection != connection):
+            if group is None or (session.pool.name != replica and group is not owned):
                 continue
-            others = sorted({member.pid for member in group.living() if member.pid != peer.pid})
-            if others:
+            others = group.living(beside=peer)
+            if session.state is SessionState.ACTIVE or others or session.pool.name != replica:
+                pids = sorted({member.pid for member in group.living()})
                 raise request_error(
                     ErrorCode.POOL_BUSY,
-                    f"session {session.id} ({session.state}) holds replica {session.pool.name!r};"
-                    f" its living processes: {others}",
-                    "end them, or use another replica",
+                    f"{session.state} session {session.id} holds replica {session.pool.name!r} for processes {pids}",
+                    "say bye in that session, or end its processes, or use another replica",
                 )
-            self._cache.close_session(session.id)
-            self.carry_out()
+            return session
+        return None
 
     def _welcome(self, request: wire.Hello, session: Session, group: Group, replica: Replica) -> wire.Welcome:
         return wire.Welcome(
@@ -342,7 +362,13 @@ class Service:
         return Answer(wire.Alive(id=request.id, epoch=session.pool.epoch, generation=generation))
 
     def _bye(self, peer: bytes, request: wire.Bye, _: list[bytes]) -> Answer:
-        self._cache.close_session(self._group(peer).session)
+        group = self._group(peer)
+        if group.living(beside=group.scheduler):
+            # Its shard processes may write yet: their slots wait for their deaths.
+            self.on_event(MemberLost(group.session))
+            self._forget(self._membership.part(group, group.scheduler))
+        else:
+            self._cache.close_session(group.session)
         return Answer(wire.Goodbye(id=request.id))
 
     def _stats(self, _: bytes, request: wire.Stats, __: list[bytes]) -> Answer:
@@ -380,8 +406,8 @@ class Service:
             for replica in self._replicas.values():
                 parts += await self._health_checks.check(replica, self._now_ms())
                 self.carry_out()
-            violations = check(self._cache)
-            parts.append(wire.HealthPart(part="invariants", ok=not violations, detail="; ".join(violations[:3])))
+            violations = check_counts(self._cache)
+            parts.append(wire.HealthPart(part="counts", ok=not violations, detail="; ".join(violations[:3])))
             report = wire.HealthReport(id=request.id, ok=all(part.ok for part in parts), parts=tuple(parts))
             respond(Answer(report))
         except Exception:

@@ -12,6 +12,7 @@ from benchmarks.result import Result
 SUITES: Final[dict[str, str]] = {
     "hash": "benchmarks.suites.block_keys",
     "index": "benchmarks.suites.index",
+    "rpc": "benchmarks.suites.rpc",
 }
 
 

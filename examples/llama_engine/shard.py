@@ -6,6 +6,7 @@ scheduler says and decides nothing.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from examples.llama_engine.weights import load_weights, weight_source
 from kvcached_client.memory import MappedPool, map_pool
 from kvcached_client.tensors import layer_tensors
 
+_PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 
 
@@ -104,8 +106,18 @@ def start_executor(setup: Setup, pool: MappedPool) -> ShardExecutor:
     return ShardExecutor(Llama(config, weights, join_group(setup)), layers, samples=setup.shard == 0)
 
 
+def _die_with_the_scheduler() -> None:
+    """Ask the kernel for SIGKILL at the scheduler's death.
+
+    A closed socket is seen after the step under way. Until this process is dead too, the daemon gives its slots to nobody.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
 def main() -> None:
     """Serve one scheduler until it closes the socket or dies."""
+    _die_with_the_scheduler()
     # Ctrl-C reaches the whole process group; the scheduler decides when its shards end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # the order of a sum must not depend on how many threads were free

@@ -32,6 +32,7 @@ class PeerProcess:
         self.pid, self.uid, self.gid = credentials
         self._pidfd = pidfd
         self._dead = False
+        self._process = _process_of(pidfd)
 
     @classmethod
     def of(cls, connection: socket.socket, sent: Sequence[int]) -> Self:
@@ -59,18 +60,18 @@ class PeerProcess:
         return self._pidfd
 
     def is_dead(self) -> bool:
-        """Whether the process has ended. Never waits.
-
-        Raises:
-            ValueError: it was closed while the process was not known to be dead.
-        """
-        if not self._dead:
-            if self._pidfd < 0:
-                raise ValueError(f"the pidfd of process {self.pid} is closed")
+        """Whether the process has ended, as far as was known when it was closed. Never waits."""
+        if not self._dead and self._pidfd >= 0:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
             self._dead = bool(poll.poll(0))
         return self._dead
+
+    def is_same_process(self, other: PeerProcess) -> bool:
+        """Whether two living peers are surely one process; an invisible pid (0) is nobody's name."""
+        if self is other or (self._process is not None and self._process == other._process):
+            return True
+        return self._process is None and self.pid == other.pid != 0
 
     def close(self) -> None:
         """Close the pidfd. Does nothing the second time."""
@@ -80,6 +81,17 @@ class PeerProcess:
 
     def __repr__(self) -> str:
         return f"PeerProcess(pid={self.pid}, uid={self.uid})"
+
+
+def _process_of(pidfd: int) -> tuple[int, int] | None:
+    """What tells processes apart: the inode of a pidfd, or None where all of them share one (before Linux 6.9)."""
+    anonymous = os.eventfd(0)
+    try:
+        shared_device = os.fstat(anonymous).st_dev
+    finally:
+        os.close(anonymous)
+    status = os.fstat(pidfd)
+    return None if status.st_dev == shared_device else (status.st_dev, status.st_ino)
 
 
 def _kernel_pidfd(connection: socket.socket) -> int | None:

@@ -236,8 +236,8 @@ class AttachServer:
             self._loop.add_reader(peer.fileno(), self._on_dead, peer)
 
     def _on_dead(self, peer: PeerProcess) -> None:
-        # Asked for the last time while the descriptor is open; the answer stays.
-        peer.is_dead()
+        if not peer.is_dead():  # asked while the descriptor is open; the answer stays
+            return
         for connection in [each for each in self._connections.values() if each.peer is peer]:
             connection.peer = None
             self._drop(connection)

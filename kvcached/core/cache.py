@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvcached.core.effects import Effect, SessionEnded, SessionExpired
 from kvcached.core.events import Event, MemberLost, MembersDied, Ticked, WorkerDied
-from kvcached.core.lease import FenceHold, Lease
+from kvcached.core.lease import Asked, FenceHold, Lease
 from kvcached.core.policy import LeastRecentlyUsed
 from kvcached.core.pool import DevicePool
 from kvcached.core.ranges import Ranges, append, cut, no_ranges, slot_count, subtract
@@ -24,6 +24,11 @@ from kvcached_client.types import FenceSequence, LeaseId, SessionId
 
 #: A scheduler runs hundreds of requests at once and queues thousands; beyond that something does not release.
 LEASES_PER_SESSION_MAX = 16_384
+#: A tick that comes later than this part of the TTL says that the daemon itself stood still. Ticks are at least three
+#: times as frequent as the TTL, and heartbeats that arrived meanwhile have not been read yet.
+LATE_TICK_DIVISOR = 2
+#: Eviction may free this share of the pool more than it must where that leaves ranges of slots whole (decision 0008).
+SLACK_DIVISOR = 256
 #: A fence is one engine step; a session this far behind is not signalling at all.
 FENCE_HOLDS_PER_SESSION_MAX = 65_536
 
@@ -158,7 +163,7 @@ class Cache:
                 taken; what capacity would have to evict is still there.
         """
         session = self._session_at(session_id, epoch)
-        asked = (tokens, len(keys), reserve)
+        asked = Asked(tokens, len(keys) // KEY_SIZE, keys[-KEY_SIZE:], reserve, full)
         held = session.requests.get(request)
         if held is not None:
             return self._grant_again(session, held, asked)
@@ -228,7 +233,7 @@ class Cache:
         if fence > session.fence and adopted:
             tree.pin(run, depth, pool.index)
             session.holds.append(FenceHold(fence, run, depth, lease.depth + duplicates, no_ranges()))
-        lease.run, lease.depth, lease.open = run, depth, left
+        lease.run, lease.depth, lease.open, lease.fence = run, depth, left, max(lease.fence, fence)
         append(lease.scratch, scratch)
         self.counters["committed_blocks"] += count - duplicates
         self.counters["duplicate_blocks"] += duplicates
@@ -327,18 +332,18 @@ class Cache:
                 f"commit starts at block {start}, lease {lease.id} is at {lease.depth}",
                 "commit blocks in the order of the chain, each once",
             )
+        if slot_count(slots) != len(keys) // KEY_SIZE:
+            raise request_error(
+                ErrorCode.BAD_VALUE,
+                f"{len(keys) // KEY_SIZE} keys and {slot_count(slots)} slots",
+                "name one slot per key",
+            )
         left = subtract(lease.open, slots)
         if left is None:
             raise request_error(
                 ErrorCode.UNKNOWN_SLOT,
                 f"the commit names slots that lease {lease.id} does not hold for writing",
                 "name slots from acquire or allocate, each once, that no commit has named",
-            )
-        if slot_count(slots) != len(keys) // KEY_SIZE:
-            raise request_error(
-                ErrorCode.BAD_VALUE,
-                f"{len(keys) // KEY_SIZE} keys and {slot_count(slots)} slots",
-                "name one slot per key",
             )
         return left
 
@@ -350,7 +355,7 @@ class Cache:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def _grant_again(self, session: Session, lease: Lease, asked: tuple[int, int, int]) -> Grant:
+    def _grant_again(self, session: Session, lease: Lease, asked: Asked) -> Grant:
         if lease.asked != asked or lease.depth != lease.hit:
             raise request_error(
                 ErrorCode.REQUEST_CONFLICT,
@@ -375,8 +380,9 @@ class Cache:
                     f"{count} slots wanted; of {pool.slots} are {pool.free} free and {pool.evictable} evictable",
                     "release leases and try again, or configure more slots",
                 )
-            session.tree.evict(shortage, pool.index, f"eviction for {cause}")
-            self.counters["evicted_blocks"] += shortage
+            slack = pool.slots // SLACK_DIVISOR
+            evicted = session.tree.evict(shortage, pool.index, f"eviction for {cause}", slack=slack)
+            self.counters["evicted_blocks"] += evicted
         return pool.take(count, cause)
 
     def _end(self, session: Session) -> None:
@@ -388,7 +394,7 @@ class Cache:
 
     def _on_ticked(self, now_ms: int) -> None:
         """Expire sessions that went silent. A tick that comes late itself (a suspended machine) expires nobody."""
-        late = self._now_ms and now_ms - self._now_ms > self.session_ttl_ms
+        late = self._now_ms and now_ms - self._now_ms > self.session_ttl_ms // LATE_TICK_DIVISOR
         self._now_ms = now_ms
         for session in list(self.sessions.values()):
             if late:

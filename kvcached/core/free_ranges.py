@@ -8,17 +8,19 @@ from kvcached.core.ranges import Ranges, no_ranges
 class FreeRanges:
     """The free slots of one pool, O(1) a range.
 
-    Ranges are filed by size in bins of powers of two, and found by their first and by their past-the-end slot when a
-    neighbour comes back.
+    Ranges are filed by exact size within classes of powers of two, and found by their first and by their past-the-end
+    slot when a neighbour comes back. A grant that needs several ranges takes whole ones and ends with one that fits
+    exactly if there is one, for each range that is cut in two stays so until both parts are free together.
     """
 
-    __slots__ = ("_bins", "_count_at", "_first_before", "_mask")
+    __slots__ = ("_classes", "_count_at", "_first_before", "_mask")
 
     def __init__(self, slots: int) -> None:
         self._count_at: dict[int, int] = {}  #: first slot -> count
         self._first_before: dict[int, int] = {}  #: past-the-end slot -> first slot
-        self._bins: list[dict[int, None]] = [{} for _ in range(slots.bit_length())]  #: bin b: 2^b <= count < 2^(b+1)
-        self._mask = 0  #: bit b is set while bin b holds something
+        #: class c: the firsts of ranges with 2^c <= count < 2^(c+1), by count
+        self._classes: list[dict[int, dict[int, None]]] = [{} for _ in range(slots.bit_length())]
+        self._mask = 0  #: bit c is set while class c holds something
         if slots:
             self._file(0, slots)
 
@@ -36,17 +38,14 @@ class FreeRanges:
         self._file(first, count)
 
     def take(self, count: int) -> Ranges[int]:
-        """Remove `count` slots in as few ranges as a first look finds.
+        """Remove `count` slots, in one range if there is one, else in few.
 
         The caller has checked that as many are free.
         """
         taken = no_ranges()
         while count:
-            fits = (count - 1).bit_length()
-            larger = self._mask >> fits
-            size_class = fits + (larger & -larger).bit_length() - 1 if larger else self._mask.bit_length() - 1
-            first = next(iter(self._bins[size_class]))
-            size = self._count_at[first]
+            size = self._best_size(count)
+            first = next(iter(self._classes[size.bit_length() - 1][size]))
             self._unfile(first, size)
             used = min(count, size)
             taken.append(first)
@@ -60,18 +59,35 @@ class FreeRanges:
         """All free ranges as (first, count), by first slot."""
         return sorted(self._count_at.items())
 
+    def _best_size(self, count: int) -> int:
+        """A size that is there: `count` itself, else one above it that is near, else the largest class has one."""
+        own = count.bit_length() - 1
+        if count in self._classes[own]:
+            return count
+        larger = self._mask >> (own + 1)
+        chosen = own + (larger & -larger).bit_length() if larger else self._mask.bit_length() - 1
+        return next(iter(self._classes[chosen]))
+
     def _file(self, first: int, count: int) -> None:
         self._count_at[first] = count
         self._first_before[first + count] = first
         size_class = count.bit_length() - 1
-        self._bins[size_class][first] = None
-        self._mask |= 1 << size_class
+        sizes = self._classes[size_class]
+        members = sizes.get(count)
+        if members is None:
+            sizes[count] = {first: None}
+            self._mask |= 1 << size_class
+        else:
+            members[first] = None
 
     def _unfile(self, first: int, count: int) -> None:
         del self._count_at[first]
         del self._first_before[first + count]
         size_class = count.bit_length() - 1
-        members = self._bins[size_class]
+        sizes = self._classes[size_class]
+        members = sizes[count]
         del members[first]
         if not members:
-            self._mask ^= 1 << size_class
+            del sizes[count]
+            if not sizes:
+                self._mask ^= 1 << size_class

@@ -8,8 +8,10 @@ from typing import NamedTuple
 from kvcached.core.ranges import Ranges, pairs
 from kvcached.core.states import SlotState
 
-#: Enough to see several requests back; about 1 MiB when full.
+#: Enough to see several thousand requests back.
 JOURNAL_LENGTH_MAX = 8192
+#: Numbers in all remembered ranges together: 1 MiB.
+JOURNAL_RANGE_ITEMS_MAX = 1 << 18
 
 
 class Entry(NamedTuple):
@@ -25,16 +27,21 @@ class Entry(NamedTuple):
 class Journal:
     """Ring of the last moves of one pool's slots."""
 
-    __slots__ = ("_entries", "_number")
+    __slots__ = ("_entries", "_items", "_number")
 
-    def __init__(self, length_max: int = JOURNAL_LENGTH_MAX) -> None:
-        self._entries: deque[tuple[int, str, SlotState, SlotState, Ranges[int]]] = deque(maxlen=length_max)
+    def __init__(self) -> None:
+        self._entries: deque[tuple[int, str, SlotState, SlotState, Ranges[int]]] = deque()
+        self._items = 0
         self._number = 0
 
     def record(self, cause: str, source: SlotState, target: SlotState, ranges: Ranges[int]) -> None:
         """Remember a move. `ranges` is kept, not copied: the caller no longer changes it."""
         self._number += 1
-        self._entries.append((self._number, cause, source, target, ranges))
+        entries = self._entries
+        entries.append((self._number, cause, source, target, ranges))
+        self._items += len(ranges)
+        while len(entries) > JOURNAL_LENGTH_MAX or self._items > JOURNAL_RANGE_ITEMS_MAX:
+            self._items -= len(entries.popleft()[4])
 
     def story(self, slot: int) -> list[Entry]:
         """The remembered moves of one slot, oldest first."""

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvcached.core.ranges import Ranges, no_ranges
 from kvcached.core.run import Run
-from kvcached_client.types import FenceSequence, LeaseId
+from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
+
+
+class Asked(NamedTuple):
+    """The terms of an acquire. Keys are chained, so the last one stands for all."""
+
+    tokens: int
+    key_count: int
+    last_key: bytes
+    reserve: int
+    full: bool
 
 
 @dataclass(slots=True)
@@ -16,24 +27,26 @@ class Lease:
     Attributes:
         id: never used twice.
         request: the engine's id of the request.
-        asked: (tokens, keys, reserve) of the acquire, to tell a retry from another request of the same name.
+        asked: what the acquire asked for, to tell a retry from another request of the same name.
         hit: depth at acquire.
         granted: exclusive slots as they were granted, for a retry's reply.
         run: the deepest run it reaches; `PrefixTree.resolve` finds where it is after splits.
         depth: blocks ``[0, depth)`` of its chain are in the tree and pinned.
         open: exclusive slots that may still be committed.
         scratch: exclusive slots of blocks that were in the tree already; the engine reads them until release.
+        fence: the latest fence of its commits: until it has signalled, none of its slots is free of queued work.
     """
 
     id: LeaseId
     request: str
-    asked: tuple[int, int, int]
+    asked: Asked
     hit: int
     granted: Ranges[int]
     run: Run
     depth: int
     open: Ranges[int]
     scratch: Ranges[int] = field(default_factory=no_ranges)
+    fence: FenceSequence = NO_FENCE
 
 
 @dataclass(slots=True)

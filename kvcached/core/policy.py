@@ -7,7 +7,7 @@ them in `pop`, so that nothing is ever scanned.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from kvcached.core.run import Segment
@@ -22,8 +22,15 @@ class EvictionPolicy(Protocol):
     def pop(self) -> Segment | None:
         """The next victim, removed from the order; None when no tail is evictable."""
 
+    def remove(self, segment: Segment) -> None:
+        """The segment has left the pool."""
+
     def clear(self) -> None:
         """Forget everything: the pool was reset."""
+
+
+#: Entries of segments that are gone are few enough below this not to be looked for.
+_GONE_MIN = 64
 
 
 class LeastRecentlyUsed:
@@ -33,10 +40,11 @@ class LeastRecentlyUsed:
     it comes to the top.
     """
 
-    __slots__ = ("_heap", "_number")
+    __slots__ = ("_gone", "_heap", "_number")
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Segment]] = []
+        self._gone = 0  #: entries of segments that have left the pool
         self._number = 0  #: breaks ties in the order of arrival, so that segments are never compared
 
     def add(self, segment: Segment) -> None:
@@ -51,6 +59,9 @@ class LeastRecentlyUsed:
         heap = self._heap
         while heap:
             stamp, _, segment = heappop(heap)
+            if not segment.queued:
+                self._gone -= 1
+                continue
             segment.queued = False
             if segment.resident_children or segment.length <= segment.protected:
                 continue  # no tail any more; the tree adds it again when it becomes one
@@ -59,8 +70,20 @@ class LeastRecentlyUsed:
             self.add(segment)
         return None
 
+    def remove(self, segment: Segment) -> None:
+        """Leave its entry to be dropped in `pop`; when most entries are such, drop them all."""
+        if not segment.queued:
+            return
+        segment.queued = False
+        self._gone += 1
+        if self._gone > _GONE_MIN and self._gone * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].queued]
+            heapify(self._heap)
+            self._gone = 0
+
     def clear(self) -> None:
         """Forget every entry."""
         for _, _, segment in self._heap:
             segment.queued = False
         self._heap.clear()
+        self._gone = 0

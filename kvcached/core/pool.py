@@ -16,7 +16,7 @@ _EDGES = tuple(
 )  # two tuple look-ups a move instead of hashing a pair of enums
 
 #: Slots of one state as bytes to compare with and copy from; longer ranges make theirs when they come.
-_PATTERN_LENGTH = 8192
+_PATTERN_LENGTH_MAX = 8192
 
 
 class DevicePool:
@@ -35,6 +35,7 @@ class DevicePool:
 
     __slots__ = (
         "_free",
+        "_pattern_length",
         "_patterns",
         "_states",
         "clock",
@@ -56,7 +57,8 @@ class DevicePool:
         self.healthy = True
         self.journal = Journal()
         self.clock = 0
-        self._patterns = tuple(bytes([state]) * min(slots, _PATTERN_LENGTH) for state in SlotState)
+        self._pattern_length = min(slots, _PATTERN_LENGTH_MAX)
+        self._patterns = tuple(bytes([state]) * self._pattern_length for state in SlotState)
         self.reset(epoch)
 
     def reset(self, epoch: int) -> None:
@@ -84,7 +86,7 @@ class DevicePool:
 
     def holds(self, first: int, count: int, state: SlotState) -> bool:
         """Whether the slots ``[first, first + count)`` exist and are all in one state."""
-        return first >= 0 and self._states.startswith(self._pattern(state, count), first)
+        return first >= 0 and self._states.startswith(bytes([state]) * count, first)
 
     def count_states(self) -> list[int]:
         """Slots by state, counted afresh (the invariant checker compares them with `counts`)."""
@@ -106,16 +108,17 @@ class DevicePool:
         Raises:
             IllegalTransition: no such edge, a slot is not in `source`, or it does not exist. Nothing has changed.
         """
-        states = self._states
+        states, edge = self._states, _EDGES[source][target]
+        old, new, longest = self._patterns[source], self._patterns[target], self._pattern_length
         moved = 0
         for index in range(0, len(ranges), 2):
             first, count = ranges[index], ranges[index + 1]
-            if count <= 0 or not self.holds(first, count, source):
+            if count > longest:
+                old, new, longest = bytes([source]) * count, bytes([target]) * count, count
+            if not edge or count <= 0 or first < 0 or not states.startswith(old[:count], first):
                 self._undo(ranges[:index], source)
                 self._refuse(first, count, source, target)
-            if not _EDGES[source][target]:
-                self._refuse(first, count, source, target)
-            states[first : first + count] = self._pattern(target, count)
+            states[first : first + count] = new[:count]
             moved += count
         if target is SlotState.FREE:
             for index in range(0, len(ranges), 2):
@@ -124,13 +127,9 @@ class DevicePool:
         self.counts[target] += moved
         self.journal.record(cause, source, target, ranges[:])
 
-    def _pattern(self, state: SlotState, count: int) -> bytes:
-        pattern = self._patterns[state]
-        return pattern[:count] if count <= len(pattern) else bytes([state]) * count
-
     def _undo(self, ranges: Ranges[int], source: SlotState) -> None:
         for first, count in pairs(ranges):
-            self._states[first : first + count] = self._pattern(source, count)
+            self._states[first : first + count] = bytes([source]) * count
 
     def _refuse(self, first: int, count: int, source: SlotState, target: SlotState) -> None:
         for slot in range(max(first, 0), min(first + max(count, 1), self.slots)):

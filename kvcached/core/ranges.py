@@ -85,6 +85,16 @@ def pop_tail(ranges: Ranges[int], count: int) -> Ranges[int]:
     return tail
 
 
+def whole_tail(ranges: Ranges[int], least: int, *, most: int) -> int:
+    """How many slots to take off the end so that no range is cut: at least `least`; `least` if that is over `most`."""
+    whole = 0
+    for size in reversed(ranges[1::2]):
+        whole += size
+        if whole >= least:
+            return whole if whole <= most else least
+    return whole
+
+
 def subtract(owned: Ranges[int], taken: Ranges[int]) -> Ranges[int] | None:
     """`owned` without `taken`, or None where `taken` names a slot that is not owned or names one twice."""
     if owned[: len(taken)] == taken:
@@ -94,14 +104,23 @@ def subtract(owned: Ranges[int], taken: Ranges[int]) -> Ranges[int] | None:
         rest[0] += taken[1]
         rest[1] -= taken[1]
         return rest
-    left = list(pairs(owned))
-    for first, count in pairs(taken):
-        for index, (own_first, own_count) in enumerate(left):
-            before, after = first - own_first, own_first + own_count - first - count
-            if count > 0 and before >= 0 and after >= 0:
-                pieces = [(own_first, before), (first + count, after)]
-                left[index : index + 1] = [piece for piece in pieces if piece[1]]
-                break
-        else:
-            return None
-    return array("i", [number for pair in left for number in pair])
+    return _subtract_sorted(sorted(pairs(owned)), sorted(pairs(taken)))
+
+
+def _subtract_sorted(owned: list[tuple[int, int]], taken: list[tuple[int, int]]) -> Ranges[int] | None:
+    """As `subtract`, in one pass over both."""
+    left = no_ranges()
+    position = 0
+    for own_first, own_count in owned:
+        reached, end = own_first, own_first + own_count
+        while position < len(taken) and reached <= taken[position][0] < end:
+            first, count = taken[position]
+            if count <= 0 or first + count > end:
+                return None
+            if first > reached:
+                left.extend((reached, first - reached))
+            reached = first + count
+            position += 1
+        if reached < end:
+            left.extend((reached, end - reached))
+    return left if position == len(taken) else None

@@ -45,7 +45,8 @@ class Session:
         self.leases[lease.id] = self.requests[lease.request] = lease
 
     def release(self, lease: Lease, fence: FenceSequence) -> None:
-        """Give a lease's pin and exclusive slots back, at once or when the fence signals."""
+        """Give a lease's pin and exclusive slots back, at once or when this fence and its commits' have signalled."""
+        fence = max(fence, lease.fence)
         cause = f"release of lease {lease.id}"
         slots = self._remove(lease)
         if fence > self.fence:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvcached.core.policy import EvictionPolicy
 from kvcached.core.pool import DevicePool
-from kvcached.core.ranges import Ranges, append, cut, gather, no_ranges, pop_tail
+from kvcached.core.ranges import Ranges, append, cut, gather, no_ranges, pop_tail, whole_tail
 from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached.core.states import SlotState
 
@@ -239,22 +239,30 @@ class PrefixTree:
 
     # --- shrinking --------------------------------------------------------------------------------------------------
 
-    def evict(self, count: int, pool: int, cause: str) -> None:
-        """Free `count` slots, least valuable tails first. The caller has checked `DevicePool.evictable`."""
+    def evict(self, count: int, pool: int, cause: str, *, slack: int = 0) -> int:
+        """Free `count` slots, least valuable tails first; returns how many it were.
+
+        The caller has checked `DevicePool.evictable`. Up to `slack` more are freed where that leaves ranges whole: each
+        range that is cut in two stays so until both parts are free together.
+        """
         owner, policy = self.pools[pool], self.policies[pool]
-        freed = no_ranges()
+        freed, done = no_ranges(), 0
         try:
-            while count > 0:
+            while done < count:
                 segment = policy.pop()
                 if segment is None:
                     raise RuntimeError(f"{owner.evictable} slots of pool {owner.name} are evictable, but no tail is")
-                trim = min(segment.evictable_tail, count)
+                left = count - done
+                trim = segment.evictable_tail
+                if trim > left:
+                    trim = min(trim, whole_tail(segment.ranges, left, most=left + slack))
                 gather(freed, self._trim(segment, trim, pool))
-                count -= trim
+                done += trim
                 if segment.length > segment.protected:
                     policy.add(segment)
         finally:  # what has left the tree is free, whatever a policy did
             owner.move(freed, SlotState.CACHED, SlotState.FREE, cause)
+        return done
 
     def drop(self, run: Run, depth: int, pool: int) -> Ranges[int]:
         """Take residency from `depth` on, in this run and everything below it, out of the tree.
@@ -288,6 +296,7 @@ class PrefixTree:
             freed, segment.ranges = segment.ranges, no_ranges()
             segment.length = 0
             run.segments[pool] = None
+            self.policies[pool].remove(segment)
             above.resident_children -= 1
             above.last_used = max(above.last_used, segment.last_used)
             if not above.resident_children and above.length > above.protected:

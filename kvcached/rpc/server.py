@@ -8,6 +8,7 @@ swallowed the signal.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -50,6 +51,8 @@ class Handler(Protocol):
         peer that breaks ZeroMQ's message limit is cut off, too.
         """
 
+
+log = logging.getLogger(__name__)
 
 #: Messages served before other descriptors (deaths, workers) get a turn.
 DRAIN_BATCH_MAX = 256
@@ -126,10 +129,18 @@ class RpcServer:
                     peer, *parts = receive(zmq.NOBLOCK)
                 except zmq.Again:
                     return
-                self._serve(peer, parts)
+                self._serve_guarded(peer, parts)
         finally:
             self._draining = False
         self._loop.call_soon(self._drain)
+
+    def _serve_guarded(self, peer: bytes, parts: list[bytes]) -> None:
+        """Serve one message; a bug met on the way must not leave the messages behind it waiting for a signal."""
+        try:
+            self._serve(peer, parts)
+        except Exception:
+            log.exception("internal error around a message")
+            self._handler.count("errors_internal")
 
     def _serve(self, peer: bytes, parts: list[bytes]) -> None:
         try:

@@ -52,6 +52,7 @@ class ModelLease:
     open: list[int]
     scratch: list[int] = field(default_factory=list)
     grant: Grant | None = None
+    fence: int = 0
 
 
 @dataclass
@@ -90,6 +91,7 @@ class Driver:
             session_ttl_ms=TTL_MS,
         )
         self.now_ms = 1
+        self.ticked = False
         self.requests = 0
         self.ended: list[tuple[SessionId, LeaseId]] = []
         self.sessions: dict[SessionId, ModelSession] = {}
@@ -331,6 +333,8 @@ class Driver:
             else:
                 self.cached[session.pool][key] = slot
         lease.depth += count
+        if count:
+            lease.fence = max(lease.fence, fence)
         if fence > session.fence and count > len(known):
             suspect = keys[len(known) :]
             session.holds.append((fence, lease.chain[: lease.depth], suspect, []))
@@ -350,6 +354,7 @@ class Driver:
     def _released(self, session: ModelSession, lease: ModelLease, fence: int) -> None:
         del session.leases[lease.id]
         self.ended.append((session.id, lease.id))
+        fence = max(fence, lease.fence)
         if fence > session.fence:
             session.holds.append((fence, lease.chain[: lease.depth], [], lease.open + lease.scratch))
 
@@ -363,10 +368,15 @@ class Driver:
         session.holds = [hold for hold in session.holds if hold[0] > session.fence]
 
     def tick(self) -> None:
-        self.now_ms += 1 + self.choose(TTL_MS)
+        gap_ms = 1 + self.choose(TTL_MS)
+        self.now_ms += gap_ms
         self.cache.handle(Ticked(self.now_ms))
+        late = self.ticked and gap_ms > TTL_MS // 2  # the daemon itself stood still: silence counts anew
+        self.ticked = True
         for session in self.sessions.values():
-            if not session.expired and self.now_ms - session.heard_ms > TTL_MS:
+            if late:
+                session.heard_ms = self.now_ms
+            elif not session.expired and self.now_ms - session.heard_ms > TTL_MS:
                 self._strip(session, quarantine=True)
                 session.expired = True
 

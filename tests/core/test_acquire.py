@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from kvcached.core.journal import IllegalTransition
 from kvcached.core.session import Session
 from kvcached.core.states import SlotState
 from kvcached_client.types import FenceSequence, LeaseId, unpack_ranges
-from tests.core.engine import BLOCK_SIZE, EPOCH, Engine, healthy, keys_of, refused, snapshot, states
+from tests.core.engine import BLOCK_SIZE, EPOCH, Engine, healthy, keys_of, make_cache, refused, snapshot, states
 
 
 def test_hit_leaves_one_token_to_compute(cache: Cache) -> None:
@@ -72,14 +73,37 @@ def test_acquire_is_idempotent_by_request(cache: Cache) -> None:
 
 
 def test_another_prompt_under_a_live_request_is_a_conflict(cache: Cache) -> None:
-    """A request id names one request at a time."""
+    """A request id names one request at a time, even where another prompt has the same length."""
     engine = Engine(cache)
+    engine.store("abcd")
     grant = engine.acquire("abcd", request="one")
 
     with refused("request_conflict"):
         engine.acquire("abcde", request="one")
+    with refused("request_conflict"):
+        engine.acquire("ABCD", request="one")
+    with refused("request_conflict"):
+        engine.acquire("abcd", request="one", full=False)
     engine.release(grant)
     assert engine.acquire("abcde", request="one").lease != grant.lease
+
+
+def count_lines(work: Callable[[], object], most: int) -> int:
+    """Lines of Python that some work executes; stops it beyond `most`."""
+    lines = 0
+
+    def trace(frame: object, event: str, argument: object) -> object:
+        nonlocal lines
+        lines += event == "line"
+        assert lines <= most
+        return trace
+
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return lines
 
 
 class Injected(Exception):
@@ -130,6 +154,22 @@ def test_commit_that_is_refused_changes_nothing(cache: Cache) -> None:
     with refused("bad_value"):
         cache.commit(engine.session, EPOCH, grant.lease, 0, keys[:32], mine, none)
     assert snapshot(cache) == before
+
+
+def test_commit_of_scattered_slots_takes_no_longer_than_sorting_them(cache: Cache) -> None:
+    """Slots named one by one, in any order, cost a sort and one pass: no request can hold up the others."""
+    big = make_cache(slots=40_000)
+    engine = Engine(big)
+    grant = engine.acquire("a" * 1, reserve=39_999)
+    slots = array("i")
+    for slot in range(39_998, -1, -2):
+        slots.extend((slot, 1))
+    keys = b"".join(index.to_bytes(16) for index in range(20_000))
+    count_lines(
+        lambda: big.commit(engine.session, EPOCH, grant.lease, 0, keys, slots, FenceSequence(0)), most=60 * 20_000
+    )
+
+    assert big.pools["a"].counts[SlotState.CACHED] == 20_000
 
 
 def test_finish_commits_and_releases_or_does_neither(cache: Cache) -> None:

@@ -43,9 +43,8 @@ def test_silent_session_is_quarantined_not_freed(cache: Cache) -> None:
     engine = Engine(cache)
     engine.store("ab")
     engine.acquire("abcdef")
-    cache.handle(Ticked(1))
-    cache.handle(Ticked(TTL_MS))
-    cache.handle(Ticked(TTL_MS + 1))
+    for now_ms in (1, TTL_MS // 2, TTL_MS, TTL_MS + 1):
+        cache.handle(Ticked(now_ms))
 
     assert states(cache) == (10, 0, 2, 0, 4)
     assert cache.effects == [SessionExpired(engine.session, 4)]
@@ -60,7 +59,7 @@ def test_silent_session_is_quarantined_not_freed(cache: Cache) -> None:
 def test_heartbeat_keeps_a_session(cache: Cache) -> None:
     """A session whose heartbeats arrive never expires, whatever else it does."""
     engine = Engine(cache)
-    for now_ms in range(1, 20 * TTL_MS, TTL_MS):
+    for now_ms in range(1, 20 * TTL_MS, TTL_MS // 2):
         cache.handle(Ticked(now_ms))
         engine.signal(0, now_ms)
 
@@ -68,15 +67,20 @@ def test_heartbeat_keeps_a_session(cache: Cache) -> None:
     assert engine.hit("ab") == 0
 
 
-def test_late_clock_expires_nobody(cache: Cache) -> None:
-    """After a suspended machine or a stalled daemon, silence is counted anew from the first tick."""
+@pytest.mark.parametrize("stall_ms", [100 * TTL_MS, TTL_MS // 2 + 1])
+def test_late_clock_expires_nobody(cache: Cache, stall_ms: int) -> None:
+    """After a suspended machine or a stalled daemon, silence is counted anew: heartbeats may lie unread."""
     engine = Engine(cache)
-    cache.handle(Ticked(1))
-    cache.handle(Ticked(100 * TTL_MS))
+    now_ms = 1
+    cache.handle(Ticked(now_ms))
+    now_ms += TTL_MS // 2
+    cache.handle(Ticked(now_ms))
+    now_ms += stall_ms
+    cache.handle(Ticked(now_ms))
+    cache.handle(Ticked(now_ms + TTL_MS // 2))
+    cache.handle(Ticked(now_ms + TTL_MS))
     assert cache.effects == []
-    cache.handle(Ticked(100 * TTL_MS + TTL_MS))
-    assert cache.effects == []
-    cache.handle(Ticked(100 * TTL_MS + TTL_MS + 1))
+    cache.handle(Ticked(now_ms + TTL_MS + 1))
 
     assert cache.effects == [SessionExpired(engine.session, 0)]
 
@@ -108,6 +112,19 @@ def test_released_slots_wait_for_their_fence(cache: Cache) -> None:
     engine.signal(3)
     assert states(cache) == (14, 0, 2, 0, 0)
     assert cache.pools["a"].protected == 0
+
+
+def test_release_waits_for_the_fences_of_its_commits(cache: Cache) -> None:
+    """A release without a fence, after a commit with one, frees nothing that the commit's work may still touch."""
+    engine = Engine(cache)
+    first, second = engine.acquire("ab"), engine.acquire("abcd")
+    engine.commit(first, "ab")
+    engine.commit(second, "abc", fence=9)
+    engine.release(second)
+
+    assert states(cache)[3] == 3  # two duplicates and the slot that was never used
+    engine.signal(9)
+    assert states(cache)[3] == 0
 
 
 def test_fenced_commit_is_matchable_and_not_evictable(cache: Cache) -> None:

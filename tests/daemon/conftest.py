@@ -102,9 +102,11 @@ def pool_stats(run_dir: Path, replica: str = "default") -> PoolStats:
         return pool
 
 
-def seconds_until(run_dir: Path, reached: Callable[[PoolStats], bool], limit_s: float) -> float:
+def seconds_until(
+    run_dir: Path, reached: Callable[[PoolStats], bool], limit_s: float, *, replica: str = "default"
+) -> float:
     """How long until the pool is as wanted; more than `limit_s` where it never was."""
     start = time.monotonic()
-    while not reached(pool_stats(run_dir)) and time.monotonic() - start < limit_s:
+    while not reached(pool_stats(run_dir, replica)) and time.monotonic() - start < limit_s:
         pass
     return time.monotonic() - start

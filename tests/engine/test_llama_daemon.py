@@ -20,6 +20,7 @@ pytest.importorskip("safetensors")
 
 from examples.llama_engine import Engine, EngineSettings, GenerationRequest, Limits
 from kvcached_client import Admin
+from tests.daemon.conftest import seconds_until
 from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, prompt
 
 CONFIG = """
@@ -125,6 +126,9 @@ def test_cached_prefix_is_read_again_and_after_the_engine_was_killed(directory: 
     try:
         restarted = engine.ask(tokens)
         check_quiet(directory, f"tp{tp}")
+        engine.send(prompt(200, seed=8))
+        os.kill(engine.process.pid, signal.SIGKILL)  # the scheduler alone, with a step under way
+        assert seconds_until(directory, lambda pool: pool.session == 0, 5, replica=f"tp{tp}") <= 1
     finally:
         engine.kill()
     assert (cold.hit_tokens, warm.hit_tokens, restarted.hit_tokens) == (0, len(tokens) - 4, len(tokens) - 4)

@@ -19,6 +19,8 @@ LAYOUT = Layout(
 )
 SLOTS = 16
 EPOCH = 100
+#: Routing ids as ZeroMQ makes them.
+ONE, TWO = b"\0\0\0\0\1", b"\0\0\0\0\2"
 R = TypeVar("R", bound=wire.Header)
 
 
@@ -31,6 +33,9 @@ class FakePeer:
 
     def is_dead(self) -> bool:
         return self.dead
+
+    def is_same_process(self, other: FakePeer) -> bool:
+        return self is other or self.pid == other.pid != 0
 
 
 @dataclass
@@ -90,7 +95,7 @@ class Office:
         self._request += 1
         return self._request
 
-    def ask(self, request: wire.Request, *frames: bytes, peer: bytes = b"one") -> Answer:
+    def ask(self, request: wire.Request, *frames: bytes, peer: bytes = ONE) -> Answer:
         """The one answer to a request."""
         answers: list[Answer] = []
         self.service.submit(peer, request, list(frames), answers.append)
@@ -98,13 +103,13 @@ class Office:
         assert answer.header.id == request.id
         return answer
 
-    def expect(self, kind: type[R], request: wire.Request, *frames: bytes, peer: bytes = b"one") -> R:
+    def expect(self, kind: type[R], request: wire.Request, *frames: bytes, peer: bytes = ONE) -> R:
         """The answer's header, which must be of a type."""
         header = self.ask(request, *frames, peer=peer).header
         assert isinstance(header, kind), header
         return header
 
-    def error(self, request: wire.Request, *frames: bytes, peer: bytes = b"one") -> ErrorCode:
+    def error(self, request: wire.Request, *frames: bytes, peer: bytes = ONE) -> ErrorCode:
         """The code of the error that a request must get."""
         return self.expect(wire.ErrorReply, request, *frames, peer=peer).code
 
@@ -118,14 +123,14 @@ class Office:
             layout=layout,
         )
 
-    def enter(self, process: FakePeer, replica: str = "a", *, peer: bytes = b"one") -> wire.Welcome:
+    def enter(self, process: FakePeer, replica: str = "a", *, peer: bytes = ONE) -> wire.Welcome:
         """A session for a process."""
         return self.expect(wire.Welcome, self.hello(process, replica), peer=peer)
 
     def acquire(self, keys: bytes, request: str = "r") -> wire.Acquire:
         return wire.Acquire(id=self.next_id(), epoch=EPOCH, request=request, tokens=len(keys) // 4, full=True)
 
-    def store(self, keys: bytes, *, peer: bytes = b"one") -> None:
+    def store(self, keys: bytes, *, peer: bytes = ONE) -> None:
         """Compute and release a chain."""
         header, (_, ranges) = self.ask(self.acquire(keys, f"store-{self._request}"), keys, peer=peer)
         assert isinstance(header, wire.Acquired)

@@ -13,7 +13,7 @@ from kvcached.service import Answer
 from kvcached_client import protocol as wire
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.types import SessionId, ShardIndex, pack_ranges, unpack_ranges
-from tests.service.office import EPOCH, LAYOUT, SLOTS, FakePeer, Office, key_chain
+from tests.service.office import EPOCH, LAYOUT, ONE, SLOTS, TWO, FakePeer, Office, key_chain
 
 
 def test_hello_needs_a_living_process() -> None:
@@ -56,25 +56,80 @@ def test_pool_belongs_to_one_engine_at_a_time() -> None:
     office, old, new = Office(), FakePeer(1), FakePeer(2)
     office.enter(old)
     office.store(key_chain(4))
-    refused = office.expect(wire.ErrorReply, office.hello(new), peer=b"two")
+    refused = office.expect(wire.ErrorReply, office.hello(new), peer=TWO)
     old.dead = True
     office.service.peer_lost(old)
 
     assert (refused.code, "[1]" in refused.message) == (ErrorCode.POOL_BUSY, True)
-    office.enter(new, peer=b"two")
+    office.enter(new, peer=TWO)
     match = wire.Match(id=office.next_id(), epoch=EPOCH, tokens=16, full=True)
-    assert office.expect(wire.Matched, match, key_chain(4), peer=b"two").device == 4
+    assert office.expect(wire.Matched, match, key_chain(4), peer=TWO).device == 4
 
 
-def test_same_process_may_say_hello_again() -> None:
-    """A process whose client was lost opens a new session; what the old one held is free."""
-    office, process = Office(), FakePeer(1)
+def test_active_session_is_not_replaced_even_by_its_own_process() -> None:
+    """A second hello of the same process is refused, on any connection, until the first session has said bye."""
+    office, process = Office("a", "b"), FakePeer(1)
     office.enter(process)
     office.ask(office.acquire(key_chain(4)), key_chain(4))
-    office.enter(process, peer=b"two")
 
+    assert office.error(office.hello(process), peer=TWO) is ErrorCode.POOL_BUSY
+    assert office.error(office.hello(process)) is ErrorCode.POOL_BUSY
+    assert office.error(office.hello(process, "b")) is ErrorCode.POOL_BUSY  # one session per connection
+    assert office.cache.pools["a"].free == SLOTS - 4
+    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
+    office.enter(process, peer=TWO)
     assert office.cache.pools["a"].free == SLOTS
-    assert office.error(office.acquire(key_chain(4)), key_chain(4)) is ErrorCode.NO_SESSION
+
+
+def test_expired_session_is_replaced_by_its_own_process_which_stays_watched() -> None:
+    """Saying hello again is a process's word that its expired session is over; its later death is still seen."""
+    office, process = Office(), FakePeer(1)
+    hello = office.hello(process)
+    office.expect(wire.Welcome, hello)
+    grant = office.ask(office.acquire(key_chain(4)), key_chain(4))
+    commit = wire.Commit(id=office.next_id(), epoch=EPOCH, lease=grant.header.lease, start=0, fence=9)  # type: ignore[attr-defined]
+    office.expect(wire.Committed, commit, key_chain(4), grant.frames[1])
+    for now_ms in (1, 500, 1000, 1001):
+        office.service.on_event(Ticked(now_ms))
+    office.enter(process, peer=TWO)
+
+    assert office.forgotten == []
+    assert office.cache.pools["a"].free == SLOTS  # blocks under the fence that never signalled are gone, too
+    office.ask(office.acquire(key_chain(4)), key_chain(4), peer=TWO)
+    process.dead = True
+    office.service.peer_lost(process)
+    assert office.cache.pools["a"].free == SLOTS
+
+
+def test_processes_without_visible_pids_are_never_taken_for_one() -> None:
+    """Where the daemon sees no pids (another pid namespace), two processes are two."""
+    office = Office()
+    office.enter(FakePeer(0))
+
+    assert office.error(office.hello(FakePeer(0)), peer=TWO) is ErrorCode.POOL_BUSY
+
+
+def test_bye_while_shards_live_frees_nothing_yet() -> None:
+    """A goodbye is the scheduler's word, not its shards': their slots are free when they are dead."""
+    office, scheduler, shard = Office(), FakePeer(1), FakePeer(2)
+    welcome = office.enter(scheduler)
+    office.service.join(shard, SessionId(welcome.session), welcome.token, ShardIndex(0))
+    office.ask(office.acquire(key_chain(4)), key_chain(4))
+    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
+
+    assert office.cache.pools["a"].counts == [SLOTS - 4, 0, 0, 0, 4]
+    assert office.forgotten == [scheduler]
+    assert office.error(office.hello(FakePeer(3)), peer=TWO) is ErrorCode.POOL_BUSY
+    shard.dead = True
+    office.service.peer_lost(shard)
+    assert office.cache.pools["a"].free == SLOTS
+
+
+def test_chosen_routing_id_opens_no_session() -> None:
+    """A connection that chose its own routing id could be impersonated after it is gone."""
+    office = Office()
+
+    assert office.error(office.hello(FakePeer(1)), peer=b"engine-0") is ErrorCode.BAD_VALUE
 
 
 def test_shard_joins_with_the_session_token_only() -> None:
@@ -104,7 +159,7 @@ def test_slots_wait_for_the_last_process_of_a_group() -> None:
     office.service.peer_lost(scheduler)
 
     assert office.cache.pools["a"].counts == [SLOTS - 4, 0, 0, 0, 4]
-    assert office.error(office.hello(FakePeer(3)), peer=b"two") is ErrorCode.POOL_BUSY
+    assert office.error(office.hello(FakePeer(3)), peer=TWO) is ErrorCode.POOL_BUSY
     shard.dead = True
     office.service.peer_lost(shard)
     assert office.cache.pools["a"].free == SLOTS
@@ -136,6 +191,34 @@ def test_retry_with_the_same_id_has_one_effect() -> None:
     assert office.cache.pools["a"].free == SLOTS
 
 
+def test_refusal_is_kept_for_a_retry_too() -> None:
+    """A retry of a refused allocate gets the refusal again, though there would be room now."""
+    office = Office()
+    office.enter(FakePeer(1))
+    first = office.ask(office.acquire(key_chain(10), "first"), key_chain(10)).header
+    second = office.ask(office.acquire(key_chain(6, seed=1), "second"), key_chain(6, seed=1)).header
+    allocate = wire.Allocate(id=office.next_id(), epoch=EPOCH, lease=first.lease, blocks=2)  # type: ignore[attr-defined]
+    refusal = office.ask(allocate)
+    release = wire.Release(id=office.next_id(), epoch=EPOCH, lease=second.lease)  # type: ignore[attr-defined]
+    office.ask(release)
+
+    assert isinstance(refusal.header, wire.ErrorReply)
+    assert office.ask(allocate) == refusal
+    assert office.cache.pools["a"].free == 6
+
+
+def test_answer_of_one_verb_is_not_given_to_another() -> None:
+    """A request id used again for another verb is another request."""
+    office = Office()
+    office.enter(FakePeer(1))
+    header = office.ask(office.acquire(key_chain(1)), key_chain(1)).header
+    allocate = wire.Allocate(id=70, epoch=EPOCH, lease=header.lease, blocks=1)  # type: ignore[attr-defined]
+    office.expect(wire.Allocated, allocate)
+
+    office.expect(wire.Goodbye, wire.Bye(id=70))
+    assert office.cache.pools["a"].free == SLOTS
+
+
 def test_second_release_under_a_new_id_is_refused() -> None:
     """A release that is no retry, of a lease that is gone, is the caller's mistake."""
     office = Office()
@@ -153,7 +236,7 @@ def test_kept_answers_are_bounded() -> None:
     office = Office()
     welcome = office.enter(FakePeer(1))
     for _ in range(40):
-        office.store(key_chain(1))
+        office.store(key_chain(1))  # one acquire, one release
 
     assert len(office.service._answers[SessionId(welcome.session)]) == 16
 
@@ -166,7 +249,7 @@ def test_one_way_release_gets_no_reply_and_takes_effect() -> None:
     answers: list[Answer] = []
     for request_id in (901, 902):
         release = wire.Release(id=request_id, epoch=EPOCH, lease=header.lease, reply=False)  # type: ignore[attr-defined]
-        office.service.submit(b"one", release, [], answers.append)
+        office.service.submit(ONE, release, [], answers.append)
 
     assert answers == []
     assert office.cache.pools["a"].free == SLOTS
@@ -213,11 +296,12 @@ def test_expiry_is_told_and_ends_with_the_process() -> None:
     office, process = Office(), FakePeer(1)
     welcome = office.enter(process)
     beat = wire.Heartbeat(id=500, session=welcome.session, token=welcome.token)
-    office.service.on_event(Ticked(1))
+    for now_ms in (1, 450, 900):
+        office.service.on_event(Ticked(now_ms))
     office.now_ms = 900
     assert office.expect(wire.Alive, beat, peer=b"another connection").epoch == EPOCH
-    office.service.on_event(Ticked(1000))
-    office.service.on_event(Ticked(1900))
+    for now_ms in (1300, 1700, 1900):
+        office.service.on_event(Ticked(now_ms))
     office.store(key_chain(1))
     office.service.on_event(Ticked(1901))
 
@@ -261,9 +345,7 @@ def test_health_takes_slots_like_an_engine_and_leaves_nothing() -> None:
 
     steps = ["acquire", "workers", "commit", "match", "release"]
     assert report.ok
-    assert [part.part for part in report.parts] == [f"{name}/{step}" for name in "ab" for step in steps] + [
-        "invariants"
-    ]
+    assert [part.part for part in report.parts] == [f"{name}/{step}" for name in "ab" for step in steps] + ["counts"]
     assert [len(workers.probes) for workers in office.workers.values()] == [1, 1]
     assert (office.cache.sessions, office.cache.pools["a"].free, office.cache.trees[0].run_count) == ({}, SLOTS, 0)
 
@@ -287,7 +369,7 @@ def test_health_of_a_replica_that_lost_its_worker() -> None:
 
     report = health(office)
 
-    assert [(part.part, part.ok) for part in report.parts] == [("a/workers", False), ("invariants", True)]
+    assert [(part.part, part.ok) for part in report.parts] == [("a/workers", False), ("counts", True)]
 
 
 def test_busy_pool_is_not_ill() -> None:

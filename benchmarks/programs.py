@@ -1,0 +1,75 @@
+"""Programs that a suite measures from outside: each a child process, ended with its block."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from kvcached import notify
+
+_ROOT: Final = Path(__file__).resolve().parents[1]
+_START_TIMEOUT_S: Final = 60
+_STOP_TIMEOUT_S: Final = 10
+
+
+@contextlib.contextmanager
+def running(name: str, arguments: list[str], directory: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """``python -m`` with `arguments`, from its start to its end; its output goes to ``<directory>/<name>.log``."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVCACHED_")}
+    with (directory / f"{name}.log").open("wb") as log:
+        program = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            cwd=_ROOT,
+            env={**inherited, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield program
+    finally:
+        program.terminate()
+        try:
+            program.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            program.wait()
+
+
+@contextlib.contextmanager
+def daemon(config: str, directory: Path) -> Iterator[Path]:
+    """A daemon with this configuration (TOML, without `run_dir`), from ready to stopped; its run directory.
+
+    Raises:
+        RuntimeError: it ended or was not ready in time; carries the end of its log.
+    """
+    run_dir = directory / "run"
+    file = directory / "kvcached.toml"
+    file.write_text(f'run_dir = "{run_dir}"\n{config}', encoding="utf-8")
+    address = str(directory / "notify.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
+        notices.bind(address)
+        arguments = ["kvcached", "serve", "--config", str(file)]
+        with running("daemon", arguments, directory, **{notify.VARIABLE: address}) as program:
+            _wait_until_ready(program, notices, directory / "daemon.log")
+            yield run_dir
+
+
+def _wait_until_ready(program: subprocess.Popen[bytes], notices: socket.socket, log: Path) -> None:
+    death = os.pidfd_open(program.pid)
+    try:
+        while True:
+            readable, _, _ = select.select([notices.fileno(), death], [], [], _START_TIMEOUT_S)
+            if notices.fileno() not in readable:
+                raise RuntimeError(f"the daemon is not ready; its log ends with:\n{log.read_text()[-2000:]}")
+            if notices.recv(4096) == notify.READY.encode():
+                return
+    finally:
+        os.close(death)
