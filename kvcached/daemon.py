@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import signal
+import stat
 import time
 from contextlib import AsyncExitStack
 from functools import partial
@@ -73,8 +74,9 @@ async def _serve(config: Config) -> int:
         log.info("ready: %s in %s", ", ".join(replica.name for replica in config.replica), config.run_dir)
         notify(READY)
         await stop.wait()
-        log.info("stopping")
+        log.info("stopping: up to %d ms; a second signal ends it at once", config.shutdown_deadline_ms)
         notify(STOPPING)
+    log.info("stopped")
     return 0
 
 
@@ -88,10 +90,13 @@ def _claim_run_dir(run_dir: Path, parts: AsyncExitStack) -> int:
     """Make the run directory this daemon's own; returns the epoch of this start, larger than any before it here."""
     try:
         run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+        status = run_dir.stat()
+        if status.st_uid != os.getuid():
+            raise StartError(f"{run_dir} belongs to another user; choose another run_dir")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise StartError(f"others may write into {run_dir}, and so replace its sockets; chmod go-w it")
         lock = os.open(run_dir / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         parts.callback(os.close, lock)
-        if run_dir.stat().st_uid != os.getuid():
-            raise StartError(f"{run_dir} belongs to another user; choose another run_dir")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -221,7 +226,7 @@ class _Workers:
         """The descriptor of a shard's memory."""
         return self._group.memory_fd(shard)
 
-    async def probe(self, first: int, second: int) -> None:
+    def probe(self, first: int, second: int) -> asyncio.Future[None]:
         """Run a probe on every shard."""
         work = Probe(source=first, target=second, seed=secrets.randbits(32))
-        await self._group.submit(work, deadline_s=PROBE_DEADLINE_S)
+        return self._group.submit(work, deadline_s=PROBE_DEADLINE_S)

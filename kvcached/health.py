@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from array import array
 
@@ -14,6 +15,8 @@ from kvcached_client.types import KEY_SIZE_BYTES, NO_FENCE, unpack_ranges
 
 #: One slot to write into and one to copy to.
 _BLOCKS = 2
+#: A check must answer before its caller gives up. A worker gets much longer before it is given up itself.
+PATIENCE_S = 3.0
 _STEPS = ("acquire", "workers", "commit", "match", "release")
 
 
@@ -23,6 +26,7 @@ class HealthChecks:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._number = 0
+        self._unanswered: set[str] = set()  #: replicas with a probe under way that its check did not wait for
 
     async def check(self, replica: Replica, now_ms: int) -> list[HealthPart]:
         """Check one replica: a part per step, up to and with the first that fails.
@@ -30,10 +34,12 @@ class HealthChecks:
         It works in a session of its own beside the engine's, on slots that it acquires as an engine does, under keys
         that nobody else has, and leaves nothing behind. A pool whose slots are all leased is busy, not ill.
         """
+        if replica.name in self._unanswered:
+            return [_part(replica, "workers", "the probe of an earlier check is still unanswered", ok=False)]
         try:
-            session = self._cache.open_session(replica.name, now_ms)
+            session = self._cache.open_session(replica.name, now_ms, counted=False)
         except RequestError as error:
-            return [_part(replica, "workers", error.message, ok=False)]
+            return [_part(replica, "workers", f"{error.message}; {error.fix}", ok=False)]
         keys = secrets.token_bytes(_BLOCKS * KEY_SIZE_BYTES)
         parts: list[HealthPart] = []
         try:
@@ -42,9 +48,9 @@ class HealthChecks:
             busy = error.code is ErrorCode.NO_CAPACITY
             step = _STEPS[len(parts)]
             parts.append(_part(replica, step, ("skipped: " if busy else "") + error.message, ok=busy))
-        finally:  # when `probe` has returned, no worker writes into the slots any more, however it went
-            self._cache.close_session(session.id)
-            self._cache.discard(replica.name, keys)
+        finally:
+            if replica.name not in self._unanswered:
+                self._leave(replica, session, keys)
         return parts
 
     async def _exercise(self, replica: Replica, session: Session, keys: bytes, parts: list[HealthPart]) -> None:
@@ -53,7 +59,13 @@ class HealthChecks:
         grant = cache.acquire(session.id, epoch, f"health-{self._number}", keys, tokens, 0, full=False)
         parts.append(_part(replica, "acquire"))
         first, second = (slot for start, count in unpack_ranges(grant.ranges) for slot in range(start, start + count))
-        await replica.workers.probe(first, second)
+        probe = replica.workers.probe(first, second)
+        done, _ = await asyncio.wait([probe], timeout=PATIENCE_S)
+        if not done:
+            self._leave_when_answered(replica, session, keys, probe)
+            parts.append(_part(replica, "workers", f"no answer for {PATIENCE_S:g} s", ok=False))
+            return
+        probe.result()
         parts.append(_part(replica, "workers"))
         cache.commit(session.id, epoch, grant.lease, 0, keys, array("i", grant.ranges), NO_FENCE)
         parts.append(_part(replica, "commit"))
@@ -61,6 +73,23 @@ class HealthChecks:
         parts.append(_part(replica, "match", "" if hit == _BLOCKS else f"{hit} of {_BLOCKS} blocks", ok=hit == _BLOCKS))
         cache.release(session.id, epoch, grant.lease, NO_FENCE)
         parts.append(_part(replica, "release"))
+
+    def _leave_when_answered(
+        self, replica: Replica, session: Session, keys: bytes, probe: asyncio.Future[None]
+    ) -> None:
+        """Keep the slots until no worker writes into them any more."""
+        self._unanswered.add(replica.name)
+
+        def answered(probe: asyncio.Future[None]) -> None:
+            probe.exception()  # the check has reported what there was to report
+            self._unanswered.discard(replica.name)
+            self._leave(replica, session, keys)
+
+        probe.add_done_callback(answered)
+
+    def _leave(self, replica: Replica, session: Session, keys: bytes) -> None:
+        self._cache.close_session(session.id)
+        self._cache.discard(replica.name, keys)
 
 
 def _part(replica: Replica, step: str, detail: str = "", *, ok: bool = True) -> HealthPart:

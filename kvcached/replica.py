@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,11 +17,11 @@ class Workers(Protocol):
     def memory_fd(self, shard: ShardIndex) -> int:
         """The descriptor of a shard's sealed pool memory; it stays the workers' own."""
 
-    async def probe(self, first: int, second: int) -> None:
-        """Write, copy and read back through two slots on every shard. However it ends, nobody writes into them then.
+    def probe(self, first: int, second: int) -> asyncio.Future[None]:
+        """Write, copy and read back through two slots on every shard.
 
-        Raises:
-            DaemonFailure: which shard failed, and how.
+        The future is done when nobody writes into the slots any more, however that came: it may take long. It fails
+        with DaemonFailure, which says what failed on which shard.
         """
 
 

@@ -166,13 +166,15 @@ class Service:
             effect = effects.pop(0)
             match effect:
                 case SessionExpired():
-                    log.warning(
-                        "session %d expired: %d slots are quarantined until its processes are dead",
+                    log.log(
+                        logging.WARNING if effect.quarantined_slots else logging.INFO,
+                        "session %d is over: %d slots are set aside until its processes are dead",
                         effect.session,
                         effect.quarantined_slots,
                     )
                 case SessionEnded():
-                    log.info("session %d ended: %d slots are free again", effect.session, effect.freed_slots)
+                    if self._membership.of_session(effect.session) is not None:
+                        log.info("session %d ended: %d slots are free again", effect.session, effect.freed_slots)
                     self._answers.pop(effect.session, None)
                     self._forget(self._membership.close(effect.session))
 

@@ -1,12 +1,14 @@
 """Client of the attach socket: who this process is, and the memory it may map.
 
-Every descriptor is close-on-exec from the start, and every wait has a deadline.
+Every descriptor is close-on-exec from the start, every wait has a deadline, and nothing is said to a peer that is
+neither root's nor this user's: anybody may have made a directory in /tmp first.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
 from dataclasses import dataclass
 from typing import Final, Self
@@ -27,8 +29,10 @@ from kvcached_client.attach_protocol import (
 )
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, RequestError, request_error
 from kvcached_client.protocol import Id, Secret
-from kvcached_client.rundir import ATTACH_SOCKET_NAME, socket_path
+from kvcached_client.rundir import ATTACH_SOCKET_NAME, RUN_DIR_VARIABLE, socket_path
 
+#: struct ucred: pid, uid, gid
+_CREDENTIALS: Final = struct.Struct("iII")
 #: A reply carries one descriptor; room for a second one shows a peer that sends more.
 _DESCRIPTORS_MAX: Final = 2
 
@@ -114,6 +118,7 @@ def identify(
     Raises:
         DaemonUnreachable: nothing listens in `run_dir`, or it closed the connection.
         DeadlineExceeded: no answer came within `deadline_ms`.
+        Refused: what listens there belongs to another user, who is not root.
         RequestError: the daemon refused.
     """
     connection, reply, descriptors = _ask(run_dir, Identify(client=client), deadline_ms)
@@ -146,6 +151,7 @@ def _ask(
     try:
         connection.settimeout(deadline_ms / 1000)
         connection.connect(path)
+        _check_user(connection, path)
         _send(connection, question)
         remaining_ns = max(1, deadline_ns - time.monotonic_ns())
         connection.settimeout(remaining_ns / 1e9)
@@ -153,6 +159,9 @@ def _ask(
     except TimeoutError:
         connection.close()
         raise DeadlineExceeded(f"no answer from {path} within {deadline_ms} ms") from None
+    except FileNotFoundError:
+        connection.close()
+        raise DaemonUnreachable(f"no socket {path}; is the daemon running?") from None
     except OSError as error:
         connection.close()
         raise DaemonUnreachable(f"{path}: {error.strerror}; is the daemon running?") from error
@@ -160,6 +169,23 @@ def _ask(
         connection.close()
         raise
     return connection, reply, descriptors
+
+
+def _check_user(connection: socket.socket, path: str) -> None:
+    user, own = _peer_user(connection), os.geteuid()
+    if user not in {0, own}:
+        raise request_error(
+            ErrorCode.UNAUTHENTICATED,
+            f"what listens at {path} belongs to user {user}, and not to root or user {own}",
+            f"run the daemon as one of them, or name its run directory in {RUN_DIR_VARIABLE}",
+        )
+
+
+def _peer_user(connection: socket.socket) -> int:
+    """Who made the socket that this one is connected to."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return int(user)
 
 
 def _send(connection: socket.socket, question: Attach) -> None:

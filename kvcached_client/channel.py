@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -26,12 +27,16 @@ from kvcached_client.errors import (
     Stale,
     request_error,
 )
-from kvcached_client.protocol import FRAME_SIZE_BYTES_MAX, Header, Release, Request, raise_for_error
+from kvcached_client.protocol import FRAME_SIZE_BYTES_MAX, Bye, Header, Release, Request, raise_for_error
 from kvcached_client.session import PENDING_MAX, ClientSession
 from kvcached_client.types import RequestId
 
 Failures = Literal["raise", "miss"]
 R = TypeVar("R", bound=Header)
+
+#: How long a farewell that nobody answers may take to get into the daemon's socket.
+_FAREWELL_MS: Final = 100
+_IPC: Final = "ipc://"
 
 _log: Final = logging.getLogger("kvcached_client")
 
@@ -56,8 +61,13 @@ class Channel:
 
         With `attached`, the end of that connection ends every call at once, the one that waits included. It is closed
         with the channel.
+
+        Raises:
+            DaemonUnreachable: nothing listens at `endpoint`.
         """
+        _check_listener(endpoint)
         self.endpoint = endpoint
+        self.is_closed = False
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.is_gone = False  #: the daemon closed the attach connection; this channel is of no more use
         self._deadline_ms = deadline_ms
@@ -77,16 +87,28 @@ class Channel:
 
         Raises:
             RequestError: the daemon, or this side before sending, refused.
-            DaemonUnreachable: the daemon is gone, or was not there to take the request.
+            DaemonUnreachable: the daemon is gone, or was not there to take the request; or the channel is closed.
             DeadlineExceeded: no reply came in time; whether the request took effect is unknown.
             RuntimeError: this process is a fork of the one that opened the channel.
         """
-        self._check_process()
+        self.send(request, frames)
+        return self.receive(request, expected)
+
+    def send(self, request: Request, frames: Sequence[bytes] = ()) -> None:
+        """The first half of `ask`. Where it raises, nothing was sent."""
+        self._check_usable()
         deadline_ns = time.monotonic_ns() + self._deadline_ms * 1_000_000
         parts = self._session.send(request, frames, deadline_ns=deadline_ns)
-        request_id = RequestId(request.id)
         try:
             self._send(parts, deadline_ns)
+        except BaseException:
+            self._session.abandon(RequestId(request.id))
+            raise
+
+    def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
+        """The second half of `ask`, for a request that was sent; its deadline runs since then."""
+        request_id = RequestId(request.id)
+        try:
             reply, reply_frames = self._wait_for_reply(request_id)
         except BaseException:
             self._session.abandon(request_id)
@@ -100,23 +122,30 @@ class Channel:
         return reply, reply_frames
 
     def post(self, request: Request) -> bool:
-        """Send a request that asks for no reply, if it can be sent without waiting; whether it was.
+        """Send a request whose reply nobody waits for, if it can be sent without waiting; whether it was.
 
         Raises:
-            RequestError, RuntimeError: as `ask`.
+            RequestError, DaemonUnreachable, RuntimeError: as `ask`.
         """
-        self._check_process()
+        self._check_usable()
         parts = self._session.send(request, deadline_ns=0)
+        self._session.abandon(RequestId(request.id))
         try:
             self._socket.send_multipart(parts, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
 
-    def close(self) -> None:
-        """Close the connection and the attach connection. Sockets that others opened in `context` must be closed."""
+    def close(self, *, linger_ms: int = 0) -> None:
+        """Close the connection and the attach connection. Sockets that others opened in `context` must be closed.
+
+        Messages that are still on their way out have `linger_ms` to leave. Does nothing the second time.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
         if os.getpid() == self._process_id:
-            self._socket.close(linger=0)
+            self._socket.close(linger=linger_ms)
             self.context.term()
         if self._attached is not None:
             self._attached.close()
@@ -128,12 +157,14 @@ class Channel:
             poller.register(self._attached.fileno(), zmq.POLLIN)
         return poller
 
-    def _check_process(self) -> None:
+    def _check_usable(self) -> None:
         if os.getpid() != self._process_id:
             raise RuntimeError(
                 f"this kvcached client belongs to process {self._process_id}; "
                 f"a forked child connects its own, or joins the session with map_pool"
             )
+        if self.is_closed:
+            raise DaemonUnreachable(f"this client of {self.endpoint} is closed; connect again")
         if self.is_gone:
             raise DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
 
@@ -184,15 +215,32 @@ class SessionChannel(Channel):
         self.is_stale = False  #: the daemon said that the session or the pool's epoch is over
         self.misses = MissPolicy(failures)
 
-    def ask(self, request: Request, expected: type[R], frames: Sequence[bytes] = ()) -> tuple[R, list[bytes]]:
-        """As `Channel.ask`; gives back first what was granted after the caller had stopped waiting for it."""
-        for lease in self._session.take_orphans():
-            self.post(Release(id=self.next_id(), epoch=self.epoch, lease=lease, reply=False))
+    def send(self, request: Request, frames: Sequence[bytes] = ()) -> None:
+        """As `Channel.send`; gives back first what was granted after the caller had stopped waiting for it."""
+        for lease in self._session.orphans():
+            if not self.post(Release(id=self.next_id(), epoch=self.epoch, lease=lease, reply=False)):
+                break
+            self._session.drop_orphan(lease)
+        super().send(request, frames)
+
+    def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
+        """As `Channel.receive`; notes when the session is over."""
         try:
-            return super().ask(request, expected, frames)
+            return super().receive(request, expected)
         except Stale:
             self.is_stale = True
             raise
+
+    def hang_up(self) -> None:
+        """Close, and end the session without waiting for the daemon's answer, or for the one to a hello before it."""
+        linger_ms = 0
+        try:
+            if self.post(Bye(id=self.next_id())):
+                linger_ms = _FAREWELL_MS
+        except DaemonUnreachable as error:
+            _log.debug("no goodbye: %s", error)
+        finally:
+            self.close(linger_ms=linger_ms)
 
 
 class MissPolicy:
@@ -219,3 +267,20 @@ class MissPolicy:
             self._logged.add(name)
             _log.warning("kvcached failed, going on without cached blocks (logged once per kind of failure): %s", error)
         return True
+
+
+def _check_listener(endpoint: str) -> None:
+    """Raise `DaemonUnreachable` where nothing listens: ZeroMQ would wait for somebody to come."""
+    if not endpoint.startswith(_IPC):
+        return
+    path = endpoint.removeprefix(_IPC)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+        trial.settimeout(0)
+        try:
+            trial.connect(path)
+        except BlockingIOError:
+            return  # a full queue of connections is somebody's
+        except FileNotFoundError:
+            raise DaemonUnreachable(f"no socket {path}; is the daemon running?") from None
+        except OSError as error:
+            raise DaemonUnreachable(f"{path}: {error.strerror}; is the daemon running?") from error

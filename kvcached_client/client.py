@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from typing import Final, Self
 
 from kvcached_client.attach import SessionGrant, identify
@@ -75,6 +76,7 @@ class Admin(_Reports):
         """Speak to the daemon in `run_dir` (default: `rundir.default_run_dir`). Calls take at most `deadline_ms`.
 
         Raises:
+            DaemonUnreachable: nothing listens in `run_dir`.
             BadRequest: the path of the socket is too long.
         """
         endpoint = rpc_endpoint(default_run_dir() if run_dir is None else run_dir)
@@ -93,6 +95,9 @@ class Admin(_Reports):
 
 class Client(_Reports):
     """An engine's session on one replica's pool. A context manager. Not thread-safe.
+
+    Close it: for one that is dropped instead, the heartbeats end but no bye is said, for nobody knows whether the
+    engine still writes. Its pool is then busy until the session has expired.
 
     A fork takes no client along: in the child its methods raise `RuntimeError`, and the parent's goes on.
 
@@ -131,6 +136,9 @@ class Client(_Reports):
             if heartbeat
             else None
         )
+        if self._heartbeat is not None:
+            # Not at exit: the thread dies with the process.
+            weakref.finalize(self, self._heartbeat.stop).atexit = False
 
     @classmethod
     def connect(
@@ -157,12 +165,17 @@ class Client(_Reports):
 
         Raises:
             DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not answer.
-            Refused: unknown replica, another layout, or another engine's session holds the pool.
+            Refused: unknown replica; another layout; another session, be it an earlier one of this process that was
+                not closed, holds the pool; or what listens in `run_dir` belongs to neither root nor this user.
             RequestError: see `kvcached_client.errors`.
         """
         directory = os.fspath(default_run_dir() if run_dir is None else run_dir)
         attached, identified = identify(directory, client="kvcached_client", deadline_ms=deadline_ms)
-        channel = SessionChannel(identified.endpoint, deadline_ms=deadline_ms, attached=attached, failures=failures)
+        try:
+            channel = SessionChannel(identified.endpoint, deadline_ms=deadline_ms, attached=attached, failures=failures)
+        except BaseException:
+            attached.close()
+            raise
         try:
             fingerprint = "" if layout is None else layout.fingerprint()
             hello = Hello(
@@ -178,7 +191,8 @@ class Client(_Reports):
             _check_welcome(welcome, fingerprint)
             return cls(channel, welcome, directory, heartbeat=heartbeat)
         except BaseException:
-            channel.close()
+            # The daemon may have opened the session, and would keep the pool for it as long as this process lives.
+            channel.hang_up()
             raise
 
     @property
@@ -251,35 +265,44 @@ class Client(_Reports):
         Sent at once if possible, and again with every heartbeat. A lower number than before changes nothing.
 
         Raises:
-            DaemonUnreachable: the daemon is gone.
+            BadRequest: the number is 2^63 or more.
+            DaemonUnreachable: the daemon is gone, or the client closed.
         """
-        self._signalled = max(self._signalled, sequence)
-        if self._heartbeat is not None:
-            self._heartbeat.signalled = self._signalled
+        highest = max(self._signalled, sequence)
         with self._channel.misses:
             self._channel.post(
                 HeartbeatRequest(
                     id=self._channel.next_id(),
                     session=self.session.id,
                     token=self.session.token,
-                    fence=self._signalled,
+                    fence=highest,
                     reply=False,
                 )
             )
+            # Only now: a number that no message can carry must not get into the heartbeats.
+            self._signalled = highest
+            if self._heartbeat is not None:
+                self._heartbeat.signalled = highest
 
     def close(self) -> None:
-        """End the session: its leases end, its slots go back to the pool. Stop the shard processes before.
+        """End the session: its leases end, its slots go back to the pool.
+
+        Stop the shard processes before, and let no work on the mapped pool be queued. A process of the session that
+        still lives could write, so the daemon then frees nothing: the slots are quarantined, and the pool is busy for
+        the next session, until that process is dead.
 
         Does nothing the second time. In a forked child it only closes the child's copies of descriptors.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        if os.getpid() == self._process_id:
-            if self._heartbeat is not None:
-                self._heartbeat.close()
-            self._say_goodbye()
-        self._channel.close()
+        try:
+            if os.getpid() == self._process_id:
+                if self._heartbeat is not None:
+                    self._heartbeat.close()
+                self._say_goodbye()
+        finally:
+            self._channel.close()
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from typing import Final
 
@@ -24,7 +25,7 @@ _log: Final = logging.getLogger("kvcached_client")
 
 
 class Heartbeat:
-    """A thread that sends the session's heartbeats over its own connection, until `close`."""
+    """A thread that sends the session's heartbeats over its own connection, until `stop` or `close`."""
 
     def __init__(
         self,
@@ -43,14 +44,21 @@ class Heartbeat:
         self._expected = (epoch, generation)
         self._interval_s = max(interval_ms, _INTERVAL_MS_MIN) / 1000
         self._stopped = threading.Event()
+        self._process_id = os.getpid()
         self._thread = threading.Thread(
             target=self._run, args=(context, endpoint), name="kvcached-heartbeat", daemon=True
         )
         self._thread.start()
 
+    def stop(self) -> None:
+        """Let the thread end soon. Any thread may call this, the heartbeat's own included."""
+        # A fork copies the event with its lock, perhaps taken, and not the thread.
+        if os.getpid() == self._process_id:
+            self._stopped.set()
+
     def close(self) -> None:
         """Stop, and wait for the thread: afterwards its socket is closed. Does nothing the second time."""
-        self._stopped.set()
+        self.stop()
         self._thread.join()
 
     def _run(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:

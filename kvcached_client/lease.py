@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Final, Literal, NamedTuple, Self, get_args
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvcached_client.channel import SessionChannel
 from kvcached_client.errors import ErrorCode, RequestError, Stale, request_error
 from kvcached_client.keys import KeyChain
 from kvcached_client.protocol import (
+    INTEGER_MAX,
     Acquire,
     Acquired,
     Allocate,
@@ -31,6 +33,8 @@ _REPLY_TO: Final[dict[type, type[Committed | Allocated | Released]]] = {
     Commit: Committed,
     Release: Released,
 }
+#: Answers after which there is nothing to give back, as after every `Stale` one.
+_NOT_OURS: Final = frozenset({ErrorCode.ALREADY_RELEASED, ErrorCode.UNKNOWN_LEASE, ErrorCode.FOREIGN_LEASE})
 
 
 class Grant(NamedTuple):
@@ -51,6 +55,9 @@ class Lease:
     no answer in time is remembered and sent again, with its id, before the next one of this lease, so that nothing is
     done twice and nothing is left out.
 
+    The slots are in use until the highest fence that any call named has signalled: a release with a lower one, or none,
+    goes out with that.
+
     Attributes:
         granted: whether there is a lease at all.
         id: the daemon's name for it; 0 if not granted.
@@ -68,6 +75,7 @@ class Lease:
         self._cacheable_blocks = {"all": None, "prompt": chain.token_count // chain.block_size, "nothing": 0}[cache]
         self._set_table(table)
         self._is_held = self.granted
+        self._fence = NO_FENCE  #: the highest that was named
         #: Sent, and not answered in time: whether it took effect is unknown.
         self._unsettled: tuple[Allocate | Commit | Release, tuple[bytes, ...]] | None = None
 
@@ -122,6 +130,7 @@ class Lease:
             return
         stop = self._commit_stop(computed_tokens)
         with self._channel.misses:
+            named = self._note_fence(fence)
             self._settle()
             if stop > self.depth:
                 request = Commit(
@@ -129,7 +138,7 @@ class Lease:
                     epoch=self._channel.epoch,
                     lease=self.id,
                     start=self.depth,
-                    fence=fence,
+                    fence=named,
                 )
                 self._perform(request, self._blocks(stop))
 
@@ -144,24 +153,28 @@ class Lease:
             return
         stop = self._commit_stop(computed_tokens)
         with self._channel.misses:
+            self._note_fence(fence)
             if not self._settle_release():
                 self._settle()
-                self._release(fence, self._blocks(stop) if stop > self.depth else ())
+                self._release(self._blocks(stop) if stop > self.depth else ())
             return
         if self._unsettled is None:
             self.release(fence=fence)
 
     def release(self, *, fence: FenceSequence = NO_FENCE) -> None:
-        """Give slots and pins back; what was not committed is lost. Does nothing if they are already back.
+        """Give slots and pins back; what was not committed is lost.
+
+        Does nothing if they are already back, or the client is closed: then its session is over, and with it the lease.
 
         Raises:
             RequestError, TransportError: see `kvcached_client.errors`.
         """
-        if not self._is_held:
+        if not self._is_held or self._channel.is_closed:
             return
         with self._channel.misses:
+            self._note_fence(fence)
             if not self._settle_release():
-                self._release(fence, ())
+                self._release(())
 
     def __enter__(self) -> Self:
         return self
@@ -188,9 +201,17 @@ class Lease:
         """Frames that name the blocks [depth, stop)."""
         return self._chain.key_range(self.depth, stop), compress_slots(self._table[self.depth : stop])
 
-    def _release(self, fence: FenceSequence, frames: tuple[bytes, ...]) -> None:
+    def _note_fence(self, fence: FenceSequence) -> FenceSequence:
+        """The fence as an int, remembered if it is the highest so far."""
+        named = FenceSequence(index(fence))
+        if not 0 <= named <= INTEGER_MAX:
+            raise request_error(ErrorCode.BAD_VALUE, f"fence {named}", f"fences are numbers from 0 to {INTEGER_MAX}")
+        self._fence = max(self._fence, named)
+        return named
+
+    def _release(self, frames: tuple[bytes, ...]) -> None:
         request = Release(
-            id=self._channel.next_id(), epoch=self._channel.epoch, lease=self.id, start=self.depth, fence=fence
+            id=self._channel.next_id(), epoch=self._channel.epoch, lease=self.id, start=self.depth, fence=self._fence
         )
         self._perform(request, frames)
 
@@ -210,12 +231,14 @@ class Lease:
 
     def _perform(self, request: Allocate | Commit | Release, frames: tuple[bytes, ...] = ()) -> None:
         """Ask, and take over what the answer says."""
+        self._channel.send(request, frames)
         self._unsettled = (request, frames)
         try:
-            reply, reply_frames = self._channel.ask(request, _REPLY_TO[type(request)], frames)
+            reply, reply_frames = self._channel.receive(request, _REPLY_TO[type(request)])
         except RequestError as error:
             self._unsettled = None
-            self._is_held = self._is_held and not isinstance(error, Stale)
+            if isinstance(error, Stale) or error.code in _NOT_OURS:
+                self._is_held = False
             raise
         self._unsettled = None
         if isinstance(reply, Committed):

@@ -5,7 +5,8 @@ A `ClientSession` gives requests their ids, turns them into message parts, and p
 * What it encodes, a daemon accepts: each header is read back by the daemon's own decoder before it leaves.
 * A request is *pending* until its reply is taken or it is abandoned; there are at most `PENDING_MAX` of them.
 * A reply to an abandoned request changes nothing here, except that slots granted by it have to be given back: the lease
-  is then an *orphan*, unless the caller has asked for the same request name again and so holds the same lease.
+  is then an *orphan*, unless the caller has asked for the same request name again and so got the same lease. While
+  such a repetition waits for its reply, nobody knows which, and the lease stays.
 """
 
 from __future__ import annotations
@@ -44,6 +45,13 @@ class Answer(NamedTuple):
     frames: list[bytes]
 
 
+class _GivenUp(NamedTuple):
+    """An acquire that nobody waits for: its name, and the lease that a repetition of it got."""
+
+    name: str
+    repeated: LeaseId | None
+
+
 class ClientSession:
     """Pairs the replies of one connection with its requests."""
 
@@ -56,8 +64,9 @@ class ClientSession:
         #: Replies, or what was wrong with them, that nobody has taken yet. Their requests are still pending.
         self._answers: dict[RequestId, Answer | RequestError] = {}
         #: Acquires that were given up, by id: their grants may still come. The oldest are forgotten first.
-        self._abandoned: dict[RequestId, str] = {}
-        self._orphans: list[LeaseId] = []
+        self._abandoned: dict[RequestId, _GivenUp] = {}
+        #: Leases granted to acquires that were given up, with the acquires' names.
+        self._orphans: dict[LeaseId, str] = {}
         #: Messages that no pending request waits for: late, duplicate, or answers to nothing.
         self.unpaired_count = 0
 
@@ -81,10 +90,11 @@ class ClientSession:
         A request may be sent again with its id: the daemon answers as before and does nothing twice.
 
         Raises:
-            BadRequest: the daemon would refuse it unread: a field or frame is out of its limits.
+            BadRequest: no message can say it, or the daemon would refuse it unread: a field or frame is out of its
+                limits.
             Refused: `PENDING_MAX` requests are pending.
         """
-        header = encode(request)
+        header = _encode(request)
         decode_request(header)
         check_frames(request, frames)
         if not isinstance(request, (Heartbeat, Release)) or request.reply:
@@ -94,7 +104,6 @@ class ClientSession:
             self._deadlines_ns[request_id] = deadline_ns
             if isinstance(request, Acquire):
                 self._acquire_names[request_id] = request.request
-                self._adopt(request.request)
         return [header, *frames]
 
     def receive(self, parts: Sequence[bytes]) -> RequestId | None:
@@ -110,8 +119,10 @@ class ClientSession:
             self._answers[request_id] = answer
             return request_id
         self.unpaired_count += 1
-        if self._abandoned.pop(request_id, None) and isinstance(answer, Answer) and isinstance(answer.reply, Acquired):
-            self._orphans.append(LeaseId(answer.reply.lease))
+        given_up = self._abandoned.pop(request_id, None)
+        lease = _granted(answer)
+        if given_up is not None and lease is not None and lease != given_up.repeated:
+            self._orphans[lease] = given_up.name
         return None
 
     def take(self, request_id: RequestId) -> Answer | None:
@@ -123,7 +134,9 @@ class ClientSession:
         answer = self._answers.pop(request_id, None)
         if answer is None:
             return None
-        self._forget(request_id)
+        name, lease = self._forget(request_id), _granted(answer)
+        if name is not None and lease is not None:
+            self._adopt(name, lease)
         if isinstance(answer, RequestError):
             raise answer
         return answer
@@ -131,15 +144,15 @@ class ClientSession:
     def abandon(self, request_id: RequestId) -> None:
         """Wait no longer for a reply. A pending acquire's late grant becomes an orphan."""
         name = self._forget(request_id)
-        answer = self._answers.pop(request_id, None)
+        lease = _granted(self._answers.pop(request_id, None))
         if name is None:
             return
-        if isinstance(answer, Answer) and isinstance(answer.reply, Acquired):
-            self._orphans.append(LeaseId(answer.reply.lease))
+        if lease is not None:
+            self._orphans[lease] = name
             return
         while len(self._abandoned) >= ABANDONED_MAX:
             del self._abandoned[next(iter(self._abandoned))]
-        self._abandoned[request_id] = name
+        self._abandoned[request_id] = _GivenUp(name, None)
 
     def expire(self, now_ns: int) -> list[RequestId]:
         """Abandon the unanswered requests whose deadline has passed, and name them."""
@@ -152,19 +165,40 @@ class ClientSession:
             self.abandon(request_id)
         return passed
 
-    def take_orphans(self) -> list[LeaseId]:
-        """Leases that were granted too late for anybody to want them; the caller releases them."""
-        orphans, self._orphans = self._orphans, []
-        return orphans
+    def orphans(self) -> list[LeaseId]:
+        """Leases that were granted too late for anybody to want them; to be released, and dropped once that is sent."""
+        asked_again = set(self._acquire_names.values())
+        return [lease for lease, name in self._orphans.items() if name not in asked_again]
+
+    def drop_orphan(self, lease: LeaseId) -> None:
+        """An orphan is released."""
+        del self._orphans[lease]
 
     def _forget(self, request_id: RequestId) -> str | None:
         self._deadlines_ns.pop(request_id, None)
         return self._acquire_names.pop(request_id, None)
 
-    def _adopt(self, name: str) -> None:
-        """The caller asks again for what it gave up: the daemon answers with the same lease, which is no orphan."""
-        for request_id in [request_id for request_id, given_up in self._abandoned.items() if given_up == name]:
-            del self._abandoned[request_id]
+    def _adopt(self, name: str, lease: LeaseId) -> None:
+        """The caller holds a lease: what it gave up under the same name is no orphan if it is the same one."""
+        self._orphans.pop(lease, None)
+        for request_id, given_up in self._abandoned.items():
+            if given_up.name == name:
+                self._abandoned[request_id] = _GivenUp(name, lease)
+
+
+def _encode(request: Request) -> bytes:
+    try:
+        return encode(request)
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+        raise request_error(
+            ErrorCode.BAD_VALUE, f"{type(request).__name__}: {error}", "see the fields in docs/protocol.md"
+        ) from None
+
+
+def _granted(answer: Answer | RequestError | None) -> LeaseId | None:
+    if isinstance(answer, Answer) and isinstance(answer.reply, Acquired):
+        return LeaseId(answer.reply.lease)
+    return None
 
 
 def _read(parts: Sequence[bytes]) -> Answer:

@@ -36,6 +36,7 @@ from kvcached_client.protocol import (
     encode,
     raise_for_error,
 )
+from kvcached_client.session import PENDING_MAX
 
 _BLOCK_SIZE: Final = 16
 #: Keys of 16 bytes: 16 KiB. One token more than they cover, as prompts seldom end with a block.
@@ -233,7 +234,7 @@ class _Echo(contextlib.AbstractContextManager["_Echo"]):
 
 
 def _dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    dealer = open_dealer(context, endpoint, queue_length=1)
+    dealer = open_dealer(context, endpoint, queue_length=PENDING_MAX)
     dealer.setsockopt(zmq.RCVTIMEO, _DEADLINE_MS)
     dealer.setsockopt(zmq.SNDTIMEO, _DEADLINE_MS)
     return dealer

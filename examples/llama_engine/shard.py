@@ -109,7 +109,7 @@ def start_executor(setup: Setup, pool: MappedPool) -> ShardExecutor:
 def _die_with_the_scheduler() -> None:
     """Ask the kernel for SIGKILL at the scheduler's death.
 
-    A closed socket is seen after the step under way. Until this process is dead too, the daemon gives its slots to nobody.
+    A closed socket is seen after the step under way, and the daemon gives slots to nobody while this process lives.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

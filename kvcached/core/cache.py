@@ -102,17 +102,22 @@ class Cache:
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
-    def open_session(self, replica: str, now_ms: int) -> Session:
-        """Give a replica's pool to a new session. One at a time: the service ends what the newcomer replaces."""
+    def open_session(self, replica: str, now_ms: int, *, counted: bool = True) -> Session:
+        """Give a replica's pool to a new session. One engine at a time is the service's business.
+
+        What a session does that is not `counted` (a health check) is missing in the counters.
+        """
         pool = self.pools[replica]
         if not pool.healthy:
             raise request_error(
                 ErrorCode.WORKER_LOST, f"replica {replica!r} lost a worker", "restart the daemon; see its log"
             )
         session = Session(SessionId(self._next_session), self._trees[replica], pool, now_ms)
+        if counted:
+            session.counters = self.counters
         self._next_session += 1
         self.sessions[session.id] = session
-        self.counters["sessions_opened"] += 1
+        session.counters["sessions_opened"] += 1
         return session
 
     def heartbeat(self, session_id: SessionId, fence: FenceSequence, now_ms: int) -> Session:
@@ -186,9 +191,9 @@ class Cache:
             tree.unpin(run, depth, pool.index)
             raise
         self._next_lease += 1
-        self.counters["acquires"] += 1
-        self.counters["hit_blocks"] += depth
-        self.counters["missed_blocks"] += len(keys) // KEY_SIZE - depth
+        session.counters["acquires"] += 1
+        session.counters["hit_blocks"] += depth
+        session.counters["missed_blocks"] += len(keys) // KEY_SIZE - depth
         return Grant(lease.id, depth, hit_ranges, ranges.tobytes())
 
     def allocate(self, session_id: SessionId, epoch: int, lease_id: LeaseId, blocks: int) -> bytes:
@@ -235,8 +240,8 @@ class Cache:
             session.holds.append(FenceHold(fence, run, depth, lease.depth + duplicates, no_ranges()))
         lease.run, lease.depth, lease.open, lease.fence = run, depth, left, max(lease.fence, fence)
         append(lease.scratch, scratch)
-        self.counters["committed_blocks"] += count - duplicates
-        self.counters["duplicate_blocks"] += duplicates
+        session.counters["committed_blocks"] += count - duplicates
+        session.counters["duplicate_blocks"] += duplicates
         return Commitment(depth, count - duplicates, duplicates)
 
     def release(self, session_id: SessionId, epoch: int, lease_id: LeaseId, fence: FenceSequence) -> None:
@@ -245,7 +250,7 @@ class Cache:
         lease = self._lease(session, lease_id)
         self._check_fence(session, fence)
         session.release(lease, fence)
-        self.counters["releases"] += 1
+        session.counters["releases"] += 1
 
     def finish(
         self,
@@ -374,7 +379,7 @@ class Cache:
         shortage = count - pool.free
         if shortage > 0:
             if shortage > pool.evictable:
-                self.counters["no_capacity"] += 1
+                session.counters["no_capacity"] += 1
                 raise request_error(
                     ErrorCode.NO_CAPACITY,
                     f"{count} slots wanted; of {pool.slots} are {pool.free} free and {pool.evictable} evictable",
@@ -389,7 +394,7 @@ class Cache:
         """The one way out: everything a session holds is given back, however it went."""
         freed = session.end()
         del self.sessions[session.id]
-        self.counters["sessions_ended"] += 1
+        session.counters["sessions_ended"] += 1
         self.effects.append(SessionEnded(session.id, freed))
 
     def _on_ticked(self, now_ms: int) -> None:
@@ -405,7 +410,7 @@ class Cache:
     def _expire(self, session: Session) -> None:
         """Its leases are over, but its processes may live: what they could write waits for their death."""
         session.expire()
-        self.counters["sessions_expired"] += 1
+        session.counters["sessions_expired"] += 1
         self.effects.append(SessionExpired(session.id, slot_count(session.quarantined)))
 
     def _on_worker_died(self, pool: DevicePool) -> None:

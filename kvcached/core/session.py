@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvcached.core.lease import FenceHold, Lease
@@ -27,6 +28,7 @@ class Session:
         fence: the highest fence that has signalled.
         holds: what later fences hold.
         quarantined: slots that it could write when it expired.
+        counters: where what it does is counted.
     """
 
     id: SessionId
@@ -39,6 +41,7 @@ class Session:
     fence: FenceSequence = NO_FENCE
     holds: list[FenceHold] = field(default_factory=list)
     quarantined: Ranges[int] = field(default_factory=no_ranges)
+    counters: Counter[str] = field(default_factory=Counter)
 
     def add(self, lease: Lease) -> None:
         """Put a lease on the books."""

@@ -38,6 +38,7 @@ def test_index_suite_has_every_promised_metric(
     monkeypatch.setattr(index, "_SLOTS", 30_000)
     monkeypatch.setattr(index, "_TRACED_SLOTS", 12_000)
     monkeypatch.setattr(index, "_EVICTED_BLOCKS", 500)
+    monkeypatch.setattr(index, "_MATCH_SECONDS", 0.1)
     paths = shape.paths()[-700:]
     results = list(index._measure(replace(shape, paths=lambda: paths), 10))
     assert {result.metric for result in results if result.target} == {name.format(shape.name) for name in promised}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -43,15 +44,22 @@ class FakeWorkers:
     """Workers that hold no memory; a probe fails if told to."""
 
     failure: str = ""
+    answers: bool = True
+    pending: list[asyncio.Future[None]] = field(default_factory=list)
     probes: list[tuple[int, int]] = field(default_factory=list)
 
     def memory_fd(self, shard: ShardIndex) -> int:
         return 1000 + shard
 
-    async def probe(self, first: int, second: int) -> None:
+    def probe(self, first: int, second: int) -> asyncio.Future[None]:
         self.probes.append((first, second))
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.failure:
-            raise request_error(ErrorCode.WORKER_LOST, self.failure, "see the log")
+            answer.set_exception(request_error(ErrorCode.WORKER_LOST, self.failure, "see the log"))
+        elif self.answers:
+            answer.set_result(None)
+        self.pending.append(answer)
+        return answer
 
 
 class Office:

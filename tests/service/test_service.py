@@ -9,6 +9,7 @@ import pytest
 
 from kvcached.core.events import Ticked, WorkerDied
 from kvcached.core.invariants import check
+from kvcached.health import HealthChecks
 from kvcached.service import Answer
 from kvcached_client import protocol as wire
 from kvcached_client.errors import ErrorCode, RequestError
@@ -360,6 +361,36 @@ def test_health_says_which_part_failed() -> None:
     (failed,) = [part for part in report.parts if not part.ok]
     assert (failed.part, failed.detail) == ("a/workers", "shard 1: bytes differ")
     assert office.cache.pools["a"].free == SLOTS
+
+
+def test_health_does_not_wait_for_a_hung_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that says nothing fails the check at once enough; its slots stay taken until it has answered."""
+    monkeypatch.setattr("kvcached.health.PATIENCE_S", 0.01)
+    office = Office()
+    office.workers["a"].answers = False
+
+    async def check_twice() -> list[str]:
+        checks = HealthChecks(office.cache)
+        (replica,) = office.service._replicas.values()
+        details = [(await checks.check(replica, 0))[-1].detail for _ in range(2)]
+        assert office.cache.pools["a"].free == SLOTS - 2
+        office.workers["a"].pending[0].set_result(None)
+        await asyncio.sleep(0)
+        return details
+
+    assert asyncio.run(check_twice()) == [
+        "no answer for 0.01 s",
+        "the probe of an earlier check is still unanswered",
+    ]
+    assert office.cache.pools["a"].free == SLOTS
+
+
+def test_health_counts_nowhere() -> None:
+    """Checks leave the engines' counters alone."""
+    office = Office()
+    health(office)
+
+    assert {name: count for name, count in office.cache.counters.items() if count} == {"requests": 1}
 
 
 def test_health_of_a_replica_that_lost_its_worker() -> None:
