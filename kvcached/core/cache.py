@@ -248,7 +248,7 @@ class Cache:
         """Give a lease back: its pins and its exclusive slots, at once or when the fence signals."""
         session = self._session_at(session_id, epoch)
         lease = self._lease(session, lease_id)
-        self._check_fence(session, fence)
+        self._check_fence(session, max(fence, lease.fence))
         session.release(lease, fence)
         session.counters["releases"] += 1
 
