@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import chain
 
 Ranges = array  # of typecode "i", with an even number of items
 
@@ -44,13 +45,18 @@ def append(ranges: Ranges[int], more: Ranges[int]) -> None:
         ranges.extend(more)
 
 
-def gather(ranges: Ranges[int], more: Ranges[int]) -> None:
-    """Append `more` in place where the order of slots does not matter, merging with the last range on either side."""
-    if len(more) == _ONE_RANGE and ranges and more[0] + more[1] == ranges[-2]:
-        ranges[-2] = more[0]
-        ranges[-1] += more[1]
-    else:
-        append(ranges, more)
+def join(parts: list[Ranges[int]]) -> Ranges[int]:
+    """The slots of many ranges in as few as hold them, by first slot; their order does not matter to the caller."""
+    joined = no_ranges()
+    end = -1
+    for first, count in sorted(chain.from_iterable(map(pairs, parts))):
+        if first == end:
+            joined[-1] += count
+        else:
+            joined.append(first)
+            joined.append(count)
+        end = first + count
+    return joined
 
 
 def cut(ranges: Ranges[int], count: int) -> tuple[Ranges[int], Ranges[int]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvcached.core.policy import EvictionPolicy
 from kvcached.core.pool import DevicePool
-from kvcached.core.ranges import Ranges, append, cut, gather, no_ranges, pop_tail, whole_tail
+from kvcached.core.ranges import Ranges, append, cut, join, no_ranges, pop_tail, whole_tail
 from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached.core.states import SlotState
 
@@ -246,7 +246,8 @@ class PrefixTree:
         range that is cut in two stays so until both parts are free together.
         """
         owner, policy = self.pools[pool], self.policies[pool]
-        freed, done = no_ranges(), 0
+        freed: list[Ranges[int]] = []
+        done = 0
         try:
             while done < count:
                 segment = policy.pop()
@@ -256,12 +257,12 @@ class PrefixTree:
                 trim = segment.evictable_tail
                 if trim > left:
                     trim = min(trim, whole_tail(segment.ranges, left, most=left + slack))
-                gather(freed, self._trim(segment, trim, pool))
+                freed.append(self._trim(segment, trim, pool))
                 done += trim
                 if segment.length > segment.protected:
                     policy.add(segment)
         finally:  # what has left the tree is free, whatever a policy did
-            owner.move(freed, SlotState.CACHED, SlotState.FREE, cause)
+            owner.move(join(freed), SlotState.CACHED, SlotState.FREE, cause)
         return done
 
     def drop(self, run: Run, depth: int, pool: int) -> Ranges[int]:
@@ -293,7 +294,7 @@ class PrefixTree:
             freed = pop_tail(segment.ranges, count)
             segment.length -= count
         else:
-            freed, segment.ranges = segment.ranges, no_ranges()
+            freed = segment.ranges
             segment.length = 0
             run.segments[pool] = None
             self.policies[pool].remove(segment)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached.core.ranges import append, cut, gather, pop_tail, slot_count, subtract
+from kvcached.core.ranges import append, cut, join, pop_tail, slot_count, subtract
 
 Pairs = list[tuple[int, int]]
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), max_size=6)
@@ -52,24 +53,16 @@ def test_append_merges_neighbours() -> None:
     assert ranges == packed([(3, 6), (0, 1)])
 
 
-@given(PAIRS, PAIRS)
-def test_gather_keeps_every_slot(first: Pairs, second: Pairs) -> None:
-    """Gathering loses no slot and adds none, in whatever order."""
-    ranges = packed(first)
+@given(st.sets(st.integers(0, 40)), st.randoms(use_true_random=False))
+def test_join_keeps_every_slot_in_the_fewest_ranges(owned: set[int], rng: random.Random) -> None:
+    """Single slots in any order come back as sorted ranges that do not touch."""
+    order = list(owned)
+    rng.shuffle(order)
 
-    gather(ranges, packed(second))
+    joined = join([packed([(slot, 1)]) for slot in order])
 
-    assert sorted(slots(ranges)) == sorted(slots(packed(first)) + slots(packed(second)))
-
-
-def test_gather_merges_on_both_sides() -> None:
-    """A range just below or just above the last one makes it longer."""
-    ranges = packed([(5, 2)])
-
-    gather(ranges, packed([(3, 2)]))
-    gather(ranges, packed([(7, 1)]))
-
-    assert ranges == packed([(3, 5)])
+    assert slots(joined) == sorted(owned)
+    assert len(joined) == 2 * sum(slot - 1 not in owned for slot in owned)
 
 
 @given(PAIRS, st.integers(0, 30))
