@@ -6,8 +6,7 @@
 #
 # Engines share the volume /run/kvcached and run as the same user id (10001): the sockets admit no other one.
 # The pools are shared memory of this container (memfd), so its memory limit must hold them; /dev/shm is not used.
-# As process 1 of a container the daemon takes its workers along when it dies. Pools that survive a crash of the daemon
-# need systemd (configs/kvcached.service) or an init above it (docker run --init).
+# In this version a crash of the daemon loses the cache: the workers, which hold the pools, end with it.
 
 FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*

@@ -3,6 +3,8 @@
 #   make demo    the daemon, an engine killed in mid-flight, and its prompt served from the cache again
 #   make test    the default test suite
 #
+# Others: make env (.venv, which these make first), slow (longer tests), lint, format, bench (benchmarks), clean.
+#
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
 # TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=URL
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
@@ -34,6 +34,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     START_FAILED = 3
     UNREACHABLE = 4
+    INTERRUPTED = 130
 
     @property
     def meaning(self) -> str:
@@ -47,8 +48,9 @@ _MEANINGS = {
     ExitCode.USAGE: "wrong usage or configuration; nothing was started",
     ExitCode.START_FAILED: "the start failed; everything that was started has ended",
     ExitCode.UNREACHABLE: "no daemon answered in time",
+    ExitCode.INTERRUPTED: "ended by Ctrl-C before it was done; a demo also by SIGTERM (143) or SIGHUP (129)",
 }
-_EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code.value}  {code.meaning}" for code in ExitCode)
+_EPILOG = "\b\nExit codes:\n" + "\n".join(f"{code.value:>5}  {code.meaning}" for code in ExitCode)
 
 _config_option = click.option(
     "--config",
@@ -82,6 +84,7 @@ _deadline_option = click.option(
     epilog=_EPILOG,
     no_args_is_help=True,
 )
+@click.version_option(VERSION, message="%(version)s")
 def main() -> None:
     """The KV-cache daemon for the LLM inference engines of one node."""
 
@@ -173,27 +176,28 @@ def stats(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
         _print_reply(report)
         return
     _print_facts(
-        up=f"{report.uptime_ms / 1000:.0f} s",
-        sessions=report.sessions,
-        cached_blocks=report.cached_blocks,
-        runs=report.runs,
+        "",
+        {
+            "up": f"{report.uptime_ms / 1000:.0f} s",
+            "sessions": report.sessions,
+            "cached blocks": report.cached_blocks,
+            "runs": report.runs,
+        },
     )
-    names = list(dict.fromkeys(state for pool in report.pools for state in pool.states))
-    _print_table(
-        ["replica", "slots", *names, "evictable", "leases", "healthy"],
-        [
-            [
-                pool.replica,
-                pool.slots,
-                *(pool.states.get(state, 0) for state in names),
-                pool.evictable,
-                pool.leases,
-                "yes" if pool.healthy else "NO",
-            ]
-            for pool in report.pools
-        ],
-    )
-    _print_table(["counter", "total"], [[name, total] for name, total in sorted(report.counters.items())])
+    for pool in report.pools:
+        _print_facts(
+            f"replica {pool.replica}",
+            {
+                "healthy": "yes" if pool.healthy else "NO",
+                "session": pool.session or "none",
+                "leases": pool.leases,
+                "epoch": pool.epoch,
+                "slots": pool.slots,
+                **pool.states,
+                "evictable": pool.evictable,
+            },
+        )
+    _print_facts("counters", dict(sorted(report.counters.items())))
 
 
 @main.command(epilog=_EPILOG)
@@ -207,29 +211,29 @@ def describe(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
         _print_reply(report)
         return
     _print_facts(
-        version=report.version,
-        protocol=f"{report.protocol_min} to {report.protocol_max}",
-        pid=report.pid,
-        daemon_epoch=report.daemon_epoch,
+        "",
+        {
+            "version": report.version,
+            "protocol": f"{report.protocol_min} to {report.protocol_max}",
+            "pid": report.pid,
+            "daemon epoch": report.daemon_epoch,
+        },
     )
-    _print_table(
-        ["replica", "device", "model", "shards", "block size", "slots", "bytes per block", "keys", "layout"],
-        [
-            [
-                replica.name,
-                replica.device,
-                replica.model,
-                replica.layout.shards,
-                replica.layout.block_size,
-                replica.slots,
-                replica.bytes_per_block,
-                replica.key_algorithm,
-                replica.fingerprint,
-            ]
-            for replica in report.replicas
-        ],
-    )
-    _print_table(["limit", "value"], [[name, value] for name, value in sorted(report.limits.items())])
+    for replica in report.replicas:
+        _print_facts(
+            f"replica {replica.name}",
+            {
+                "model": replica.model,
+                "device": replica.device,
+                "shards": replica.layout.shards,
+                "slots": replica.slots,
+                "block size": f"{replica.layout.block_size} tokens",
+                "bytes per block": replica.bytes_per_block,
+                "keys": replica.key_algorithm,
+                "layout": replica.fingerprint,
+            },
+        )
+    _print_facts("limits", dict(sorted(report.limits.items())))
 
 
 @main.command(epilog=_EPILOG)
@@ -295,18 +299,10 @@ def _print_reply(reply: Header) -> None:
     _print_json({name: value for name, value in fields.items() if name not in {"op", "id"}})
 
 
-def _print_facts(**facts: object) -> None:
-    click.echo("   ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items()))
-
-
-def _print_table(headings: list[str], rows: list[list[object]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    if not rows:
-        return
-    table = Table(*headings)
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    # Piped, it keeps its columns: a reader without a terminal has no width to fit.
-    Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
+def _print_facts(title: str, facts: Mapping[str, object]) -> None:
+    """Lines of `name: value` under a title ("" = none). Nothing is cut, however narrow the terminal is."""
+    if title:
+        click.echo(f"\n{title}")
+    width = max((len(name) for name in facts), default=0) + 2
+    for name, value in facts.items():
+        click.echo(f"{'  ' if title else ''}{f'{name}:':<{width}}{value}")

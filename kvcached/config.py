@@ -3,7 +3,8 @@
 A value comes from a command-line option, else from an environment variable ``KVCACHED_<KEY>``, else from the TOML file,
 else from the default here. `docs/configuration.md` is the same in words. Rules:
 
-* Everything is checked before anything is started, and every mistake is reported at once, each with its fix.
+* Everything is checked before anything is started, and mistakes are reported together, each with its fix. Rules between
+  keys come last: they need tables whose keys are right by themselves.
 * No coercion, no unknown key, in the file and in the environment alike: a typing error must not become a default.
 """
 

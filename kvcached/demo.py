@@ -1,7 +1,8 @@
 """`kvcached demo`: one daemon, one engine that is killed and started again, and what the cache did for it.
 
 Three rounds over the same prompts: cold, again (device hit), and after SIGKILL of the whole engine group and a restart.
-The engine is the example of the repository, run as a program: nothing here imports torch.
+The engine is the example of the repository, run as a program: nothing here imports torch. However the demo ends, by a
+signal too, its programs end with it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import IO, Final, cast
 
 import msgspec
@@ -26,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcached import notify
+from kvcached_client.rundir import SOCKET_PATH_BYTES_MAX
 
 #: The directory that holds the `kvcached` package, and in a checkout `examples` beside it.
 _ROOT: Final = Path(__file__).resolve().parents[1]
@@ -34,20 +37,10 @@ _START_TIMEOUT_S: Final = 60
 _ANSWER_TIMEOUT_S: Final = 60
 _STOP_TIMEOUT_S: Final = 10
 
-_VOCAB_SIZE: Final = 4096
 #: About 20 million random parameters: large enough that a cold prompt takes noticeable time on two cores.
-_MODEL: Final[dict[str, object]] = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": _VOCAB_SIZE,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "torch_dtype": "float32",
-}
+_MODEL: Final = Path("examples", "llama_engine", "small-llama")
+#: The longest path of a socket, from the demo's directory on.
+_LONGEST_SOCKET: Final = "run/worker-default-0.sock"
 _SLOTS: Final = 256
 _CONFIG: Final = f"""
 run_dir = "{{run_dir}}"
@@ -56,7 +49,6 @@ run_dir = "{{run_dir}}"
 name = "default"
 model = "demo-llama"
 model_config = "{{model}}/config.json"
-kv_dtype = "float32"
 block_size = 16
 shards = {{shards}}
 slots = {_SLOTS}
@@ -67,6 +59,16 @@ _CHUNK_TOKENS: Final = 128
 _PROMPT_TOKENS: Final = 8 * _CHUNK_TOKENS + 1
 _PROMPT_COUNT: Final = 2
 _OUTPUT_TOKENS: Final = 16
+
+_ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Runs a module as ``python -m`` does, after it has asked the kernel (PR_SET_PDEATHSIG) for a SIGTERM at the end of the
+#: process that started it. A demo that gets a SIGKILL can end nothing itself.
+_BOUND_TO_PARENT: Final = (
+    "import ctypes, runpy, sys;"
+    f"ctypes.CDLL(None).prctl(1, {signal.SIGTERM:d});"
+    "del sys.argv[0];"
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
 
 
 class DemoError(Exception):
@@ -108,12 +110,15 @@ def run_demo(*, json_output: bool, tp: int = 2) -> int:
 
     Returns:
         0 if every output was identical and both later rounds hit, 1 if not, 3 if the demo could not run.
+
+    Raises:
+        SystemExit: SIGINT, SIGTERM or SIGHUP ended it, and 128 + signal is the status. Nothing of it is left.
     """
     console = Console(stderr=True)
     try:
         _require_engine()
-        with tempfile.TemporaryDirectory(prefix="kvcached-demo-") as directory:
-            report = _run(Path(directory), tp, console)
+        with _signals_end_it(), _directory() as directory:
+            report = _run(directory, tp, console)
     except DemoError as error:
         console.print(f"demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 3
@@ -126,17 +131,57 @@ def run_demo(*, json_output: bool, tp: int = 2) -> int:
     return 0 if report.outputs_identical and warm else 1
 
 
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """The first signal that ends the demo does so from the inside out. Those after it are ignored: it is on its way."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    # one that is ignored already stays ignored, as nohup wants it
+    before = {each: signal.getsignal(each) for each in _ENDING_SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
+    for each in before:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[Path]:
+    """A temporary directory that sockets fit into.
+
+    Raises:
+        DemoError: there is none, or its path is too long.
+    """
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="kvcached-demo-")
+    except OSError as error:
+        raise DemoError(f"no temporary directory: {error.strerror}; set TMPDIR to one that can be written") from None
+    with temporary as name:
+        size = len(os.fsencode(Path(name, _LONGEST_SOCKET)))
+        if size > SOCKET_PATH_BYTES_MAX:
+            limit = f"{size} bytes, {SOCKET_PATH_BYTES_MAX} are possible"
+            raise DemoError(f"the path of a socket in {name} would have {limit}; set TMPDIR to a shorter path")
+        yield Path(name)
+
+
 def _require_engine() -> None:
     if not (_ROOT / "examples" / "llama_engine").is_dir():
-        raise DemoError("the example engine is not here; run it from a checkout: pip install -e '.[examples]'")
+        raise DemoError("the example engine is not here; run it from a checkout: make demo")
     missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
-        raise DemoError(f"the example engine needs {' and '.join(missing)}: pip install 'kvcached-daemon[examples]'")
+        raise DemoError(f"the example engine needs {' and '.join(missing)}: make env, or pip install {' '.join(missing)}")
 
 
 def _run(directory: Path, tp: int, console: Console) -> Report:
     generator = random.Random(0)  # noqa: S311 - tokens, not secrets
-    prompts = [generator.choices(range(_VOCAB_SIZE), k=_PROMPT_TOKENS) for _ in range(_PROMPT_COUNT)]
+    vocabulary = range(msgspec.json.decode((_ROOT / _MODEL / "config.json").read_bytes())["vocab_size"])
+    prompts = [generator.choices(vocabulary, k=_PROMPT_TOKENS) for _ in range(_PROMPT_COUNT)]
     rounds: dict[str, list[Answer]] = {}
 
     def ask(name: str, engine: _Program) -> None:
@@ -147,7 +192,7 @@ def _run(directory: Path, tp: int, console: Console) -> Report:
     with contextlib.ExitStack() as stack:
         with console.status("starting the daemon"):
             daemon = stack.enter_context(_daemon(directory, tp))
-        console.print(f"daemon ready, pid {daemon.process.pid}: {_SLOTS} slots, {tp} shards", highlight=False)
+        console.print(f"daemon ready, pid {daemon.process.pid}: {_SLOTS} slots, {_shards(tp)}", highlight=False)
         with contextlib.ExitStack() as first_life:
             with console.status("starting the engine"):
                 engine = first_life.enter_context(_engine(directory, tp))
@@ -183,7 +228,7 @@ class _Program:
         self._log_path = directory / f"{name}.log"
         with self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                [sys.executable, "-c", _BOUND_TO_PARENT, *arguments],
                 cwd=_ROOT,
                 env={**inherited, **environment},
                 stdin=subprocess.PIPE,
@@ -232,10 +277,8 @@ class _Program:
 def _daemon(directory: Path, tp: int) -> Iterator[_Program]:
     """A daemon with one replica for the demo's model, from ready to stopped."""
     (directory / "run").mkdir(mode=0o750)
-    (directory / "model").mkdir()
-    (directory / "model" / "config.json").write_bytes(msgspec.json.encode(_MODEL))
     config = directory / "kvcached.toml"
-    config.write_text(_CONFIG.format(run_dir=directory / "run", model=directory / "model", shards=tp))
+    config.write_text(_CONFIG.format(run_dir=directory / "run", model=_ROOT / _MODEL, shards=tp))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
         notices.bind(str(directory / "notify.sock"))
         arguments = ["kvcached", "serve", "--config", str(config)]
@@ -256,7 +299,7 @@ def _engine(directory: Path, tp: int) -> Iterator[_Program]:
     arguments = [
         *(f"{_ENGINE} serve --tp {tp} --chunk-tokens {_CHUNK_TOKENS}".split()),
         *("--run-dir", str(directory / "run")),
-        *("--model", str(directory / "model")),
+        *("--model", str(_MODEL)),
     ]
     program = _Program("engine", arguments, directory)
     try:
@@ -308,23 +351,20 @@ def _compare(name: str, answers: list[Answer], first: list[Answer]) -> Round:
 
 def _print_table(report: Report) -> None:
     table = Table(title=f"{_PROMPT_COUNT} prompts of {_PROMPT_TOKENS} tokens, one at a time, TP={report.tp}")
-    table.add_column("round", no_wrap=True)
-    table.add_column("first token", justify="right")
-    table.add_column("hit tokens", justify="right")
-    table.add_column("tokens equal")
-    table.add_column("logits equal")
+    for heading in ("round", "first token", "hit tokens", "tokens", "logits"):
+        table.add_column(heading, justify="right" if heading in {"first token", "hit tokens"} else "left", no_wrap=True)
     for each in report.rounds:
         table.add_row(
             each.name,
             "  ".join(f"{value:.0f} ms" for value in each.first_token_ms),
             "  ".join(str(value) for value in each.hit_tokens),
-            _yes(each.tokens_equal),
-            _yes(each.logits_equal),
+            "equal" if each.tokens_equal else "differ",
+            "equal" if each.logits_equal else "differ",
         )
     console = Console()
     console.print(table)
-    console.print(f"outputs identical: {_yes(report.outputs_identical)}", highlight=False)
+    console.print(f"outputs identical: {'yes' if report.outputs_identical else 'no'}", highlight=False)
 
 
-def _yes(value: object) -> str:
-    return "yes" if value else "no"
+def _shards(count: int) -> str:
+    return "1 shard" if count == 1 else f"{count} shards"

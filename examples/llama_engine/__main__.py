@@ -3,6 +3,9 @@
 The first line out is ``{"ready": true}``. A line in is an array of requests, which run together; the line out is the
 array of their results, or ``{"error": …}`` for a line that is no such array. Logits are reported as a digest: two
 digests are equal if every bit of every step's logits is.
+
+Exit status: 0 at the end of stdin, 1 if a shard died or the session was lost, 2 if model, shards or options do not fit
+the daemon's replica, 4 if no daemon answers, 130 after Ctrl-C. The reason is one line on stderr.
 """
 
 from __future__ import annotations
@@ -14,33 +17,57 @@ from pathlib import Path
 
 import msgspec
 
-from examples.llama_engine.config import EngineSettings, Limits
+from examples.llama_engine.config import EngineSettings, Limits, ModelError
 from examples.llama_engine.engine import Engine
 from examples.llama_engine.generation import GenerationRequest, GenerationResult, InvalidRequest
+from examples.llama_engine.shard_group import ShardDied
+from kvcached_client import BadRequest, KvcachedError, Refused, TransportError
 
 
-def main() -> None:
-    """Parse the command line and run the command."""
+def main() -> int:
+    """Parse the command line and run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m examples.llama_engine", description=__doc__)
     serve_parser = parser.add_subparsers(required=True, dest="command").add_parser("serve", help="answer JSON lines")
     serve_parser.add_argument("--run-dir", type=Path, help="the daemon's run directory (default: the daemon's default)")
     serve_parser.add_argument("--model", type=Path, required=True, help="directory: config.json [, *.safetensors]")
     serve_parser.add_argument("--replica", default="default", help="replica of the daemon (default: %(default)s)")
-    serve_parser.add_argument("--tp", type=int, default=1, help="shard processes (default: %(default)s)")
+    serve_parser.add_argument("--tp", type=_positive, default=1, help="shard processes (default: %(default)s)")
     serve_parser.add_argument("--seed", type=int, default=0, help="of random weights (default: %(default)s)")
-    serve_parser.add_argument("--chunk-tokens", type=int, default=Limits().chunk_tokens, help="(default: %(default)s)")
+    serve_parser.add_argument(
+        "--chunk-tokens", type=_positive, default=Limits().chunk_tokens, help="(default: %(default)s)"
+    )
     arguments = parser.parse_args()
     limits = Limits(chunk_tokens=arguments.chunk_tokens, step_tokens=2 * arguments.chunk_tokens + Limits().running_max)
-    serve(
-        EngineSettings(
-            model_dir=arguments.model,
-            run_dir=arguments.run_dir,
-            replica=arguments.replica,
-            tp=arguments.tp,
-            seed=arguments.seed,
-            limits=limits,
-        )
+    settings = EngineSettings(
+        model_dir=arguments.model,
+        run_dir=arguments.run_dir,
+        replica=arguments.replica,
+        tp=arguments.tp,
+        seed=arguments.seed,
+        limits=limits,
     )
+    try:
+        serve(settings)
+    except (ModelError, BadRequest, Refused) as error:
+        return _failed(error, 2)
+    except TransportError as error:
+        return _failed(error, 4)
+    except (KvcachedError, ShardDied) as error:
+        return _failed(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _failed(error: Exception, status: int) -> int:
+    sys.stderr.write(f"llama_engine: {error}\n")
+    return status
 
 
 def serve(settings: EngineSettings) -> None:
@@ -73,4 +100,4 @@ def _print(message: object) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -39,6 +39,14 @@ def test_verdict_is_open_without_a_target() -> None:
     assert (result.ok, result.target, result.ratio) == (None, None, 1.5)
 
 
+@pytest.mark.parametrize(("value", "ok"), [(2.0, True), (3.5, False), (5.0, False)])
+def test_verdict_on_two_targets_needs_both(value: float, ok: bool) -> None:
+    """A figure with two targets is good only where it meets both, and names both."""
+    targets = (Target("ratio", "<=", 2), Target("value", "<=", 3))
+    result = judge("suite", "metric", value, "us", floor=2.0, target=targets)
+    assert (result.ok, result.target) == (ok, "ratio <= 2 and value <= 3")
+
+
 def test_verdict_on_a_ratio_needs_a_floor() -> None:
     """A ratio that was not measured meets no target."""
     assert judge("suite", "metric", 3.0, "ms", target=Target("ratio", "<=", 9)).ok is False

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvcached_client import DaemonUnreachable, DeadlineExceeded, ErrorCode, Fault, Refused, RequestError
+from kvcached_client import (
+    DaemonUnreachable,
+    DeadlineExceeded,
+    ErrorCode,
+    Fault,
+    Refused,
+    RequestError,
+    SessionGrant,
+    attach,
+    map_pool,
+)
 from kvcached_client.attach import identify
 from kvcached_client.attach_protocol import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
@@ -71,6 +83,43 @@ def test_identify_sends_its_own_pidfd(listen: Callable[[Behaviour], Path]) -> No
     ((request, (info,)),) = seen
     assert request == Identify(client="test")
     assert f"Pid:\t{os.getpid()}\n" in info
+
+
+def test_nothing_is_said_to_another_users_socket(
+    listen: Callable[[Behaviour], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever made the run directory first gets no message and no descriptor, unless it is root or the same user."""
+    said: list[object] = []
+    hung_up = threading.Event()
+
+    def behave(_: socket.socket, data: bytes, descriptors: list[int]) -> None:
+        said.extend([data, descriptors])
+        hung_up.set()
+
+    monkeypatch.setattr(attach, "_peer_user", lambda _: os.geteuid() + 1)
+    directory = listen(behave)
+    with pytest.raises(Refused, match=rf"belongs to user {os.geteuid() + 1}, and not to root or user {os.geteuid()}"):
+        identify(directory, deadline_ms=5000)
+    with pytest.raises(Refused) as caught:
+        map_pool(SessionGrant(id=1, token=b"t" * 32, run_dir=str(directory)), deadline_ms=5000)
+    assert caught.value.code == ErrorCode.UNAUTHENTICATED
+    assert hung_up.wait(20)
+    assert said == [b"", []]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_socket_is_told_by_the_kernel(run_dir: Path) -> None:
+    """The peer's user is the kernel's word: a listener of another user is refused, for a directory proves nothing."""
+    code = (
+        "import os, socket, sys; listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
+        "listener.bind(sys.argv[1]); os.setuid(65534); listener.listen(); print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(run_dir / "attach.sock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(Refused, match="belongs to user 65534"):
+            identify(run_dir, deadline_ms=5000)
 
 
 def test_refusal_raises_what_the_daemon_says(listen: Callable[[Behaviour], Path]) -> None:

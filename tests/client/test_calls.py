@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +32,6 @@ from kvcached_client import (
 from kvcached_client.errors import request_error
 from kvcached_client.protocol import (
     Acquire,
-    Acquired,
     Bye,
     CheckReport,
     Description,
@@ -40,7 +40,6 @@ from kvcached_client.protocol import (
     Hello,
     Match,
     Matched,
-    Release,
     Request,
     StatsReport,
     error_reply,
@@ -95,7 +94,7 @@ def test_connect_raises_what_the_daemon_says(daemon: FakeDaemon, connect: Connec
 
 def test_connect_without_daemon_is_unreachable(run_dir: Path) -> None:
     """Where nothing listens, the error says so, and which path was tried."""
-    with pytest.raises(DaemonUnreachable, match=str(run_dir)):
+    with pytest.raises(DaemonUnreachable, match=f"no socket {run_dir}"):
         Client.connect(run_dir)
 
 
@@ -148,32 +147,6 @@ def test_late_reply_answers_no_other_request(daemon: FakeDaemon, connect: Connec
             client.match(chain)
     daemon.script = None
     assert client.match(chain) == 2
-
-
-def test_late_grant_is_given_back(daemon: FakeDaemon, connect: Connect) -> None:
-    """Slots granted after the caller stopped waiting are released before its next request."""
-    client = connect(deadline_ms=250)
-    held_back: list[int] = []
-
-    def script(request: Request, frames: list[bytes]) -> tuple[Header, list[bytes]] | None:
-        if isinstance(request, Acquire):
-            held_back.append(request.id)
-            return SILENCE, []
-        if isinstance(request, Match) and held_back:
-            return Acquired(id=held_back.pop(), lease=7, hit=0), [b"", b""]
-        return None
-
-    daemon.script = script
-    chain = client.chain(range(8))
-    with pytest.raises(DeadlineExceeded):
-        client.acquire("a", chain)
-    with pytest.raises(DeadlineExceeded):
-        client.match(chain)
-    assert daemon.of(Release) == []
-    assert client.match(chain) == 2
-    (release,) = daemon.of(Release)
-    assert isinstance(release, Release)
-    assert (release.lease, release.reply) == (7, False)
 
 
 def test_waiting_call_ends_when_the_daemon_dies(daemon: FakeDaemon, connect: Connect) -> None:
@@ -373,7 +346,15 @@ def test_admin_asks_without_a_session(daemon: FakeDaemon) -> None:
     assert len(daemon.requests) == 4
 
 
-def test_admin_without_daemon_is_unreachable(run_dir: Path) -> None:
-    """A question that nobody took says that nobody is there, not that an answer is late."""
-    with Admin.connect(run_dir, deadline_ms=250) as admin, pytest.raises(DaemonUnreachable, match="running"):
-        admin.stats()
+def test_without_a_socket_nothing_waits(daemon: FakeDaemon, run_dir: Path) -> None:
+    """Where there is no socket, or nobody behind it, a connect says so and does not wait for its deadline."""
+    rpc = run_dir / "rpc.sock"
+    rpc.unlink()
+    for connect in (Admin.connect, Client.connect):
+        with pytest.raises(DaemonUnreachable, match=f"no socket {rpc}; is the daemon running"):
+            connect(run_dir, deadline_ms=3_600_000)
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(rpc))
+    for connect in (Admin.connect, Client.connect):
+        with pytest.raises(DaemonUnreachable, match=f"{rpc}: Connection refused; is the daemon running"):
+            connect(run_dir, deadline_ms=3_600_000)

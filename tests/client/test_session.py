@@ -19,7 +19,7 @@ from kvcached_client.protocol import (
     encode,
 )
 from kvcached_client.session import PENDING_MAX, Answer, ClientSession
-from kvcached_client.types import RequestId
+from kvcached_client.types import LeaseId, RequestId
 
 KEY = b"k" * 16
 
@@ -95,14 +95,15 @@ def test_session_expires_only_what_is_due_and_unanswered() -> None:
 
 
 def test_session_late_grant_is_an_orphan() -> None:
-    """A lease granted to an acquire that was given up is handed out once, to be released."""
+    """A lease granted to an acquire that was given up is to be released, until that is done."""
     session = ClientSession()
     request = acquire_request(session)
     session.send(request, (KEY,), deadline_ns=10)
     session.expire(10)
     session.receive(reply(Acquired(id=request.id, lease=7, hit=0), b"", b""))
-    assert session.take_orphans() == [7]
-    assert session.take_orphans() == []
+    assert session.orphans() == session.orphans() == [7]
+    session.drop_orphan(LeaseId(7))
+    assert session.orphans() == []
 
 
 def test_session_grant_that_came_before_abandoning_is_an_orphan() -> None:
@@ -112,7 +113,7 @@ def test_session_grant_that_came_before_abandoning_is_an_orphan() -> None:
     session.send(request, (KEY,), deadline_ns=10)
     session.receive(reply(Acquired(id=request.id, lease=7, hit=0), b"", b""))
     session.abandon(RequestId(request.id))
-    assert session.take_orphans() == [7]
+    assert session.orphans() == [7]
 
 
 def test_session_late_grant_is_no_orphan_when_asked_for_again() -> None:
@@ -124,8 +125,43 @@ def test_session_late_grant_is_no_orphan_when_asked_for_again() -> None:
     session.send(second, (KEY,), deadline_ns=20)
     session.receive(reply(Acquired(id=first.id, lease=7, hit=0), b"", b""))
     session.receive(reply(Acquired(id=second.id, lease=7, hit=0), b"", b""))
+    assert session.orphans() == []
     assert session.take(RequestId(second.id)) is not None
-    assert session.take_orphans() == []
+    assert session.orphans() == []
+
+
+def test_session_grant_that_comes_after_its_repetitions_is_no_orphan() -> None:
+    """Whichever of two replies comes first: the lease is the caller's, and a different one is not."""
+    session = ClientSession()
+    first, second = acquire_request(session), acquire_request(session)
+    for request in (first, second):
+        session.send(request, (KEY,), deadline_ns=10)
+        session.expire(10)
+    repetition = acquire_request(session)
+    session.send(repetition, (KEY,), deadline_ns=20)
+    session.receive(reply(Acquired(id=repetition.id, lease=7, hit=0), b"", b""))
+    assert session.take(RequestId(repetition.id)) is not None
+    session.receive(reply(Acquired(id=first.id, lease=7, hit=0), b"", b""))
+    assert session.orphans() == []
+    session.receive(reply(Acquired(id=second.id, lease=6, hit=0), b"", b""))
+    assert session.orphans() == [6]
+
+
+def test_session_late_grant_is_an_orphan_when_its_repetition_is_refused() -> None:
+    """A repetition with other tokens gets an error, so nobody holds the late lease, and it must be released."""
+    session = ClientSession()
+    first, second = acquire_request(session), acquire_request(session)
+    session.send(first, (KEY,), deadline_ns=10)
+    session.expire(10)
+    session.send(second, (KEY,), deadline_ns=20)
+    session.receive(reply(Acquired(id=first.id, lease=7, hit=0), b"", b""))
+    conflict = ErrorReply(
+        id=second.id, code=ErrorCode.REQUEST_CONFLICT, fault=Fault.CALLER, message="other tokens", fix="another name"
+    )
+    session.receive(reply(conflict))
+    assert session.orphans() == []
+    assert session.take(RequestId(second.id)) == Answer(conflict, [])
+    assert session.orphans() == [7]
 
 
 def test_session_request_can_be_sent_again_after_it_was_abandoned() -> None:
@@ -200,8 +236,15 @@ def test_session_refuses_a_reply_with_missing_frames() -> None:
         (Match(id=1, epoch=1, tokens=8), (KEY * (BLOCKS_PER_MESSAGE_MAX + 1),)),
         (Acquire(id=1, epoch=1, request="", tokens=8), (KEY,)),
         (Acquire(id=1, epoch=1, request="n" * 257, tokens=8), (KEY,)),
+        (Acquire(id=1, epoch=1, request="\ud800", tokens=8), (KEY,)),
+        (Acquire(id=1, epoch=1 << 63, request="r", tokens=8), (KEY,)),
+        (Acquire(id=1, epoch=1 << 64, request="r", tokens=8), (KEY,)),
+        (Acquire(id=1, epoch=1, request="r", tokens=object()), (KEY,)),  # type: ignore[arg-type]
     ],
-    ids=["tokens", "no keys", "ragged keys", "too many keys", "no name", "long name"],
+    ids=[
+        *("tokens", "no keys", "ragged keys", "too many keys", "no name", "long name", "name that is no text"),
+        *("64 bits", "65 bits", "no number"),
+    ],
 )
 def test_session_refuses_what_the_daemon_would_refuse(request_: Match | Acquire, frames: tuple[bytes, ...]) -> None:
     """A request outside the protocol's limits fails here and is not pending."""

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
+import select
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,12 +23,12 @@ from kvcached import demo
 def test_demo_without_torch_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where torch is missing nothing is started, and the message names the extra that brings it."""
+    """Where torch is missing nothing is started, and the message says how to get it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else object())
     assert demo.run_demo(json_output=True) == 3
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "pip install 'kvcached-daemon[examples]'" in printed.err.replace("\n", " ")
+    assert "make env, or pip install torch" in printed.err.replace("\n", " ")
 
 
 def test_demo_without_the_examples_says_where_they_are(
@@ -37,6 +44,98 @@ def test_demo_never_imports_torch() -> None:
     """The demo's own process stays without torch: the engine is a program of its own."""
     code = "import sys, kvcached.demo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_demo_in_too_deep_a_directory_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Where sockets would have paths too long for the kernel nothing is started, and the message names TMPDIR."""
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+
+    assert demo.run_demo(json_output=True) == 3
+    assert "set TMPDIR to a shorter path" in capsys.readouterr().err.replace("\n", " ")
+    assert list(deep.iterdir()) == []
+
+
+def test_demo_without_a_temporary_directory_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Where no temporary directory can be made nothing is started, and the message names TMPDIR."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+
+    assert demo.run_demo(json_output=True) == 3
+    assert "TMPDIR" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_demo_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With times of ten seconds and more, 80 columns show every cell of the final table in one line per round."""
+    monkeypatch.setenv("COLUMNS", "80")
+    rounds = [
+        demo.Round("restarted, warm", [12345.6, 23456.7], [1024, 1024], tokens_equal=False, logits_equal=False)
+    ] * 3
+
+    demo._print_table(demo.Report(2, [1025, 1025], 16, 1.0, rounds, outputs_identical=False))
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if "restarted, warm" in line]
+    assert len(lines) == 3
+    assert all("12346 ms  23457 ms" in line and line.count("differ") == 2 for line in lines)
+    assert all(len(line) <= 80 for line in lines)
+
+
+@contextmanager
+def demo_with_daemon() -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+    """A demo whose daemon is ready: the demo, the daemon's pid, and the folder that holds its temporary directory."""
+    pytest.importorskip("torch")
+    with (
+        tempfile.TemporaryDirectory() as directory,  # a short path, for the sockets
+        subprocess.Popen(
+            [sys.executable, "-m", "kvcached", "demo", "--tp", "1", "--json"],
+            env={**os.environ, "TMPDIR": directory},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        assert process.stderr is not None
+        try:
+            said = process.stderr.readline()
+            ready = re.fullmatch(r"daemon ready, pid (\d+): 256 slots, 1 shard\n", said)
+            assert ready is not None, said
+            yield process, int(ready[1]), Path(directory)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda value: value
+)
+def test_demo_ended_by_a_signal_leaves_nothing(number: signal.Signals, status: int) -> None:
+    """A signal that ends the demo ends its daemon and workers first and removes its files; the status names it."""
+    with demo_with_daemon() as (process, daemon, directory):
+        family = [daemon, *map(int, Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split())]
+        assert len(family) == 2
+
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+
+        assert (process.returncode, [pid for pid in family if Path(f"/proc/{pid}").exists()]) == (status, [])
+        assert list(directory.iterdir()) == []
+        assert "Traceback" not in said
+
+
+def test_demo_that_is_killed_takes_its_daemon_along() -> None:
+    """A demo that gets a SIGKILL leaves no daemon behind: the kernel tells the daemon to end."""
+    with demo_with_daemon() as (process, daemon, _):
+        pidfd = os.pidfd_open(daemon)
+        process.kill()
+        readable, _, _ = select.select([pidfd], [], [], 30)
+        os.close(pidfd)
+
+        assert readable
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -30,7 +31,7 @@ GOOD = str(ROOT / "configs/cpu-tp2.toml")
 LAYOUT = Layout(
     block_size=16, shards=2, groups=(KvGroup(layers=1, kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32"),)
 )
-REPLIES = {
+REPLIES: dict[str, Any] = {
     "health": HealthReport(id=1, ok=True, parts=(HealthPart(part="default/acquire", ok=True),)),
     "check": CheckReport(id=1, ok=True, violations=()),
     "stats": StatsReport(
@@ -129,17 +130,40 @@ def test_cli_prints_a_reply_as_json(command: str, fake_admin: type[FakeAdmin]) -
     [
         ("health", ["ok    default/acquire"]),
         ("check", ["no violations"]),
-        ("stats", ["cached blocks: 3", "default", "requests"]),
-        ("describe", [f"version: {VERSION}", LAYOUT.fingerprint(), "header_bytes"]),
+        ("stats", ["cached blocks: 3\n", "replica default\n", "session:   1\n", "free:      5\n", "requests: 4\n"]),
+        ("describe", [f"version:      {VERSION}", LAYOUT.fingerprint(), "header_bytes: 16384\n"]),
     ],
 )
 def test_cli_prints_a_reply_for_people(command: str, expected: list[str], fake_admin: type[FakeAdmin]) -> None:
-    """Without --json a command prints the same in words and tables."""
+    """Without --json a command prints the same for people."""
     fake_admin.reply = REPLIES[command]
 
     result = run(command)
 
     assert [text for text in expected if text not in result.stdout] == []
+
+
+@pytest.mark.parametrize("command", ["stats", "describe"])
+def test_cli_cuts_nothing_at_80_columns(
+    command: str, fake_admin: type[FakeAdmin], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every name and value of a report is in a line that 80 columns hold, however large the figures are."""
+    large = (1 << 63) - 1
+    pool = msgspec.structs.replace(REPLIES["stats"].pools[0], slots=large, states={"quarantined": large}, leases=large)
+    replica = msgspec.structs.replace(
+        REPLIES["describe"].replicas[0], name="r" * 32, slots=large, bytes_per_block=large
+    )
+    large_replies = {
+        "stats": msgspec.structs.replace(REPLIES["stats"], pools=(pool,), counters={"errors_unknown_session": large}),
+        "describe": msgspec.structs.replace(REPLIES["describe"], replicas=(replica,)),
+    }
+    monkeypatch.setenv("COLUMNS", "80")
+    fake_admin.reply = large_replies[command]
+
+    lines = run(command).stdout.splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert sum(str(large) in line for line in lines) == {"stats": 4, "describe": 2}[command]
 
 
 @pytest.mark.parametrize(
@@ -264,6 +288,35 @@ def test_cli_version_imports_neither_client_nor_configuration() -> None:
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
 
     assert result.stdout.split("\n")[:2] == [VERSION, "[]"]
+
+
+def test_cli_has_the_option_version() -> None:
+    """`kvcached --version` prints what `kvcached version` prints."""
+    assert run("--version").stdout == run("version").stdout == f"{VERSION}\n"
+
+
+@pytest.mark.parametrize("module", ["click", "pydantic", "kvcached.daemon"])
+def test_cli_interrupted_exits_with_130(module: str, tmp_path: Path) -> None:
+    """Ctrl-C while the command is still being imported, and later, ends it with 130 and without a traceback."""
+    code = f"""
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv[1:] = ["serve", "--config", {GOOD!r}, "--run-dir", {str(tmp_path / "run")!r}]
+from kvcached.__main__ import run
+run()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=clean_environment(), capture_output=True, timeout=30, check=False
+    )
+
+    assert (result.returncode, result.stdout, result.stderr) == (ExitCode.INTERRUPTED, b"", b"")
+    assert not (tmp_path / "run").exists()
 
 
 def test_cli_help_shows_defaults_and_variables() -> None:

@@ -7,6 +7,8 @@ import pytest
 from click.core import Group
 
 from kvcached.cli import ExitCode, main
+from kvcached.core.states import SlotState
+from kvcached_client.protocol import PoolStats
 from tests.project.source_tree import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -72,6 +74,17 @@ def test_cli_document_and_help_agree_on_exit_codes() -> None:
     assert rows == {str(code.value): code.meaning for code in ExitCode}
     for command in [main, *main.commands.values()]:
         assert all(f"{code.value}  {code.meaning}" in (command.epilog or "") for code in ExitCode)
+
+
+def test_cli_document_explains_everything_that_stats_print() -> None:
+    """docs/cli.md explains each field of a pool, each state of a slot and each counter that the core keeps."""
+    explained = {name for row in tables(ROOT / "docs/cli.md") for name in row[0].split(", ")}
+    sources = "".join(path.read_text() for path in (ROOT / "kvcached").rglob("*.py"))
+    counters = set(re.findall(r'counters\["(\w+)"\]', sources))
+    fields = set(PoolStats.__struct_fields__) - {"replica", "states"}
+
+    assert counters
+    assert (counters | fields | {state.name.lower() for state in SlotState}) - explained == set()
 
 
 def test_changelog_has_a_section_for_what_comes() -> None:

@@ -31,11 +31,11 @@ def unit() -> dict[str, str]:
     return dict(parser["Service"])
 
 
-def test_service_keeps_workers_when_the_daemon_dies() -> None:
-    """The unit kills the daemon alone and keeps the run directory over a restart, for workers outlive a crash."""
+def test_service_stops_the_daemon_first_and_leaves_nobody() -> None:
+    """The unit asks the daemon alone to stop, kills what is left after it, and keeps the epoch over a restart."""
     service = unit()
 
-    assert (service["KillMode"], service["RuntimeDirectoryPreserve"]) == ("process", "restart")
+    assert (service["KillMode"], service["RuntimeDirectoryPreserve"]) == ("mixed", "restart")
     assert (service["Type"], service["OOMPolicy"]) == ("notify", "continue")
 
 
