@@ -175,7 +175,8 @@ def _require_engine() -> None:
         raise DemoError("the example engine is not here; run it from a checkout: make demo")
     missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
-        raise DemoError(f"the example engine needs {' and '.join(missing)}: make env, or pip install {' '.join(missing)}")
+        fix = f"make env, or pip install {' '.join(missing)}"
+        raise DemoError(f"the example engine needs {' and '.join(missing)}: {fix}")
 
 
 def _run(directory: Path, tp: int, console: Console) -> Report:

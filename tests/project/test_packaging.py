@@ -31,11 +31,11 @@ def unit() -> dict[str, str]:
     return dict(parser["Service"])
 
 
-def test_service_stops_the_daemon_first_and_leaves_nobody() -> None:
-    """The unit asks the daemon alone to stop, kills what is left after it, and keeps the epoch over a restart."""
+def test_service_stops_the_daemon_alone() -> None:
+    """The unit asks the daemon alone to stop, which ends its workers, and keeps the epoch over a restart."""
     service = unit()
 
-    assert (service["KillMode"], service["RuntimeDirectoryPreserve"]) == ("mixed", "restart")
+    assert (service["KillMode"], service["RuntimeDirectoryPreserve"]) == ("process", "restart")
     assert (service["Type"], service["OOMPolicy"]) == ("notify", "continue")
 
 
