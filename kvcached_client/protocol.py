@@ -10,14 +10,12 @@ keys (16 bytes a block), slot ranges (int32 pairs) and tokens (int32), little-en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Final
 
 import msgspec
 
 from kvcached_client.errors import ErrorCode, Fault, RequestError, request_error
 from kvcached_client.layout import Layout
-from kvcached_client.types import KEY_SIZE_BYTES
 
 PROTOCOL_VERSION: Final = 1
 #: A daemon speaks its own version and the one before; a client offers a range in `Hello`.
@@ -317,39 +315,6 @@ Reply = (
     | ErrorReply
 )
 
-#: Frames after the header, as (least, most), by request type. Anything else is `bad_frames`.
-REQUEST_FRAMES: Final[dict[type[Header], tuple[int, int]]] = {
-    Hello: (0, 0),
-    Match: (1, 1),
-    Acquire: (1, 1),
-    Allocate: (0, 0),
-    Commit: (2, 3),
-    Release: (0, 3),
-    Heartbeat: (0, 0),
-    Bye: (0, 0),
-    Stats: (0, 0),
-    Health: (0, 0),
-    Check: (0, 0),
-    Describe: (0, 0),
-}
-
-#: Frames after the header of a reply, by its type.
-REPLY_FRAMES: Final[dict[type[Header], int]] = {
-    Welcome: 0,
-    Matched: 0,
-    Acquired: 2,
-    Allocated: 1,
-    Committed: 0,
-    Released: 0,
-    Alive: 0,
-    Goodbye: 0,
-    StatsReport: 0,
-    HealthReport: 0,
-    CheckReport: 0,
-    Description: 0,
-    ErrorReply: 0,
-}
-
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -426,33 +391,3 @@ def raise_for_error(reply: Reply) -> Reply:
     if isinstance(reply, ErrorReply):
         raise request_error(reply.code, reply.message, reply.fix)
     return reply
-
-
-def check_frames(request: Request, frames: Sequence[bytes | memoryview]) -> None:
-    """Refuse frames whose number or sizes do not fit the verb.
-
-    Raises:
-        BadRequest: `bad_frames` or `oversize`.
-    """
-    least, most = REQUEST_FRAMES[type(request)]
-    count = len(frames)
-    if not least <= count <= most or (count == 1 and type(request) is Release):
-        raise request_error(
-            ErrorCode.BAD_FRAMES,
-            f"{count} frames after the header",
-            f"this verb takes {least} to {most}; see docs/protocol.md",
-        )
-    for frame in frames:
-        if len(frame) > FRAME_SIZE_BYTES_MAX:
-            raise request_error(ErrorCode.OVERSIZE, f"frame of {len(frame)} bytes", f"at most {FRAME_SIZE_BYTES_MAX}")
-    if count:
-        keys_size = len(frames[0])
-        if keys_size % KEY_SIZE_BYTES or keys_size > BLOCKS_PER_MESSAGE_MAX * KEY_SIZE_BYTES:
-            raise request_error(
-                ErrorCode.BAD_FRAMES,
-                f"keys frame of {keys_size} bytes",
-                f"a multiple of {KEY_SIZE_BYTES}, at most {BLOCKS_PER_MESSAGE_MAX} keys",
-            )
-    for frame, unit in zip(frames[1:], (8, 4), strict=False):
-        if len(frame) % unit:
-            raise request_error(ErrorCode.BAD_FRAMES, f"frame of {len(frame)} bytes", f"a multiple of {unit} bytes")

@@ -15,16 +15,15 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.frames import REPLY_FRAMES, check_frames
 from kvcached_client.protocol import (
     FRAME_COUNT_MAX,
-    REPLY_FRAMES,
     Acquire,
     Acquired,
     Heartbeat,
     Release,
     Reply,
     Request,
-    check_frames,
     decode_reply,
     decode_request,
     encode,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.frames import check_frames
 from kvcached_client.protocol import (
     FRAME_COUNT_MAX,
     ErrorReply,
     Request,
-    check_frames,
     decode_request,
     error_reply,
     salvage_id,

@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 
 from kvcached_client.attach_protocol import AttachReply, AttachRequest, decode_attach_reply, decode_attach_request
 from kvcached_client.errors import BadRequest, ErrorCode
+from kvcached_client.frames import REQUEST_FRAMES, check_frames
 from kvcached_client.protocol import (
     BLOCKS_PER_MESSAGE_MAX,
     FRAME_SIZE_BYTES_MAX,
     HEADER_SIZE_BYTES_MAX,
-    REQUEST_FRAMES,
     Commit,
     Match,
     Release,
     Reply,
     Request,
     Stats,
-    check_frames,
     decode_reply,
     decode_request,
     salvage_id,

@@ -27,9 +27,9 @@ from kvcached_client.attach_protocol import (
     encode_attach,
 )
 from kvcached_client.errors import ErrorCode, Fault
+from kvcached_client.frames import REPLY_FRAMES, check_frames
 from kvcached_client.layout import KvGroup, Layout
 from kvcached_client.protocol import (
-    REPLY_FRAMES,
     Acquire,
     Acquired,
     Alive,
@@ -61,7 +61,6 @@ from kvcached_client.protocol import (
     Stats,
     StatsReport,
     Welcome,
-    check_frames,
     decode_reply,
     decode_request,
     encode,

@@ -1,0 +1,103 @@
+"""How many frames follow a header, and how large they may be, by verb."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol import (
+    BLOCKS_PER_MESSAGE_MAX,
+    FRAME_SIZE_BYTES_MAX,
+    Acquire,
+    Acquired,
+    Alive,
+    Allocate,
+    Allocated,
+    Bye,
+    Check,
+    CheckReport,
+    Commit,
+    Committed,
+    Describe,
+    Description,
+    ErrorReply,
+    Goodbye,
+    Header,
+    Health,
+    HealthReport,
+    Heartbeat,
+    Hello,
+    Match,
+    Matched,
+    Release,
+    Released,
+    Request,
+    Stats,
+    StatsReport,
+    Welcome,
+)
+from kvcached_client.types import KEY_SIZE_BYTES
+
+#: Frames after the header, as (least, most), by request type. Anything else is `bad_frames`.
+REQUEST_FRAMES: Final[dict[type[Header], tuple[int, int]]] = {
+    Hello: (0, 0),
+    Match: (1, 1),
+    Acquire: (1, 1),
+    Allocate: (0, 0),
+    Commit: (2, 3),
+    Release: (0, 3),
+    Heartbeat: (0, 0),
+    Bye: (0, 0),
+    Stats: (0, 0),
+    Health: (0, 0),
+    Check: (0, 0),
+    Describe: (0, 0),
+}
+
+#: Frames after the header of a reply, by its type.
+REPLY_FRAMES: Final[dict[type[Header], int]] = {
+    Welcome: 0,
+    Matched: 0,
+    Acquired: 2,
+    Allocated: 1,
+    Committed: 0,
+    Released: 0,
+    Alive: 0,
+    Goodbye: 0,
+    StatsReport: 0,
+    HealthReport: 0,
+    CheckReport: 0,
+    Description: 0,
+    ErrorReply: 0,
+}
+
+
+def check_frames(request: Request, frames: Sequence[bytes | memoryview]) -> None:
+    """Refuse frames whose number or sizes do not fit the verb.
+
+    Raises:
+        BadRequest: `bad_frames` or `oversize`.
+    """
+    least, most = REQUEST_FRAMES[type(request)]
+    count = len(frames)
+    if not least <= count <= most or (count == 1 and type(request) is Release):
+        raise request_error(
+            ErrorCode.BAD_FRAMES,
+            f"{count} frames after the header",
+            f"this verb takes {least} to {most}; see docs/protocol.md",
+        )
+    for frame in frames:
+        if len(frame) > FRAME_SIZE_BYTES_MAX:
+            raise request_error(ErrorCode.OVERSIZE, f"frame of {len(frame)} bytes", f"at most {FRAME_SIZE_BYTES_MAX}")
+    if count:
+        keys_size = len(frames[0])
+        if keys_size % KEY_SIZE_BYTES or keys_size > BLOCKS_PER_MESSAGE_MAX * KEY_SIZE_BYTES:
+            raise request_error(
+                ErrorCode.BAD_FRAMES,
+                f"keys frame of {keys_size} bytes",
+                f"a multiple of {KEY_SIZE_BYTES}, at most {BLOCKS_PER_MESSAGE_MAX} keys",
+            )
+    for frame, unit in zip(frames[1:], (8, 4), strict=False):
+        if len(frame) % unit:
+            raise request_error(ErrorCode.BAD_FRAMES, f"frame of {len(frame)} bytes", f"a multiple of {unit} bytes")
