@@ -7,6 +7,7 @@ them in `pop`, so that nothing is ever scanned.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
@@ -22,6 +23,9 @@ class EvictionPolicy(Protocol):
     def pop(self) -> Segment | None:
         """The next victim, removed from the order; None when no tail is evictable."""
 
+    def touch(self, segment: Segment) -> None:
+        """The segment was used now: `last_used` is the newest of the pool. It may not be a tail."""
+
     def remove(self, segment: Segment) -> None:
         """The segment has left the pool."""
 
@@ -29,39 +33,56 @@ class EvictionPolicy(Protocol):
         """Forget everything: the pool was reset."""
 
 
-#: Entries of segments that are gone are few enough below this not to be looked for.
-_GONE_MIN = 64
+#: Outdated entries are few enough below this not to be looked for.
+_OUTDATED_MIN = 64
 
 
 class LeastRecentlyUsed:
-    """The tail that was touched longest ago. O(log tails) a call.
+    """The tail that was touched longest ago.
 
-    A segment has at most one entry. A touch does not move it: an entry whose stamp is out of date is filed again when
-    it comes to the top.
+    Tails become evictable mostly as the newest (a request ends) or as the oldest (an eviction lays a parent bare): they
+    stand in a queue, O(1). One that belongs somewhere between waits in a heap beside it, O(log n). An entry has the
+    stamp that it was filed under; one whose stamp or segment is outdated is dropped or filed again when its turn comes.
     """
 
-    __slots__ = ("_gone", "_heap", "_number")
+    __slots__ = ("_between", "_newest", "_number", "_outdated", "_queue")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Segment]] = []
-        self._gone = 0  #: entries of segments that have left the pool
-        self._number = 0  #: breaks ties in the order of arrival, so that segments are never compared
+        self._queue: OrderedDict[Segment, int] = OrderedDict()  #: stamps, oldest first
+        self._between: list[tuple[int, int, Segment]] = []  #: heap of (stamp, number, segment)
+        self._newest = 0  #: stamp of the last in the queue, or of one that was
+        self._number = 0  #: breaks ties in the heap, so that segments are never compared
+        self._outdated = 0  #: entries of the heap whose segment has left it
 
     def add(self, segment: Segment) -> None:
         """File a tail under its last use."""
-        if not segment.queued:
-            segment.queued = True
+        if segment.queued:
+            return
+        segment.queued = True
+        stamp, queue = segment.last_used, self._queue
+        oldest = next(iter(queue.values()), stamp)
+        if stamp >= self._newest:
+            self._newest = stamp
+            queue[segment] = stamp
+        elif stamp <= oldest:
+            queue[segment] = stamp
+            queue.move_to_end(segment, last=False)
+        else:
             self._number += 1
-            heappush(self._heap, (segment.last_used, self._number, segment))
+            heappush(self._between, (stamp, self._number, segment))
 
     def pop(self) -> Segment | None:
         """The least recently used evictable tail."""
-        heap = self._heap
-        while heap:
-            stamp, _, segment = heappop(heap)
-            if not segment.queued:
-                self._gone -= 1
-                continue
+        queue, between = self._queue, self._between
+        while queue or between:
+            segment = next(iter(queue), None)
+            if segment is None or (between and between[0][0] < queue[segment]):
+                stamp, _, segment = heappop(between)
+                if not segment.queued or segment in queue:
+                    self._outdated = max(self._outdated - 1, 0)
+                    continue
+            else:
+                stamp = queue.pop(segment)
             segment.queued = False
             if segment.resident_children or segment.length <= segment.protected:
                 continue  # no tail any more; the tree adds it again when it becomes one
@@ -70,20 +91,32 @@ class LeastRecentlyUsed:
             self.add(segment)
         return None
 
+    def touch(self, segment: Segment) -> None:
+        """Move its entry to the end, if it has one."""
+        if segment.queued:
+            self._outdated += segment not in self._queue
+            self._newest = self._queue[segment] = segment.last_used
+            self._queue.move_to_end(segment)
+
     def remove(self, segment: Segment) -> None:
-        """Leave its entry to be dropped in `pop`; when most entries are such, drop them all."""
+        """Forget its entry, if it has one."""
         if not segment.queued:
             return
         segment.queued = False
-        self._gone += 1
-        if self._gone > _GONE_MIN and self._gone * 2 > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2].queued]
-            heapify(self._heap)
-            self._gone = 0
+        if self._queue.pop(segment, None) is None:
+            self._outdated += 1
+            if self._outdated > max(_OUTDATED_MIN, len(self._between) // 2):
+                self._sweep()
 
     def clear(self) -> None:
         """Forget every entry."""
-        for _, _, segment in self._heap:
+        for segment in (*self._queue, *(entry[2] for entry in self._between)):
             segment.queued = False
-        self._heap.clear()
-        self._gone = 0
+        self._queue.clear()
+        self._between.clear()
+        self._outdated = 0
+
+    def _sweep(self) -> None:
+        self._between = [entry for entry in self._between if entry[2].queued and entry[2] not in self._queue]
+        heapify(self._between)
+        self._outdated = 0

@@ -132,9 +132,10 @@ class PrefixTree:
 
     def touch(self, run: Run, pool: int) -> None:
         """The path down to `run` was used now. Its ancestors learn of it when they become tails themselves."""
-        owner = self.pools[pool]
+        owner, segment = self.pools[pool], _resident(run, pool)
         owner.clock += 1
-        _resident(run, pool).last_used = owner.clock
+        segment.last_used = owner.clock
+        self.policies[pool].touch(segment)
 
     def _reprotect(self, segment: Segment, pool: int) -> None:
         """Carry a change of pins up, as far as it changes anything."""
