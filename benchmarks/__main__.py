@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from rich.console import Console
@@ -33,12 +34,21 @@ def main(arguments: list[str] | None = None) -> None:
         help=f"interleaved rounds of each suite, at least {ROUNDS_MIN} (default: {ROUNDS_DEFAULT})",
     )
     options = parser.parse_args(arguments)
-    results = (result for name in options.suites for result in load_suite(name)(options.rounds))
+    results = _measure(options.suites, options.rounds)
     if options.json:
         for result in results:
             print(msgspec.json.encode(result).decode(), flush=True)
     else:
         Console().print(_table(results))
+
+
+def _measure(suites: list[str], rounds: int) -> Iterator[Result]:
+    """Results as they come; how far it is goes to stderr, for a suite may take minutes."""
+    for suite in suites:
+        print(f"suite {suite}: building", file=sys.stderr, flush=True)
+        for result in load_suite(suite)(rounds):
+            print(f"suite {suite}: {result.metric} done", file=sys.stderr, flush=True)
+            yield result
 
 
 def _suite(text: str) -> str:
@@ -55,7 +65,7 @@ def _rounds(text: str) -> int:
 
 
 def _table(results: Iterable[Result]) -> Table:
-    table = Table(Column("metric", no_wrap=True), "value", "unit", "floor", "ratio", "target", "")
+    table = Table(Column("metric", no_wrap=True, min_width=34), "value", "unit", "floor", "ratio", "target", "")
     for result in results:
         verdict = {True: "[green]ok[/]", False: "[red]missed[/]", None: ""}[result.ok]
         numbers = ["" if number is None else f"{number:.4g}" for number in (result.value, result.floor, result.ratio)]

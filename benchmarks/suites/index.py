@@ -18,8 +18,6 @@ from benchmarks.timing import ROUNDS_MIN, interleave
 from kvcached.core.run import KEY_SIZE
 
 _SLOTS: Final = 1_000_000
-#: Tracing makes a build five times slower. In a smaller one fixed costs weigh more, so its figure is the larger one.
-_TRACED_SLOTS: Final = 250_000
 #: Holds the long prompt of a shape and branches of one block, and little else.
 _SMALL_SLOTS: Final = 10_000
 _REQUEST_BLOCKS: Final = 512
@@ -74,7 +72,7 @@ def _bytes_per_block(shape: Shape) -> float:
     gc.collect()
     tracemalloc.start()
     try:
-        engine, _ = _build(shape, _TRACED_SLOTS)
+        engine, _ = _build(shape, _SLOTS)
         gc.collect()
         return tracemalloc.get_traced_memory()[0] / engine.cached_blocks
     finally:

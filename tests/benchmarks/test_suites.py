@@ -36,7 +36,6 @@ def test_index_suite_has_every_promised_metric(
 ) -> None:
     """On small caches, a shape gives its metrics, with a target where one was promised and a floor under each time."""
     monkeypatch.setattr(index, "_SLOTS", 30_000)
-    monkeypatch.setattr(index, "_TRACED_SLOTS", 12_000)
     monkeypatch.setattr(index, "_EVICTED_BLOCKS", 500)
     monkeypatch.setattr(index, "_MATCH_SECONDS", 0.1)
     paths = shape.paths()[-700:]
