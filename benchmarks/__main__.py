@@ -39,7 +39,8 @@ def main(arguments: list[str] | None = None) -> None:
         for result in results:
             print(msgspec.json.encode(result).decode(), flush=True)
     else:
-        Console().print(_table(results))
+        table = _table(results)
+        Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def _measure(suites: list[str], rounds: int) -> Iterator[Result]:
