@@ -1,7 +1,7 @@
 """Which processes stand behind a session, and what their deaths mean.
 
 A session is a group: the process whose connection said hello, and the shard processes that joined with the session's
-token. One of them dying ends the group; its slots are free once all of them are dead, or say so.
+token. One of them dying ends the group; its slots are free once all of them are dead, or the only one says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Peer(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its pid in the daemon's namespace. An identity only while the pidfd says that it lives."""
+        """Its pid in the daemon's namespace, for messages; 0 where it is not visible, so it is no identity."""
 
     def is_dead(self) -> bool:
         """Whether the process has ended, as its pidfd says."""
@@ -95,22 +95,16 @@ class Membership:
         self._of_connection[connection] = group
         return group
 
-    def join(self, session: SessionId, token: bytes, peer: Peer) -> Group:
-        """A shard process enters a group.
-
-        Raises:
-            Refused: no such session, or not its token. Both read the same to a peer that guesses.
-        """
-        group = self.authenticate(session, token)
+    def join(self, group: Group, peer: Peer) -> None:
+        """A shard process enters a group whose token it has shown; twice is once."""
         if peer not in group.members:
             group.members.append(peer)
-        return group
 
     def authenticate(self, session: SessionId, token: bytes) -> Group:
         """The group of a session, for who shows its token.
 
         Raises:
-            Stale: no such session, or not its token.
+            Stale: no such session, or not its token. Both read the same to a peer that guesses.
         """
         group = self._groups.get(session)
         if group is None or not hmac.compare_digest(group.token, token):

@@ -204,7 +204,7 @@ class Service:
                 ErrorCode.BAD_VALUE, f"shard {shard} of {replica.layout.shards}", "shards are counted from 0"
             )
         memory = replica.workers.memory_fd(shard)
-        self._membership.join(session_id, token, peer)
+        self._membership.join(group, peer)
         joined = Joined(
             kind="memfd",
             shard=shard,
