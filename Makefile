@@ -65,6 +65,6 @@ bench: env
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info kvcached_client/build kvcached_client/*.egg-info kvcached_client/*.so
+	rm -rf $(VENV) build dist *.egg-info kvcached_client/build kvcached_client/*.egg-info kvcached_client/*.so kvcached/worker/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find kvcached kvcached_client benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

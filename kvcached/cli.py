@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from string import hexdigits
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import click
 
@@ -21,9 +22,9 @@ from kvcached import VERSION
 if TYPE_CHECKING:
     from kvcached.config import Config
     from kvcached_client import Admin
-    from kvcached_client.protocol import Header
+    from kvcached_client.protocol import Header, TreeNode
 
-Reply = TypeVar("Reply", bound="Header")
+Reply = TypeVar("Reply")
 
 
 class ExitCode(IntEnum):
@@ -50,6 +51,7 @@ _MEANINGS = {
     ExitCode.UNREACHABLE: "no daemon answered in time",
     ExitCode.INTERRUPTED: "ended by Ctrl-C before it was done; a demo also by SIGTERM (143) or SIGHUP (129)",
 }
+_KEY_DIGITS = 32
 _EPILOG = "\b\nExit codes:\n" + "\n".join(f"{code.value:>5}  {code.meaning}" for code in ExitCode)
 
 _config_option = click.option(
@@ -77,6 +79,20 @@ _deadline_option = click.option(
     show_default=True,
     help="Longest wait for the answer, in milliseconds.",
 )
+
+
+class _KeyType(click.ParamType[bytes]):
+    """A block's key, written as hex digits."""
+
+    name = "key"
+
+    def convert(self, value: str | bytes, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
+        """The key's bytes, or wrong usage."""
+        if isinstance(value, bytes):
+            return value
+        if len(value) != _KEY_DIGITS or not set(value) <= set(hexdigits):
+            self.fail(f"{value!r} is no key: give {_KEY_DIGITS} hex digits, as `kvcached tree` prints them", param, ctx)
+        return bytes.fromhex(value)
 
 
 @click.group(
@@ -145,7 +161,7 @@ def health(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     """Ask the daemon to try a real request through every worker. Exit code 1 if a part fails."""
     report = _ask(run_dir, deadline_ms, lambda admin: admin.health())
     if as_json:
-        _print_reply(report)
+        _print_json(_fields(report))
     for part in () if as_json else report.parts:
         click.echo(f"{'ok  ' if part.ok else 'FAIL'}  {part.part}{f': {part.detail}' if part.detail else ''}")
     sys.exit(ExitCode.OK if report.ok else ExitCode.UNHEALTHY)
@@ -159,7 +175,7 @@ def check(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     """Run the invariant checker on the live daemon. Exit code 1 if an invariant is broken."""
     report = _ask(run_dir, deadline_ms, lambda admin: admin.check())
     if as_json:
-        _print_reply(report)
+        _print_json(_fields(report))
     else:
         click.echo("\n".join(report.violations) or "no violations")
     sys.exit(ExitCode.OK if report.ok else ExitCode.UNHEALTHY)
@@ -173,31 +189,11 @@ def stats(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     """Print counters and gauges: where every slot is, and what happened since the start."""
     report = _ask(run_dir, deadline_ms, lambda admin: admin.stats())
     if as_json:
-        _print_reply(report)
+        _print_json(_fields(report))
         return
-    _print_facts(
-        "",
-        {
-            "up": f"{report.uptime_ms / 1000:.0f} s",
-            "sessions": report.sessions,
-            "cached blocks": report.cached_blocks,
-            "runs": report.runs,
-        },
-    )
-    for pool in report.pools:
-        _print_facts(
-            f"replica {pool.replica}",
-            {
-                "healthy": "yes" if pool.healthy else "NO",
-                "session": pool.session or "none",
-                "leases": pool.leases,
-                "epoch": pool.epoch,
-                "slots": pool.slots,
-                **pool.states,
-                "evictable": pool.evictable,
-            },
-        )
-    _print_facts("counters", dict(sorted(report.counters.items())))
+    from kvcached.cli_output import print_stats
+
+    print_stats(report)
 
 
 @main.command(epilog=_EPILOG)
@@ -208,39 +204,72 @@ def describe(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     """Print what the daemon serves: replicas, layouts, limits, versions."""
     report = _ask(run_dir, deadline_ms, lambda admin: admin.describe())
     if as_json:
-        _print_reply(report)
+        _print_json(_fields(report))
         return
-    _print_facts(
-        "",
-        {
-            "version": report.version,
-            "protocol": f"{report.protocol_min} to {report.protocol_max}",
-            "pid": report.pid,
-            "daemon epoch": report.daemon_epoch,
-        },
-    )
-    for replica in report.replicas:
-        _print_facts(
-            f"replica {replica.name}",
-            {
-                "model": replica.model,
-                "device": replica.device,
-                "shards": replica.layout.shards,
-                "slots": replica.slots,
-                "block size": f"{replica.layout.block_size} tokens",
-                "bytes per block": replica.bytes_per_block,
-                "keys": replica.key_algorithm,
-                "layout": replica.fingerprint,
-            },
-        )
-    _print_facts("limits", dict(sorted(report.limits.items())))
+    from kvcached.cli_output import print_description
+
+    print_description(report)
+
+
+@main.command(epilog=_EPILOG)
+@click.option("--replica", default="", show_default="all", help="Show the tree of this replica only.")
+@click.option(
+    "--levels", type=click.IntRange(1, 64), default=8, show_default=True, help="Runs from the root down that are shown."
+)
+@click.option(
+    "--children", type=click.IntRange(1, 256), default=8, show_default=True, help="Runs below each that are shown."
+)
+@_run_dir_option
+@_deadline_option
+@_json_option
+def tree(replica: str, levels: int, children: int, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
+    """Show what the index holds: runs of blocks, where their copies are, and what is in use."""
+    report, nodes = _ask(run_dir, deadline_ms, lambda admin: admin.tree(replica, levels=levels, children=children))
+    if as_json:
+        _print_json({**_fields(report), "nodes": [_fields(node) for node in nodes]})
+        return
+    from kvcached.tree_view import print_tree
+
+    print_tree(nodes)
+    click.echo(f"{report.blocks} blocks in {report.runs} runs")
+
+
+@main.command(epilog=_EPILOG)
+@click.argument("key", type=_KeyType())
+@_run_dir_option
+@_deadline_option
+@_json_option
+def inspect(key: bytes, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
+    """Show where the block with KEY (32 hex digits) is, and who holds it."""
+    report = _ask(run_dir, deadline_ms, lambda admin: admin.inspect(key))
+    if as_json:
+        _print_json(_fields(report))
+        return
+    from kvcached.cli_output import print_block
+
+    print_block(report)
+
+
+@main.command(epilog=_EPILOG)
+@_config_option
+@_json_option
+def capacity(config_path: Path, *, as_json: bool) -> None:
+    """Print what a configuration has room for: blocks, tokens, bytes. Starts nothing and asks no daemon."""
+    from kvcached.capacity import capacity_of
+    from kvcached.cli_output import print_capacity
+
+    room = capacity_of(_load(config_path, {}))
+    if as_json:
+        _print_json(asdict(room))
+    else:
+        print_capacity(room)
 
 
 @main.command(epilog=_EPILOG)
 @click.option("--tp", type=click.Choice([1, 2]), default=2, show_default=True, help="Shard processes of the engine.")
 @_json_option
 def demo(*, tp: int, as_json: bool) -> None:
-    """Kill an engine, start it again, and compare its outputs. Needs a checkout and the extra `examples`."""
+    """Kill an engine, show who hits what it cached, compare outputs. Needs a checkout and the extra `examples`."""
     from kvcached.demo import run_demo
 
     sys.exit(run_demo(json_output=as_json, tp=tp))
@@ -268,15 +297,14 @@ def _load(path: Path, options: dict[str, str | None]) -> Config:
 
 def _ask(run_dir: Path | None, deadline_ms: int, question: Callable[[Admin], Reply]) -> Reply:
     """The daemon's answer; whatever goes wrong ends the program."""
-    from kvcached_client import Admin, BadRequest, RequestError, TransportError
+    from kvcached_client import Admin, BadRequest, ErrorCode, RequestError, TransportError
 
     try:
         with Admin.connect(run_dir, deadline_ms=deadline_ms) as admin:
             return question(admin)
-    except BadRequest as error:
-        _fail(ExitCode.USAGE, str(error))
     except RequestError as error:
-        _fail(ExitCode.UNHEALTHY, str(error))
+        is_usage = isinstance(error, BadRequest) or error.code is ErrorCode.UNKNOWN_REPLICA
+        _fail(ExitCode.USAGE if is_usage else ExitCode.UNHEALTHY, str(error))
     except TransportError as error:
         _fail(ExitCode.UNREACHABLE, f"{error} (start it with: kvcached serve --config FILE)")
 
@@ -291,18 +319,11 @@ def _print_json(value: object) -> None:
     click.echo(json.dumps(value))
 
 
-def _print_reply(reply: Header) -> None:
-    """A reply as JSON, without what belongs to its transport."""
+def _fields(message: Header | TreeNode) -> dict[str, object]:
+    """A message as JSON types: bytes as hex digits, and without what belongs to its transport."""
     import msgspec
 
-    fields: dict[str, Any] = msgspec.to_builtins(reply)
-    _print_json({name: value for name, value in fields.items() if name not in {"op", "id"}})
-
-
-def _print_facts(title: str, facts: Mapping[str, object]) -> None:
-    """Lines of `name: value` under a title ("" = none). Nothing is cut, however narrow the terminal is."""
-    if title:
-        click.echo(f"\n{title}")
-    width = max((len(name) for name in facts), default=0) + 2
-    for name, value in facts.items():
-        click.echo(f"{'  ' if title else ''}{f'{name}:':<{width}}{value}")
+    fields = {name: getattr(message, name) for name in message.__struct_fields__ if name != "id"}
+    return {
+        name: value.hex() if isinstance(value, bytes) else msgspec.to_builtins(value) for name, value in fields.items()
+    }

@@ -10,36 +10,32 @@ else from the default here. `docs/configuration.md` is the same in words. Rules:
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic.functional_validators import AfterValidator, BeforeValidator
 
-from kvcached.config_error import ConfigError, Location, Problem, dotted, mistake, problems_of
-from kvcached_client.errors import RequestError
-from kvcached_client.keys import KeyAlgorithm
-from kvcached_client.layout import POOL_SIZE_BYTES_MAX, DType, KvGroup, Layout, PageOrder, layout_from_model_config
+from kvcached.config_environment import overlay_environment
+from kvcached.config_error import ConfigError, Problem, mistake, problems_of
+from kvcached.config_host import HostConfig
+from kvcached.config_layout import SLOTS_MAX, GroupConfig, Table, layout_of_model
+from kvcached_client.keys import KeyAlgorithm, namespace_root
+from kvcached_client.layout import POOL_SIZE_BYTES_MAX, DType, KvGroup, Layout, PageOrder
 from kvcached_client.rundir import SOCKET_PATH_BYTES_MAX, default_run_dir
 
-ENVIRONMENT_PREFIX: Final = "KVCACHED_"
-#: Names the file itself, so it is no key of it.
-CONFIG_VARIABLE: Final = "KVCACHED_CONFIG"
-
-#: Slots travel as int32.
-SLOTS_MAX: Final = (1 << 31) - 1
 #: One worker process per shard: more than a node has accelerators is a mistake.
 SHARDS_MAX: Final = 64
 REPLICAS_MAX: Final = 64
 #: The name is part of socket names, and a socket's path has 107 bytes in all.
 REPLICA_NAME_LENGTH_MAX: Final = 32
+#: Stands beside the names of replicas wherever tiers are told apart.
+HOST_TIER_NAME: Final = "host"
 #: Fewer beats than this in a session's lifetime, and one late thread ends a healthy session.
 HEARTBEATS_PER_TTL_MIN: Final = 3
-_SIZE_MAX: Final = 1 << 20
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["plain", "json"]
@@ -49,6 +45,12 @@ def _cpu_only(device: str) -> str:
     if device == "cuda":
         raise mistake("this version keeps pools in CPU memory only", 'use device = "cpu"')
     return device
+
+
+def _not_reserved(name: str) -> str:
+    if name == HOST_TIER_NAME:
+        raise mistake("is what reports call the host pool", "choose another name")
+    return name
 
 
 def _absolute(path: Path) -> Path:
@@ -68,30 +70,9 @@ def _path(value: object) -> object:
 
 
 _FilePath = Annotated[Path, BeforeValidator(_path)]
-_Size = Annotated[int, Field(ge=1, le=_SIZE_MAX)]
 
 
-class _Table(BaseModel):
-    """Root of the tables: frozen, strict, nothing unknown."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=True, serialize_by_alias=True)
-
-
-class GroupConfig(_Table):
-    """``[[replica.group]]``: layers whose pages look alike. Sizes are those of one shard."""
-
-    layers: _Size = Field(description="Number of layers.")
-    kv_heads: _Size = Field(description="KV heads held by one shard.")
-    head_dim: _Size = Field(description="Elements of K per head and token; for latent attention, rank + rotary part.")
-    v_head_dim: int = Field(ge=0, le=_SIZE_MAX, description="Elements of V per head and token; 0 = there is no V.")
-    dtype: DType = Field(description="Element type.")
-    scale_bytes: int = Field(
-        default=0, ge=0, le=_SIZE_MAX, description="Bytes of quantisation scales in one layer's page of one block."
-    )
-    replicated: bool = Field(default=False, description="Every shard holds the same bytes (latent attention).")
-
-
-class ReplicaConfig(_Table):
+class ReplicaConfig(Table):
     """``[[replica]]``: one engine's device pool, the same slots on each of its shards.
 
     Attributes:
@@ -99,7 +80,7 @@ class ReplicaConfig(_Table):
         slot_count: slots of the pool, as named or as many as the budget holds.
     """
 
-    name: str = Field(
+    name: Annotated[str, AfterValidator(_not_reserved)] = Field(
         pattern=r"^[a-z0-9-]+$",
         min_length=1,
         max_length=REPLICA_NAME_LENGTH_MAX,
@@ -149,6 +130,26 @@ class ReplicaConfig(_Table):
     kv_dtype: DType | None = Field(
         default=None, description="Element type of the cache, where it is not the model's. Only with `model_config`."
     )
+    free_watermark_percent: int = Field(
+        default=2,
+        ge=0,
+        le=50,
+        description="Part of the pool that is kept free ahead of need, while blocks with a copy in the host pool can"
+        " make room. Only with `[host]`.",
+    )
+    load_threshold_blocks: int = Field(
+        default=2,
+        ge=1,
+        le=SLOTS_MAX,
+        description="Shorter hits in the host pool are computed again instead of loaded. Only with `[host]`.",
+    )
+    load_quota_blocks: int | None = Field(
+        default=None,
+        ge=1,
+        le=SLOTS_MAX,
+        description="Blocks that loads may be writing at once; a longer hit is cut. Default: half the pool. Only with"
+        " `[host]`.",
+    )
     group: tuple[GroupConfig, ...] = Field(
         default=(),
         max_length=16,
@@ -167,6 +168,23 @@ class ReplicaConfig(_Table):
         """Slots of the pool, the same on every shard."""
         return self.slots if self.slots is not None else self._layout.blocks_per_budget(self.pool_bytes or 0)
 
+    @property
+    def watermark_slots(self) -> int:
+        """Slots to keep free ahead of need."""
+        return self.slot_count * self.free_watermark_percent // 100
+
+    def namespace(self, generation: int) -> bytes:
+        """The 32-byte root of its keys: replicas that share it share their prefixes."""
+        return namespace_root(
+            model=self.model,
+            revision=self.revision,
+            layout_fingerprint=self._layout.fingerprint(),
+            block_size=self.block_size,
+            shards=self.shards,
+            algorithm=self.key_algorithm,
+            generation=generation,
+        )
+
     @model_validator(mode="after")
     def _check_choices(self, info: ValidationInfo) -> Self:
         if self.slots is None and self.pool_bytes is None:
@@ -184,6 +202,13 @@ class ReplicaConfig(_Table):
             )
         if self.group and self.kv_dtype is not None:
             raise mistake("stands beside group", "write the dtype into each group", ("kv_dtype",), self.kv_dtype)
+        if self.load_quota_blocks is not None and self.load_quota_blocks < self.load_threshold_blocks:
+            raise mistake(
+                f"is less than load_threshold_blocks ({self.load_threshold_blocks}): nothing would ever be loaded",
+                "use a larger quota, or a smaller threshold",
+                ("load_quota_blocks",),
+                self.load_quota_blocks,
+            )
         directory = (info.context or {}).get("directory", Path())
         self._layout = self._layout_of_groups() if self.group else self._layout_of_model(directory)
         self._check_size()
@@ -194,22 +219,13 @@ class ReplicaConfig(_Table):
         return Layout(block_size=self.block_size, shards=self.shards, groups=groups, order=self.page_order)
 
     def _layout_of_model(self, directory: Path) -> Layout:
-        path = directory / (self.model_config_path or "")
-        at: Final = (("model_config",), str(path))
-        try:
-            model = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise mistake(f"cannot be read: {error.strerror}", "name a model's config.json", *at) from None
-        except ValueError as error:
-            raise mistake(f"is no JSON: {error}", "name a model's config.json", *at) from None
-        if not isinstance(model, dict):
-            raise mistake("holds no JSON object", "name a model's config.json", *at)
-        try:
-            return layout_from_model_config(
-                model, block_size=self.block_size, shards=self.shards, kv_dtype=self.kv_dtype, order=self.page_order
-            )
-        except RequestError as error:
-            raise mistake(error.message, error.fix, *at) from None
+        return layout_of_model(
+            directory / (self.model_config_path or ""),
+            block_size=self.block_size,
+            shards=self.shards,
+            kv_dtype=self.kv_dtype,
+            order=self.page_order,
+        )
 
     def _check_size(self) -> None:
         at: Final = (("pool_bytes",), self.pool_bytes) if self.slots is None else (("slots",), self.slots)
@@ -224,7 +240,7 @@ class ReplicaConfig(_Table):
             raise mistake(f"{bytes_per_block} bytes each make {size_bytes}, {limit}", "use fewer slots", *at)
 
 
-class Config(_Table):
+class Config(Table):
     """The whole configuration of one daemon."""
 
     run_dir: Annotated[_FilePath, AfterValidator(_absolute)] = Field(
@@ -268,6 +284,7 @@ class Config(_Table):
         le=65_536,
         description="Answers kept for retries of the same request id. A client has a handful of requests in flight.",
     )
+    host: HostConfig | None = Field(default=None, description="The host tier; without this table there is none.")
     replica: Annotated[tuple[ReplicaConfig, ...], AfterValidator(_some_replicas)] = Field(
         strict=False, description="The pools to serve, one or more."
     )
@@ -296,6 +313,9 @@ class Config(_Table):
                     ("run_dir",),
                     str(self.run_dir),
                 )
+        if self.host is not None:
+            layouts = {replica.name: replica.layout for replica in self.replica}
+            self.host.check(layouts, namespaces=len({replica.namespace(0) for replica in self.replica}))
         return self
 
 
@@ -323,11 +343,7 @@ def load_config(
         raise ConfigError(
             [Problem(str(path), "file", "", f"is no TOML: {error}", "see configs/ for examples")]
         ) from None
-    overlays: dict[Location, str] = {}
-    for name, value in sorted((os.environ if environment is None else environment).items()):
-        if name.startswith(ENVIRONMENT_PREFIX) and name != CONFIG_VARIABLE and value:
-            location = _overlay(settings, _environment_location(name), _environment_value(value))
-            overlays[location] = f"environment {name}"
+    overlays = overlay_environment(settings, os.environ if environment is None else environment)
     for key, value in (options or {}).items():
         overlays[key,] = f"option --{key.replace('_', '-')}"
         settings[key] = value
@@ -335,33 +351,3 @@ def load_config(
         return Config.model_validate(settings, context={"directory": path.parent})
     except ValidationError as error:
         raise ConfigError(problems_of(error, Config, str(path), text, overlays)) from None
-
-
-def _environment_location(name: str) -> Location:
-    """``KVCACHED_REPLICA__0__SLOTS`` → ("replica", 0, ("slots",))."""
-    steps = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-    return tuple(int(step) if step.isdecimal() else step for step in steps)
-
-
-def _environment_value(text: str) -> Any:  # noqa: ANN401 - any TOML value, which validation types
-    """A variable as TOML would read it; what is no TOML value is text."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
-        return text
-
-
-def _overlay(settings: dict[str, Any], location: Location, value: object) -> Location:
-    """Put `value` at `location`, and say where it is. Without a way there it goes where validation will refuse it."""
-    place: Any = settings
-    for step in location[:-1]:
-        if isinstance(place, dict) and isinstance(step, str):
-            place = place.setdefault(step, {})
-        elif isinstance(place, list) and isinstance(step, int) and step < len(place):
-            place = place[step]
-        else:
-            place = None
-    if not isinstance(place, dict):
-        place, location = settings, (dotted(location),)
-    place[str(location[-1])] = value
-    return location

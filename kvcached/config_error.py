@@ -25,6 +25,8 @@ _KEY = re.compile(r"^\s*([\w\-]+)\s*=")
 _WHAT = {
     "greater_than_equal": "is too small",
     "less_than_equal": "is too large",
+    "model_type": "is no table",
+    "multiple_of": "is no multiple",
     "literal_error": "is none of the choices",
     "string_pattern_mismatch": "has characters that are not allowed",
     "string_too_long": "is too long",
@@ -154,9 +156,10 @@ def expectation(key: str, schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "integer":
         unit = next((f" ({unit})" for suffix, unit in _UNITS.items() if key.endswith(suffix)), "")
         low, high = schema.get("minimum"), schema.get("maximum")
-        return f"an integer from {low} to {high}{unit}"
+        step = f", a multiple of {schema['multipleOf']}" if "multipleOf" in schema else ""
+        return f"an integer from {low} to {high}{unit}{step}"
     if schema.get("type") != "string":
-        return {"array": "an array of tables", "boolean": "true or false"}.get(schema.get("type", ""), "a value")
+        return {"array": "an array of tables", "boolean": "true or false", "object": "a table"}[schema["type"]]
     if schema.get("format") == "path":
         return "a path"
     characters = f"{schema['maxLength']} characters" if "maxLength" in schema else "any length"

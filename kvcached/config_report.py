@@ -64,10 +64,13 @@ def as_toml(config: Config) -> str:
 def _table(values: dict[str, object], path: str) -> Iterator[str]:
     """The lines of a table: plain keys first, for a key after a table's header would belong to that one."""
     for key, value in values.items():
-        if not isinstance(value, list):
+        if not isinstance(value, dict | list):
             # What JSON writes for text, integers and booleans is TOML as well.
             yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
-    for key, tables in values.items():
-        for table in tables if isinstance(tables, list) else []:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield f"\n[{path}{key}]"
+            yield from _table(value, f"{path}{key}.")
+        for table in value if isinstance(value, list) else []:
             yield f"\n[[{path}{key}]]"
             yield from _table(table, f"{path}{key}.")

@@ -1,7 +1,7 @@
 """The composition root: builds every part, starts them in order, waits for a signal, stops them in reverse.
 
-Start: run directory → workers (all at once) → attach socket → RPC socket → ready. Whatever fails, what was started
-before it is ended, and nothing half-started stays.
+Start: run directory → host pool → workers (all at once) → attach socket → RPC socket → ready. Whatever fails, what was
+started before it is ended, and nothing half-started stays.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import fcntl
 import logging
 import os
-import secrets
+import resource
 import signal
 import stat
 import time
@@ -22,17 +22,19 @@ import uvloop
 
 from kvcached.attach.server import AttachServer
 from kvcached.config import Config, ReplicaConfig
-from kvcached.core.cache import Cache, PoolSpec
-from kvcached.core.events import Ticked, WorkerDied
+from kvcached.core.answers import PoolSpec
+from kvcached.core.cache import Cache
+from kvcached.core.events import Event, PoolRestored, Ticked, WorkerDied
 from kvcached.notify import READY, STOPPING, notify
 from kvcached.replica import Replica
 from kvcached.rpc.server import RpcServer
 from kvcached.service import Service
 from kvcached.worker.available import NotEnoughMemory, check_available
-from kvcached.worker.messages import Probe
-from kvcached.worker.supervisor import ReplicaPool, WorkerGroup
+from kvcached.worker.host_memory import HostMemory, create_host_memory
+from kvcached.worker.orders import ReplicaWorkers
+from kvcached.worker.restart import ReplicaGroups
+from kvcached.worker.supervisor import ReplicaPool
 from kvcached_client.errors import RequestError
-from kvcached_client.keys import namespace_root
 from kvcached_client.rundir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAME, rpc_endpoint, socket_path
 from kvcached_client.types import ShardIndex
 
@@ -40,8 +42,6 @@ log = logging.getLogger(__name__)
 
 #: Memory made resident before ready, all replicas together; the rest is touched when it is first used.
 PRETOUCH_BYTES_MAX = 1 << 30
-#: A probe waits behind copies that are under way. A worker that takes this long is hung, and is ended.
-PROBE_DEADLINE_S = 30.0
 #: No verb clears a namespace yet, so every namespace is in its first generation.
 FIRST_GENERATION = 0
 
@@ -70,6 +70,7 @@ async def _serve(config: Config) -> int:
         loop.add_signal_handler(number, _on_signal, stop)
     async with AsyncExitStack() as parts:
         epoch = _claim_run_dir(config.run_dir, parts)
+        _raise_descriptor_limit()
         await _start(config, epoch, parts)
         log.info("ready: %s in %s", ", ".join(replica.name for replica in config.replica), config.run_dir)
         notify(READY)
@@ -109,33 +110,25 @@ def _claim_run_dir(run_dir: Path, parts: AsyncExitStack) -> int:
     return epoch
 
 
+def _raise_descriptor_limit() -> None:
+    """A worker costs the daemon three dozen descriptors: with many shards more than the usual soft limit of 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
     services: list[Service] = []  # workers may be lost only after there is a service to hear of it
-    groups = {
-        replica.name: WorkerGroup(
-            ReplicaPool(
-                replica.name,
-                replica.layout,
-                replica.slot_count,
-                pretouch_bytes=PRETOUCH_BYTES_MAX // len(config.replica),
-                ready_deadline_s=config.worker_ready_deadline_ms / 1000,
-            ),
-            str(config.run_dir),
-            partial(_on_worker_lost, services, replica.name),
-        )
-        for replica in config.replica
-    }
-    for group in groups.values():
-        parts.push_async_callback(group.stop, config.shutdown_deadline_ms / 1000)
     try:
-        needed = sum(replica.layout.pool_bytes(replica.slot_count) * replica.shards for replica in config.replica)
-        check_available(needed, f"all {len(config.replica)} replicas")
-        started = await asyncio.gather(*(group.start() for group in groups.values()), return_exceptions=True)
+        _check_memory(config)
+        host = _host_memory(config, parts)
+        groups = {replica.name: _groups(config, replica, host, services) for replica in config.replica}
+        for each in groups.values():
+            parts.push_async_callback(each.stop, config.shutdown_deadline_ms / 1000)
+        started = await asyncio.gather(*(each.start() for each in groups.values()), return_exceptions=True)
         for error in started:
             if isinstance(error, BaseException):
                 raise error
-        replicas = [_replica(replica, groups[replica.name]) for replica in config.replica]
-        service = _service(config, epoch, replicas)
+        service = _service(config, epoch, [_replica(config, each, groups[each.name], epoch) for each in config.replica])
         services.append(service)
         _open_sockets(config, service, parts)
     except (RequestError, NotEnoughMemory, OSError) as error:
@@ -143,34 +136,67 @@ async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
     _start_clock(service, config.heartbeat_interval_ms / 1000, parts)
 
 
-def _replica(config: ReplicaConfig, group: WorkerGroup) -> Replica:
-    layout = config.layout
+def _check_memory(config: Config) -> None:
+    needed = sum(replica.layout.pool_bytes(replica.slot_count) * replica.shards for replica in config.replica)
+    if config.host is None:
+        check_available(needed, f"all {len(config.replica)} replicas")
+    else:
+        needed += config.host.slabs * config.host.slab_bytes
+        check_available(needed, f"all {len(config.replica)} replicas and the host pool")
+
+
+def _host_memory(config: Config, parts: AsyncExitStack) -> HostMemory | None:
+    if config.host is None:
+        return None
+    memory = create_host_memory(config.host.slabs, config.host.slab_bytes)
+    parts.callback(memory.close)
+    return memory
+
+
+def _groups(config: Config, replica: ReplicaConfig, host: HostMemory | None, services: list[Service]) -> ReplicaGroups:
+    pool = ReplicaPool(
+        replica.name,
+        replica.layout,
+        replica.slot_count,
+        replica.namespace(FIRST_GENERATION),
+        host,
+        pretouch_bytes=PRETOUCH_BYTES_MAX // len(config.replica),
+        ready_deadline_s=config.worker_ready_deadline_ms / 1000,
+    )
+    return ReplicaGroups(
+        pool,
+        str(config.run_dir),
+        on_lost=partial(_on_worker_lost, services, replica.name),
+        on_restored=partial(_tell, services, PoolRestored(replica.name)),
+    )
+
+
+def _replica(config: Config, replica: ReplicaConfig, groups: ReplicaGroups, epoch: int) -> Replica:
     return Replica(
-        name=config.name,
-        device=config.device,
-        model=config.model,
-        key_algorithm=config.key_algorithm,
-        layout=layout,
-        slots=config.slot_count,
-        namespace=namespace_root(
-            model=config.model,
-            revision=config.revision,
-            layout_fingerprint=layout.fingerprint(),
-            block_size=layout.block_size,
-            shards=layout.shards,
-            algorithm=config.key_algorithm,
-            generation=FIRST_GENERATION,
-        ),
+        name=replica.name,
+        device=replica.device,
+        model=replica.model,
+        key_algorithm=replica.key_algorithm,
+        layout=replica.layout,
+        slots=replica.slot_count,
+        namespace=replica.namespace(FIRST_GENERATION),
         generation=FIRST_GENERATION,
-        workers=_Workers(group),
+        workers=ReplicaWorkers(
+            groups,
+            shards=replica.shards,
+            epoch=epoch,
+            generation=FIRST_GENERATION,
+            verify_loads=config.host is not None and config.host.verify_loads,
+        ),
     )
 
 
 def _service(config: Config, epoch: int, replicas: list[Replica]) -> Service:
     cache = Cache(
-        [PoolSpec(replica.name, replica.namespace, replica.layout.block_size, replica.slots) for replica in replicas],
+        [_pool_spec(config, replica) for replica in config.replica],
         epoch=epoch,
         session_ttl_ms=config.session_ttl_ms,
+        host_slabs=0 if config.host is None else config.host.slabs,
     )
     return Service(
         cache,
@@ -179,6 +205,22 @@ def _service(config: Config, epoch: int, replicas: list[Replica]) -> Service:
         endpoint=rpc_endpoint(config.run_dir),
         heartbeat_interval_ms=config.heartbeat_interval_ms,
         answers_kept_per_session=config.replies_kept_per_session,
+    )
+
+
+def _pool_spec(config: Config, replica: ReplicaConfig) -> PoolSpec:
+    host = config.host
+    return PoolSpec(
+        replica.name,
+        replica.namespace(FIRST_GENERATION),
+        replica.block_size,
+        replica.slot_count,
+        shards=replica.shards,
+        host_slots_per_slab=0 if host is None else host.slots_per_slab(replica.layout),
+        # What is demoted needs a place to go to.
+        watermark=0 if host is None else replica.watermark_slots,
+        load_threshold=replica.load_threshold_blocks,
+        load_quota=replica.load_quota_blocks,
     )
 
 
@@ -211,22 +253,10 @@ def _start_clock(service: Service, interval_s: float, parts: AsyncExitStack) -> 
 
 
 def _on_worker_lost(services: list[Service], replica: str, shard: ShardIndex, reason: str) -> None:
-    log.error("replica %s lost the worker of shard %d: %s", replica, shard, reason)
+    log.error("replica %s lost the worker of shard %d, and its cache with it: %s", replica, shard, reason)
+    _tell(services, WorkerDied(replica))
+
+
+def _tell(services: list[Service], event: Event) -> None:
     for service in services:
-        service.on_event(WorkerDied(replica))
-
-
-class _Workers:
-    """A replica's worker group as the service sees it."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    def memory_fd(self, shard: ShardIndex) -> int:
-        """The descriptor of a shard's memory."""
-        return self._group.memory_fd(shard)
-
-    def probe(self, first: int, second: int) -> asyncio.Future[None]:
-        """Run a probe on every shard."""
-        work = Probe(source=first, target=second, seed=secrets.randbits(32))
-        return self._group.submit(work, deadline_s=PROBE_DEADLINE_S)
+        service.on_event(event)

@@ -69,7 +69,7 @@ class HealthChecks:
         parts.append(_part(replica, "workers"))
         cache.commit(session.id, epoch, grant.lease, 0, keys, array("i", grant.ranges), NO_FENCE)
         parts.append(_part(replica, "commit"))
-        hit = cache.match(session.id, epoch, keys, tokens, full=True)
+        hit, _ = cache.match(session.id, epoch, keys, tokens, full=True)
         parts.append(_part(replica, "match", "" if hit == _BLOCKS else f"{hit} of {_BLOCKS} blocks", ok=hit == _BLOCKS))
         cache.release(session.id, epoch, grant.lease, NO_FENCE)
         parts.append(_part(replica, "release"))

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcached.core.effects import AbandonLoad, HurryTransfer, StartTransfer
 from kvcached_client.layout import Layout
 from kvcached_client.protocol import ReplicaInfo
 from kvcached_client.types import ShardIndex
+
+#: A shard is through with a transfer: (shard, error or "", corrupt blocks).
+Settled = Callable[[ShardIndex, str, tuple[int, ...]], None]
 
 
 class Workers(Protocol):
     """What the service needs of a replica's workers."""
 
-    def memory_fd(self, shard: ShardIndex) -> int:
-        """The descriptor of a shard's sealed pool memory; it stays the workers' own."""
+    def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
+        """What a shard process maps: sealed pool memory, sealed progress page, an eventfd for each of its entries.
+
+        They stay the workers' own.
+
+        Raises:
+            DaemonFailure: the shard has no worker now.
+        """
+
+    def start(self, transfer: StartTransfer, settled: Settled) -> None:
+        """Order a copy on every shard. `settled` is called once per shard, later, in this thread; it never raises."""
+
+    def hurry(self, transfer: HurryTransfer) -> None:
+        """Raise the priority of a started copy. Does nothing where it is over."""
+
+    def abandon(self, load: AbandonLoad) -> None:
+        """Tell the progress pages that a load failed which was never started."""
 
     def probe(self, first: int, second: int) -> asyncio.Future[None]:
         """Write, copy and read back through two slots on every shard.

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 from kvcached import VERSION
 from kvcached.core.cache import LEASES_PER_SESSION_MAX, Cache
-from kvcached.core.pool import DevicePool
-from kvcached.core.states import SlotState
+from kvcached.core.effects import TransferKind
+from kvcached.core.host_pool import HostPool
+from kvcached.core.pool import DevicePool, SlotPool
+from kvcached.core.states import SlotState, TransferState
+from kvcached.core.survey import RunView, block_count, find, survey, trees_of
+from kvcached.core.tree import PrefixTree
 from kvcached.replica import Replica
 from kvcached_client import protocol as wire
 
+#: Bytes of a namespace's root that tell it from others, as hex digits in reports.
+NAMESPACE_SHOWN_BYTES: Final = 8
+#: What a slot can be in a device pool, and in the host pool.
+_DEVICE_STATES: Final = tuple(state for state in SlotState if state is not SlotState.ABSENT)
+_HOST_STATES: Final = (SlotState.FREE, SlotState.CACHED, SlotState.FILLING, SlotState.ABSENT)
 
-def stats_report(request_id: int, cache: Cache, uptime_ms: int) -> wire.StatsReport:
+Replicas = Mapping[str, Replica]
+
+
+def stats_report(request_id: int, cache: Cache, replicas: Replicas, uptime_ms: int) -> wire.StatsReport:
     """Counters and gauges of every pool."""
     return wire.StatsReport(
         id=request_id,
@@ -22,6 +37,8 @@ def stats_report(request_id: int, cache: Cache, uptime_ms: int) -> wire.StatsRep
         runs=sum(tree.run_count for tree in cache.trees),
         cached_blocks=sum(pool.counts[SlotState.CACHED] for pool in cache.pools.values()),
         pools=tuple(_pool_stats(cache, pool) for _, pool in sorted(cache.pools.items())),
+        hosts=tuple(_host_stats(tree, tree.host, replicas) for tree in cache.trees if tree.host is not None),
+        transfers=_transfer_counts(cache),
         counters=dict(sorted(cache.counters.items())),
     )
 
@@ -32,11 +49,90 @@ def _pool_stats(cache: Cache, pool: DevicePool) -> wire.PoolStats:
         replica=pool.name,
         epoch=pool.epoch,
         slots=pool.slots,
-        states={state.name.lower(): pool.counts[state] for state in SlotState},
+        states=_states(pool, _DEVICE_STATES),
         evictable=pool.evictable,
         leases=sum(len(session.leases) for session in sessions),
         session=sessions[0].id if sessions else 0,
         healthy=pool.healthy,
+    )
+
+
+def _host_stats(tree: PrefixTree, host: HostPool, replicas: Replicas) -> wire.HostStats:
+    return wire.HostStats(
+        namespace=_namespace(tree, replicas)[:NAMESPACE_SHOWN_BYTES].hex(),
+        replicas=tuple(pool.name for pool in tree.pools),
+        slots=host.slots,
+        slabs=len(host.slabs),
+        states=_states(host, _HOST_STATES),
+    )
+
+
+def _states(pool: SlotPool, states: Iterable[SlotState]) -> dict[str, int]:
+    return {state.name.lower(): pool.counts[state] for state in states}
+
+
+def _transfer_counts(cache: Cache) -> dict[str, int]:
+    """Copies that are not over, as ``<state>_<kind>s``."""
+    counts = Counter((transfer.state, transfer.kind) for transfer in cache.transfers.values())
+    return {
+        f"{state}_{kind}s": counts[state, kind]
+        for state in (TransferState.QUEUED, TransferState.RUNNING)
+        for kind in TransferKind
+    }
+
+
+def _namespace(tree: PrefixTree, replicas: Replicas) -> bytes:
+    return replicas[tree.pools[0].name].namespace
+
+
+def tree_report(request: wire.Tree, cache: Cache, replicas: Replicas) -> tuple[wire.TreeReport, bytes]:
+    """A picture of the index, and the frame with its runs.
+
+    Raises:
+        BadRequest: the picture does not fit into a frame.
+    """
+    views = survey(cache, request.replica, request.levels, request.children, wire.TREE_NODES_MAX)
+    trees = trees_of(cache, request.replica)
+    report = wire.TreeReport(
+        id=request.id,
+        runs=sum(tree.run_count for tree in trees),
+        blocks=block_count(trees),
+        shown=len(views),
+    )
+    return report, wire.pack_tree_nodes([_tree_node(view, replicas) for view in views])
+
+
+def _tree_node(view: RunView, replicas: Replicas) -> wire.TreeNode:
+    return wire.TreeNode(
+        level=view.level,
+        key=view.key if view.level else _namespace(view.tree, replicas),
+        start=view.start,
+        blocks=view.blocks,
+        tiers=view.tiers,
+        loading=view.loading,
+        pins=view.pins,
+        children=view.children,
+        hidden=view.hidden,
+    )
+
+
+def inspect_report(request: wire.Inspect, cache: Cache, replicas: Replicas) -> wire.InspectReport:
+    """Where a block is and who holds it."""
+    found = find(cache, request.key)
+    if found is None:
+        return wire.InspectReport(id=request.id, found=False)
+    return wire.InspectReport(
+        id=request.id,
+        found=True,
+        namespace=_namespace(found.tree, replicas)[:NAMESPACE_SHOWN_BYTES].hex(),
+        depth=found.depth,
+        run_start=found.run_start,
+        run_blocks=found.run_blocks,
+        parent=found.parent,
+        children=found.children,
+        places=tuple(wire.BlockPlace(tier=place.tier, slot=place.slot, state=place.state) for place in found.places),
+        leases=tuple(found.leases),
+        transfers=tuple(found.transfers),
     )
 
 

@@ -1,5 +1,7 @@
 """AF_UNIX SOCK_SEQPACKET: one send is one message, and descriptors travel with it. Standard library only.
 
+`socket.recv_fds` and `socket.send_fds` are not used: they ignore the flags that they are given.
+
 Whoever gets descriptors closes those it does not want; `Packet.close` does it for all of them.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from array import array
 from typing import NamedTuple
 
 _CREDENTIALS = struct.Struct("iII")
@@ -72,11 +75,16 @@ def receive(connection: socket.socket, size_bytes_max: int, descriptors_max: int
         ConnectionError: the connection broke.
     """
     flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-    data, descriptors, told, _ = socket.recv_fds(connection, size_bytes_max, descriptors_max, flags)
+    descriptors = array("i")
+    room = socket.CMSG_LEN(descriptors_max * descriptors.itemsize)
+    data, ancillary, told, _ = connection.recvmsg(size_bytes_max, room, flags)
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) // descriptors.itemsize * descriptors.itemsize])
     cut = bool(told & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
     if not data and not descriptors and not cut:
         return None
-    return Packet(data, descriptors, cut)
+    return Packet(data, list(descriptors), cut)
 
 
 def send(connection: socket.socket, data: bytes, descriptors: tuple[int, ...] = ()) -> None:
@@ -86,4 +94,5 @@ def send(connection: socket.socket, data: bytes, descriptors: tuple[int, ...] = 
         BlockingIOError: the peer has not read what it was sent before.
         OSError: the connection broke, or the message is larger than the socket's buffer.
     """
-    socket.send_fds(connection, [data], descriptors, socket.MSG_DONTWAIT)
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+    connection.sendmsg([data], ancillary, socket.MSG_DONTWAIT)

@@ -1,7 +1,9 @@
 """The seam between sockets and decisions: a typed request in, one reply out.
 
-One method per verb, each a straight line: who asks, what the core says, the reply. Nothing in here waits except
-`health`, which asks the workers and answers when they have.
+One method per verb, each a straight line: who asks, what the core says, the reply. Nothing in here waits. `health`
+asks the workers, and answers when they have; `load` and `vacancy` are answered when the core knows.
+
+Between requests the core has its own business: copies to plan, transfers to start. That comes after the reply.
 """
 
 from __future__ import annotations
@@ -9,46 +11,42 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
+from kvcached.admission import Admission, unknown_replica
+from kvcached.answers import Answer, KeptAnswers, Respond, internal_error
 from kvcached.core.cache import Cache
-from kvcached.core.effects import SessionEnded, SessionExpired
-from kvcached.core.events import Event, MemberLost, MembersDied
+from kvcached.core.effects import (
+    AbandonLoad,
+    Effect,
+    HurryTransfer,
+    LoadsEnded,
+    SessionEnded,
+    SessionExpired,
+    StartTransfer,
+)
+from kvcached.core.events import Event, MemberLost, MembersDied, ShardSettled
 from kvcached.core.invariants import check, check_counts
-from kvcached.core.session import Session
-from kvcached.core.states import SessionState
+from kvcached.deferred import DeferredAnswers
 from kvcached.health import HealthChecks
 from kvcached.membership import Group, Membership, Peer
 from kvcached.replica import Replica
-from kvcached.reports import description, stats_report
+from kvcached.reports import description, inspect_report, stats_report, tree_report
 from kvcached_client import protocol as wire
 from kvcached_client.attach_protocol import Identified, Joined
 from kvcached_client.errors import ErrorCode, RequestError, request_error
-from kvcached_client.types import FenceSequence, LeaseId, SessionId, ShardIndex
+from kvcached_client.types import FenceSequence, LeaseId, SessionId, ShardIndex, TransferId
 
 log = logging.getLogger(__name__)
 
-CAPABILITIES: tuple[str, ...] = ()  #: of version 1; a later optional field comes with a name here
 #: Health checks take slots and workers' time; who asks more often waits for the one under way.
 HEALTH_CHECKS_PENDING_MAX = 16
 
 #: Requests whose answers are kept, so that a retry has one effect. `Acquire` is idempotent by its own request id, and
-#: its answers are large.
+#: its answers are large; so is `Load` by its lease.
 _KEPT = (wire.Hello, wire.Allocate, wire.Commit, wire.Release)
-#: ZeroMQ makes routing ids of five bytes, the first of them zero, for peers that do not choose one.
-_ROUTING_ID_LENGTH = 5
-
-
-class Answer(NamedTuple):
-    """A reply: its header and the frames that follow it."""
-
-    header: wire.Header
-    frames: tuple[bytes, ...] = ()
-
-
-Respond = Callable[[Answer], None]
 
 
 class PeerWatch(Protocol):
@@ -76,10 +74,10 @@ class Service:
         self._now_ms = now_ms
         self._started_ms = now_ms()
         self._endpoint = endpoint
-        self._heartbeat_interval_ms = heartbeat_interval_ms
-        self._answers_kept = answers_kept_per_session
         self._membership = Membership()
-        self._answers: dict[SessionId, OrderedDict[tuple[type[wire.Header], int], Answer]] = {}
+        self._admission = Admission(cache, self._replicas, self._membership, heartbeat_interval_ms)
+        self._answers = KeptAnswers(answers_kept_per_session)
+        self._deferred = DeferredAnswers(self.refused)
         self._health_checks = HealthChecks(cache)
         self._health_tasks: set[asyncio.Task[None]] = set()
         self.watch: PeerWatch | None = None
@@ -95,6 +93,13 @@ class Service:
             wire.Stats: self._stats,
             wire.Check: self._check,
             wire.Describe: self._describe,
+            wire.Tree: self._tree,
+            wire.Inspect: self._inspect,
+        }
+        self._late_verbs: dict[type[wire.Header], Callable[[bytes, Any, Respond], Answer | None]] = {
+            wire.Load: self._load,
+            wire.Vacancy: self._vacancy,
+            wire.Health: self._start_health_check,
         }
 
     # --- the line from a request to its reply -----------------------------------------------------------------------
@@ -106,19 +111,22 @@ class Service:
         fit it.
         """
         self.count("requests")
+        answer: Answer | None
         try:
-            if isinstance(request, wire.Health):
-                self._start_health_check(request, respond)
-                return
-            answer = self._kept_answer(peer, request) or self._serve(peer, request, frames)
-            self.carry_out()
+            late = self._late_verbs.get(type(request))
+            if late is not None:
+                answer = late(peer, request, respond)
+            else:
+                answer = self._kept_answer(peer, request) or self._serve(peer, request, frames)
+                self.carry_out()
         except RequestError as error:
             answer = Answer(wire.error_reply(request.id, self.refused(error)))
         except Exception:
             log.exception("internal error while serving %s", type(request).__name__)
-            answer = Answer(wire.error_reply(request.id, self.refused(_internal_error())))
-        if getattr(request, "reply", True):
+            answer = Answer(wire.error_reply(request.id, self.refused(internal_error())))
+        if answer is not None and getattr(request, "reply", True):
             respond(answer)
+        self._settle()
 
     def refused(self, error: RequestError) -> RequestError:
         """Count an error by its code."""
@@ -136,22 +144,15 @@ class Service:
             answer = self._verbs[type(request)](peer, request, frames)
         except RequestError as error:
             answer = Answer(wire.error_reply(request.id, self.refused(error)))
-        self._keep_answer(peer, request, answer)
+        group = self._membership.of_connection(peer)
+        if group is not None:
+            self._answers.keep(group.session, request, answer)
         return answer
 
     def _kept_answer(self, peer: bytes, request: wire.Request) -> Answer | None:
         """The answer that this request already got, so that a retry has one effect and one answer."""
         group = self._membership.of_connection(peer)
-        return self._answers[group.session].get((type(request), request.id)) if group is not None else None
-
-    def _keep_answer(self, peer: bytes, request: wire.Request, answer: Answer) -> None:
-        group = self._membership.of_connection(peer)
-        if group is None:
-            return
-        kept = self._answers[group.session]
-        kept[type(request), request.id] = answer
-        if len(kept) > self._answers_kept:
-            kept.popitem(last=False)
+        return self._answers.find(group.session, request) if group is not None else None
 
     def _group(self, peer: bytes) -> Group:
         group = self._membership.of_connection(peer)
@@ -159,29 +160,64 @@ class Service:
             raise request_error(ErrorCode.NO_SESSION, "this connection has no session", "attach and say hello first")
         return group
 
+    # --- what the core wants done -----------------------------------------------------------------------------------
+
     def carry_out(self) -> None:
         """Do what the core has asked for."""
         effects = self._cache.effects
         while effects:
-            effect = effects.pop(0)
-            match effect:
-                case SessionExpired():
-                    log.log(
-                        logging.WARNING if effect.quarantined_slots else logging.INFO,
-                        "session %d is over: %d slots are set aside until its processes are dead",
-                        effect.session,
-                        effect.quarantined_slots,
-                    )
-                case SessionEnded():
-                    if self._membership.of_session(effect.session) is not None:
-                        log.info("session %d ended: %d slots are free again", effect.session, effect.freed_slots)
-                    self._answers.pop(effect.session, None)
-                    self._forget(self._membership.close(effect.session))
+            self._carry_out(effects.pop(0))
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case StartTransfer():
+                workers = self._replicas[effect.pool].workers
+                workers.start(effect, partial(self._on_settled, effect.transfer))
+            case HurryTransfer():
+                self._replicas[effect.pool].workers.hurry(effect)
+            case AbandonLoad():
+                self._replicas[effect.pool].workers.abandon(effect)
+            case LoadsEnded():
+                self._deferred.lease_changed(effect.session, effect.lease)
+            case SessionExpired():
+                log.log(
+                    logging.WARNING if effect.quarantined_slots else logging.INFO,
+                    "session %d is over: %d slots are set aside until its processes are dead",
+                    effect.session,
+                    effect.quarantined_slots,
+                )
+                self._deferred.session_changed(effect.session)
+            case SessionEnded():
+                if self._membership.of_session(effect.session) is not None:
+                    log.info("session %d ended: %d slots are free again", effect.session, effect.freed_slots)
+                self._deferred.session_changed(effect.session)
+                self._answers.close(effect.session)
+                self._forget(self._membership.close(effect.session))
+
+    def _settle(self) -> None:
+        """Let the core do what can wait until a reply is out, and carry that out."""
+        try:
+            self._cache.settle()
+            self.carry_out()
+            self._deferred.vacancy_changed()
+            self.carry_out()
+        except Exception:
+            log.exception("internal error between two requests")
+            self.count("errors_internal")
+
+    def _on_settled(self, transfer: TransferId, shard: ShardIndex, error: str, corrupt: tuple[int, ...]) -> None:
+        """A shard is through with a transfer. Never raises: the workers' other messages come by the same way."""
+        try:
+            self.on_event(ShardSettled(transfer, shard, error, corrupt))
+        except Exception:
+            log.exception("internal error at the end of transfer %d on shard %d", transfer, shard)
+            self.count("errors_internal")
 
     def on_event(self, event: Event) -> None:
         """What arrived by itself: time, deaths, workers."""
         self._cache.handle(event)
         self.carry_out()
+        self._settle()
 
     # --- attach socket ----------------------------------------------------------------------------------------------
 
@@ -190,30 +226,15 @@ class Service:
         token = self._membership.identify(peer)
         return Identified(member=token, endpoint=self._endpoint, daemon_epoch=self._cache.epoch)
 
-    def join(self, peer: Peer, session_id: SessionId, token: bytes, shard: ShardIndex) -> tuple[Joined, int]:
-        """A shard process asks for its memory: the answer and the descriptor to pass on.
+    def join(
+        self, peer: Peer, session_id: SessionId, token: bytes, shard: ShardIndex
+    ) -> tuple[Joined, tuple[int, ...]]:
+        """A shard process asks for its memory: the answer and the descriptors to pass on.
 
         Raises:
-            RequestError: no such session or not its token, expired, or no such shard.
+            RequestError: no such session or not its token, expired, no such shard, or it has no worker now.
         """
-        group = self._membership.authenticate(session_id, token)
-        session = self._session(group)
-        replica = self._replicas[session.pool.name]
-        if shard >= replica.layout.shards:
-            raise request_error(
-                ErrorCode.BAD_VALUE, f"shard {shard} of {replica.layout.shards}", "shards are counted from 0"
-            )
-        memory = replica.workers.memory_fd(shard)
-        self._membership.join(group, peer)
-        joined = Joined(
-            kind="memfd",
-            shard=shard,
-            epoch=session.pool.epoch,
-            layout=replica.layout,
-            slots=replica.slots,
-            pool_bytes=replica.layout.pool_bytes(replica.slots),
-        )
-        return joined, memory
+        return self._admission.join(peer, session_id, token, shard)
 
     def peer_lost(self, peer: Peer) -> None:
         """A process is dead: its groups are over, and their slots free once nobody of them lives."""
@@ -237,83 +258,15 @@ class Service:
     # --- verbs ------------------------------------------------------------------------------------------------------
 
     def _hello(self, connection: bytes, request: wire.Hello, _: list[bytes]) -> Answer:
-        if not request.version_min <= wire.PROTOCOL_VERSION <= request.version_max:
-            raise request_error(
-                ErrorCode.UNSUPPORTED_VERSION,
-                f"the client speaks {request.version_min} to {request.version_max}, the daemon {wire.PROTOCOL_VERSION}",
-                "client and daemon must be at most one version apart: upgrade the older",
-            )
-        peer = self._membership.claim(request.member)
-        replica = self._replicas.get(request.replica)
-        if replica is None:
-            raise request_error(
-                ErrorCode.UNKNOWN_REPLICA,
-                f"there is no replica {request.replica!r}",
-                f"configured are: {', '.join(sorted(self._replicas))}",
-            )
-        if request.layout and request.layout != replica.layout.fingerprint():
-            raise request_error(
-                ErrorCode.WRONG_LAYOUT,
-                f"the engine was built for layout {request.layout}, the pool has {replica.layout.fingerprint()}",
-                "give daemon and engine the same model, block size, shards and dtype",
-            )
-        replaced = self._replaced_session(replica.name, connection, peer)
-        session = self._cache.open_session(replica.name, self._now_ms())
-        group = self._membership.open(session.id, connection, peer)
-        self._answers[session.id] = OrderedDict()
-        if replaced is not None:  # after the new group is there: its process must stay watched
-            self.on_event(MembersDied(replaced.id))
-        log.info("session %d: process %d on replica %s", session.id, peer.pid, replica.name)
-        return Answer(self._welcome(request, session, group, replica))
-
-    def _replaced_session(self, replica: str, connection: bytes, peer: Peer) -> Session | None:
-        """The expired session that this process's hello replaces: saying it again is its word that the old is over.
-
-        Raises:
-            Refused: somebody may write into the pool: an active session, or another living process of an expired one.
-        """
-        if len(connection) != _ROUTING_ID_LENGTH or connection[0]:
-            raise request_error(
-                ErrorCode.BAD_VALUE, "the connection chose its own routing id", "leave ZMQ_ROUTING_ID unset"
-            )
-        owned = self._membership.of_connection(connection)
-        for session in self._cache.sessions.values():
-            group = self._membership.of_session(session.id)
-            if group is None or (session.pool.name != replica and group is not owned):
-                continue
-            others = group.living(beside=peer)
-            if session.state is SessionState.ACTIVE or others or session.pool.name != replica:
-                pids = sorted({member.pid for member in group.living()})
-                raise request_error(
-                    ErrorCode.POOL_BUSY,
-                    f"{session.state} session {session.id} holds replica {session.pool.name!r} for processes {pids}",
-                    "say bye in that session, or end its processes, or use another replica",
-                )
-            return session
-        return None
-
-    def _welcome(self, request: wire.Hello, session: Session, group: Group, replica: Replica) -> wire.Welcome:
-        return wire.Welcome(
-            id=request.id,
-            version=wire.PROTOCOL_VERSION,
-            session=session.id,
-            token=group.token,
-            daemon_epoch=self._cache.epoch,
-            epoch=session.pool.epoch,
-            generation=replica.generation,
-            namespace=replica.namespace,
-            key_algorithm=replica.key_algorithm,
-            layout=replica.layout,
-            slots=replica.slots,
-            heartbeat_interval_ms=self._heartbeat_interval_ms,
-            session_ttl_ms=self._cache.session_ttl_ms,
-            capabilities=tuple(name for name in CAPABILITIES if name in request.capabilities),
-        )
+        welcome, peer = self._admission.hello(connection, request, self._now_ms())
+        self._answers.open(SessionId(welcome.session))
+        log.info("session %d: process %d on replica %s", welcome.session, peer.pid, request.replica)
+        return Answer(welcome)
 
     def _match(self, peer: bytes, request: wire.Match, frames: list[bytes]) -> Answer:
         group = self._group(peer)
-        hit = self._cache.match(group.session, request.epoch, frames[0], request.tokens, full=request.full)
-        return Answer(wire.Matched(id=request.id, device=hit))
+        device, host = self._cache.match(group.session, request.epoch, frames[0], request.tokens, full=request.full)
+        return Answer(wire.Matched(id=request.id, device=device, host=host))
 
     def _acquire(self, peer: bytes, request: wire.Acquire, frames: list[bytes]) -> Answer:
         group = self._group(peer)
@@ -326,7 +279,8 @@ class Service:
             request.reserve,
             full=request.full,
         )
-        header = wire.Acquired(id=request.id, lease=grant.lease, hit=grant.hit)
+        loads = tuple(wire.LoadTicket(transfer, progress) for transfer, progress in grant.loads)
+        header = wire.Acquired(id=request.id, lease=grant.lease, hit=grant.hit, ready=grant.ready, loads=loads)
         return Answer(header, (grant.hit_ranges, grant.ranges))
 
     def _allocate(self, peer: bytes, request: wire.Allocate, _: list[bytes]) -> Answer:
@@ -350,12 +304,33 @@ class Service:
     def _release(self, peer: bytes, request: wire.Release, frames: list[bytes]) -> Answer:
         session = self._group(peer).session
         lease, fence = LeaseId(request.lease), FenceSequence(request.fence)
-        if not frames:
+        if frames:
+            keys, slots = frames[0], _slot_ranges(frames[1])
+            done = self._cache.finish(session, request.epoch, lease, request.start, keys, slots, fence)
+            answer = Answer(wire.Released(id=request.id, adopted=done.adopted, duplicates=done.duplicates))
+        else:
             self._cache.release(session, request.epoch, lease, fence)
-            return Answer(wire.Released(id=request.id))
-        keys, slots = frames[0], _slot_ranges(frames[1])
-        done = self._cache.finish(session, request.epoch, lease, request.start, keys, slots, fence)
-        return Answer(wire.Released(id=request.id, adopted=done.adopted, duplicates=done.duplicates))
+            answer = Answer(wire.Released(id=request.id))
+        self._deferred.lease_changed(session, lease)
+        return answer
+
+    def _load(self, peer: bytes, request: wire.Load, respond: Respond) -> Answer | None:
+        session, lease = self._group(peer).session, LeaseId(request.lease)
+
+        def ask() -> Answer | None:
+            loaded = self._cache.load(session, request.epoch, lease)
+            return None if loaded is None else Answer(wire.Loaded(id=request.id, hit=loaded.hit), (loaded.ranges,))
+
+        return self._deferred.load(session, lease, request, ask, respond)
+
+    def _vacancy(self, peer: bytes, request: wire.Vacancy, respond: Respond) -> Answer | None:
+        session = self._group(peer).session
+
+        def ask() -> Answer | None:
+            available = self._cache.vacancy(session, request.epoch, request.blocks)
+            return None if available is None else Answer(wire.Vacant(id=request.id, available=available))
+
+        return self._deferred.vacancy(session, request, ask, respond)
 
     def _heartbeat(self, _: bytes, request: wire.Heartbeat, __: list[bytes]) -> Answer:
         group = self._membership.authenticate(SessionId(request.session), request.token)
@@ -367,14 +342,14 @@ class Service:
         group = self._group(peer)
         if group.living(beside=group.scheduler):
             # Its shard processes may write yet: their slots wait for their deaths.
-            self.on_event(MemberLost(group.session))
+            self._cache.handle(MemberLost(group.session))
             self._forget(self._membership.part(group, group.scheduler))
         else:
             self._cache.close_session(group.session)
         return Answer(wire.Goodbye(id=request.id))
 
     def _stats(self, _: bytes, request: wire.Stats, __: list[bytes]) -> Answer:
-        return Answer(stats_report(request.id, self._cache, self._now_ms() - self._started_ms))
+        return Answer(stats_report(request.id, self._cache, self._replicas, self._now_ms() - self._started_ms))
 
     def _check(self, _: bytes, request: wire.Check, __: list[bytes]) -> Answer:
         violations = tuple(check(self._cache))
@@ -383,17 +358,18 @@ class Service:
     def _describe(self, _: bytes, request: wire.Describe, __: list[bytes]) -> Answer:
         return Answer(description(request.id, self._cache.epoch, list(self._replicas.values())))
 
-    def _session(self, group: Group) -> Session:
-        session = self._cache.sessions.get(group.session)
-        if session is None or session.state is not SessionState.ACTIVE:
-            raise request_error(
-                ErrorCode.SESSION_EXPIRED, f"session {group.session} is over", "say hello again, then join"
-            )
-        return session
+    def _tree(self, _: bytes, request: wire.Tree, __: list[bytes]) -> Answer:
+        if request.replica and request.replica not in self._replicas:
+            raise unknown_replica(request.replica, self._replicas)
+        report, nodes = tree_report(request, self._cache, self._replicas)
+        return Answer(report, (nodes,))
+
+    def _inspect(self, _: bytes, request: wire.Inspect, __: list[bytes]) -> Answer:
+        return Answer(inspect_report(request, self._cache, self._replicas))
 
     # --- health -----------------------------------------------------------------------------------------------------
 
-    def _start_health_check(self, request: wire.Health, respond: Respond) -> None:
+    def _start_health_check(self, _: bytes, request: wire.Health, respond: Respond) -> None:
         if len(self._health_tasks) >= HEALTH_CHECKS_PENDING_MAX:
             raise request_error(
                 ErrorCode.LIMIT, f"{len(self._health_tasks)} health checks are under way", "wait for one of them"
@@ -408,17 +384,14 @@ class Service:
             for replica in self._replicas.values():
                 parts += await self._health_checks.check(replica, self._now_ms())
                 self.carry_out()
+                self._settle()
             violations = check_counts(self._cache)
             parts.append(wire.HealthPart(part="counts", ok=not violations, detail="; ".join(violations[:3])))
             report = wire.HealthReport(id=request.id, ok=all(part.ok for part in parts), parts=tuple(parts))
             respond(Answer(report))
         except Exception:
             log.exception("internal error during a health check")
-            respond(Answer(wire.error_reply(request.id, self.refused(_internal_error()))))
-
-
-def _internal_error() -> RequestError:
-    return request_error(ErrorCode.INTERNAL, "the daemon failed while serving this request", "see the daemon's log")
+            respond(Answer(wire.error_reply(request.id, self.refused(internal_error()))))
 
 
 def _slot_ranges(frame: bytes) -> array[int]:

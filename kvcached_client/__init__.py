@@ -10,6 +10,7 @@ from kvcached_client.errors import (
     ErrorCode,
     Fault,
     KvcachedError,
+    LoadFailed,
     NoCapacity,
     Refused,
     RequestError,
@@ -20,6 +21,7 @@ from kvcached_client.keys import KeyChain
 from kvcached_client.layout import KvGroup, Layout
 from kvcached_client.lease import Lease
 from kvcached_client.memory import MappedPool, map_pool
+from kvcached_client.protocol import LoadTicket
 
 __all__ = [
     "Admin",
@@ -35,6 +37,8 @@ __all__ = [
     "KvcachedError",
     "Layout",
     "Lease",
+    "LoadFailed",
+    "LoadTicket",
     "MappedPool",
     "NoCapacity",
     "Refused",

@@ -10,6 +10,8 @@ import os
 import socket
 import struct
 import time
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -17,6 +19,7 @@ import msgspec
 
 from kvcached_client.attach_protocol import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
+    JOINED_DESCRIPTORS,
     Attach,
     AttachRefused,
     AttachReply,
@@ -33,8 +36,8 @@ from kvcached_client.rundir import ATTACH_SOCKET_NAME, RUN_DIR_VARIABLE, socket_
 
 #: struct ucred: pid, uid, gid
 _CREDENTIALS: Final = struct.Struct("iII")
-#: A reply carries one descriptor; room for a second one shows a peer that sends more.
-_DESCRIPTORS_MAX: Final = 2
+#: Room for one more than any reply carries shows a peer that sends too many.
+_DESCRIPTORS_MAX: Final = JOINED_DESCRIPTORS + 1
 
 
 class SessionGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -79,7 +82,7 @@ class AttachConnection:
         self._socket = connection
 
     def fileno(self) -> int:
-        """The descriptor, to be polled: it turns readable when the daemon is gone."""
+        """The descriptor, to be polled: it turns readable when the daemon, or the pool behind it, is gone."""
         return self._socket.fileno()
 
     def is_closed_by_daemon(self) -> bool:
@@ -103,11 +106,13 @@ class AttachConnection:
 
 @dataclass(frozen=True, slots=True)
 class JoinedMemory:
-    """A shard's memory as the daemon sent it, not yet checked or mapped. The holder closes `descriptor`."""
+    """A shard's memory as the daemon sent it, not yet checked or mapped. The holder closes the descriptors."""
 
     connection: AttachConnection
     joined: Joined
-    descriptor: int
+    pool: int
+    progress: int
+    events: tuple[int, ...]
 
 
 def identify(
@@ -136,10 +141,11 @@ def join(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedMemory:
     """
     question = Join(session=grant.id, token=grant.token, shard=shard)
     connection, reply, descriptors = _ask(grant.run_dir, question, deadline_ms)
-    if not isinstance(reply, Joined) or reply.shard != shard or len(descriptors) != 1:
+    if not isinstance(reply, Joined) or reply.shard != shard or len(descriptors) != JOINED_DESCRIPTORS:
         _discard(connection, descriptors)
         raise _unexpected(reply, descriptors)
-    return JoinedMemory(AttachConnection(connection), reply, descriptors[0])
+    pool, progress, *events = descriptors
+    return JoinedMemory(AttachConnection(connection), reply, pool, progress, tuple(events))
 
 
 def _ask(
@@ -206,13 +212,18 @@ def _own_pidfd() -> list[int]:
 
 
 def _receive(connection: socket.socket, path: str) -> tuple[AttachReply, list[int]]:
-    data, descriptors, flags, _ = socket.recv_fds(
-        connection, ATTACH_MESSAGE_SIZE_BYTES_MAX, _DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
-    )
+    # `socket.recv_fds` ignores its flags (Python 3.11), and so lets descriptors pass to every child.
+    received = array("i")
+    room = socket.CMSG_LEN(_DESCRIPTORS_MAX * received.itemsize)
+    data, ancillary, flags, _ = connection.recvmsg(ATTACH_MESSAGE_SIZE_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received.frombytes(content[: len(content) // received.itemsize * received.itemsize])
+    descriptors = list(received)
     try:
         return _read(data, flags, path), descriptors
     except BaseException:
-        _close_all(descriptors)
+        close_all(descriptors)
         raise
 
 
@@ -231,10 +242,11 @@ def _read(data: bytes, flags: int, path: str) -> AttachReply:
 
 def _discard(connection: socket.socket, descriptors: list[int]) -> None:
     connection.close()
-    _close_all(descriptors)
+    close_all(descriptors)
 
 
-def _close_all(descriptors: list[int]) -> None:
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close descriptors of this process."""
     for descriptor in descriptors:
         os.close(descriptor)
 

@@ -12,10 +12,12 @@ import msgspec
 
 from kvcached_client.errors import ErrorCode, Fault, request_error
 from kvcached_client.layout import Layout
-from kvcached_client.protocol import Id, Secret
+from kvcached_client.protocol import PROGRESS_SLOTS, Id, Secret
 
 #: A layout with a dozen groups takes about 2 KiB.
 ATTACH_MESSAGE_SIZE_BYTES_MAX: Final = 16 * 1024
+#: What comes with `Joined`.
+JOINED_DESCRIPTORS: Final = 2 + PROGRESS_SLOTS
 
 
 class Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op"):
@@ -45,7 +47,10 @@ class Identified(Attach, frozen=True, kw_only=True, tag="identified"):
 
 
 class Joined(Attach, frozen=True, kw_only=True, tag="joined"):
-    """Answer to `Join`. Ancillary data: the pool's sealed memory (kind "memfd")."""
+    """Answer to `Join`. Ancillary data: `JOINED_DESCRIPTORS` of them, in this order.
+
+    The pool's sealed memory (kind "memfd"), the shard's sealed progress page, an eventfd for each entry of that page.
+    """
 
     kind: str
     shard: Id

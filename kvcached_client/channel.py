@@ -82,8 +82,14 @@ class Channel:
         """An id for the next request."""
         return self._session.next_id()
 
-    def ask(self, request: Request, expected: type[R], frames: Sequence[bytes] = ()) -> tuple[R, list[bytes]]:
-        """Send a request and wait for its reply and the reply's frames.
+    def deadline_ns(self) -> int:
+        """When a call that starts now has to be over, on the monotonic clock."""
+        return time.monotonic_ns() + self._deadline_ms * 1_000_000
+
+    def ask(
+        self, request: Request, expected: type[R], frames: Sequence[bytes] = (), *, deadline_ns: int | None = None
+    ) -> tuple[R, list[bytes]]:
+        """Send a request and wait for its reply and the reply's frames, until `deadline_ns` (default: as a new call).
 
         Raises:
             RequestError: the daemon, or this side before sending, refused.
@@ -91,13 +97,14 @@ class Channel:
             DeadlineExceeded: no reply came in time; whether the request took effect is unknown.
             RuntimeError: this process is a fork of the one that opened the channel.
         """
-        self.send(request, frames)
+        self.send(request, frames, deadline_ns=deadline_ns)
         return self.receive(request, expected)
 
-    def send(self, request: Request, frames: Sequence[bytes] = ()) -> None:
+    def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
         """The first half of `ask`. Where it raises, nothing was sent."""
         self._check_usable()
-        deadline_ns = time.monotonic_ns() + self._deadline_ms * 1_000_000
+        if deadline_ns is None:
+            deadline_ns = self.deadline_ns()
         parts = self._session.send(request, frames, deadline_ns=deadline_ns)
         try:
             self._send(parts, deadline_ns)
@@ -106,7 +113,7 @@ class Channel:
             raise
 
     def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
-        """The second half of `ask`, for a request that was sent; its deadline runs since then."""
+        """The second half of `ask`, for a request that was sent, with the deadline that it was sent with."""
         request_id = RequestId(request.id)
         try:
             reply, reply_frames = self._wait_for_reply(request_id)
@@ -215,13 +222,13 @@ class SessionChannel(Channel):
         self.is_stale = False  #: the daemon said that the session or the pool's epoch is over
         self.misses = MissPolicy(failures)
 
-    def send(self, request: Request, frames: Sequence[bytes] = ()) -> None:
+    def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
         """As `Channel.send`; gives back first what was granted after the caller had stopped waiting for it."""
         for lease in self._session.orphans():
             if not self.post(Release(id=self.next_id(), epoch=self.epoch, lease=lease, reply=False)):
                 break
             self._session.drop_orphan(lease)
-        super().send(request, frames)
+        super().send(request, frames, deadline_ns=deadline_ns)
 
     def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
         """As `Channel.receive`; notes when the session is over."""

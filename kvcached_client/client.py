@@ -26,11 +26,17 @@ from kvcached_client.protocol import (
     Health,
     HealthReport,
     Hello,
+    Inspect,
+    InspectReport,
     Match,
     Matched,
     Stats,
     StatsReport,
+    Tree,
+    TreeNode,
+    TreeReport,
     Welcome,
+    unpack_tree_nodes,
 )
 from kvcached_client.protocol import Heartbeat as HeartbeatRequest
 from kvcached_client.rundir import default_run_dir, rpc_endpoint
@@ -62,6 +68,22 @@ class _Reports:
     def describe(self) -> Description:
         """Replicas, layouts, limits, versions."""
         return self._channel.ask(Describe(id=self._channel.next_id()), Description)[0]
+
+    def tree(self, replica: str = "", *, levels: int = 8, children: int = 8) -> tuple[TreeReport, list[TreeNode]]:
+        """What the index holds, and its runs in preorder.
+
+        Args:
+            replica: whose tree; "" for those of all replicas.
+            levels: how deep, 1 to 64.
+            children: how many of each run's children, 1 to 256; the others are counted.
+        """
+        request = Tree(id=self._channel.next_id(), replica=replica, levels=levels, children=children)
+        report, frames = self._channel.ask(request, TreeReport)
+        return report, unpack_tree_nodes(frames[0])
+
+    def inspect(self, key: bytes) -> InspectReport:
+        """Where the block with a 16-byte key is, and who holds it."""
+        return self._channel.ask(Inspect(id=self._channel.next_id(), key=key), InspectReport)[0]
 
 
 class Admin(_Reports):
@@ -217,7 +239,7 @@ class Client(_Reports):
         )
 
     def match(self, chain: KeyChain, *, full: bool = False) -> int:
-        """How many leading blocks are cached. Touches nothing.
+        """How many leading blocks are cached, in the pool or in host memory behind it. Touches nothing.
 
         The last token is left to compute, so a prompt that is cached to its end counts one block less, unless `full`.
 
@@ -243,7 +265,10 @@ class Client(_Reports):
     ) -> Lease:
         """Pin the cached blocks of a prompt and get slots for the rest of it.
 
-        Asking again with the same `request`, after a deadline passed, gives the same lease.
+        Cached blocks that are only in host memory may be on their way when it returns: see `Lease.is_loading`.
+
+        Asking again with the same `request`, after a deadline passed, gives the same lease. Where copies under way are
+        about to make room it waits for them, within its deadline.
 
         Args:
             request: the engine's own id of the request, at most 256 characters.

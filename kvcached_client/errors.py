@@ -9,9 +9,10 @@
     │   ├── Stale               fault "epoch":   the daemon, pool or session it speaks of is gone: attach again
     │   ├── NoCapacity          fault "load":    nothing free and nothing evictable; release, or try later
     │   └── DaemonFailure       fault "daemon":  kvcached or one of its workers failed; not the caller's doing
-    └── TransportError          no answer came
-        ├── DaemonUnreachable   nothing listens there, or the attach socket closed
-        └── DeadlineExceeded    the deadline of the call passed
+    ├── TransportError          no answer came
+    │   ├── DaemonUnreachable   nothing listens there, or the attach socket closed
+    │   └── DeadlineExceeded    the deadline of the call passed
+    └── LoadFailed              a shard's wait for a layer: the load failed; `Lease.wait_loaded` says what is left
 
 A miss is not an error: `match` and `acquire` answer it with zero blocks.
 """
@@ -44,6 +45,7 @@ class ErrorCode(StrEnum):
     REQUEST_CONFLICT = "request_conflict"
     UNKNOWN_SLOT = "unknown_slot"
     OUT_OF_ORDER = "out_of_order"
+    STILL_LOADING = "still_loading"
     LIMIT = "limit"
     # the world moved on
     STALE_EPOCH = "stale_epoch"
@@ -51,6 +53,7 @@ class ErrorCode(StrEnum):
     DRAINING = "draining"
     # load
     NO_CAPACITY = "no_capacity"
+    CAPACITY_PENDING = "capacity_pending"
     # ours
     WORKER_LOST = "worker_lost"
     DEADLINE = "deadline"
@@ -104,7 +107,10 @@ class Stale(RequestError):
 
 
 class NoCapacity(RequestError):
-    """Not enough free and evictable slots. Nothing was taken and nothing was evicted."""
+    """Not enough free and evictable slots. Nothing was taken and nothing was evicted.
+
+    The code `CAPACITY_PENDING` says that copies under way will make more of them evictable.
+    """
 
     fault = Fault.LOAD
 
@@ -127,6 +133,10 @@ class DeadlineExceeded(TransportError):
     """The deadline passed before the answer came."""
 
 
+class LoadFailed(KvcachedError):
+    """A load from host memory failed, or was cut short. `Lease.wait_loaded` says what of the hit is there."""
+
+
 _CLASS_OF: dict[ErrorCode, type[RequestError]] = {
     ErrorCode.MALFORMED: BadRequest,
     ErrorCode.UNKNOWN_VERB: BadRequest,
@@ -145,11 +155,13 @@ _CLASS_OF: dict[ErrorCode, type[RequestError]] = {
     ErrorCode.REQUEST_CONFLICT: Refused,
     ErrorCode.UNKNOWN_SLOT: Refused,
     ErrorCode.OUT_OF_ORDER: Refused,
+    ErrorCode.STILL_LOADING: Refused,
     ErrorCode.LIMIT: Refused,
     ErrorCode.STALE_EPOCH: Stale,
     ErrorCode.SESSION_EXPIRED: Stale,
     ErrorCode.DRAINING: Stale,
     ErrorCode.NO_CAPACITY: NoCapacity,
+    ErrorCode.CAPACITY_PENDING: NoCapacity,
     ErrorCode.WORKER_LOST: DaemonFailure,
     ErrorCode.DEADLINE: DaemonFailure,
     ErrorCode.INTERNAL: DaemonFailure,

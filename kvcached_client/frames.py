@@ -28,16 +28,27 @@ from kvcached_client.protocol import (
     HealthReport,
     Heartbeat,
     Hello,
+    Inspect,
+    InspectReport,
+    Load,
+    Loaded,
     Match,
     Matched,
     Release,
     Released,
+    Reply,
     Request,
     Stats,
     StatsReport,
+    Tree,
+    TreeReport,
+    Vacancy,
+    Vacant,
     Welcome,
 )
-from kvcached_client.types import KEY_SIZE_BYTES
+from kvcached_client.types import KEY_SIZE_BYTES, RANGE_SIZE_BYTES
+
+_TOKEN_ID_SIZE_BYTES: Final = 4
 
 #: Frames after the header, as (least, most), by request type. Anything else is `bad_frames`.
 REQUEST_FRAMES: Final[dict[type[Header], tuple[int, int]]] = {
@@ -47,12 +58,16 @@ REQUEST_FRAMES: Final[dict[type[Header], tuple[int, int]]] = {
     Allocate: (0, 0),
     Commit: (2, 3),
     Release: (0, 3),
+    Load: (0, 0),
+    Vacancy: (0, 0),
     Heartbeat: (0, 0),
     Bye: (0, 0),
     Stats: (0, 0),
     Health: (0, 0),
     Check: (0, 0),
     Describe: (0, 0),
+    Tree: (0, 0),
+    Inspect: (0, 0),
 }
 
 #: Frames after the header of a reply, by its type.
@@ -63,14 +78,21 @@ REPLY_FRAMES: Final[dict[type[Header], int]] = {
     Allocated: 1,
     Committed: 0,
     Released: 0,
+    Loaded: 1,
+    Vacant: 0,
     Alive: 0,
     Goodbye: 0,
     StatsReport: 0,
     HealthReport: 0,
     CheckReport: 0,
     Description: 0,
+    TreeReport: 1,
+    InspectReport: 0,
     ErrorReply: 0,
 }
+
+#: Replies whose frames are slot ranges.
+_SLOT_REPLIES: Final = (Acquired, Allocated, Loaded)
 
 
 def check_frames(request: Request, frames: Sequence[bytes | memoryview]) -> None:
@@ -98,6 +120,23 @@ def check_frames(request: Request, frames: Sequence[bytes | memoryview]) -> None
                 f"keys frame of {keys_size} bytes",
                 f"a multiple of {KEY_SIZE_BYTES}, at most {BLOCKS_PER_MESSAGE_MAX} keys",
             )
-    for frame, unit in zip(frames[1:], (8, 4), strict=False):
+    for frame, unit in zip(frames[1:], (RANGE_SIZE_BYTES, _TOKEN_ID_SIZE_BYTES), strict=False):
         if len(frame) % unit:
             raise request_error(ErrorCode.BAD_FRAMES, f"frame of {len(frame)} bytes", f"a multiple of {unit} bytes")
+
+
+def check_reply_frames(reply: Reply, frames: Sequence[bytes]) -> None:
+    """Refuse a reply whose frames do not fit its type in number or size.
+
+    Raises:
+        BadRequest: `bad_frames`.
+    """
+    expected = REPLY_FRAMES[type(reply)]
+    ragged = isinstance(reply, _SLOT_REPLIES) and any(len(frame) % RANGE_SIZE_BYTES for frame in frames)
+    if len(frames) != expected or ragged:
+        sizes = ", ".join(str(len(frame)) for frame in frames) or "no"
+        raise request_error(
+            ErrorCode.BAD_FRAMES,
+            f"{type(reply).__name__} with {len(frames)} frames ({sizes} bytes) instead of {expected}",
+            "client and daemon differ in version",
+        )

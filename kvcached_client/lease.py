@@ -20,10 +20,14 @@ from kvcached_client.protocol import (
     Allocated,
     Commit,
     Committed,
+    Load,
+    Loaded,
+    LoadTicket,
     Release,
     Released,
 )
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
+from kvcached_client.vacancy import with_vacancies
 
 #: Which blocks of a request others may find: prompt and output, only those without output tokens, or none.
 CachePolicy = Literal["all", "prompt", "nothing"]
@@ -42,10 +46,12 @@ class Grant(NamedTuple):
 
     id: LeaseId
     hit_blocks: int
+    ready_blocks: int
+    loads: tuple[LoadTicket, ...]
     table: npt.NDArray[np.int32]  #: the hit's slots, then exclusive ones
 
 
-_NOTHING: Final = Grant(LeaseId(0), 0, np.empty(0, np.int32))
+_NOTHING: Final = Grant(LeaseId(0), 0, 0, (), np.empty(0, np.int32))
 
 
 class Lease:
@@ -55,20 +61,25 @@ class Lease:
     no answer in time is remembered and sent again, with its id, before the next one of this lease, so that nothing is
     done twice and nothing is left out.
 
+    Some of the hit may still be on its way from host memory. Until `wait_loaded` has said what became of that, nothing
+    can be committed, for a hit that turns out shorter leaves blocks to compute before whatever was computed after it.
+
     The slots are in use until the highest fence that any call named has signalled: a release with a lower one, or none,
     goes out with that.
 
     Attributes:
         granted: whether there is a lease at all.
         id: the daemon's name for it; 0 if not granted.
-        hit_blocks: leading blocks that were cached, ready to read; never written by their reader.
+        hit_blocks: leading blocks that were cached; never written by their reader. `wait_loaded` may shorten it.
+        ready_blocks: so many of them can be read now; the others when the loads have ended, or layer by layer before.
+        loads: the loads that the others depend on, for `MappedPool.wait_layer`; none once `wait_loaded` has returned.
         depth: leading blocks that are committed or were cached: where the next commit starts.
     """
 
     def __init__(self, channel: SessionChannel, chain: KeyChain, cache: CachePolicy, grant: Grant | None) -> None:
         """Use `Client.acquire`. Without a grant the lease is not granted."""
         self.granted = grant is not None
-        self.id, self.hit_blocks, table = grant or _NOTHING
+        self.id, self.hit_blocks, self.ready_blocks, self.loads, table = grant or _NOTHING
         self.depth = self.hit_blocks
         self._channel = channel
         self._chain = chain
@@ -78,11 +89,18 @@ class Lease:
         self._fence = NO_FENCE  #: the highest that was named
         #: Sent, and not answered in time: whether it took effect is unknown.
         self._unsettled: tuple[Allocate | Commit | Release, tuple[bytes, ...]] | None = None
+        #: The same, for the question of `wait_loaded` alone: its answer may shorten the hit, which nobody else expects.
+        self._unsettled_load: Load | None = None
 
     @property
     def hit_tokens(self) -> int:
-        """Leading tokens that need no computing."""
+        """Leading tokens that need no computing, those of blocks that are still loading included."""
         return self.hit_blocks * self._chain.block_size
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether some of the hit has to be waited for, with `wait_loaded`."""
+        return bool(self.loads)
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
@@ -94,6 +112,26 @@ class Lease:
         """Tokens that have a slot, those of the hit included."""
         return len(self._table) * self._chain.block_size
 
+    def wait_loaded(self) -> int:
+        """Wait until every load that the lease depends on has ended; the tokens that need no computing then.
+
+        Where a load failed the hit is shorter afterwards, and `block_table` has slots of the lease's own for the blocks
+        that were cut off: compute from the returned token on, also what was computed before on top of them.
+
+        Without loads, and the second time, it returns at once. Where it raises, asking again is fine, and so is giving
+        the lease back. Where failures are misses it then returns the tokens that are there for sure, and `is_loading`
+        stays True: the slots of the rest of the hit may be neither read nor written.
+
+        Raises:
+            DeadlineExceeded: the loads have not ended in time.
+            NoCapacity: the hit is shorter, and there are no slots for the blocks that were cut off.
+            RequestError, TransportError: see `kvcached_client.errors`.
+        """
+        if self.is_loading:
+            with self._channel.misses:
+                with_vacancies(self._channel, self._wait_for_loads)
+        return self.ready_blocks * self._chain.block_size
+
     def allocate(self, tokens: int) -> None:
         """Get slots until `capacity_tokens` is at least `tokens`. Does nothing if it is already.
 
@@ -104,11 +142,7 @@ class Lease:
         if not self.granted:
             return
         with self._channel.misses:
-            self._settle()
-            blocks = blocks_of(tokens, self._chain.block_size) - len(self._table)
-            if blocks > 0:
-                request = Allocate(id=self._channel.next_id(), epoch=self._channel.epoch, lease=self.id, blocks=blocks)
-                self._perform(request)
+            with_vacancies(self._channel, lambda deadline_ns: self._grow(tokens, deadline_ns))
 
     def commit(self, computed_tokens: int, *, fence: FenceSequence = NO_FENCE) -> None:
         """Make the full blocks among the first `computed_tokens` tokens findable, as far as the cache policy allows.
@@ -124,6 +158,7 @@ class Lease:
         Raises:
             BadRequest: `computed_tokens` exceeds the chain's tokens or the lease's capacity (with either setting of
                 ``failures``: it is a mistake of the caller that could make wrong data findable).
+            Refused: the lease is loading (`STILL_LOADING`): `wait_loaded` first.
             RequestError, TransportError: see `kvcached_client.errors`.
         """
         if not self.granted:
@@ -132,6 +167,7 @@ class Lease:
         with self._channel.misses:
             named = self._note_fence(fence)
             self._settle()
+            self._check_loaded()
             if stop > self.depth:
                 request = Commit(
                     id=self._channel.next_id(),
@@ -156,6 +192,7 @@ class Lease:
             self._note_fence(fence)
             if not self._settle_release():
                 self._settle()
+                self._check_loaded()
                 self._release(self._blocks(stop) if stop > self.depth else ())
             return
         if self._unsettled is None:
@@ -197,6 +234,46 @@ class Lease:
         stop = computed_tokens // self._chain.block_size
         return stop if self._cacheable_blocks is None else min(stop, self._cacheable_blocks)
 
+    def _check_loaded(self) -> None:
+        if self.is_loading:
+            raise request_error(
+                ErrorCode.STILL_LOADING,
+                f"lease {self.id} depends on {len(self.loads)} loads whose end is not known",
+                "call wait_loaded first, and compute from the token that it returns",
+            )
+
+    def _wait_for_loads(self, deadline_ns: int) -> None:
+        self._settle(deadline_ns)
+        request = self._unsettled_load or Load(id=self._channel.next_id(), epoch=self._channel.epoch, lease=self.id)
+        self._channel.send(request, deadline_ns=deadline_ns)
+        self._unsettled_load = request
+        try:
+            loaded, frames = self._channel.receive(request, Loaded)
+        except RequestError as error:
+            self._unsettled_load = None
+            self._note_refusal(error)
+            raise
+        self._unsettled_load = None
+        self._shorten_hit(loaded.hit, frames[0])
+
+    def _shorten_hit(self, hit: int, packed: bytes) -> None:
+        """Take over what became of the loads: the hit, and the slots of what is no longer part of it."""
+        cut_blocks = self.hit_blocks - hit
+        replacements = _slots(packed, cut_blocks)
+        if cut_blocks:
+            table = self._table.copy()
+            table[hit : self.hit_blocks] = replacements
+            self._set_table(table)
+        self.hit_blocks = self.ready_blocks = self.depth = hit
+        self.loads = ()
+
+    def _grow(self, tokens: int, deadline_ns: int) -> None:
+        self._settle(deadline_ns)
+        blocks = blocks_of(tokens, self._chain.block_size) - len(self._table)
+        if blocks > 0:
+            request = Allocate(id=self._channel.next_id(), epoch=self._channel.epoch, lease=self.id, blocks=blocks)
+            self._perform(request, deadline_ns=deadline_ns)
+
     def _blocks(self, stop: int) -> tuple[bytes, bytes]:
         """Frames that name the blocks [depth, stop)."""
         return self._chain.key_range(self.depth, stop), compress_slots(self._table[self.depth : stop])
@@ -222,23 +299,32 @@ class Lease:
         self._perform(*self._unsettled)
         return True
 
-    def _settle(self) -> None:
-        """Get the answer to what was left unsettled; the lease is held afterwards."""
+    def _settle(self, deadline_ns: int | None = None) -> None:
+        """Get the answer to what was left unsettled, loads apart; the lease is held afterwards."""
         if self._unsettled is not None:
-            self._perform(*self._unsettled)
+            self._perform(*self._unsettled, deadline_ns=deadline_ns)
         if not self._is_held:
             raise request_error(ErrorCode.ALREADY_RELEASED, f"lease {self.id} is released", "acquire again")
 
-    def _perform(self, request: Allocate | Commit | Release, frames: tuple[bytes, ...] = ()) -> None:
+    def _note_refusal(self, error: RequestError) -> None:
+        if isinstance(error, Stale) or error.code in _NOT_OURS:
+            self._is_held = False
+
+    def _perform(
+        self,
+        request: Allocate | Commit | Release,
+        frames: tuple[bytes, ...] = (),
+        *,
+        deadline_ns: int | None = None,
+    ) -> None:
         """Ask, and take over what the answer says."""
-        self._channel.send(request, frames)
+        self._channel.send(request, frames, deadline_ns=deadline_ns)
         self._unsettled = (request, frames)
         try:
             reply, reply_frames = self._channel.receive(request, _REPLY_TO[type(request)])
         except RequestError as error:
             self._unsettled = None
-            if isinstance(error, Stale) or error.code in _NOT_OURS:
-                self._is_held = False
+            self._note_refusal(error)
             raise
         self._unsettled = None
         if isinstance(reply, Committed):
@@ -261,23 +347,29 @@ def acquire_lease(
             f"at least one token; cache is one of {', '.join(get_args(CachePolicy))}",
         )
     prompt_blocks = blocks_of(tokens, chain.block_size)
-    request = Acquire(
-        id=channel.next_id(),
-        epoch=channel.epoch,
-        request=name,
-        tokens=tokens,
-        reserve=blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks,
-        full=full,
-    )
+    reserve = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
+
+    def attempt(deadline_ns: int) -> Grant:
+        request = Acquire(
+            id=channel.next_id(), epoch=channel.epoch, request=name, tokens=tokens, reserve=reserve, full=full
+        )
+        reply, frames = channel.ask(request, Acquired, (chain.keys,), deadline_ns=deadline_ns)
+        return _grant(reply, frames, prompt_blocks + reserve)
+
     with channel.misses:
-        reply, frames = channel.ask(request, Acquired, (chain.keys,))
-        if reply.loading:
-            raise _strange("blocks that are still loading, which this client did not agree to")
-        table = _slots(frames[1], prompt_blocks - reply.hit + request.reserve)
-        if reply.hit or frames[0]:
-            table = np.concatenate((_slots(frames[0], reply.hit), table))
-        return Lease(channel, chain, cache, Grant(LeaseId(reply.lease), reply.hit, table))
+        return Lease(channel, chain, cache, with_vacancies(channel, attempt))
     return Lease(channel, chain, cache, None)
+
+
+def _grant(reply: Acquired, frames: list[bytes], blocks: int) -> Grant:
+    if not reply.ready <= reply.hit <= blocks or (reply.ready < reply.hit and not reply.loads):
+        raise _strange(
+            f"a hit of {reply.hit} of {blocks} blocks, {reply.ready} of them ready, and {len(reply.loads)} loads"
+        )
+    table = _slots(frames[1], blocks - reply.hit)
+    if reply.hit or frames[0]:
+        table = np.concatenate((_slots(frames[0], reply.hit), table))
+    return Grant(LeaseId(reply.lease), reply.hit, reply.ready, reply.loads, table)
 
 
 def blocks_of(tokens: int, block_size: int) -> int:

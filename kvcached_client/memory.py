@@ -3,29 +3,27 @@
 Rules, because a slot is given to somebody else once this process is dead (see the attach section of docs/protocol.md):
 
 * No child may keep the memory. The mapping is `MADV_DONTFORK`, and its descriptor is closed as soon as it is mapped.
-  Python's ``mmap`` would keep a duplicate of the descriptor for as long as the mapping lives, hence ctypes.
 * The memory cannot change its size under a reader: the seals are checked before it is mapped.
 * The mapping lives as long as the last view of it, whatever order things are closed in.
 """
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import mmap
 import os
-import weakref
+from collections.abc import Iterable
 from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.attach import AttachConnection, JoinedMemory, SessionGrant, join
-from kvcached_client.attach_protocol import Joined
-from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError, request_error
+from kvcached_client.attach import JoinedMemory, SessionGrant, close_all, join
+from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.layout import KvGroup, Layout
+from kvcached_client.mapping import Buffer, map_sealed, unusable
+from kvcached_client.progress import ProgressReader
+from kvcached_client.protocol import LoadTicket
 
-_SEALS_NEEDED: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 #: numpy has no bfloat16 and no float8: their views show the raw bits as unsigned integers of the same size.
 _NUMPY_DTYPE: Final[dict[str, str]] = {
     "float32": "<f4",
@@ -36,17 +34,6 @@ _NUMPY_DTYPE: Final[dict[str, str]] = {
     "int8": "i1",
     "uint8": "u1",
 }
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MAP_FAILED: Final = ctypes.c_void_p(-1).value
-
-#: A ctypes array of unsigned bytes over the mapping; every view holds it, and its end unmaps the memory.
-_Buffer = ctypes.Array[ctypes.c_ubyte]
 
 
 class MappedPool:
@@ -62,13 +49,15 @@ class MappedPool:
         epoch: the pool's epoch when it was mapped.
     """
 
-    def __init__(self, connection: AttachConnection, joined: Joined, buffer: _Buffer) -> None:
+    def __init__(self, memory: JoinedMemory, buffer: Buffer, progress: ProgressReader) -> None:
+        joined = memory.joined
         self.layout: Layout = joined.layout
         self.slots: int = joined.slots
         self.shard: int = joined.shard
         self.epoch: int = joined.epoch
-        self._connection = connection
-        self._buffer: _Buffer | None = buffer
+        self._connection = memory.connection
+        self._buffer: Buffer | None = buffer
+        self._progress: ProgressReader | None = progress
 
     def pages(self, layer: int, group: int = 0) -> npt.NDArray[np.uint8]:
         """The pages of one layer as bytes, scales included: uint8 ``[slots, page_bytes]``.
@@ -103,8 +92,34 @@ class MappedPool:
             return keys, None
         return keys, self._heads(shape, shape.v_head_dim, group, offset + shape.k_bytes(self.layout.block_size))
 
+    def wait_layer(self, tickets: Iterable[LoadTicket], layer: int, group: int = 0, *, deadline_ms: int) -> None:
+        """Wait until the blocks that are being loaded have one layer on this shard. Without tickets it returns at once.
+
+        What is computed from such a layer counts only when `Lease.wait_loaded` has found the hit as long as it was:
+        a load that has made room for another one is over here, however it ended. One thread waits at a time.
+
+        Args:
+            tickets: `Lease.loads`, of one lease or of several.
+            layer: counted inside its group.
+            group: index of the layer's group in `layout`.
+            deadline_ms: the longest that this call may take.
+
+        Raises:
+            LoadFailed: a load failed, or was cut short. Its slots are not to be read.
+            DeadlineExceeded: a load is not that far yet; waiting again is fine.
+            DaemonUnreachable: the daemon, or the pool with its worker, is gone.
+            IndexError: there is no such layer or group.
+            ValueError: the pool is closed.
+        """
+        self._group(layer, group)
+        if self._progress is None:
+            raise ValueError("the mapped pool is closed")
+        layers_before = sum(each.layers for each in self.layout.groups[:group])
+        self._progress.wait_layer(tickets, layers_before + layer, deadline_ms=deadline_ms)
+
     def close(self) -> None:
-        """Take no more views, and close the attach connection. Does nothing the second time."""
+        """Take no more views, wait for no more layers, close all descriptors. Does nothing the second time."""
+        self._progress = None
         self._buffer = None
         self._connection.close()
 
@@ -154,16 +169,16 @@ def map_pool(grant: SessionGrant, shard: int = 0, *, deadline_ms: int = 5000) ->
     """
     memory = join(grant, shard, deadline_ms=deadline_ms)
     try:
-        buffer = _map(memory)
+        return _map(memory)
     except BaseException:
         memory.connection.close()
+        close_all(memory.events)
         raise
     finally:
-        os.close(memory.descriptor)
-    return MappedPool(memory.connection, memory.joined, buffer)
+        close_all((memory.pool, memory.progress))
 
 
-def _map(memory: JoinedMemory) -> _Buffer:
+def _map(memory: JoinedMemory) -> MappedPool:
     joined = memory.joined
     if joined.kind != "memfd":
         raise request_error(
@@ -171,40 +186,9 @@ def _map(memory: JoinedMemory) -> _Buffer:
         )
     joined.layout.check()
     size_bytes = joined.layout.pool_bytes(joined.slots)
-    _check_memory(memory.descriptor, size_bytes, joined.pool_bytes)
-    return _map_shared(memory.descriptor, size_bytes)
-
-
-def _check_memory(descriptor: int, size_bytes: int, told_bytes: int) -> None:
-    actual_bytes = os.fstat(descriptor).st_size
-    if not size_bytes == told_bytes == actual_bytes or size_bytes <= 0:
-        raise _unusable(f"{actual_bytes} bytes, announced as {told_bytes}, but the layout takes {size_bytes}")
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError:
-        raise _unusable("it cannot carry seals") from None
-    if seals & _SEALS_NEEDED != _SEALS_NEEDED:
-        raise _unusable(f"seals {seals:#x} lack some of {_SEALS_NEEDED:#x}")
-
-
-def _map_shared(descriptor: int, size_bytes: int) -> _Buffer:
-    # Unreadable until it is DONTFORK: a child forked by another thread in between gets a mapping that it cannot use.
-    address = _libc.mmap(None, size_bytes, 0, mmap.MAP_SHARED, descriptor, 0)
-    if address == _MAP_FAILED:
-        raise _unusable(f"mmap: {os.strerror(ctypes.get_errno())}")
-    if (
-        _libc.madvise(address, size_bytes, mmap.MADV_DONTFORK)
-        or _libc.madvise(address, size_bytes, mmap.MADV_DONTDUMP)
-        or _libc.mprotect(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-    ):
-        reason = os.strerror(ctypes.get_errno())
-        _libc.munmap(address, size_bytes)
-        raise _unusable(f"madvise or mprotect: {reason}")
-    buffer = (ctypes.c_ubyte * size_bytes).from_address(address)
-    # At exit other threads may still hold views, and the kernel unmaps anyway.
-    weakref.finalize(buffer, _libc.munmap, address, size_bytes).atexit = False
-    return buffer
-
-
-def _unusable(reason: str) -> RequestError:
-    return DaemonFailure(ErrorCode.INTERNAL, f"pool memory: {reason}", "the daemon's worker log says more")
+    actual_bytes = os.fstat(memory.pool).st_size
+    if not size_bytes == joined.pool_bytes == actual_bytes or size_bytes <= 0:
+        raise unusable(f"{actual_bytes} bytes, announced as {joined.pool_bytes}, but the layout takes {size_bytes}")
+    buffer = map_sealed(memory.pool, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+    # Last, for it takes the eventfds over.
+    return MappedPool(memory, buffer, ProgressReader(memory.progress, memory.events, memory.connection))

@@ -4,57 +4,67 @@ A message is ``[header, frame, …]``. The header is one MessagePack map whose f
 keys (16 bytes a block), slot ranges (int32 pairs) and tokens (int32), little-endian. Rules:
 
 * A header is decoded straight into its type: no coercion, no unknown field, no missing field.
-* Every size has a limit below, checked before anything is allocated for it.
+* Every size has a limit (`protocol_fields`), checked before anything is allocated for it.
 * Every request that asks for a reply gets exactly one, an error included.
 """
 
+# This module offers the whole protocol, its parts in other modules included:
+# mypy: implicit-reexport
+# ruff: noqa: F401
+
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 
 from kvcached_client.errors import ErrorCode, Fault, RequestError, request_error
 from kvcached_client.layout import Layout
-
-PROTOCOL_VERSION: Final = 1
-#: A daemon speaks its own version and the one before; a client offers a range in `Hello`.
-PROTOCOL_VERSION_MIN: Final = 1
-
-#: nginx allows 8 KiB per header line, Tomcat 8 KiB in all; 16 KiB leaves room and bounds what one header can decode to.
-HEADER_SIZE_BYTES_MAX: Final = 16 * 1024
-#: Header, keys, slots, tokens, and room for the slots of further groups.
-FRAME_COUNT_MAX: Final = 8
-#: 1 Mi tokens in blocks of 16: one prompt, several times longer than any model of today reads.
-BLOCKS_PER_MESSAGE_MAX: Final = 65_536
-TOKENS_PER_MESSAGE_MAX: Final = 1 << 20
-#: A commit of the longest prompt: keys + ranges of one slot each + tokens.
-FRAME_SIZE_BYTES_MAX: Final = 4 * TOKENS_PER_MESSAGE_MAX
-REQUEST_NAME_LENGTH_MAX: Final = 256
-NAME_LENGTH_MAX: Final = 128
-TOKEN_SIZE_BYTES: Final = 32
-#: Ids and epochs are below 2^63, so that every language's signed 64-bit integer holds them.
-INTEGER_MAX: Final = (1 << 63) - 1
-
-_Id = msgspec.Meta(ge=0, le=INTEGER_MAX)
-_Count = msgspec.Meta(ge=0, le=TOKENS_PER_MESSAGE_MAX)
-_Name = msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)
-_RequestName = msgspec.Meta(min_length=1, max_length=REQUEST_NAME_LENGTH_MAX)
-_Secret = msgspec.Meta(min_length=TOKEN_SIZE_BYTES, max_length=TOKEN_SIZE_BYTES)
-
-
-Id = Annotated[int, _Id]
-Count = Annotated[int, _Count]
-Name = Annotated[str, _Name]
-RequestName = Annotated[str, _RequestName]
-Secret = Annotated[bytes, _Secret]
-
-
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", gc=False):
-    """What every request and reply starts with: the id that pairs the two, chosen by the client, never used twice."""
-
-    id: Id
-
+from kvcached_client.protocol_fields import (
+    BLOCKS_PER_MESSAGE_MAX,
+    FRAME_COUNT_MAX,
+    FRAME_SIZE_BYTES_MAX,
+    HEADER_SIZE_BYTES_MAX,
+    INTEGER_MAX,
+    NAME_LENGTH_MAX,
+    PROGRESS_SLOTS,
+    PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN,
+    REQUEST_NAME_LENGTH_MAX,
+    TOKEN_SIZE_BYTES,
+    TOKENS_PER_MESSAGE_MAX,
+    TREE_CHILDREN_MAX,
+    TREE_LEVELS_MAX,
+    TREE_NODES_MAX,
+    Count,
+    Header,
+    Id,
+    Name,
+    RequestName,
+    Secret,
+)
+from kvcached_client.protocol_reports import (
+    BlockPlace,
+    Check,
+    CheckReport,
+    Describe,
+    Description,
+    Health,
+    HealthPart,
+    HealthReport,
+    HostStats,
+    Inspect,
+    InspectReport,
+    PoolStats,
+    ReplicaInfo,
+    Stats,
+    StatsReport,
+    Tree,
+    TreeNode,
+    TreeReport,
+    pack_tree_nodes,
+    unpack_tree_nodes,
+)
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -118,6 +128,20 @@ class Release(Header, frozen=True, kw_only=True, tag="release"):
     reply: bool = True  #: false: one-way, no reply is sent
 
 
+class Load(Header, frozen=True, kw_only=True, tag="load"):
+    """Wait until every load that a lease depends on has ended. Frames: none. Until it is answered, nothing commits."""
+
+    epoch: Id
+    lease: Id
+
+
+class Vacancy(Header, frozen=True, kw_only=True, tag="vacancy"):
+    """Wait until so many slots can be granted, or no copy is under way whose end could free any. Frames: none."""
+
+    epoch: Id
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_PER_MESSAGE_MAX)]
+
+
 class Heartbeat(Header, frozen=True, kw_only=True, tag="heartbeat"):
     """The session lives. May come from any connection that knows the session's token. Frames: none."""
 
@@ -131,23 +155,24 @@ class Bye(Header, frozen=True, kw_only=True, tag="bye"):
     """End the session: no process of it will touch the pool again. Frames: none."""
 
 
-class Stats(Header, frozen=True, kw_only=True, tag="stats"):
-    """Counters and gauges. Needs no session. Frames: none."""
-
-
-class Health(Header, frozen=True, kw_only=True, tag="health"):
-    """A real acquire, commit and release through every worker. Needs no session. Frames: none."""
-
-
-class Check(Header, frozen=True, kw_only=True, tag="check"):
-    """Run the invariant checker on the live core. Needs no session. Frames: none."""
-
-
-class Describe(Header, frozen=True, kw_only=True, tag="describe"):
-    """Replicas, layouts, limits, versions. Needs no session. Frames: none."""
-
-
-Request = Hello | Match | Acquire | Allocate | Commit | Release | Heartbeat | Bye | Stats | Health | Check | Describe
+Request = (
+    Hello
+    | Match
+    | Acquire
+    | Allocate
+    | Commit
+    | Release
+    | Load
+    | Vacancy
+    | Heartbeat
+    | Bye
+    | Stats
+    | Health
+    | Check
+    | Describe
+    | Tree
+    | Inspect
+)
 
 
 # --- replies --------------------------------------------------------------------------------------------------------
@@ -178,12 +203,20 @@ class Matched(Header, frozen=True, kw_only=True, tag="matched"):
     host: Count = 0  #: further blocks after those, in the host pool
 
 
+class LoadTicket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A copy from the host pool into device slots that is under way, and where each shard's progress page tells it."""
+
+    transfer: Id
+    progress: Annotated[int, msgspec.Meta(ge=0, lt=PROGRESS_SLOTS)]  #: index of its entry in the progress page
+
+
 class Acquired(Header, frozen=True, kw_only=True, tag="acquired"):
     """Answer to `Acquire`. Frames: slots of the hit, exclusive slots, in block order."""
 
     lease: Id
-    hit: Count  #: blocks in the first frame; all of them are ready to read
-    loading: Id = 0  #: a transfer that some of them wait for; 0 = none
+    hit: Count  #: blocks in the first frame
+    ready: Count  #: that many of them can be read now; the rest when `loads` have ended
+    loads: Annotated[tuple[LoadTicket, ...], msgspec.Meta(max_length=PROGRESS_SLOTS)] = ()
 
 
 class Allocated(Header, frozen=True, kw_only=True, tag="allocated"):
@@ -207,6 +240,22 @@ class Released(Header, frozen=True, kw_only=True, tag="released"):
     duplicates: Count = 0
 
 
+class Loaded(Header, frozen=True, kw_only=True, tag="loaded"):
+    """Answer to `Load`: the hit as it is now. Frames: exclusive slots for blocks that could not be loaded.
+
+    Where a load failed the hit is shorter than `Acquired` said. The slots then replace those of the blocks from `hit`
+    to the old hit in the lease's block table: the engine computes them.
+    """
+
+    hit: Count
+
+
+class Vacant(Header, frozen=True, kw_only=True, tag="vacant"):
+    """Answer to `Vacancy`."""
+
+    available: Count  #: slots that are free or evictable now
+
+
 class Alive(Header, frozen=True, kw_only=True, tag="alive"):
     """Answer to `Heartbeat`."""
 
@@ -216,78 +265,6 @@ class Alive(Header, frozen=True, kw_only=True, tag="alive"):
 
 class Goodbye(Header, frozen=True, kw_only=True, tag="goodbye"):
     """Answer to `Bye`."""
-
-
-class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a device pool's slots are. The states add up to `slots`."""
-
-    replica: str
-    epoch: int
-    slots: int
-    states: dict[str, int]
-    evictable: int
-    leases: int
-    session: int
-    healthy: bool
-
-
-class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):
-    """Answer to `Stats`. Counters only grow."""
-
-    daemon_epoch: Id
-    uptime_ms: Id
-    sessions: Id
-    runs: Id
-    cached_blocks: Id
-    pools: tuple[PoolStats, ...]
-    counters: dict[str, int]
-
-
-class HealthPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One step of the health check: which part, whether it works, and what it said if not."""
-
-    part: str
-    ok: bool
-    detail: str = ""
-
-
-class HealthReport(Header, frozen=True, kw_only=True, tag="health_report"):
-    """Answer to `Health`."""
-
-    ok: bool
-    parts: tuple[HealthPart, ...]
-
-
-class CheckReport(Header, frozen=True, kw_only=True, tag="check_report"):
-    """Answer to `Check`: broken invariants in words; none is the only good answer."""
-
-    ok: bool
-    violations: tuple[str, ...]
-
-
-class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A configured replica."""
-
-    name: str
-    layout: Layout
-    fingerprint: str
-    slots: int
-    bytes_per_block: int
-    device: str
-    model: str
-    key_algorithm: str
-
-
-class Description(Header, frozen=True, kw_only=True, tag="description"):
-    """Answer to `Describe`."""
-
-    version: str
-    protocol_min: Id
-    protocol_max: Id
-    daemon_epoch: Id
-    pid: Id
-    replicas: tuple[ReplicaInfo, ...]
-    limits: dict[str, int]
 
 
 class ErrorReply(Header, frozen=True, kw_only=True, tag="error"):
@@ -306,12 +283,16 @@ Reply = (
     | Allocated
     | Committed
     | Released
+    | Loaded
+    | Vacant
     | Alive
     | Goodbye
     | StatsReport
     | HealthReport
     | CheckReport
     | Description
+    | TreeReport
+    | InspectReport
     | ErrorReply
 )
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvcached_client.errors import ErrorCode, RequestError, request_error
-from kvcached_client.frames import REPLY_FRAMES, check_frames
+from kvcached_client.frames import check_frames, check_reply_frames
 from kvcached_client.protocol import (
     FRAME_COUNT_MAX,
     Acquire,
@@ -207,10 +207,5 @@ def _read(parts: Sequence[bytes]) -> Answer:
         )
     reply = decode_reply(parts[0])
     frames = list(parts[1:])
-    if len(frames) != REPLY_FRAMES[type(reply)]:
-        raise request_error(
-            ErrorCode.BAD_FRAMES,
-            f"{type(reply).__name__} with {len(frames)} frames instead of {REPLY_FRAMES[type(reply)]}",
-            "client and daemon differ in version",
-        )
+    check_reply_frames(reply, frames)
     return Answer(reply, frames)

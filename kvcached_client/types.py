@@ -17,6 +17,8 @@ LeaseId = NewType("LeaseId", int)
 RequestId = NewType("RequestId", int)
 ShardIndex = NewType("ShardIndex", int)
 SlotId = NewType("SlotId", int)
+#: A copy between tiers, joined over all shards; never used twice by a daemon.
+TransferId = NewType("TransferId", int)
 BlockCount = NewType("BlockCount", int)
 #: A point in an engine's queued work; grows by one or more per fence. 0 = the work is already over.
 FenceSequence = NewType("FenceSequence", int)

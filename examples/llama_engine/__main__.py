@@ -89,6 +89,7 @@ def _report(result: GenerationResult) -> dict[str, object]:
         "tokens": result.tokens,
         "finish_reason": result.finish_reason,
         "hit_tokens": result.hit_tokens,
+        "loaded_tokens": result.loaded_tokens,
         "first_token_ms": result.first_token_ms,
         "logits_digest": digest if result.logits else None,
     }

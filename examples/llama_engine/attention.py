@@ -5,12 +5,15 @@ Plain gather and softmax: correctness first. A real engine hands the same block 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+#: (index of the request, layer): returns when that layer of the request's cached blocks may be read.
+AwaitLayer = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +31,25 @@ class PagedAttention:
     Args:
         pool: per layer (K, V), each [slots, block_size, kv_heads, head_dim], views of the mapped pool.
         requests: the step's rows by request.
+        await_layer: called before a request's context is read.
     """
 
-    def __init__(self, pool: Sequence[tuple[Tensor, Tensor]], requests: Sequence[PagedRows]) -> None:
+    def __init__(
+        self, pool: Sequence[tuple[Tensor, Tensor]], requests: Sequence[PagedRows], await_layer: AwaitLayer
+    ) -> None:
         self._pool = pool
         self._requests = requests
+        self._await_layer = await_layer
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v, then attend. Shapes as in `model.Attend`."""
         keys, values = self._pool[layer]
         outputs = []
-        for request in self._requests:
+        for index, request in enumerate(self._requests):
             rows = slice(request.first, request.first + len(request.positions))
             _store(keys, request, k[rows])
             _store(values, request, v[rows])
+            self._await_layer(index, layer)
             outputs.append(_attend(q[rows], _load(keys, request), _load(values, request), request.positions))
         return torch.cat(outputs)
 

@@ -41,5 +41,6 @@ class GenerationResult:
     tokens: list[int]
     finish_reason: FinishReason
     hit_tokens: int  #: of the prompt; they were read, not computed
+    loaded_tokens: int  #: so many of them came from the host pool
     first_token_ms: float  #: from submission, queueing included; 0 if there was none
     logits: list[NDArray[np.float32]] = field(default_factory=list)  #: [vocab] per generated token, if asked for

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from kvcached_client.attach import SessionGrant
+from kvcached_client.protocol import LoadTicket
 
 #: One step's logits of 16 requests over a vocabulary of 128k take 8 MiB.
 MESSAGE_SIZE_BYTES_MAX: Final = 64 << 20
@@ -38,6 +39,7 @@ class StepItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     block_table: bytes  #: int32: the slot of each block; covers [0, start + rows)
     sample: bool  #: choose the token that follows the last row
     logits: bool  #: return the logits it was chosen by
+    loads: tuple[LoadTicket, ...] = ()  #: copies that still fill blocks before `start`; waited for layer by layer
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="step"):
@@ -61,6 +63,7 @@ class StepDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ste
     """K and V of all the step's rows are in this shard's memory."""
 
     samples: list[Sample] = []  #: from shard 0: one per item with `sample`, in their order
+    unread: list[int] = []  #: items, by index, that had to go on without a load; their rows mean nothing
 
 
 _to_shard = msgspec.msgpack.Decoder(Setup | Step)

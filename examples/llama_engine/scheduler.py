@@ -4,6 +4,7 @@ Life of a request, and the daemon call that goes with each line::
 
     waiting                                     no lease, no slots
     admitted      client.acquire                tokens [0, hit) are cached: computed starts there
+    loading       lease.wait_loaded             its first rows are computed while the hit still arrives from the host
     prefill       lease.commit after a chunk    rows [computed, next multiple of chunk_tokens)
     decode        lease.allocate, lease.commit  one row a step; a block is committed when it is full
     finished      lease.finish                  commit and release in one message
@@ -11,13 +12,16 @@ Life of a request, and the daemon call that goes with each line::
 
 A prefill chunk and a decode row are the same thing: the next rows whose tokens are known. The last known row gives the
 next token.
+
+Loading overlaps with computing: the shards wait for the hit layer by layer, in the step that computes the first rows
+after it. Before anything of those rows is used, `wait_loaded` says whether the hit is what they were computed from. If
+it is not, they never happened.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -44,7 +48,8 @@ class Sequence:
     request: GenerationRequest
     submitted_ns: int
     tokens: list[int]  #: prompt, then output
-    hit_tokens: int | None = None  #: of its first admission
+    hit_tokens: int | None = None  #: of its first admission, once they can be read
+    loaded_tokens: int = 0  #: so many of them came from the host pool
     first_token_ns: int | None = None
     logits: list[bytes] = field(default_factory=list)
 
@@ -65,13 +70,15 @@ class Sequence:
 class Running:
     """A sequence that holds a lease.
 
-    Tokens [0, computed) have their K and V in the lease's slots; [computed, len(tokens)) are known and not computed.
+    Tokens [0, computed) have their K and V in the lease's slots, or will have when the lease has loaded;
+    [computed, len(tokens)) are known and not computed.
     """
 
     sequence: Sequence
     lease: Lease
     chain: KeyChain  #: over all known tokens
     computed: int
+    device_tokens: int  #: of the hit: they were in the pool when it was admitted
 
 
 class Planned(NamedTuple):
@@ -79,6 +86,11 @@ class Planned(NamedTuple):
 
     running: Running
     end: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last of them gives a token."""
+        return self.end == len(self.running.sequence.tokens)
 
 
 class Scheduler:
@@ -124,7 +136,10 @@ class Scheduler:
         if batch:
             done = self._runner.run(Step([self._item(planned) for planned in batch]))
             samples = iter(done.samples)
-            results.extend(result for planned in batch if (result := self._advance(planned, samples)))
+            for index, planned in enumerate(batch):
+                sample = next(samples) if planned.samples else None
+                if self._was_read(planned.running, unread=index in done.unread):
+                    results.extend(self._advance(planned, sample))
         return results
 
     def _admit(self) -> list[GenerationResult]:
@@ -148,9 +163,11 @@ class Scheduler:
         chain = self._client.chain(sequence.request.prompt)
         lease = self._client.acquire(sequence.name, chain, cache=sequence.request.cache)
         chain.extend(sequence.output)
-        if sequence.hit_tokens is None:
-            sequence.hit_tokens = lease.hit_tokens
-        return Running(sequence, lease, chain, computed=lease.hit_tokens)
+        device_tokens = lease.ready_blocks * self._block_size
+        running = Running(sequence, lease, chain, computed=lease.hit_tokens, device_tokens=device_tokens)
+        if not lease.is_loading:
+            _note_hit(running)
+        return running
 
     def _plan(self, results: list[GenerationResult]) -> list[Planned]:
         """The rows of this step, decode rows first: a prefill never delays them. Appends requests it had to end."""
@@ -180,10 +197,17 @@ class Scheduler:
         return False
 
     def _preempt(self, running: Running) -> None:
-        self._running.remove(running)
-        running.lease.finish(running.computed)
+        self._give_back(running)
         self._waiting.appendleft(running.sequence)
-        self._pool_full = True
+        # what it gave back is for the others; alone it can have it all at once
+        self._pool_full = bool(self._running)
+
+    def _give_back(self, running: Running) -> None:
+        self._running.remove(running)
+        if running.lease.is_loading:
+            running.lease.release()  # nothing is computed yet that could be committed
+        else:
+            running.lease.finish(running.computed)
 
     def _item(self, planned: Planned) -> StepItem:
         running, end = planned
@@ -192,23 +216,40 @@ class Scheduler:
             tokens=np.asarray(running.sequence.tokens[running.computed : end], dtype=np.int32).tobytes(),
             start=running.computed,
             block_table=running.lease.block_table[:blocks].tobytes(),
-            sample=end == len(running.sequence.tokens),
+            sample=planned.samples,
             logits=running.sequence.request.logits,
+            loads=running.lease.loads if running.lease.is_loading else (),
         )
 
-    def _advance(self, planned: Planned, samples: Iterator[Sample]) -> GenerationResult | None:
+    def _was_read(self, running: Running, *, unread: bool) -> bool:
+        """Whether the step's rows of this request were computed from its cached blocks.
+
+        If not, they are discarded: the request continues from the hit that it has, or waits for slots to compute in.
+        """
+        if running.lease.is_loading:
+            try:
+                hit_tokens = running.lease.wait_loaded()
+            except NoCapacity:
+                self._preempt(running)
+                return False
+            unread |= hit_tokens < running.computed
+            running.computed = hit_tokens
+            _note_hit(running)
+        return not unread
+
+    def _advance(self, planned: Planned, sample: Sample | None) -> list[GenerationResult]:
         """The planned rows are in the pool: take the token that follows them, commit the blocks they filled.
 
         `commit` sends nothing while no block is full, so it may be called after every step.
         """
         running, end = planned
         running.computed = end
-        if end == len(running.sequence.tokens):
-            self._take(running, next(samples))
+        if sample:
+            self._take(running, sample)
             if reason := running.sequence.finish_reason():
-                return self._finish(running, reason)
+                return [self._finish(running, reason)]
         running.lease.commit(end)
-        return None
+        return []
 
     def _take(self, running: Running, sample: Sample) -> None:
         sequence = running.sequence
@@ -219,10 +260,16 @@ class Scheduler:
             sequence.logits.append(sample.logits)
 
     def _finish(self, running: Running, reason: FinishReason) -> GenerationResult:
-        self._running.remove(running)
-        running.lease.finish(running.computed)
+        self._give_back(running)
         self._pool_full = False
         return _result(running.sequence, reason)
+
+
+def _note_hit(running: Running) -> None:
+    sequence = running.sequence
+    if sequence.hit_tokens is None:
+        sequence.hit_tokens = running.lease.hit_tokens
+        sequence.loaded_tokens = max(0, sequence.hit_tokens - running.device_tokens)
 
 
 def _result(sequence: Sequence, reason: FinishReason) -> GenerationResult:
@@ -231,6 +278,7 @@ def _result(sequence: Sequence, reason: FinishReason) -> GenerationResult:
         tokens=sequence.output,
         finish_reason=reason,
         hit_tokens=sequence.hit_tokens or 0,
+        loaded_tokens=sequence.loaded_tokens,
         first_token_ms=((sequence.first_token_ns or sequence.submitted_ns) - sequence.submitted_ns) / 1e6,
         logits=[np.frombuffer(row, dtype=np.float32) for row in sequence.logits],
     )

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from examples.llama_engine.attention import PagedAttention, PagedRows
 from examples.llama_engine.config import ModelError, read_config
-from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Sample, Setup, Step, StepDone
+from examples.llama_engine.layer_waits import LayerWaits, WaitLayer
+from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Sample, Setup, Step, StepDone, StepItem
 from examples.llama_engine.model import AllReduce, Llama
 from examples.llama_engine.weights import load_weights, weight_source
 from kvcached_client.memory import MappedPool, map_pool
@@ -30,6 +32,8 @@ from kvcached_client.tensors import layer_tensors
 
 _PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
+#: A load that takes longer has hung; the scheduler's own wait is next.
+_LAYER_DEADLINE_MS = 5000
 
 
 class ShardExecutor:
@@ -38,17 +42,24 @@ class ShardExecutor:
     Args:
         model: this shard's part.
         pool: per layer (K, V) of this shard, each [slots, block_size, kv_heads, head_dim].
+        wait_layer: `MappedPool.wait_layer` with a deadline, or a double.
         samples: whether this shard chooses the tokens (one does, for all have the same hidden states).
     """
 
-    def __init__(self, model: Llama, pool: Sequence[tuple[Tensor, Tensor]], *, samples: bool) -> None:
+    def __init__(
+        self, model: Llama, pool: Sequence[tuple[Tensor, Tensor]], wait_layer: WaitLayer, *, samples: bool
+    ) -> None:
         self._model = model
         self._pool = pool
+        self._wait_layer = wait_layer
         self._samples = samples
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepDone:
-        """Compute a step's rows; when this returns, their K and V are in the pool."""
+        """Compute a step's rows; when this returns, their K and V are in the pool.
+
+        A load that fails does not end the step: the other shards are in the same sums, and wait.
+        """
         requests: list[PagedRows] = []
         first = 0
         for item in step.items:
@@ -56,22 +67,24 @@ class ShardExecutor:
             positions = torch.arange(item.start, item.start + rows)
             requests.append(PagedRows(first, positions, _int64(item.block_table)))
             first += rows
+        waits = LayerWaits(self._wait_layer, [item.loads for item in step.items])
         hidden = self._model.forward(
             _int64(b"".join(item.tokens for item in step.items)),
             torch.cat([request.positions for request in requests]),
-            PagedAttention(self._pool, requests),
+            PagedAttention(self._pool, requests, waits),
         )
-        sampled = [(item, rows) for item, rows in zip(step.items, requests, strict=True) if item.sample]
+        return StepDone(self._sample(step.items, requests, hidden), waits.unread)
+
+    def _sample(self, items: Sequence[StepItem], requests: Sequence[PagedRows], hidden: Tensor) -> list[Sample]:
+        sampled = [(item, rows) for item, rows in zip(items, requests, strict=True) if item.sample]
         if not self._samples or not sampled:
-            return StepDone()
+            return []
         logits = self._model.logits(hidden[[rows.first + len(rows.positions) - 1 for _, rows in sampled]])
         tokens = logits.argmax(dim=-1).tolist()
-        return StepDone(
-            [
-                Sample(token, row.numpy().tobytes() if item.logits else b"")
-                for (item, _), token, row in zip(sampled, tokens, logits, strict=True)
-            ]
-        )
+        return [
+            Sample(token, row.numpy().tobytes() if item.logits else b"")
+            for (item, _), token, row in zip(sampled, tokens, logits, strict=True)
+        ]
 
 
 def _int64(packed: bytes) -> Tensor:
@@ -103,7 +116,9 @@ def start_executor(setup: Setup, pool: MappedPool) -> ShardExecutor:
         if values is None:
             raise ModelError("the pool was made for latent attention; Llama has K and V")
         layers.append((keys, values))
-    return ShardExecutor(Llama(config, weights, join_group(setup)), layers, samples=setup.shard == 0)
+    model = Llama(config, weights, join_group(setup))
+    wait_layer = partial(pool.wait_layer, deadline_ms=_LAYER_DEADLINE_MS)
+    return ShardExecutor(model, layers, wait_layer, samples=setup.shard == 0)
 
 
 def _die_with_the_scheduler() -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -70,7 +71,7 @@ class ShardGroup:
         """
         for index in range(len(self._shards)):
             self._send(index, step)
-        return self._collect(StepDone)[0]
+        return join_answers(self._collect(StepDone))
 
     def close(self) -> None:
         """End all shards and wait until they are gone: only then is nobody left who could write into the pool."""
@@ -115,6 +116,11 @@ class ShardGroup:
             return ShardDied(f"shard {index} (pid {process.pid}) closed its socket without ending")
         reason = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
         return ShardDied(f"shard {index} (pid {process.pid}) {reason}; what it had to say is on stderr")
+
+
+def join_answers(answers: Sequence[StepDone]) -> StepDone:
+    """What a step came to, from the answers in shard order: an item that any shard left unread is unread."""
+    return StepDone(answers[0].samples, sorted({index for answer in answers for index in answer.unread}))
 
 
 def _start_process() -> _Shard:

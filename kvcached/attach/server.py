@@ -53,8 +53,10 @@ class AttachHandler(Protocol):
     def identify(self, peer: PeerProcess) -> Identified:
         """Accept a process, or raise RequestError: it is refused then."""
 
-    def join(self, peer: PeerProcess, session_id: SessionId, token: bytes, shard: ShardIndex) -> tuple[Joined, int]:
-        """The memory of a shard and its descriptor, which stays the handler's; or raise RequestError."""
+    def join(
+        self, peer: PeerProcess, session_id: SessionId, token: bytes, shard: ShardIndex
+    ) -> tuple[Joined, tuple[int, ...]]:
+        """What a shard's process gets, and the descriptors that it maps, which stay the handler's; or RequestError."""
 
     def peer_closed(self, peer: PeerProcess) -> bool:
         """An accepted process closed its connection, which is not death. Whether to go on watching it."""
@@ -70,14 +72,16 @@ class _Connection:
         refusal: the answer to its first request where it may not be here. Before that request it would be lost: a
             peer whose request finds the connection closed does not look for an answer.
         peer: its process from the first request on.
+        joined: whether a shard process waits for its copies here, and must see the end of its session.
     """
 
-    __slots__ = ("peer", "refusal", "socket")
+    __slots__ = ("joined", "peer", "refusal", "socket")
 
     def __init__(self, connection: socket.socket, refusal: RequestError | None) -> None:
         self.socket = connection
         self.refusal = refusal
         self.peer: PeerProcess | None = None
+        self.joined = False
 
 
 class AttachServer:
@@ -127,13 +131,18 @@ class AttachServer:
             self.forget(peer)
 
     def forget(self, peer: PeerProcess) -> None:
-        """Stop watching a process and close its pidfd. Its connection, if open, may introduce it again."""
+        """Stop watching a process and close its pidfd.
+
+        A connection that joined a session is closed: whoever waits for a copy learns by it that there will be none.
+        Any other may introduce its process again.
+        """
         if peer in self._watched:
             self._watched.discard(peer)
             self._loop.remove_reader(peer.fileno())
-        for connection in self._connections.values():
-            if connection.peer is peer:
-                connection.peer = None
+        for connection in [each for each in self._connections.values() if each.peer is peer]:
+            connection.peer = None
+            if connection.joined:
+                self._drop(connection)
         peer.close()
 
     def _on_connecting(self) -> None:
@@ -220,15 +229,15 @@ class AttachServer:
         if peer not in self._watched and len(self._watched) >= PEERS_MAX:
             raise request_error(ErrorCode.LIMIT, f"{PEERS_MAX} processes are attached", "end those that are not needed")
         reply: Attach
-        memory: tuple[int, ...] = ()
+        descriptors: tuple[int, ...] = ()
         match request:
             case Identify():
                 reply = self._handler.identify(peer)
             case Join(session=session, token=token, shard=shard):
-                reply, descriptor = self._handler.join(peer, SessionId(session), token, ShardIndex(shard))
-                memory = (descriptor,)
+                reply, descriptors = self._handler.join(peer, SessionId(session), token, ShardIndex(shard))
+                connection.joined = True
         self._watch(peer)
-        self._answer(connection, reply, memory)
+        self._answer(connection, reply, descriptors)
 
     def _watch(self, peer: PeerProcess) -> None:
         if peer not in self._watched:
@@ -244,9 +253,9 @@ class AttachServer:
         self.forget(peer)
         self._handler.peer_lost(peer)
 
-    def _answer(self, connection: _Connection, reply: Attach, memory: tuple[int, ...] = ()) -> None:
+    def _answer(self, connection: _Connection, reply: Attach, descriptors: tuple[int, ...] = ()) -> None:
         try:
-            send(connection.socket, encode_attach(reply), memory)
+            send(connection.socket, encode_attach(reply), descriptors)
         except OSError as error:
             # A peer that asks and does not read the answers has nothing to wait for.
             _log.info("attach: no answer possible: %s", error)

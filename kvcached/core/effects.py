@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
-from kvcached_client.types import SessionId
+from kvcached.core.ranges import Ranges
+from kvcached_client.types import LeaseId, SessionId, TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,4 +26,64 @@ class SessionEnded:
     freed_slots: int
 
 
-Effect = SessionExpired | SessionEnded
+class TransferKind(StrEnum):
+    """Direction of a copy."""
+
+    STORE = "store"  #: device pool to host pool
+    LOAD = "load"  #: host pool to device pool
+
+
+class BlockSpan(NamedTuple):
+    """Consecutive blocks of one chain, and their two places."""
+
+    depth: int  #: of the first
+    parent: bytes  #: key of the block before it; empty for the first of a chain
+    keys: bytes
+    device: Ranges[int]
+    host: Ranges[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StartTransfer:
+    """Order the copy on every shard of a pool, and tell of each shard by a `ShardSettled`.
+
+    Attributes:
+        spans: what to copy; blocks are counted through all of them, from 0.
+        urgent: somebody waits for it.
+        progress: entry of the progress pages that a load reports to.
+    """
+
+    transfer: TransferId
+    pool: str
+    kind: TransferKind
+    spans: tuple[BlockSpan, ...]
+    urgent: bool
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class HurryTransfer:
+    """Somebody waits now for a transfer that was started without urgency."""
+
+    transfer: TransferId
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonLoad:
+    """A load failed before it was started: write that into its entry of the progress pages."""
+
+    transfer: TransferId
+    pool: str
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadsEnded:
+    """Every load that a lease depended on has ended: answer who waits for it."""
+
+    session: SessionId
+    lease: LeaseId
+
+
+Effect = SessionExpired | SessionEnded | StartTransfer | HurryTransfer | AbandonLoad | LoadsEnded

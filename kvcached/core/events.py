@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcached_client.types import SessionId
+from kvcached_client.types import SessionId, ShardIndex, TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,33 @@ class MembersDied:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardSettled:
+    """One shard is through with a transfer: nothing of it reads or writes any more.
+
+    Attributes:
+        error: why it failed; empty where it was carried out.
+        corrupt: blocks of a load, counted through its spans, whose stored bytes are not those that were stored. Only
+            the blocks before the first of them were copied.
+    """
+
+    transfer: TransferId
+    shard: ShardIndex
+    error: str = ""
+    corrupt: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerDied:
     """A shard's worker is gone, and with it the memory of the whole pool."""
 
     pool: str
 
 
-Event = Ticked | MemberLost | MembersDied | WorkerDied
+@dataclass(frozen=True, slots=True)
+class PoolRestored:
+    """Every shard of a pool has a worker and memory again. No transfer of the old ones is under way."""
+
+    pool: str
+
+
+Event = Ticked | MemberLost | MembersDied | ShardSettled | WorkerDied | PoolRestored

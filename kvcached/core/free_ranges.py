@@ -15,13 +15,14 @@ class FreeRanges:
 
     __slots__ = ("_classes", "_count_at", "_first_before", "_mask")
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, *, empty: bool = False) -> None:
+        """All `slots` are free, or none of them."""
         self._count_at: dict[int, int] = {}  #: first slot -> count
         self._first_before: dict[int, int] = {}  #: past-the-end slot -> first slot
         #: class c: the firsts of ranges with 2^c <= count < 2^(c+1), by count
         self._classes: list[dict[int, dict[int, None]]] = [{} for _ in range(slots.bit_length())]
         self._mask = 0  #: bit c is set while class c holds something
-        if slots:
+        if slots and not empty:
             self._file(0, slots)
 
     def give(self, first: int, count: int) -> None:
@@ -54,6 +55,15 @@ class FreeRanges:
                 self._file(first + used, size - used)
             count -= used
         return taken
+
+    def remove(self, first: int, count: int) -> None:
+        """Take out slots that are all free. Looks through all ranges: for what happens seldom."""
+        around, size = next((start, size) for start, size in self._count_at.items() if start <= first < start + size)
+        self._unfile(around, size)
+        if around < first:
+            self._file(around, first - around)
+        if around + size > first + count:
+            self._file(first + count, around + size - first - count)
 
     def ranges(self) -> list[tuple[int, int]]:
         """All free ranges as (first, count), by first slot."""

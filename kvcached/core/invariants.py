@@ -1,7 +1,8 @@
 """What must hold after every step, in words for the reader and in checks for the tests and the `check` verb.
 
 Numbers are those of the design: (1) every slot in exactly one state, (2) a key at most once along a path, (4) residency
-is a prefix of every path, (5) a slot in use is never granted again, (6) pins are the sum over live leases and fences.
+in a device pool is a prefix of every path, and no block without a copy has anything below it, (5) a slot in use is
+never granted again, (6) pins are the sum over leases, fences and transfers, (7) every transfer is on its way to an end.
 Checks recompute everything from the ground; nothing is taken from a running total.
 """
 
@@ -11,13 +12,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from kvcached.core.cache import Cache
+from kvcached.core.effects import TransferKind
 from kvcached.core.lease import FenceHold, Lease
-from kvcached.core.pool import DevicePool
-from kvcached.core.ranges import pairs, slot_count
+from kvcached.core.pool import DevicePool, SlotPool
+from kvcached.core.ranges import Ranges, has_holes, no_ranges, pairs, slot_count, without_holes
 from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached.core.session import Session
-from kvcached.core.states import SlotState
-from kvcached.core.tree import PrefixTree
+from kvcached.core.states import SlotState, TransferState
+from kvcached.core.transfer import Transfer
+from kvcached.core.tree import HOST, PrefixTree
+from kvcached_client.types import FenceSequence
 
 #: A broken cache breaks everywhere; the first few say where it began.
 VIOLATIONS_MAX = 50
@@ -35,9 +39,10 @@ def check(cache: Cache) -> list[str]:
 
 def check_counts(cache: Cache) -> list[str]:
     """The part that needs no walk through the index: the states of every pool's slots add up (1)."""
+    hosts = [tree.host for tree in cache.trees if tree.host is not None]
     return [
         f"pool {pool.name}: states {counted}, counts say {pool.counts} of {pool.slots}"
-        for pool in cache.pools.values()
+        for pool in (*cache.pools.values(), *hosts)
         if (counted := pool.count_states()) != pool.counts or sum(counted) != pool.slots
     ]
 
@@ -47,12 +52,24 @@ def _violations(cache: Cache) -> Iterator[str]:
     for tree in cache.trees:
         runs = list(tree.runs())
         yield from _tree_shape(tree, runs)
+        transfers = [each for each in cache.transfers.values() if each.tree is tree]
+        yield from _transfers(transfers)
         for pool in tree.pools:
             sessions = [session for session in cache.sessions.values() if session.pool is pool]
-            yield from _residency(tree, runs, pool)
-            yield from _slots(runs, pool, sessions)
-            yield from _pins(tree, runs, pool, sessions)
-            yield from _candidates(runs, pool)
+            mine = [each for each in transfers if each.pool is pool and each.is_current]
+            yield from _residency(tree, runs, pool, pool.index)
+            yield from _slots(pool, _device_claims(runs, pool, sessions, mine))
+            leases = [lease for session in sessions for lease in session.leases.values()]
+            holds = [hold for session in sessions for hold in session.holds]
+            held = [each for each in mine if not each.orphaned]
+            yield from _pins(tree, runs, pool, pool.index, [*leases, *holds, *_ends(held)])
+            yield from _candidates(runs, pool, pool.index)
+        if tree.host is not None:
+            yield from _residency(tree, runs, tree.host, HOST)
+            yield from _slots(tree.host, _host_claims(tree, runs, transfers))
+            yield from _pins(tree, runs, tree.host, HOST, _ends(transfers))
+            yield from _candidates(runs, tree.host, HOST)
+            yield from _copies(runs)
 
 
 def _tree_shape(tree: PrefixTree, runs: list[Run]) -> Iterator[str]:
@@ -76,15 +93,46 @@ def _tree_shape(tree: PrefixTree, runs: list[Run]) -> Iterator[str]:
         yield f"{len(runs)} runs are in the tree, the count says {tree.run_count}"
 
 
-def _residency(tree: PrefixTree, runs: list[Run], pool: DevicePool) -> Iterator[str]:
+def _transfers(transfers: list[Transfer]) -> Iterator[str]:
+    """(7) Every transfer waits for shards or for other transfers, and is of the size it says."""
+    for transfer in transfers:
+        waits = transfer.waiting if transfer.state is TransferState.RUNNING else transfer.after
+        if transfer.state not in {TransferState.QUEUED, TransferState.RUNNING} or not waits:
+            yield f"transfer {transfer.id} is {transfer.state} and waits for nothing"
+        if not transfer.blocks == slot_count(transfer.device) == slot_count(transfer.host):
+            yield f"transfer {transfer.id} of {transfer.blocks} blocks has other numbers of slots"
+
+
+def _ends(transfers: list[Transfer]) -> list[FenceHold]:
+    """What transfers pin, in the form in which fences do."""
+    return [FenceHold(FenceSequence(0), each.run, each.end, each.end, no_ranges()) for each in transfers]
+
+
+def _copies(runs: list[Run]) -> Iterator[str]:
+    """(4) A block has a copy in some pool, or a transfer below it is about to settle that it has gone."""
+    for run in runs:
+        host = run.segments[HOST]
+        held = max((each.length for each in run.segments[:HOST] if each is not None), default=0)
+        if host is None:
+            continue
+        if not host.resident_children and host.ranges and host.ranges[-2] < 0:
+            yield f"{_name(run)}: what the host pool holds ends with a hole"
+        position = 0
+        for first, count in pairs(host.ranges):
+            position += count
+            if first < 0 and position > held and not host.protected:
+                yield f"{_name(run)}: block {run.start + position - 1} has no copy, and something below it has"
+
+
+def _residency(tree: PrefixTree, runs: list[Run], pool: SlotPool, index: int) -> Iterator[str]:
     """(4) A pool's segments form a prefix of every path; their lengths, children and slots agree."""
     for run in (tree.root, *runs):
-        segment = run.segments[pool.index]
+        segment = run.segments[index]
         if segment is None:
             continue
         if segment.run is not run:
             yield f"{_name(run)} in pool {pool.name}: the segment points at {_name(segment.run)}"
-        resident = len(_child_segments(run, pool))
+        resident = len(_child_segments(run, index))
         if segment.resident_children != resident:
             yield f"{_name(run)}: {resident} resident children, the count says {segment.resident_children}"
         if run is tree.root:
@@ -92,15 +140,20 @@ def _residency(tree: PrefixTree, runs: list[Run], pool: DevicePool) -> Iterator[
         slots = slot_count(segment.ranges)
         if not 0 < segment.length <= run.length or slots != segment.length:
             yield f"{_name(run)} in pool {pool.name}: length {segment.length}, {slots} slots, {run.length} keys"
-        above = run.parent.segments[pool.index] if run.parent else None
+        above = run.parent.segments[index] if run.parent else None
+        if index != HOST and has_holes(segment.ranges):
+            yield f"{_name(run)} in pool {pool.name}: a hole among {segment.ranges}"
         if above is None or run.parent is None or above.length != run.parent.length:
             yield f"{_name(run)} in pool {pool.name}: its parent is not wholly resident"
 
 
-def _slots(runs: list[Run], pool: DevicePool, sessions: list[Session]) -> Iterator[str]:
+_Claim = tuple[SlotState, Run | str, Iterable[tuple[int, int]]]
+
+
+def _slots(pool: SlotPool, claims: Iterable[_Claim]) -> Iterator[str]:
     """(1, 5) Whoever claims a slot, its state says the same, and nobody else claims it."""
     claimed = bytearray(pool.slots)
-    for state, owner, ranges in _claims(runs, pool, sessions):
+    for state, owner, ranges in claims:
         for first, count in ranges:
             if count <= 0 or not pool.holds(first, count, state):
                 yield f"{_slots_name(pool, first, count, owner)} are not all {state.name}"
@@ -111,14 +164,21 @@ def _slots(runs: list[Run], pool: DevicePool, sessions: list[Session]) -> Iterat
         yield f"pool {pool.name}: {pool.slots - sum(claimed)} slots belong to nobody"
 
 
-def _claims(
-    runs: list[Run], pool: DevicePool, sessions: list[Session]
-) -> Iterator[tuple[SlotState, Run | str, Iterable[tuple[int, int]]]]:
+def _device_claims(
+    runs: list[Run], pool: DevicePool, sessions: list[Session], transfers: list[Transfer]
+) -> Iterator[_Claim]:
     yield SlotState.FREE, "the free list", pool.free_ranges()
+    loads = [each for each in transfers if each.kind is TransferKind.LOAD]
+    filling = {slot for load in loads for slot in _expand(load.device)}
     for run in runs:
         segment = run.segments[pool.index]
         if segment is not None:
-            yield SlotState.CACHED, run, pairs(segment.ranges)
+            yield from _index_claims(run, segment.ranges, filling)
+    orphaned = [load for load in loads if load.orphaned]
+    for load in orphaned:
+        yield SlotState.FILLING, f"load {load.id}, orphaned", pairs(load.device)
+    if sum(load.blocks for load in orphaned) != pool.orphaned:
+        yield SlotState.FILLING, f"a count of {pool.orphaned} orphaned slots", [(0, 0)]
     for session in sessions:
         for lease in session.leases.values():
             yield SlotState.LEASED, f"lease {lease.id}", pairs(lease.open)
@@ -128,29 +188,58 @@ def _claims(
         yield SlotState.QUARANTINED, f"quarantine of session {session.id}", pairs(session.quarantined)
 
 
-def _pins(tree: PrefixTree, runs: list[Run], pool: DevicePool, sessions: list[Session]) -> Iterator[str]:
-    """(6) Pins are what live leases and fences hold, and protection is what follows from them."""
+def _host_claims(tree: PrefixTree, runs: list[Run], transfers: list[Transfer]) -> Iterator[_Claim]:
+    host = tree.host
+    if host is None:
+        return
+    yield SlotState.FREE, "the free list", host.free_ranges()
+    size = host.slots_per_slab
+    absent = set(range(host.slots // size)) - host.slabs if size else set()
+    yield SlotState.ABSENT, "no slab", [(slab * size, size) for slab in absent]
+    filling = {slot for each in transfers if each.kind is TransferKind.STORE for slot in _expand(each.host)}
+    for run in runs:
+        segment = run.segments[HOST]
+        if segment is not None:
+            yield from _index_claims(run, without_holes(segment.ranges), filling)
+
+
+def _index_claims(run: Run, ranges: Ranges[int], filling: set[int]) -> Iterator[_Claim]:
+    """Slots of a run are CACHED, but for those that a transfer writes."""
+    if not filling:
+        yield SlotState.CACHED, run, pairs(ranges)
+        return
+    slots = _expand(ranges)
+    yield SlotState.FILLING, run, [(slot, 1) for slot in slots if slot in filling]
+    yield SlotState.CACHED, run, [(slot, 1) for slot in slots if slot not in filling]
+
+
+def _expand(ranges: Ranges[int]) -> list[int]:
+    return [slot for first, count in pairs(ranges) for slot in range(first, first + count)]
+
+
+def _pins(
+    tree: PrefixTree, runs: list[Run], pool: SlotPool, index: int, holders: Iterable[Lease | FenceHold]
+) -> Iterator[str]:
+    """(6) Pins are what leases, fences and transfers hold, and protection is what follows from them."""
     due: dict[int, Counter[int]] = {}  # by identity of the run: how many holders end at which depth
-    for session in sessions:
-        holders: list[Lease | FenceHold] = [*session.leases.values(), *session.holds]
-        for holder in holders:
-            run = tree.resolve(holder.run, holder.depth)
-            segment = run.segments[pool.index]
-            if holder.depth and (segment is None or not run.start < holder.depth <= run.start + segment.length):
-                yield f"pool {pool.name}: a holder at depth {holder.depth} reaches past {_name(run)}"
-            elif holder.depth:
-                due.setdefault(id(run), Counter())[holder.depth] += 1
+    for holder in holders:
+        run = tree.resolve(holder.run, holder.depth)
+        segment = run.segments[index]
+        if holder.depth and (segment is None or not run.start < holder.depth <= run.start + segment.length):
+            yield f"pool {pool.name}: a holder at depth {holder.depth} reaches past {_name(run)}"
+        elif holder.depth:
+            due.setdefault(id(run), Counter())[holder.depth] += 1
     protected = 0
     for run in runs:
-        segment = run.segments[pool.index]
+        segment = run.segments[index]
         if segment is None:
             continue
         pins, held = segment.pins or {}, dict(due.get(id(run), {}))
-        locked = sum(1 for child in _child_segments(run, pool) if child.protected)
+        locked = sum(1 for child in _child_segments(run, index) if child.protected)
         expected = segment.length if locked else max(segment.pinned - run.start, 0)
         protected += expected
         for wrong in (
-            pins != held and f"pins {pins}, leases and fences hold {held}",
+            pins != held and f"pins {pins}, holders say {held}",
             segment.pinned != max(pins, default=0) and f"deepest pin {segment.pinned}, pins {pins}",
             segment.locked_children != locked and f"{locked} locked children, not {segment.locked_children}",
             segment.protected != expected and f"{segment.protected} blocks protected, should be {expected}",
@@ -161,20 +250,20 @@ def _pins(tree: PrefixTree, runs: list[Run], pool: DevicePool, sessions: list[Se
         yield f"pool {pool.name}: {protected} blocks protected, the count says {pool.protected}"
 
 
-def _candidates(runs: list[Run], pool: DevicePool) -> Iterator[str]:
+def _candidates(runs: list[Run], pool: SlotPool, index: int) -> Iterator[str]:
     """Every evictable tail is known to the policy; else its slots would never come back."""
     for run in runs:
-        segment = run.segments[pool.index]
+        segment = run.segments[index]
         if segment is not None and segment.evictable_tail and not segment.queued:
             yield f"{_name(run)} in pool {pool.name}: an evictable tail that no policy knows"
 
 
-def _child_segments(run: Run, pool: DevicePool) -> list[Segment]:
-    segments = (child.segments[pool.index] for child in (run.children or {}).values())
+def _child_segments(run: Run, index: int) -> list[Segment]:
+    segments = (child.segments[index] for child in (run.children or {}).values())
     return [segment for segment in segments if segment is not None]
 
 
-def _slots_name(pool: DevicePool, first: int, count: int, owner: Run | str) -> str:
+def _slots_name(pool: SlotPool, first: int, count: int, owner: Run | str) -> str:
     name = owner if isinstance(owner, str) else _name(owner)
     return f"pool {pool.name}: slots [{first}, {first + count}) of {name}"
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvcached.core.ranges import Ranges, no_ranges
 from kvcached.core.run import Run
-from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
+from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, TransferId
 
 
 class Asked(NamedTuple):
@@ -20,21 +20,26 @@ class Asked(NamedTuple):
     full: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lease:
     """A pinned prefix ``(run, depth)`` and exclusive slots.
+
+    Its hit may still be loading. Where a load fails, `depth` falls behind `hit` until the engine has asked for slots in
+    place of those of the missing blocks.
 
     Attributes:
         id: never used twice.
         request: the engine's id of the request.
         asked: what the acquire asked for, to tell a retry from another request of the same name.
-        hit: depth at acquire.
+        hit: depth that the engine was told.
         granted: exclusive slots as they were granted, for a retry's reply.
         run: the deepest run it reaches; `PrefixTree.resolve` finds where it is after splits.
         depth: blocks ``[0, depth)`` of its chain are in the tree and pinned.
         open: exclusive slots that may still be committed.
         scratch: exclusive slots of blocks that were in the tree already; the engine reads them until release.
         fence: the latest fence of its commits: until it has signalled, none of its slots is free of queued work.
+        loads: transfers that part of the hit waits for.
+        replacement: slots for blocks of the hit that could not be loaded.
     """
 
     id: LeaseId
@@ -47,6 +52,8 @@ class Lease:
     open: Ranges[int]
     scratch: Ranges[int] = field(default_factory=no_ranges)
     fence: FenceSequence = NO_FENCE
+    loads: set[TransferId] = field(default_factory=set)
+    replacement: Ranges[int] = field(default_factory=no_ranges)
 
 
 @dataclass(slots=True)
@@ -58,6 +65,7 @@ class FenceHold:
         run, depth: pinned prefix.
         suspect: blocks from here to `depth` are good only once the fence has signalled; `depth` where all are.
         slots: released slots, FENCED until then.
+        unstored: ends of paths, as (run, depth), that the host pool is to get once the fence has signalled.
     """
 
     fence: FenceSequence
@@ -65,3 +73,4 @@ class FenceHold:
     depth: int
     suspect: int
     slots: Ranges[int]
+    unstored: list[tuple[Run, int]] = field(default_factory=list)

@@ -1,14 +1,17 @@
-"""A device pool's slots: who is in which state, checked at every move.
+"""Slots of a pool: who is in which state, checked at every move.
 
-Rules: a slot changes state only in `DevicePool.move`, which refuses every edge that is not in the table and every slot
+Rules: a slot changes state only in `SlotPool.move`, which refuses every edge that is not in the table and every slot
 that is not in the state it is said to be in. Double and foreign frees end there, before anything has changed.
 """
 
 from __future__ import annotations
 
+from collections import deque
+
 from kvcached.core.free_ranges import FreeRanges
 from kvcached.core.journal import IllegalTransition, Journal
-from kvcached.core.ranges import Ranges, pairs
+from kvcached.core.ranges import Ranges, join, one_range, pairs
+from kvcached.core.run import Run
 from kvcached.core.states import SLOT_TRANSITIONS, SlotState
 
 _EDGES = tuple(
@@ -17,20 +20,20 @@ _EDGES = tuple(
 
 #: Slots of one state as bytes to compare with and copy from; longer ranges make theirs when they come.
 _PATTERN_LENGTH_MAX = 8192
+#: Commits that wait for their copy to the host pool. Beyond that the oldest are left to demotion, which finds them.
+UNSTORED_MAX = 4096
 
 
-class DevicePool:
-    """The slots of one engine replica, the same ids on every shard.
+class SlotPool:
+    """Numbered slots, each in one state.
 
     Attributes:
-        name: the replica's.
-        index: position of this pool in its tree.
+        name: what messages call it.
         slots: number of slots.
-        epoch: grows when the memory behind the slots was lost.
-        healthy: false once a worker is lost; nothing is granted then.
         counts: slots by state; they add up to `slots`.
-        protected: cached slots under a lease or fence, which eviction cannot have.
+        protected: blocks of the index in this pool that eviction cannot have.
         clock: logical time of last use; grows with every touch.
+        journal: what happened to slots.
     """
 
     __slots__ = (
@@ -40,45 +43,32 @@ class DevicePool:
         "_states",
         "clock",
         "counts",
-        "epoch",
-        "healthy",
-        "index",
         "journal",
         "name",
         "protected",
         "slots",
     )
 
-    def __init__(self, name: str, index: int, slots: int, epoch: int) -> None:
+    def __init__(self, name: str, slots: int, initial: SlotState) -> None:
         self.name = name
-        self.index = index
         self.slots = slots
-        self.epoch = epoch
-        self.healthy = True
-        self.journal = Journal()
         self.clock = 0
+        self.journal = Journal()
         self._pattern_length = min(slots, _PATTERN_LENGTH_MAX)
         self._patterns = tuple(bytes([state]) * self._pattern_length for state in SlotState)
-        self.reset(epoch)
+        self._set_all(initial)
 
-    def reset(self, epoch: int) -> None:
-        """Forget every slot: the memory behind them is gone or new."""
-        self.epoch = epoch
+    def _set_all(self, state: SlotState) -> None:
         self.protected = 0
         self.counts = [0] * len(SlotState)
-        self.counts[SlotState.FREE] = self.slots
-        self._states = bytearray(self.slots)
-        self._free = FreeRanges(self.slots)
+        self.counts[state] = self.slots
+        self._states = bytearray([state]) * self.slots
+        self._free = FreeRanges(self.slots, empty=state is not SlotState.FREE)
 
     @property
     def free(self) -> int:
         """Slots that can be granted at once."""
         return self.counts[SlotState.FREE]
-
-    @property
-    def evictable(self) -> int:
-        """Cached slots that eviction can free."""
-        return self.counts[SlotState.CACHED] - self.protected
 
     def state_of(self, slot: int) -> SlotState:
         """The state of one slot."""
@@ -88,6 +78,11 @@ class DevicePool:
         """Whether the slots ``[first, first + count)`` exist and are all in one state."""
         return first >= 0 and self._states.startswith(bytes([state]) * count, first)
 
+    def having(self, ranges: Ranges[int], state: SlotState) -> Ranges[int]:
+        """Those of the slots that are in a state. Slot by slot: for what happens seldom."""
+        slots = (slot for first, count in pairs(ranges) for slot in range(first, first + count))
+        return join([one_range(slot, 1) for slot in slots if self._states[slot] == state])
+
     def count_states(self) -> list[int]:
         """Slots by state, counted afresh (the invariant checker compares them with `counts`)."""
         return [self._states.count(state) for state in SlotState]
@@ -96,10 +91,10 @@ class DevicePool:
         """What the allocator holds, as (first, count), by first slot."""
         return self._free.ranges()
 
-    def take(self, count: int, cause: str) -> Ranges[int]:
-        """Grant `count` free slots; the caller has checked `free`. The ranges belong to the caller."""
+    def take(self, count: int, state: SlotState, cause: str) -> Ranges[int]:
+        """Move `count` free slots to `state`; the caller has checked `free`. The ranges belong to the caller."""
         ranges = self._free.take(count)
-        self.move(ranges, SlotState.FREE, SlotState.LEASED, cause)
+        self.move(ranges, SlotState.FREE, state, cause)
         return ranges
 
     def move(self, ranges: Ranges[int], source: SlotState, target: SlotState, cause: str) -> None:
@@ -137,3 +132,70 @@ class DevicePool:
             if actual is not source or (source, target) not in SLOT_TRANSITIONS:
                 raise IllegalTransition(slot, actual, source, target, self.journal.story(slot))
         raise IllegalTransition(first, source, source, target, [])
+
+
+class DevicePool(SlotPool):
+    """The slots of one engine replica, the same ids on every shard.
+
+    Attributes:
+        index: position of this pool in its tree.
+        shards: how many hold a part of every slot; each has its own part in a transfer.
+        epoch: grows when the memory behind the slots was lost.
+        healthy: false while a worker is lost; nothing is granted then.
+        watermark: slots that demotion keeps free.
+        load_threshold: fewer blocks than this are computed rather than loaded.
+        load_quota: blocks that loads may be writing at any time.
+        orphaned: FILLING slots that are not in the tree any more, because a load before theirs failed.
+        stores_paused: a store failed or was refused: demotion starts no further one before the next tick.
+        unstored: ends of committed paths that the host pool is to get, oldest first, as (run, depth).
+    """
+
+    __slots__ = (
+        "epoch",
+        "healthy",
+        "index",
+        "load_quota",
+        "load_threshold",
+        "orphaned",
+        "shards",
+        "stores_paused",
+        "unstored",
+        "watermark",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        slots: int,
+        epoch: int,
+        *,
+        shards: int = 1,
+        watermark: int = 0,
+        load_threshold: int = 1,
+        load_quota: int | None = None,
+    ) -> None:
+        super().__init__(name, slots, SlotState.FREE)
+        self.index = index
+        self.shards = shards
+        self.epoch = epoch
+        self.healthy = True
+        self.watermark = watermark
+        self.load_threshold = load_threshold
+        self.load_quota = slots // 2 if load_quota is None else load_quota
+        self.orphaned = 0
+        self.stores_paused = False
+        self.unstored: deque[tuple[Run, int]] = deque(maxlen=UNSTORED_MAX)
+
+    @property
+    def evictable(self) -> int:
+        """Slots of the index that eviction can free."""
+        counts = self.counts
+        return counts[SlotState.CACHED] + counts[SlotState.FILLING] - self.orphaned - self.protected
+
+    def reset(self, epoch: int) -> None:
+        """Forget every slot: the memory behind them is gone or new."""
+        self.epoch = epoch
+        self.orphaned = 0
+        self.unstored.clear()
+        self._set_all(SlotState.FREE)

@@ -1,5 +1,7 @@
 """Slot ranges: flat int32 arrays ``[first, count, first, count, …]`` in block order.
 
+In the index of the host pool a range with a negative first stands for blocks that have no slot there: a *hole*.
+
 A prompt of thousands of blocks is a handful of ranges, they are the wire format as they stand, and they cost 8 bytes
 each instead of the 32 of one Python integer per block.
 """
@@ -11,6 +13,9 @@ from collections.abc import Iterator
 from itertools import chain
 
 Ranges = array  # of typecode "i", with an even number of items
+
+#: First of a hole. Cut in two, its rest begins higher, but never reaches 0.
+HOLE = -(1 << 31)
 
 #: Items of a list of one range, which most are.
 _ONE_RANGE = 2
@@ -34,6 +39,55 @@ def pairs(ranges: Ranges[int]) -> Iterator[tuple[int, int]]:
 def slot_count(ranges: Ranges[int]) -> int:
     """How many slots the ranges hold."""
     return ranges[1] if len(ranges) == _ONE_RANGE else sum(ranges[1::2])
+
+
+def hole(count: int) -> Ranges[int]:
+    """A list of one hole."""
+    return array("i", (HOLE, count))
+
+
+def without_holes(ranges: Ranges[int]) -> Ranges[int]:
+    """The ranges that have slots."""
+    if not has_holes(ranges):
+        return ranges
+    return array("i", [number for pair in pairs(ranges) if pair[0] >= 0 for number in pair])
+
+
+def has_holes(ranges: Ranges[int]) -> bool:
+    """Whether some blocks have no slot."""
+    return bool(ranges) and min(ranges[::2]) < 0
+
+
+def solid_length(ranges: Ranges[int], offset: int) -> int:
+    """How many blocks from `offset` on have slots, up to the first hole."""
+    if not has_holes(ranges):
+        return max(slot_count(ranges) - offset, 0)
+    position = 0
+    for first, count in pairs(ranges):
+        position += count
+        if first < 0 and position > offset:
+            return max(position - count - offset, 0)
+    return max(position - offset, 0)
+
+
+def solid_tail(ranges: Ranges[int]) -> int:
+    """How many blocks at the end have slots, back to the last hole."""
+    count = 0
+    for index in range(len(ranges) - 2, -1, -2):
+        if ranges[index] < 0:
+            return count
+        count += ranges[index + 1]
+    return count
+
+
+def hole_tail(ranges: Ranges[int]) -> int:
+    """How many blocks at the end have no slot."""
+    count = 0
+    for index in range(len(ranges) - 2, -1, -2):
+        if ranges[index] >= 0:
+            return count
+        count += ranges[index + 1]
+    return count
 
 
 def append(ranges: Ranges[int], more: Ranges[int]) -> None:

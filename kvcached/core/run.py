@@ -7,7 +7,9 @@ blocks may be resident in any number of pools, each residency a `Segment` with o
                            └── run [740, 1200)
              pool 0: ████████████░░░░              segment of length 12 of 16: a prefix, never with holes
 
-A pool's segment below a run exists only where the pool holds all of that run, so residency is a prefix of every path.
+A device pool's segment below a run exists only where the pool holds all of that run, so residency is a prefix of every
+path. The host pool has segments of the same form, but with holes: ranges of blocks that it does not hold. A hole never
+ends a segment, unless something below it is held.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ KEY_SIZE = 16
 
 
 class Segment:
-    """The leading blocks of a run that one pool holds.
+    """The leading blocks of a run that one pool holds, of the host pool with holes.
 
     Attributes:
         run: the run.
@@ -75,7 +77,7 @@ class Run:
         start: depth of the first block.
         parent: None for the root only; a run that has left the tree keeps its last one.
         children: continuations by their first key; None without any.
-        segments: residency by pool index; None where the pool holds nothing of it.
+        segments: residency by pool index, that in the host pool last; None where the pool holds nothing of it.
     """
 
     __slots__ = ("children", "keys", "parent", "segments", "start")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcached.core.lease import FenceHold, Lease
@@ -12,6 +13,9 @@ from kvcached.core.run import Run
 from kvcached.core.states import SESSION_TRANSITIONS, SessionState, SlotState
 from kvcached.core.tree import PrefixTree
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, SessionId
+
+#: Told before a pool's part of the path to a run ends at a depth.
+CutOff = Callable[[PrefixTree, DevicePool, Run, int], None]
 
 
 @dataclass(slots=True)
@@ -29,6 +33,7 @@ class Session:
         holds: what later fences hold.
         quarantined: slots that it could write when it expired.
         counters: where what it does is counted.
+        writes_through: what it commits is to be copied to the host pool.
     """
 
     id: SessionId
@@ -42,6 +47,7 @@ class Session:
     holds: list[FenceHold] = field(default_factory=list)
     quarantined: Ranges[int] = field(default_factory=no_ranges)
     counters: Counter[str] = field(default_factory=Counter)
+    writes_through: bool = False
 
     def add(self, lease: Lease) -> None:
         """Put a lease on the books."""
@@ -69,16 +75,17 @@ class Session:
         for hold in done:
             self.pool.move(hold.slots, SlotState.FENCED, SlotState.FREE, f"fence {hold.fence} of session {self.id}")
             self._unpin(hold.run, hold.depth)
+            self.pool.unstored.extend(hold.unstored)
 
-    def expire(self) -> None:
+    def expire(self, cut_off: CutOff) -> None:
         """Its leases are over, but its processes may live: what they could write is quarantined."""
-        self.quarantined = self._strip(SlotState.QUARANTINED, f"expiry of session {self.id}")
+        self.quarantined = self._strip(SlotState.QUARANTINED, f"expiry of session {self.id}", cut_off)
         self._enter(SessionState.EXPIRED)
 
-    def end(self) -> int:
+    def end(self, cut_off: CutOff) -> int:
         """None of its processes can write any more: everything it held is free. Returns the number of such slots."""
         cause = f"end of session {self.id}"
-        freed = slot_count(self._strip(SlotState.FREE, cause))
+        freed = slot_count(self._strip(SlotState.FREE, cause, cut_off))
         for hold in self.holds:
             self.pool.move(hold.slots, SlotState.FENCED, SlotState.FREE, cause)
             freed += slot_count(hold.slots)
@@ -92,6 +99,7 @@ class Session:
     def _remove(self, lease: Lease) -> Ranges[int]:
         """Take a lease off the books; its pin and its slots (returned, LEASED still) are the caller's to give back."""
         del self.leases[lease.id], self.requests[lease.request]
+        lease.loads.clear()
         slots = lease.open
         append(slots, lease.scratch)
         return slots
@@ -101,7 +109,7 @@ class Session:
         self.tree.touch(owner, self.pool.index)
         self.tree.unpin(owner, depth, self.pool.index)
 
-    def _strip(self, target: SlotState, cause: str) -> Ranges[int]:
+    def _strip(self, target: SlotState, cause: str, cut_off: CutOff) -> Ranges[int]:
         """Give back every lease, pin and suspect block; what its processes could write goes to `target`.
 
         Returns the slots that did. Fenced ones stay FENCED, in `holds`: their fence cannot signal any more.
@@ -115,19 +123,20 @@ class Session:
         for hold in self.holds:
             self._unpin(hold.run, hold.depth)
         for hold in self.holds:
-            dropped = self._drop_suspects(hold)
+            dropped = self._drop_suspects(hold, cut_off)
             self.pool.move(dropped, SlotState.CACHED, target, cause)
             stripped.extend(dropped)
             hold.run, hold.depth, hold.suspect = self.tree.root, 0, 0
         return stripped
 
-    def _drop_suspects(self, hold: FenceHold) -> Ranges[int]:
+    def _drop_suspects(self, hold: FenceHold, cut_off: CutOff) -> Ranges[int]:
         """Blocks committed under a fence that never signalled may hold anything: they leave the tree."""
         run = self.tree.resolve(hold.run, hold.suspect + 1)
         segment = run.segments[self.pool.index]
         if hold.suspect >= hold.depth or segment is None or segment.length <= hold.suspect - run.start:
             return no_ranges()
-        return self.tree.drop(run, hold.suspect, self.pool.index)
+        cut_off(self.tree, self.pool, run, hold.suspect)
+        return self.pool.having(self.tree.drop(run, hold.suspect, self.pool.index), SlotState.CACHED)
 
     def _enter(self, state: SessionState) -> None:
         if (self.state, state) not in SESSION_TRANSITIONS:

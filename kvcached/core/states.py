@@ -1,4 +1,4 @@
-"""What a slot, a session and a lease can be, and every edge between.
+"""What a slot, a session and a transfer can be, and every edge between.
 
 ==============  ==========================================  ================================================
 slot state      who may touch its bytes                     left by
@@ -7,7 +7,9 @@ FREE            nobody                                      a grant
 LEASED          the engine processes of one lease           commit, release, or the end of the session
 CACHED          readers under a lease; nobody writes        eviction, or a drop of what can't be trusted
 FENCED          work that an engine has queued              the fence signals, or every process is dead
+FILLING         the workers of one transfer                 every shard is through with it, or its worker is dead
 QUARANTINED     a process that is silent or lost its group  confirmed death, or its own word that it is over
+ABSENT          nobody: its slab is not this pool's         the pool gets the slab
 ==============  ==========================================  ================================================
 """
 
@@ -17,13 +19,15 @@ from enum import IntEnum, StrEnum
 
 
 class SlotState(IntEnum):
-    """State of one slot of a device pool; every slot is in exactly one."""
+    """State of one slot of a pool; every slot is in exactly one. Host slots are ABSENT, FREE, FILLING or CACHED."""
 
     FREE = 0
     LEASED = 1
     CACHED = 2
     FENCED = 3
     QUARANTINED = 4
+    FILLING = 5
+    ABSENT = 6
 
 
 SLOT_TRANSITIONS: frozenset[tuple[SlotState, SlotState]] = frozenset(
@@ -37,6 +41,12 @@ SLOT_TRANSITIONS: frozenset[tuple[SlotState, SlotState]] = frozenset(
         (SlotState.CACHED, SlotState.QUARANTINED),  # committed under a fence that a stopped session never signalled
         (SlotState.FENCED, SlotState.FREE),  # fence signalled
         (SlotState.QUARANTINED, SlotState.FREE),  # death confirmed
+        (SlotState.LEASED, SlotState.FILLING),  # a device slot that a load will write
+        (SlotState.FREE, SlotState.FILLING),  # a host slot that a store will write
+        (SlotState.FILLING, SlotState.CACHED),  # every shard has written it
+        (SlotState.FILLING, SlotState.FREE),  # some shard has not
+        (SlotState.ABSENT, SlotState.FREE),  # the host pool got a slab
+        (SlotState.FREE, SlotState.ABSENT),  # and gave it back
     }
 )
 
@@ -54,5 +64,24 @@ SESSION_TRANSITIONS: frozenset[tuple[SessionState, SessionState]] = frozenset(
         (SessionState.ACTIVE, SessionState.EXPIRED),
         (SessionState.ACTIVE, SessionState.ENDED),
         (SessionState.EXPIRED, SessionState.ENDED),
+    }
+)
+
+
+class TransferState(StrEnum):
+    """State of a copy between tiers, over all shards."""
+
+    QUEUED = "queued"  #: it waits for other transfers; no shard knows of it
+    RUNNING = "running"  #: ordered; some shard is not through with it
+    DONE = "done"  #: every shard has carried it out
+    FAILED = "failed"  #: not done, or not wholly, and no shard works on it
+
+
+TRANSFER_TRANSITIONS: frozenset[tuple[TransferState, TransferState]] = frozenset(
+    {
+        (TransferState.QUEUED, TransferState.RUNNING),
+        (TransferState.QUEUED, TransferState.FAILED),
+        (TransferState.RUNNING, TransferState.DONE),
+        (TransferState.RUNNING, TransferState.FAILED),
     }
 )

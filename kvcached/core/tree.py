@@ -1,250 +1,77 @@
-"""The prefix index of one namespace: a tree of runs, shared by the device pools of all its replicas.
+"""The prefix index of one namespace: runs, resident in the device pools of all its replicas and in the host pool.
 
-Only two token chains that diverge split a run. Match reads; pins and eviction change lengths and counts.
-
-Who may point at what: a lease or fence names ``(run, depth)``. When a run is split, its deep part keeps the object and
-the shallow part becomes a new parent, so a pointer with a depth above the cut finds its run by walking up
-(`PrefixTree.resolve`), and no split has to know who points at it. Pins move with their depth.
+A device pool holds a prefix of every path. The host pool may have holes, wherever a copy was refused, failed or proved
+corrupt. What keeps the two together: a block of the tree has a copy somewhere, unless a transfer is about to settle
+that. A block that loses its last one takes everything below it along, for no match could reach it any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from typing import NamedTuple
 
+from kvcached.core.host_pool import HostPool, SlabStock
 from kvcached.core.policy import EvictionPolicy
 from kvcached.core.pool import DevicePool
-from kvcached.core.ranges import Ranges, append, cut, join, no_ranges, pop_tail, whole_tail
+from kvcached.core.ranges import (
+    Ranges,
+    append,
+    cut,
+    has_holes,
+    hole,
+    hole_tail,
+    join,
+    no_ranges,
+    pairs,
+    slot_count,
+    solid_length,
+    solid_tail,
+    without_holes,
+)
 from kvcached.core.run import KEY_SIZE, Run, Segment
+from kvcached.core.run_tree import RunTree, resident
 from kvcached.core.states import SlotState
 
-
-class Adoption(NamedTuple):
-    """What a commit did. Residency is a prefix, so what was there already comes before what is new."""
-
-    run: Run  #: where the chain ends now
-    duplicates: int  #: that many of the first blocks were there already; their slots stay the lease's scratch
+#: The host pool's place in `PrefixTree.members` and in the segments of every run.
+HOST = -1
 
 
-class PrefixTree:
-    """Runs and their residency in `pools`. Methods take the pool's index where they act for one pool."""
+class Piece(NamedTuple):
+    """Blocks ``[start, end)`` of a path."""
 
-    def __init__(self, pools: list[DevicePool], policies: list[EvictionPolicy]) -> None:
+    start: int
+    end: int
+
+
+class PrefixTree(RunTree):
+    """The index over device pools and a host pool.
+
+    Attributes:
+        pools: the device pools; a pool's `index` is its place here.
+        host: the host pool, at index `HOST`; None without a host tier.
+        counters: where evictions are counted.
+    """
+
+    def __init__(
+        self,
+        pools: list[DevicePool],
+        policies: list[EvictionPolicy],
+        host: HostPool | None = None,
+        counters: Counter[str] | None = None,
+    ) -> None:
+        self._host = host or HostPool(SlabStock(0), 0)
+        super().__init__([*pools, self._host], policies)
         self.pools = pools
-        self.policies = policies
-        self.root = Run(b"", 0, None, len(pools))
-        self.root.segments = [Segment(self.root, None, no_ranges(), 0, 0) for _ in pools]
-        self.run_count = 0
+        self.host = host
+        self.counters: Counter[str] = Counter() if counters is None else counters
 
-    # --- reading ----------------------------------------------------------------------------------------------------
-
-    def match(self, keys: bytes, limit: int, pool: int) -> tuple[Run, int]:
-        """The deepest resident run on the path of `keys`, and the depth reached in it (at most `limit` blocks).
-
-        Changes nothing. A run that is wholly there costs one look-up and the comparison of its last key.
-        """
-        run = self.root
-        position, end = 0, min(limit * KEY_SIZE, len(keys))
-        while position < end and run.children:
-            child = run.children.get(keys[position : position + KEY_SIZE])
-            if child is None:
-                break
-            segment = child.segments[pool]
-            if segment is None:
-                break
-            own = child.keys
-            after = position + len(own)
-            if (
-                after <= end
-                and segment.length * KEY_SIZE == len(own)
-                and keys[after - KEY_SIZE : after] == own[-KEY_SIZE:]
-            ):
-                run, position = child, after
-                continue
-            index = position // KEY_SIZE
-            return child, child.start + child.common(0, keys, index, min(segment.length, end // KEY_SIZE - index))
-        return run, position // KEY_SIZE
-
-    def resolve(self, run: Run, depth: int) -> Run:
-        """The run that holds block ``depth - 1`` on the way from `run` to the root (the root for depth 0)."""
-        while run.parent is not None and depth <= run.start:
-            run = run.parent
-        return run
-
-    def path_ranges(self, run: Run, depth: int, pool: int) -> bytes:
-        """The slots of blocks ``[0, depth)``, packed, in block order. All of them are resident."""
-        parts: list[Ranges[int]] = []
-        while run.parent is not None:
-            segment = _resident(run, pool)
-            reach = depth - run.start
-            parts.append(segment.ranges if reach >= segment.length else cut(segment.ranges, reach)[0])
-            run, depth = run.parent, run.start
-        parts.reverse()
-        return b"".join(parts)
-
-    def runs(self) -> Iterator[Run]:
-        """Every run below the root, parents before children."""
-        stack = [self.root]
-        while stack:
-            run = stack.pop()
-            if run.parent is not None:
-                yield run
-            if run.children:
-                stack.extend(run.children.values())
-
-    # --- pins -------------------------------------------------------------------------------------------------------
-
-    def pin(self, run: Run, depth: int, pool: int) -> None:
-        """Keep blocks ``[0, depth)`` of the path resident. Depth 0 pins nothing."""
-        if not depth:
-            return
-        segment = _resident(run, pool)
-        pins = segment.pins
-        if pins is None:
-            segment.pins = {depth: 1}
-        else:
-            pins[depth] = pins.get(depth, 0) + 1
-        if depth > segment.pinned:
-            segment.pinned = depth
-            self._reprotect(segment, pool)
-
-    def unpin(self, run: Run, depth: int, pool: int) -> None:
-        """Take one pin back.
-
-        Raises:
-            RuntimeError: there is none at this depth: a bug of ours.
-        """
-        if not depth:
-            return
-        segment = _resident(run, pool)
-        pins = segment.pins
-        if pins is None or depth not in pins:
-            raise RuntimeError(f"no pin at depth {depth} of run [{run.start}, {run.end}) in pool {pool}")
-        if pins[depth] > 1:
-            pins[depth] -= 1
-            return
-        del pins[depth]
-        if not pins:
-            segment.pins = None
-        if depth == segment.pinned:
-            segment.pinned = max(pins, default=0)
-            self._reprotect(segment, pool)
-
-    def touch(self, run: Run, pool: int) -> None:
-        """The path down to `run` was used now. Its ancestors learn of it when they become tails themselves."""
-        owner, segment = self.pools[pool], _resident(run, pool)
-        owner.clock += 1
-        segment.last_used = owner.clock
-        self.policies[pool].touch(segment)
-
-    def _reprotect(self, segment: Segment, pool: int) -> None:
-        """Carry a change of pins up, as far as it changes anything."""
-        owner = self.pools[pool]
-        above = segment.above
-        while above is not None:
-            before = segment.protected
-            after = segment.length if segment.locked_children else max(segment.pinned - segment.run.start, 0)
-            if after == before:
-                return
-            segment.protected = after
-            owner.protected += after - before
-            if after < before and not segment.resident_children:
-                self.policies[pool].add(segment)
-            if after and before:
-                return
-            segment, above = above, above.above
-            segment.locked_children += 1 if after else -1
-
-    # --- growing ----------------------------------------------------------------------------------------------------
-
-    def commit(self, run: Run, depth: int, keys: bytes, slots: Ranges[int], pool: int) -> Adoption:
-        """Blocks from `depth` on have `keys` and lie in `slots`, one each: take in what this pool does not hold.
-
-        ``(run, depth)`` is resident and pinned by the caller. The slots' states are the caller's to move.
-        """
-        count, index, duplicates = len(keys) // KEY_SIZE, 0, 0
-        offset = depth - run.start
-        while index < count:
-            length = len(run.keys) // KEY_SIZE
-            if offset == length:
-                child = run.children.get(keys[index * KEY_SIZE : (index + 1) * KEY_SIZE]) if run.children else None
-                if child is None:
-                    return Adoption(self._extend(run, keys[index * KEY_SIZE :], slots, pool), duplicates)
-                run, offset, length = child, 0, len(child.keys) // KEY_SIZE
-            same = run.common(offset, keys, index, min(length - offset, count - index))
-            segment = run.segments[pool]
-            known = min(max((segment.length if segment else 0) - offset, 0), same)
-            duplicates += known
-            fresh, slots = cut(cut(slots, known)[1], same - known)
-            if fresh:
-                self._fill(run, fresh, same - known, pool)
-            index, offset = index + same, offset + same
-            if index < count and offset < length:
-                run = self._split(run, offset)
-        return Adoption(run, duplicates)
-
-    def _extend(self, run: Run, keys: bytes, slots: Ranges[int], pool: int) -> Run:
-        """Put new blocks behind a run's last: into the run where nothing else follows it, else into a new one."""
-        if run.parent is not None and not run.children:
-            run.keys += keys
-            self._fill(run, slots, len(keys) // KEY_SIZE, pool)
-            return run
-        child = Run(keys, run.end, run, len(self.pools))
-        if run.children is None:
-            run.children = {}
-        run.children[child.first_key] = child
-        self.run_count += 1
-        self._fill(child, slots, len(keys) // KEY_SIZE, pool)
-        return child
-
-    def _fill(self, run: Run, slots: Ranges[int], count: int, pool: int) -> None:
-        """The next `count` blocks of the run become resident. The caller pins them: until then nobody may evict."""
-        owner = self.pools[pool]
-        owner.clock += 1
-        segment = run.segments[pool]
-        if segment is not None:
-            append(segment.ranges, slots)
-            segment.length += count
-            segment.last_used = owner.clock
-            return
-        above = run.parent.segments[pool] if run.parent is not None else None
-        if above is None:
-            raise RuntimeError(f"run [{run.start}, {run.end}) cannot be resident where its parent is not")
-        above.resident_children += 1
-        run.segments[pool] = Segment(run, above, slots[:], count, owner.clock)
-
-    def _split(self, run: Run, offset: int) -> Run:
-        """Cut a run where chains diverge; return the new run of its first `offset` blocks.
-
-        `run` itself keeps the rest, and with it every pin deeper than the cut.
-        """
-        parent = run.parent
-        if parent is None or parent.children is None:
-            raise RuntimeError("the root has no blocks to split")
-        head = Run(run.keys[: offset * KEY_SIZE], run.start, parent, len(self.pools))
-        parent.children[head.first_key] = head
-        del run.keys[: offset * KEY_SIZE]
-        run.start += offset
-        run.parent = head
-        head.children = {run.first_key: run}
-        self.run_count += 1
-        for pool, segment in enumerate(run.segments):
-            if segment is None:
-                continue
-            if segment.length <= offset:
-                segment.run = head
-                head.segments[pool], run.segments[pool] = segment, None
-            else:
-                segment.above = head.segments[pool] = _split_segment(segment, head, offset)
-        return head
-
-    # --- shrinking --------------------------------------------------------------------------------------------------
+    # --- device pools -----------------------------------------------------------------------------------------------
 
     def evict(self, count: int, pool: int, cause: str, *, slack: int = 0) -> int:
-        """Free `count` slots, least valuable tails first; returns how many it were.
+        """Free `count` device slots, least valuable tails first; returns how many it were.
 
         The caller has checked `DevicePool.evictable`. Up to `slack` more are freed where that leaves ranges whole: each
-        range that is cut in two stays so until both parts are free together.
+        range that is cut in two stays so until both parts are free together. Blocks that have no other copy are lost.
         """
         owner, policy = self.pools[pool], self.policies[pool]
         freed: list[Ranges[int]] = []
@@ -254,96 +81,263 @@ class PrefixTree:
                 segment = policy.pop()
                 if segment is None:
                     raise RuntimeError(f"{owner.evictable} slots of pool {owner.name} are evictable, but no tail is")
-                left = count - done
-                trim = segment.evictable_tail
-                if trim > left:
-                    trim = min(trim, whole_tail(segment.ranges, left, most=left + slack))
-                freed.append(self._trim(segment, trim, pool))
-                done += trim
-                if segment.length > segment.protected:
-                    policy.add(segment)
+                freed.append(self.trim_tail(segment, segment.evictable_tail, count - done, pool, slack=slack))
+                size = slot_count(freed[-1])
+                done += size
+                if self.host is not None:
+                    self._count_dropped(segment, size)
         finally:  # what has left the tree is free, whatever a policy did
             owner.move(join(freed), SlotState.CACHED, SlotState.FREE, cause)
+        self.counters["evicted_blocks"] += done
         return done
 
-    def drop(self, run: Run, depth: int, pool: int) -> Ranges[int]:
-        """Take residency from `depth` on, in this run and everything below it, out of the tree.
+    def _count_dropped(self, segment: Segment, size: int) -> None:
+        """A segment lost its last `size` blocks: count those that are nowhere now, and drop what hung on them."""
+        run = segment.run
+        host = run.segments[HOST]
+        held = max((each.length for each in run.segments[:HOST] if each is not None), default=0)
+        first, end = max(segment.length, held), segment.length + size
+        if host is None:
+            self.counters["dropped_blocks"] += max(end - first, 0)
+            return
+        kept = slot_count(without_holes(cut(cut(host.ranges, end)[0], first)[1])) if first < end else 0
+        self.counters["dropped_blocks"] += max(end - first, 0) - kept
+        if has_holes(host.ranges):
+            self.drop_lost(run)
 
-        Nothing there is pinned. The slots are returned, still CACHED: the caller says what becomes of them.
+    def drop(self, run: Run, depth: int, pool: int) -> Ranges[int]:
+        """Take residency in a device pool from `depth` on, in this run and everything below it, out of the tree.
+
+        Nothing there is pinned. The slots are returned in the state they had: the caller says what becomes of them.
         """
         dropped = no_ranges()
-        below = [child for child in (run.children or {}).values() if child.segments[pool] is not None]
-        order: list[Run] = []
-        while below:
-            child = below.pop()
-            order.append(child)
-            below.extend(grand for grand in (child.children or {}).values() if grand.segments[pool] is not None)
-        for child in reversed(order):
-            segment = _resident(child, pool)
-            dropped.extend(self._trim(segment, segment.length, pool))
-        segment = _resident(run, pool)
+        below = self._resident_below(run, pool)
+        for child in reversed(below):
+            segment = resident(child, pool)
+            dropped.extend(self.trim(segment, segment.length, pool))
+        segment = resident(run, pool)
         if segment.length > depth - run.start:
-            dropped.extend(self._trim(segment, segment.length - (depth - run.start), pool))
+            dropped.extend(self.trim(segment, segment.length - (depth - run.start), pool))
+        for each in (run, *below):
+            host = each.segments[HOST]
+            if host is not None and has_holes(host.ranges):
+                self.drop_lost(each)
         return dropped
 
-    def _trim(self, segment: Segment, count: int, pool: int) -> Ranges[int]:
-        """Take the last `count` blocks of a childless segment out of the pool; forget keys that nobody holds now."""
-        run, above = segment.run, segment.above
-        if above is None or segment.resident_children or count > segment.length - segment.protected:
-            raise RuntimeError(f"{count} blocks of run [{run.start}, {run.end}) are not a free tail")
-        if count < segment.length:
-            freed = pop_tail(segment.ranges, count)
-            segment.length -= count
-        else:
-            freed = segment.ranges
-            segment.length = 0
-            run.segments[pool] = None
-            self.policies[pool].remove(segment)
-            above.resident_children -= 1
-            above.last_used = max(above.last_used, segment.last_used)
-            if not above.resident_children and above.length > above.protected:
-                self.policies[pool].add(above)
-        self._forget_keys(run)
-        return freed
+    def _resident_below(self, run: Run, pool: int) -> list[Run]:
+        """Runs below that the pool holds something of, parents before children."""
+        order: list[Run] = []
+        waiting = [run]
+        while waiting:
+            for child in (waiting.pop().children or {}).values():
+                if child.segments[pool] is not None:
+                    order.append(child)
+                    waiting.append(child)
+        return order
 
-    def _forget_keys(self, run: Run) -> None:
-        """Cut a run to what some pool holds of it; without any it leaves the tree."""
-        longest = 0
-        for segment in run.segments:
-            if segment is not None and segment.length > longest:
-                longest = segment.length
-        if longest:
-            del run.keys[longest * KEY_SIZE :]
-            return
-        siblings = run.parent.children if run.parent is not None else None
-        if siblings is None or run.children:
-            raise RuntimeError(f"run [{run.start}, {run.end}) leaves the tree with children below it")
-        del siblings[run.first_key]
-        if not siblings and run.parent is not None:
-            run.parent.children = None
-        self.run_count -= 1  # `run.parent` stays: a lease of a shallower depth may still walk up from here
+    # --- host pool: reading -----------------------------------------------------------------------------------------
+
+    def match_host(self, run: Run, depth: int, keys: bytes, limit: int) -> tuple[Run, int]:
+        """Go on from a match of a device pool through blocks that the host pool holds or is being given.
+
+        Returns:
+            The run of the last block, and the depth behind it. Changes nothing.
+        """
+        position, end = depth, min(limit, len(keys) // KEY_SIZE)
+        while position < end:
+            if position == run.end:
+                key = keys[position * KEY_SIZE : (position + 1) * KEY_SIZE]
+                child = run.children.get(key) if run.children else None
+                if child is None:
+                    break
+                run = child
+            segment = run.segments[HOST]
+            if segment is None:
+                break
+            offset = position - run.start
+            same = run.common(offset, keys, position, min(solid_length(segment.ranges, offset), end - position))
+            position += same
+            if not same or position < run.end:
+                break
+        return self.resolve(run, position), position
+
+    def missing_in_host(self, run: Run, depth: int) -> list[Piece]:
+        """Blocks of the path ``[0, depth)`` that the host pool does not hold, up to the first run that it holds whole.
+
+        Ancestors come first, so that copies in this order leave no hole.
+        """
+        found: list[Piece] = []
+        while run.parent is not None:
+            segment = run.segments[HOST]
+            wanted = depth - run.start
+            gaps = _gaps(segment.ranges if segment is not None else no_ranges(), wanted)
+            if not gaps:
+                break
+            found.extend(Piece(run.start + first, run.start + end) for first, end in reversed(gaps))
+            run, depth = run.parent, run.start
+        merged: list[Piece] = []
+        for piece in reversed(found):
+            if merged and merged[-1].end == piece.start:
+                merged[-1] = Piece(merged[-1].start, piece.end)
+            else:
+                merged.append(piece)
+        return merged
+
+    def host_end(self, run: Run, depth: int) -> tuple[Run, int]:
+        """The end of what the host pool covers of the path ``[0, depth)``, and its run; depth 0 if nothing."""
+        run = self.resolve(run, depth)
+        while run.parent is not None:
+            segment = run.segments[HOST]
+            if segment is not None and segment.length:
+                return run, min(depth, run.start + segment.length)
+            run, depth = run.parent, run.start
+        return run, 0
+
+    def stored_tail(self, segment: Segment) -> int:
+        """How many of a segment's evictable blocks, from its end back, the host pool has or is being given."""
+        host = segment.run.segments[HOST]
+        if host is None or host.length < segment.length:
+            return 0
+        return min(solid_tail(cut(host.ranges, segment.length)[0]), segment.evictable_tail)
+
+    def touch_host(self, run: Run) -> None:
+        """The path was used now: as `touch`, for the deepest part of it that the host pool covers."""
+        while run.segments[HOST] is None and run.parent is not None:
+            run = run.parent
+        self.touch(run, HOST)
+
+    def unpin_host(self, run: Run, depth: int) -> None:
+        """Take back a pin of the host's part of the path ``[0, depth)``."""
+        run = self.resolve(run, depth)
+        self.unpin(run, depth, HOST)
+        self._prune(run)
+
+    # --- host pool: growing and shrinking ---------------------------------------------------------------------------
+
+    def put_host(self, run: Run, pieces: list[Piece], slots: Ranges[int]) -> None:
+        """Blocks of the path to `run`, which are holes now, lie in `slots`. The caller pins them at once."""
+        for piece in pieces:
+            mine, slots = cut(slots, piece.end - piece.start)
+            self._place(run, piece, mine)
+
+    def punch_host(self, run: Run, pieces: list[Piece]) -> None:
+        """The host copies of these blocks of the path are no good: holes again. Their slots are the caller's to free.
+
+        What is lost by that leaves the tree, as far as no transfer holds it.
+        """
+        for piece in pieces:
+            self._place(run, piece, hole(piece.end - piece.start))
+        self._prune(self.resolve(run, pieces[-1].end))
+        self.drop_lost(run)
+
+    def reserve_host(self, count: int, cause: str) -> Ranges[int]:
+        """Up to `count` host slots, FILLING, for which slabs are taken and least valuable tails evicted."""
+        host = self._host
+        while host.free < count:
+            if not host.grow() and not self._evict_host(count - host.free, cause):
+                break
+        return host.take(min(count, host.free), SlotState.FILLING, cause)
+
+    def drop_lost(self, run: Run) -> None:
+        """Drop what hangs on the first block of the path to `run` that has no copy, as far as no transfer holds it."""
+        lost: tuple[Run, int] | None = None
+        while run.parent is not None:
+            segment = run.segments[HOST]
+            if segment is not None and has_holes(segment.ranges):
+                held = max((each.length for each in run.segments[:HOST] if each is not None), default=0)
+                offset = held + solid_length(segment.ranges, held)
+                if offset < segment.length:
+                    lost = run, offset
+            run = run.parent
+        if lost is not None:
+            self._drop_host(*lost)
+
+    def _drop_host(self, run: Run, offset: int) -> None:
+        dropped: list[Ranges[int]] = []
+        for each in (*reversed(self._resident_below(run, HOST)), run):
+            segment = resident(each, HOST)
+            keep = max(segment.protected, offset if each is run else 0)
+            if not segment.resident_children and keep < segment.length:
+                dropped.append(without_holes(self.trim(segment, segment.length - keep, HOST)))
+        slots = join(dropped)
+        self.counters["host_dropped_blocks"] += slot_count(slots)
+        self._host.move(slots, SlotState.CACHED, SlotState.FREE, f"path lost at block {run.start + offset}")
+        self._prune(run)
+
+    def _evict_host(self, wanted: int, cause: str) -> int:
+        """Free some host slots of the least valuable tail; returns how many, 0 if there is no tail."""
+        segment = self.policies[HOST].pop()
+        if segment is None:
+            return 0
+        run = segment.run
+        freed = without_holes(self.trim_tail(segment, segment.evictable_tail, wanted, HOST, slack=0))
+        self._host.move(freed, SlotState.CACHED, SlotState.FREE, cause)
+        self._prune(run)
+        self.counters["host_evicted_blocks"] += slot_count(freed)
+        return slot_count(freed) or 1  # a tail of holes only: there may be more behind it
+
+    def _prune(self, run: Run) -> None:
+        """Take holes off the end of what the host pool holds of a run, and of those above that this lays bare."""
+        at: Run | None = run
+        while at is not None and at.parent is not None:
+            segment = at.segments[HOST]
+            if segment is not None:
+                holes = min(hole_tail(segment.ranges), segment.length - segment.protected)
+                if segment.resident_children:
+                    return
+                if holes:
+                    self.trim(segment, holes, HOST)
+                if segment.length:
+                    return
+            at = at.parent
+
+    def _place(self, run: Run, piece: Piece, slots: Ranges[int]) -> None:
+        """Write slots, or holes, over blocks of a path, from the deepest of its runs up."""
+        end = piece.end
+        run = self.resolve(run, end)
+        parts: list[tuple[Run, int, int]] = []
+        while run.parent is not None and end > piece.start:
+            parts.append((run, max(piece.start - run.start, 0), end - run.start))
+            run, end = run.parent, run.start
+        for owner, first, last in reversed(parts):
+            mine, slots = cut(slots, last - first)
+            segment = self._cover(owner, last)
+            ranges = cut(segment.ranges, first)[0]
+            append(ranges, mine)
+            append(ranges, cut(segment.ranges, last)[1])
+            segment.ranges = ranges
+
+    def _cover(self, run: Run, length: int) -> Segment:
+        """The host segment of a run, made or lengthened by holes until it has `length` blocks, those above included."""
+        path = [run]
+        while path[-1].parent is not None and path[-1].segments[HOST] is None:
+            path.append(path[-1].parent)
+        host = self._host
+        for each in reversed(path):
+            segment = each.segments[HOST]
+            if segment is None:
+                above = resident(each.parent, HOST) if each.parent is not None else None
+                if above is None:
+                    raise RuntimeError("the root has its host segment from the start")
+                above.resident_children += 1
+                host.clock += 1
+                segment = each.segments[HOST] = Segment(each, above, no_ranges(), 0, host.clock)
+            wanted = length if each is run else each.length
+            if segment.length < wanted:
+                append(segment.ranges, hole(wanted - segment.length))
+                segment.length = wanted
+        return resident(run, HOST)
 
 
-def _resident(run: Run, pool: int) -> Segment:
-    segment = run.segments[pool]
-    if segment is None:
-        raise RuntimeError(f"run [{run.start}, {run.end}) is not resident in pool {pool}")
-    return segment
-
-
-def _split_segment(segment: Segment, head: Run, offset: int) -> Segment:
-    """The new segment of a split run's first `offset` blocks; `segment` keeps the rest and its deeper pins."""
-    ranges, segment.ranges = cut(segment.ranges, offset)
-    front = Segment(head, segment.above, ranges, offset, segment.last_used)
-    front.resident_children = 1
-    segment.length -= offset
-    if segment.pins:
-        shallow = {depth: count for depth, count in segment.pins.items() if depth <= head.end}
-        deep = {depth: count for depth, count in segment.pins.items() if depth > head.end}
-        front.pins, segment.pins = shallow or None, deep or None
-        front.pinned, segment.pinned = max(shallow, default=0), max(deep, default=0)
-    protected = segment.protected
-    segment.protected = max(protected - offset, 0)
-    front.protected = min(protected, offset)
-    front.locked_children = 1 if segment.protected else 0
-    return front
+def _gaps(ranges: Ranges[int], wanted: int) -> list[tuple[int, int]]:
+    """Blocks [first, end) among the first `wanted` that are holes, or that the ranges do not reach."""
+    gaps: list[tuple[int, int]] = []
+    position = 0
+    for first, count in pairs(ranges):
+        end = min(position + count, wanted)
+        if first < 0 and position < wanted:
+            gaps.append((position, end))
+        position += count
+    if position < wanted:
+        gaps.append((position, wanted))
+    return gaps

@@ -1,4 +1,5 @@
 """Workers hold the memory of a pool and copy in it, one process per shard; the daemon only gives orders.
 
-What runs inside a worker imports the standard library and msgspec only, so that it is there in a fraction of a second.
+What runs inside a worker imports the standard library, msgspec and xxhash only, so that it is there in a fraction of a
+second.
 """

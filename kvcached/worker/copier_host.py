@@ -1,30 +1,45 @@
-"""The copier of pools in shared memory. ctypes gives up the interpreter lock during a call: copies hold up nobody."""
+"""The copier of device pools in shared memory. It gives up the interpreter lock while it copies: it holds up nobody."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from kvcached.worker.copier import SlotRun, byte_runs, check_runs
+import xxhash
+
+from kvcached.worker.batch_copy import copy_all
+from kvcached.worker.copier import StripCopies
 from kvcached.worker.geometry import PoolGeometry
-
-_CHECKSUM_SIZE_BYTES = 16
 
 
 class HostCopier:
-    """A `Copier` on mapped memory that stays mapped as long as this object is used."""
+    """A `Copier` on mapped memory that stays mapped as long as this object is used.
 
-    def __init__(self, geometry: PoolGeometry, address: int) -> None:
+    Args:
+        geometry: of the device pool.
+        address: where it is mapped.
+        host_address: where the host pool is mapped; 0 where there is none.
+    """
+
+    def __init__(self, geometry: PoolGeometry, address: int, host_address: int = 0) -> None:
         self._geometry = geometry
         self._address = address
+        self._host_address = host_address
 
-    def copy(self, runs: Sequence[SlotRun]) -> None:
-        """See `Copier.copy`."""
-        check_runs(runs, self._geometry.slots)
-        base, move = self._address, ctypes.memmove
-        for source, target, size in byte_runs(self._geometry, runs):
-            move(base + target, base + source, size)
+    def to_host(self, strip: StripCopies) -> None:
+        """See `Copier.to_host`."""
+        copy_all(strip.pieces, self._host_address + strip.host_bytes, self._address + strip.device_bytes)
+
+    def to_device(self, strip: StripCopies) -> None:
+        """See `Copier.to_device`."""
+        copy_all(strip.pieces, self._address + strip.device_bytes, self._host_address + strip.host_bytes)
+
+    def duplicate(self, source: int, target: int) -> None:
+        """See `Copier.duplicate`."""
+        if source == target:
+            raise ValueError(f"slot {source} is source and target")
+        for (origin, size), (destination, _) in zip(list(self._pages(source)), self._pages(target), strict=True):
+            ctypes.memmove(destination, origin, size)
 
     def fill(self, slot: int, data: bytes) -> None:
         """See `Copier.fill`."""
@@ -42,7 +57,7 @@ class HostCopier:
 
     def checksum(self, slot: int) -> bytes:
         """See `Copier.checksum`."""
-        digest = hashlib.blake2b(digest_size=_CHECKSUM_SIZE_BYTES)
+        digest = xxhash.xxh3_128()
         for address, size in self._pages(slot):
             digest.update((ctypes.c_ubyte * size).from_address(address))
         return digest.digest()

@@ -1,7 +1,7 @@
 """The worker process: ``python -m kvcached.worker.main FD``, where FD is an inherited connection to the daemon.
 
-It holds one shard's pool, listens on a socket of its own, and carries out the daemon's commands. It ends when the
-daemon says so, closes the connection, or is gone.
+It holds one shard's pool and maps the host pool, listens on a socket of its own, and carries out the daemon's commands.
+It ends when the daemon says so, closes the connection, or is gone.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import msgspec
 
 from kvcached.seqpacket import listen, peer_credentials, receive, send
 from kvcached.worker.available import NotEnoughMemory
-from kvcached.worker.copier_host import HostCopier
-from kvcached.worker.memory import PoolMemory
 from kvcached.worker.messages import (
     MESSAGE_SIZE_BYTES_MAX,
+    Abandon,
     Ack,
     Command,
+    Hurry,
+    Load,
     WorkerConfig,
     WorkerListening,
     WorkerReady,
@@ -31,7 +32,8 @@ from kvcached.worker.messages import (
     decode_config,
     encode,
 )
-from kvcached.worker.stream import CommandStream
+from kvcached.worker.shard import Shard
+from kvcached.worker.stream import CommandStream, NotTaken
 
 _EXIT_STARTUP: Final = 3
 #: One daemon connects; room for one more, which is refused.
@@ -48,36 +50,35 @@ def main(arguments: list[str]) -> int:
     """Run until the daemon needs no worker any more.
 
     Returns:
-        The exit status: 0, or 3 where the pool or the socket could not be made.
+        The exit status: 0, or 3 where the pool or the socket could not be made, or the host pool is not usable.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     control = socket.socket(fileno=int(arguments[1]))
-    config = _read_config(control)
+    config, descriptors = _read_config(control)
     try:
-        name = f"kvcached-{config.replica}-{config.shard}"
-        memory = PoolMemory(name, config.geometry.size_bytes, config.pretouch_bytes)
+        shard = Shard(config, descriptors)
         # Left over from a worker that was killed, or is about to end: this daemon has the run directory to itself.
         Path(config.socket_path).unlink(missing_ok=True)
         listener = listen(config.socket_path, _BACKLOG)
-    except (NotEnoughMemory, OSError) as error:
+    except (NotEnoughMemory, OSError, ValueError) as error:
         _log.error("%s", error)
         return _EXIT_STARTUP
-    _log.info("worker %s/%d: pool of %d bytes", config.replica, config.shard, memory.size_bytes)
+    _log.info("worker %s/%d: pool of %d bytes", config.replica, config.shard, config.geometry.size_bytes)
     try:
         send(control, encode(WorkerListening()))
         control.close()
         connection = _accept(listener, config.daemon_pidfd)
-        _Service(config, memory, connection).run()
+        _Service(shard, config.daemon_pidfd, connection).run()
     except (DaemonGone, ConnectionError) as reason:
         _log.info("ending: %s", reason)
     return 0
 
 
-def _read_config(control: socket.socket) -> WorkerConfig:
-    packet = receive(control, MESSAGE_SIZE_BYTES_MAX, 0)
+def _read_config(control: socket.socket) -> tuple[WorkerConfig, list[int]]:
+    packet = receive(control, MESSAGE_SIZE_BYTES_MAX, 1)
     if packet is None:
         raise DaemonGone("the daemon sent no configuration")
-    return decode_config(packet.data)
+    return decode_config(packet.data), packet.descriptors
 
 
 def _accept(listener: socket.socket, daemon_pidfd: int) -> socket.socket:
@@ -102,22 +103,19 @@ def _accept(listener: socket.socket, daemon_pidfd: int) -> socket.socket:
 class _Service:
     """Reads commands, hands them to the stream, and watches for the end of all three: daemon, connection, stream."""
 
-    def __init__(self, config: WorkerConfig, memory: PoolMemory, connection: socket.socket) -> None:
-        self._daemon_pidfd = config.daemon_pidfd
-        self._memory = memory
+    def __init__(self, shard: Shard, daemon_pidfd: int, connection: socket.socket) -> None:
+        self._shard = shard
+        self._daemon_pidfd = daemon_pidfd
         self._connection = connection
         self._stream_ended = os.eventfd(0)
         self._sequence = 0
         self._stream = CommandStream(
-            HostCopier(config.geometry, memory.address),
-            config.geometry.slot_bytes,
-            self._acknowledge,
-            lambda: os.eventfd_write(self._stream_ended, 1),
+            shard.carry_out, self._acknowledge, lambda: os.eventfd_write(self._stream_ended, 1)
         )
 
     def run(self) -> None:
         """Say ready, then serve. Returns after `Shutdown`, raises DaemonGone or ConnectionError otherwise."""
-        send(self._connection, encode(WorkerReady()), (self._memory.descriptor,))
+        send(self._connection, encode(WorkerReady()), self._shard.descriptors)
         self._stream.start()
         with selectors.DefaultSelector() as selector:
             for descriptor in (self._connection.fileno(), self._daemon_pidfd, self._stream_ended):
@@ -139,8 +137,22 @@ class _Service:
             self._refuse(command, f"sequence {command.sequence} after {self._sequence}")
             return
         self._sequence = command.sequence
-        if not self._stream.submit(command):
-            self._refuse(command, "too many commands wait")
+        try:
+            self._take(command)
+        except NotTaken as reason:
+            self._refuse(command, str(reason))
+
+    def _take(self, command: Command) -> None:
+        """Carry out what must not wait; queue the rest."""
+        match command.work:
+            case Hurry(transfer=transfer):
+                self._stream.hurry(transfer)
+            case Abandon(transfer=transfer, progress=entry):
+                self._shard.progress.fail(entry, transfer)
+            case _:
+                self._stream.submit(command)
+                return
+        self._acknowledge(Ack(sequence=command.sequence))
 
     def _decode(self, data: bytes) -> Command:
         try:
@@ -150,6 +162,8 @@ class _Service:
 
     def _refuse(self, command: Command, reason: str) -> None:
         _log.error("command %d refused: %s", command.sequence, reason)
+        if isinstance(command.work, Load):
+            self._shard.progress.fail(command.work.progress, command.work.transfer)
         self._acknowledge(Ack(sequence=command.sequence, error=reason))
 
     def _acknowledge(self, ack: Ack) -> None:

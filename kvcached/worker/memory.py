@@ -1,4 +1,4 @@
-"""The memory of a pool: nameless, sealed, mapped once and for as long as the worker lives.
+"""The memory of pools: nameless, sealed, mapped once and for as long as the worker lives.
 
 Seals keep every holder of the descriptor from changing its size: shrinking would kill the others with SIGBUS.
 """
@@ -53,7 +53,7 @@ class PoolMemory:
         """
         check_available(size_bytes, f"pool {name}")
         self.size_bytes = size_bytes
-        self.descriptor = _sealed_memfd(name, size_bytes)
+        self.descriptor = sealed_memfd(name, size_bytes)
         self.address = 0
         try:
             self.address = _map(self.descriptor, size_bytes)
@@ -72,7 +72,44 @@ class PoolMemory:
             self.descriptor = -1
 
 
-def _sealed_memfd(name: str, size_bytes: int) -> int:
+class SharedMemory:
+    """Sealed memory that somebody else made, mapped readable and writable.
+
+    Attributes:
+        address: where it is mapped.
+        size_bytes: how much of it.
+        view: all of it, as bytes. Dead after `close`.
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        """Map the first `size_bytes` of a memfd. The descriptor stays the caller's and is not needed any more.
+
+        Raises:
+            ValueError: the memory is smaller, or could shrink while it is used.
+            OSError: it is no memfd, or the kernel refused to map it.
+        """
+        if (found := os.fstat(descriptor).st_size) < size_bytes:
+            raise ValueError(f"shared memory of {found} bytes, {size_bytes} expected")
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ValueError("shared memory that is not sealed against shrinking")
+        self.size_bytes = size_bytes
+        self.address = _map(descriptor, size_bytes)
+        self.view = memoryview((ctypes.c_ubyte * size_bytes).from_address(self.address)).cast("B")
+
+    def close(self) -> None:
+        """Unmap. Nothing may use address or view any more. Does nothing the second time."""
+        if self.address:
+            self.view.release()
+            _libc.munmap(self.address, self.size_bytes)
+            self.address = 0
+
+
+def sealed_memfd(name: str, size_bytes: int) -> int:
+    """A new memfd, all zero, close-on-exec, that nobody can resize. Takes up memory as it is written.
+
+    Raises:
+        OSError: the kernel refused one of the steps.
+    """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         descriptor = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)

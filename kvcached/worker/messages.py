@@ -2,12 +2,14 @@
 
 ::
 
-    inherited    daemon → WorkerConfig       worker → WorkerListening, then closed
-    its socket   worker → WorkerReady + the pool's memfd
-                 daemon → Command …          worker → one Ack for each, in order
+    inherited    daemon → WorkerConfig + the host pool's memfd, if there is one
+                                             worker → WorkerListening, then closed
+    its socket   worker → WorkerReady + the pool's memfd, the progress page's, and the eventfds of its entries
+                 daemon → Command …          worker → one Ack for each, as each is over
 
-Sequence numbers of commands grow by one. Failing is an answer, too: the ack then says why. Only a command that cannot
-be decoded has no ack: the worker ends, and the daemon sees that.
+Sequence numbers of commands grow by one; acks come in another order where one command overtakes another. Failing is an
+answer, too: the ack then says why. Only a command that cannot be decoded has no ack: the worker ends, and the daemon
+sees that.
 """
 
 from __future__ import annotations
@@ -19,18 +21,24 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from kvcached.worker.geometry import PoolGeometry
+from kvcached.worker.host_geometry import HostGeometry
+from kvcached.worker.progress import PROGRESS_ENTRIES
 
-#: Configurations are a few KiB (a strip per layer), and copies 16 bytes per pair of ranges. The kernel's default
-#: buffer of 208 KiB takes one message of this size at a time.
+#: Configurations are a few KiB (a strip per layer), and copies at most 32 bytes a block. The kernel's default buffer of
+#: 208 KiB takes one message of this size at a time.
 MESSAGE_SIZE_BYTES_MAX: Final = 128 * 1024
 #: Enough to keep a worker busy while the daemon thinks; more would only be a longer queue.
 COMMANDS_IN_FLIGHT_MAX: Final = 64
 #: An error text beyond this is cut.
 ERROR_SIZE_CHARS_MAX: Final = 1000
-#: An ack with the longest text, four bytes a character.
+#: Corrupt blocks beyond these are not named: from the first on none was copied anyway.
+CORRUPT_BLOCKS_MAX: Final = 1024
+#: An ack with the longest text, four bytes a character, or with the most corrupt blocks, five bytes each.
 REPLY_SIZE_BYTES_MAX: Final = 8 * 1024
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Entry = Annotated[int, msgspec.Meta(ge=0, lt=PROGRESS_ENTRIES)]
+_Name = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -43,6 +51,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         socket_path: where it listens.
         pretouch_bytes: how much of the pool to make resident before it is ready.
         daemon_pidfd: number of an inherited descriptor that turns readable when the daemon is gone.
+        host: where a host slot's bytes are in the memory that comes along; None where there is no host pool.
+        namespace: first 16 bytes of the namespace, for the headers of stored blocks.
+        fingerprint: the layout's, 16 bytes, for the same.
     """
 
     replica: str
@@ -52,6 +63,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     socket_path: str
     pretouch_bytes: _Count
     daemon_pidfd: _Count
+    host: HostGeometry | None
+    namespace: _Name
+    fingerprint: _Name
 
 
 class WorkerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op"):
@@ -63,7 +77,7 @@ class WorkerListening(WorkerMessage, frozen=True, tag="listening"):
 
 
 class WorkerReady(WorkerMessage, frozen=True, tag="ready"):
-    """First message on the worker's socket. Ancillary data: the pool's sealed memory."""
+    """First message on the worker's socket. Ancillary data: sealed pool memory, sealed progress page, its eventfds."""
 
 
 class Ack(WorkerMessage, frozen=True, tag="ack"):
@@ -71,16 +85,54 @@ class Ack(WorkerMessage, frozen=True, tag="ack"):
 
     sequence: _Count
     error: str = ""
+    corrupt: tuple[_Count, ...] = ()  #: of a load: blocks, counted through its spans, that are not what was stored
 
 
-class Copy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="copy"):
-    """Copy blocks slot by slot. Ranges are packed int32 pairs (first, count) with equal totals on both sides.
+class BlockSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Consecutive blocks of one chain. Ranges are packed int32 pairs (first, count) with as many slots as keys."""
 
-    No target may be a source, or be named twice.
+    depth: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  #: of the first block
+    parent: bytes  #: key of the block before it; empty for the first of a chain
+    keys: bytes  #: 16 bytes a block
+    device: bytes
+    host: bytes
+
+
+class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="store"):
+    """Copy blocks from the device pool into the host pool: invalidate the headers, copy, write checksum and header."""
+
+    transfer: _Count
+    epoch: _Count  #: of the daemon; with `transfer` it orders headers by age
+    generation: _Count
+    spans: tuple[BlockSpan, ...]
+    urgent: bool
+
+
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="load"):
+    """Copy blocks from the host pool into the device pool, layer by layer, after their headers were checked.
+
+    Progress goes to entry `progress` of the progress page. Blocks from the first on that is not what it should be are
+    not copied, and the ack names those that are not.
     """
 
-    sources: bytes
-    targets: bytes
+    transfer: _Count
+    generation: _Count
+    spans: tuple[BlockSpan, ...]
+    progress: _Entry
+    verify: bool  #: compare checksums; keys are compared always
+
+
+class Hurry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="hurry"):
+    """Somebody waits for that transfer now: before other stores with it. Carried out at once, not in its turn."""
+
+    transfer: _Count
+
+
+class Abandon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="abandon"):
+    """A load failed before it was sent: say so in its entry of the progress page. Carried out at once."""
+
+    transfer: _Count
+    progress: _Entry
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="probe"):
@@ -95,7 +147,7 @@ class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """End after the commands before this one."""
 
 
-Work = Copy | Probe | Shutdown
+Work = Store | Load | Hurry | Abandon | Probe | Shutdown
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

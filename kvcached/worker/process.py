@@ -28,11 +28,14 @@ from kvcached.worker.messages import (
     encode,
 )
 from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.protocol import PROGRESS_SLOTS
 
 #: The number of the inherited descriptor follows; nothing that is secret or needs quoting is on the command line.
 WORKER_COMMAND: Final = (sys.executable, "-m", "kvcached.worker.main")
 #: A worker without a connection is ending; if it does not, it is killed.
 _DISCONNECTED_GRACE_S: Final = 0.5
+#: What `WorkerReady` brings: the pool's memory, the progress page, and an eventfd for each entry of it.
+READY_DESCRIPTORS: Final = 2 + PROGRESS_SLOTS
 _TAIL_LINES: Final = 20
 _TAIL_BYTES_MAX: Final = 16 * 1024
 
@@ -42,6 +45,8 @@ class WorkerProcess:
 
     Args:
         config: `daemon_pidfd` is filled in at the start.
+        host_memory: descriptors that go with the configuration: that of the host pool, if there is one. They stay the
+            caller's, who closes them after this worker.
         log_path: where its output goes; appended to.
         on_ack: called with every ack.
         on_exit: called once with how it ended and with the end of its log, if it was ready before. Whatever it sent
@@ -49,10 +54,16 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, config: WorkerConfig, log_path: str, on_ack: Callable[[Ack], None], on_exit: Callable[[str, str], None]
+        self,
+        config: WorkerConfig,
+        host_memory: tuple[int, ...],
+        log_path: str,
+        on_ack: Callable[[Ack], None],
+        on_exit: Callable[[str, str], None],
     ) -> None:
-        self.memory_fd = -1  #: the pool's memfd once the worker is ready; this object's to close
+        self.descriptors: tuple[int, ...] = ()  #: what `WorkerReady` brought; this object's to close
         self._config = config
+        self._host_memory = host_memory
         self._log_path = log_path
         self._log_start = 0
         self._on_ack = on_ack
@@ -102,7 +113,7 @@ class WorkerProcess:
         except TimeoutError:
             failure = f"{self.name} was not ready within {deadline_s:g} s"
             raise self._failure(ErrorCode.DEADLINE, failure) from None
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, ValueError) as error:  # msgspec.DecodeError is a ValueError
             raise self._failure(ErrorCode.INTERNAL, f"{self.name}: {error}") from error
         finally:
             control.close()
@@ -148,9 +159,9 @@ class WorkerProcess:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
-        if self.memory_fd >= 0:
-            os.close(self.memory_fd)
-            self.memory_fd = -1
+        descriptors, self.descriptors = self.descriptors, ()
+        for descriptor in descriptors:
+            os.close(descriptor)
         path = Path(self._config.socket_path)
         if path.is_socket():
             path.unlink()
@@ -166,7 +177,8 @@ class WorkerProcess:
             log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             theirs.callback(os.close, log)
             self._log_start = os.fstat(log).st_size
-            send(control, encode(msgspec.structs.replace(self._config, daemon_pidfd=daemon_pidfd)))
+            config = msgspec.structs.replace(self._config, daemon_pidfd=daemon_pidfd)
+            send(control, encode(config), self._host_memory)
             process = subprocess.Popen(
                 [*WORKER_COMMAND, str(inherited.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -188,8 +200,12 @@ class WorkerProcess:
             return control
 
     async def _handshake(self, control: socket.socket) -> bool:
-        """Returns False where the worker closed a connection instead of speaking."""
-        if not isinstance(await self._expect(control), WorkerListening):
+        """Returns False where the worker closed a connection instead of speaking.
+
+        Raises:
+            ValueError: it said something else than it should.
+        """
+        if await self._expect(control, WorkerListening, descriptors=0) is None:
             return False
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._connection = connection
@@ -197,17 +213,24 @@ class WorkerProcess:
             connection.connect(self._config.socket_path)
         except (ConnectionError, FileNotFoundError):
             return False
-        ready = await self._expect(connection)
-        return isinstance(ready, WorkerReady) and self.memory_fd >= 0
+        received = await self._expect(connection, WorkerReady, descriptors=READY_DESCRIPTORS)
+        self.descriptors = received or ()
+        return received is not None
 
-    async def _expect(self, connection: socket.socket) -> WorkerMessage | None:
+    async def _expect(
+        self, connection: socket.socket, kind: type[WorkerMessage], *, descriptors: int
+    ) -> tuple[int, ...] | None:
+        """The descriptors that come with a message of `kind`; None where the worker closed the connection."""
         packet = await self._next_packet(connection)
         if packet is None:
             return None
-        if packet.descriptors:
-            self.memory_fd = packet.descriptors.pop(0)
-        packet.close()
-        return decode_worker_message(packet.data)
+        with ExitStack() as unwanted:
+            unwanted.callback(packet.close)
+            message = decode_worker_message(packet.data)
+            if not isinstance(message, kind) or packet.cut or len(packet.descriptors) != descriptors:
+                raise ValueError(f"it sent {type(message).__name__} with {len(packet.descriptors)} descriptors")
+            unwanted.pop_all()
+        return tuple(packet.descriptors)
 
     async def _next_packet(self, connection: socket.socket) -> Packet | None:
         readable: asyncio.Future[None] = self._loop.create_future()
@@ -217,7 +240,7 @@ class WorkerProcess:
         finally:
             self._loop.remove_reader(connection.fileno())
         try:
-            return receive(connection, REPLY_SIZE_BYTES_MAX, 1)
+            return receive(connection, REPLY_SIZE_BYTES_MAX, READY_DESCRIPTORS)
         except ConnectionError:
             return None
 
@@ -292,10 +315,13 @@ class WorkerProcess:
         return request_error(code, f"{message}; {self._log_tail()}", "correct what its log names, then start again")
 
     def _log_tail(self) -> str:
-        with Path(self._log_path).open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, size - _TAIL_BYTES_MAX))
-            lines = log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        try:
+            with Path(self._log_path).open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, size - _TAIL_BYTES_MAX))
+                lines = log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        except OSError as error:  # somebody moved it away, which must not keep a death from being told
+            return f"its log cannot be read: {error}"
         if not lines:
             return f"its log {self._log_path} is empty"
         return "\n".join([f"{self._log_path} ends:", *lines])

@@ -1,51 +1,65 @@
-"""The thread that carries out commands, one at a time and in order."""
+"""The thread that carries out commands, one at a time: those that somebody waits for first, then in order."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import queue
 import threading
+from bisect import insort
 from collections.abc import Callable
 from typing import Final
 
-from kvcached.worker.copier import Copier, SlotRun, merge_runs
 from kvcached.worker.messages import (
     COMMANDS_IN_FLIGHT_MAX,
     ERROR_SIZE_CHARS_MAX,
     Ack,
     Command,
-    Copy,
+    Load,
     Probe,
     Shutdown,
-    unpack_slot_ranges,
+    Store,
 )
+
+Task = Store | Load | Probe
 
 _log: Final = logging.getLogger(__name__)
 
 
-class CorruptCopy(Exception):
-    """A probe read back other bytes than it wrote."""
+class NotTaken(Exception):
+    """The stream does not take a command; it will not be carried out."""
+
+
+def failed(command: Command, error: BaseException) -> Ack:
+    """The ack of a command that an error ended."""
+    return Ack(sequence=command.sequence, error=f"{type(error).__name__}: {error}"[:ERROR_SIZE_CHARS_MAX])
 
 
 class CommandStream:
     """Runs commands off the caller's thread and acknowledges each exactly once, failed ones included.
 
+    Loads, probes and urgent stores come before other stores; inside each class the order is that of the sequence
+    numbers. A store that becomes urgent takes its place by its own number. `Shutdown` comes last.
+
     Args:
-        copier: used by the stream's thread only.
-        slot_bytes: bytes of one block.
+        carry_out: called in the stream's thread; returns the corrupt blocks of a load.
         acknowledge: called in the stream's thread. An error that it raises ends the stream.
         ended: called in the stream's thread, once, when no further command will be carried out.
     """
 
     def __init__(
-        self, copier: Copier, slot_bytes: int, acknowledge: Callable[[Ack], None], ended: Callable[[], None]
+        self,
+        carry_out: Callable[[Task], tuple[int, ...]],
+        acknowledge: Callable[[Ack], None],
+        ended: Callable[[], None],
     ) -> None:
-        self._copier = copier
-        self._slot_bytes = slot_bytes
+        self._carry_out = carry_out
         self._acknowledge = acknowledge
         self._ended = ended
-        self._commands: queue.Queue[Command] = queue.Queue(COMMANDS_IN_FLIGHT_MAX)
+        self._changed = threading.Condition()
+        # Guarded by the condition. Of the first two at most COMMANDS_IN_FLIGHT_MAX, each ordered by sequence number.
+        self._waited_for: list[Command] = []
+        self._others: list[Command] = []
+        self._last: list[Command] = []
+        self._ending = False
         # A worker whose daemon is gone ends at once; it does not wait for a copy that nobody will read.
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
 
@@ -53,18 +67,38 @@ class CommandStream:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, command: Command) -> bool:
-        """Queue a command, or return False where `COMMANDS_IN_FLIGHT_MAX` wait already. Never waits."""
-        try:
-            self._commands.put_nowait(command)
-        except queue.Full:
-            return False
-        return True
+    def submit(self, command: Command) -> None:
+        """Queue a `Task` or a `Shutdown`. Never waits.
+
+        Raises:
+            NotTaken: `COMMANDS_IN_FLIGHT_MAX` wait already, or a `Shutdown` came before.
+        """
+        with self._changed:
+            if self._ending:
+                raise NotTaken("a shutdown was ordered before")
+            if isinstance(command.work, Shutdown):
+                self._ending = True
+                self._last.append(command)
+            elif len(self._waited_for) + len(self._others) >= COMMANDS_IN_FLIGHT_MAX:
+                raise NotTaken("too many commands wait")
+            elif isinstance(command.work, Store) and not command.work.urgent:
+                self._others.append(command)
+            else:
+                self._waited_for.append(command)
+            self._changed.notify()
+
+    def hurry(self, transfer: int) -> None:
+        """Somebody waits for a store now. Does nothing where it runs, is over, or is not known."""
+        with self._changed:
+            for index, command in enumerate(self._others):
+                if isinstance(command.work, Store) and command.work.transfer == transfer:
+                    insort(self._waited_for, self._others.pop(index), key=lambda other: other.sequence)
+                    return
 
     def _run(self) -> None:
         try:
             while True:
-                command = self._commands.get()
+                command = self._next()
                 self._acknowledge(self._ack(command))
                 if isinstance(command.work, Shutdown):
                     return
@@ -73,42 +107,18 @@ class CommandStream:
         finally:
             self._ended()
 
+    def _next(self) -> Command:
+        with self._changed:
+            while not (queue := self._waited_for or self._others or self._last):
+                self._changed.wait()
+            return queue.pop(0)
+
     def _ack(self, command: Command) -> Ack:
+        corrupt: tuple[int, ...] = ()
         try:
-            self._carry_out(command)
+            if isinstance(command.work, Store | Load | Probe):
+                corrupt = self._carry_out(command.work)
         except Exception as error:  # noqa: BLE001  whatever went wrong, the daemon waits for an answer
             _log.exception("command %d failed", command.sequence)
-            return Ack(sequence=command.sequence, error=f"{type(error).__name__}: {error}"[:ERROR_SIZE_CHARS_MAX])
-        return Ack(sequence=command.sequence)
-
-    def _carry_out(self, command: Command) -> None:
-        match command.work:
-            case Copy(sources=sources, targets=targets):
-                self._copier.copy(merge_runs(unpack_slot_ranges(sources), unpack_slot_ranges(targets)))
-            case Probe() as work:
-                probe(self._copier, self._slot_bytes, work)
-            case Shutdown():
-                pass
-
-
-def probe(copier: Copier, slot_bytes: int, work: Probe) -> None:
-    """Write a pattern into one slot, copy it to another and compare both with it. Both slots are zero afterwards.
-
-    Raises:
-        CorruptCopy: a slot reads differently.
-        ValueError: a slot is not in the pool, or both are the same.
-    """
-    pattern = hashlib.shake_128(b"kvcached probe" + work.seed.to_bytes(8, "little")).digest(slot_bytes)
-    expected = hashlib.blake2b(pattern, digest_size=16).digest()
-    try:
-        copier.fill(work.source, pattern)
-        copier.copy([SlotRun(work.source, work.target, 1)])
-        for slot in (work.source, work.target):
-            if (found := copier.checksum(slot)) != expected:
-                raise CorruptCopy(
-                    f"probe {work.source} → {work.target}, seed {work.seed}: slot {slot} has checksum {found.hex()}, "
-                    f"expected {expected.hex()}"
-                )
-    finally:
-        copier.zero(work.source)
-        copier.zero(work.target)
+            return failed(command, error)
+        return Ack(sequence=command.sequence, corrupt=corrupt)

@@ -1,8 +1,9 @@
-"""The workers of one replica: started together, ordered together, ended together.
+"""The workers of one replica: started together, ordered together, lost together.
 
 A command goes to every shard under one number and is over when no shard works on it any more: each has acknowledged it
 or is dead. So slots named by a failed command are as free of writers as those of a finished one. A worker that misses a
-command's deadline is killed to make that true.
+command's deadline is killed to make that true. With one worker the whole group is lost: what the others hold is of no
+use without it, and they are killed. A lost group is not started again; `kvcached.worker.restart` makes a new one.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvcached.worker.available import NotEnoughMemory, check_available
 from kvcached.worker.geometry import pool_geometry
+from kvcached.worker.host_geometry import HostGeometry
+from kvcached.worker.host_memory import HostMemory
 from kvcached.worker.memory import PRETOUCH_BYTES_MAX
 from kvcached.worker.messages import (
     COMMANDS_IN_FLIGHT_MAX,
     MESSAGE_SIZE_BYTES_MAX,
+    Abandon,
     Ack,
     Command,
+    Hurry,
     Shutdown,
     Work,
     WorkerConfig,
@@ -39,6 +44,11 @@ COMMAND_DEADLINE_S: Final = 30.0
 STOP_DEADLINE_S: Final = 4.0
 #: After SIGKILL only the kernel's own work is left, which is the freeing of the pool.
 _KILL_DEADLINE_S: Final = 5.0
+#: Carried out when they are read, not in their turn: they do not show that the worker gets on with its copies, and have
+#: a limit of their own in flight.
+_AT_ONCE: Final = (Hurry, Abandon)
+#: As much of a namespace as the header of a stored block has room for.
+HEADER_NAMESPACE_BYTES: Final = 16
 #: It becomes part of file names.
 _REPLICA_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -53,6 +63,8 @@ class ReplicaPool:
         replica: name of the replica, part of file names.
         layout: shape of a block on one shard; says how many shards there are.
         slots: slots of the pool, the same on every shard.
+        namespace: 32 bytes, root of the keys; what workers put into the host pool carries it.
+        host: the host pool, or None where there is none.
         pretouch_bytes: memory made resident at the start, all shards together; at most 1 GiB counts.
         ready_deadline_s: how long the start of all shards may take.
     """
@@ -60,17 +72,30 @@ class ReplicaPool:
     replica: str
     layout: Layout
     slots: int
+    namespace: bytes
+    host: HostMemory | None = None
     pretouch_bytes: int = 0
     ready_deadline_s: float = READY_DEADLINE_S
+
+
+class ShardResult(NamedTuple):
+    """What became of a command on one shard. Nothing of it goes on there any more."""
+
+    shard: ShardIndex
+    error: str = ""  #: why it failed; empty where it was carried out
+    corrupt: tuple[int, ...] = ()  #: of a load: blocks, counted through its spans, that are not what was stored
+    is_lost: bool = False  #: the worker died before it acknowledged
 
 
 @dataclass(slots=True)
 class _InFlight:
     """A command that some shard still works on."""
 
-    done: asyncio.Future[None]
-    waiting: set[int]  # shards that have neither acknowledged it nor died
-    failures: list[tuple[ErrorCode, str]] = field(default_factory=list)
+    on_settled: Callable[[ShardResult], None]
+    waiting: set[int]  #: shards that have neither acknowledged it nor died
+    sent_s: float
+    deadline_s: float
+    at_once: bool
     timer: asyncio.TimerHandle | None = None
 
 
@@ -80,17 +105,20 @@ class WorkerGroup:
     Args:
         pool: what they hold.
         run_dir: where their sockets and logs are; must exist.
-        on_lost: called once per worker that dies after a successful start and before `stop`, with the reason and the
-            end of its log. Whoever awaits a command that it had not acknowledged is told after that.
+        on_lost: called once, when the first worker dies after a successful start and before `stop`, with the reason
+            and the end of its log. By then the others are being killed. Whoever waits for a command is told after
+            that. `bury` or `stop` has to be called still.
     """
 
     def __init__(self, pool: ReplicaPool, run_dir: str, on_lost: Callable[[ShardIndex, str], None]) -> None:
         self._pool = pool
         self._run_dir = run_dir
         self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
         self._workers: list[WorkerProcess] = []
-        self._lost: dict[int, str] = {}
+        self._loss = ""  #: how the first worker ended that was lost
         self._in_flight: dict[int, _InFlight] = {}
+        self._acknowledged_s: dict[int, float] = {}  #: by shard, when it was last seen to get on with its commands
         self._sequence = 0
         self._running = False
 
@@ -111,22 +139,26 @@ class WorkerGroup:
             await asyncio.gather(*starts, return_exceptions=True)
             await self._end()
             raise
-        if self._lost:
+        if self._loss:
             await self._end()
             raise self._not_running()
         self._running = True
 
-    def memory_fd(self, shard: ShardIndex) -> int:
-        """The sealed memfd of a shard's pool, to be sent on and never mapped. Open until `stop`; do not close it.
+    def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
+        """A shard's sealed pool memory, its sealed progress page, and an eventfd for each entry of the page.
+
+        To be sent on, never mapped. Open until the group is lost or stopped; do not close them.
 
         Raises:
-            DaemonFailure: there is no such worker, or none that was ready.
+            DaemonFailure: there is no such worker, or the group is not running.
         """
-        if not 0 <= shard < len(self._workers) or self._workers[shard].memory_fd < 0:
+        if self._loss or not self._running:
+            raise self._not_running()
+        if not 0 <= shard < len(self._workers):
             raise request_error(
-                ErrorCode.WORKER_LOST, f"replica {self._pool.replica}: no memory of shard {shard}", "attach again later"
+                ErrorCode.WORKER_LOST, f"replica {self._pool.replica} has no shard {shard}", "see its configuration"
             )
-        return self._workers[shard].memory_fd
+        return self._workers[shard].descriptors
 
     def pid(self, shard: ShardIndex) -> int:
         """Process id of a shard's worker.
@@ -137,43 +169,66 @@ class WorkerGroup:
         return self._workers[shard].pid
 
     def submit(self, work: Work, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
-        """Send a command to every shard. Commands are carried out in the order of their submission.
+        """Send a command to every shard and join the results. As `order` otherwise.
 
         Returns:
             A future that is done when no shard works on the command any more. It fails with DaemonFailure where a
-            shard failed, died, or was killed because it had not acknowledged within `deadline_s`. To cancel it stops
-            nothing.
+            shard failed or died. To cancel it stops nothing.
+        """
+        self._check_room(work)
+        joined = _Joined(self._loop.create_future(), f"{type(work).__name__} on replica {self._pool.replica}")
+        joined.waiting = self._send(work, joined.settle, deadline_s)
+        return joined.done
+
+    def order(
+        self, work: Work, on_settled: Callable[[ShardResult], None], *, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> None:
+        """Send a command to every shard. Commands arrive in the order of their submission, and may end in another.
+
+        Args:
+            work: what to do.
+            on_settled: called once per shard when it does not work on the command any more, never before this returns.
+            deadline_s: a shard that has not acknowledged the command by then is killed, unless it has acknowledged
+                another one since that was not carried out at once: then the time starts anew.
 
         Raises:
             BadRequest: the command is too large for one message.
             NoCapacity: `COMMANDS_IN_FLIGHT_MAX` are under way.
             DaemonFailure: a worker is lost, or the group is not running.
         """
-        if self._lost or not self._running:
-            raise self._not_running()
-        if len(self._in_flight) >= COMMANDS_IN_FLIGHT_MAX:
-            raise request_error(
-                ErrorCode.NO_CAPACITY, f"{COMMANDS_IN_FLIGHT_MAX} commands are in flight", "wait for one to end"
-            )
-        return self._send(work, deadline_s)
+        self._check_room(work)
+
+        def settle(result: ShardResult) -> None:
+            self._loop.call_soon(on_settled, result)
+
+        self._send(work, settle, deadline_s)
 
     async def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
         """End the workers: `Shutdown` behind the commands in flight, SIGTERM after half the time, SIGKILL after all.
 
-        Commands that are still in flight then fail. Afterwards descriptors are closed and sockets removed; the logs
-        stay. Does nothing the second time.
+        Workers of a lost group, and of one that was not started to the end, are killed at once. Commands that are still
+        in flight then fail. Afterwards descriptors are closed and sockets removed; the logs stay. Does nothing the
+        second time.
         """
-        if not self._running:
-            return
-        self._running = False
-        if any(worker.is_alive for worker in self._workers):
+        was_running, self._running = self._running, False
+        if was_running and not self._loss:
             # The processes' ends are what counts, not this answer.
-            self._send(Shutdown(), deadline_s).cancel()
-        if not await self._all_ended(deadline_s / 2):
-            for worker in self._workers:
-                worker.terminate()
-            await self._all_ended(deadline_s / 2)
+            self._send(Shutdown(), lambda _: None, deadline_s)
+            if not await self._all_ended(deadline_s / 2):
+                for worker in self._workers:
+                    worker.terminate()
+                await self._all_ended(deadline_s / 2)
         await self._end()
+
+    async def bury(self) -> None:
+        """Wait for the kernel's word that all workers of a lost group are dead, then give back what it held.
+
+        It waits as long as it takes: until then something may write into the host pool.
+        """
+        while not await self._all_ended(_KILL_DEADLINE_S):
+            self._log_survivors()
+        await self._end()
+        self._running = False
 
     def _configs(self) -> list[WorkerConfig]:
         pool = self._pool
@@ -185,6 +240,11 @@ class WorkerGroup:
             )
         geometry = pool_geometry(pool.layout, pool.slots)
         shards = pool.layout.shards
+        host = None
+        if pool.host is not None:
+            host = HostGeometry(
+                slabs=pool.host.slabs, slab_bytes=pool.host.slab_bytes, shards=shards, block_bytes=geometry.slot_bytes
+            )
         try:
             check_available(shards * geometry.size_bytes, f"replica {pool.replica} ({shards} shards)")
         except NotEnoughMemory as error:
@@ -198,6 +258,9 @@ class WorkerGroup:
                 socket_path=socket_path(self._run_dir, f"worker-{pool.replica}-{shard}.sock"),
                 pretouch_bytes=min(pool.pretouch_bytes, PRETOUCH_BYTES_MAX) // shards,
                 daemon_pidfd=0,
+                host=host,
+                namespace=pool.namespace[:HEADER_NAMESPACE_BYTES],
+                fingerprint=bytes.fromhex(pool.layout.fingerprint()),
             )
             for shard in range(shards)
         ]
@@ -207,71 +270,82 @@ class WorkerGroup:
         log_path = Path(self._run_dir) / f"worker-{config.replica}-{shard}.log"
         return WorkerProcess(
             config,
+            () if self._pool.host is None else (self._pool.host.descriptor,),
             str(log_path),
             on_ack=lambda ack: self._on_ack(shard, ack),
             on_exit=lambda ending, log_tail: self._on_exit(ShardIndex(shard), ending, log_tail),
         )
 
-    def _send(self, work: Work, deadline_s: float) -> asyncio.Future[None]:
-        self._sequence += 1
-        message = encode(Command(sequence=self._sequence, work=work))
+    def _check_room(self, work: Work) -> None:
+        if self._loss or not self._running:
+            raise self._not_running()
+        at_once = isinstance(work, _AT_ONCE)
+        if sum(command.at_once is at_once for command in self._in_flight.values()) >= COMMANDS_IN_FLIGHT_MAX:
+            raise request_error(
+                ErrorCode.NO_CAPACITY, f"{COMMANDS_IN_FLIGHT_MAX} commands are in flight", "wait for one to end"
+            )
+
+    def _send(self, work: Work, on_settled: Callable[[ShardResult], None], deadline_s: float) -> set[int]:
+        """Send a command to the shards that live; returns which."""
+        message = encode(Command(sequence=self._sequence + 1, work=work))
         if len(message) > MESSAGE_SIZE_BYTES_MAX:
-            self._sequence -= 1
             raise request_error(
                 ErrorCode.LIMIT, f"a command of {len(message)} bytes; {MESSAGE_SIZE_BYTES_MAX} are possible", "split it"
             )
-        loop = asyncio.get_running_loop()
+        self._sequence += 1
         alive = {shard for shard, worker in enumerate(self._workers) if worker.is_alive}
-        command = _InFlight(loop.create_future(), alive)
-        command.timer = loop.call_later(deadline_s, self._on_overdue, self._sequence, deadline_s)
+        command = _InFlight(on_settled, set(alive), self._loop.time(), deadline_s, at_once=isinstance(work, _AT_ONCE))
+        command.timer = self._loop.call_later(deadline_s, self._on_overdue, self._sequence)
         self._in_flight[self._sequence] = command
         for shard in alive:
             self._workers[shard].send(message)
-        return command.done
+        return alive
 
     def _on_ack(self, shard: int, ack: Ack) -> None:
         command = self._in_flight.get(ack.sequence)
         if command is None or shard not in command.waiting:
             self._workers[shard].kill(f"it acknowledged command {ack.sequence}, which it was not given")
             return
-        self._settle(shard, ack.sequence, ErrorCode.INTERNAL, f"shard {shard}: {ack.error}" if ack.error else "")
+        if not command.at_once:
+            self._acknowledged_s[shard] = self._loop.time()
+        self._settle(ack.sequence, ShardResult(ShardIndex(shard), ack.error, ack.corrupt))
 
     def _on_exit(self, shard: ShardIndex, ending: str, log_tail: str) -> None:
-        self._lost[shard] = ending
+        first, self._loss = not self._loss, self._loss or ending
         for sequence in [number for number, command in self._in_flight.items() if shard in command.waiting]:
-            self._settle(shard, sequence, ErrorCode.WORKER_LOST, ending)
-        if self._running:
-            self._on_lost(shard, f"{ending}; {log_tail}")
+            self._settle(sequence, ShardResult(shard, ending, is_lost=True))
+        if not first or not self._running:
+            return
+        for worker in self._workers:
+            worker.kill(f"its group has lost shard {shard}")
+        # Those who wait for commands hear of it later, from the loop.
+        self._on_lost(shard, f"{ending}; {log_tail}")
 
-    def _on_overdue(self, sequence: int, deadline_s: float) -> None:
-        for shard in self._in_flight[sequence].waiting:
-            self._workers[shard].kill(f"it had not acknowledged command {sequence} after {deadline_s:g} s")
+    def _on_overdue(self, sequence: int) -> None:
+        command, now_s = self._in_flight[sequence], self._loop.time()
+        due_s = {
+            shard: max(command.sent_s, self._acknowledged_s.get(shard, 0)) + command.deadline_s
+            for shard in command.waiting
+        }
+        late = [shard for shard, at_s in due_s.items() if at_s <= now_s]
+        if not late:
+            command.timer = self._loop.call_at(min(due_s.values()), self._on_overdue, sequence)
+        for shard in late:
+            self._workers[shard].kill(f"it had not acknowledged command {sequence} after {command.deadline_s:g} s")
 
-    def _settle(self, shard: int, sequence: int, code: ErrorCode, failure: str) -> None:
-        """Note that one shard is through with a command, and how it failed if it did."""
+    def _settle(self, sequence: int, result: ShardResult) -> None:
+        """One shard is through with a command."""
         command = self._in_flight[sequence]
-        command.waiting.discard(shard)
-        if failure:
-            command.failures.append((code, failure))
-        if command.waiting:
-            return
-        del self._in_flight[sequence]
-        if command.timer is not None:
-            command.timer.cancel()
-        if command.done.done():
-            return
-        if command.failures:
-            reasons = "; ".join(reason for _, reason in command.failures)
-            message = f"command {sequence} of replica {self._pool.replica}: {reasons}"
-            command.done.set_exception(request_error(command.failures[0][0], message, "see the worker's log"))
-        else:
-            command.done.set_result(None)
+        command.waiting.discard(result.shard)
+        if not command.waiting:
+            del self._in_flight[sequence]
+            if command.timer is not None:
+                command.timer.cancel()
+        command.on_settled(result)
 
     def _not_running(self) -> RequestError:
-        reason = "; ".join(self._lost.values()) or "it is not running"
-        return request_error(
-            ErrorCode.WORKER_LOST, f"replica {self._pool.replica}: {reason}", "its workers have to be started again"
-        )
+        reason = self._loss or "its workers do not run"
+        return request_error(ErrorCode.WORKER_LOST, f"replica {self._pool.replica}: {reason}", "try again later")
 
     async def _all_ended(self, deadline_s: float) -> bool:
         return all(await asyncio.gather(*(worker.wait_exit(deadline_s) for worker in self._workers)))
@@ -280,7 +354,34 @@ class WorkerGroup:
         for worker in self._workers:
             worker.kill()
         if not await self._all_ended(_KILL_DEADLINE_S):
-            names = [worker.name for worker in self._workers if worker.is_alive]
-            _log.error("%s did not end %g s after SIGKILL", ", ".join(names), _KILL_DEADLINE_S)
+            self._log_survivors()
         for worker in self._workers:
             worker.close()
+
+    def _log_survivors(self) -> None:
+        names = [worker.name for worker in self._workers if worker.is_alive]
+        _log.error("%s did not end %g s after SIGKILL", ", ".join(names), _KILL_DEADLINE_S)
+
+
+class _Joined:
+    """The results of all shards as one future."""
+
+    def __init__(self, done: asyncio.Future[None], what: str) -> None:
+        self.done = done
+        self.waiting: set[int] = set()
+        self._what = what
+        self._failures: list[ShardResult] = []
+
+    def settle(self, result: ShardResult) -> None:
+        """One shard is through."""
+        self.waiting.discard(result.shard)
+        if result.error:
+            self._failures.append(result)
+        if self.waiting or self.done.done():
+            return
+        if not self._failures:
+            self.done.set_result(None)
+            return
+        reasons = "; ".join(f"shard {failure.shard}: {failure.error}" for failure in self._failures)
+        code = ErrorCode.WORKER_LOST if self._failures[0].is_lost else ErrorCode.INTERNAL
+        self.done.set_exception(request_error(code, f"{self._what}: {reasons}", "see the worker's log"))

@@ -40,7 +40,7 @@ PATIENCE_S = 20
 class Handler:
     """Accepts everybody who shows `TOKEN`, and remembers what it was told."""
 
-    memory: int = -1
+    memory: tuple[int, ...] = ()
     keeps_watching: bool = True
     identified: list[PeerProcess] = field(default_factory=list)
     joined: list[PeerProcess] = field(default_factory=list)
@@ -51,7 +51,9 @@ class Handler:
         self.identified.append(peer)
         return IDENTIFIED
 
-    def join(self, peer: PeerProcess, session_id: SessionId, token: bytes, shard: ShardIndex) -> tuple[Joined, int]:
+    def join(
+        self, peer: PeerProcess, session_id: SessionId, token: bytes, shard: ShardIndex
+    ) -> tuple[Joined, tuple[int, ...]]:
         if token != TOKEN:
             raise request_error(ErrorCode.UNAUTHENTICATED, f"not the token of session {session_id}", "use its token")
         self.joined.append(peer)
@@ -94,7 +96,7 @@ class Client:
     async def receive(self) -> tuple[AttachReply, list[int]] | None:
         """The next reply and its descriptors, or None where the server has closed the connection."""
         await readable(self.socket.fileno())
-        data, descriptors, _, _ = socket.recv_fds(self.socket, ATTACH_MESSAGE_SIZE_BYTES_MAX, 4)
+        data, descriptors, _, _ = socket.recv_fds(self.socket, ATTACH_MESSAGE_SIZE_BYTES_MAX, 64)
         return (decode_attach_reply(data), descriptors) if data else None
 
     async def ask(self, message: Attach | bytes, *descriptors: int) -> AttachReply:

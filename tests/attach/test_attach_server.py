@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvcached.attach import server as server_module
+from kvcached.worker.process import READY_DESCRIPTORS
 from kvcached_client.attach_protocol import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
     AttachRefused,
@@ -36,12 +37,12 @@ from tests.worker.groups import RunLoop, names_in, open_descriptors
 
 
 def test_server_answers_what_the_handler_says(run: RunLoop, run_dir: str) -> None:
-    """Identify and Join get the handler's answers, Join with the memory, and both see the process that asked."""
+    """Identify and Join get the handler's answers, Join with all descriptors, and both see the process that asked."""
 
     async def main() -> None:
         memory = os.memfd_create("pool")
         os.ftruncate(memory, 4321)
-        handler = Handler(memory)
+        handler = Handler((memory,) * READY_DESCRIPTORS)
         async with serving(run_dir, handler):
             with client_in(run_dir) as client:
                 assert await client.ask(Identify(client="me")) == IDENTIFIED
@@ -50,12 +51,13 @@ def test_server_answers_what_the_handler_says(run: RunLoop, run_dir: str) -> Non
 
             assert answer is not None
             assert answer[0] == JOINED
-            assert [os.fstat(descriptor).st_size for descriptor in answer[1]] == [4321]
+            assert [os.fstat(descriptor).st_size for descriptor in answer[1]] == [4321] * READY_DESCRIPTORS
             assert handler.identified == handler.joined
             assert handler.identified[0].pid == os.getpid()
         os.fstat(memory)
         os.close(memory)
-        os.close(answer[1][0])
+        for descriptor in answer[1]:
+            os.close(descriptor)
 
     run(main())
 

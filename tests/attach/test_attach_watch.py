@@ -7,7 +7,18 @@ import pytest
 from kvcached.attach import server as server_module
 from kvcached_client.attach_protocol import AttachRefused, Identify
 from kvcached_client.errors import ErrorCode
-from tests.attach.peers import IDENTIFIED, PATIENCE_S, Handler, client_in, engine, printed, serving, tell
+from tests.attach.peers import (
+    IDENTIFIED,
+    JOIN,
+    JOINED,
+    PATIENCE_S,
+    Handler,
+    client_in,
+    engine,
+    printed,
+    serving,
+    tell,
+)
 from tests.worker.groups import RunLoop, open_descriptors
 
 
@@ -94,6 +105,30 @@ def test_server_forgets_a_closed_peer_that_nobody_needs(run: RunLoop, run_dir: s
             assert closed.fileno() == -1
             assert open_descriptors() == before
             assert handler.lost.empty()
+
+    run(main())
+
+
+def test_server_hangs_up_on_a_forgotten_shard_process(run: RunLoop, run_dir: str) -> None:
+    """Where a process is forgotten, the connections by which it joined end, and nothing more is told of it."""
+
+    async def main() -> None:
+        handler = Handler()
+        async with serving(run_dir, handler) as server:
+            before = open_descriptors()
+            with client_in(run_dir) as shard, client_in(run_dir) as scheduler:
+                assert await shard.ask(JOIN) == JOINED
+                assert await scheduler.ask(Identify()) == IDENTIFIED
+                server.forget(handler.joined[0])
+                server.forget(handler.identified[0])
+
+                assert await shard.receive() is None
+                assert await scheduler.ask(Identify()) == IDENTIFIED
+            assert await asyncio.wait_for(handler.closed.get(), PATIENCE_S) is handler.identified[1]
+            assert handler.lost.empty()
+            assert handler.closed.empty()
+            server.forget(handler.identified[1])
+            assert open_descriptors() == before
 
     run(main())
 

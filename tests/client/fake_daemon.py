@@ -32,16 +32,21 @@ from kvcached_client.protocol import (
     Header,
     Heartbeat,
     Hello,
+    Load,
+    Loaded,
     Match,
     Matched,
     Release,
     Released,
     Request,
+    Vacancy,
+    Vacant,
     Welcome,
     decode_request,
     encode,
 )
 from kvcached_client.types import pack_ranges, unpack_ranges
+from tests.client.progress_page import ProgressPage
 
 BLOCK_SIZE = 4
 SLOTS = 64
@@ -57,12 +62,14 @@ Script = Callable[[Request, list[bytes]], tuple[Header, list[bytes]] | None]
 
 
 class FakeDaemon:
-    """Answers hello, match, acquire, allocate, commit, release, heartbeat and bye; `script` may answer first.
+    """Answers what an engine asks; `script` may answer first.
 
     Attributes:
+        hit: blocks that a `Load` finds there.
         requests: what came, in order, heartbeats apart.
         heartbeats: those.
         memory: descriptor that a `Join` gets.
+        progress: the progress page that it gets, too.
         joined: the answer to a `Join`.
     """
 
@@ -73,7 +80,9 @@ class FakeDaemon:
         self.heartbeat_came = threading.Event()
         self.script: Script | None = None
         self.epoch = 1
+        self.hit = 0
         self.memory: int | None = None
+        self.progress = ProgressPage.create()
         self.joined = Joined(kind="memfd", shard=0, epoch=1, layout=LAYOUT, slots=SLOTS, pool_bytes=0)
         self.heartbeat_interval_ms = 60_000
         self._next_slot = 0
@@ -95,6 +104,7 @@ class FakeDaemon:
             os.write(self._stop_writer, b"x")
             self._thread.join()
             os.close(self._stop_writer)
+            self.progress.close()
 
     def of(self, kind: type[Header]) -> list[Request]:
         """The requests of a verb that came so far."""
@@ -121,15 +131,16 @@ class FakeDaemon:
     def _attach(self) -> None:
         peer, _ = self._listener.accept()
         self._attached.append(peer)
-        data, descriptors, _, _ = socket.recv_fds(peer, 16384, 2)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        data, pidfds, _, _ = socket.recv_fds(peer, 16384, 2)
+        for pidfd in pidfds:
+            os.close(pidfd)
         match decode_attach_request(data):
             case Identify():
                 reply = Identified(member=MEMBER, endpoint=f"ipc://{self.run_dir}/rpc.sock", daemon_epoch=1)
                 socket.send_fds(peer, [encode_attach(reply)], [])
             case Join():
-                socket.send_fds(peer, [encode_attach(self.joined)], [] if self.memory is None else [self.memory])
+                descriptors = [] if self.memory is None else [self.memory, *self.progress.descriptors]
+                socket.send_fds(peer, [encode_attach(self.joined)], descriptors)
 
     def _serve(self) -> None:
         routing_id, header, *frames = self._router.recv_multipart()
@@ -151,7 +162,7 @@ class FakeDaemon:
         first, self._next_slot = self._next_slot, self._next_slot + blocks
         return pack_ranges([(first, blocks)]) if blocks else b""
 
-    def _default(self, request: Request, frames: list[bytes]) -> tuple[Header, list[bytes]]:  # noqa: PLR0911 - by verb
+    def _default(self, request: Request, frames: list[bytes]) -> tuple[Header, list[bytes]]:  # noqa: C901, PLR0911 - by verb
         match request:
             case Hello():
                 return self.welcome(request.id), []
@@ -159,12 +170,16 @@ class FakeDaemon:
                 return Matched(id=request.id, device=2), []
             case Acquire():
                 blocks = -(-request.tokens // BLOCK_SIZE) + request.reserve
-                return Acquired(id=request.id, lease=7, hit=0), [b"", self._grant(blocks)]
+                return Acquired(id=request.id, lease=7, hit=0, ready=0), [b"", self._grant(blocks)]
             case Allocate():
                 return Allocated(id=request.id, blocks=request.blocks), [self._grant(request.blocks)]
             case Commit():
                 blocks = sum(count for _, count in unpack_ranges(frames[1]))
                 return Committed(id=request.id, depth=request.start + blocks, adopted=blocks, duplicates=0), []
+            case Load():
+                return Loaded(id=request.id, hit=self.hit), [b""]
+            case Vacancy():
+                return Vacant(id=request.id, available=0), []
             case Release():
                 return Released(id=request.id), []
             case Heartbeat():

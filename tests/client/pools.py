@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-
 from kvcached_client import KvGroup, Layout, MappedPool, SessionGrant, map_pool
 from kvcached_client.attach_protocol import Joined
 from kvcached_client.layout import DType
 from tests.client.fake_daemon import FakeDaemon
+from tests.client.progress_page import sealed_memory
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 SLOTS = 6
 
 
@@ -31,13 +28,6 @@ LAYOUTS = {
     }.items()
     for order in ("block_first", "layer_first")
 }
-
-
-def sealed_memory(size_bytes: int, seals: int = SEALS) -> int:
-    descriptor = os.memfd_create("pool", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size_bytes)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    return descriptor
 
 
 def offer(daemon: FakeDaemon, layout: Layout, descriptor: int) -> SessionGrant:

@@ -26,6 +26,7 @@ from kvcached_client import (
 from kvcached_client.attach import identify
 from kvcached_client.attach_protocol import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
+    JOINED_DESCRIPTORS,
     AttachRefused,
     Identified,
     Identify,
@@ -148,7 +149,7 @@ def test_unreadable_answer_is_a_typed_error(listen: Callable[[Behaviour], Path],
         identify(listen(lambda peer, *_: peer.send(message) and None), deadline_ms=5000)
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, JOINED_DESCRIPTORS + 1, JOINED_DESCRIPTORS + 2])
 def test_unexpected_descriptors_are_closed(listen: Callable[[Behaviour], Path], count: int) -> None:
     """Descriptors that nobody asked for do not stay open in this process."""
     closed_by_sender = threading.Event()

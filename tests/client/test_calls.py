@@ -38,11 +38,16 @@ from kvcached_client.protocol import (
     Header,
     HealthReport,
     Hello,
+    InspectReport,
     Match,
     Matched,
     Request,
     StatsReport,
+    Tree,
+    TreeNode,
+    TreeReport,
     error_reply,
+    pack_tree_nodes,
 )
 from tests.client.fake_daemon import SILENCE, FakeDaemon, Script
 
@@ -334,16 +339,57 @@ def test_admin_asks_without_a_session(daemon: FakeDaemon) -> None:
     """Reports need no attach and no hello."""
     replies: list[Header] = [
         StatsReport(
-            id=1, daemon_epoch=1, uptime_ms=2, sessions=0, runs=0, cached_blocks=0, pools=(), counters={"a": 1}
+            id=1,
+            daemon_epoch=1,
+            uptime_ms=2,
+            sessions=0,
+            runs=0,
+            cached_blocks=0,
+            pools=(),
+            hosts=(),
+            transfers={},
+            counters={"a": 1},
         ),
         HealthReport(id=2, ok=True, parts=()),
         CheckReport(id=3, ok=False, violations=("broken",)),
         Description(id=4, version="0", protocol_min=1, protocol_max=1, daemon_epoch=1, pid=9, replicas=(), limits={}),
+        InspectReport(id=5, found=False),
     ]
     daemon.script = lambda request, _: (replies[request.id - 1], [])
     with Admin.connect(daemon.run_dir) as admin:
-        assert [admin.stats(), admin.health(), admin.check(), admin.describe()] == replies
-    assert len(daemon.requests) == 4
+        assert [admin.stats(), admin.health(), admin.check(), admin.describe(), admin.inspect(b"k" * 16)] == replies
+    assert len(daemon.requests) == 5
+
+
+NODE = TreeNode(
+    level=1, key=b"k" * 16, start=0, blocks=2, tiers={"default": 2, "host": 1}, loading=0, pins=1, children=0, hidden=0
+)
+
+
+def test_tree_comes_with_its_nodes(daemon: FakeDaemon) -> None:
+    """The question names what was asked for, and the frame becomes nodes."""
+    daemon.script = lambda request, _: (TreeReport(id=1, runs=1, blocks=2, shown=1), [pack_tree_nodes([NODE])])
+    with Admin.connect(daemon.run_dir) as admin:
+        report, nodes = admin.tree("default", levels=2, children=3)
+    assert daemon.of(Tree) == [Tree(id=1, replica="default", levels=2, children=3)]
+    assert (report.blocks, nodes) == (2, [NODE])
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x91\x01", b"\xdd\xff\xff\xff\xff"])
+def test_unreadable_tree_is_a_typed_error(daemon: FakeDaemon, frame: bytes) -> None:
+    """A frame that is no array of nodes raises what other broken replies raise."""
+    daemon.script = lambda request, _: (TreeReport(id=1, runs=1, blocks=2, shown=1), [frame])
+    with Admin.connect(daemon.run_dir) as admin, pytest.raises(BadRequest, match="unreadable tree"):
+        admin.tree()
+
+
+def test_questions_out_of_their_limits_never_leave(daemon: FakeDaemon) -> None:
+    """A key of another size, and a tree that is too deep or too wide, are refused here."""
+    with Admin.connect(daemon.run_dir) as admin:
+        for ask in (lambda: admin.inspect(b"k"), lambda: admin.tree(levels=65), lambda: admin.tree(children=257)):
+            with pytest.raises(BadRequest):
+                ask()
+    assert daemon.requests == []
 
 
 def test_without_a_socket_nothing_waits(daemon: FakeDaemon, run_dir: Path) -> None:

@@ -23,7 +23,7 @@ def test_late_grant_is_given_back(daemon: FakeDaemon, connect: Connect) -> None:
             held_back.append(request.id)
             return SILENCE, []
         if isinstance(request, Match) and held_back:
-            return Acquired(id=held_back.pop(), lease=7, hit=0), [b"", b""]
+            return Acquired(id=held_back.pop(), lease=7, hit=0, ready=0), [b"", b""]
         return None
 
     daemon.script = script
@@ -48,7 +48,7 @@ def test_late_grant_is_given_back_although_its_name_is_asked_for_again(daemon: F
         if isinstance(request, Acquire):
             first.append(request.id)
             # The second acquire is answered with the first one's grant, and never itself.
-            return (SILENCE, []) if len(first) == 1 else (Acquired(id=first[0], lease=7, hit=0), [b"", b""])
+            return (SILENCE, []) if len(first) == 1 else (Acquired(id=first[0], lease=7, hit=0, ready=0), [b"", b""])
         return None
 
     daemon.script = script
@@ -68,7 +68,7 @@ def test_late_grant_is_given_back_as_soon_as_the_daemon_takes_it(
     acquire = Acquire(id=session.next_id(), epoch=1, request="r", tokens=8)
     session.send(acquire, (b"k" * 16,), deadline_ns=0)
     session.expire(1)
-    session.receive([encode(Acquired(id=acquire.id, lease=7, hit=0)), b"", b""])
+    session.receive([encode(Acquired(id=acquire.id, lease=7, hit=0, ready=0)), b"", b""])
     with monkeypatch.context() as patch:
         patch.setattr(client._channel, "post", lambda request: False)
         assert client.match(client.chain(range(8))) == 2

@@ -33,7 +33,10 @@ def hit_of(blocks: int, exclusive: list[tuple[int, int]]) -> Callable[[Request, 
     def script(request: Request, _: list[bytes]) -> Answer:
         if not isinstance(request, Acquire):
             return None
-        return Acquired(id=request.id, lease=7, hit=blocks), [pack_ranges([(40, blocks)]), pack_ranges(exclusive)]
+        return Acquired(id=request.id, lease=7, hit=blocks, ready=blocks), [
+            pack_ranges([(40, blocks)]),
+            pack_ranges(exclusive),
+        ]
 
     return script
 
@@ -81,7 +84,6 @@ def test_acquire_reserves_blocks_for_prompt_and_output_together(
         (1, [b"", pack_ranges([(0, 1)])]),
         (0, [b"", pack_ranges([(0, 1)])]),
         (0, [b"", pack_ranges([(0, 3)])]),
-        (0, [b"", b"\0" * 9]),
         (0, [b"", pack_ranges([(-1, 2)])]),
     ],
 )
@@ -91,23 +93,22 @@ def test_acquire_refuses_slots_that_do_not_add_up(
     """A reply whose ranges do not fit its counts never becomes a block table."""
     client = connect()
     daemon.script = lambda request, _: (
-        (Acquired(id=request.id, lease=7, hit=hit), frames) if isinstance(request, Acquire) else None
+        (Acquired(id=request.id, lease=7, hit=hit, ready=hit), frames) if isinstance(request, Acquire) else None
     )
     with pytest.raises(BadRequest) as caught:
         client.acquire("a", client.chain(range(8)))
     assert caught.value.code == ErrorCode.MALFORMED
 
 
-def test_acquire_refuses_blocks_that_are_still_loading(daemon: FakeDaemon, connect: Connect) -> None:
-    """This version cannot wait for transfers, so it does not read blocks that need one."""
+def test_acquire_refuses_ragged_ranges(daemon: FakeDaemon, connect: Connect) -> None:
+    """Slots that are no whole ranges are an error, not a shorter table."""
     client = connect()
     daemon.script = lambda request, _: (
-        (Acquired(id=request.id, lease=7, hit=1, loading=3), [pack_ranges([(0, 1)]), pack_ranges([(1, 1)])])
-        if isinstance(request, Acquire)
-        else None
+        (Acquired(id=request.id, lease=7, hit=0, ready=0), [b"", bytes(9)]) if isinstance(request, Acquire) else None
     )
-    with pytest.raises(BadRequest, match="loading"):
+    with pytest.raises(BadRequest) as caught:
         client.acquire("a", client.chain(range(8)))
+    assert caught.value.code == ErrorCode.BAD_FRAMES
 
 
 def test_commit_sends_each_full_block_once(daemon: FakeDaemon, connect: Connect) -> None:

@@ -19,7 +19,8 @@ from kvcached_client import DaemonFailure, Layout, RequestError, map_pool
 from kvcached_client.attach_protocol import Joined
 from kvcached_client.errors import ErrorCode
 from tests.client.fake_daemon import FakeDaemon
-from tests.client.pools import LAYOUTS, SEALS, SLOTS, mapped, offer, sealed_memory
+from tests.client.pools import LAYOUTS, SLOTS, mapped, offer
+from tests.client.progress_page import SEALS, sealed_memory
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())

@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 import kvcached_client
-from kvcached_client import KvcachedError
+from kvcached_client import Client, DeadlineExceeded, KvcachedError, LoadFailed, LoadTicket
+from kvcached_client.protocol import Acquire, Acquired, Commit, Header, Load, Loaded, Request
+from kvcached_client.types import pack_ranges
+from tests.client.fake_daemon import FakeDaemon
+from tests.client.pools import LAYOUTS, mapped
 from tests.project.daemon_process import clean_environment, running_daemon
 from tests.project.source_tree import ROOT
 
+ATTENTION = LAYOUTS["attention-layer_first"]
 GUIDE = (ROOT / "docs/sdk.md").read_text()
 (CONFIG,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
 FRAGMENTS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
@@ -20,11 +25,12 @@ PROGRAMS = re.findall(r"```python complete\n(.*?)```.*?```text\n(.*?)```", GUIDE
 
 #: What the fragments take for granted, and what shows that they did what the page says.
 BEFORE = """
-from kvcached_client import Client, SessionGrant, map_pool
+from kvcached_client import Client, DeadlineExceeded, LoadFailed, SessionGrant, map_pool
 layout, scale_bytes, prompt = None, 12, range(10)
+def compute_layer(layer, start, stop): pass
 """
 AFTER = """
-print(keys.shape, scales.shape, lease.capacity_tokens)
+print(keys.shape, scales.shape, lease.capacity_tokens, lease.depth)
 pool.close()
 client.close()
 """
@@ -62,7 +68,64 @@ def test_guide_fragments_run_in_their_order(tmp_path: Path) -> None:
     """The guide's fragments, one after the other, make a session, map a pool with scales and get a lease."""
     config = CONFIG + "scale_bytes = 12\n"
 
-    assert output_of(BEFORE + "".join(FRAGMENTS) + AFTER, config, tmp_path) == ("(32, 4, 1, 8) (32, 12) 76\n", "")
+    assert output_of(BEFORE + "".join(FRAGMENTS) + AFTER, config, tmp_path) == ("(32, 4, 1, 8) (32, 12) 76 2\n", "")
+
+
+class ComputedLayers:
+    """The engine of the guide's fragment: what it computes, and what the worker does meanwhile."""
+
+    def __init__(self, daemon: FakeDaemon, end: str) -> None:
+        self.done: list[tuple[int, int]] = []
+        self._daemon = daemon
+        self._end = end
+        daemon.progress.start(3, 9)
+        daemon.progress.finish_layers(3)
+
+    def __call__(self, layer: int, start: int, stop: int) -> None:
+        self.done.append((layer, start))
+        if len(self.done) == 1 and self._end == "fail":
+            self._daemon.progress.fail(3)
+        else:
+            self._daemon.progress.finish_layers(3)
+
+
+@pytest.mark.parametrize(
+    ("end", "hit", "computed", "committed"),
+    [
+        ("succeed", 2, [(0, 8), (1, 8), (2, 8)], 2),
+        ("succeed", 1, [(0, 8), (1, 8), (2, 8), (0, 4), (1, 4), (2, 4)], 1),
+        ("fail", 1, [(0, 8), (0, 4), (1, 4), (2, 4)], 1),
+        ("fail", 2, [(0, 8), (0, 8), (1, 8), (2, 8)], 2),
+    ],
+    ids=["arrives", "turns out shorter", "fails", "fails here only"],
+)
+def test_guide_prefill_computes_what_did_not_arrive(
+    daemon: FakeDaemon,
+    memory: list[int],
+    end: str,
+    hit: int,
+    computed: list[tuple[int, int]],
+    committed: int,
+) -> None:
+    """The guide's layer-wise prefill computes each layer when its hit is there, and again from a shorter hit."""
+    replacements: list[bytes] = [pack_ranges([(20, 2 - hit)] if hit < 2 else [])]
+
+    def script(request: Request, _: list[bytes]) -> tuple[Header, list[bytes]] | None:
+        if isinstance(request, Acquire):
+            acquired = Acquired(id=request.id, lease=7, hit=2, ready=1, loads=(LoadTicket(9, 3),))
+            return acquired, [pack_ranges([(40, 2)]), pack_ranges([(10, 1)])]
+        return (Loaded(id=request.id, hit=hit), replacements) if isinstance(request, Load) else None
+
+    daemon.script = script
+    engine = ComputedLayers(daemon, end)
+    (fragment,) = [each for each in FRAGMENTS if "wait_layer" in each]
+    with Client.connect(daemon.run_dir, heartbeat=False) as client, mapped(daemon, ATTENTION, memory) as pool:
+        lease = client.acquire("a", client.chain(range(12)))
+        names = {"pool": pool, "compute_layer": engine, "LoadFailed": LoadFailed, "DeadlineExceeded": DeadlineExceeded}
+        exec(fragment.replace("prefill(lease, 8)", "prefill(lease, 12)"), {**names, "lease": lease})  # noqa: S102
+    (commit,) = daemon.of(Commit)
+    assert isinstance(commit, Commit)
+    assert (engine.done, commit.start) == (computed, committed)
 
 
 def test_guide_says_what_to_do_for_every_error() -> None:

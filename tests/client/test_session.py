@@ -100,7 +100,7 @@ def test_session_late_grant_is_an_orphan() -> None:
     request = acquire_request(session)
     session.send(request, (KEY,), deadline_ns=10)
     session.expire(10)
-    session.receive(reply(Acquired(id=request.id, lease=7, hit=0), b"", b""))
+    session.receive(reply(Acquired(id=request.id, lease=7, hit=0, ready=0), b"", b""))
     assert session.orphans() == session.orphans() == [7]
     session.drop_orphan(LeaseId(7))
     assert session.orphans() == []
@@ -111,7 +111,7 @@ def test_session_grant_that_came_before_abandoning_is_an_orphan() -> None:
     session = ClientSession()
     request = acquire_request(session)
     session.send(request, (KEY,), deadline_ns=10)
-    session.receive(reply(Acquired(id=request.id, lease=7, hit=0), b"", b""))
+    session.receive(reply(Acquired(id=request.id, lease=7, hit=0, ready=0), b"", b""))
     session.abandon(RequestId(request.id))
     assert session.orphans() == [7]
 
@@ -123,8 +123,8 @@ def test_session_late_grant_is_no_orphan_when_asked_for_again() -> None:
     session.send(first, (KEY,), deadline_ns=10)
     session.expire(10)
     session.send(second, (KEY,), deadline_ns=20)
-    session.receive(reply(Acquired(id=first.id, lease=7, hit=0), b"", b""))
-    session.receive(reply(Acquired(id=second.id, lease=7, hit=0), b"", b""))
+    session.receive(reply(Acquired(id=first.id, lease=7, hit=0, ready=0), b"", b""))
+    session.receive(reply(Acquired(id=second.id, lease=7, hit=0, ready=0), b"", b""))
     assert session.orphans() == []
     assert session.take(RequestId(second.id)) is not None
     assert session.orphans() == []
@@ -139,11 +139,11 @@ def test_session_grant_that_comes_after_its_repetitions_is_no_orphan() -> None:
         session.expire(10)
     repetition = acquire_request(session)
     session.send(repetition, (KEY,), deadline_ns=20)
-    session.receive(reply(Acquired(id=repetition.id, lease=7, hit=0), b"", b""))
+    session.receive(reply(Acquired(id=repetition.id, lease=7, hit=0, ready=0), b"", b""))
     assert session.take(RequestId(repetition.id)) is not None
-    session.receive(reply(Acquired(id=first.id, lease=7, hit=0), b"", b""))
+    session.receive(reply(Acquired(id=first.id, lease=7, hit=0, ready=0), b"", b""))
     assert session.orphans() == []
-    session.receive(reply(Acquired(id=second.id, lease=6, hit=0), b"", b""))
+    session.receive(reply(Acquired(id=second.id, lease=6, hit=0, ready=0), b"", b""))
     assert session.orphans() == [6]
 
 
@@ -154,7 +154,7 @@ def test_session_late_grant_is_an_orphan_when_its_repetition_is_refused() -> Non
     session.send(first, (KEY,), deadline_ns=10)
     session.expire(10)
     session.send(second, (KEY,), deadline_ns=20)
-    session.receive(reply(Acquired(id=first.id, lease=7, hit=0), b"", b""))
+    session.receive(reply(Acquired(id=first.id, lease=7, hit=0, ready=0), b"", b""))
     conflict = ErrorReply(
         id=second.id, code=ErrorCode.REQUEST_CONFLICT, fault=Fault.CALLER, message="other tokens", fix="another name"
     )
@@ -221,7 +221,7 @@ def test_session_refuses_a_reply_with_missing_frames() -> None:
     session = ClientSession()
     request = acquire_request(session)
     session.send(request, (KEY,), deadline_ns=10)
-    session.receive(reply(Acquired(id=request.id, lease=7, hit=0)))
+    session.receive(reply(Acquired(id=request.id, lease=7, hit=0, ready=0)))
     with pytest.raises(BadRequest) as caught:
         session.take(RequestId(request.id))
     assert caught.value.code == ErrorCode.BAD_FRAMES

@@ -7,8 +7,10 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from kvcached.config import REPLICAS_MAX, Config, GroupConfig, ReplicaConfig, load_config
+from kvcached.config import REPLICAS_MAX, Config, ReplicaConfig, load_config
 from kvcached.config_error import ConfigError, Problem, key_lines
+from kvcached.config_host import HostConfig
+from kvcached.config_layout import GroupConfig
 from kvcached.config_report import as_toml, figures_of
 from kvcached_client.layout import KvGroup, PageOrder
 from tests.config.reference import rows
@@ -144,6 +146,52 @@ BAD = {
         "[[replica.group]]",
         "[replica.group]",
         ":9: replica[0].group: is no array of tables; give an array of",
+    ),
+    "name of the host pool": (
+        '"default"',
+        '"host"',
+        ':5: replica[0].name = "host": is what reports call the host pool; choose another name',
+    ),
+    "quota below threshold": (
+        "slots = 64",
+        "slots = 64\nload_threshold_blocks = 8\nload_quota_blocks = 7",
+        ":9: replica[0].load_quota_blocks = 7: is less than load_threshold_blocks (8)",
+    ),
+    "large watermark": (
+        "slots = 64",
+        "slots = 64\nfree_watermark_percent = 51",
+        ":8: replica[0].free_watermark_percent = 51: is too large; give an integer from 0 to 50",
+    ),
+    "no host size": (
+        "[[replica]]",
+        "[host]\n[[replica]]",
+        ":4: host.size_bytes: is missing; add it: an integer from 1",
+    ),
+    "unknown host key": (
+        "[[replica]]",
+        "[host]\nsize_bytes = 1\nslabs = 2\n[[replica]]",
+        ":6: host.slabs = 2: there is no such key; did you mean slab_bytes?",
+    ),
+    "host is no table": ("[[replica]]", "host = 1\n[[replica]]", ":4: host = 1: is no table; give a table"),
+    "odd slab": (
+        "[[replica]]",
+        "[host]\nsize_bytes = 100000\nslab_bytes = 5000\n[[replica]]",
+        ":6: host.slab_bytes = 5000: is no multiple; give an integer from 4096 to 70368744177664 (bytes), a",
+    ),
+    "slab without room for a block": (
+        "[[replica]]",
+        "[host]\nsize_bytes = 65536\nslab_bytes = 4096\n[[replica]]",
+        "one takes 4096 bytes and a header on each of 1 shards; use 8192 or more",
+    ),
+    "host without a slab": (
+        "[[replica]]",
+        "[host]\nsize_bytes = 67108863\n[[replica]]",
+        "makes 0 slabs of 67108864 bytes; namespaces, which take one each: 1; use 67108864 or more",
+    ),
+    "host of too many slots": (
+        "slots = 64",
+        "slots = 64\nblock_size = 1\n[host]\nsize_bytes = 70368744177664",
+        "2147483647 are possible; use a smaller size_bytes",
     ),
     "same name": ("[[replica]]", '[[replica]]\nname = "b"\n[[replica]]\nname = "b"\n[[replica]]', "replica[0].model"),
 }
@@ -319,6 +367,46 @@ def test_config_figures(tmp_path: Path) -> None:
     assert (figures.pool_bytes_per_shard, figures.pool_bytes) == (64 * BYTES_PER_BLOCK, 128 * BYTES_PER_BLOCK)
 
 
+def test_config_host_tier_is_absent_unless_asked_for(tmp_path: Path) -> None:
+    """Without a table [host] there is none; with one, its size in bytes becomes whole slabs."""
+    text = GOOD.replace("[[replica]]", "[host]\nsize_bytes = 100_000_000\nslab_bytes = 8_388_608\n[[replica]]")
+
+    host = load(tmp_path, text).host
+
+    assert load(tmp_path, GOOD).host is None
+    assert host is not None
+    assert (host.slabs, host.verify_loads) == (11, True)
+
+
+def test_config_host_table_can_come_from_the_environment(tmp_path: Path) -> None:
+    """Variables can add the table that a file lacks."""
+    host = load(tmp_path, GOOD, {"KVCACHED_HOST__SIZE_BYTES": "134217728"}).host
+
+    assert host is not None
+    assert host.slabs == 2
+
+
+def test_config_counts_a_slab_for_each_namespace(tmp_path: Path) -> None:
+    """Replicas of one model need one slab together, replicas of two models one each."""
+    host = "[host]\nsize_bytes = 65536\nslab_bytes = 65536\n"
+    replica = GOOD[GOOD.index("[[replica]]") :]
+    same = replica.replace("default", "second")
+    other = same.replace('model = "m"', 'model = "n"')
+
+    assert load(tmp_path, host + replica + same).replica[1].namespace(0) == load(tmp_path, GOOD).replica[0].namespace(0)
+    (problem,) = problems(tmp_path, host + replica + other)
+    assert ":2: host.size_bytes = 65536: makes 1 slabs of 65536 bytes" in problem
+    assert "use 131072 or more" in problem
+
+
+@pytest.mark.parametrize(("percent", "slots"), [(0, 0), (2, 1), (50, 32)])
+def test_config_watermark_is_a_part_of_the_slots(percent: int, slots: int, tmp_path: Path) -> None:
+    """The watermark in slots is rounded down."""
+    text = GOOD.replace("slots = 64", f"slots = 64\nfree_watermark_percent = {percent}")
+
+    assert load(tmp_path, text).replica[0].watermark_slots == slots
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_config_file_loads_and_its_report_loads_to_the_same(path: Path, tmp_path: Path) -> None:
     """Every file in configs/ loads, and the effective configuration printed for it is a file that means the same."""
@@ -329,7 +417,7 @@ def test_config_file_loads_and_its_report_loads_to_the_same(path: Path, tmp_path
 
 def test_config_files_are_there() -> None:
     """The configurations that the documents name exist."""
-    assert {"cpu-tp1.toml", "cpu-tp2.toml"} <= {path.name for path in CONFIGS}
+    assert {"cpu-tp1.toml", "cpu-tp2.toml", "cpu-host.toml"} <= {path.name for path in CONFIGS}
 
 
 def test_config_groups_are_the_layouts_groups() -> None:
@@ -341,7 +429,7 @@ def test_config_groups_are_the_layouts_groups() -> None:
 def test_config_documentation_has_every_key() -> None:
     """docs/configuration.md shows each key with what it takes, its default and its meaning, as the schema says."""
     text = (ROOT / "docs/configuration.md").read_text()
-    models: list[type[BaseModel]] = [Config, ReplicaConfig, GroupConfig]
+    models: list[type[BaseModel]] = [Config, HostConfig, ReplicaConfig, GroupConfig]
 
     expected = [row for model in models for row in rows(model)]
 

@@ -7,9 +7,11 @@ from array import array
 
 import pytest
 
-from kvcached.core.cache import Cache, Commitment, Grant, PoolSpec
+from kvcached.core.answers import Commitment, Grant, PoolSpec
+from kvcached.core.cache import Cache
 from kvcached.core.invariants import check
 from kvcached.core.ranges import Ranges, cut
+from kvcached.core.states import SlotState
 from kvcached_client.errors import RequestError
 from kvcached_client.types import FenceSequence, LeaseId, SessionId
 
@@ -69,7 +71,7 @@ class Engine:
         self.release(grant)
 
     def hit(self, text: str) -> int:
-        return self.cache.match(self.session, EPOCH, keys_of(text), len(text) * BLOCK_SIZE, full=True)
+        return self.cache.match(self.session, EPOCH, keys_of(text), len(text) * BLOCK_SIZE, full=True)[0]
 
     def signal(self, fence: int, now_ms: int = 0) -> None:
         self.cache.heartbeat(self.session, FenceSequence(fence), now_ms)
@@ -83,7 +85,7 @@ def make_cache(slots: int = 16, names: str = "a") -> Cache:
 
 def states(cache: Cache, replica: str = "a") -> tuple[int, ...]:
     """Slots by state: free, leased, cached, fenced, quarantined."""
-    return tuple(cache.pools[replica].counts)
+    return tuple(cache.pools[replica].counts[: SlotState.FILLING])
 
 
 def snapshot(cache: Cache) -> object:

@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcached.core.cache import Cache, Grant, PoolSpec
+from kvcached.core.answers import Grant, PoolSpec
+from kvcached.core.cache import Cache
 from kvcached.core.events import MemberLost, MembersDied, Ticked, WorkerDied
 from kvcached.core.invariants import check
 from kvcached.core.ranges import pairs
@@ -228,7 +229,7 @@ class Driver:
             return
         chain, full = self.some_chain(), bool(self.choose(2))
         tokens = len(chain) * BLOCK_SIZE + self.choose(BLOCK_SIZE)
-        hit = self.cache.match(session.id, session.epoch, b"".join(chain), tokens, full=full)
+        hit, _ = self.cache.match(session.id, session.epoch, b"".join(chain), tokens, full=full)
         assert hit == self.expect_hit(session.pool, chain, tokens, full=full)
 
     def acquire(self) -> None:

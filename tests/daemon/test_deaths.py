@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -43,7 +44,7 @@ def test_slots_of_a_killed_engine_are_free_within_a_second(daemon: RunningDaemon
 
     assert seconds_until(daemon.run_dir, lambda pool: pool.leases == 0, 2) <= 1
     assert pool_stats(daemon.run_dir).states == {
-        "free": 12, "leased": 0, "cached": 4, "fenced": 0, "quarantined": 0
+        "free": 12, "leased": 0, "filling": 0, "cached": 4, "fenced": 0, "quarantined": 0
     }  # fmt: skip
 
 
@@ -130,11 +131,12 @@ def test_daemon_restarts_in_the_same_run_directory(tmp_path: Path) -> None:
         assert admin.describe().daemon_epoch > first
 
 
-def test_killed_worker_is_reported_and_ends_the_sessions_of_its_pool(
-    daemon: RunningDaemon, engine: EngineProcess
-) -> None:
-    """SIGKILL of a worker: health fails and names the replica, the pool is empty, a new session is refused with why."""
+def test_killed_worker_is_reported_until_another_one_runs(daemon: RunningDaemon, engine: EngineProcess) -> None:
+    """SIGKILL of a worker: health names the replica, the pool is empty, new sessions are told why; then it is back."""
     (worker,) = children(daemon.process.pid)
+    log = daemon.run_dir / "worker-default-0.log"
+    log.rename(daemon.run_dir / "worker-default-0.log.old")
+    log.mkdir()  # no worker can be started now
     os.kill(worker, signal.SIGKILL)
     seconds_until(daemon.run_dir, lambda pool: not pool.healthy, 5)
     with Admin.connect(daemon.run_dir) as admin:
@@ -145,6 +147,29 @@ def test_killed_worker_is_reported_and_ends_the_sessions_of_its_pool(
     assert pool_stats(daemon.run_dir).leases == 0
     with pytest.raises(RequestError, match="worker_lost"):
         Client.connect(daemon.run_dir)
+    log.rmdir()
+    seconds_until(daemon.run_dir, lambda pool: pool.healthy, 20)
+    with Admin.connect(daemon.run_dir) as admin:
+        assert admin.health().ok
+        assert admin.check().violations == ()
+    with Client.connect(daemon.run_dir) as client:
+        assert client.match(client.chain(range(64))) == 0
+
+
+def test_worker_is_back_within_seconds(daemon: RunningDaemon, engine: EngineProcess) -> None:
+    """A replica whose worker was killed serves again soon, with an empty pool under a new epoch, and stops cleanly."""
+    assert engine.ask("write") == "written"
+    before = pool_stats(daemon.run_dir)
+    (worker,) = children(daemon.process.pid)
+    os.kill(worker, signal.SIGKILL)
+    seconds_until(daemon.run_dir, lambda pool: pool.healthy and pool.epoch > before.epoch, 20)
+
+    assert pool_stats(daemon.run_dir).states["free"] == 16
+    assert children(daemon.process.pid) != [worker]
+    with Client.connect(daemon.run_dir) as client, map_pool(client.session) as pool:
+        assert not pool.pages(0).any()
+    daemon.process.terminate()
+    assert daemon.process.wait(10) == 0
 
 
 def test_sigterm_ends_daemon_and_workers(tmp_path: Path) -> None:
@@ -167,6 +192,13 @@ def test_second_daemon_in_a_run_directory_is_refused(daemon: RunningDaemon, tmp_
 
     assert (second.returncode, "another daemon runs in" in second.stderr) == (3, True)
     assert pool_stats(daemon.run_dir).healthy
+
+
+def test_daemon_may_open_as_many_descriptors_as_the_system_allows(daemon: RunningDaemon) -> None:
+    """The soft limit is raised to the hard one: a worker costs three dozen descriptors, and there may be many."""
+    soft, hard = resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE)
+
+    assert soft == hard
 
 
 def test_neither_daemon_nor_workers_load_torch(daemon: RunningDaemon, engine: EngineProcess) -> None:

@@ -1,10 +1,11 @@
-"""The attach socket without a daemon: hands every shard that joins a sealed memfd of its own."""
+"""The attach socket without a daemon: hands every shard that joins sealed memory and a progress page of its own."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import socket
+import struct
 import threading
 from pathlib import Path
 
@@ -17,7 +18,11 @@ from kvcached_client.attach_protocol import (
     encode_attach,
 )
 from kvcached_client.layout import Layout
+from kvcached_client.progress import ENTRY_SIZE_BYTES, PAGE_SIZE_BYTES
+from kvcached_client.protocol import PROGRESS_SLOTS, LoadTicket
 from kvcached_client.rundir import ATTACH_SOCKET_NAME
+
+_ENTRY = struct.Struct("<QII")  # transfer, layers done, state
 
 
 class FakeAttachServer:
@@ -29,6 +34,8 @@ class FakeAttachServer:
         self._slots = slots
         self._connections: list[socket.socket] = []
         self._memory = [_sealed_memory(layout.pool_bytes(slots)) for _ in range(layout.shards)]
+        self._progress = [_sealed_memory(PAGE_SIZE_BYTES) for _ in range(layout.shards)]
+        self._events = [os.eventfd(0) for _ in range(PROGRESS_SLOTS)]
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(run_dir / ATTACH_SOCKET_NAME))
         self._listener.listen()
@@ -41,8 +48,13 @@ class FakeAttachServer:
         self._thread.join()
         for each in (self._listener, *self._connections):
             each.close()
-        for descriptor in self._memory:
+        for descriptor in (*self._memory, *self._progress, *self._events):
             os.close(descriptor)
+
+    def tell(self, shard: int, ticket: LoadTicket, state: int) -> None:
+        """Write an entry of a shard's progress page. Nobody is woken: the load is over before it is waited for."""
+        entry = _ENTRY.pack(ticket.transfer, 0, state)
+        os.pwrite(self._progress[shard], entry, ticket.progress * ENTRY_SIZE_BYTES)
 
     def _serve(self) -> None:
         while True:
@@ -60,7 +72,8 @@ class FakeAttachServer:
                 kind="memfd", shard=request.shard, epoch=1, layout=self._layout, slots=self._slots,
                 pool_bytes=self._layout.pool_bytes(self._slots),
             )  # fmt: skip
-            socket.send_fds(connection, [encode_attach(joined)], [self._memory[request.shard]])
+            descriptors = [self._memory[request.shard], self._progress[request.shard], *self._events]
+            socket.send_fds(connection, [encode_attach(joined)], descriptors)
 
 
 def _sealed_memory(size_bytes: int) -> int:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import socket
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from itertools import takewhile
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.attach import AttachConnection
+from kvcached_client.attach import AttachConnection, JoinedMemory
 from kvcached_client.attach_protocol import Joined
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.keys import KeyChain
 from kvcached_client.layout import Layout
 from kvcached_client.memory import MappedPool
+from kvcached_client.progress import ProgressReader
+from kvcached_client.protocol import LoadTicket
 from kvcached_client.types import KEY_SIZE_BYTES
+from tests.engine.fake_host import FakeHost
 
 
 def fake_pool(layout: Layout, slots: int, shard: int = 0) -> MappedPool:
@@ -24,50 +29,79 @@ def fake_pool(layout: Layout, slots: int, shard: int = 0) -> MappedPool:
     joined = Joined(kind="memfd", shard=shard, epoch=1, layout=layout, slots=slots, pool_bytes=size_bytes)
     with socket.socket() as closed:
         connection = AttachConnection(closed)
-    return MappedPool(connection, joined, (ctypes.c_ubyte * size_bytes)())
+    memory = JoinedMemory(connection, joined, pool=-1, progress=-1, events=())
+    nobody_waits = cast("ProgressReader", None)
+    return MappedPool(memory, (ctypes.c_ubyte * size_bytes)(), nobody_waits)
 
 
 class FakeClient:
-    """What the scheduler uses of `kvcached_client.Client`. Unpinned blocks are evicted last committed first."""
+    """What the scheduler uses of `kvcached_client.Client`. Unpinned blocks are evicted last committed first.
 
-    def __init__(self, layout: Layout, slots: int) -> None:
+    With a `host`, what is evicted goes there, and comes back by a load.
+    """
+
+    def __init__(self, layout: Layout, slots: int, host: FakeHost | None = None) -> None:
         self.layout = layout
         self.slots = slots
+        self.host = host or FakeHost()
+        self.has_host = host is not None
         self.free = list(range(slots))
         self.cached: dict[bytes, int] = {}  # key → slot, in order of commit
+        self.loading: dict[int, LoadTicket] = {}  # slot → the load that fills it
         self.pins: dict[int, int] = {}
         self.calls: list[str] = []
+        self.full_at_wait = False  # the next `wait_loaded` finds no replacement slots
 
     def chain(self, tokens: Sequence[int] = ()) -> KeyChain:
         return KeyChain(bytes(32), self.layout.block_size, tokens)
 
     def acquire(self, request: str, chain: KeyChain, *, cache: str = "all") -> FakeLease:
         self.calls.append(f"acquire {request}")
-        hit = self._match(chain)
+        keys = split_keys(chain, 0, (chain.token_count - 1) // chain.block_size)
+        hit = [self.cached[key] for key in leading(keys, self.cached)]
+        stored = leading(keys[len(hit) :], self.host.blocks)
         for slot in hit:
             self.pin(slot)
         try:
-            exclusive = self.take(-(-chain.token_count // chain.block_size) - len(hit))
+            taken = self.take(-(-chain.token_count // chain.block_size) - len(hit))
         except Exception:
             for slot in hit:
                 self.unpin(slot)
             raise
-        return FakeLease(self, request, chain, hit, exclusive, cache)
+        arriving, exclusive = taken[: len(stored)], taken[len(stored) :]
+        if stored:
+            self._load(stored, arriving)
+        return FakeLease(self, request, chain, hit + arriving, exclusive, cache)
 
-    def _match(self, chain: KeyChain) -> list[int]:
-        hit: list[int] = []
-        for key in split_keys(chain, 0, (chain.token_count - 1) // chain.block_size):
-            if key not in self.cached:
-                break
-            hit.append(self.cached[key])
-        return hit
+    def _load(self, keys: list[bytes], slots: list[int]) -> None:
+        load = self.host.start(keys, slots)
+        for key, slot in zip(keys, slots, strict=True):
+            self.pin(slot)
+            self.cached[key] = slot
+            self.loading[slot] = load.ticket
+
+    def settle(self, transfer: int) -> None:
+        """End a load: what did not arrive is forgotten, and its slots are free when nobody holds them."""
+        load = self.host.finish(transfer)
+        for index, (key, slot) in enumerate(zip(load.keys, load.slots, strict=True)):
+            if self.loading.get(slot) != load.ticket:
+                continue
+            del self.loading[slot]
+            if index >= load.arriving:
+                del self.host.blocks[key], self.cached[key]
+                if not self.pins[slot]:
+                    self.free.append(slot)
 
     def take(self, count: int) -> list[int]:
-        evictable = [key for key, slot in self.cached.items() if not self.pins.get(slot)]
+        evictable = [key for key, slot in self.cached.items() if not self.pins.get(slot) and slot not in self.loading]
         if count > len(self.free) + len(evictable):
             raise request_error(ErrorCode.NO_CAPACITY, f"{count} slots wanted", "release, or try later")
         while len(self.free) < count:
-            self.free.append(self.cached.pop(evictable.pop()))
+            key = evictable.pop()
+            slot = self.cached.pop(key)
+            if self.has_host:
+                self.host.store(key, slot)
+            self.free.append(slot)
         return [self.free.pop(0) for _ in range(count)]
 
     def pin(self, slot: int) -> None:
@@ -75,6 +109,8 @@ class FakeClient:
 
     def unpin(self, slot: int) -> None:
         self.pins[slot] -= 1
+        if not self.pins[slot] and slot not in self.cached.values():
+            self.free.append(slot)
 
     def check_all_returned(self) -> None:
         """Every slot is free or cached, and none is pinned."""
@@ -97,14 +133,40 @@ class FakeLease:
         self._prompt_blocks = chain.block_count
         self._cache = cache
         self.hit_blocks = len(hit)
+        self.ready_blocks = len(list(takewhile(lambda slot: slot not in client.loading, hit)))
+        self.loads = tuple({client.loading[slot]: None for slot in hit if slot in client.loading})
 
     @property
     def hit_tokens(self) -> int:
         return self.hit_blocks * self._chain.block_size
 
     @property
+    def is_loading(self) -> bool:
+        return bool(self.loads)
+
+    @property
     def block_table(self) -> npt.NDArray[np.int32]:
         return np.asarray(self._table, dtype=np.int32)
+
+    def wait_loaded(self) -> int:
+        if not self.loads:
+            return self.hit_tokens
+        self._client.calls.append(f"load {self._request}")
+        for ticket in self.loads:
+            self._client.settle(ticket.transfer)
+        present = set(self._client.cached.values())
+        arrived = len(list(takewhile(present.__contains__, self._pinned)))
+        if self._client.full_at_wait:
+            self._client.full_at_wait = False
+            raise request_error(ErrorCode.NO_CAPACITY, "no slots to compute in", "release, or try later")
+        replacements = self._client.take(self.hit_blocks - arrived)
+        for slot in self._pinned[arrived:]:
+            self._client.unpin(slot)
+        self._table[arrived : self.hit_blocks] = replacements
+        del self._pinned[arrived:]
+        self.hit_blocks = self._depth = arrived
+        self.loads = ()
+        return self.hit_tokens
 
     def allocate(self, tokens: int) -> None:
         missing = -(-tokens // self._chain.block_size) - len(self._table)
@@ -113,6 +175,8 @@ class FakeLease:
             self._table += self._client.take(missing)
 
     def commit(self, computed_tokens: int) -> None:
+        if self.is_loading:
+            raise request_error(ErrorCode.STILL_LOADING, self._request, "wait_loaded first")
         cap = {"all": self._chain.block_count, "prompt": self._prompt_blocks, "nothing": 0}[self._cache]
         end = max(self._depth, min(computed_tokens // self._chain.block_size, cap))
         if end > self._depth:
@@ -126,10 +190,18 @@ class FakeLease:
 
     def finish(self, computed_tokens: int) -> None:
         self.commit(computed_tokens)
+        self.release()
+
+    def release(self) -> None:
         self._client.calls.append(f"release {self._request}")
         self._client.free += [slot for slot in self._table if slot not in self._pinned]
         for slot in self._pinned:
             self._client.unpin(slot)
+
+
+def leading(keys: list[bytes], known: Container[bytes]) -> list[bytes]:
+    """The keys before the first that is not known."""
+    return list(takewhile(known.__contains__, keys))
 
 
 def split_keys(chain: KeyChain, start: int, stop: int) -> list[bytes]:

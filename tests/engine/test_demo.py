@@ -74,16 +74,45 @@ def test_demo_without_a_temporary_directory_says_so(
 def test_demo_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With times of ten seconds and more, 80 columns show every cell of the final table in one line per round."""
     monkeypatch.setenv("COLUMNS", "80")
-    rounds = [
-        demo.Round("restarted, warm", [12345.6, 23456.7], [1024, 1024], tokens_equal=False, logits_equal=False)
-    ] * 3
+    rounds = [round_of("host", [1024, 1024], [1024, 1024])] * 3
 
     demo._print_table(demo.Report(2, [1025, 1025], 16, 1.0, rounds, outputs_identical=False))
 
-    lines = [line for line in capsys.readouterr().out.splitlines() if "restarted, warm" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "A restarted" in line]
     assert len(lines) == 3
-    assert all("12346 ms  23457 ms" in line and line.count("differ") == 2 for line in lines)
-    assert all(len(line) <= 80 for line in lines)
+    assert all("12346 ms  23457 ms" in line and line.count("1024  1024") == 2 for line in lines)
+    assert all(len(line) <= 80 and line.count("differ") == 2 for line in lines)
+
+
+def round_of(source: demo.Source, hit_tokens: list[int], loaded_tokens: list[int]) -> demo.Round:
+    return demo.Round(
+        name="A restarted",
+        replica="a",
+        source=source,
+        first_token_ms=[12345.6, 23456.7],
+        hit_tokens=hit_tokens,
+        loaded_tokens=loaded_tokens,
+        tokens_equal=False,
+        logits_equal=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "hit_tokens", "loaded_tokens", "hits"),
+    [
+        ("computed", [0, 0], [0, 0], True),
+        ("device", [1024, 1024], [0, 0], True),
+        ("device", [1024, 0], [0, 0], False),
+        ("device", [1024, 1024], [0, 16], False),
+        ("host", [1024, 1024], [1024, 16], True),
+        ("host", [1024, 1024], [1024, 0], False),
+    ],
+)
+def test_demo_knows_a_round_that_missed(
+    source: demo.Source, hit_tokens: list[int], loaded_tokens: list[int], hits: bool
+) -> None:
+    """A round hits only if every one of its prompts was found in the tier that the round is about."""
+    assert round_of(source, hit_tokens, loaded_tokens).hits is hits
 
 
 @contextmanager
@@ -103,7 +132,7 @@ def demo_with_daemon() -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
         assert process.stderr is not None
         try:
             said = process.stderr.readline()
-            ready = re.fullmatch(r"daemon ready, pid (\d+): 256 slots, 1 shard\n", said)
+            ready = re.match(r"daemon ready, pid (\d+): replicas a and b", said)
             assert ready is not None, said
             yield process, int(ready[1]), Path(directory)
         finally:
@@ -117,7 +146,7 @@ def test_demo_ended_by_a_signal_leaves_nothing(number: signal.Signals, status: i
     """A signal that ends the demo ends its daemon and workers first and removes its files; the status names it."""
     with demo_with_daemon() as (process, daemon, directory):
         family = [daemon, *map(int, Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split())]
-        assert len(family) == 2
+        assert len(family) == 3
 
         process.send_signal(number)
         _, said = process.communicate(timeout=30)
@@ -142,7 +171,7 @@ def test_demo_that_is_killed_takes_its_daemon_along() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_demo_outputs_are_identical(tp: int) -> None:
-    """Device hit and restarted engine give the cold run's tokens and logits, and compute one token of the prompt."""
+    """Hits in both tiers, for successor and other replica too, give the cold run's outputs and compute one token."""
     pytest.importorskip("torch")
     command = [sys.executable, "-m", "kvcached", "demo", "--json", "--tp", str(tp)]
     finished = subprocess.run(command, stdout=subprocess.PIPE, check=True)
@@ -150,4 +179,10 @@ def test_demo_outputs_are_identical(tp: int) -> None:
     assert report["outputs_identical"] is True
     cold, *warm = report["rounds"]
     assert cold["hit_tokens"] == [0, 0]
-    assert [each["hit_tokens"] for each in warm] == [[1024, 1024], [1024, 1024]]
+    assert [each["hit_tokens"] for each in warm] == [[1024, 1024]] * 4
+    assert {each["name"]: each["loaded_tokens"] for each in warm} == {
+        "device hit": [0, 0],
+        "host hit": [1024, 1024],
+        "A restarted": [0, 0],
+        "replica B": [1024, 1024],
+    }

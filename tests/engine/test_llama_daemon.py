@@ -25,11 +25,15 @@ from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, prompt
 
 CONFIG = """
 run_dir = "{directory}"
+
+[host]
+size_bytes = 8_388_608
+slab_bytes = 1_048_576
 """
 REPLICA = """
 [[replica]]
 name = "{name}"
-model = "tiny-llama"
+model = "tiny-llama-{name}"
 model_config = "config.json"
 kv_dtype = "float32"
 block_size = {block_size}
@@ -45,6 +49,7 @@ class Answer(msgspec.Struct):
 
     tokens: list[int]
     hit_tokens: int
+    loaded_tokens: int
     logits_digest: str
 
 
@@ -114,11 +119,14 @@ def check_quiet(directory: Path, replica: str) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_cached_prefix_is_read_again_and_after_the_engine_was_killed(directory: Path, tp: int) -> None:
-    """A second run, and one after SIGKILL of the engine group, hit the prefix and give the same logits bit for bit."""
+    """Later runs hit the prefix, in host memory and after SIGKILL of the engine too: the same logits bit for bit."""
     tokens = prompt(2 * LIMITS.chunk_tokens + BLOCK_SIZE, seed=tp)
     engine = EngineProcess(directory, tp)
     try:
         cold, warm = engine.ask(tokens), engine.ask(tokens)
+        for seed in range(3):
+            engine.ask(prompt(2 * SLOTS[f"tp{tp}"], seed=100 + seed))  # half the pool each
+        loaded = engine.ask(tokens)
         engine.send(prompt(60, seed=7))  # it dies with a request on its hands
     finally:
         engine.kill()
@@ -131,18 +139,28 @@ def test_cached_prefix_is_read_again_and_after_the_engine_was_killed(directory: 
         assert seconds_until(directory, lambda pool: pool.session == 0, 5, replica=f"tp{tp}") <= 1
     finally:
         engine.kill()
-    assert (cold.hit_tokens, warm.hit_tokens, restarted.hit_tokens) == (0, len(tokens) - 4, len(tokens) - 4)
-    assert cold.tokens == warm.tokens == restarted.tokens
-    assert cold.logits_digest == warm.logits_digest == restarted.logits_digest
+    answers = [cold, warm, loaded, restarted]
+    cached = len(tokens) - BLOCK_SIZE
+    assert [(each.hit_tokens, each.loaded_tokens) for each in answers] == [
+        (0, 0), (cached, 0), (cached, cached), (cached, 0)
+    ]  # fmt: skip
+    assert all(each.tokens == cold.tokens and each.logits_digest == cold.logits_digest for each in answers)
 
 
 def test_crowded_pool_answers_everyone_and_gives_everything_back(directory: Path) -> None:
-    """Requests that do not fit together wait or are preempted, each ends with its answer, and no slot stays held."""
+    """Requests that do not fit together are preempted and come back by loads; each ends with its answer, none stays."""
     requests = [GenerationRequest(prompt=prompt(20, seed=seed), max_tokens=24) for seed in range(4)]
     limits = Limits(chunk_tokens=16, step_tokens=48, running_max=4)
     with Engine(EngineSettings(model_dir=directory, run_dir=directory, replica="small", limits=limits)) as engine:
+        loaded_before = loaded_blocks(directory)
         together = engine.generate(requests)
+        assert loaded_blocks(directory) > loaded_before
         alone = [engine.generate([request])[0] for request in requests]
         check_quiet(directory, "small")
     assert [result.tokens for result in together] == [result.tokens for result in alone]
     assert all(len(result.tokens) == 24 for result in together)
+
+
+def loaded_blocks(directory: Path) -> int:
+    with Admin.connect(directory) as admin:
+        return admin.stats().counters.get("loaded_blocks", 0)

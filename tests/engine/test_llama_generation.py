@@ -10,6 +10,7 @@ pytest.importorskip("safetensors")
 
 from examples.llama_engine.config import Limits
 from examples.llama_engine.generation import GenerationRequest, GenerationResult
+from tests.engine.fake_host import FakeHost
 from tests.engine.fakes import FakeClient
 from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, ThreadedShards, generate, layout_of, prompt
 
@@ -103,3 +104,53 @@ def test_a_pool_too_small_for_all_gives_the_same_answers_later() -> None:
     for left, right in zip(crowded, roomy, strict=True):
         assert_close(left, right)
     tight.check_all_returned()
+
+
+def hosted(shards: int = 1, slots: int = 24) -> tuple[FakeClient, ThreadedShards]:
+    """A pool that holds little more than one prompt, and a host pool for the rest."""
+    host = FakeHost()
+    return FakeClient(layout_of(TINY, shards), slots, host), ThreadedShards(shards=shards, slots=slots, host=host)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_each_layer_is_waited_for_before_it_is_read(shards: int) -> None:
+    """A hit that arrives from the host pool layer by layer gives the cold run's logits, bit for bit, on all shards."""
+    client, runner = hosted(shards)
+    tokens = prompt(3 * LIMITS.chunk_tokens + 1)
+    (cold,) = generate(client, runner, [request(tokens)])
+    generate(client, runner, [request(prompt(93, seed=1), max_tokens=1)])
+    (warm,) = generate(client, runner, [request(tokens)])
+    assert (warm.hit_tokens, warm.loaded_tokens) == (48, 48)
+    assert_bit_identical(cold, warm)
+    layers = [(0, layer) for layer in range(TINY.num_hidden_layers)]
+    for shard in range(shards):
+        assert [(0, layer) for each, _, layer in client.host.waits if each == shard] == layers
+
+
+@pytest.mark.parametrize("arriving", [0, 4, 8])
+def test_load_that_fails_on_the_way_changes_no_answer(arriving: int) -> None:
+    """Whatever part of a load arrives, the request and its neighbour in the batch answer as they do cold."""
+    client, runner = hosted(shards=2)
+    tokens = prompt(3 * LIMITS.chunk_tokens + 1)
+    neighbour = request(prompt(10, seed=2))
+    (cold,) = generate(client, runner, [request(tokens)])
+    generate(client, runner, [request(prompt(93, seed=1), max_tokens=1)])
+    client.host.fails[1] = arriving
+    warm, beside = generate(client, runner, [request(tokens), neighbour])
+    (alone,) = generate(client_for(2), ThreadedShards(shards=2), [neighbour])
+    assert (warm.hit_tokens, warm.loaded_tokens) == (4 * arriving, 4 * arriving)
+    assert_close(warm, cold)
+    assert_close(beside, alone)
+    client.check_all_returned()
+
+
+def test_preempted_requests_come_back_from_the_host_pool() -> None:
+    """Under pressure, with blocks going to the host pool and back, every answer is what it is with room for all."""
+    requests = [request(prompt(20, seed=seed), max_tokens=24) for seed in range(4)]
+    client, runner = hosted(slots=16)
+    crowded = generate(client, runner, requests)
+    roomy = generate(client_for(), ThreadedShards(), requests)
+    assert client.host.loads
+    for left, right in zip(crowded, roomy, strict=True):
+        assert_close(left, right)
+    client.check_all_returned()

@@ -22,6 +22,10 @@ from examples.llama_engine.weights import head_range, load_weights, random_sourc
 from tests.engine.tiny_llama import TINY, layout_of, prompt
 
 
+def at_once(item: int, layer: int) -> None:
+    """Nothing is loading."""
+
+
 class ContiguousAttention:
     """Attention over one request whose rows are all in this call: softmax written out, no pages."""
 
@@ -67,7 +71,7 @@ def test_paged_attention_equals_contiguous_attention(order: str) -> None:
     pool = [(torch.full((16, 4, 2, 16), float("nan")), torch.full((16, 4, 2, 16), float("nan")))]
     parts = []
     for start, end in ((0, split), (split, length)):
-        attend = PagedAttention(pool, [PagedRows(0, torch.arange(start, end), table)])
+        attend = PagedAttention(pool, [PagedRows(0, torch.arange(start, end), table)], at_once)
         parts.append(attend(0, q[start:end], k[start:end], v[start:end]))
     torch.testing.assert_close(torch.cat(parts), ContiguousAttention()(0, q, k, v), rtol=1e-5, atol=1e-5)
 
@@ -80,7 +84,7 @@ def test_paged_attention_keeps_the_requests_of_a_step_apart() -> None:
     requests = [
         PagedRows(0, torch.arange(5), torch.tensor([6, 1])), PagedRows(5, torch.arange(7), torch.tensor([0, 5]))
     ]  # fmt: skip
-    together = PagedAttention(pool, requests)(0, q, k, v)
+    together = PagedAttention(pool, requests, at_once)(0, q, k, v)
     alone = ContiguousAttention()
     expected = torch.cat([alone(0, q[:5], k[:5], v[:5]), alone(0, q[5:], k[5:], v[5:])])
     torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)

@@ -13,6 +13,7 @@ from examples.llama_engine.messages import Sample, Step, StepDone
 from examples.llama_engine.scheduler import Scheduler
 from kvcached_client import Client
 from kvcached_client.layout import KvGroup, Layout
+from tests.engine.fake_host import FakeHost
 from tests.engine.fakes import FakeClient
 
 LAYOUT = Layout(
@@ -25,6 +26,8 @@ class CountingRunner:
 
     def __init__(self) -> None:
         self.steps: list[list[tuple[int, int]]] = []  # per item: [start, end)
+        self.loads: list[list[int]] = []  # per item: tickets
+        self.unread: list[int] = []  # of the next step
 
     def run(self, step: Step) -> StepDone:
         rows = [(item.start, item.start + len(item.tokens) // 4) for item in step.items]
@@ -33,7 +36,10 @@ class CountingRunner:
         written = np.concatenate([table[start // 4 :] for table, (start, _) in zip(tables, rows, strict=True)])
         assert len(set(written.tolist())) == len(written)
         self.steps.append(rows)
-        return StepDone([Sample(end) for item, (_, end) in zip(step.items, rows, strict=True) if item.sample])
+        self.loads.append([len(item.loads) for item in step.items])
+        unread, self.unread = self.unread, []
+        samples = [Sample(end) for item, (_, end) in zip(step.items, rows, strict=True) if item.sample]
+        return StepDone(samples, unread)
 
 
 def drain(scheduler: Scheduler) -> list[GenerationResult]:
@@ -44,8 +50,8 @@ def drain(scheduler: Scheduler) -> list[GenerationResult]:
     return results
 
 
-def start(slots: int = 64, **limits: int) -> tuple[FakeClient, CountingRunner, Scheduler]:
-    client, runner = FakeClient(LAYOUT, slots), CountingRunner()
+def start(slots: int = 64, host: FakeHost | None = None, **limits: int) -> tuple[FakeClient, CountingRunner, Scheduler]:
+    client, runner = FakeClient(LAYOUT, slots, host), CountingRunner()
     chosen = Limits(**{"chunk_tokens": 8, "step_tokens": 16, "running_max": 4, **limits})
     return client, runner, Scheduler(cast("Client", client), runner, chosen)
 
@@ -175,3 +181,133 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
         GenerationRequest(prompt=[1], max_tokens=0)
     with pytest.raises(ValueError, match="step_tokens"):
         Limits(chunk_tokens=64, step_tokens=64)
+
+
+def hosted(slots: int = 6, **limits: int) -> tuple[FakeClient, CountingRunner, Scheduler]:
+    """A scheduler over a small pool whose evicted blocks go to a host pool."""
+    return start(slots, FakeHost(), **limits)
+
+
+def push_out(client: FakeClient) -> None:
+    """Take every slot that is not held, so that all cached blocks are in the host pool alone."""
+    slots = client.take(len(client.free) + len(client.cached))
+    client.free += slots
+
+
+def test_first_rows_are_computed_in_the_step_that_waits_for_the_hit() -> None:
+    """A request whose hit is loading is computed at once with its tickets; no commit goes out before the load's end."""
+    client, runner, scheduler = hosted()
+    scheduler.submit(request(9, max_tokens=1))
+    (cold,) = drain(scheduler)
+    push_out(client)
+    scheduler.submit(request(9, max_tokens=2))
+    runner.steps.clear()
+    client.calls.clear()
+    (warm,) = drain(scheduler)
+    assert (cold.hit_tokens, cold.loaded_tokens) == (0, 0)
+    assert (warm.hit_tokens, warm.loaded_tokens) == (8, 8)
+    assert runner.steps == [[(8, 9)], [(9, 10)]]
+    assert runner.loads == [[0], [0], [1], [0]]
+    assert client.calls == ["acquire request-2", "load request-2", "release request-2"]
+    client.check_all_returned()
+
+
+def test_hit_partly_on_the_device_counts_what_was_loaded() -> None:
+    """Of a hit that is half here and half in the host pool only the latter counts as loaded."""
+    client, _, scheduler = hosted(8)
+    scheduler.submit(request(17, max_tokens=1))
+    drain(scheduler)
+    client.free += client.take(len(client.free) + 2)  # the last two blocks go to the host pool
+    scheduler.submit(request(17, max_tokens=1))
+    (warm,) = drain(scheduler)
+    assert (warm.hit_tokens, warm.loaded_tokens) == (16, 8)
+    client.check_all_returned()
+
+
+@pytest.mark.parametrize("arriving", [0, 1])
+def test_shorter_hit_discards_the_rows_and_computes_them_again(arriving: int) -> None:
+    """Where a load failed, the token that came of it is not taken, and the request continues from the hit it has."""
+    client, runner, scheduler = hosted()
+    scheduler.submit(request(9, max_tokens=1))
+    drain(scheduler)
+    push_out(client)
+    client.host.fails[1] = arriving
+    runner.steps.clear()
+    scheduler.submit(request(9, max_tokens=2))
+    scheduler.submit(request(3, first=100, max_tokens=1))
+    results = {result.name: result for result in drain(scheduler)}
+    start = 4 * arriving
+    assert runner.steps == [[(8, 9), (0, 3)], [(start, 8)], [(8, 9)], [(9, 10)]]
+    assert results["request-2"].tokens == [9, 10]
+    assert (results["request-2"].hit_tokens, results["request-2"].loaded_tokens) == (start, start)
+    assert results["request-3"].tokens == [3]
+    client.check_all_returned()
+
+
+def test_rows_that_a_shard_computed_without_the_load_are_discarded() -> None:
+    """An item that a shard names unread is computed again, even where the hit is as long as it was."""
+    client, runner, scheduler = hosted()
+    scheduler.submit(request(9, max_tokens=1))
+    drain(scheduler)
+    push_out(client)
+    runner.steps.clear()
+    runner.unread = [0]
+    scheduler.submit(request(9, max_tokens=2))
+    (result,) = drain(scheduler)
+    assert runner.steps == [[(8, 9)], [(8, 9)], [(9, 10)]]
+    assert (result.tokens, result.hit_tokens) == ([9, 10], 8)
+    client.check_all_returned()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_no_slots_for_what_did_not_arrive_puts_the_request_back(others: int) -> None:
+    """A request without slots for what failed to load asks again, when somebody has ended or at once if it is alone."""
+    client, _, scheduler = hosted(8)
+    scheduler.submit(request(9, max_tokens=1))
+    drain(scheduler)
+    push_out(client)
+    client.host.fails[1] = 1
+    client.full_at_wait = True
+    client.calls.clear()
+    scheduler.submit(request(9, max_tokens=2))
+    if others:
+        scheduler.submit(request(3, first=100, max_tokens=3))
+    results = {result.name: result for result in drain(scheduler)}
+    assert results["request-2"].tokens == [9, 10]
+    again = client.calls.index("acquire request-2", client.calls.index("load request-2"))
+    assert client.calls.index("release request-2") < again
+    assert ("release request-3" in client.calls[:again]) == bool(others)
+    client.check_all_returned()
+
+
+def test_request_that_is_preempted_while_it_loads_releases_and_loads_again() -> None:
+    """A loading request whose slots somebody needs commits nothing, and finds its blocks again later."""
+    client, _, scheduler = hosted(5)
+    scheduler.submit(request(9, max_tokens=1))
+    drain(scheduler)
+    push_out(client)
+    scheduler.submit(request(8, first=100, max_tokens=3))
+    scheduler.step()
+    scheduler.submit(request(9, max_tokens=1))
+    client.calls.clear()
+    scheduler.step()  # request-2 grows into a third block, and request-3 has the last ones
+    assert client.calls == ["acquire request-3", "allocate request-2 9", "release request-3", "allocate request-2 9"]
+    results = {result.name: result for result in drain(scheduler)}
+    assert results["request-2"].tokens == [8, 9, 10]
+    assert (results["request-3"].tokens, results["request-3"].hit_tokens) == ([9], 8)
+    client.check_all_returned()
+
+
+def test_loads_are_joined() -> None:
+    """Two requests that want the same blocks of the host pool wait for the same load, in one step."""
+    client, runner, scheduler = hosted(8)
+    scheduler.submit(request(9, max_tokens=1))
+    drain(scheduler)
+    push_out(client)
+    runner.loads.clear()
+    scheduler.submit(request(9, max_tokens=1))
+    scheduler.submit(request(10, max_tokens=1))
+    results = drain(scheduler)
+    assert [result.loaded_tokens for result in results] == [8, 8]
+    assert (runner.loads, len(client.host.loads)) == ([[1, 1]], 1)
+    client.check_all_returned()

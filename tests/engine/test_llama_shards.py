@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -22,9 +23,11 @@ from examples.llama_engine.generation import GenerationRequest
 from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Sample, Step, StepDone, StepItem
 from examples.llama_engine.shard_group import ShardDied, ShardGroup
 from kvcached_client.attach import SessionGrant
+from kvcached_client.progress import STATE_DONE, STATE_FAILED
+from kvcached_client.protocol import LoadTicket
 from tests.engine.fake_attach import FakeAttachServer
 from tests.engine.fakes import FakeClient
-from tests.engine.tiny_llama import TINY, ThreadedShards, generate, layout_of, prompt
+from tests.engine.tiny_llama import BLOCK_SIZE, TINY, ThreadedShards, generate, layout_of, prompt
 
 
 @pytest.fixture
@@ -104,6 +107,37 @@ def test_processes_compute_what_threads_compute_and_a_death_is_noticed(
             generate(client, group, [request])
     finally:
         group.close()
+
+
+def test_load_that_one_shard_lacks_is_told_and_the_group_goes_on(
+    model_dir: Path, attach_server: FakeAttachServer
+) -> None:
+    """A load that failed on one of two shards makes its item unread; the item beside it and the next step are right."""
+    group = ShardGroup(EngineSettings(model_dir=model_dir, tp=2, seed=3), attach_server.grant)
+    done, failed = LoadTicket(transfer=5, progress=0), LoadTicket(transfer=6, progress=31)
+    for shard in range(2):
+        attach_server.tell(shard, done, STATE_DONE)
+        attach_server.tell(shard, failed, STATE_FAILED if shard else STATE_DONE)
+    try:
+        first, second = (step_item(slot, loads=loads) for slot, loads in ((0, (done,)), (8, (failed,))))
+        both = group.run(Step([first, second]))
+        again = group.run(Step([first, step_item(8)]))
+    finally:
+        group.close()
+    assert (both.unread, again.unread) == ([1], [])
+    assert [sample.token for sample in both.samples] == [sample.token for sample in again.samples]
+
+
+def step_item(slot: int, loads: tuple[LoadTicket, ...] = ()) -> StepItem:
+    """Six rows of a prompt after two blocks that were read; `slot` is the first of four."""
+    return StepItem(
+        tokens=np.asarray(prompt(6, seed=slot), dtype=np.int32).tobytes(),
+        start=2 * BLOCK_SIZE,
+        block_table=np.arange(slot, slot + 4, dtype=np.int32).tobytes(),
+        sample=True,
+        logits=False,
+        loads=loads,
+    )
 
 
 def test_shards_end_when_the_scheduler_dies(model_dir: Path, attach_server: FakeAttachServer) -> None:

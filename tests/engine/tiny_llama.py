@@ -16,10 +16,12 @@ from examples.llama_engine.messages import Step, StepDone
 from examples.llama_engine.model import Llama
 from examples.llama_engine.scheduler import Scheduler, StepRunner
 from examples.llama_engine.shard import ShardExecutor
+from examples.llama_engine.shard_group import join_answers
 from examples.llama_engine.weights import load_weights, random_source
 from kvcached_client import Client
 from kvcached_client.layout import Layout, layout_from_model_config
 from kvcached_client.tensors import layer_tensors
+from tests.engine.fake_host import FakeHost
 from tests.engine.fakes import FakeClient, fake_pool
 
 TINY = LlamaConfig(
@@ -63,24 +65,34 @@ class ThreadedAllReduce:
 class ThreadedShards:
     """`ShardGroup` without processes: the same executors over fake pools."""
 
-    def __init__(self, config: LlamaConfig = TINY, *, slots: int = 256, shards: int = 1, seed: int = 3) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig = TINY,
+        *,
+        slots: int = 256,
+        shards: int = 1,
+        seed: int = 3,
+        host: FakeHost | None = None,
+    ) -> None:
         torch.set_num_threads(1)
         reduce = ThreadedAllReduce(shards)
         self._threads = ThreadPoolExecutor(shards)
         self._executors = []
-        for shard in range(shards):
-            pool = fake_pool(layout_of(config, shards), slots, shard)
+        host = host or FakeHost()
+        host.pools = [fake_pool(layout_of(config, shards), slots, shard) for shard in range(shards)]
+        for shard, pool in enumerate(host.pools):
             layers = [layer_tensors(pool, layer) for layer in range(config.num_hidden_layers)]
             weights = load_weights(config, random_source(seed), shard, shards)
             model = Llama(config, weights, lambda tensor, shard=shard: reduce(shard, tensor))  # type: ignore[misc]
             self._executors.append(
-                ShardExecutor(model, cast("list[tuple[Tensor, Tensor]]", layers), samples=shard == 0)
+                ShardExecutor(
+                    model, cast("list[tuple[Tensor, Tensor]]", layers), host.waiter(shard), samples=shard == 0
+                )
             )
 
     def run(self, step: Step) -> StepDone:
         """Run a step on every shard."""
-        done = list(self._threads.map(ShardExecutor.run, self._executors, [step] * len(self._executors)))
-        return done[0]
+        return join_answers(list(self._threads.map(ShardExecutor.run, self._executors, [step] * len(self._executors))))
 
 
 def generate(

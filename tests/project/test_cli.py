@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 import pytest
@@ -13,16 +13,21 @@ from click.testing import CliRunner, Result
 import kvcached_client
 from kvcached import VERSION
 from kvcached.cli import ExitCode, main
-from kvcached_client import DaemonFailure, DaemonUnreachable, DeadlineExceeded, ErrorCode
+from kvcached_client import DaemonFailure, DaemonUnreachable, DeadlineExceeded, ErrorCode, Refused
 from kvcached_client.layout import KvGroup, Layout
 from kvcached_client.protocol import (
+    BlockPlace,
     CheckReport,
     Description,
     HealthPart,
     HealthReport,
+    HostStats,
+    InspectReport,
     PoolStats,
     ReplicaInfo,
     StatsReport,
+    TreeNode,
+    TreeReport,
 )
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
@@ -53,6 +58,16 @@ REPLIES: dict[str, Any] = {
                 healthy=True,
             ),
         ),
+        hosts=(
+            HostStats(
+                namespace="0123456789abcdef",
+                replicas=("default", "second"),
+                slots=682,
+                slabs=1,
+                states={"free": 300, "cached": 41, "filling": 0, "absent": 341},
+            ),
+        ),
+        transfers={"queued_loads": 0, "running_stores": 2},
         counters={"requests": 4},
     ),
     "describe": Description(
@@ -76,13 +91,56 @@ REPLIES: dict[str, Any] = {
         ),
         limits={"header_bytes": 16384},
     ),
+    "inspect": InspectReport(
+        id=1,
+        found=True,
+        namespace="0123456789abcdef",
+        depth=6,
+        run_start=4,
+        run_blocks=12,
+        parent=bytes(range(16)),
+        children=2,
+        places=(BlockPlace(tier="default", slot=7, state="cached"), BlockPlace(tier="host", slot=9, state="filling")),
+        leases=("request-1",),
+        transfers=("store 3 of replica default, running",),
+    ),
 }
+KEY = "0f" * 16
+ARGUMENTS = {"inspect": [KEY]}
+
+
+def tree_node(level: int, start: int, blocks: int, **fields: Any) -> TreeNode:
+    """A run that replica a holds whole."""
+    defaults = {"tiers": {"a": blocks}, "loading": 0, "pins": 0, "children": 0, "hidden": 0}
+    return TreeNode(level=level, key=bytes([level]) * 16, start=start, blocks=blocks, **{**defaults, **fields})
+
+
+TREE = (
+    TreeReport(id=1, runs=9, blocks=1234, shown=4),
+    [
+        TreeNode(
+            level=0,
+            key=b"n" * 32,
+            start=0,
+            blocks=0,
+            tiers={"a": 0, "host": 0},
+            loading=0,
+            pins=0,
+            children=1,
+            hidden=0,
+        ),
+        tree_node(1, 0, 740, children=7, hidden=5, tiers={"a": 740, "host": 738}),
+        tree_node(2, 740, 12, tiers={"a": 4, "host": 12}, loading=3, pins=2),
+        tree_node(2, 740, 460, tiers={"host": 460}),
+    ],
+)
 
 
 class FakeAdmin:
     """An `Admin` that answers every question with `reply`, or raises it."""
 
     reply: Any = None
+    asked: ClassVar[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
 
     @classmethod
     def connect(cls, run_dir: Path | None, *, deadline_ms: int) -> FakeAdmin:
@@ -94,7 +152,8 @@ class FakeAdmin:
     def __exit__(self, *_: object) -> None: ...
 
     def __getattr__(self, _: str) -> Any:
-        def answer() -> Any:
+        def answer(*arguments: Any, **options: Any) -> Any:
+            self.asked.append((arguments, options))
             if isinstance(self.reply, Exception):
                 raise self.reply
             return self.reply
@@ -106,6 +165,7 @@ class FakeAdmin:
 def fake_admin(monkeypatch: pytest.MonkeyPatch) -> type[FakeAdmin]:
     """Put `FakeAdmin` in the client's place."""
     monkeypatch.setattr(kvcached_client, "Admin", FakeAdmin)
+    monkeypatch.setattr(FakeAdmin, "asked", [])
     return FakeAdmin
 
 
@@ -118,7 +178,7 @@ def test_cli_prints_a_reply_as_json(command: str, fake_admin: type[FakeAdmin]) -
     """With --json a command prints one JSON document on stdout, the reply without its transport fields."""
     fake_admin.reply = REPLIES[command]
 
-    result = run(command, "--json")
+    result = run(command, *ARGUMENTS.get(command, []), "--json")
 
     printed = json.loads(result.stdout)
     assert result.exit_code == ExitCode.OK
@@ -131,6 +191,9 @@ def test_cli_prints_a_reply_as_json(command: str, fake_admin: type[FakeAdmin]) -
         ("health", ["ok    default/acquire"]),
         ("check", ["no violations"]),
         ("stats", ["cached blocks: 3\n", "replica default\n", "session:   1\n", "free:      5\n", "requests: 4\n"]),
+        ("stats", ["host pool of default, second\n", "absent:    341\n", "running stores: 2\n"]),
+        ("inspect", ["block:           6 of its chain, in the run [4, 16)\n", "copy in host:    slot 9, filling\n"]),
+        ("inspect", [f"block before:    {bytes(range(16)).hex()}\n", "  request-1\n", "  store 3 of replica default"]),
         ("describe", [f"version:      {VERSION}", LAYOUT.fingerprint(), "header_bytes: 16384\n"]),
     ],
 )
@@ -138,7 +201,7 @@ def test_cli_prints_a_reply_for_people(command: str, expected: list[str], fake_a
     """Without --json a command prints the same for people."""
     fake_admin.reply = REPLIES[command]
 
-    result = run(command)
+    result = run(command, *ARGUMENTS.get(command, []))
 
     assert [text for text in expected if text not in result.stdout] == []
 
@@ -200,6 +263,7 @@ def test_cli_exit_code_tells_that_something_is_wrong(
         (DaemonUnreachable("nothing there"), ExitCode.UNREACHABLE),
         (DeadlineExceeded("too late"), ExitCode.UNREACHABLE),
         (DaemonFailure(ErrorCode.INTERNAL, "oops", "see the log"), ExitCode.UNHEALTHY),
+        (Refused(ErrorCode.UNKNOWN_REPLICA, "there is no replica 'x'", "configured are: a"), ExitCode.USAGE),
     ],
 )
 def test_cli_exit_code_tells_errors_apart(error: Exception, code: ExitCode, fake_admin: type[FakeAdmin]) -> None:
@@ -210,6 +274,92 @@ def test_cli_exit_code_tells_errors_apart(error: Exception, code: ExitCode, fake
 
     assert (result.exit_code, result.stdout) == (code, "")
     assert str(error) in result.stderr
+
+
+def test_cli_tree_is_a_line_for_each_run(fake_admin: type[FakeAdmin]) -> None:
+    """Runs hang on the run that they continue; coverage, loads and pins are named, and what is left out is counted."""
+    fake_admin.reply = TREE
+
+    result = run("tree", "--replica", "a", "--levels", "2", "--children", "2")
+
+    assert fake_admin.asked == [(("a",), {"levels": 2, "children": 2})]
+    assert [line.strip(" │├└─┣┗━┃") for line in result.stdout.splitlines()] == [
+        "namespace 6e6e6e6e6e6e6e6e: a, host",
+        f"[0, 740)  a 740/740  host 738/740  {'01' * 16}",
+        f"[740, 752)  a 4/12  host 12/12  loading 3  pins 2  {'02' * 16}",
+        f"[740, 1200)  host 460/460  {'02' * 16}",
+        "+ 5 more",
+        "1234 blocks in 9 runs",
+    ]
+    indents = [len(line) - len(line.lstrip(" │├└─┣┗━┃")) for line in result.stdout.splitlines()]
+    assert indents == [0, 4, 8, 8, 8, 0]
+
+
+def test_cli_tree_as_json_has_keys_in_hex(fake_admin: type[FakeAdmin]) -> None:
+    """With --json the report and its nodes are one document, nodes in preorder."""
+    fake_admin.reply = TREE
+
+    printed = json.loads(run("tree", "--json").stdout)
+
+    assert fake_admin.asked == [(("",), {"levels": 8, "children": 8})]
+    assert (printed["runs"], printed["blocks"], printed["shown"], "id" in printed) == (9, 1234, 4, False)
+    assert [node["level"] for node in printed["nodes"]] == [0, 1, 2, 2]
+    assert printed["nodes"][2] == {
+        "level": 2,
+        "key": "02" * 16,
+        "start": 740,
+        "blocks": 12,
+        "tiers": {"a": 4, "host": 12},
+        "loading": 3,
+        "pins": 2,
+        "children": 0,
+        "hidden": 0,
+    }
+
+
+def test_cli_inspect_asks_for_the_bytes_of_the_key(fake_admin: type[FakeAdmin]) -> None:
+    """The hex digits of a key, in either case, become its bytes; in JSON a key is hex digits again."""
+    fake_admin.reply = REPLIES["inspect"]
+
+    printed = json.loads(run("inspect", KEY.upper(), "--json").stdout)
+
+    assert fake_admin.asked == [((bytes.fromhex(KEY),), {})]
+    assert printed["parent"] == bytes(range(16)).hex()
+    assert printed["places"][1] == {"tier": "host", "slot": 9, "state": "filling"}
+
+
+def test_cli_inspect_of_an_unknown_block_says_so(fake_admin: type[FakeAdmin]) -> None:
+    """A block that is not cached is an answer, not an error."""
+    fake_admin.reply = InspectReport(id=1, found=False)
+
+    result = run("inspect", KEY)
+
+    assert (result.exit_code, result.stdout) == (ExitCode.OK, "no copy of this block is in the index\n")
+
+
+def test_cli_capacity_needs_no_daemon() -> None:
+    """Capacity is worked out from the file: both pools, all shards, and what a slab holds."""
+    path = str(ROOT / "configs/cpu-host.toml")
+
+    printed = json.loads(run("capacity", "--config", path, "--json").stdout)
+    text = run("capacity", "--config", path).stdout
+
+    first, second = printed["replicas"]
+    assert (first["replica"], second["replica"], first["namespace"]) == ("a", "b", second["namespace"])
+    assert (first["bytes_per_block"], first["device_slots"], first["device_tokens"]) == (196608, 256, 4096)
+    assert (first["host_slots_per_slab"], first["host_slots"], first["host_tokens"]) == (341, 4 * 341, 4 * 341 * 16)
+    assert (printed["host_bytes"], printed["device_bytes"]) == (256 << 20, 2 * 256 * 196608)
+    assert printed["total_bytes"] == printed["host_bytes"] + printed["device_bytes"]
+    assert "host slots per slab: 341\n" in text
+
+
+def test_cli_capacity_counts_all_shards_and_no_host_tier() -> None:
+    """A block is as large as its parts on all shards; without a host tier there is no room in it."""
+    printed = json.loads(run("capacity", "--config", GOOD, "--json").stdout)
+
+    (replica,) = printed["replicas"]
+    assert (replica["bytes_per_block"], replica["device_bytes"]) == (196608, 256 * 196608)
+    assert (replica["host_slots_per_slab"], printed["host_slabs"], printed["host_bytes"]) == (0, 0, 0)
 
 
 def test_cli_without_a_daemon_is_unreachable(tmp_path: Path) -> None:
@@ -234,6 +384,14 @@ def test_cli_with_an_impossible_run_dir_is_wrong_usage() -> None:
         ["check-config", "--config", GOOD, "--log-level", "loud"],
         ["health", "--deadline-ms", "0"],
         ["demo", "--tp", "3"],
+        ["tree", "--levels", "65"],
+        ["tree", "--children", "0"],
+        ["inspect"],
+        ["inspect", "0f0f"],
+        ["inspect", "0x" + "0f" * 15],
+        ["inspect", "g" * 32],
+        ["capacity"],
+        ["capacity", "--config", "/no/such/file.toml"],
     ],
 )
 def test_cli_wrong_usage_exits_with_2(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

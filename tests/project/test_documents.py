@@ -4,11 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-from click.core import Group
+from click.core import Group, Option
 
 from kvcached.cli import ExitCode, main
+from kvcached.core.effects import TransferKind
 from kvcached.core.states import SlotState
-from kvcached_client.protocol import PoolStats
+from kvcached_client.protocol import HostStats, PoolStats
 from tests.project.source_tree import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -56,7 +57,7 @@ def test_cli_document_lists_the_options() -> None:
     rows = {row[0]: row[1:] for row in tables(ROOT / "docs/cli.md") if row[0].startswith("--")}
     options: dict[str, set[str]] = {}
     for name, command in main.commands.items():
-        for parameter in command.params:
+        for parameter in (each for each in command.params if isinstance(each, Option)):
             options.setdefault(parameter.opts[0], set()).add(name)
 
     assert {option: set(row[0].split(", ")) for option, row in rows.items()} == options
@@ -77,11 +78,12 @@ def test_cli_document_and_help_agree_on_exit_codes() -> None:
 
 
 def test_cli_document_explains_everything_that_stats_print() -> None:
-    """docs/cli.md explains each field of a pool, each state of a slot and each counter that the daemon keeps."""
+    """docs/cli.md explains each field of a pool and of the host pool, each state, and each counter that is kept."""
     explained = {name for row in tables(ROOT / "docs/cli.md") for name in row[0].split(", ")}
     sources = "".join(path.read_text() for path in (ROOT / "kvcached").rglob("*.py"))
     counters = set(re.findall(r'(?:counters\[|\bcount\()"(\w+)"', sources)) - {"errors_internal"}  # a code
-    fields = set(PoolStats.__struct_fields__) - {"replica", "states"}
+    fields = {*PoolStats.__struct_fields__, *HostStats.__struct_fields__} - {"replica", "states"}
+    fields |= {f"{state}_{kind}s" for state in ("queued", "running") for kind in TransferKind}
 
     assert counters
     assert (counters | fields | {state.name.lower() for state in SlotState}) - explained == set()

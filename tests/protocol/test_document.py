@@ -22,14 +22,24 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
 }
 NESTED: dict[str, type[msgspec.Struct]] = {
     kind.__name__: kind
-    for kind in (layout.Layout, layout.KvGroup, protocol.PoolStats, protocol.HealthPart, protocol.ReplicaInfo)
+    for kind in (
+        layout.Layout,
+        layout.KvGroup,
+        protocol.LoadTicket,
+        protocol.PoolStats,
+        protocol.HostStats,
+        protocol.HealthPart,
+        protocol.ReplicaInfo,
+        protocol.TreeNode,
+        protocol.BlockPlace,
+    )
 }
 STRUCTS = {**MESSAGES, **NESTED}
 LIMITS = [
     name
     for name in vars(protocol)
     if name.endswith("_MAX") and name.isupper() and not name.startswith("PROTOCOL_VERSION")
-] + ["TOKEN_SIZE_BYTES"]
+] + ["TOKEN_SIZE_BYTES", "PROGRESS_SLOTS"]
 
 
 def sections() -> dict[str, str]:

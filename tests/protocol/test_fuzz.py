@@ -13,20 +13,31 @@ from hypothesis import strategies as st
 
 from kvcached_client.attach_protocol import AttachReply, AttachRequest, decode_attach_reply, decode_attach_request
 from kvcached_client.errors import BadRequest, ErrorCode
-from kvcached_client.frames import REQUEST_FRAMES, check_frames
+from kvcached_client.frames import REPLY_FRAMES, REQUEST_FRAMES, check_frames, check_reply_frames
 from kvcached_client.protocol import (
     BLOCKS_PER_MESSAGE_MAX,
     FRAME_SIZE_BYTES_MAX,
     HEADER_SIZE_BYTES_MAX,
+    PROGRESS_SLOTS,
+    TREE_NODES_MAX,
+    Acquired,
     Commit,
+    Load,
+    Loaded,
     Match,
     Release,
     Reply,
     Request,
     Stats,
+    TreeNode,
+    TreeReport,
+    Vacancy,
+    Vacant,
     decode_reply,
     decode_request,
+    pack_tree_nodes,
     salvage_id,
+    unpack_tree_nodes,
 )
 
 GOLDEN: dict[str, list[str]] = json.loads(Path(__file__).with_name("golden.json").read_text())
@@ -210,6 +221,8 @@ RELEASE = Release(id=1, epoch=1, lease=1)
         (COMMIT, [KEY, bytes(8), bytes(3)], ErrorCode.BAD_FRAMES),
         (COMMIT, [KEY, bytes(8), bytes(4), b""], ErrorCode.BAD_FRAMES),
         (RELEASE, [KEY], ErrorCode.BAD_FRAMES),
+        (Load(id=1, epoch=1, lease=1), [b""], ErrorCode.BAD_FRAMES),
+        (Vacancy(id=1, epoch=1, blocks=1), [bytes(16)], ErrorCode.BAD_FRAMES),
         (Stats(id=1), [b""], ErrorCode.BAD_FRAMES),
     ],
 )
@@ -233,3 +246,93 @@ def test_any_frames_are_refused_or_fit(kind: type[Any], frames: list[bytes]) -> 
     least, most = REQUEST_FRAMES[kind]
     assert least <= len(frames) <= most
     assert all(len(frame) % unit == 0 for frame, unit in zip(frames, (16, 8, 4), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("reply", "frames"),
+    [
+        (Acquired(id=1, lease=1, hit=1, ready=1), [bytes(8)]),
+        (Acquired(id=1, lease=1, hit=1, ready=1), [bytes(8), bytes(9)]),
+        (Loaded(id=1, hit=1), []),
+        (Loaded(id=1, hit=1), [bytes(8), b""]),
+        (Loaded(id=1, hit=1), [bytes(7)]),
+        (Vacant(id=1, available=1), [b""]),
+        (TreeReport(id=1, runs=0, blocks=0, shown=0), []),
+    ],
+)
+def test_frames_that_do_not_fit_the_reply_are_refused(reply: Reply, frames: list[bytes]) -> None:
+    """A client takes no reply with too few, too many or ragged frames."""
+    with pytest.raises(BadRequest) as caught:
+        check_reply_frames(reply, frames)
+    assert caught.value.code == ErrorCode.BAD_FRAMES
+
+
+@given(st.sampled_from(sorted(HEADERS.keys() - REQUEST_HEADERS.keys())), st.lists(st.binary(max_size=17), max_size=4))
+def test_any_reply_frames_are_refused_or_fit(name: str, frames: list[bytes]) -> None:
+    """Frames pass only in the number of the reply, slots only as whole ranges, and a tree of any bytes."""
+    if name.startswith("attach"):
+        return
+    reply = decode_reply(HEADERS[name])
+    try:
+        check_reply_frames(reply, frames)
+    except BadRequest:
+        return
+    assert len(frames) == REPLY_FRAMES[type(reply)]
+    assert isinstance(reply, TreeReport) or all(len(frame) % 8 == 0 for frame in frames)
+
+
+TICKET = [300, 0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"loads": [TICKET] * (PROGRESS_SLOTS + 1)},
+        {"loads": [[300, PROGRESS_SLOTS]]},
+        {"loads": [[300, -1]]},
+        {"loads": [[1 << 63, 0]]},
+        {"loads": [[300]]},
+        {"loads": [[300, 0, 0]]},
+        {"loads": [{"transfer": 300, "progress": 0}]},
+        {"loads": TICKET},
+        {"ready": -1},
+        {"ready": None},
+    ],
+    ids=str,
+)
+def test_loads_out_of_their_limits_are_refused(fields: dict[str, Any]) -> None:
+    """A ticket names an entry that the progress page has, and there are no more of them than entries."""
+    granted = {"op": "acquired", "id": 3, "lease": 9, "hit": 2, "ready": 1, "loads": [TICKET] * PROGRESS_SLOTS}
+    assert isinstance(decode_reply(msgpack.packb(granted)), Acquired)
+    with pytest.raises(BadRequest):
+        decode_reply(msgpack.packb({**granted, **fields}))
+
+
+TREE = bytes.fromhex(GOLDEN["tree_report"][1])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_mutated_tree_frames_are_refused_or_nodes(data: st.DataObject) -> None:
+    """Whatever comes as the frame of a tree, it is nodes or one typed error."""
+    frame = bytearray(data.draw(st.sampled_from([b"", TREE])))
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(frame)))
+        length = data.draw(st.integers(0, 4))
+        frame[position : position + length] = data.draw(st.binary(max_size=4))
+    try:
+        nodes = unpack_tree_nodes(bytes(frame))
+    except BadRequest:
+        return
+    assert all(isinstance(node, TreeNode) for node in nodes)
+
+
+@pytest.mark.parametrize(("count", "tiers"), [(TREE_NODES_MAX + 1, 0), (TREE_NODES_MAX, 12)], ids=["nodes", "bytes"])
+def test_tree_that_fits_no_frame_is_refused(count: int, tiers: int) -> None:
+    """More nodes or bytes than a frame may have are an error that says what to ask for, not a dropped connection."""
+    names = {f"replica {number}".ljust(128): 1 for number in range(tiers)}
+    node = TreeNode(level=1, key=bytes(16), start=0, blocks=1, tiers=names, loading=0, pins=0, children=0, hidden=0)
+    assert unpack_tree_nodes(pack_tree_nodes([node] * 2000)) == [node] * 2000
+    with pytest.raises(BadRequest, match="fewer levels") as caught:
+        pack_tree_nodes([node] * count)
+    assert caught.value.code == ErrorCode.OVERSIZE

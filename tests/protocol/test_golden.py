@@ -35,6 +35,7 @@ from kvcached_client.protocol import (
     Alive,
     Allocate,
     Allocated,
+    BlockPlace,
     Bye,
     Check,
     CheckReport,
@@ -50,6 +51,12 @@ from kvcached_client.protocol import (
     HealthReport,
     Heartbeat,
     Hello,
+    HostStats,
+    Inspect,
+    InspectReport,
+    Load,
+    Loaded,
+    LoadTicket,
     Match,
     Matched,
     PoolStats,
@@ -60,10 +67,17 @@ from kvcached_client.protocol import (
     Request,
     Stats,
     StatsReport,
+    Tree,
+    TreeNode,
+    TreeReport,
+    Vacancy,
+    Vacant,
     Welcome,
     decode_reply,
     decode_request,
     encode,
+    pack_tree_nodes,
+    unpack_tree_nodes,
 )
 
 GOLDEN: dict[str, list[str]] = json.loads(Path(__file__).with_name("golden.json").read_text())
@@ -84,6 +98,20 @@ LAYOUT = Layout(
 )
 MEMBER, TOKEN, NAMESPACE = b"\x01" * 32, b"\x02" * 32, b"\x03" * 32
 BIG = (1 << 63) - 1
+NODES = [
+    TreeNode(level=0, key=NAMESPACE, start=0, blocks=0, tiers={}, loading=0, pins=0, children=1, hidden=0),
+    TreeNode(
+        level=1,
+        key=KEYS[:16],
+        start=0,
+        blocks=300,
+        tiers={"default": 200, "host": 300},
+        loading=40,
+        pins=2,
+        children=9,
+        hidden=1,
+    ),
+]
 
 REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
     "hello": (
@@ -107,12 +135,16 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
     "release": (Release(id=7, epoch=4, lease=9), []),
     "release-commit": (Release(id=8, epoch=4, lease=9, start=2, fence=8), [KEYS, SLOTS]),
     "release-one-way": (Release(id=9, epoch=4, lease=9, reply=False), []),
+    "load": (Load(id=15, epoch=4, lease=9), []),
+    "vacancy": (Vacancy(id=16, epoch=4, blocks=300), []),
     "heartbeat": (Heartbeat(id=10, session=BIG, token=TOKEN, fence=8), []),
     "bye": (Bye(id=11), []),
     "stats": (Stats(id=12), []),
     "health": (Health(id=13), []),
     "check": (Check(id=14), []),
     "describe": (Describe(id=BIG), []),
+    "tree": (Tree(id=17, replica="default", levels=2, children=3), []),
+    "inspect": (Inspect(id=18, key=KEYS[16:]), []),
 }
 
 REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
@@ -136,10 +168,16 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
         [],
     ),
     "matched": (Matched(id=2, device=2, host=1), []),
-    "acquired": (Acquired(id=3, lease=9, hit=2), [SLOTS, SLOTS]),
+    "acquired": (Acquired(id=3, lease=9, hit=2, ready=2), [SLOTS, SLOTS]),
+    "acquired-loading": (
+        Acquired(id=3, lease=9, hit=2, ready=1, loads=(LoadTicket(300, 0), LoadTicket(BIG, 31))),
+        [SLOTS, SLOTS],
+    ),
     "allocated": (Allocated(id=4, blocks=2), [SLOTS]),
     "committed": (Committed(id=5, depth=2, adopted=1, duplicates=1), []),
     "released": (Released(id=8, adopted=1, duplicates=1), []),
+    "loaded": (Loaded(id=15, hit=1), [SLOTS[:8]]),
+    "vacant": (Vacant(id=16, available=299), []),
     "alive": (Alive(id=10, epoch=4, generation=1), []),
     "goodbye": (Goodbye(id=11), []),
     "stats_report": (
@@ -162,6 +200,16 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
                     healthy=True,
                 ),
             ),
+            hosts=(
+                HostStats(
+                    namespace="0303030303030303",
+                    replicas=("default", "other"),
+                    slots=20,
+                    slabs=2,
+                    states={"free": 15, "cached": 5},
+                ),
+            ),
+            transfers={"store": 1, "load": 2},
             counters={"requests": 1},
         ),
         [],
@@ -195,6 +243,27 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
         ),
         [],
     ),
+    "tree_report": (TreeReport(id=17, runs=3, blocks=400, shown=2), [pack_tree_nodes(NODES)]),
+    "inspect_report": (
+        InspectReport(
+            id=18,
+            found=True,
+            namespace="0303030303030303",
+            depth=17,
+            run_start=16,
+            run_blocks=300,
+            parent=KEYS[:16],
+            children=2,
+            places=(
+                BlockPlace(tier="default", slot=40, state="filling"),
+                BlockPlace(tier="host", slot=70_000, state="cached"),
+            ),
+            leases=("req-1",),
+            transfers=("load 300",),
+        ),
+        [],
+    ),
+    "inspect_report-unknown": (InspectReport(id=18, found=False), []),
     "error": (
         ErrorReply(
             id=0, code=ErrorCode.OVERSIZE, fault=Fault.CALLER, message="header of 16385 bytes", fix="at most 16384"
@@ -278,3 +347,10 @@ def test_golden_header_is_plain_messagepack(name: str) -> None:
     assert read == plain(message)
     assert next(iter(read)) == "op"
     assert msgpack.packb(read) == header
+
+
+def test_golden_tree_frame_is_the_nodes() -> None:
+    """The stored frame of a tree is an array of arrays, which becomes the nodes again."""
+    frame = parts_of("tree_report")[1]
+    assert unpack_tree_nodes(frame) == NODES
+    assert msgpack.unpackb(frame)[0] == [0, NAMESPACE, 0, 0, {}, 0, 0, 1, 0]

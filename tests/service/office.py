@@ -7,13 +7,17 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvcached.core.cache import Cache, PoolSpec
-from kvcached.replica import Replica
-from kvcached.service import Answer, Service
+from kvcached.answers import Answer
+from kvcached.core.answers import PoolSpec
+from kvcached.core.cache import Cache
+from kvcached.core.effects import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
+from kvcached.core.states import SlotState
+from kvcached.replica import Replica, Settled
+from kvcached.service import Service
 from kvcached_client import protocol as wire
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.layout import KvGroup, Layout
-from kvcached_client.types import ShardIndex
+from kvcached_client.types import ShardIndex, TransferId
 
 LAYOUT = Layout(
     block_size=4, shards=2, groups=(KvGroup(layers=1, kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32"),)
@@ -41,15 +45,44 @@ class FakePeer:
 
 @dataclass
 class FakeWorkers:
-    """Workers that hold no memory; a probe fails if told to."""
+    """Workers that hold no memory and copy nothing; a probe fails if told to, a transfer ends when told to."""
 
     failure: str = ""
     answers: bool = True
     pending: list[asyncio.Future[None]] = field(default_factory=list)
     probes: list[tuple[int, int]] = field(default_factory=list)
+    transfers: dict[TransferId, tuple[StartTransfer, Settled]] = field(default_factory=dict)
+    hurried: list[HurryTransfer] = field(default_factory=list)
+    abandoned: list[AbandonLoad] = field(default_factory=list)
 
-    def memory_fd(self, shard: ShardIndex) -> int:
-        return 1000 + shard
+    def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
+        if self.failure:
+            raise request_error(ErrorCode.WORKER_LOST, self.failure, "see the log")
+        return (1000 + shard, 2000 + shard)
+
+    def start(self, transfer: StartTransfer, settled: Settled) -> None:
+        self.transfers[transfer.transfer] = (transfer, settled)
+
+    def hurry(self, transfer: HurryTransfer) -> None:
+        self.hurried.append(transfer)
+
+    def abandon(self, load: AbandonLoad) -> None:
+        self.abandoned.append(load)
+
+    def under_way(self, kind: TransferKind) -> list[TransferId]:
+        """Transfers that no shard is through with."""
+        return [number for number, (transfer, _) in self.transfers.items() if transfer.kind is kind]
+
+    def end(self, number: TransferId, error: str = "", corrupt: tuple[int, ...] = ()) -> None:
+        """Both shards are through with a transfer; the error, or the corrupt blocks, are the second one's."""
+        _, settled = self.transfers.pop(number)
+        settled(ShardIndex(0), "", ())
+        settled(ShardIndex(1), error, corrupt)
+
+    def end_all(self) -> None:
+        """Carry out whatever is ordered, and what is ordered then."""
+        while self.transfers:
+            self.end(next(iter(self.transfers)))
 
     def probe(self, first: int, second: int) -> asyncio.Future[None]:
         self.probes.append((first, second))
@@ -63,12 +96,20 @@ class FakeWorkers:
 
 
 class Office:
-    """One service, its cache, and a clock that stands still."""
+    """One service, its cache, and a clock that stands still. With `host_slabs`, a host pool of slabs of 8 blocks."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, host_slabs: int = 0) -> None:
         names = names or ("a",)
         self.workers = {name: FakeWorkers() for name in names}
-        self.cache = Cache([PoolSpec(name, b"n" * 32, 4, SLOTS) for name in names], epoch=EPOCH, session_ttl_ms=1000)
+        self.cache = Cache(
+            [
+                PoolSpec(name, b"n" * 32, 4, SLOTS, shards=LAYOUT.shards, host_slots_per_slab=8 if host_slabs else 0)
+                for name in names
+            ],
+            epoch=EPOCH,
+            session_ttl_ms=1000,
+            host_slabs=host_slabs,
+        )
         replicas = [
             Replica(
                 name=name,
@@ -99,6 +140,10 @@ class Office:
     def forget(self, peer: FakePeer) -> None:
         self.forgotten.append(peer)
 
+    def count(self, replica: str, state: SlotState) -> int:
+        """Slots of a replica's pool in a state."""
+        return self.cache.pools[replica].counts[state]
+
     def next_id(self) -> int:
         self._request += 1
         return self._request
@@ -110,6 +155,12 @@ class Office:
         (answer,) = answers
         assert answer.header.id == request.id
         return answer
+
+    def ask_late(self, request: wire.Request, *, peer: bytes = ONE) -> list[Answer]:
+        """The answers to a request that may come later; the list grows when they do."""
+        answers: list[Answer] = []
+        self.service.submit(peer, request, [], answers.append)
+        return answers
 
     def expect(self, kind: type[R], request: wire.Request, *frames: bytes, peer: bytes = ONE) -> R:
         """The answer's header, which must be of a type."""

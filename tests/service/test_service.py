@@ -7,10 +7,11 @@ from array import array
 
 import pytest
 
+from kvcached.answers import Answer
 from kvcached.core.events import Ticked, WorkerDied
 from kvcached.core.invariants import check
+from kvcached.core.states import SlotState
 from kvcached.health import HealthChecks
-from kvcached.service import Answer
 from kvcached_client import protocol as wire
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.types import SessionId, ShardIndex, pack_ranges, unpack_ranges
@@ -118,7 +119,7 @@ def test_bye_while_shards_live_frees_nothing_yet() -> None:
     office.ask(office.acquire(key_chain(4)), key_chain(4))
     office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
 
-    assert office.cache.pools["a"].counts == [SLOTS - 4, 0, 0, 0, 4]
+    assert office.count("a", SlotState.QUARANTINED) == 4
     assert office.forgotten == [scheduler]
     assert office.error(office.hello(FakePeer(3)), peer=TWO) is ErrorCode.POOL_BUSY
     shard.dead = True
@@ -134,13 +135,13 @@ def test_chosen_routing_id_opens_no_session() -> None:
 
 
 def test_shard_joins_with_the_session_token_only() -> None:
-    """The right token gets the shard's descriptor; a wrong one, an unknown session and a missing shard get none."""
+    """The right token gets the shard's descriptors; a wrong one, an unknown session and a missing shard get none."""
     office = Office()
     welcome = office.enter(FakePeer(1))
     session, shard = SessionId(welcome.session), ShardIndex(1)
 
-    joined, descriptor = office.service.join(FakePeer(2), session, welcome.token, shard)
-    assert (joined.shard, joined.pool_bytes, descriptor) == (1, LAYOUT.pool_bytes(SLOTS), 1001)
+    joined, descriptors = office.service.join(FakePeer(2), session, welcome.token, shard)
+    assert (joined.shard, joined.pool_bytes, descriptors) == (1, LAYOUT.pool_bytes(SLOTS), (1001, 2001))
     for wrong_session, token, wrong_shard, code in (
         (session, bytes(32), shard, "no_session"),
         (SessionId(99), welcome.token, shard, "no_session"),
@@ -159,7 +160,7 @@ def test_slots_wait_for_the_last_process_of_a_group() -> None:
     scheduler.dead = True
     office.service.peer_lost(scheduler)
 
-    assert office.cache.pools["a"].counts == [SLOTS - 4, 0, 0, 0, 4]
+    assert office.count("a", SlotState.QUARANTINED) == 4
     assert office.error(office.hello(FakePeer(3)), peer=TWO) is ErrorCode.POOL_BUSY
     shard.dead = True
     office.service.peer_lost(shard)
@@ -239,7 +240,7 @@ def test_kept_answers_are_bounded() -> None:
     for _ in range(40):
         office.store(key_chain(1))  # one acquire, one release
 
-    assert len(office.service._answers[SessionId(welcome.session)]) == 16
+    assert len(office.service._answers._of_session[SessionId(welcome.session)]) == 16
 
 
 def test_one_way_release_gets_no_reply_and_takes_effect() -> None:
@@ -265,7 +266,7 @@ def test_finish_message_commits_and_releases() -> None:
     done = office.expect(wire.Released, finish, key_chain(4), ranges)
 
     assert (done.adopted, done.duplicates) == (4, 0)
-    assert office.cache.pools["a"].counts == [SLOTS - 4, 0, 4, 0, 0]
+    assert (office.count("a", SlotState.FREE), office.count("a", SlotState.CACHED)) == (SLOTS - 4, 4)
 
 
 def test_answer_names_hit_slots_then_exclusive_ones() -> None:
@@ -425,7 +426,8 @@ def test_stats_add_up() -> None:
     report = office.expect(wire.StatsReport, wire.Stats(id=77), peer=b"cli")
 
     (pool,) = report.pools
-    assert pool.states == {"free": SLOTS - 6, "leased": 2, "cached": 4, "fenced": 0, "quarantined": 0}
+    assert pool.states == {"free": SLOTS - 6, "leased": 2, "cached": 4, "fenced": 0, "quarantined": 0, "filling": 0}
+    assert report.hosts == ()
     assert sum(pool.states.values()) == pool.slots
     assert (pool.leases, pool.evictable, report.counters["hit_blocks"]) == (1, 0, 4)
 

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from kvcached.worker.host_memory import HostMemory
+from kvcached.worker.restart import BackOff, ReplicaGroups
 from kvcached.worker.supervisor import ReplicaPool, WorkerGroup
 from kvcached_client.layout import KvGroup, Layout, PageOrder
 from kvcached_client.types import ShardIndex
 
+T = TypeVar("T")
 RunLoop = Callable[[Coroutine[Any, Any, None]], None]
 
 SLOTS = 16
+PATIENCE_S = 20
+NAMESPACE = bytes(range(32))
+#: Tests that restart workers do not wait for them longer than they must.
+SOON = {"first_s": 0.01, "longest_s": 0.04}
 
 
 def tiny_layout(order: PageOrder = "layer_first", shards: int = 1) -> Layout:
@@ -28,23 +36,62 @@ def tiny_layout(order: PageOrder = "layer_first", shards: int = 1) -> Layout:
     return Layout(block_size=4, shards=shards, groups=groups, order=order)
 
 
-def tiny_pool(shards: int = 1, *, order: PageOrder = "layer_first", ready_deadline_s: float = 20) -> ReplicaPool:
+def tiny_pool(
+    shards: int = 1,
+    *,
+    order: PageOrder = "layer_first",
+    ready_deadline_s: float = 20,
+    host: HostMemory | None = None,
+) -> ReplicaPool:
     """A replica with a pool of `SLOTS` tiny blocks per shard."""
-    return ReplicaPool("default", tiny_layout(order, shards), SLOTS, ready_deadline_s=ready_deadline_s)
+    layout = tiny_layout(order, shards)
+    return ReplicaPool("default", layout, SLOTS, NAMESPACE, host, ready_deadline_s=ready_deadline_s)
+
+
+class Told(list[T]):
+    """What was told, in order; its growth can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._grown = asyncio.Event()
+
+    def append(self, item: T) -> None:
+        super().append(item)
+        self._grown.set()
+
+    async def until(self, count: int) -> None:
+        """Wait for so many items, and no more."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self) < count:
+                self._grown.clear()
+                await self._grown.wait()
+        assert len(self) == count
 
 
 @dataclass
 class Losses:
-    """What a group told about its lost workers."""
+    """What a group told about its loss, which it may tell once."""
 
     reasons: dict[int, str] = field(default_factory=dict)
     happened: asyncio.Event = field(default_factory=asyncio.Event)
 
     def note(self, shard: ShardIndex, reason: str) -> None:
         """The group's `on_lost`."""
-        assert shard not in self.reasons
+        assert not self.reasons
         self.reasons[shard] = reason
         self.happened.set()
+
+
+class Story(Told[str]):
+    """What `ReplicaGroups` told, in order: "lost 1", "restored", and whatever a test adds."""
+
+    def note_lost(self, shard: ShardIndex, reason: str) -> None:
+        """The groups' `on_lost`."""
+        self.append(f"lost {shard}")
+
+    def note_restored(self) -> None:
+        """The groups' `on_restored`."""
+        self.append("restored")
 
 
 @asynccontextmanager
@@ -57,6 +104,25 @@ async def running(pool: ReplicaPool, run_dir: str) -> AsyncIterator[tuple[Worker
         yield group, losses
     finally:
         await group.stop()
+
+
+@asynccontextmanager
+async def kept_running(
+    pool: ReplicaPool, run_dir: str, back_off: BackOff | None = None
+) -> AsyncIterator[tuple[ReplicaGroups, Story]]:
+    """Groups of a replica, the first of them started, stopped at the end."""
+    story = Story()
+    groups = ReplicaGroups(pool, run_dir, story.note_lost, story.note_restored, back_off or BackOff(**SOON))
+    await groups.start()
+    try:
+        yield groups, story
+    finally:
+        await groups.stop()
+
+
+def odd_worker(how: str) -> tuple[str, ...]:
+    """The command of a worker that behaves in a way that `odd_worker.py` knows."""
+    return (sys.executable, str(Path(__file__).with_name("odd_worker.py")), how)
 
 
 def open_descriptors() -> int:
@@ -76,7 +142,7 @@ def process_exists(pid: int) -> bool:
 
 def mapped(group: WorkerGroup, pool: ReplicaPool, shard: int = 0) -> mmap.mmap:
     """A shard's memory, mapped as an engine would."""
-    return mmap.mmap(group.memory_fd(ShardIndex(shard)), pool.layout.pool_bytes(pool.slots))
+    return mmap.mmap(group.descriptors(ShardIndex(shard))[0], pool.layout.pool_bytes(pool.slots))
 
 
 def pages_of(layout: Layout, slots: int, slot: int) -> list[tuple[int, int]]:

@@ -1,24 +1,24 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import itertools
 import random
+from array import array
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+import xxhash
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcached.worker.copier import SlotRun, byte_runs, check_runs, merge_runs
+from kvcached.worker import batch_copy
+from kvcached.worker.copier import SlotRun, check_runs, first_blocks, merge_runs, plan_copies
 from kvcached.worker.copier_host import HostCopier
 from kvcached.worker.geometry import pool_geometry
-from kvcached.worker.memory import PoolMemory
-from kvcached_client.layout import Layout, PageOrder
-from tests.worker.groups import SLOTS, read_block, tiny_layout
+from kvcached_client.layout import PageOrder
+from tests.worker.groups import SLOTS, tiny_layout
+from tests.worker.host_rigs import BLOCK_BYTES, HOST, SHARD, SHARDS, HostRig, host_rig
 
-LAYER_FIRST = tiny_layout("layer_first")
-BLOCK_FIRST = tiny_layout("block_first")
 Ranges = list[tuple[int, int]]
 
 
@@ -36,21 +36,37 @@ def _cuts(draw: st.DrawFn, total: int) -> Ranges:
     return [(draw(st.integers(0, 50)), end - start) for start, end in zip(starts, ends, strict=True)]
 
 
+@st.composite
+def scattered_runs(draw: st.DrawFn) -> list[SlotRun]:
+    """Runs between the rig's pools, anywhere and in any order, no slot twice; runs may cross slabs."""
+    blocks = draw(st.integers(1, SLOTS))
+    device = draw(st.permutations(range(SLOTS)))[:blocks]
+    first = draw(st.integers(0, HOST.slots - blocks))
+    host = draw(st.one_of(st.just(list(range(first, first + blocks))), st.permutations(range(HOST.slots))))[:blocks]
+    if draw(st.booleans()):
+        device = sorted(device)
+    return merge_runs([(slot, 1) for slot in device], [(slot, 1) for slot in host])
+
+
 def expanded(ranges: Ranges) -> list[int]:
     return [slot for first, count in ranges for slot in range(first, first + count)]
 
 
+def pairs_of(runs: list[SlotRun]) -> list[tuple[int, int]]:
+    """(device slot, host slot) of every block."""
+    return [(run.device + index, run.host + index) for run in runs for index in range(run.slots)]
+
+
 @given(paired_ranges())
 def test_merge_runs_pairs_slots_in_order(ranges: tuple[Ranges, Ranges]) -> None:
-    """Merged runs pair the n-th source slot with the n-th target slot, and no two neighbours could be one."""
-    sources, targets = ranges
+    """Merged runs pair the n-th device slot with the n-th host slot, and no two neighbours could be one."""
+    device, host = ranges
 
-    runs = merge_runs(sources, targets)
+    runs = merge_runs(device, host)
 
-    assert [run.source + i for run in runs for i in range(run.slots)] == expanded(sources)
-    assert [run.target + i for run in runs for i in range(run.slots)] == expanded(targets)
+    assert pairs_of(runs) == list(zip(expanded(device), expanded(host), strict=True))
     for one, two in itertools.pairwise(runs):
-        assert (one.source + one.slots, one.target + one.slots) != (two.source, two.target)
+        assert (one.device + one.slots, one.host + one.slots) != (two.device, two.host)
 
 
 def test_merge_runs_joins_ranges_that_go_on() -> None:
@@ -59,117 +75,204 @@ def test_merge_runs_joins_ranges_that_go_on() -> None:
     assert merge_runs([(0, 5)], [(10, 2), (20, 3)]) == [SlotRun(0, 10, 2), SlotRun(2, 20, 3)]
 
 
-@pytest.mark.parametrize(("sources", "targets"), [([(0, 2)], [(5, 3)]), ([(0, 3)], [(5, 2)]), ([(0, 0)], [(5, 0)])])
-def test_merge_runs_refuses_ranges_that_do_not_pair(sources: Ranges, targets: Ranges) -> None:
+@pytest.mark.parametrize(("device", "host"), [([(0, 2)], [(5, 3)]), ([(0, 3)], [(5, 2)]), ([(0, 0)], [(5, 0)])])
+def test_merge_runs_refuses_ranges_that_do_not_pair(device: Ranges, host: Ranges) -> None:
     """Ranges with unequal totals or without slots are refused."""
     with pytest.raises(ValueError, match=r"slot"):
-        merge_runs(sources, targets)
+        merge_runs(device, host)
 
 
-@given(st.lists(st.builds(SlotRun, st.integers(-2, 20), st.integers(-2, 20), st.integers(1, 5)), max_size=5))
+@given(paired_ranges(), st.integers(0, 31))
+def test_first_blocks_are_the_first(ranges: tuple[Ranges, Ranges], blocks: int) -> None:
+    """The first blocks of some runs are their first pairs of slots, without empty runs."""
+    runs = merge_runs(*ranges)
+
+    kept = first_blocks(runs, blocks)
+
+    assert pairs_of(kept) == pairs_of(runs)[:blocks]
+    assert all(run.slots > 0 for run in kept)
+
+
+@given(st.lists(st.builds(SlotRun, st.integers(-2, 20), st.integers(-2, 30), st.integers(1, 5)), max_size=5))
 def test_check_runs_refuses_what_depends_on_order(runs: list[SlotRun]) -> None:
-    """Runs pass exactly when every slot is in the pool and no target is named twice or also a source."""
-    sources = [run.source + i for run in runs for i in range(run.slots)]
-    targets = [run.target + i for run in runs for i in range(run.slots)]
+    """Runs pass exactly when every slot is in its pool and none is named twice."""
+    device = [slot for slot, _ in pairs_of(runs)]
+    host = [slot for _, slot in pairs_of(runs)]
     fine = (
-        all(0 <= slot < SLOTS for slot in sources + targets)
-        and len(set(targets)) == len(targets)
-        and not set(sources) & set(targets)
+        all(0 <= slot < SLOTS for slot in device)
+        and all(0 <= slot < HOST.slots for slot in host)
+        and len(set(device)) == len(device)
+        and len(set(host)) == len(host)
     )
 
     if fine:
-        check_runs(runs, SLOTS)
+        check_runs(runs, SLOTS, HOST.slots)
     else:
         with pytest.raises(ValueError, match=r"slot"):
-            check_runs(runs, SLOTS)
+            check_runs(runs, SLOTS, HOST.slots)
 
 
-@pytest.mark.parametrize(("layout", "copies"), [(LAYER_FIRST, 5), (BLOCK_FIRST, 1)], ids=["layer_first", "block_first"])
-def test_byte_runs_are_few(layout: Layout, copies: int) -> None:
-    """A run of slots takes one copy per layer where layers are contiguous, and one in all where blocks are."""
-    runs = list(byte_runs(pool_geometry(layout, SLOTS), [SlotRun(0, 8, 4)]))
+@pytest.mark.parametrize(("order", "pieces"), [("layer_first", 5 * 9), ("block_first", 2)])
+def test_copies_are_few(order: PageOrder, pieces: int) -> None:
+    """Nine blocks across two slabs are two pieces where blocks are contiguous, and one per block and layer else."""
+    geometry = pool_geometry(tiny_layout(order, SHARDS), SLOTS)
 
-    assert len(runs) == copies
-    assert sum(run.size_bytes for run in runs) == 4 * layout.bytes_per_block()
+    strips = list(plan_copies(geometry, HOST, SHARD, [SlotRun(0, 5, 9)], to_host=True))
+
+    assert sum(len(strip.pieces) // 3 for strip in strips) == pieces
+    assert sum(sum(strip.pieces[2::3]) for strip in strips) == 9 * BLOCK_BYTES
+
+
+@pytest.fixture(params=["native", "ctypes"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to the same bytes; the native one only where it was built."""
+    if request.param == "ctypes":
+        monkeypatch.setattr(batch_copy, "native_copy_all", None)
+    elif batch_copy.native_copy_all is None:
+        pytest.skip("the native helper was not built: pip install -e ., with a C compiler")
 
 
 @pytest.fixture(params=["layer_first", "block_first"])
-def order(request: pytest.FixtureRequest) -> PageOrder:
-    chosen: PageOrder = request.param
-    return chosen
+def rig(request: pytest.FixtureRequest) -> Iterator[HostRig]:
+    with host_rig(request.param) as made:
+        yield made
 
 
-@pytest.fixture
-def memory(order: PageOrder) -> Iterator[PoolMemory]:
-    """A pool of random bytes."""
-    pool = PoolMemory("test", tiny_layout(order).pool_bytes(SLOTS))
-    ctypes.memmove(pool.address, random.Random(1).randbytes(pool.size_bytes), pool.size_bytes)
-    yield pool
-    pool.close()
+@pytest.mark.parametrize("order", ["layer_first", "block_first"])
+@pytest.mark.parametrize("native", [True, False])
+@settings(max_examples=40, deadline=None)
+@given(runs=scattered_runs())
+def test_copies_are_those_of_a_loop_over_blocks(order: PageOrder, native: bool, runs: list[SlotRun]) -> None:
+    """In both layouts, however slots are scattered and whatever slabs they cross, blocks go where a loop puts them."""
+    if native and batch_copy.native_copy_all is None:
+        pytest.skip("the native helper was not built: pip install -e ., with a C compiler")
+    with host_rig(order) as rig, pytest.MonkeyPatch.context() as patch:
+        if not native:
+            patch.setattr(batch_copy, "native_copy_all", None)
+        geometry = pool_geometry(rig.layout, SLOTS)
+        everything = bytes(rig.host.view)
+
+        device, host = rig.device_blocks(), [rig.host_block(slot) for slot in range(HOST.slots)]
+        for device_slot, host_slot in pairs_of(runs):
+            host[host_slot] = device[device_slot]
+        for strip in plan_copies(geometry, HOST, SHARD, runs, to_host=True):
+            rig.copier.to_host(strip)
+        assert [rig.host_block(slot) for slot in range(HOST.slots)] == host
+        assert rig.device_blocks() == device
+
+        rig.host.view[:] = everything
+        for device_slot, host_slot in pairs_of(runs):
+            device[device_slot] = rig.host_block(host_slot)
+        for strip in plan_copies(geometry, HOST, SHARD, runs, to_host=False):
+            rig.copier.to_device(strip)
+        assert rig.device_blocks() == device
+        assert bytes(rig.host.view) == everything
 
 
-def blocks_of(memory: PoolMemory, order: PageOrder) -> list[bytes]:
-    content = ctypes.string_at(memory.address, memory.size_bytes)
-    return [read_block(content, tiny_layout(order), SLOTS, slot) for slot in range(SLOTS)]
+@pytest.mark.usefixtures("way")
+def test_copy_all_copies_each_piece() -> None:
+    """Every piece goes from its offset behind one address to its offset behind the other, and nothing else moves."""
+    content = random.Random(1).randbytes(1000)
+    source, destination = ctypes.create_string_buffer(content, 1000), ctypes.create_string_buffer(1000)
+    pieces = array("q", [0, 990, 10, 500, 0, 100, 20, 300, 0, 999, 7, 1])
+
+    batch_copy.copy_all(pieces, ctypes.addressof(destination), ctypes.addressof(source))
+
+    expected = bytearray(1000)
+    expected[0:10], expected[500:600], expected[999:] = content[990:], content[:100], content[7:8]
+    assert destination.raw == expected
 
 
-def test_copy_moves_blocks_and_nothing_else(memory: PoolMemory, order: PageOrder) -> None:
-    """After a copy the targets equal their sources, page for page as the layout places them; no other slot changed."""
-    expected = blocks_of(memory, order)
-    for source, target in zip([3, 4, 5, 0], [9, 10, 12, 15], strict=True):
-        expected[target] = expected[source]
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("seed", range(20))
+def test_copy_all_is_exact_at_any_size_and_alignment(seed: int) -> None:
+    """Small and large pieces at odd addresses arrive byte for byte, and the bytes around them stay."""
+    generator = random.Random(seed)
+    source = ctypes.create_string_buffer(generator.randbytes(200_000), 200_000)
+    destination = ctypes.create_string_buffer(200_000)
+    pieces, expected, end = array("q"), bytearray(200_000), 0
+    while (end := end + generator.randrange(100)) < 150_000:
+        size = generator.choice([0, 1, 63, 64, 65, 4095, 4096, 4097, generator.randrange(30_000)])
+        start = generator.randrange(200_000 - size)
+        pieces.extend((end, start, size))
+        expected[end : end + size] = source.raw[start : start + size]
+        end += size
 
-    HostCopier(pool_geometry(tiny_layout(order), SLOTS), memory.address).copy(
-        merge_runs([(3, 3), (0, 1)], [(9, 2), (12, 1), (15, 1)])
-    )
+    batch_copy.copy_all(pieces, ctypes.addressof(destination), ctypes.addressof(source))
 
-    assert blocks_of(memory, order) == expected
+    assert destination.raw == expected
 
 
-def test_fill_and_zero_change_one_block(memory: PoolMemory, order: PageOrder) -> None:
+@pytest.mark.usefixtures("way")
+def test_copy_all_of_nothing_does_nothing() -> None:
+    """An empty array of pieces is no mistake: a load may have no good block."""
+    batch_copy.copy_all(array("q"), 0, 0)
+
+
+@pytest.mark.usefixtures("way")
+def test_copy_all_refuses_broken_triples() -> None:
+    """Numbers that are no whole triples are refused."""
+    with pytest.raises(ValueError, match=r"triples|shorter"):
+        batch_copy.copy_all(array("q", [0, 0]), 0, 0)
+
+
+def test_duplicate_moves_one_block_and_nothing_else(rig: HostRig) -> None:
+    """After a duplication the target equals the source, page for page as the layout places them; no other changed."""
+    expected = rig.device_blocks()
+    expected[9] = expected[3]
+
+    rig.copier.duplicate(3, 9)
+
+    assert rig.device_blocks() == expected
+
+
+def test_fill_and_zero_change_one_block(rig: HostRig) -> None:
     """`fill` writes a block's bytes in the layout's page order, `zero` clears them, and both leave the others alone."""
-    layout = tiny_layout(order)
-    copier = HostCopier(pool_geometry(layout, SLOTS), memory.address)
-    expected = blocks_of(memory, order)
-    expected[7] = random.Random(2).randbytes(layout.bytes_per_block())
-    expected[2] = bytes(layout.bytes_per_block())
+    expected = rig.device_blocks()
+    expected[7] = random.Random(2).randbytes(BLOCK_BYTES)
+    expected[2] = bytes(BLOCK_BYTES)
 
-    copier.fill(7, expected[7])
-    copier.zero(2)
+    rig.copier.fill(7, expected[7])
+    rig.copier.zero(2)
 
-    assert blocks_of(memory, order) == expected
+    assert rig.device_blocks() == expected
 
 
-def test_checksum_is_that_of_the_bytes(memory: PoolMemory, order: PageOrder) -> None:
-    """The checksum of a slot is BLAKE2b-128 of its pages in the layout's order, wherever they lie."""
-    copier = HostCopier(pool_geometry(tiny_layout(order), SLOTS), memory.address)
+def test_checksum_is_that_of_the_bytes(rig: HostRig) -> None:
+    """The checksum of a slot is xxh3_128 of its pages in the layout's order, wherever they lie."""
+    sums = [rig.copier.checksum(slot) for slot in range(SLOTS)]
 
-    sums = [copier.checksum(slot) for slot in range(SLOTS)]
-
-    assert sums == [hashlib.blake2b(block, digest_size=16).digest() for block in blocks_of(memory, order)]
+    assert sums == [xxhash.xxh3_128_digest(block) for block in rig.device_blocks()]
 
 
 @pytest.mark.parametrize("slot", [-1, SLOTS])
-def test_copier_refuses_slots_outside_the_pool(memory: PoolMemory, order: PageOrder, slot: int) -> None:
+def test_copier_refuses_slots_outside_the_pool(rig: HostRig, slot: int) -> None:
     """A slot that the pool does not have is refused by every operation, and no byte changes."""
-    copier = HostCopier(pool_geometry(tiny_layout(order), SLOTS), memory.address)
-    before = blocks_of(memory, order)
+    copier, before = rig.copier, rig.device_blocks()
 
     for operation in (
-        lambda: copier.copy([SlotRun(0, 1, 1), SlotRun(slot, 3, 1)]),
-        lambda: copier.fill(slot, bytes(tiny_layout().bytes_per_block())),
+        lambda: copier.duplicate(0, slot),
+        lambda: copier.duplicate(slot, 0),
+        lambda: copier.fill(slot, bytes(BLOCK_BYTES)),
         lambda: copier.zero(slot),
         lambda: copier.checksum(slot),
     ):
         with pytest.raises(ValueError, match="not in a pool"):
             operation()
 
-    assert blocks_of(memory, order) == before
+    assert rig.device_blocks() == before
 
 
-def test_fill_refuses_another_size(memory: PoolMemory, order: PageOrder) -> None:
-    """A block is filled whole or not at all."""
-    copier = HostCopier(pool_geometry(tiny_layout(order), SLOTS), memory.address)
-
+def test_copier_refuses_what_is_no_block(rig: HostRig) -> None:
+    """A block is filled whole or not at all, and is never its own duplicate."""
     with pytest.raises(ValueError, match="543 bytes for a block of 544"):
-        copier.fill(0, bytes(543))
+        rig.copier.fill(0, bytes(543))
+    with pytest.raises(ValueError, match="slot 4 is source and target"):
+        rig.copier.duplicate(4, 4)
+
+
+def test_copier_needs_no_host_pool(rig: HostRig) -> None:
+    """A copier without a host pool serves its own pool."""
+    copier = HostCopier(pool_geometry(rig.layout, SLOTS), rig.device.address)
+
+    assert copier.checksum(5) == rig.copier.checksum(5)

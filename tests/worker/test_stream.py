@@ -2,153 +2,197 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvcached.worker.copier import SlotRun
-from kvcached.worker.copier_host import HostCopier
-from kvcached.worker.geometry import pool_geometry
-from kvcached.worker.memory import PoolMemory
-from kvcached.worker.messages import COMMANDS_IN_FLIGHT_MAX, Ack, Command, Copy, Probe, Shutdown, Work
-from kvcached.worker.stream import CommandStream, CorruptCopy, probe
-from kvcached_client.types import pack_ranges
-from tests.worker.groups import SLOTS, tiny_layout
+from kvcached.worker.messages import (
+    COMMANDS_IN_FLIGHT_MAX,
+    ERROR_SIZE_CHARS_MAX,
+    REPLY_SIZE_BYTES_MAX,
+    Ack,
+    Command,
+    Probe,
+    Shutdown,
+    Store,
+    Work,
+    encode,
+)
+from kvcached.worker.stream import CommandStream, NotTaken, Task
+from tests.worker.host_rigs import load_of, store_of
 
-GEOMETRY = pool_geometry(tiny_layout(), SLOTS)
-
-
-@pytest.fixture
-def memory() -> Iterator[PoolMemory]:
-    pool = PoolMemory("kvcached-test", GEOMETRY.size_bytes)
-    yield pool
-    pool.close()
-
-
-class LossyCopier(HostCopier):
-    """Does not copy at all."""
-
-    def copy(self, runs: Sequence[SlotRun]) -> None:
-        pass
+PATIENCE_S = 20
+LOAD, STORE, URGENT, PROBE = load_of(), store_of(), store_of(urgent=True), Probe(source=0, target=1, seed=0)
 
 
-class ScribblingCopier(HostCopier):
-    """Copies, and spoils the source on the way."""
-
-    def copy(self, runs: Sequence[SlotRun]) -> None:
-        super().copy(runs)
-        self.zero(runs[0].source)
-
-
-class GatedCopier(HostCopier):
-    """Copies when it is let."""
-
-    def __init__(self, address: int) -> None:
-        super().__init__(GEOMETRY, address)
-        self.entered = threading.Event()
-        self.gate = threading.Event()
-
-    def copy(self, runs: Sequence[SlotRun]) -> None:
-        self.entered.set()
-        assert self.gate.wait(20)
-        super().copy(runs)
-
-
-def is_zero(copier: HostCopier, slot: int) -> bool:
-    return copier.checksum(slot) == copier.checksum(SLOTS - 1)
-
-
-def test_probe_passes_and_leaves_zeros(memory: PoolMemory) -> None:
-    """A probe of a working copier passes, and both slots are zero afterwards."""
-    copier = HostCopier(GEOMETRY, memory.address)
-
-    probe(copier, GEOMETRY.slot_bytes, Probe(source=0, target=1, seed=9))
-
-    assert is_zero(copier, 0)
-    assert is_zero(copier, 1)
-
-
-@pytest.mark.parametrize(("kind", "spoilt"), [(LossyCopier, 3), (ScribblingCopier, 2)])
-def test_probe_detects_corruption(memory: PoolMemory, kind: type[HostCopier], spoilt: int) -> None:
-    """A probe names the slot that does not read as written, and still leaves zeros."""
-    copier = kind(GEOMETRY, memory.address)
-
-    with pytest.raises(CorruptCopy, match=f"probe 2 → 3, seed 9: slot {spoilt} has checksum"):
-        probe(copier, GEOMETRY.slot_bytes, Probe(source=2, target=3, seed=9))
-
-    assert is_zero(copier, 2)
-    assert is_zero(copier, 3)
+def nothing(task: Task) -> tuple[int, ...]:
+    return ()
 
 
 class Running:
-    """A stream whose acks can be awaited."""
+    """A stream whose acks can be awaited, and that holds back its first command until it is let."""
 
-    def __init__(self, copier: HostCopier) -> None:
+    def __init__(self, carry_out: Callable[[Task], tuple[int, ...]] = nothing, *, held: bool = False) -> None:
         self.acks: queue.Queue[Ack] = queue.Queue()
         self.ended = threading.Event()
-        self.stream = CommandStream(copier, GEOMETRY.slot_bytes, self.acks.put, self.ended.set)
+        self.entered = threading.Event()
+        self.gate = threading.Event()
+        self._carry_out = carry_out
+        self.stream = CommandStream(self._gated, self.acks.put, self.ended.set)
         self.stream.start()
+        if held:
+            self.submit(0, PROBE)
+            assert self.entered.wait(PATIENCE_S)
+        else:
+            self.gate.set()
 
-    def submit(self, sequence: int, work: Work) -> bool:
-        return self.stream.submit(Command(sequence=sequence, work=work))
+    def _gated(self, task: Task) -> tuple[int, ...]:
+        self.entered.set()
+        assert self.gate.wait(PATIENCE_S)
+        return self._carry_out(task)
 
-    def shut_down(self, sequence: int) -> None:
-        assert self.submit(sequence, Shutdown())
-        assert self.ended.wait(20)
+    def submit(self, sequence: int, work: Work) -> None:
+        self.stream.submit(Command(sequence=sequence, work=work))
+
+    def shut_down(self, sequence: int) -> list[Ack]:
+        """All acks that have not been taken."""
+        self.submit(sequence, Shutdown())
+        self.gate.set()
+        assert self.ended.wait(PATIENCE_S)
+        return [self.acks.get_nowait() for _ in range(self.acks.qsize())]
 
 
-def copy_of(source: int, target: int) -> Copy:
-    return Copy(sources=pack_ranges([(source, 1)]), targets=pack_ranges([(target, 1)]))
-
-
-def test_stream_acknowledges_each_command_once_in_order(memory: PoolMemory) -> None:
-    """Every command gets exactly one ack, in order; those that fail say why, and do not stop the next."""
-    running = Running(HostCopier(GEOMETRY, memory.address))
-    odd = Copy(sources=b"abc", targets=b"")
-
-    works: list[Work] = [copy_of(0, 1), copy_of(0, 99), odd, Probe(source=4, target=4, seed=0)]
+def order_of(works: list[Work], *hurried: int) -> list[int]:
+    """The order in which works with the numbers 1, 2, 3, … are carried out that wait together."""
+    running = Running(held=True)
     for sequence, work in enumerate(works, 1):
-        assert running.submit(sequence, work)
-    running.shut_down(5)
-
-    acks = [running.acks.get_nowait() for _ in range(running.acks.qsize())]
-    assert [ack.sequence for ack in acks] == [1, 2, 3, 4, 5]
-    assert [ack.error for ack in acks] == [
-        "",
-        f"ValueError: slots [99, 100) are not in a pool of {SLOTS}",
-        "ValueError: slot ranges of 3 bytes are no pairs of int32",
-        "ValueError: slot 4 is a target and named twice",
-        "",
-    ]
+        running.submit(sequence, work)
+    for transfer in hurried:
+        running.stream.hurry(transfer)
+    return [ack.sequence for ack in running.shut_down(len(works) + 1)][1:-1]
 
 
-def test_stream_takes_commands_while_a_copy_runs(memory: PoolMemory) -> None:
+def test_loads_come_before_stores() -> None:
+    """Loads, probes and urgent stores come before other stores, and inside each class the first comes first."""
+    assert order_of([STORE, LOAD, STORE, URGENT, PROBE, LOAD, STORE]) == [2, 4, 5, 6, 1, 3, 7]
+
+
+def test_hurried_store_takes_its_place_by_age() -> None:
+    """A store that somebody waits for comes before other stores, and among loads where its own number puts it."""
+    works: list[Work] = [LOAD, store_of(transfer=10), LOAD, store_of(transfer=11), store_of(transfer=12)]
+
+    assert order_of(works) == [1, 3, 2, 4, 5]
+    assert order_of(works, 12) == [1, 3, 5, 2, 4]
+    assert order_of(works, 10) == [1, 2, 3, 4, 5]
+    assert order_of(works, 12, 11) == [1, 3, 4, 5, 2]
+
+
+def test_hurry_of_what_does_not_wait_changes_nothing() -> None:
+    """To hurry a load, an urgent store, a store twice, or what is not there changes no order and adds no ack."""
+    works: list[Work] = [store_of(transfer=10), load_of(transfer=11), store_of(transfer=12, urgent=True)]
+
+    assert order_of(works, 11, 12, 13) == [2, 3, 1]
+    assert order_of(works, 10, 10) == [1, 2, 3]
+
+
+def test_shutdown_comes_after_all_before_it() -> None:
+    """A shutdown waits for every command before it, also the least urgent, and nothing is taken after it."""
+    running = Running(held=True)
+    running.submit(1, STORE)
+    running.submit(2, Shutdown())
+    for late in (LOAD, Shutdown()):
+        with pytest.raises(NotTaken, match="a shutdown was ordered before"):
+            running.submit(3, late)
+    running.gate.set()
+    assert running.ended.wait(PATIENCE_S)
+
+    assert [running.acks.get_nowait().sequence for _ in range(running.acks.qsize())] == [0, 1, 2]
+
+
+class Refusal(Exception):
+    """Something that nobody foresaw."""
+
+
+failures = st.sampled_from([None, ValueError("bad"), OSError(5, "broken"), KeyError("x"), MemoryError(), Refusal("no")])
+works = st.sampled_from([LOAD, STORE, URGENT, PROBE])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(works, failures), max_size=8), st.lists(st.integers(0, 3), max_size=3))
+def test_each_command_gets_exactly_one_ack(orders: list[tuple[Task, Exception | None]], hurried: list[int]) -> None:
+    """Whatever fails in whatever way, each command is acknowledged once, with its error, and the next one goes on."""
+    running = Running(lambda task: outcomes[id(task)]())
+    copies = [Command(sequence=index, work=_copy(work)) for index, (work, _) in enumerate(orders, 1)]
+    outcomes = {id(command.work): _outcome(failure) for command, (_, failure) in zip(copies, orders, strict=True)}
+
+    for command in copies:
+        running.stream.submit(command)
+    for transfer in hurried:
+        running.stream.hurry(transfer)
+    taken = running.shut_down(len(orders) + 1)
+    acks = {ack.sequence: ack for ack in taken}
+
+    assert len(taken) == len(acks) == len(orders) + 1
+    for index, (_, failure) in enumerate(orders, 1):
+        assert acks[index].error == (f"{type(failure).__name__}: {failure}" if failure else "")
+        assert acks[index].corrupt == (() if failure else (7,))
+
+
+def _copy(work: Task) -> Task:
+    """An equal object of its own."""
+    return type(work)(**{name: getattr(work, name) for name in work.__struct_fields__})
+
+
+def _outcome(failure: Exception | None) -> Callable[[], tuple[int, ...]]:
+    def act() -> tuple[int, ...]:
+        if failure is not None:
+            raise failure
+        return (7,)
+
+    return act
+
+
+def test_stream_takes_commands_while_a_copy_runs() -> None:
     """A long copy does not hold up the caller: commands queue behind it up to the limit, then are turned away."""
-    copier = GatedCopier(memory.address)
-    running = Running(copier)
-    assert running.submit(1, copy_of(0, 1))
-    assert copier.entered.wait(20)
+    running = Running(held=True)
+    for index in range(COMMANDS_IN_FLIGHT_MAX):
+        running.submit(1 + index, STORE if index % 2 else LOAD)
+    with pytest.raises(NotTaken, match="too many commands wait"):
+        running.submit(1000, LOAD)
+    assert running.acks.empty()
 
-    taken = [running.submit(2 + index, copy_of(0, 1)) for index in range(COMMANDS_IN_FLIGHT_MAX + 1)]
-    acknowledged_early = running.acks.qsize()
-    copier.gate.set()
-    for _ in range(COMMANDS_IN_FLIGHT_MAX + 1):
-        running.acks.get(timeout=20)
-    running.shut_down(1000)
+    acks = running.shut_down(1001)
 
-    assert taken == [True] * COMMANDS_IN_FLIGHT_MAX + [False]
-    assert acknowledged_early == 0
+    assert sorted(ack.sequence for ack in acks) == [*range(COMMANDS_IN_FLIGHT_MAX + 1), 1001]
 
 
-def test_stream_ends_when_acks_cannot_be_sent(memory: PoolMemory) -> None:
+def test_stream_ends_when_acks_cannot_be_sent() -> None:
     """A stream whose acks reach nobody ends instead of copying on."""
     ended = threading.Event()
 
     def broken(ack: Ack) -> None:
         raise BrokenPipeError
 
-    stream = CommandStream(HostCopier(GEOMETRY, memory.address), GEOMETRY.slot_bytes, broken, ended.set)
+    stream = CommandStream(nothing, broken, ended.set)
     stream.start()
+    stream.submit(Command(sequence=1, work=STORE))
 
-    assert stream.submit(Command(sequence=1, work=copy_of(0, 1)))
-    assert ended.wait(20)
+    assert ended.wait(PATIENCE_S)
+
+
+def test_longest_acks_fit_into_a_message() -> None:
+    """Neither the longest error nor the most corrupt blocks make an ack larger than the daemon reads."""
+    running = Running(lambda task: _fail() if isinstance(task, Store) else tuple(range(70_000, 71_024)))
+    running.submit((1 << 63) - 2, STORE)
+    running.submit((1 << 63) - 1, LOAD)
+
+    acks = [ack for ack in running.shut_down(1) if ack.sequence > 1]
+
+    assert len(acks[0].error or acks[1].error) == ERROR_SIZE_CHARS_MAX
+    assert all(len(encode(ack)) <= REPLY_SIZE_BYTES_MAX for ack in acks)
+
+
+def _fail() -> tuple[int, ...]:
+    raise OSError("\U0001f4a5" * 5000)

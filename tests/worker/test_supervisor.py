@@ -1,60 +1,47 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
-import random
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kvcached.worker.messages import COMMANDS_IN_FLIGHT_MAX, Copy, Probe
-from kvcached.worker.supervisor import ReplicaPool, WorkerGroup
+from kvcached.worker.messages import COMMANDS_IN_FLIGHT_MAX, Abandon, BlockSpan, Hurry, Probe, Store
+from kvcached.worker.supervisor import ReplicaPool, ShardResult, WorkerGroup
 from kvcached_client.errors import BadRequest, DaemonFailure, ErrorCode, NoCapacity, RequestError
-from kvcached_client.layout import PageOrder
-from kvcached_client.types import ShardIndex, pack_ranges
+from kvcached_client.protocol import PROGRESS_SLOTS
+from kvcached_client.types import ShardIndex
 from tests.worker.groups import (
+    NAMESPACE,
     SLOTS,
     Losses,
     RunLoop,
-    mapped,
+    Told,
     names_in,
+    odd_worker,
     open_descriptors,
     process_exists,
-    read_block,
     running,
     tiny_pool,
-    write_block,
 )
 
 SHARD_0, SHARD_1 = ShardIndex(0), ShardIndex(1)
 COMMAND = "kvcached.worker.process.WORKER_COMMAND"
-COPY = Copy(sources=pack_ranges([(0, 1)]), targets=pack_ranges([(1, 1)]))
-#: Many small ranges: a few of these fill the socket's buffer.
-LONG_COPY = Copy(
-    sources=pack_ranges([(2 * index, 1) for index in range(7000)]),
-    targets=pack_ranges([(2 * index + 1, 1) for index in range(7000)]),
-)
 
 
-@pytest.mark.parametrize("order", ["layer_first", "block_first"])
-def test_group_copies_on_every_shard(run: RunLoop, run_dir: str, order: PageOrder) -> None:
-    """A copy moves the named blocks in the memory of every shard, as a process sees it that has mapped them."""
+def store_of(blocks: int) -> Store:
+    """A command of 16 bytes a block and a few more, which no worker can carry out."""
+    span = BlockSpan(0, b"", bytes(16 * blocks), b"", b"")
+    return Store(transfer=1, epoch=1, generation=0, spans=(span,), urgent=False)
 
-    async def main() -> None:
-        pool = tiny_pool(2, order=order)
-        async with running(pool, run_dir) as (group, _):
-            for shard in range(2):
-                with mapped(group, pool, shard) as memory:
-                    block = random.Random(shard).randbytes(pool.layout.bytes_per_block())
-                    write_block(memory, pool.layout, SLOTS, 5, block)
-                    await group.submit(Copy(sources=pack_ranges([(4, 2)]), targets=pack_ranges([(9, 1), (12, 1)])))
 
-                    assert read_block(memory, pool.layout, SLOTS, 12) == block
-                    assert read_block(memory, pool.layout, SLOTS, 9) == bytes(len(block))
-
-    run(main())
+PROBE = Probe(source=0, target=1, seed=3)
+#: Refused where there is no host pool; a few of these fill the socket's buffer.
+LONG_STORE = store_of(7000)
 
 
 def test_group_probe_proves_every_shard(run: RunLoop, run_dir: str) -> None:
@@ -76,11 +63,9 @@ def test_group_command_fails_with_the_workers_reason(run: RunLoop, run_dir: str)
 
     async def main() -> None:
         async with running(tiny_pool(), run_dir) as (group, losses):
-            with pytest.raises(
-                DaemonFailure, match=r"shard 0: ValueError: slots \[16, 17\) are not in a pool"
-            ) as caught:
-                await group.submit(Copy(sources=pack_ranges([(0, 1)]), targets=pack_ranges([(SLOTS, 1)])))
-            await group.submit(COPY)
+            with pytest.raises(DaemonFailure, match="shard 0: ValueError: this worker has no host pool") as caught:
+                await group.submit(store_of(1))
+            await group.submit(PROBE)
 
             assert caught.value.code is ErrorCode.INTERNAL
             assert not losses.reasons
@@ -94,7 +79,7 @@ def test_group_tells_of_a_killed_worker(run: RunLoop, run_dir: str) -> None:
     async def main() -> None:
         async with running(tiny_pool(2), run_dir) as (group, losses):
             os.kill(group.pid(SHARD_1), signal.SIGSTOP)
-            under_way = group.submit(COPY)
+            under_way = group.submit(PROBE)
             os.kill(group.pid(SHARD_1), signal.SIGKILL)
             await asyncio.wait_for(losses.happened.wait(), 1)
 
@@ -105,7 +90,191 @@ def test_group_tells_of_a_killed_worker(run: RunLoop, run_dir: str) -> None:
                 await under_way
             assert caught.value.code is ErrorCode.WORKER_LOST
             with pytest.raises(DaemonFailure, match="default/1 was ended by SIGKILL"):
-                group.submit(COPY)
+                group.submit(PROBE)
+
+    run(main())
+
+
+def test_group_hands_out_a_shards_descriptors(run: RunLoop, run_dir: str) -> None:
+    """A shard's descriptors are its pool's memory, its progress page and an eventfd per entry, sealed as promised."""
+
+    async def main() -> None:
+        pool = tiny_pool(2)
+        async with running(pool, run_dir) as (group, _):
+            memory, progress, *events = group.descriptors(SHARD_1)
+
+            assert os.fstat(memory).st_size == pool.layout.pool_bytes(SLOTS)
+            assert os.fstat(progress).st_size >= 64 * PROGRESS_SLOTS
+            for descriptor in (memory, progress):
+                assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            assert len(set(events)) == PROGRESS_SLOTS
+            assert not any(os.get_inheritable(descriptor) for descriptor in (memory, progress, *events))
+            os.eventfd_write(events[0], 1)
+            with pytest.raises(DaemonFailure, match="has no shard 2"):
+                group.descriptors(ShardIndex(2))
+
+    run(main())
+
+
+def test_start_fails_when_descriptors_are_missing(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that greets without all its descriptors is a start failure, and what it did send is closed."""
+    monkeypatch.setattr(COMMAND, odd_worker("without eventfds"))
+
+    async def main() -> None:
+        before = open_descriptors()
+        with pytest.raises(DaemonFailure, match="it sent WorkerReady with 2 descriptors"):
+            await WorkerGroup(tiny_pool(), run_dir, Losses().note).start()
+        assert open_descriptors() == before
+
+    run(main())
+
+
+def test_order_tells_of_each_shard_once(run: RunLoop, run_dir: str) -> None:
+    """Every shard's result comes once, with its own error, and none before the order was taken."""
+
+    async def main() -> None:
+        async with running(tiny_pool(2), run_dir) as (group, _):
+            results: Told[ShardResult] = Told()
+            group.order(Probe(source=0, target=1, seed=7), results.append)
+            group.order(Probe(source=0, target=SLOTS, seed=7), results.append)
+            assert results == []
+            await group.submit(PROBE)  # it is acknowledged behind them
+            await results.until(4)
+
+            assert sorted((result.shard, bool(result.error)) for result in results) == [
+                (0, False), (0, True), (1, False), (1, True)
+            ]  # fmt: skip
+            assert not any(result.is_lost for result in results)
+
+    run(main())
+
+
+def test_order_takes_results_in_any_order(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may acknowledge a later command first; each result goes to its own command, corrupt blocks with it."""
+    monkeypatch.setattr(COMMAND, odd_worker("in threes, backwards"))
+
+    async def main() -> None:
+        async with running(tiny_pool(), run_dir) as (group, losses):
+            told: Told[tuple[int, ShardResult]] = Told()
+            for number in (1, 2, 3):
+                group.order(PROBE, lambda result, number=number: told.append((number, result)))  # type: ignore[misc]
+            await told.until(3)
+
+            assert told == [(number, ShardResult(SHARD_0, "", (number, 7))) for number in (3, 2, 1)]
+            assert not losses.reasons
+
+    run(main())
+
+
+def test_group_kills_a_worker_that_acknowledges_twice(
+    run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An acknowledgement of what is over ends its worker: nobody knows what it works on. The first counted once."""
+    monkeypatch.setattr(COMMAND, odd_worker("twice"))
+
+    async def main() -> None:
+        async with running(tiny_pool(), run_dir) as (group, losses):
+            results: Told[ShardResult] = Told()
+            group.order(PROBE, results.append)
+            await losses.happened.wait()
+
+            assert "acknowledged command 1, which it was not given" in losses.reasons[0]
+            assert results == [ShardResult(SHARD_0, "", (1, 7))]
+
+    run(main())
+
+
+def test_loss_settles_every_shard_of_every_order(run: RunLoop, run_dir: str) -> None:
+    """One killed worker ends its group: each order in flight is settled once per shard, after the loss was told."""
+
+    async def main() -> None:
+        told: Told[str | ShardResult] = Told()
+        lost = asyncio.Event()
+
+        def note_lost(shard: ShardIndex, reason: str) -> None:
+            told.append(f"lost {shard}")
+            lost.set()
+
+        group = WorkerGroup(tiny_pool(2), run_dir, note_lost)
+        await group.start()
+        for shard in (SHARD_0, SHARD_1):
+            os.kill(group.pid(shard), signal.SIGSTOP)
+        for _ in range(2):
+            group.order(PROBE, told.append)
+        os.kill(group.pid(SHARD_1), signal.SIGKILL)
+        await lost.wait()
+        await group.bury()
+        await told.until(5)
+
+        assert told[0] == "lost 1"
+        results = [result for result in told if isinstance(result, ShardResult)]
+        assert sorted(result.shard for result in results) == [0, 0, 1, 1]
+        assert all(result.is_lost for result in results)
+        assert {result.error for result in results} == {
+            "worker default/0 was killed: its group has lost shard 1",
+            "worker default/1 was ended by SIGKILL",
+        }
+        for shard in (SHARD_0, SHARD_1):
+            assert not process_exists(group.pid(shard))
+            with pytest.raises(DaemonFailure, match="default/1 was ended by SIGKILL"):
+                group.descriptors(shard)
+        await group.stop()
+
+    run(main())
+
+
+def test_deadline_starts_anew_while_the_worker_gets_on(
+    run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that waits behind others is not late while these are acknowledged, and is once none is any more."""
+    monkeypatch.setattr(COMMAND, odd_worker("forgets the first"))
+
+    async def main() -> None:
+        async with running(tiny_pool(), run_dir) as (group, losses):
+            results: Told[ShardResult] = Told()
+            start_s = asyncio.get_running_loop().time()
+            group.order(PROBE, results.append, deadline_s=1)
+            while asyncio.get_running_loop().time() < start_s + 1.5:
+                await group.submit(PROBE)
+            assert not losses.reasons
+            await losses.happened.wait()
+
+            assert "it had not acknowledged command 1 after 1 s" in losses.reasons[0]
+            await results.until(1)
+
+    run(main())
+
+
+def test_deadline_is_not_moved_by_what_is_carried_out_at_once(
+    run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acknowledging commands that need no copying does not show that copies get on."""
+    monkeypatch.setattr(COMMAND, odd_worker("forgets the first"))
+
+    async def main() -> None:
+        async with running(tiny_pool(), run_dir) as (group, losses):
+            group.order(PROBE, lambda _: None, deadline_s=0.3)
+            while not losses.reasons:
+                with suppress(DaemonFailure):
+                    await group.submit(Hurry(transfer=1))
+
+            assert "it had not acknowledged command 1 after 0.3 s" in losses.reasons[0]
+
+    run(main())
+
+
+def test_commands_carried_out_at_once_have_room_of_their_own(run: RunLoop, run_dir: str) -> None:
+    """When no more copies are taken, what cannot wait behind them is taken still, up to a limit as well."""
+
+    async def main() -> None:
+        async with running(tiny_pool(), run_dir) as (group, _):
+            os.kill(group.pid(SHARD_0), signal.SIGSTOP)
+            taken = [group.submit(PROBE) for _ in range(COMMANDS_IN_FLIGHT_MAX)]
+            taken += [group.submit(Abandon(transfer=1, progress=0)) for _ in range(COMMANDS_IN_FLIGHT_MAX)]
+            with pytest.raises(NoCapacity):
+                group.submit(Hurry(transfer=1))
+            os.kill(group.pid(SHARD_0), signal.SIGCONT)
+            await asyncio.gather(*taken)
 
     run(main())
 
@@ -117,7 +286,7 @@ def test_group_kills_a_worker_that_misses_a_deadline(run: RunLoop, run_dir: str)
         async with running(tiny_pool(), run_dir) as (group, losses):
             os.kill(group.pid(SHARD_0), signal.SIGSTOP)
             with pytest.raises(DaemonFailure, match=r"was killed: it had not acknowledged command 1 after 0\.1 s"):
-                await group.submit(COPY, deadline_s=0.1)
+                await group.submit(PROBE, deadline_s=0.1)
 
             assert "had not acknowledged" in losses.reasons[0]
             assert not process_exists(group.pid(SHARD_0))
@@ -131,12 +300,12 @@ def test_group_bounds_commands_in_flight(run: RunLoop, run_dir: str) -> None:
     async def main() -> None:
         async with running(tiny_pool(), run_dir) as (group, _):
             os.kill(group.pid(SHARD_0), signal.SIGSTOP)
-            taken = [group.submit(COPY) for _ in range(COMMANDS_IN_FLIGHT_MAX)]
+            taken = [group.submit(PROBE) for _ in range(COMMANDS_IN_FLIGHT_MAX)]
             with pytest.raises(NoCapacity):
-                group.submit(COPY)
+                group.submit(PROBE)
             os.kill(group.pid(SHARD_0), signal.SIGCONT)
             await asyncio.gather(*taken)
-            await group.submit(COPY)
+            await group.submit(PROBE)
 
     run(main())
 
@@ -147,11 +316,11 @@ def test_group_keeps_what_the_socket_cannot_hold(run: RunLoop, run_dir: str) -> 
     async def main() -> None:
         async with running(tiny_pool(), run_dir) as (group, _):
             os.kill(group.pid(SHARD_0), signal.SIGSTOP)
-            taken = [group.submit(work) for work in (LONG_COPY, LONG_COPY, LONG_COPY, COPY)]
+            taken = [group.submit(work) for work in (LONG_STORE, LONG_STORE, LONG_STORE, PROBE)]
             os.kill(group.pid(SHARD_0), signal.SIGCONT)
             results = await asyncio.gather(*taken, return_exceptions=True)
 
-            assert ["are not in a pool" in str(result) for result in results] == [True, True, True, False]
+            assert ["no host pool" in str(result) for result in results] == [True, True, True, False]
             assert results[3] is None
 
     run(main())
@@ -163,8 +332,8 @@ def test_group_refuses_a_command_too_large_for_a_message(run: RunLoop, run_dir: 
     async def main() -> None:
         async with running(tiny_pool(), run_dir) as (group, _):
             with pytest.raises(RequestError, match="a command of") as caught:
-                group.submit(Copy(sources=LONG_COPY.sources * 2, targets=LONG_COPY.targets * 2))
-            await group.submit(COPY)
+                group.submit(store_of(9000))
+            await group.submit(PROBE)
 
             assert caught.value.code is ErrorCode.LIMIT
 
@@ -176,8 +345,8 @@ def test_group_cancelled_command_harms_nobody(run: RunLoop, run_dir: str) -> Non
 
     async def main() -> None:
         async with running(tiny_pool(), run_dir) as (group, losses):
-            group.submit(COPY).cancel()
-            await group.submit(COPY)
+            group.submit(PROBE).cancel()
+            await group.submit(PROBE)
 
             assert not losses.reasons
 
@@ -267,7 +436,7 @@ def test_start_refuses_more_memory_than_there_is(run: RunLoop, run_dir: str) -> 
     """The memory of all shards together is checked before any process is started."""
 
     async def main() -> None:
-        pool = ReplicaPool("default", tiny_pool(2).layout, 1 << 36)
+        pool = ReplicaPool("default", tiny_pool(2).layout, 1 << 36, NAMESPACE)
         with pytest.raises(DaemonFailure, match=r"replica default \(2 shards\) needs \d+ bytes, but"):
             await WorkerGroup(pool, run_dir, Losses().note).start()
 
@@ -281,7 +450,7 @@ def test_start_refuses_names_that_are_no_file_names(run: RunLoop, run_dir: str, 
 
     async def main() -> None:
         with pytest.raises(BadRequest, match="replica name"):
-            await WorkerGroup(ReplicaPool(name, tiny_pool().layout, SLOTS), run_dir, Losses().note).start()
+            await WorkerGroup(ReplicaPool(name, tiny_pool().layout, SLOTS, NAMESPACE), run_dir, Losses().note).start()
 
     run(main())
 
@@ -294,7 +463,7 @@ def test_stop_leaves_logs_only(run: RunLoop, run_dir: str) -> None:
         before = open_descriptors()
         group = WorkerGroup(tiny_pool(2), run_dir, losses.note)
         await group.start()
-        under_way = group.submit(COPY)
+        under_way = group.submit(PROBE)
         await group.stop()
         await group.stop()
 
@@ -302,9 +471,9 @@ def test_stop_leaves_logs_only(run: RunLoop, run_dir: str) -> None:
         assert under_way.exception() is None
         assert open_descriptors() == before
         with pytest.raises(DaemonFailure):
-            group.submit(COPY)
+            group.submit(PROBE)
         with pytest.raises(DaemonFailure):
-            group.memory_fd(SHARD_0)
+            group.descriptors(SHARD_0)
 
     run(main())
     assert not losses.reasons
@@ -318,7 +487,7 @@ def test_stop_kills_a_worker_that_does_not_react(run: RunLoop, run_dir: str) -> 
         group = WorkerGroup(tiny_pool(), run_dir, Losses().note)
         await group.start()
         os.kill(group.pid(SHARD_0), signal.SIGSTOP)
-        under_way = group.submit(COPY)
+        under_way = group.submit(PROBE)
         await group.stop(0.2)
 
         assert not process_exists(group.pid(SHARD_0))

@@ -15,18 +15,22 @@ import pytest
 
 from kvcached.seqpacket import receive, send
 from kvcached.worker.geometry import PoolGeometry, pool_geometry
+from kvcached.worker.host_geometry import HostGeometry
+from kvcached.worker.host_memory import create_host_memory
 from kvcached.worker.messages import (
     Ack,
     Command,
     Probe,
     Shutdown,
+    Work,
     WorkerConfig,
     WorkerListening,
     WorkerReady,
     decode_worker_message,
     encode,
 )
-from tests.worker.groups import SLOTS, tiny_layout
+from kvcached.worker.process import READY_DESCRIPTORS
+from tests.worker.groups import NAMESPACE, SLOTS, tiny_layout
 
 PATIENCE_S = 20
 
@@ -34,7 +38,9 @@ PATIENCE_S = 20
 class Worker:
     """A worker process of this one, spoken to by hand."""
 
-    def __init__(self, run_dir: str, geometry: PoolGeometry, daemon: int) -> None:
+    def __init__(
+        self, run_dir: str, geometry: PoolGeometry, daemon: int, host: HostGeometry | None, descriptors: tuple[int, ...]
+    ) -> None:
         self.socket_path = f"{run_dir}/worker.sock"
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.settimeout(PATIENCE_S)
@@ -47,8 +53,11 @@ class Worker:
             socket_path=self.socket_path,
             pretouch_bytes=0,
             daemon_pidfd=daemon_pidfd,
+            host=host,
+            namespace=NAMESPACE[:16],
+            fingerprint=bytes(16),
         )
-        send(self.control, encode(config))
+        send(self.control, encode(config), descriptors)
         with Path(f"{run_dir}/worker.log").open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvcached.worker.main", str(theirs.fileno())],
@@ -78,8 +87,15 @@ class Worker:
 
 
 @contextmanager
-def worker_in(run_dir: str, *, slots: int = SLOTS, daemon: int | None = None) -> Iterator[Worker]:
-    worker = Worker(run_dir, pool_geometry(tiny_layout(), slots), daemon or os.getpid())
+def worker_in(
+    run_dir: str,
+    *,
+    slots: int = SLOTS,
+    daemon: int | None = None,
+    host: HostGeometry | None = None,
+    descriptors: tuple[int, ...] = (),
+) -> Iterator[Worker]:
+    worker = Worker(run_dir, pool_geometry(tiny_layout(), slots), daemon or os.getpid(), host, descriptors)
     try:
         yield worker
     finally:
@@ -92,15 +108,15 @@ def ready(worker: Worker) -> Iterator[tuple[socket.socket, int]]:
     worker.wait_listening()
     with worker.connect() as connection:
         select.select([connection], [], [], PATIENCE_S)
-        packet = receive(connection, 1000, 2)
+        packet = receive(connection, 1000, READY_DESCRIPTORS + 1)
         assert packet is not None
         assert isinstance(decode_worker_message(packet.data), WorkerReady)
-        assert len(packet.descriptors) == 1
+        assert len(packet.descriptors) == READY_DESCRIPTORS
         yield connection, packet.descriptors[0]
         packet.close()
 
 
-def ask(connection: socket.socket, sequence: int, work: Probe | Shutdown) -> Ack:
+def ask(connection: socket.socket, sequence: int, work: Work) -> Ack:
     connection.sendall(encode(Command(sequence=sequence, work=work)))
     ack = decode_worker_message(connection.recv(10_000))
     assert isinstance(ack, Ack)
@@ -211,6 +227,32 @@ def test_worker_that_cannot_have_its_memory_says_so(run_dir: str) -> None:
     lines = Path(f"{run_dir}/worker.log").read_text().splitlines()
     assert len(lines) == 1
     assert "pool kvcached-default-0 needs" in lines[0]
+
+
+HOST = HostGeometry(slabs=2, slab_bytes=8192, shards=1, block_bytes=tiny_layout().bytes_per_block())
+
+
+def test_worker_serves_with_a_host_pool(run_dir: str) -> None:
+    """A worker that got the memory of its host pool starts and serves."""
+    memory = create_host_memory(HOST.slabs, HOST.slab_bytes)
+    with (
+        worker_in(run_dir, host=HOST, descriptors=(memory.descriptor,)) as worker,
+        ready(worker) as (connection, _),
+    ):
+        assert ask(connection, 1, PROBE) == Ack(sequence=1)
+    memory.close()
+
+
+@pytest.mark.parametrize("slabs", [0, 1], ids=["no memory", "half of it"])
+def test_worker_without_its_host_pool_says_so(run_dir: str, slabs: int) -> None:
+    """A worker whose host pool is not there, or smaller than it was told, ends with status 3 and a line of log."""
+    memory = create_host_memory(max(slabs, 1), HOST.slab_bytes)
+    descriptors = (memory.descriptor,) if slabs else ()
+    with worker_in(run_dir, host=HOST, descriptors=descriptors) as worker:
+        assert worker.process.wait(PATIENCE_S) == 3
+    memory.close()
+
+    assert len(Path(f"{run_dir}/worker.log").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("module", ["kvcached.worker.main", "kvcached.worker.supervisor", "kvcached.attach.server"])

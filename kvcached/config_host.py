@@ -1,0 +1,75 @@
+"""The configuration of the host tier, and what it must be large enough for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from kvcached.config_error import mistake
+from kvcached.config_layout import SLOTS_MAX, Table
+from kvcached.slabs import PAGE_BYTES, slots_per_slab, smallest_slab
+from kvcached_client.layout import POOL_SIZE_BYTES_MAX, Layout
+
+
+class HostConfig(Table):
+    """``[host]``: one pool of host memory, which all replicas share. Without the table there is no host tier."""
+
+    size_bytes: int = Field(
+        ge=1,
+        le=POOL_SIZE_BYTES_MAX,
+        description="Memory of the host pool, of all shards of all replicas together; as many slabs as fit.",
+    )
+    slab_bytes: int = Field(
+        default=64 << 20,
+        ge=PAGE_BYTES,
+        le=POOL_SIZE_BYTES_MAX,
+        multiple_of=PAGE_BYTES,
+        description="What one namespace gets at a time. Smaller slabs divide memory more finely, larger ones waste less"
+        " of it at their ends.",
+    )
+    verify_loads: bool = Field(
+        default=True,
+        description="Compare each loaded block's checksum with that of what was stored. Keys are compared always.",
+    )
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of the pool."""
+        return self.size_bytes // self.slab_bytes
+
+    def slots_per_slab(self, layout: Layout) -> int:
+        """Blocks of a layout that a slab holds, with all their shards."""
+        return slots_per_slab(self.slab_bytes, layout.bytes_per_block(), layout.shards)
+
+    def check(self, layouts: Mapping[str, Layout], *, namespaces: int) -> None:
+        """Refuse a pool that cannot serve every namespace.
+
+        Raises:
+            PydanticCustomError: a slab holds no block of one of them, or there are too few slabs or too many slots.
+        """
+        for name, layout in layouts.items():
+            block_bytes, shards = layout.bytes_per_block(), layout.shards
+            per_slab = self.slots_per_slab(layout)
+            if not per_slab:
+                raise mistake(
+                    f"holds no block of replica {name!r}: one takes {block_bytes} bytes and a header on each of"
+                    f" {shards} shards",
+                    f"use {smallest_slab(block_bytes, shards)} or more",
+                    ("host", "slab_bytes"),
+                    self.slab_bytes,
+                )
+            if per_slab * self.slabs > SLOTS_MAX:
+                raise mistake(
+                    f"holds {per_slab * self.slabs} blocks of replica {name!r}, {SLOTS_MAX} are possible",
+                    "use a smaller size_bytes, or a larger block_size",
+                    ("host", "size_bytes"),
+                    self.size_bytes,
+                )
+        if self.slabs < namespaces:
+            raise mistake(
+                f"makes {self.slabs} slabs of {self.slab_bytes} bytes; namespaces, which take one each: {namespaces}",
+                f"use {namespaces * self.slab_bytes} or more, or a smaller slab_bytes",
+                ("host", "size_bytes"),
+                self.size_bytes,
+            )

@@ -1,0 +1,60 @@
+"""What the cache is made from, and what its requests answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcached_client.types import LeaseId, TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """A device pool to be: pools of one `namespace` share a tree, and with it the host slots.
+
+    Attributes:
+        host_slots_per_slab: blocks of this layout in a slab of the host pool; the same for a whole namespace.
+        watermark, load_threshold, load_quota: see `DevicePool`.
+    """
+
+    name: str
+    namespace: bytes
+    block_size: int
+    slots: int
+    shards: int = 1
+    host_slots_per_slab: int = 0
+    watermark: int = 0
+    load_threshold: int = 1
+    load_quota: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Answer to acquire: `hit` blocks to read at `hit_ranges`, the rest to compute into `ranges` (both packed).
+
+    Of the hit, `ready` blocks can be read now, the others when `loads` have ended: transfers, each with its entry in
+    the progress pages.
+    """
+
+    lease: LeaseId
+    hit: int
+    ready: int
+    loads: tuple[tuple[TransferId, int], ...]
+    hit_ranges: bytes
+    ranges: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A lease's loads have ended: the hit as it is now, and slots for the blocks that are missing from it (packed)."""
+
+    hit: int
+    ranges: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Commitment:
+    """Answer to commit: the lease's new depth, and how many of the first blocks were there already."""
+
+    depth: int
+    adopted: int
+    duplicates: int

@@ -1,0 +1,212 @@
+"""Copies from the host pool to device pools, for requests whose prefix is no longer on their device.
+
+A load is planned by `acquire`: its blocks are in the device index at once, so others join it. Where it fails, whatever
+counts on its blocks is shortened, and they are taken out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcached.core.effects import AbandonLoad, LoadsEnded, TransferKind
+from kvcached.core.lease import FenceHold, Lease
+from kvcached.core.pool import DevicePool
+from kvcached.core.ranges import cut, pairs
+from kvcached.core.run import KEY_SIZE, Run
+from kvcached.core.session import Session
+from kvcached.core.states import SlotState, TransferState
+from kvcached.core.transfer import Transfer
+from kvcached.core.transfer_book import TransferBook
+from kvcached.core.tree import HOST, Piece, PrefixTree
+from kvcached_client.types import TransferId
+
+#: Entries of a progress page, and so loads under way in one pool. `kvcached_client.protocol` tells engines the same.
+LOADS_MAX = 32
+#: A command's message has 32 bytes a block at most.
+LOAD_BLOCKS_MAX = 2048
+
+
+class Loads:
+    """Plans loads, and settles what follows from their end."""
+
+    def __init__(self, book: TransferBook, end: Callable[[Transfer], None]) -> None:
+        """`end` ends a load that no shard knows of."""
+        self._book = book
+        self._end_queued = end
+
+    def join(self, session: Session, lease: Lease) -> None:
+        """A lease whose hit other loads are still writing waits for them."""
+        if not session.pool.counts[SlotState.FILLING]:
+            return
+        for load in self._book.of_pool(session.pool, TransferKind.LOAD):
+            if load.is_current and not load.orphaned and load.crosses(lease.run, lease.depth):
+                load.leases.append(lease)
+                lease.loads.add(load.id)
+                session.counters["joined_loads"] += 1
+
+    def settled_blocks(self, session: Session, lease: Lease, keys: bytes) -> int:
+        """How many of the blocks that a lease commits come before one that a load is still writing.
+
+        Those behind it must not be built on it: where the load fails, they would have to go with it.
+        """
+        count, pool, tree = len(keys) // KEY_SIZE, session.pool, session.tree
+        if not pool.counts[SlotState.FILLING]:
+            return count
+        run, depth = tree.follow(tree.resolve(lease.run, lease.depth), lease.depth, keys, pool.index)
+        loads = self._book.of_pool(pool, TransferKind.LOAD)
+        starts = [load.start for load in loads if not load.orphaned and load.is_current and load.crosses(run, depth)]
+        return min([count, *(start - lease.depth for start in starts)])
+
+    def start(self, session: Session, lease: Lease, keys: bytes, limit: int) -> None:
+        """Start to load what the host pool has behind a new lease's hit, into the first of its exclusive slots."""
+        tree, pool = session.tree, session.pool
+        _, end = tree.match_host(lease.run, lease.depth, keys, limit)
+        session.counters["host_hit_blocks"] += end - lease.depth
+        loads = self._book.of_pool(pool, TransferKind.LOAD)
+        blocks = min(end - lease.depth, pool.load_quota - sum(load.blocks for load in loads))
+        if blocks < max(pool.load_threshold, 1):
+            return
+        free = sorted(set(range(LOADS_MAX)) - {load.progress for load in loads}, reverse=True)
+        while blocks > 0 and free:
+            count = min(blocks, LOAD_BLOCKS_MAX)
+            self._start_one(session, lease, keys, count, free.pop())
+            blocks -= count
+
+    def _start_one(self, session: Session, lease: Lease, keys: bytes, count: int, progress: int) -> None:
+        tree, pool = session.tree, session.pool
+        start, end = lease.depth, lease.depth + count
+        source, _ = tree.match_host(lease.run, start, keys, end)
+        host = tree.path_slots(source, start, end, HOST)
+        device, rest = cut(lease.open, count)
+        held = lease.run
+        pool.move(device, SlotState.LEASED, SlotState.FILLING, f"load for lease {lease.id}")
+        run, _ = tree.commit(held, start, keys[start * KEY_SIZE : end * KEY_SIZE], device, pool.index)
+        transfer = Transfer(
+            self._book.next_id(), TransferKind.LOAD, tree, pool, pool.epoch, run, [Piece(start, end)], device, host
+        )
+        transfer.progress, transfer.urgent = progress, True
+        self._book.pin(transfer)
+        tree.pin(run, end, pool.index)
+        tree.unpin(tree.resolve(held, start), start, pool.index)
+        lease.run, lease.depth, lease.open = run, end, rest
+        lease.loads.add(transfer.id)
+        transfer.leases.append(lease)
+        transfer.after = self._stores_of(transfer)
+        for store in transfer.after:
+            self._book.hurry(self._book.transfers[store])
+        if transfer.after:
+            self._book.transfers[transfer.id] = transfer
+        else:
+            self._book.start(transfer)
+
+    def _stores_of(self, load: Transfer) -> set[TransferId]:
+        """Stores under way that write what a load reads."""
+        host = load.tree.members[HOST]
+        if all(host.holds(first, count, SlotState.CACHED) for first, count in pairs(load.host)):
+            return set()
+        return {
+            each.id
+            for each in self._book.transfers.values()
+            if each.kind is TransferKind.STORE and each.tree is load.tree and _overlap(each, load)
+        }
+
+    def end(self, load: Transfer) -> None:
+        """Every shard is through with a load, or it was never started."""
+        tree, pool, cause = load.tree, load.pool, f"end of load {load.id}"
+        good = 0 if load.failure else min(load.corrupt, default=load.blocks)
+        if not load.is_current:
+            pass  # its slots went with the pool's memory
+        elif load.orphaned:
+            pool.orphaned -= load.blocks
+            pool.move(load.device, SlotState.FILLING, SlotState.FREE, cause)
+            good = 0
+        else:
+            tree.unpin(tree.resolve(load.run, load.end), load.end, pool.index)
+            if good < load.blocks:
+                self._cut(load, load.start + good)
+            arrived, missing = cut(load.device, good)
+            pool.move(missing, SlotState.FILLING, SlotState.FREE, cause)
+            pool.move(arrived, SlotState.FILLING, SlotState.CACHED, cause)
+            self._book.counters["loaded_blocks"] += good
+        self._book.counters["load_failed_blocks"] += load.blocks - good
+        self._drop_corrupt(load)
+        for lease in load.leases:
+            if load.id in lease.loads:
+                lease.loads.discard(load.id)
+                if not lease.loads:
+                    self._tell_loaded(load.pool, lease)
+        if not load.was_started:
+            self._book.effects.append(AbandonLoad(load.id, pool.name, load.progress))
+
+    def _tell_loaded(self, pool: DevicePool, lease: Lease) -> None:
+        for session in self._book.sessions.values():
+            if session.pool is pool and session.leases.get(lease.id) is lease:
+                self._book.effects.append(LoadsEnded(session.id, lease.id))
+
+    def _cut(self, load: Transfer, depth: int) -> None:
+        """The path of a load ends at `depth` now: whatever counted on more of it is shortened, and it is dropped."""
+        tree, pool = load.tree, load.pool
+        for session in self._book.sessions.values():
+            if session.pool is pool:
+                _shorten(session, load.run, depth)
+        self.cut_off(tree, pool, load.run, depth)
+        dropped = tree.drop(tree.resolve(load.run, depth + 1), depth, pool.index)
+        # loads that continue this one and ended before it have left theirs cached; FILLING ones end with their loads
+        pool.move(pool.having(dropped, SlotState.CACHED), SlotState.CACHED, SlotState.FREE, f"cut of load {load.id}")
+
+    def cut_off(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> None:
+        """A pool's part of the path to `run` is about to end at `depth`: loads behind that hold nothing of it any more.
+
+        Their slots stay FILLING until they end. Queued ones end now.
+        """
+        for load in self._book.of_pool(pool, TransferKind.LOAD):
+            if load.is_current and not load.orphaned and _passes(tree, load.run, load.end, run, depth):
+                tree.unpin(tree.resolve(load.run, load.end), load.end, pool.index)
+                load.orphaned = True
+                pool.orphaned += load.blocks
+                load.failure = load.failure or "what it continues is gone"
+                for lease in load.leases:
+                    lease.loads.discard(load.id)
+                if load.state is TransferState.QUEUED:
+                    self._end_queued(load)
+
+    def _drop_corrupt(self, load: Transfer) -> None:
+        """Host copies that are not what was stored must not be read again."""
+        tree = load.tree
+        self._book.counters["corrupt_blocks"] += len(load.corrupt)
+        for block in sorted(load.corrupt, reverse=True):
+            depth = load.start + block
+            run = tree.resolve(load.run, depth + 1)
+            segment = run.segments[HOST]
+            if segment is None or depth < run.start + segment.protected or depth >= run.start + segment.length:
+                continue  # another transfer holds it, and will find the same
+            slots = tree.path_slots(run, depth, depth + 1, HOST)
+            if slots == cut(cut(load.host, block)[1], 1)[0]:
+                tree.punch_host(run, [Piece(depth, depth + 1)])
+                tree.members[HOST].move(slots, SlotState.CACHED, SlotState.FREE, f"corrupt, found by load {load.id}")
+
+
+def _shorten(session: Session, run: Run, depth: int) -> None:
+    """Whatever a session holds of the path to `run` beyond `depth` ends there now."""
+    tree, pool = session.tree, session.pool.index
+    holders: list[Lease | FenceHold] = [*session.leases.values(), *session.holds]
+    for holder in holders:
+        if _passes(tree, holder.run, holder.depth, run, depth):
+            tree.unpin(tree.resolve(holder.run, holder.depth), holder.depth, pool)
+            holder.run, holder.depth = tree.resolve(holder.run, depth), depth
+            tree.pin(holder.run, depth, pool)
+    for hold in session.holds:
+        hold.suspect = min(hold.suspect, hold.depth)
+
+
+def _passes(tree: PrefixTree, run: Run, depth: int, other: Run, cut_at: int) -> bool:
+    """Whether the path ``[0, depth)`` to `run` has the block at depth `cut_at` of the path to `other`."""
+    return depth > cut_at and tree.resolve(run, cut_at + 1) is tree.resolve(other, cut_at + 1)
+
+
+def _overlap(store: Transfer, load: Transfer) -> bool:
+    """Whether a store writes a block that a load reads."""
+    return any(
+        _passes(load.tree, load.run, load.end, store.run, max(piece.start, load.start)) and piece.end > load.start
+        for piece in store.pieces
+    )

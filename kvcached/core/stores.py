@@ -1,0 +1,156 @@
+"""Copies from device pools to the host pool: write-through of what was committed, and demotion under the watermark.
+
+A store is planned when it can start: blocks that are still there and still lack a host copy. From then on they are in
+the host index, so a load may count on it and depend on it. Where it fails they are taken out again.
+"""
+
+from __future__ import annotations
+
+from kvcached.core.effects import TransferKind
+from kvcached.core.pool import DevicePool
+from kvcached.core.ranges import Ranges, join, slot_count
+from kvcached.core.run import Run, Segment
+from kvcached.core.states import SlotState, TransferState
+from kvcached.core.transfer import Transfer
+from kvcached.core.transfer_book import TransferBook
+from kvcached.core.tree import HOST, Piece, PrefixTree
+
+#: Stores under way in one pool: one to copy, and the next ones to be on the way to the workers.
+STORES_MAX = 8
+#: A load that arrives waits for the store under way, so stores are short.
+STORE_BLOCKS_MAX = 256
+#: Tails without a host copy that one demotion looks behind.
+UNSTORED_TAILS_PASSED_MAX = 16
+#: Eviction may free this share of the pool more than it must where that leaves ranges of slots whole (decision 0008).
+SLACK_DIVISOR = 256
+
+
+class Stores:
+    """Plans stores, and settles what follows from their end."""
+
+    def __init__(self, book: TransferBook) -> None:
+        self._book = book
+
+    def store_unstored(self, tree: PrefixTree, pool: DevicePool) -> None:
+        """Start stores of what was committed, as many as may be under way."""
+        if not pool.unstored:
+            return
+        room = STORES_MAX - len(self._book.of_pool(pool, TransferKind.STORE))
+        while room > 0 and pool.unstored:
+            run, depth = pool.unstored.popleft()
+            room -= self.store(tree, pool, run, depth)
+
+    def store(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> bool:
+        """Start to copy what the host pool lacks of the path ``[0, depth)``; False if nothing was started."""
+        run, depth = _resident_end(tree, pool, run, depth)
+        if self._waits_for_fence(pool, tree, run, depth):
+            return False
+        pieces, rest = _first_blocks(tree.missing_in_host(run, depth), STORE_BLOCKS_MAX)
+        if not pieces:
+            return False
+        wanted = sum(piece.end - piece.start for piece in pieces)
+        covered, host_depth = tree.host_end(run, depth)
+        tree.pin(covered, host_depth, HOST)  # or the room would be made by evicting what this continues
+        try:
+            slots = tree.reserve_host(wanted, f"store for pool {pool.name}")
+        finally:
+            tree.unpin_host(covered, host_depth)
+        got = slot_count(slots)
+        if got < wanted:
+            self._book.counters["store_refused_blocks"] += wanted - got
+            pieces, _ = _first_blocks(pieces, got)
+            pool.stores_paused = True
+        elif rest:
+            pool.unstored.appendleft((run, depth))
+        if not pieces:
+            return False
+        self._start_store(tree, pool, tree.resolve(run, pieces[-1].end), pieces, slots)
+        return True
+
+    def _start_store(
+        self, tree: PrefixTree, pool: DevicePool, run: Run, pieces: list[Piece], slots: Ranges[int]
+    ) -> None:
+        device = slots[:0]
+        for piece in pieces:
+            device.extend(tree.path_slots(run, piece.start, piece.end, pool.index))
+        transfer = Transfer(
+            self._book.next_id(), TransferKind.STORE, tree, pool, pool.epoch, run, pieces, device, slots
+        )
+        tree.put_host(run, pieces, slots)
+        self._book.pin(transfer)
+        self._book.start(transfer)
+
+    def _waits_for_fence(self, pool: DevicePool, tree: PrefixTree, run: Run, depth: int) -> bool:
+        """Whether blocks of the path may still be written; then it is stored once their fence has signalled."""
+        for session in self._book.sessions.values():
+            for hold in session.holds if session.pool is pool else ():
+                first = hold.suspect + 1
+                if hold.suspect < min(hold.depth, depth) and tree.resolve(run, first) is tree.resolve(hold.run, first):
+                    hold.unstored.append((run, depth))
+                    return True
+        return False
+
+    def demote(self, tree: PrefixTree, pool: DevicePool) -> None:
+        """Keep the pool's watermark free: drop the device copy of the least valuable tails that the host pool holds.
+
+        Others are stored first, and go when that has ended.
+        """
+        wanted = pool.watermark - pool.free
+        if wanted <= 0:
+            return
+        policy, slack = tree.policies[pool.index], pool.slots // SLACK_DIVISOR
+        freed: list[Ranges[int]] = []
+        passed: list[Segment] = []
+        while wanted > 0 and len(passed) < UNSTORED_TAILS_PASSED_MAX and (segment := policy.pop()) is not None:
+            stored = tree.stored_tail(segment)
+            if stored:
+                freed.append(tree.trim_tail(segment, stored, wanted, pool.index, slack=slack))
+                wanted -= slot_count(freed[-1])
+            else:
+                passed.append(segment)
+        slots = join(freed)
+        pool.move(slots, SlotState.CACHED, SlotState.FREE, "demotion")
+        self._book.counters["demoted_blocks"] += slot_count(slots)
+        room = STORES_MAX - len(self._book.of_pool(pool, TransferKind.STORE))
+        for segment in passed:
+            policy.add(segment)
+            if room > 0 and not pool.stores_paused:
+                room -= self.store(tree, pool, segment.run, segment.run.start + segment.length)
+
+    def end(self, store: Transfer) -> None:
+        """Every shard is through with a store, and no load depends on it any more if it failed."""
+        tree, pool, cause = store.tree, store.pool, f"end of store {store.id}"
+        if store.is_current:
+            tree.unpin(tree.resolve(store.run, store.end), store.end, pool.index)
+        if store.state is TransferState.DONE:
+            tree.members[HOST].move(store.host, SlotState.FILLING, SlotState.CACHED, cause)
+            self._book.counters["stored_blocks"] += store.blocks
+            return
+        pool.stores_paused = True
+        self._book.counters["store_failed_blocks"] += store.blocks
+        tree.punch_host(store.run, store.pieces)
+        tree.members[HOST].move(store.host, SlotState.FILLING, SlotState.FREE, cause)
+
+
+def _resident_end(tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> tuple[Run, int]:
+    """How much of the path ``[0, depth)`` the pool still holds, and the run where that ends."""
+    run = tree.resolve(run, depth)
+    while run.parent is not None:
+        segment = run.segments[pool.index]
+        if segment is not None:
+            return run, min(depth, run.start + segment.length)
+        run, depth = run.parent, run.start
+    return run, 0
+
+
+def _first_blocks(pieces: list[Piece], count: int) -> tuple[list[Piece], bool]:
+    """The first `count` blocks of the pieces, and whether there are more."""
+    first: list[Piece] = []
+    for start, end in pieces:
+        size = min(end - start, count)
+        if size:
+            first.append(Piece(start, start + size))
+        count -= size
+        if size < end - start:
+            return first, True
+    return first, False

@@ -1,0 +1,126 @@
+"""From what the core asks for to commands of a replica's workers, and from their acks to what the core is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from typing import Final
+
+from kvcached.core.effects import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
+from kvcached.replica import Settled
+from kvcached.worker.messages import Abandon, BlockSpan, Hurry, Load, Probe, Store
+from kvcached.worker.restart import ReplicaGroups
+from kvcached.worker.supervisor import ShardResult
+from kvcached_client.errors import RequestError
+from kvcached_client.types import ShardIndex
+
+#: A worker that gets on with none of its commands for this long is hung, and is killed.
+PROGRESS_DEADLINE_S: Final = 30.0
+
+_log: Final = logging.getLogger(__name__)
+
+
+class ReplicaWorkers:
+    """A replica's workers as the service sees them: `kvcached.replica.Workers`.
+
+    Args:
+        groups: the workers.
+        shards: of the replica.
+        epoch: of the daemon.
+        generation: of the replica's namespace.
+        verify_loads: whether loads compare checksums.
+    """
+
+    def __init__(
+        self,
+        groups: ReplicaGroups,
+        *,
+        shards: int,
+        epoch: int,
+        generation: int,
+        verify_loads: bool,
+        deadline_s: float = PROGRESS_DEADLINE_S,
+    ) -> None:
+        self._groups = groups
+        self._shards = shards
+        self._epoch = epoch
+        self._generation = generation
+        self._verify_loads = verify_loads
+        self._deadline_s = deadline_s
+        self._loop = asyncio.get_running_loop()
+
+    def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
+        """What a shard process maps: pool memory, progress page, eventfds.
+
+        Raises:
+            DaemonFailure: the shard has no worker now.
+        """
+        return self._groups.current.descriptors(shard)
+
+    def start(self, transfer: StartTransfer, settled: Settled) -> None:
+        """Order a copy on every shard. `settled` is called once per shard, never before this returns."""
+
+        def tell(result: ShardResult) -> None:
+            settled(result.shard, result.error, result.corrupt)
+
+        try:
+            self._groups.current.order(self._command(transfer), tell, deadline_s=self._deadline_s)
+        except RequestError as error:
+            _log.warning("transfer %d was not ordered: %s", transfer.transfer, error.message)
+            for shard in range(self._shards):
+                self._loop.call_soon(settled, ShardIndex(shard), error.message, ())
+
+    def hurry(self, transfer: HurryTransfer) -> None:
+        """Raise the priority of a started copy."""
+        self._order_at_once(Hurry(transfer=transfer.transfer))
+
+    def abandon(self, load: AbandonLoad) -> None:
+        """Tell the progress pages that a load failed which was never started."""
+        self._order_at_once(Abandon(transfer=load.transfer, progress=load.progress))
+
+    def probe(self, first: int, second: int) -> asyncio.Future[None]:
+        """Run a probe on every shard.
+
+        Raises:
+            DaemonFailure: a worker is lost.
+        """
+        work = Probe(source=first, target=second, seed=secrets.randbits(32))
+        return self._groups.current.submit(work, deadline_s=self._deadline_s)
+
+    def _command(self, transfer: StartTransfer) -> Store | Load:
+        spans = tuple(
+            BlockSpan(span.depth, span.parent, span.keys, span.device.tobytes(), span.host.tobytes())
+            for span in transfer.spans
+        )
+        if transfer.kind is TransferKind.STORE:
+            return Store(
+                transfer=transfer.transfer,
+                epoch=self._epoch,
+                generation=self._generation,
+                spans=spans,
+                urgent=transfer.urgent,
+            )
+        return Load(
+            transfer=transfer.transfer,
+            generation=self._generation,
+            spans=spans,
+            progress=transfer.progress,
+            verify=self._verify_loads,
+        )
+
+    def _order_at_once(self, work: Hurry | Abandon) -> None:
+        """Order what nobody is told the end of.
+
+        Nobody is left waiting where it is refused: a group that does not run has no sessions, and one that has not
+        read `COMMANDS_IN_FLIGHT_MAX` such commands is hung, and soon killed.
+        """
+        try:
+            self._groups.current.order(work, _note_failure, deadline_s=self._deadline_s)
+        except RequestError as error:
+            _log.info("%s of transfer %d was not ordered: %s", type(work).__name__, work.transfer, error.message)
+
+
+def _note_failure(result: ShardResult) -> None:
+    if result.error:
+        _log.info("shard %d: %s", result.shard, result.error)

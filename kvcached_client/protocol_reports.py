@@ -1,0 +1,216 @@
+"""Messages that need no session: questions about the daemon and its cache, and what it reports."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.layout import Layout
+from kvcached_client.protocol_fields import (
+    FRAME_SIZE_BYTES_MAX,
+    NAME_LENGTH_MAX,
+    TREE_CHILDREN_MAX,
+    TREE_LEVELS_MAX,
+    TREE_NODES_MAX,
+    Count,
+    Header,
+    Id,
+)
+from kvcached_client.types import KEY_SIZE_BYTES
+
+
+class Stats(Header, frozen=True, kw_only=True, tag="stats"):
+    """Counters and gauges. Needs no session. Frames: none."""
+
+
+class Health(Header, frozen=True, kw_only=True, tag="health"):
+    """A real acquire, commit and release through every worker. Needs no session. Frames: none."""
+
+
+class Check(Header, frozen=True, kw_only=True, tag="check"):
+    """Run the invariant checker on the live core. Needs no session. Frames: none."""
+
+
+class Describe(Header, frozen=True, kw_only=True, tag="describe"):
+    """Replicas, layouts, limits, versions. Needs no session. Frames: none."""
+
+
+class Tree(Header, frozen=True, kw_only=True, tag="tree"):
+    """A picture of the index: tiers and leases, bounded in depth and width. Needs no session. Frames: none."""
+
+    replica: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""  #: "" = the trees of all replicas
+    levels: Annotated[int, msgspec.Meta(ge=1, le=TREE_LEVELS_MAX)] = 8
+    children: Annotated[int, msgspec.Meta(ge=1, le=TREE_CHILDREN_MAX)] = 8  #: shown per run; the rest is counted
+
+
+class Inspect(Header, frozen=True, kw_only=True, tag="inspect"):
+    """Where a block is and who holds it. Needs no session. Frames: none."""
+
+    key: Annotated[bytes, msgspec.Meta(min_length=KEY_SIZE_BYTES, max_length=KEY_SIZE_BYTES)]
+
+
+# --- replies --------------------------------------------------------------------------------------------------------
+
+
+class HostStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the host slots of one namespace are. The states add up to `slots`."""
+
+    namespace: str  #: first 16 hex digits
+    replicas: tuple[str, ...]
+    slots: int
+    slabs: int  #: slabs that the namespace has now
+    states: dict[str, int]
+
+
+class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a device pool's slots are. The states add up to `slots`."""
+
+    replica: str
+    epoch: int
+    slots: int
+    states: dict[str, int]
+    evictable: int
+    leases: int
+    session: int
+    healthy: bool
+
+
+class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):
+    """Answer to `Stats`. Counters only grow."""
+
+    daemon_epoch: Id
+    uptime_ms: Id
+    sessions: Id
+    runs: Id
+    cached_blocks: Id
+    pools: tuple[PoolStats, ...]
+    hosts: tuple[HostStats, ...]
+    transfers: dict[str, int]  #: queued and running ones now, by kind
+    counters: dict[str, int]
+
+
+class HealthPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One step of the health check: which part, whether it works, and what it said if not."""
+
+    part: str
+    ok: bool
+    detail: str = ""
+
+
+class HealthReport(Header, frozen=True, kw_only=True, tag="health_report"):
+    """Answer to `Health`."""
+
+    ok: bool
+    parts: tuple[HealthPart, ...]
+
+
+class CheckReport(Header, frozen=True, kw_only=True, tag="check_report"):
+    """Answer to `Check`: broken invariants in words; none is the only good answer."""
+
+    ok: bool
+    violations: tuple[str, ...]
+
+
+class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A configured replica."""
+
+    name: str
+    layout: Layout
+    fingerprint: str
+    slots: int
+    bytes_per_block: int
+    device: str
+    model: str
+    key_algorithm: str
+
+
+class Description(Header, frozen=True, kw_only=True, tag="description"):
+    """Answer to `Describe`."""
+
+    version: str
+    protocol_min: Id
+    protocol_max: Id
+    daemon_epoch: Id
+    pid: Id
+    replicas: tuple[ReplicaInfo, ...]
+    limits: dict[str, int]
+
+
+class TreeNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A run of blocks in a `TreeReport`, its children after it."""
+
+    level: int  #: 0 for the root of a namespace, a run without blocks
+    key: bytes  #: of its first block; for a root the namespace's 32 bytes
+    start: int  #: depth of its first block
+    blocks: int
+    tiers: dict[str, int]  #: blocks of it by replica, and under "host"
+    loading: int  #: device blocks that a load still writes
+    pins: int  #: leases, fences and transfers that end in it
+    children: int
+    hidden: int  #: children that are not shown
+
+
+class TreeReport(Header, frozen=True, kw_only=True, tag="tree_report"):
+    """Answer to `Tree`. Frames: the nodes in preorder, as one MessagePack array of `TreeNode`."""
+
+    runs: Id
+    blocks: Id
+    shown: Count
+
+
+class BlockPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One copy of a block."""
+
+    tier: str  #: a replica's name, or "host"
+    slot: int
+    state: str
+
+
+class InspectReport(Header, frozen=True, kw_only=True, tag="inspect_report"):
+    """Answer to `Inspect`. Without `found` the other fields are empty."""
+
+    found: bool
+    namespace: str = ""
+    depth: Count = 0  #: blocks before it
+    run_start: Count = 0
+    run_blocks: Count = 0
+    parent: bytes = b""  #: key of the block before it
+    children: Count = 0
+    places: tuple[BlockPlace, ...] = ()
+    leases: tuple[str, ...] = ()  #: requests that hold it, at most 32
+    transfers: tuple[str, ...] = ()  #: copies under way that read or write it
+
+
+_nodes_decoder: msgspec.msgpack.Decoder[list[TreeNode]] = msgspec.msgpack.Decoder(list[TreeNode])
+
+
+def pack_tree_nodes(nodes: list[TreeNode]) -> bytes:
+    """The frame of a `TreeReport`.
+
+    Raises:
+        BadRequest: more nodes, or more bytes, than a frame may have.
+    """
+    frame = msgspec.msgpack.encode(nodes)
+    if len(nodes) > TREE_NODES_MAX or len(frame) > FRAME_SIZE_BYTES_MAX:
+        raise request_error(
+            ErrorCode.OVERSIZE,
+            f"a tree of {len(nodes)} nodes in {len(frame)} bytes",
+            f"ask for fewer levels or children: at most {TREE_NODES_MAX} nodes and {FRAME_SIZE_BYTES_MAX} bytes",
+        )
+    return frame
+
+
+def unpack_tree_nodes(frame: bytes) -> list[TreeNode]:
+    """The inverse of `pack_tree_nodes`.
+
+    Raises:
+        BadRequest: the frame is no array of nodes.
+    """
+    try:
+        return _nodes_decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise request_error(
+            ErrorCode.MALFORMED, f"unreadable tree: {error}", "client and daemon must be at most one version apart"
+        ) from None

@@ -1,0 +1,217 @@
+"""What the daemon tells about its index: the tree, one block, and the host pool."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from kvcached.core.effects import TransferKind
+from kvcached.core.events import WorkerDied
+from kvcached.core.survey import find, survey
+from kvcached_client import protocol as wire
+from kvcached_client.errors import ErrorCode
+from tests.service.office import EPOCH, TWO, FakePeer, Office, key_chain
+
+NAMESPACE = b"n" * 32
+
+
+def branch(stem: bytes, blocks: int, seed: int) -> bytes:
+    """A chain that goes on from another one."""
+    return stem + key_chain(blocks, seed)
+
+
+@pytest.fixture
+def office() -> Office:
+    """Replica a holds three blocks, after which two prompts go on with four and two; all are stored for replica b."""
+    office = Office("a", "b", host_slabs=2)
+    office.enter(FakePeer(1))
+    office.enter(FakePeer(2), "b", peer=TWO)
+    stem = key_chain(3)
+    office.store(branch(stem, 2, seed=1))
+    office.store(branch(stem, 4, seed=2))
+    office.workers["a"].end_all()
+    return office
+
+
+def tree(office: Office, replica: str = "", levels: int = 8, children: int = 8) -> list[wire.TreeNode]:
+    """The nodes of the answer; the report counts them."""
+    request = wire.Tree(id=office.next_id(), replica=replica, levels=levels, children=children)
+    report, (frame,) = office.ask(request, peer=b"cli")
+    assert isinstance(report, wire.TreeReport)
+    nodes = wire.unpack_tree_nodes(frame)
+    assert (report.runs, report.blocks, report.shown) == (3, 9, len(nodes))
+    return nodes
+
+
+def inspect(office: Office, key: bytes) -> wire.InspectReport:
+    return office.expect(wire.InspectReport, wire.Inspect(id=office.next_id(), key=key), peer=b"cli")
+
+
+def test_tree_shows_runs_in_preorder_longest_first(office: Office) -> None:
+    """A root for the namespace, then each run with its depth and its copies, the longer continuation before."""
+    nodes = tree(office)
+
+    assert [(node.level, node.start, node.blocks, node.children, node.hidden) for node in nodes] == [
+        (0, 0, 0, 1, 0),
+        (1, 0, 3, 2, 0),
+        (2, 3, 4, 0, 0),
+        (2, 3, 2, 0, 0),
+    ]
+    assert [node.tiers for node in nodes] == [
+        {"a": 0, "b": 0, "host": 0},
+        {"a": 3, "host": 3},
+        {"a": 4, "host": 4},
+        {"a": 2, "host": 2},
+    ]
+    assert (nodes[0].key, nodes[1].key) == (NAMESPACE, key_chain(1))
+    assert [(node.pins, node.loading) for node in nodes] == [(0, 0)] * 4
+
+
+def test_tree_is_bounded_in_depth_and_width(office: Office) -> None:
+    """What is left out is counted at the run that it continues."""
+    assert [(node.level, node.children, node.hidden) for node in tree(office, levels=1)] == [(0, 1, 0), (1, 2, 2)]
+    nodes = tree(office, children=1)
+    assert [(node.blocks, node.hidden) for node in nodes] == [(0, 0), (3, 1), (4, 0)]
+
+
+@pytest.mark.parametrize(("nodes_max", "lengths"), [(1, [0]), (2, [0, 3]), (3, [0, 3, 4]), (4, [0, 3, 4, 2])])
+def test_survey_prefers_upper_levels_where_it_is_cut(office: Office, nodes_max: int, lengths: list[int]) -> None:
+    """A picture has at most as many runs as allowed, and each run in it counts what is missing."""
+    views = survey(office.cache, "", 8, 8, nodes_max)
+
+    assert [view.blocks for view in views] == lengths
+    assert sum(view.hidden for view in views) <= 4 - len(views)
+    assert all(view.children - view.hidden >= 0 for view in views)
+
+
+def test_tree_of_one_replica() -> None:
+    """The tree of a replica is that of its namespace only; an unknown replica is refused."""
+    office = Office("a", "b")
+
+    assert [view.level for view in survey(office.cache, "b", 8, 8, 16)] == [0]
+    assert office.error(wire.Tree(id=1, replica="c"), peer=b"cli") is ErrorCode.UNKNOWN_REPLICA
+
+
+def test_tree_marks_leases_and_loads(office: Office) -> None:
+    """A lease pins the run that its hit ends in; blocks on their way are counted where they lie."""
+    keys = branch(key_chain(3), 4, seed=2)
+    office.expect(wire.Acquired, office.acquire(keys[: 5 * 16]), keys[: 5 * 16], peer=TWO)
+
+    nodes = tree(office, "b")
+    # the lease and its load both end behind block 5, in the run of four
+    assert [(node.start, node.blocks, node.loading, node.pins) for node in nodes] == [
+        (0, 0, 0, 0),
+        (0, 3, 3, 0),
+        (3, 4, 2, 2),
+        (3, 2, 0, 0),
+    ]
+    office.workers["b"].end_all()
+    assert [(node.loading, node.pins) for node in tree(office)] == [(0, 0), (0, 0), (0, 1), (0, 0)]
+
+
+def test_tree_marks_no_load_into_memory_that_is_lost(office: Office) -> None:
+    """What a dead worker was to be given is not on its way any more, though its transfer has not ended."""
+    office.expect(wire.Acquired, office.acquire(key_chain(3)), key_chain(3), peer=TWO)
+    office.service.on_event(WorkerDied("b"))
+
+    assert len(office.cache.transfers) == 1
+    assert [node.loading for node in tree(office)] == [0, 0, 0, 0]
+
+
+def test_tree_counts_holes_of_the_host_pool_as_missing() -> None:
+    """Blocks whose copy failed are not held, though blocks behind them are; inspect names no copy there."""
+    office = Office(host_slabs=2)
+    office.enter(FakePeer(1))
+    keys = branch(key_chain(3), 2, seed=1)
+    office.store(keys[:48])
+    office.store(keys)
+    first, second = office.workers["a"].under_way(TransferKind.STORE)
+    office.workers["a"].end(first, "failed")
+    office.workers["a"].end(second)
+
+    (_, run) = survey(office.cache, "a", 8, 8, 16)
+    assert (run.blocks, run.tiers) == (5, {"a": 5, "host": 2})
+    tiers = [[place.tier for place in inspect(office, keys[at : at + 16]).places] for at in (32, 48)]
+    assert tiers == [["a"], ["a", "host"]]
+
+
+def test_inspect_says_where_a_block_is(office: Office) -> None:
+    """Depth, run, the block before, and every copy with its slot and state."""
+    keys = branch(key_chain(3), 4, seed=2)
+    report = inspect(office, keys[4 * 16 : 5 * 16])
+
+    assert (report.found, report.depth, report.run_start, report.run_blocks, report.children) == (True, 4, 3, 4, 0)
+    assert (report.parent, report.namespace) == (keys[3 * 16 : 4 * 16], NAMESPACE[:8].hex())
+    assert [(place.tier, place.state) for place in report.places] == [("a", "cached"), ("host", "cached")]
+    assert (report.leases, report.transfers) == ((), ())
+
+
+def test_inspect_names_the_slots_that_hits_name(office: Office) -> None:
+    """The slot of a device copy is the one that an acquire of the same prompt reads."""
+    keys = key_chain(3)
+    _, (hit, _) = office.ask(office.acquire(keys), keys)
+    first, count = array("i", hit)
+
+    slots = [inspect(office, keys[at : at + 16]).places[0].slot for at in range(0, 48, 16)]
+    assert slots == list(range(first, first + count))
+
+
+def test_inspect_finds_the_block_before_over_the_end_of_a_run(office: Office) -> None:
+    """The parent of a run's first block is the last block of the run before; the first block of a chain has none."""
+    keys = branch(key_chain(3), 4, seed=2)
+
+    assert inspect(office, keys[48:64]).parent == keys[32:48]
+    first = inspect(office, keys[:16])
+    assert (first.parent, first.depth, first.children) == (b"", 0, 2)
+
+
+def test_inspect_names_holders_and_copies(office: Office) -> None:
+    """Requests whose lease covers the block and transfers that copy it are named, others are not."""
+    keys = branch(key_chain(3), 4, seed=2)
+    acquired = office.expect(wire.Acquired, office.acquire(keys[: 5 * 16], "short"), keys[: 5 * 16], peer=TWO)
+    (ticket,) = acquired.loads
+    office.expect(wire.Acquired, office.acquire(keys[: 4 * 16], "other"), keys[: 4 * 16])
+
+    held = inspect(office, keys[3 * 16 : 4 * 16])
+    assert sorted(held.leases) == ["other", "short"]
+    assert held.transfers == (f"load {ticket.transfer} of replica b, running",)
+    assert ("b", "filling") in [(place.tier, place.state) for place in held.places]
+    assert inspect(office, keys[4 * 16 : 5 * 16]).leases == ("short",)
+    sibling = branch(key_chain(3), 2, seed=1)
+    for key in (keys[5 * 16 : 6 * 16], sibling[3 * 16 : 4 * 16]):
+        free = inspect(office, key)
+        assert (free.leases, free.transfers) == ((), ())
+
+
+def test_inspect_of_an_unknown_key_finds_nothing(office: Office) -> None:
+    """Neither a key that nobody stored nor the end of one key and the start of the next is a block."""
+    keys = branch(key_chain(3), 4, seed=2)
+
+    assert not inspect(office, b"?" * 16).found
+    assert find(office.cache, keys[4 * 16 + 8 : 5 * 16 + 8]) is None
+
+
+def test_stats_tell_host_pool_and_transfers(office: Office) -> None:
+    """The states of the host slots add up, slabs are counted, and copies under way are told by state and kind."""
+    office.store(key_chain(1, seed=9))
+    report = office.expect(wire.StatsReport, wire.Stats(id=77), peer=b"cli")
+
+    (host,) = report.hosts
+    assert (host.namespace, host.replicas, host.slabs, host.slots) == (NAMESPACE[:8].hex(), ("a", "b"), 2, 16)
+    assert host.states == {"free": 6, "cached": 9, "filling": 1, "absent": 0}
+    assert sum(host.states.values()) == host.slots
+    assert report.transfers == {"queued_stores": 0, "queued_loads": 0, "running_stores": 1, "running_loads": 0}
+    assert report.counters["stored_blocks"] == 9
+
+
+def test_reports_change_nothing(office: Office) -> None:
+    """Looking at the index orders nothing and touches nothing."""
+    before = [pool.clock for pool in office.cache.pools.values()]
+    tree(office)
+    inspect(office, key_chain(1))
+
+    assert [pool.clock for pool in office.cache.pools.values()] == before
+    assert office.workers["a"].transfers == office.workers["b"].transfers == {}
+    match = wire.Match(id=office.next_id(), epoch=EPOCH, tokens=12, full=True)
+    assert office.expect(wire.Matched, match, key_chain(3)).device == 3

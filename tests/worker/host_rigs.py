@@ -1,0 +1,143 @@
+"""A shard with a tiny device pool and a tiny host pool, in this process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from kvcached.worker.copier_host import HostCopier
+from kvcached.worker.geometry import pool_geometry
+from kvcached.worker.host_geometry import HostGeometry
+from kvcached.worker.memory import PoolMemory, SharedMemory, sealed_memfd
+from kvcached.worker.messages import BlockSpan, Load, Store
+from kvcached.worker.progress import ProgressPage
+from kvcached.worker.transfers import HostTransfers
+from kvcached_client.layout import Layout, PageOrder
+from kvcached_client.types import pack_ranges
+from tests.worker.groups import SLOTS, pages_of, read_block, tiny_layout
+
+SHARDS = 2
+SHARD = 1
+BLOCK_BYTES = 544
+#: Two pages: one of headers, and 7 blocks in the other.
+PART_BYTES = 8192
+SLOTS_PER_SLAB = 7
+HOST = HostGeometry(slabs=3, slab_bytes=SHARDS * PART_BYTES, shards=SHARDS, block_bytes=BLOCK_BYTES)
+NAMESPACE = b"namespace-namesp"
+FINGERPRINT = b"fingerprint-fing"
+GENERATION = 5
+
+Ranges = Sequence[tuple[int, int]]
+
+
+def header_place(slot: int) -> int:
+    """Where a header of shard `SHARD` is, reckoned from the description and not by the code."""
+    slab, index = divmod(slot, SLOTS_PER_SLAB)
+    return slab * SHARDS * PART_BYTES + SHARD * PART_BYTES + index * 128
+
+
+def block_place(slot: int) -> int:
+    """Where a block of shard `SHARD` is, reckoned in the same way."""
+    slab, index = divmod(slot, SLOTS_PER_SLAB)
+    return slab * SHARDS * PART_BYTES + SHARD * PART_BYTES + 4096 + index * BLOCK_BYTES
+
+
+def key_of(number: int) -> bytes:
+    """Some key."""
+    return number.to_bytes(16, "little")
+
+
+def span_of(device: Ranges, host: Ranges, *, depth: int = 0) -> BlockSpan:
+    """Blocks of the one chain whose keys are 1, 2, 3, …, from `depth` on."""
+    blocks = sum(count for _, count in host)
+    return BlockSpan(
+        depth=depth,
+        parent=key_of(depth) if depth else b"",
+        keys=b"".join(key_of(depth + index + 1) for index in range(blocks)),
+        device=pack_ranges(list(device)),
+        host=pack_ranges(list(host)),
+    )
+
+
+def store_of(*spans: BlockSpan, transfer: int = 1, urgent: bool = False) -> Store:
+    """A store of this generation."""
+    return Store(transfer=transfer, epoch=3, generation=GENERATION, spans=spans, urgent=urgent)
+
+
+def load_of(*spans: BlockSpan, transfer: int = 2, progress: int = 4, verify: bool = True) -> Load:
+    """A load of this generation."""
+    return Load(transfer=transfer, generation=GENERATION, spans=spans, progress=progress, verify=verify)
+
+
+def put_block(pool: memoryview, layout: Layout, slot: int, block: bytes) -> None:
+    """Overwrite a block of a device pool."""
+    start = 0
+    for offset, size in pages_of(layout, SLOTS, slot):
+        pool[offset : offset + size] = block[start : start + size]
+        start += size
+
+
+@dataclass
+class HostRig:
+    """All that transfers take, and a look at the bytes."""
+
+    layout: Layout
+    device: PoolMemory
+    host: SharedMemory
+    copier: HostCopier
+    progress: ProgressPage
+    transfers: HostTransfers
+
+    def device_blocks(self) -> list[bytes]:
+        """Every block of the device pool."""
+        content = ctypes.string_at(self.device.address, self.device.size_bytes)
+        return [read_block(content, self.layout, SLOTS, slot) for slot in range(SLOTS)]
+
+    def write_device(self, slot: int, block: bytes) -> None:
+        """Overwrite a block of the device pool."""
+        content = (ctypes.c_ubyte * self.device.size_bytes).from_address(self.device.address)
+        put_block(memoryview(content).cast("B"), self.layout, slot, block)
+
+    def host_block(self, slot: int) -> bytes:
+        """A block of the host pool."""
+        return bytes(self.host.view[block_place(slot) : block_place(slot) + BLOCK_BYTES])
+
+    def header(self, slot: int) -> bytes:
+        """A header of the host pool."""
+        return bytes(self.host.view[header_place(slot) : header_place(slot) + 128])
+
+    def entry(self, index: int = 4) -> tuple[int, int, int]:
+        """Transfer, layers done and state of an entry of the progress page, as a reader sees them."""
+        transfer, layers_done, state = struct.unpack("<QII", os.pread(self.progress.descriptor, 16, index * 64))
+        return transfer, layers_done, state
+
+
+@contextmanager
+def host_rig(order: PageOrder, copier: type[HostCopier] = HostCopier) -> Iterator[HostRig]:
+    """A rig whose pools are full of random bytes, apart from the headers."""
+    layout = tiny_layout(order, SHARDS)
+    geometry = pool_geometry(layout, SLOTS)
+    with ExitStack() as made:
+        device = PoolMemory("test", geometry.size_bytes)
+        made.callback(device.close)
+        descriptor = sealed_memfd("test-host", HOST.size_bytes)
+        try:
+            host = SharedMemory(descriptor, HOST.size_bytes)
+        finally:
+            os.close(descriptor)
+        made.callback(host.close)
+        progress = ProgressPage("test-progress")
+        made.callback(progress.close)
+        ctypes.memmove(device.address, random.Random(1).randbytes(device.size_bytes), device.size_bytes)
+        for slot in range(HOST.slots):
+            host.view[block_place(slot) : block_place(slot) + BLOCK_BYTES] = random.Random(slot).randbytes(BLOCK_BYTES)
+        mover = copier(geometry, device.address, host.address)
+        transfers = HostTransfers(
+            geometry, HOST, SHARD, mover, host.view, progress, namespace=NAMESPACE, fingerprint=FINGERPRINT
+        )
+        yield HostRig(layout, device, host, mover, progress, transfers)

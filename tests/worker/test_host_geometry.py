@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcached.worker.host_geometry import HostGeometry
+from tests.worker.host_rigs import HOST, SHARD, SHARDS, SLOTS_PER_SLAB, block_place, header_place
+
+geometries = st.builds(
+    HostGeometry,
+    slabs=st.integers(1, 3),
+    slab_bytes=st.integers(2, 40).map(lambda pages: pages * 4096),
+    shards=st.integers(1, 3),
+    block_bytes=st.integers(1, 9000),
+)
+
+
+@given(geometries)
+def test_places_never_overlap(geometry: HostGeometry) -> None:
+    """Headers and blocks of all slots and shards lie inside their own slab, and no two of them share a byte."""
+    places = sorted(
+        (offset, size, slot // geometry.slots_per_slab)
+        for slot in range(min(geometry.slots, 2 * geometry.slots_per_slab))
+        for shard in range(geometry.shards)
+        for offset, size in [
+            (geometry.header_offset(slot, shard), 128),
+            (geometry.block_offset(slot, shard), geometry.block_bytes),
+        ]
+    )
+
+    end = 0
+    for offset, size, slab in places:
+        assert offset >= end
+        assert slab * geometry.slab_bytes <= offset
+        assert offset + size <= (slab + 1) * geometry.slab_bytes <= geometry.size_bytes
+        end = offset + size
+
+
+@given(geometries.filter(lambda geometry: geometry.slots > 0), st.data())
+def test_contiguous_cuts_where_a_slab_ends(geometry: HostGeometry, data: st.DataObject) -> None:
+    """The pieces of a range are its slots in order, each back to back in one slab, and no two in the same slab."""
+    first = data.draw(st.integers(0, geometry.slots - 1))
+    count = data.draw(st.integers(1, geometry.slots - first))
+
+    pieces = list(geometry.contiguous(first, count, 0))
+
+    slots = [piece.slot + index for piece in pieces for index in range(piece.slots)]
+    offsets = [piece.offset_bytes + index * geometry.block_bytes for piece in pieces for index in range(piece.slots)]
+    assert slots == list(range(first, first + count))
+    assert offsets == [geometry.block_offset(slot, 0) for slot in slots]
+    start, size, per_slab = geometry.block_offset(0, 0), geometry.block_bytes, geometry.slots_per_slab
+    assert offsets == [start + slot * size + slot // per_slab * geometry.gap_bytes for slot in slots]
+    slabs = [piece.slot // geometry.slots_per_slab for piece in pieces]
+    assert slabs == sorted(set(slabs))
+
+
+def test_places_are_as_described() -> None:
+    """Slots are numbered through the slabs, and a part holds a page of headers before its blocks."""
+    assert (HOST.slots_per_slab, HOST.slots) == (SLOTS_PER_SLAB, 3 * SLOTS_PER_SLAB)
+    for slot in range(HOST.slots):
+        assert HOST.header_offset(slot, SHARD) == header_place(slot)
+        assert HOST.block_offset(slot, SHARD) == block_place(slot)
+
+
+@pytest.mark.parametrize(("slot", "shard"), [(-1, 0), (3 * SLOTS_PER_SLAB, 0), (0, -1), (0, SHARDS)])
+def test_places_that_do_not_exist_are_refused(slot: int, shard: int) -> None:
+    """A slot or a shard that the pool does not have has no place."""
+    with pytest.raises(ValueError, match=f"slot {slot}, shard {shard}: the host pool has 21 slots on 2 shards"):
+        HOST.header_offset(slot, shard)
+    with pytest.raises(ValueError, match="the host pool has"):
+        HOST.block_offset(slot, shard)
+    with pytest.raises(ValueError, match="the host pool has"):
+        list(HOST.contiguous(min(slot, 20), 2, shard))
+
+
+def test_pool_without_room_for_a_block_has_no_slots() -> None:
+    """Where a slab is too small for one block there is no slot to be named."""
+    geometry = HostGeometry(slabs=3, slab_bytes=8192, shards=1, block_bytes=4097)
+
+    assert geometry.slots == 0
+    with pytest.raises(ValueError, match="has 0 slots"):
+        geometry.block_offset(0, 0)
+
+
+def test_slabs_of_broken_pages_are_refused_on_the_wire() -> None:
+    """A slab size that is no multiple of a page, which would put headers across pages, cannot be decoded."""
+    broken = HostGeometry(slabs=1, slab_bytes=8193, shards=1, block_bytes=64)
+
+    with pytest.raises(msgspec.ValidationError, match="multiple of 4096"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(broken), type=HostGeometry)

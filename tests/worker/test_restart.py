@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvcached.worker.messages import Probe
+from kvcached.worker.restart import BackOff, ReplicaGroups
+from kvcached.worker.supervisor import ShardResult
+from kvcached_client.errors import DaemonFailure
+from kvcached_client.types import ShardIndex
+from tests.worker.groups import (
+    SLOTS,
+    RunLoop,
+    Story,
+    Told,
+    kept_running,
+    mapped,
+    names_in,
+    open_descriptors,
+    process_exists,
+    read_block,
+    tiny_pool,
+    write_block,
+)
+
+SHARD_0, SHARD_1 = ShardIndex(0), ShardIndex(1)
+COMMAND = "kvcached.worker.process.WORKER_COMMAND"
+PROBE = Probe(source=0, target=1, seed=3)
+FAILS = (sys.executable, "-c", "print('no luck', flush=True); raise SystemExit(7)")
+
+
+def test_back_off_doubles_and_begins_anew_after_health() -> None:
+    """Pauses go from half a second to half a minute, and from the start again only after a minute of life."""
+    back_off = BackOff()
+
+    assert [back_off.pause_s() for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    back_off.lived(59)
+    assert back_off.pause_s() == 30
+    back_off.lived(60)
+    assert [back_off.pause_s() for _ in range(2)] == [0.5, 1]
+
+
+def test_lost_group_is_replaced_with_new_memory(run: RunLoop, run_dir: str) -> None:
+    """After the loss of one worker every shard gets a new process and an empty pool, and the loss is told once."""
+
+    async def main() -> None:
+        pool = tiny_pool(2)
+        async with kept_running(pool, run_dir) as (groups, story):
+            before = open_descriptors()
+            old = [groups.current.pid(shard) for shard in (SHARD_0, SHARD_1)]
+            with mapped(groups.current, pool, 0) as memory:
+                write_block(memory, pool.layout, SLOTS, 3, b"\7" * pool.layout.bytes_per_block())
+            os.kill(old[1], signal.SIGKILL)
+            await story.until(2)
+
+            assert story == ["lost 1", "restored"]
+            assert not any(process_exists(pid) for pid in old)
+            assert not {groups.current.pid(shard) for shard in (SHARD_0, SHARD_1)} & set(old)
+            with mapped(groups.current, pool, 0) as memory:
+                assert not any(read_block(memory, pool.layout, SLOTS, 3))
+            await groups.current.submit(PROBE)
+            assert open_descriptors() == before
+
+    run(main())
+
+
+def test_every_order_is_settled_before_the_restart_is_told(run: RunLoop, run_dir: str) -> None:
+    """What the lost workers had been ordered is over on every shard before anybody hears of new ones."""
+
+    async def main() -> None:
+        async with kept_running(tiny_pool(2), run_dir) as (groups, story):
+
+            def note(result: ShardResult) -> None:
+                story.append(f"settled {result.shard} {'lost' if result.is_lost else 'done'}")
+
+            for shard in (SHARD_0, SHARD_1):
+                os.kill(groups.current.pid(shard), signal.SIGSTOP)
+            groups.current.order(PROBE, note)
+            os.kill(groups.current.pid(SHARD_0), signal.SIGKILL)
+            await story.until(4)
+
+            assert story == ["lost 0", "settled 0 lost", "settled 1 lost", "restored"]
+
+    run(main())
+
+
+def test_stopped_worker_is_killed_and_replaced(run: RunLoop, run_dir: str) -> None:
+    """A worker that does not get on with a command until its deadline is killed; its group comes back."""
+
+    async def main() -> None:
+        async with kept_running(tiny_pool(), run_dir) as (groups, story):
+            os.kill(groups.current.pid(SHARD_0), signal.SIGSTOP)
+            groups.current.order(PROBE, lambda result: story.append(f"settled {result.error}"), deadline_s=0.1)
+            await story.until(3)
+
+            assert [story[0], story[2]] == ["lost 0", "restored"]
+            assert "was killed: it had not acknowledged command 1 after 0.1 s" in story[1]
+            await groups.current.submit(PROBE)
+
+    run(main())
+
+
+def test_groups_refuse_between_two(run: RunLoop, run_dir: str) -> None:
+    """From the loss until new workers run, orders and descriptors are refused as the daemon's failure."""
+
+    async def main() -> None:
+        async with kept_running(tiny_pool(), run_dir) as (groups, story):
+            os.kill(groups.current.pid(SHARD_0), signal.SIGKILL)
+            await story.until(1)
+
+            with pytest.raises(DaemonFailure, match="default/0 was ended by SIGKILL"):
+                groups.current.submit(PROBE)
+            with pytest.raises(DaemonFailure, match="default/0 was ended by SIGKILL"):
+                groups.current.descriptors(SHARD_0)
+            await story.until(2)
+            groups.current.descriptors(SHARD_0)
+
+    run(main())
+
+
+def test_failed_restarts_are_tried_again(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that fails is tried again after longer and longer pauses, each said in the log, until one succeeds."""
+
+    async def main() -> None:
+        async with kept_running(tiny_pool(), run_dir) as (groups, story):
+            before = open_descriptors()
+            with log_lines() as lines:
+                with monkeypatch.context() as broken:
+                    broken.setattr(COMMAND, FAILS)
+                    os.kill(groups.current.pid(SHARD_0), signal.SIGKILL)
+                    await lines.until(4)
+                await story.until(2)
+
+            assert story == ["lost 0", "restored"]
+            assert open_descriptors() == before
+            assert lines[0] == "replica default: all workers are dead; they are started again in 0.01 s"
+            for line, pause in zip(lines[1:4], ("0.02", "0.04", "0.04"), strict=True):
+                assert line.startswith(f"replica default: no workers, the next try is in {pause} s: worker_lost: ")
+                assert "no luck" in line
+            assert "workers run again" in lines[-1]
+
+    run(main())
+
+
+@pytest.mark.parametrize("moment", ["burying", "pause", "start"])
+def test_stop_while_a_group_is_replaced(
+    run: RunLoop, run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """A stop between loss and restart leaves no process, socket or descriptor, and nothing starts afterwards."""
+
+    async def main() -> None:
+        before = open_descriptors()
+        story = Story()
+        pause_s = 60 if moment == "pause" else 0
+        back_off = BackOff(first_s=pause_s, longest_s=pause_s)
+        groups = ReplicaGroups(tiny_pool(2), run_dir, story.note_lost, story.note_restored, back_off)
+        await groups.start()
+        lost = groups.current
+        with log_lines() as lines, hanging_workers(tmp_path, monkeypatch) as started:
+            os.kill(lost.pid(SHARD_0), signal.SIGKILL)
+            await story.until(1)
+            if moment == "pause":
+                await lines.until(1)
+            if moment == "start":
+                await started.until(2)
+            replacing = groups.current
+            await groups.stop()
+            await groups.stop()
+
+        assert (replacing is lost) is (moment != "start")
+        assert groups._pause is None or groups._pause.cancelled() or moment == "start"
+        assert not any(process_exists(group.pid(shard)) for group in (lost, replacing) for shard in (SHARD_0, SHARD_1))
+        assert story == ["lost 0"]
+        assert open_descriptors() == before
+        assert names_in(run_dir) == ["worker-default-0.log", "worker-default-1.log"]
+
+    run(main())
+
+
+@contextmanager
+def log_lines() -> Iterator[Told[str]]:
+    """What `kvcached.worker.restart` logs."""
+    lines: Told[str] = Told()
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, collector = logging.getLogger("kvcached.worker.restart"), Collector()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(collector)
+    yield lines
+    logger.removeHandler(collector)
+    logger.setLevel(level)
+
+
+@contextmanager
+def hanging_workers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told[bytes]]:
+    """From here on workers hang at their start, and each that has begun is told."""
+    path = directory / "began"
+    os.mkfifo(path)
+    program = f"import os, signal; os.write(os.open({str(path)!r}, os.O_WRONLY), b'x'); signal.pause()"
+    began: Told[bytes] = Told()
+    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(path, os.O_WRONLY)  # without one the pipe would end
+    loop = asyncio.get_running_loop()
+    loop.add_reader(pipe, lambda: began.append(os.read(pipe, 1)))
+    with monkeypatch.context() as hanging:
+        hanging.setattr(COMMAND, (sys.executable, "-c", program))
+        yield began
+    loop.remove_reader(pipe)
+    os.close(pipe)
+    os.close(writer)

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import pytest
+import xxhash
+
+from kvcached.worker.copier import StripCopies
+from kvcached.worker.copier_host import HostCopier
+from kvcached.worker.geometry import pool_geometry
+from kvcached.worker.host_header import BlockName, HeaderKind, stored_checksum
+from kvcached.worker.messages import CORRUPT_BLOCKS_MAX, BlockSpan, Load
+from kvcached.worker.progress import DONE, FAILED, RUNNING
+from kvcached.worker.transfers import HostTransfers
+from kvcached_client.layout import PageOrder
+from kvcached_client.types import pack_ranges
+from tests.worker.groups import SLOTS
+from tests.worker.host_rigs import (
+    BLOCK_BYTES,
+    FINGERPRINT,
+    GENERATION,
+    HOST,
+    NAMESPACE,
+    SHARDS,
+    HostRig,
+    block_place,
+    header_place,
+    host_rig,
+    key_of,
+    load_of,
+    span_of,
+    store_of,
+)
+
+KIND = HeaderKind(NAMESPACE, FINGERPRINT, GENERATION)
+STRIPS = {"layer_first": 5, "block_first": 1}
+
+
+@pytest.fixture(params=["layer_first", "block_first"])
+def order(request: pytest.FixtureRequest) -> PageOrder:
+    chosen: PageOrder = request.param
+    return chosen
+
+
+@pytest.fixture
+def rig(order: PageOrder) -> Iterator[HostRig]:
+    with host_rig(order) as made:
+        yield made
+
+
+#: Six blocks in scattered device slots; the host slots cross a slab (7 to a slab) and jump.
+DEVICE, HOST_RANGES = [(2, 3), (9, 1), (6, 2)], [(5, 4), (18, 2)]
+DEVICE_SLOTS, HOST_SLOTS = [2, 3, 4, 9, 6, 7], [5, 6, 7, 8, 18, 19]
+#: Where a test loads them to.
+TARGETS, TARGET_SLOTS = [(10, 5), (0, 1)], [10, 11, 12, 13, 14, 0]
+
+
+def store_six(rig: HostRig) -> None:
+    rig.transfers.store(store_of(span_of(DEVICE, HOST_RANGES)))
+
+
+def flip(rig: HostRig, place: int) -> None:
+    rig.host.view[place] ^= 0x10
+
+
+def test_stored_blocks_come_back(rig: HostRig, order: PageOrder) -> None:
+    """What was stored is what is loaded into other slots, nothing else changes, and the page tells every layer."""
+    stored = rig.device_blocks()
+    store_six(rig)
+    for slot in DEVICE_SLOTS:
+        rig.write_device(slot, bytes(BLOCK_BYTES))
+    expected = rig.device_blocks()
+    for source, target in zip(DEVICE_SLOTS, TARGET_SLOTS, strict=True):
+        expected[target] = stored[source]
+
+    corrupt = rig.transfers.load(load_of(span_of(TARGETS, HOST_RANGES)))
+
+    assert corrupt == ()
+    assert rig.device_blocks() == expected
+    assert rig.entry() == (2, STRIPS[order], DONE)
+
+
+def test_headers_say_what_the_blocks_are(rig: HostRig) -> None:
+    """After a store each slot's header names its block, and has the checksum of the bytes that are there."""
+    store_six(rig)
+
+    for depth, slot in enumerate(HOST_SLOTS):
+        name = BlockName(key_of(depth + 1), key_of(depth) if depth else b"", depth)
+        header = rig.header(slot)
+        assert stored_checksum(memoryview(header), KIND, name) == xxhash.xxh3_128_digest(rig.host_block(slot))
+        assert (header[96:104], header[104:112]) == ((3).to_bytes(8, "little"), (1).to_bytes(8, "little"))
+
+
+def test_spans_are_parts_of_different_chains(rig: HostRig) -> None:
+    """Blocks of several spans are stored and loaded in one go, each span with a depth and a parent of its own."""
+    here, there = span_of([(2, 2)], [(0, 2)], depth=40), span_of([(8, 1)], [(14, 1)])
+    rig.transfers.store(store_of(here, there))
+
+    assert rig.transfers.load(load_of(here, there)) == ()
+    assert rig.transfers.load(load_of(there)) == ()
+    assert rig.transfers.load(load_of(span_of([(3, 1)], [(1, 1)], depth=41))) == ()
+    assert rig.transfers.load(load_of(span_of([(2, 2)], [(0, 2)], depth=39))) == (0, 1)
+
+
+def cut_at(rig: HostRig, bad: int, work: Load) -> None:
+    """A load reports the block, and copies the ones before it and no other."""
+    expected = rig.device_blocks()
+    for source, target in list(zip(HOST_SLOTS, TARGET_SLOTS, strict=True))[:bad]:
+        expected[target] = rig.host_block(source)
+
+    assert rig.transfers.load(work) == (bad,)
+    assert rig.device_blocks() == expected
+    assert rig.entry() == (work.transfer, 0, FAILED)
+
+
+@pytest.mark.parametrize("bad", range(6))
+@pytest.mark.parametrize("byte", [0, 300, BLOCK_BYTES - 1])
+def test_flipped_bit_of_a_block_is_found(rig: HostRig, bad: int, byte: int) -> None:
+    """A bit that flipped in a block is reported as that block; the blocks before it are copied, none from it on."""
+    store_six(rig)
+    flip(rig, block_place(HOST_SLOTS[bad]) + byte)
+
+    cut_at(rig, bad, load_of(span_of(TARGETS, HOST_RANGES)))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("byte", [0, 6, 10, 20, 40, 50, 70, 90, 100, 113, 121])
+def test_flipped_bit_of_a_header_is_found(rig: HostRig, byte: int, verify: bool) -> None:
+    """A bit that flipped anywhere in a header is reported as its block, whether or not checksums are compared."""
+    store_six(rig)
+    flip(rig, header_place(HOST_SLOTS[3]) + byte)
+
+    cut_at(rig, 3, load_of(span_of(TARGETS, HOST_RANGES), verify=verify))
+
+
+def test_without_verification_only_bytes_go_unnoticed(rig: HostRig) -> None:
+    """Without verification a flipped bit of a block is copied as it is, but another key, parent or depth never is."""
+    store_six(rig)
+    flip(rig, block_place(HOST_SLOTS[2]) + 7)
+
+    assert rig.transfers.load(load_of(span_of(TARGETS, HOST_RANGES), verify=False)) == ()
+    assert rig.device_blocks()[TARGET_SLOTS[2]] == rig.host_block(HOST_SLOTS[2])
+
+    span = span_of([(0, 1)], [(HOST_SLOTS[1], 1)], depth=1)
+    before = rig.device_blocks()
+    for wrong in (
+        msgspec.structs.replace(span, keys=key_of(9)),
+        msgspec.structs.replace(span, parent=key_of(9)),
+        msgspec.structs.replace(span, depth=2),
+        msgspec.structs.replace(span, host=pack_ranges([(HOST_SLOTS[2], 1)])),
+    ):
+        assert rig.transfers.load(load_of(wrong, verify=False)) == (0,)
+    assert rig.device_blocks() == before
+    assert rig.transfers.load(load_of(span, verify=False)) == ()
+
+
+def test_blocks_of_others_are_never_loaded(rig: HostRig) -> None:
+    """Another generation, namespace or layout, and a slot that was never written, hold none of the wanted blocks."""
+    store_six(rig)
+    span = span_of(TARGETS, HOST_RANGES)
+    before = rig.device_blocks()
+
+    later = msgspec.structs.replace(load_of(span, verify=False), generation=GENERATION + 1)
+    assert rig.transfers.load(later) == tuple(range(6))
+    assert rig.transfers.load(load_of(span_of([(0, 1)], [(20, 1)]))) == (0,)
+    for names in ((b"n" * 16, FINGERPRINT), (NAMESPACE, b"f" * 16)):
+        other = HostTransfers(
+            pool_geometry(rig.layout, SLOTS),
+            HOST,
+            1,
+            rig.copier,
+            rig.host.view,
+            rig.progress,
+            namespace=names[0],
+            fingerprint=names[1],
+        )
+        assert other.load(load_of(span)) == tuple(range(6))
+    assert rig.device_blocks() == before
+
+
+def test_every_bad_block_is_named(rig: HostRig) -> None:
+    """All bad blocks of a load are named, not only the one that cut it."""
+    store_six(rig)
+    for bad in (1, 3, 4):
+        flip(rig, block_place(HOST_SLOTS[bad]))
+
+    assert rig.transfers.load(load_of(span_of(TARGETS, HOST_RANGES))) == (1, 3, 4)
+
+
+def test_named_bad_blocks_are_bounded(rig: HostRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more bad blocks are named than an ack has room for."""
+    assert CORRUPT_BLOCKS_MAX == 1024
+    monkeypatch.setattr("kvcached.worker.transfers.CORRUPT_BLOCKS_MAX", 4)
+
+    assert rig.transfers.load(load_of(span_of(TARGETS, HOST_RANGES))) == (0, 1, 2, 3)
+
+
+class WatchingCopier(HostCopier):
+    """Calls `watch` before each strip."""
+
+    watch: Callable[[], None] = staticmethod(lambda: None)
+
+    def to_host(self, strip: StripCopies) -> None:
+        self.watch()
+        super().to_host(strip)
+
+    def to_device(self, strip: StripCopies) -> None:
+        self.watch()
+        super().to_device(strip)
+
+
+@pytest.fixture
+def watched(order: PageOrder) -> Iterator[tuple[HostRig, WatchingCopier]]:
+    with host_rig(order, WatchingCopier) as made:
+        assert isinstance(made.copier, WatchingCopier)
+        yield made, made.copier
+
+
+def test_headers_are_gone_while_blocks_are_overwritten(
+    watched: tuple[HostRig, WatchingCopier], order: PageOrder
+) -> None:
+    """From the first copied byte on, no slot of a store says that it holds a block; when it is over, all do."""
+    rig, copier = watched
+    store_six(rig)
+    seen = []
+    copier.watch = lambda: seen.append([rig.header(slot) for slot in HOST_SLOTS])
+
+    rig.transfers.store(store_of(span_of(DEVICE, HOST_RANGES), transfer=9))
+
+    assert seen == [[bytes(128)] * 6] * STRIPS[order]
+    assert all(rig.header(slot)[:4] == b"KVCH" for slot in HOST_SLOTS)
+
+
+def test_torn_store_leaves_no_block(watched: tuple[HostRig, WatchingCopier], order: PageOrder) -> None:
+    """A store that ends half-way leaves slots that hold nothing, neither the old blocks nor the new ones."""
+    rig, copier = watched
+    store_six(rig)
+    remaining = iter(range(STRIPS[order] - 1))
+
+    def tear() -> None:
+        if next(remaining, None) is None:
+            raise OSError("torn")
+
+    copier.watch = tear
+    with pytest.raises(OSError, match="torn"):
+        rig.transfers.store(store_of(span_of(DEVICE, HOST_RANGES)))
+    copier.watch = lambda: None
+
+    assert rig.transfers.load(load_of(span_of(TARGETS, HOST_RANGES), verify=False)) == tuple(range(6))
+
+
+def test_layers_are_told_after_their_bytes(watched: tuple[HostRig, WatchingCopier], order: PageOrder) -> None:
+    """Before strip n is copied the page tells n layers, and the load is running until the last one."""
+    rig, copier = watched
+    store_six(rig)
+    seen = []
+    copier.watch = lambda: seen.append(rig.entry())
+
+    rig.transfers.load(load_of(span_of(TARGETS, HOST_RANGES), transfer=77))
+
+    assert seen == [(77, layers, RUNNING) for layers in range(STRIPS[order])]
+    assert rig.entry() == (77, STRIPS[order], DONE)
+
+
+def test_failed_load_is_told(watched: tuple[HostRig, WatchingCopier], order: PageOrder) -> None:
+    """A load that an error ends in the middle is failed in the page."""
+    rig, copier = watched
+    store_six(rig)
+
+    def fail() -> None:
+        raise OSError("broken")
+
+    copier.watch = fail
+    with pytest.raises(OSError, match="broken"):
+        rig.transfers.load(load_of(span_of(TARGETS, HOST_RANGES)))
+
+    assert rig.entry() == (2, 0, FAILED)
+
+
+def broken(**changes: object) -> tuple[BlockSpan, ...]:
+    return (msgspec.structs.replace(span_of([(1, 2)], [(0, 2)]), **changes),)
+
+
+@pytest.mark.parametrize(
+    ("spans", "reason"),
+    [
+        (broken(keys=b"k" * 31), "31 bytes of keys do not pair with 2 slots"),
+        (broken(keys=b"k" * 16), "16 bytes of keys do not pair with 2 slots"),
+        (broken(parent=b"p" * 15), "parent of 15 bytes"),
+        (broken(device=b"abc"), "slot ranges of 3 bytes are no pairs of int32"),
+        (broken(device=pack_ranges([(1, 3)])), "3 device slots do not pair with 2 host slots"),
+        (broken(host=pack_ranges([(20, 2)])), r"host slots \[20, 22\) are not in a pool of 21"),
+        (broken(device=pack_ranges([(15, 2)])), r"device slots \[15, 17\) are not in a pool of 16"),
+        (broken(host=pack_ranges([(1, 1), (1, 1)])), "host slot 1 is named twice"),
+        ((*broken(), *broken()), "device slot 1 is named twice"),
+    ],
+)
+def test_orders_that_make_no_sense_touch_nothing(rig: HostRig, spans: Sequence[BlockSpan], reason: str) -> None:
+    """Keys and slots that do not pair, do not exist or come twice are refused before any byte or header changes."""
+    store_six(rig)
+    device, host = rig.device_blocks(), bytes(rig.host.view)
+
+    with pytest.raises(ValueError, match=reason):
+        rig.transfers.store(store_of(*spans))
+    with pytest.raises(ValueError, match=reason):
+        rig.transfers.load(load_of(*spans))
+
+    assert (rig.device_blocks(), bytes(rig.host.view)) == (device, host)
+    assert rig.entry() == (2, 0, FAILED)
+
+
+def test_pools_that_do_not_fit_are_refused(rig: HostRig) -> None:
+    """A host pool for blocks of another size, or without a part for the shard, is refused at the start."""
+    pool = pool_geometry(rig.layout, SLOTS)
+    other = msgspec.structs.replace(HOST, block_bytes=BLOCK_BYTES + 1)
+
+    for host, shard, reason in [(other, 0, "device blocks have 544 bytes"), (HOST, SHARDS, "has parts for 2")]:
+        with pytest.raises(ValueError, match=reason):
+            HostTransfers(
+                pool,
+                host,
+                shard,
+                rig.copier,
+                rig.host.view,
+                rig.progress,
+                namespace=NAMESPACE,
+                fingerprint=FINGERPRINT,
+            )

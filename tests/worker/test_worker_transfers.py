@@ -1,0 +1,183 @@
+"""Transfers through a real worker process, spoken to by hand."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvcached.seqpacket import receive, send
+from kvcached.worker.geometry import pool_geometry
+from kvcached.worker.memory import SharedMemory, sealed_memfd
+from kvcached.worker.messages import (
+    REPLY_SIZE_BYTES_MAX,
+    Abandon,
+    Ack,
+    Command,
+    Hurry,
+    Probe,
+    Shutdown,
+    Work,
+    WorkerConfig,
+    decode_worker_message,
+    encode,
+)
+from kvcached.worker.progress import DONE, FAILED, PROGRESS_ENTRIES
+from tests.worker.groups import SLOTS, read_block, tiny_layout
+from tests.worker.host_rigs import (
+    BLOCK_BYTES,
+    FINGERPRINT,
+    HOST,
+    NAMESPACE,
+    SHARD,
+    SHARDS,
+    block_place,
+    load_of,
+    put_block,
+    span_of,
+    store_of,
+)
+
+PATIENCE_S = 20
+LAYOUT = tiny_layout("layer_first", SHARDS)
+
+
+class Worker:
+    """A worker process with a host pool, past its greeting."""
+
+    def __init__(self, run_dir: str, made: ExitStack) -> None:
+        self.sequence = 0
+        host = sealed_memfd("test-host", HOST.size_bytes)
+        made.callback(os.close, host)
+        self.host = SharedMemory(host, HOST.size_bytes)
+        made.callback(self.host.close)
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        daemon = os.pidfd_open(os.getpid())
+        made.callback(os.close, daemon)
+        config = WorkerConfig(
+            replica="default",
+            shard=SHARD,
+            device="cpu",
+            geometry=pool_geometry(LAYOUT, SLOTS),
+            socket_path=f"{run_dir}/worker.sock",
+            pretouch_bytes=0,
+            daemon_pidfd=daemon,
+            host=HOST,
+            namespace=NAMESPACE,
+            fingerprint=FINGERPRINT,
+        )
+        with control, theirs:
+            send(control, encode(config), (host,))
+            with Path(f"{run_dir}/worker.log").open("wb") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "kvcached.worker.main", str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(), daemon),
+                    stderr=log,
+                )
+            made.callback(self.process.wait)
+            made.callback(self.process.kill)
+            theirs.close()
+            assert select.select([control], [], [], PATIENCE_S)[0]
+            assert receive(control, REPLY_SIZE_BYTES_MAX, 0) is not None
+        self.connection = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        self.connection.connect(config.socket_path)
+        assert select.select([self.connection], [], [], PATIENCE_S)[0]
+        packet = receive(self.connection, REPLY_SIZE_BYTES_MAX, 2 + PROGRESS_ENTRIES)
+        assert packet is not None
+        made.callback(packet.close)
+        pool, self.page, *self.events = packet.descriptors
+        self.pool = SharedMemory(pool, config.geometry.size_bytes)
+        made.callback(self.pool.close)
+
+    def order(self, work: Work) -> int:
+        self.sequence += 1
+        self.connection.sendall(encode(Command(sequence=self.sequence, work=work)))
+        return self.sequence
+
+    def ack(self) -> Ack:
+        assert select.select([self.connection], [], [], PATIENCE_S)[0]
+        message = decode_worker_message(self.connection.recv(REPLY_SIZE_BYTES_MAX))
+        assert isinstance(message, Ack)
+        return message
+
+    def entry(self, index: int) -> tuple[int, int]:
+        """Transfer and state of an entry of the progress page."""
+        content = os.pread(self.page, 16, index * 64)
+        return int.from_bytes(content[:8], "little"), int.from_bytes(content[12:], "little")
+
+
+@pytest.fixture
+def worker(run_dir: str) -> Iterator[Worker]:
+    with ExitStack() as made:
+        yield Worker(run_dir, made)
+
+
+def test_worker_stores_and_loads(worker: Worker) -> None:
+    """Blocks go from the pool into the host pool and back into other slots, and the reader of the page is woken."""
+    blocks = [bytes([number]) * BLOCK_BYTES for number in (1, 2)]
+    for slot, block in enumerate(blocks, 4):
+        put_block(worker.pool.view, LAYOUT, slot, block)
+
+    assert worker.order(store_of(span_of([(4, 2)], [(6, 2)]))) == 1
+    assert worker.ack() == Ack(sequence=1)
+    assert worker.order(load_of(span_of([(9, 2)], [(6, 2)]), progress=8, transfer=20)) == 2
+    assert worker.ack() == Ack(sequence=2)
+
+    assert [bytes(worker.host.view[block_place(slot) :][:BLOCK_BYTES]) for slot in (6, 7)] == blocks
+    assert [read_block(bytes(worker.pool.view), LAYOUT, SLOTS, slot) for slot in (9, 10)] == blocks
+    assert worker.entry(8) == (20, DONE)
+    assert os.eventfd_read(worker.events[8]) > 0
+
+
+def test_worker_names_corrupt_blocks(worker: Worker) -> None:
+    """An ack names the blocks that are not what was stored, and is no error."""
+    worker.order(store_of(span_of([(4, 3)], [(0, 3)])))
+    assert worker.ack().error == ""
+    worker.host.view[block_place(1)] ^= 1
+
+    worker.order(load_of(span_of([(9, 3)], [(0, 3)]), progress=0, transfer=20))
+
+    assert worker.ack() == Ack(sequence=2, corrupt=(1,))
+    assert worker.entry(0) == (20, FAILED)
+
+
+def test_worker_acknowledges_everything_once(worker: Worker) -> None:
+    """Loads, stores, hurries, abandoned loads, failing ones and the shutdown get one ack each, in whatever order."""
+    span = span_of([(0, 1)], [(0, 1)])
+    works: list[Work] = [
+        store_of(span, transfer=30),
+        store_of(span_of([(0, 1)], [(99, 1)])),
+        Hurry(transfer=30),
+        Hurry(transfer=31),
+        Abandon(transfer=40, progress=31),
+        load_of(span_of([(99, 1)], [(0, 1)]), transfer=50, progress=30),
+        Probe(source=5, target=5, seed=0),
+    ]
+    for work in works:
+        worker.order(work)
+    acks = {ack.sequence: ack for ack in [worker.ack() for _ in works]}
+    worker.order(Shutdown())
+
+    assert worker.ack() == Ack(sequence=8)
+    assert worker.process.wait(PATIENCE_S) == 0
+    assert sorted(acks) == [1, 2, 3, 4, 5, 6, 7]
+    assert [sequence for sequence, ack in sorted(acks.items()) if ack.error] == [2, 6, 7]
+    assert acks[2].error == "ValueError: host slots [99, 100) are not in a pool of 21"
+    assert worker.entry(31) == (40, FAILED)
+    assert worker.entry(30) == (50, FAILED)
+
+
+def test_refused_load_is_told_to_its_reader(worker: Worker) -> None:
+    """A load that the worker does not take is acknowledged as failed, and failed in the page, too."""
+    worker.sequence = 5
+    worker.order(load_of(span_of([(0, 1)], [(0, 1)]), transfer=60, progress=2))
+
+    assert worker.ack() == Ack(sequence=6, error="sequence 6 after 0")
+    assert worker.entry(2) == (60, FAILED)
