@@ -117,11 +117,11 @@ def _raise_descriptor_limit() -> None:
 
 
 async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
-    services: list[Service] = []  # workers may be lost only after there is a service to hear of it
+    news = _News()
     try:
         _check_memory(config)
         host = _host_memory(config, parts)
-        groups = {replica.name: _groups(config, replica, host, services) for replica in config.replica}
+        groups = {replica.name: _groups(config, replica, host, news) for replica in config.replica}
         for each in groups.values():
             parts.push_async_callback(each.stop, config.shutdown_deadline_ms / 1000)
         started = await asyncio.gather(*(each.start() for each in groups.values()), return_exceptions=True)
@@ -129,7 +129,7 @@ async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
             if isinstance(error, BaseException):
                 raise error
         service = _service(config, epoch, [_replica(config, each, groups[each.name], epoch) for each in config.replica])
-        services.append(service)
+        news.tell_to(service)
         _open_sockets(config, service, parts)
     except (RequestError, NotEnoughMemory, OSError) as error:
         raise StartError(str(error)) from error
@@ -153,7 +153,7 @@ def _host_memory(config: Config, parts: AsyncExitStack) -> HostMemory | None:
     return memory
 
 
-def _groups(config: Config, replica: ReplicaConfig, host: HostMemory | None, services: list[Service]) -> ReplicaGroups:
+def _groups(config: Config, replica: ReplicaConfig, host: HostMemory | None, news: _News) -> ReplicaGroups:
     pool = ReplicaPool(
         replica.name,
         replica.layout,
@@ -166,8 +166,8 @@ def _groups(config: Config, replica: ReplicaConfig, host: HostMemory | None, ser
     return ReplicaGroups(
         pool,
         str(config.run_dir),
-        on_lost=partial(_on_worker_lost, services, replica.name),
-        on_restored=partial(_tell, services, PoolRestored(replica.name)),
+        on_lost=partial(_on_worker_lost, news, replica.name),
+        on_restored=partial(news.tell, PoolRestored(replica.name)),
     )
 
 
@@ -252,11 +252,28 @@ def _start_clock(service: Service, interval_s: float, parts: AsyncExitStack) -> 
     parts.callback(stop)
 
 
-def _on_worker_lost(services: list[Service], replica: str, shard: ShardIndex, reason: str) -> None:
+def _on_worker_lost(news: _News, replica: str, shard: ShardIndex, reason: str) -> None:
     log.error("replica %s lost the worker of shard %d, and its cache with it: %s", replica, shard, reason)
-    _tell(services, WorkerDied(replica))
+    news.tell(WorkerDied(replica))
 
 
-def _tell(services: list[Service], event: Event) -> None:
-    for service in services:
-        service.on_event(event)
+class _News:
+    """Events about workers, which may die while others still start: the service hears of them when it is there."""
+
+    def __init__(self) -> None:
+        self._service: Service | None = None
+        self._missed: list[Event] = []
+
+    def tell(self, event: Event) -> None:
+        """Something happened."""
+        if self._service is None:
+            self._missed.append(event)
+        else:
+            self._service.on_event(event)
+
+    def tell_to(self, service: Service) -> None:
+        """From now on, and what has happened already."""
+        self._service = service
+        for event in self._missed:
+            service.on_event(event)
+        self._missed.clear()

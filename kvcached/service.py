@@ -207,6 +207,10 @@ class Service:
 
     def _on_settled(self, transfer: TransferId, shard: ShardIndex, error: str, corrupt: tuple[int, ...]) -> None:
         """A shard is through with a transfer. Never raises: the workers' other messages come by the same way."""
+        if error:
+            log.warning("transfer %d failed on shard %d: %s", transfer, shard, error)
+        if corrupt:
+            log.warning("%d stored blocks changed since; shard %d, load %d: dropped", len(corrupt), shard, transfer)
         try:
             self.on_event(ShardSettled(transfer, shard, error, corrupt))
         except Exception:

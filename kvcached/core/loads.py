@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvcached.core.effects import AbandonLoad, LoadsEnded, TransferKind
 from kvcached.core.lease import FenceHold, Lease
 from kvcached.core.pool import DevicePool
-from kvcached.core.ranges import cut, pairs
+from kvcached.core.ranges import cut, pairs, place_of
 from kvcached.core.run import KEY_SIZE, Run
 from kvcached.core.session import Session
 from kvcached.core.states import SlotState, TransferState
@@ -178,12 +178,23 @@ class Loads:
             depth = load.start + block
             run = tree.resolve(load.run, depth + 1)
             segment = run.segments[HOST]
-            if segment is None or depth < run.start + segment.protected or depth >= run.start + segment.length:
-                continue  # another transfer holds it, and will find the same
-            slots = tree.path_slots(run, depth, depth + 1, HOST)
-            if slots == cut(cut(load.host, block)[1], 1)[0]:
+            slots = cut(cut(load.host, block)[1], 1)[0]
+            if segment is None or depth >= run.start + segment.length or self._pass_on(load, slots[0]):
+                continue  # it has gone meanwhile, or goes when the last load that reads it has ended
+            if tree.path_slots(run, depth, depth + 1, HOST) == slots:
                 tree.punch_host(run, [Piece(depth, depth + 1)])
                 tree.members[HOST].move(slots, SlotState.CACHED, SlotState.FREE, f"corrupt, found by load {load.id}")
+
+    def _pass_on(self, load: Transfer, slot: int) -> bool:
+        """Tell the other loads under way that read a host slot that its bytes are bad; False if there are none."""
+        readers = [
+            (other, place)
+            for other in self._book.transfers.values()
+            if other.tree is load.tree and (place := place_of(other.host, slot)) is not None
+        ]
+        for other, place in readers:
+            other.corrupt.add(place)
+        return bool(readers)
 
 
 def _shorten(session: Session, run: Run, depth: int) -> None:

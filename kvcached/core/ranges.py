@@ -41,6 +41,16 @@ def slot_count(ranges: Ranges[int]) -> int:
     return ranges[1] if len(ranges) == _ONE_RANGE else sum(ranges[1::2])
 
 
+def place_of(ranges: Ranges[int], slot: int) -> int | None:
+    """Which of the slots that the ranges hold, counted from 0, is `slot`; None if it is none of them."""
+    place = 0
+    for first, count in pairs(ranges):
+        if first <= slot < first + count:
+            return place + slot - first
+        place += count
+    return None
+
+
 def hole(count: int) -> Ranges[int]:
     """A list of one hole."""
     return array("i", (HOLE, count))

@@ -79,8 +79,8 @@ class Tiers:
         else:
             self._fail_dependents(transfer)
             self.stores.end(transfer)
-        if not transfer.is_current:
-            transfer.tree.drop_lost(transfer.run)  # what the loss of the pool would have dropped, had this not held it
+        if not good or not transfer.is_current:
+            transfer.tree.drop_lost(transfer.run)  # what would have gone with a path's device part, had this not held it
 
     def _start_dependents(self, store: Transfer) -> None:
         for load in self._dependents(store):
