@@ -60,9 +60,9 @@ class Engine:
             lease.commit(chain.token_count)
         return written
 
-    def acquire(self, name: str, blocks: int) -> Lease:
+    def acquire(self, name: str, blocks: int, request: str = "") -> Lease:
         """A lease on what was computed under a name."""
-        return self.client.acquire(f"use {name}", self.client.chain(tokens_of(name, blocks)), full=True)
+        return self.client.acquire(request or f"use {name}", self.client.chain(tokens_of(name, blocks)), full=True)
 
     def evict_all(self, slots: int) -> None:
         """Use every slot of the device pool for something else."""
