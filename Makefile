@@ -3,7 +3,8 @@
 #   make demo    the daemon, an engine killed in mid-flight, and its prompt served from the cache again
 #   make test    the default test suite
 #
-# Others: make env (.venv, which these make first), slow (longer tests), lint, format, bench (benchmarks), clean.
+# Others: make env (.venv, which these make first), slow (longer tests), mutants (mistakes that tests must catch), lint,
+# format, bench (benchmarks), clean.
 #
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
 # TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=URL
@@ -18,7 +19,7 @@ STAMP := $(VENV)/.complete
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test slow lint format bench clean
+.PHONY: help env demo test slow mutants lint format bench clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -49,6 +50,9 @@ test: env
 
 slow: env
 	@$(BIN)/python -m pytest -m slow
+
+mutants: env
+	@$(BIN)/python -m tests.mutants.run
 
 lint: env
 	$(BIN)/ruff check

@@ -37,6 +37,8 @@ _ADVERSARIAL_TRUNKS: Final = 16_000
 _ADVERSARIAL_TRUNK_PIECES: Final = 13
 #: Ids of the long prompt's pieces begin here, out of every shape's way.
 _LONG_ID: Final = 1 << 40
+#: And those of prompts that share nothing.
+_LONE_ID: Final = 1 << 41
 
 
 class Piece(NamedTuple):
@@ -70,6 +72,10 @@ class Shape:
         known: dict[int, bytes] = {}
         for path in self.paths():
             yield _keys(path, number, known)
+
+    def lone_prompt(self, number: int, place: int, blocks: int) -> bytes:
+        """Keys of a prompt that shares no block with any other, for a place in a pass."""
+        return _keys((Piece(_LONE_ID + place, blocks),), number, {})
 
     def long_prompt(self, *, branch_blocks: int | None = None) -> Iterator[bytes]:
         """A prompt of 8,192 blocks, then the prompts that leave it, one at the end of every piece but its last.

@@ -9,7 +9,7 @@ from array import array
 from kvcached.core.cache import Cache
 from kvcached.core.session import Session
 from kvcached.replica import Replica
-from kvcached_client.errors import ErrorCode, RequestError
+from kvcached_client.errors import NoCapacity, RequestError
 from kvcached_client.protocol import HealthPart
 from kvcached_client.types import KEY_SIZE_BYTES, NO_FENCE, unpack_ranges
 
@@ -45,7 +45,7 @@ class HealthChecks:
         try:
             await self._exercise(replica, session, keys, parts)
         except RequestError as error:
-            busy = error.code is ErrorCode.NO_CAPACITY
+            busy = isinstance(error, NoCapacity)
             step = _STEPS[len(parts)]
             parts.append(_part(replica, step, ("skipped: " if busy else "") + error.message, ok=busy))
         finally:

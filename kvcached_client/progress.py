@@ -14,6 +14,7 @@ page alone decides; an eventfd says that it is worth a look, perhaps about a loa
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
@@ -103,7 +104,8 @@ class ProgressReader:
         ready = {descriptor for descriptor, _ in poller.poll(remaining_ms)}
         if event in ready:
             # Emptied before the page is looked at: what is said after that look wakes the next poll.
-            os.read(event, _EVENTFD_SIZE_BYTES)
+            with contextlib.suppress(BlockingIOError):  # somebody else waits for this shard, too, and was faster
+                os.read(event, _EVENTFD_SIZE_BYTES)
         elif ready:
             raise DaemonUnreachable(f"the daemon, or its pool, went away during load {ticket.transfer}")
         else:

@@ -10,6 +10,7 @@ from benchmarks.result import Result
 
 #: Name on the command line and in results, and the module behind it.
 SUITES: Final[dict[str, str]] = {
+    "copy": "benchmarks.suites.copy",
     "hash": "benchmarks.suites.block_keys",
     "index": "benchmarks.suites.index",
     "rpc": "benchmarks.suites.rpc",

@@ -30,7 +30,7 @@ import numpy as np
 from examples.llama_engine.config import Limits
 from examples.llama_engine.generation import FinishReason, GenerationRequest, GenerationResult
 from examples.llama_engine.messages import Sample, Step, StepDone, StepItem
-from kvcached_client import Client, KeyChain, Lease, NoCapacity
+from kvcached_client import Client, DeadlineExceeded, KeyChain, Lease, NoCapacity
 
 
 class StepRunner(Protocol):
@@ -232,6 +232,8 @@ class Scheduler:
             except NoCapacity:
                 self._preempt(running)
                 return False
+            except DeadlineExceeded:
+                return False  # still loading: the same rows again in the next step
             unread |= hit_tokens < running.computed
             running.computed = hit_tokens
             _note_hit(running)

@@ -20,10 +20,9 @@ from kvcached.core.ranges import Ranges, append, cut, no_ranges, slot_count
 from kvcached.core.run import KEY_SIZE
 from kvcached.core.session import Session
 from kvcached.core.states import SessionState, SlotState
-from kvcached.core.stores import SLACK_DIVISOR
 from kvcached.core.tiers import Tiers
 from kvcached.core.transfer import Transfer
-from kvcached.core.tree import PrefixTree
+from kvcached.core.tree import SLACK_DIVISOR, PrefixTree
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.types import FenceSequence, LeaseId, SessionId, TransferId
 
@@ -32,6 +31,8 @@ LEASES_PER_SESSION_MAX = 16_384
 #: A tick that comes later than this part of the TTL says that the daemon itself stood still. Ticks are at least three
 #: times as frequent as the TTL, and heartbeats that arrived meanwhile have not been read yet.
 LATE_TICK_DIVISOR = 2
+#: An eviction frees at least this share of a pool: what goes together leaves ranges that stay together (decision 0008).
+BATCH_DIVISOR = 64
 
 
 class Cache:
@@ -291,12 +292,13 @@ class Cache:
         tree.touch(run, pool.index)
         scratch, adopted = cut(slots, duplicates)
         pool.move(adopted, SlotState.LEASED, SlotState.CACHED, f"commit by lease {lease.id}")
-        unstored = [(run, depth)] if adopted and session.writes_through else []
+        stores = bool(adopted) and session.writes_through
         if fence > session.fence and adopted:
             tree.pin(run, depth, pool.index)
+            unstored = {run: depth} if stores else {}
             session.holds.append(FenceHold(fence, run, depth, lease.depth + duplicates, no_ranges(), unstored))
-        else:
-            pool.unstored.extend(unstored)
+        elif stores:
+            session.counters["stores_forgotten"] += pool.note_unstored(run, depth)
         lease.run, lease.depth, lease.open = run, depth, left
         append(lease.scratch, scratch)
         session.counters["committed_blocks"] += count - duplicates
@@ -361,8 +363,8 @@ class Cache:
                 f"request {lease.request!r} already holds lease {lease.id}, acquired for something else or in use",
                 "release that lease first, or give every request an id of its own",
             )
-        if not lease.loads:
-            self._replace_missing(session, lease)
+        self._replace_missing(session, lease)
+        lease.replacement = no_ranges()  # this answer tells of them
         return self._grant(session, lease)
 
     def _replace_missing(self, session: Session, lease: Lease) -> None:
@@ -386,6 +388,8 @@ class Cache:
         if shortage > 0:
             if shortage > pool.evictable:
                 raise self._no_capacity(session, count)
+            if session.tree.host is None:  # with a host pool the watermark does the same, and loses nothing
+                shortage = max(shortage, min(pool.slots // BATCH_DIVISOR, pool.evictable))
             slack = pool.slots // SLACK_DIVISOR
             session.tree.evict(shortage, pool.index, f"eviction for {cause}", slack=slack)
         return pool.take(count, SlotState.LEASED, cause)
@@ -393,8 +397,10 @@ class Cache:
     def _no_capacity(self, session: Session, count: int) -> RequestError:
         pool = session.pool
         session.counters["no_capacity"] += 1
+        reachable = pool.free + pool.counts[SlotState.CACHED] + pool.counts[SlotState.FILLING]
         message = f"{count} slots wanted; of {pool.slots} are {pool.free} free and {pool.evictable} evictable"
-        if copying := len(self._tiers.book.of_pool(pool)):
+        copying = len(self._tiers.book.of_pool(pool))
+        if copying and count <= reachable:
             return request_error(
                 ErrorCode.CAPACITY_PENDING,
                 f"{message}; {copying} copies under way hold others",
@@ -414,6 +420,9 @@ class Cache:
         """Expire sessions that went silent. A tick that comes late itself (a suspended machine) expires nobody."""
         for pool in self.pools.values():
             pool.stores_paused = False
+            for run, depth in pool.failed_stores:
+                self.counters["stores_forgotten"] += pool.note_unstored(run, depth)
+            pool.failed_stores.clear()
         late = self._now_ms and now_ms - self._now_ms > self.session_ttl_ms // LATE_TICK_DIVISOR
         self._now_ms = now_ms
         for session in list(self.sessions.values()):

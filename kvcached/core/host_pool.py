@@ -7,7 +7,7 @@ slots, and comes back when all its slots are free and another namespace asks.
 from __future__ import annotations
 
 from kvcached.core.pool import SlotPool
-from kvcached.core.ranges import one_range
+from kvcached.core.ranges import Ranges, one_range, pairs
 from kvcached.core.states import SlotState
 
 
@@ -39,14 +39,17 @@ class HostPool(SlotPool):
     Attributes:
         slots_per_slab: blocks that a slab holds.
         slabs: those that it has now.
+        empty: those of them whose slots are all free.
     """
 
-    __slots__ = ("_stock", "slabs", "slots_per_slab")
+    __slots__ = ("_stock", "_used", "empty", "slabs", "slots_per_slab")
 
     def __init__(self, stock: SlabStock, slots_per_slab: int) -> None:
         super().__init__("host", stock.count * slots_per_slab, SlotState.ABSENT)
         self.slots_per_slab = slots_per_slab
         self.slabs: set[int] = set()
+        self.empty: set[int] = set()
+        self._used = [0] * stock.count  #: slots that are not free, by slab
         self._stock = stock
         stock.pools.append(self)
 
@@ -56,17 +59,35 @@ class HostPool(SlotPool):
         if slab is None:
             return False
         self.slabs.add(slab)
+        self.empty.add(slab)
         place = one_range(slab * self.slots_per_slab, self.slots_per_slab)
         self.move(place, SlotState.ABSENT, SlotState.FREE, f"slab {slab} lent")
         return True
 
     def give_back(self) -> int | None:
         """Part with a slab whose slots are all free; None if there is none."""
-        count = self.slots_per_slab
-        for slab in self.slabs:
-            if self.holds(slab * count, count, SlotState.FREE):
-                self.slabs.remove(slab)
-                self._free.remove(slab * count, count)
-                self.move(one_range(slab * count, count), SlotState.FREE, SlotState.ABSENT, f"slab {slab} given back")
-                return slab
-        return None
+        if not self.empty:
+            return None
+        slab, count = self.empty.pop(), self.slots_per_slab
+        self.slabs.remove(slab)
+        self._free.remove(slab * count, count)
+        self.move(one_range(slab * count, count), SlotState.FREE, SlotState.ABSENT, f"slab {slab} given back")
+        return slab
+
+    def move(self, ranges: Ranges[int], source: SlotState, target: SlotState, cause: str) -> None:
+        """As `SlotPool.move`; keeps count of which slabs stand empty."""
+        super().move(ranges, source, target, cause)
+        if SlotState.ABSENT not in (source, target) and SlotState.FREE in (source, target):
+            change = 1 if source is SlotState.FREE else -1
+            for first, count in pairs(ranges):
+                self._count(first, first + count, change)
+
+    def _count(self, first: int, end: int, change: int) -> None:
+        size = self.slots_per_slab
+        for slab in range(first // size, (end - 1) // size + 1):
+            slots = min(end, (slab + 1) * size) - max(first, slab * size)
+            self._used[slab] += change * slots
+            if self._used[slab]:
+                self.empty.discard(slab)
+            else:
+                self.empty.add(slab)

@@ -65,7 +65,7 @@ class FenceHold:
         run, depth: pinned prefix.
         suspect: blocks from here to `depth` are good only once the fence has signalled; `depth` where all are.
         slots: released slots, FENCED until then.
-        unstored: ends of paths, as (run, depth), that the host pool is to get once the fence has signalled.
+        unstored: paths that the host pool is to get once the fence has signalled: depth by run.
     """
 
     fence: FenceSequence
@@ -73,4 +73,4 @@ class FenceHold:
     depth: int
     suspect: int
     slots: Ranges[int]
-    unstored: list[tuple[Run, int]] = field(default_factory=list)
+    unstored: dict[Run, int] = field(default_factory=dict)

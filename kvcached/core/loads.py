@@ -7,6 +7,7 @@ counts on its blocks is shortened, and they are taken out again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from kvcached.core.effects import AbandonLoad, LoadsEnded, TransferKind
 from kvcached.core.lease import FenceHold, Lease
@@ -24,6 +25,8 @@ from kvcached_client.types import TransferId
 LOADS_MAX = 32
 #: A command's message has 32 bytes a block at most.
 LOAD_BLOCKS_MAX = 2048
+#: A load forgets leases that were released after it has gathered so many more.
+RELEASED_LEASES_MAX = 64
 
 
 class Loads:
@@ -40,6 +43,8 @@ class Loads:
             return
         for load in self._book.of_pool(session.pool, TransferKind.LOAD):
             if load.is_current and not load.orphaned and load.crosses(lease.run, lease.depth):
+                if len(load.leases) % RELEASED_LEASES_MAX == 0:
+                    load.leases = [each for each in load.leases if load.id in each.loads]
                 load.leases.append(lease)
                 lease.loads.add(load.id)
                 session.counters["joined_loads"] += 1
@@ -78,26 +83,38 @@ class Loads:
         source, _ = tree.match_host(lease.run, start, keys, end)
         host = tree.path_slots(source, start, end, HOST)
         device, rest = cut(lease.open, count)
-        held = lease.run
-        pool.move(device, SlotState.LEASED, SlotState.FILLING, f"load for lease {lease.id}")
-        run, _ = tree.commit(held, start, keys[start * KEY_SIZE : end * KEY_SIZE], device, pool.index)
-        transfer = Transfer(
-            self._book.next_id(), TransferKind.LOAD, tree, pool, pool.epoch, run, [Piece(start, end)], device, host
-        )
-        transfer.progress, transfer.urgent = progress, True
-        self._book.pin(transfer)
-        tree.pin(run, end, pool.index)
-        tree.unpin(tree.resolve(held, start), start, pool.index)
-        lease.run, lease.depth, lease.open = run, end, rest
+        cause = f"load for lease {lease.id}"
+        with ExitStack() as undo:  # if a step raises, what was done before it is taken back
+            pool.move(device, SlotState.LEASED, SlotState.FILLING, cause)
+            lease.open = rest
+            undo.callback(pool.move, device, SlotState.FILLING, SlotState.FREE, f"rollback of {cause}")
+            run, _ = tree.commit(lease.run, start, keys[start * KEY_SIZE : end * KEY_SIZE], device, pool.index)
+            undo.callback(lambda: tree.drop(tree.resolve(run, start + 1), start, pool.index))
+            for index in (pool.index, HOST, pool.index):  # two for the load, as `TransferBook.pin`, one for the lease
+                tree.pin(run, end, index)
+                undo.callback(tree.unpin, run, end, index)
+            transfer = Transfer(
+                self._book.next_id(), TransferKind.LOAD, tree, pool, pool.epoch, run, [Piece(start, end)], device, host
+            )
+            transfer.progress, transfer.urgent = progress, True
+            transfer.leases.append(lease)
+            undo.callback(self._book.transfers.pop, transfer.id, None)
+            tree.unpin(tree.resolve(lease.run, start), start, pool.index)
+            undo.callback(lambda: tree.pin(tree.resolve(run, start), start, pool.index))
+            self._order(transfer)
+            undo.pop_all()
+        lease.run, lease.depth = run, end
         lease.loads.add(transfer.id)
-        transfer.leases.append(lease)
-        transfer.after = self._stores_of(transfer)
-        for store in transfer.after:
+
+    def _order(self, load: Transfer) -> None:
+        """Start a load, or let it wait for the stores that write what it reads."""
+        load.after = self._stores_of(load)
+        for store in load.after:
             self._book.hurry(self._book.transfers[store])
-        if transfer.after:
-            self._book.transfers[transfer.id] = transfer
+        if load.after:
+            self._book.transfers[load.id] = load
         else:
-            self._book.start(transfer)
+            self._book.start(load)
 
     def _stores_of(self, load: Transfer) -> set[TransferId]:
         """Stores under way that write what a load reads."""
@@ -183,7 +200,16 @@ class Loads:
                 continue  # it has gone meanwhile, or goes when the last load that reads it has ended
             if tree.path_slots(run, depth, depth + 1, HOST) == slots:
                 tree.punch_host(run, [Piece(depth, depth + 1)])
+                self._store_again(tree, run, depth)
                 tree.members[HOST].move(slots, SlotState.CACHED, SlotState.FREE, f"corrupt, found by load {load.id}")
+
+    def _store_again(self, tree: PrefixTree, run: Run, depth: int) -> None:
+        """Where a device still has a block that the host pool lost, it is copied again."""
+        for pool in tree.pools:
+            segment = run.segments[pool.index]
+            if segment is not None and depth < run.start + segment.length:
+                self._book.counters["stores_forgotten"] += pool.note_unstored(run, depth + 1)
+                return
 
     def _pass_on(self, load: Transfer, slot: int) -> bool:
         """Tell the other loads under way that read a host slot that its bytes are bad; False if there are none."""

@@ -22,6 +22,8 @@ _EDGES = tuple(
 _PATTERN_LENGTH_MAX = 8192
 #: Commits that wait for their copy to the host pool. Beyond that the oldest are left to demotion, which finds them.
 UNSTORED_MAX = 4096
+#: Stores that failed since the last tick; demotion finds the others.
+FAILED_STORES_MAX = 256
 
 
 class SlotPool:
@@ -147,11 +149,13 @@ class DevicePool(SlotPool):
         load_quota: blocks that loads may be writing at any time.
         orphaned: FILLING slots that are not in the tree any more, because a load before theirs failed.
         stores_paused: a store failed or was refused: demotion starts no further one before the next tick.
+        failed_stores: paths whose store failed, tried once more at the next tick.
         unstored: ends of committed paths that the host pool is to get, oldest first, as (run, depth).
     """
 
     __slots__ = (
         "epoch",
+        "failed_stores",
         "healthy",
         "index",
         "load_quota",
@@ -185,6 +189,7 @@ class DevicePool(SlotPool):
         self.load_quota = slots // 2 if load_quota is None else load_quota
         self.orphaned = 0
         self.stores_paused = False
+        self.failed_stores: deque[tuple[Run, int]] = deque(maxlen=FAILED_STORES_MAX)
         self.unstored: deque[tuple[Run, int]] = deque(maxlen=UNSTORED_MAX)
 
     @property
@@ -193,9 +198,16 @@ class DevicePool(SlotPool):
         counts = self.counts
         return counts[SlotState.CACHED] + counts[SlotState.FILLING] - self.orphaned - self.protected
 
+    def note_unstored(self, run: Run, depth: int) -> int:
+        """The host pool is to get the path ``[0, depth)``. Returns how many older paths were forgotten for it."""
+        forgotten = int(len(self.unstored) == UNSTORED_MAX)
+        self.unstored.append((run, depth))
+        return forgotten
+
     def reset(self, epoch: int) -> None:
         """Forget every slot: the memory behind them is gone or new."""
         self.epoch = epoch
         self.orphaned = 0
+        self.failed_stores.clear()
         self.unstored.clear()
         self._set_all(SlotState.FREE)

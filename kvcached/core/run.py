@@ -34,10 +34,12 @@ class Segment:
         resident_children: child segments of the same pool.
         last_used: logical time of the last touch of this run or, once they are gone, of its children.
         queued: the eviction policy has an entry for it.
+        holed: of the host pool: its ranges may have holes.
     """
 
     __slots__ = (
         "above",
+        "holed",
         "last_used",
         "length",
         "locked_children",
@@ -62,6 +64,7 @@ class Segment:
         self.resident_children = 0
         self.last_used = last_used
         self.queued = False
+        self.holed = False
 
     @property
     def evictable_tail(self) -> int:

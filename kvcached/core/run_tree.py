@@ -349,6 +349,7 @@ def _split_segment(segment: Segment, head: Run, offset: int) -> Segment:
     ranges, segment.ranges = cut(segment.ranges, offset)
     front = Segment(head, segment.above, ranges, offset, segment.last_used)
     front.resident_children = 1
+    front.holed = segment.holed
     segment.length -= offset
     if segment.pins:
         shallow = {depth: count for depth, count in segment.pins.items() if depth <= head.end}

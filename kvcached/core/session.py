@@ -75,7 +75,8 @@ class Session:
         for hold in done:
             self.pool.move(hold.slots, SlotState.FENCED, SlotState.FREE, f"fence {hold.fence} of session {self.id}")
             self._unpin(hold.run, hold.depth)
-            self.pool.unstored.extend(hold.unstored)
+            for run, depth in hold.unstored.items():
+                self.counters["stores_forgotten"] += self.pool.note_unstored(run, depth)
 
     def expire(self, cut_off: CutOff) -> None:
         """Its leases are over, but its processes may live: what they could write is quarantined."""

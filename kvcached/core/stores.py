@@ -7,22 +7,23 @@ the host index, so a load may count on it and depend on it. Where it fails they 
 from __future__ import annotations
 
 from kvcached.core.effects import TransferKind
+from kvcached.core.lease import FenceHold
 from kvcached.core.pool import DevicePool
 from kvcached.core.ranges import Ranges, join, slot_count
 from kvcached.core.run import Run, Segment
 from kvcached.core.states import SlotState, TransferState
 from kvcached.core.transfer import Transfer
 from kvcached.core.transfer_book import TransferBook
-from kvcached.core.tree import HOST, Piece, PrefixTree
+from kvcached.core.tree import HOST, SLACK_DIVISOR, Piece, PrefixTree
 
 #: Stores under way in one pool: one to copy, and the next ones to be on the way to the workers.
 STORES_MAX = 8
 #: A load that arrives waits for the store under way, so stores are short.
 STORE_BLOCKS_MAX = 256
+#: Paths that wait for one fence to be stored. Beyond that they are left to demotion.
+UNSTORED_PER_FENCE_MAX = 256
 #: Tails without a host copy that one demotion looks behind.
 UNSTORED_TAILS_PASSED_MAX = 16
-#: Eviction may free this share of the pool more than it must where that leaves ranges of slots whole (decision 0008).
-SLACK_DIVISOR = 256
 
 
 class Stores:
@@ -42,13 +43,19 @@ class Stores:
 
     def store(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> bool:
         """Start to copy what the host pool lacks of the path ``[0, depth)``; False if nothing was started."""
-        run, depth = _resident_end(tree, pool, run, depth)
-        if self._waits_for_fence(pool, tree, run, depth):
+        run, depth = self._settled_end(tree, pool, run, depth)
+        hold = self._unsignalled(pool, tree, run, depth)
+        if hold is not None:
+            if len(hold.unstored) < UNSTORED_PER_FENCE_MAX or run in hold.unstored:
+                hold.unstored[run] = max(depth, hold.unstored.get(run, 0))
+            else:
+                self._book.counters["stores_forgotten"] += 1
             return False
-        pieces, rest = _first_blocks(tree.missing_in_host(run, depth), STORE_BLOCKS_MAX)
+        missing = tree.missing_in_host(run, depth)
+        pieces, rest = _first_blocks(missing, STORE_BLOCKS_MAX)
         if not pieces:
             return False
-        wanted = sum(piece.end - piece.start for piece in pieces)
+        wanted = _count(pieces)
         covered, host_depth = tree.host_end(run, depth)
         tree.pin(covered, host_depth, HOST)  # or the room would be made by evicting what this continues
         try:
@@ -57,7 +64,7 @@ class Stores:
             tree.unpin_host(covered, host_depth)
         got = slot_count(slots)
         if got < wanted:
-            self._book.counters["store_refused_blocks"] += wanted - got
+            self._book.counters["store_refused_blocks"] += _count(missing) - got
             pieces, _ = _first_blocks(pieces, got)
             pool.stores_paused = True
         elif rest:
@@ -80,15 +87,25 @@ class Stores:
         self._book.pin(transfer)
         self._book.start(transfer)
 
-    def _waits_for_fence(self, pool: DevicePool, tree: PrefixTree, run: Run, depth: int) -> bool:
-        """Whether blocks of the path may still be written; then it is stored once their fence has signalled."""
+    def _settled_end(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> tuple[Run, int]:
+        """How much of the path ``[0, depth)`` the pool holds before the first block that a load is still writing.
+
+        What comes behind that goes with the load if it fails, so a store must not hold it.
+        """
+        run, depth = _resident_end(tree, pool, run, depth)
+        for load in self._book.of_pool(pool, TransferKind.LOAD):
+            if load.is_current and not load.orphaned and load.crosses(run, depth):
+                depth = load.start
+        return tree.resolve(run, depth), depth
+
+    def _unsignalled(self, pool: DevicePool, tree: PrefixTree, run: Run, depth: int) -> FenceHold | None:
+        """The first fence until which blocks of the path may still be written; None where they are settled."""
         for session in self._book.sessions.values():
             for hold in session.holds if session.pool is pool else ():
                 first = hold.suspect + 1
                 if hold.suspect < min(hold.depth, depth) and tree.resolve(run, first) is tree.resolve(hold.run, first):
-                    hold.unstored.append((run, depth))
-                    return True
-        return False
+                    return hold
+        return None
 
     def demote(self, tree: PrefixTree, pool: DevicePool) -> None:
         """Keep the pool's watermark free: drop the device copy of the least valuable tails that the host pool holds.
@@ -127,6 +144,8 @@ class Stores:
             self._book.counters["stored_blocks"] += store.blocks
             return
         pool.stores_paused = True
+        if store.is_current:
+            pool.failed_stores.append((store.run, store.end))
         self._book.counters["store_failed_blocks"] += store.blocks
         tree.punch_host(store.run, store.pieces)
         tree.members[HOST].move(store.host, SlotState.FILLING, SlotState.FREE, cause)
@@ -141,6 +160,10 @@ def _resident_end(tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> t
             return run, min(depth, run.start + segment.length)
         run, depth = run.parent, run.start
     return run, 0
+
+
+def _count(pieces: list[Piece]) -> int:
+    return sum(piece.end - piece.start for piece in pieces)
 
 
 def _first_blocks(pieces: list[Piece], count: int) -> tuple[list[Piece], bool]:

@@ -42,6 +42,8 @@ class Tiers:
         transfer.waiting.discard(event.shard)
         transfer.failure = transfer.failure or event.error
         transfer.corrupt.update(block for block in event.corrupt if 0 <= block < transfer.blocks)
+        if len(event.corrupt) and (transfer.kind is TransferKind.STORE or not transfer.corrupt):
+            transfer.failure = transfer.failure or f"shard {event.shard} named blocks that it was not given"
         if not transfer.waiting:
             self._end(transfer)
 
@@ -77,10 +79,11 @@ class Tiers:
             self.stores.end(transfer)
             self._start_dependents(transfer)
         else:
+            self.stores.end(transfer)  # first: what a failing load drops must not be FILLING
             self._fail_dependents(transfer)
-            self.stores.end(transfer)
         if not good or not transfer.is_current:
-            transfer.tree.drop_lost(transfer.run)  # what would have gone with a path's device part, had this not held it
+            # what would have gone together with its path's device part, had this not held it
+            transfer.tree.drop_lost(transfer.run)
 
     def _start_dependents(self, store: Transfer) -> None:
         for load in self._dependents(store):

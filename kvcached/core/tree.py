@@ -32,6 +32,8 @@ from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached.core.run_tree import RunTree, resident
 from kvcached.core.states import SlotState
 
+#: Eviction may free this share of a pool more than it must where that leaves ranges of slots whole (decision 0008).
+SLACK_DIVISOR = 256
 #: The host pool's place in `PrefixTree.members` and in the segments of every run.
 HOST = -1
 
@@ -143,23 +145,33 @@ class PrefixTree(RunTree):
         Returns:
             The run of the last block, and the depth behind it. Changes nothing.
         """
-        position, end = depth, min(limit, len(keys) // KEY_SIZE)
+        position, end = depth * KEY_SIZE, min(limit * KEY_SIZE, len(keys))
         while position < end:
-            if position == run.end:
-                key = keys[position * KEY_SIZE : (position + 1) * KEY_SIZE]
-                child = run.children.get(key) if run.children else None
+            offset = position // KEY_SIZE - run.start
+            if offset == run.length:
+                child = run.children.get(keys[position : position + KEY_SIZE]) if run.children else None
                 if child is None:
                     break
-                run = child
+                run, offset = child, 0
             segment = run.segments[HOST]
             if segment is None:
                 break
-            offset = position - run.start
-            same = run.common(offset, keys, position, min(solid_length(segment.ranges, offset), end - position))
-            position += same
-            if not same or position < run.end:
+            own, after = run.keys, position + len(run.keys)
+            if (
+                not offset
+                and after <= end
+                and not segment.holed
+                and segment.length * KEY_SIZE == len(own)
+                and keys[after - KEY_SIZE : after] == own[-KEY_SIZE:]
+            ):  # all of the run
+                position = after
+                continue
+            index = position // KEY_SIZE
+            same = run.common(offset, keys, index, min(solid_length(segment.ranges, offset), end // KEY_SIZE - index))
+            position += same * KEY_SIZE
+            if offset + same < run.length:
                 break
-        return self.resolve(run, position), position
+        return self.resolve(run, position // KEY_SIZE), position // KEY_SIZE
 
     def missing_in_host(self, run: Run, depth: int) -> list[Piece]:
         """Blocks of the path ``[0, depth)`` that the host pool does not hold, up to the first run that it holds whole.
@@ -194,11 +206,16 @@ class PrefixTree(RunTree):
         return run, 0
 
     def stored_tail(self, segment: Segment) -> int:
-        """How many of a segment's evictable blocks, from its end back, the host pool has or is being given."""
+        """How many of a segment's evictable blocks, from its end back, the host pool has.
+
+        None while another pool's store still writes some of them: it may fail.
+        """
         host = segment.run.segments[HOST]
         if host is None or host.length < segment.length:
             return 0
-        return min(solid_tail(cut(host.ranges, segment.length)[0]), segment.evictable_tail)
+        count = min(solid_tail(cut(host.ranges, segment.length)[0]), segment.evictable_tail)
+        slots = cut(cut(host.ranges, segment.length)[0], segment.length - count)[1]
+        return count if all(self._host.holds(*each, SlotState.CACHED) for each in pairs(slots)) else 0
 
     def touch_host(self, run: Run) -> None:
         """The path was used now: as `touch`, for the deepest part of it that the host pool covers."""
@@ -233,9 +250,10 @@ class PrefixTree(RunTree):
     def reserve_host(self, count: int, cause: str) -> Ranges[int]:
         """Up to `count` host slots, FILLING, for which slabs are taken and least valuable tails evicted."""
         host = self._host
-        while host.free < count:
-            if not host.grow() and not self._evict_host(count - host.free, cause):
-                break
+        while host.free < count and host.grow():
+            pass
+        if host.free < count:
+            self._evict_host(count - host.free, cause)
         return host.take(min(count, host.free), SlotState.FILLING, cause)
 
     def drop_lost(self, run: Run) -> None:
@@ -264,17 +282,20 @@ class PrefixTree(RunTree):
         self._host.move(slots, SlotState.CACHED, SlotState.FREE, f"path lost at block {run.start + offset}")
         self._prune(run)
 
-    def _evict_host(self, wanted: int, cause: str) -> int:
-        """Free some host slots of the least valuable tail; returns how many, 0 if there is no tail."""
-        segment = self.policies[HOST].pop()
-        if segment is None:
-            return 0
-        run = segment.run
-        freed = without_holes(self.trim_tail(segment, segment.evictable_tail, wanted, HOST, slack=0))
-        self._host.move(freed, SlotState.CACHED, SlotState.FREE, cause)
-        self._prune(run)
-        self.counters["host_evicted_blocks"] += slot_count(freed)
-        return slot_count(freed) or 1  # a tail of holes only: there may be more behind it
+    def _evict_host(self, wanted: int, cause: str) -> None:
+        """Free so many host slots, least valuable tails first, or as many as there are; some more for whole ranges."""
+        policy, slack = self.policies[HOST], self._host.slots // SLACK_DIVISOR
+        freed: list[Ranges[int]] = []
+        try:
+            while wanted > 0 and (segment := policy.pop()) is not None:
+                run = segment.run
+                freed.append(without_holes(self.trim_tail(segment, segment.evictable_tail, wanted, HOST, slack=slack)))
+                wanted -= slot_count(freed[-1])
+                self._prune(run)
+        finally:  # what has left the tree is free, whatever a policy did
+            slots = join(freed)
+            self._host.move(slots, SlotState.CACHED, SlotState.FREE, cause)
+        self.counters["host_evicted_blocks"] += slot_count(slots)
 
     def _prune(self, run: Run) -> None:
         """Take holes off the end of what the host pool holds of a run, and of those above that this lays bare."""
@@ -287,6 +308,7 @@ class PrefixTree(RunTree):
                     return
                 if holes:
                     self.trim(segment, holes, HOST)
+                    segment.holed = has_holes(segment.ranges)
                 if segment.length:
                     return
             at = at.parent
@@ -305,7 +327,7 @@ class PrefixTree(RunTree):
             ranges = cut(segment.ranges, first)[0]
             append(ranges, mine)
             append(ranges, cut(segment.ranges, last)[1])
-            segment.ranges = ranges
+            segment.ranges, segment.holed = ranges, has_holes(ranges)
 
     def _cover(self, run: Run, length: int) -> Segment:
         """The host segment of a run, made or lengthened by holes until it has `length` blocks, those above included."""
@@ -325,7 +347,7 @@ class PrefixTree(RunTree):
             wanted = length if each is run else each.length
             if segment.length < wanted:
                 append(segment.ranges, hole(wanted - segment.length))
-                segment.length = wanted
+                segment.length, segment.holed = wanted, True
         return resident(run, HOST)
 
 

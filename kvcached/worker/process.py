@@ -133,7 +133,7 @@ class WorkerProcess:
         except BlockingIOError:
             self._outbox.append(message)
             self._loop.add_writer(self._connection.fileno(), self._on_writable)
-        except ConnectionError:
+        except OSError:
             self._on_disconnected()
 
     def kill(self, reason: str = "") -> None:

@@ -85,6 +85,7 @@ class ReplicaGroups:
         self._stopping = False
         self._work: asyncio.Task[None] | None = None  #: burying or starting
         self._pause: asyncio.TimerHandle | None = None
+        self._announcement: asyncio.Handle | None = None
         self.current = self._new_group()
 
     async def start(self) -> None:
@@ -112,6 +113,8 @@ class ReplicaGroups:
     def _on_group_lost(self, shard: ShardIndex, reason: str) -> None:
         if self._stopping:
             return
+        if self._announcement is not None:
+            self._announcement.cancel()  # lost again before anybody was told
         self._lost_s = self._loop.time()
         self._back_off.lived(self._lost_s - self._started_s)
         self._work = self._loop.create_task(self._bury())
@@ -145,4 +148,4 @@ class ReplicaGroups:
         self._started_s = self._loop.time()
         down_s = self._started_s - self._lost_s
         _log.info("replica %s: workers run again, %.1f s after the loss", self._pool.replica, down_s)
-        self._loop.call_soon(self._on_restored)
+        self._announcement = self._loop.call_soon(self._on_restored)

@@ -1,4 +1,4 @@
-"""The thread that carries out commands, one at a time: those that somebody waits for first, then in order."""
+"""The thread that carries out commands, one at a time: those that somebody waits for go first, mostly."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ from kvcached.worker.messages import (
 )
 
 Task = Store | Load | Probe
+
+#: So many commands that somebody waits for go before a store that nobody waits for; then it has its turn, for it holds
+#: slots on the device and in the host pool until it is over.
+PASSES_MAX: Final = 16
 
 _log: Final = logging.getLogger(__name__)
 
@@ -59,6 +63,7 @@ class CommandStream:
         self._waited_for: list[Command] = []
         self._others: list[Command] = []
         self._last: list[Command] = []
+        self._passed = 0  # commands that went before a store that waits
         self._ending = False
         # A worker whose daemon is gone ends at once; it does not wait for a copy that nobody will read.
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
@@ -111,6 +116,9 @@ class CommandStream:
         with self._changed:
             while not (queue := self._waited_for or self._others or self._last):
                 self._changed.wait()
+            if queue is self._waited_for and self._others and self._passed == PASSES_MAX:
+                queue = self._others
+            self._passed = self._passed + 1 if queue is self._waited_for and self._others else 0
             return queue.pop(0)
 
     def _ack(self, command: Command) -> Ack:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.result import Result
 from benchmarks.shapes import ADVERSARIAL, CHAT, TRACE, Shape
 from benchmarks.suites import index
 
 _PROMISED = {"match_128k_{}_us", "bytes_per_block_{}", "request_8k_{}_us", "evict_8192_{}_us"}
+_WITH_HOST = {"match_128k_{}_host_us", "bytes_per_block_{}_write_through", "request_8k_{}_write_through_us"}
 _FIELDS = ["suite", "metric", "value", "unit", "floor", "ratio", "target", "ok"]
 
 
@@ -37,11 +40,41 @@ def test_index_suite_has_every_promised_metric(
     """On small caches, a shape gives its metrics, with a target where one was promised and a floor under each time."""
     monkeypatch.setattr(index, "_SLOTS", 30_000)
     monkeypatch.setattr(index, "_EVICTED_BLOCKS", 500)
+    _check(index._measure(_shortened(shape, 700, monkeypatch), 10), shape, promised)
+
+
+@pytest.mark.parametrize(
+    ("shape", "prompts", "unpromised"),
+    [
+        (TRACE, 250, {"request_8k_{}_load_us", "loaded_blocks_{}"}),
+        pytest.param(CHAT, 700, set(), marks=pytest.mark.slow),
+    ],
+)
+def test_index_suite_has_every_metric_of_the_host_tier(
+    shape: Shape, prompts: int, unpromised: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On small caches, a shape gives its metrics with both tiers full, and loads find next to whole prompts there."""
+    monkeypatch.setattr(index, "_SLOTS", 60_000)
+    monkeypatch.setattr(index, "_DEVICE_SLOTS", 30_000)
+    results = _check(index._measure_write_through(_shortened(shape, prompts, monkeypatch), 10), shape, _WITH_HOST)
+    names = {"ranges_per_grant_{}_write_through", *_WITH_HOST, *unpromised}
+    assert set(results) == {name.format(shape.name) for name in names}
+    if unpromised:
+        assert results[f"loaded_blocks_{shape.name}"].value >= 480
+
+
+def _shortened(shape: Shape, prompts: int, monkeypatch: pytest.MonkeyPatch) -> Shape:
+    """A shape of few prompts, for a suite with small caches."""
     monkeypatch.setattr(index, "_MATCH_SECONDS", 0.1)
-    paths = shape.paths()[-700:]
-    results = list(index._measure(replace(shape, paths=lambda: paths), 10))
-    assert {result.metric for result in results if result.target} == {name.format(shape.name) for name in promised}
-    assert all((result.floor is not None) == result.metric.endswith("_us") for result in results)
+    paths = shape.paths()[-prompts:]
+    return replace(shape, paths=lambda: paths)
+
+
+def _check(results: Iterable[Result], shape: Shape, promised: set[str]) -> dict[str, Result]:
+    by_name = {result.metric: result for result in results}
+    assert {name for name, result in by_name.items() if result.target} == {name.format(shape.name) for name in promised}
+    assert all((result.floor is not None) == name.endswith("_us") for name, result in by_name.items())
+    return by_name
 
 
 def test_rpc_suite_measures_a_real_daemon(capsys: pytest.CaptureFixture[str]) -> None:

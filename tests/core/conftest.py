@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from kvcached.core.cache import Cache
 from tests.core.engine import healthy, make_cache
+from tests.core.host_tier import make_tiers
 
 
 @pytest.fixture
@@ -27,3 +29,16 @@ def new_cache() -> Iterator[Callable[..., Cache]]:
 def cache(new_cache: Callable[..., Cache]) -> Cache:
     """A cache with one pool "a" of 16 slots."""
     return new_cache()
+
+
+@pytest.fixture
+def new_tiers() -> Iterator[Callable[..., Cache]]:
+    """Makes caches with a host pool, and checks each of them when the test is over."""
+    made: list[Cache] = []
+
+    def make(names: str = "a", **settings: Any) -> Cache:
+        made.append(make_tiers(names, **settings))
+        return made[-1]
+
+    yield make
+    assert all(healthy(cache) for cache in made)

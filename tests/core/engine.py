@@ -36,6 +36,7 @@ class Engine:
         self.cache = cache
         self.replica = replica
         self.session: SessionId = cache.open_session(replica, 0).id
+        self.epoch = cache.pools[replica].epoch
         self._requests = 0
 
     def acquire(self, text: str, *, reserve: int = 0, request: str = "", full: bool = True) -> Grant:
@@ -43,7 +44,7 @@ class Engine:
         keys = keys_of(text)
         return self.cache.acquire(
             self.session,
-            EPOCH,
+            self.epoch,
             request or f"request-{self.session}-{self._requests}",
             keys,
             len(text) * BLOCK_SIZE,
@@ -56,13 +57,13 @@ class Engine:
         keys = keys_of(text)[16 * grant.hit :]
         if slots is None:
             slots = cut(array("i", grant.ranges), len(keys) // 16)[0]
-        return self.cache.commit(self.session, EPOCH, grant.lease, grant.hit, keys, slots, FenceSequence(fence))
+        return self.cache.commit(self.session, self.epoch, grant.lease, grant.hit, keys, slots, FenceSequence(fence))
 
     def release(self, grant: Grant, *, fence: int = 0) -> None:
-        self.cache.release(self.session, EPOCH, grant.lease, FenceSequence(fence))
+        self.cache.release(self.session, self.epoch, grant.lease, FenceSequence(fence))
 
     def release_id(self, lease: int) -> None:
-        self.cache.release(self.session, EPOCH, LeaseId(lease), FenceSequence(0))
+        self.cache.release(self.session, self.epoch, LeaseId(lease), FenceSequence(0))
 
     def store(self, text: str) -> None:
         """Compute and release a prompt."""
@@ -71,7 +72,7 @@ class Engine:
         self.release(grant)
 
     def hit(self, text: str) -> int:
-        return self.cache.match(self.session, EPOCH, keys_of(text), len(text) * BLOCK_SIZE, full=True)[0]
+        return self.cache.match(self.session, self.epoch, keys_of(text), len(text) * BLOCK_SIZE, full=True)[0]
 
     def signal(self, fence: int, now_ms: int = 0) -> None:
         self.cache.heartbeat(self.session, FenceSequence(fence), now_ms)

@@ -1,0 +1,221 @@
+"""A device pool and a host pool in shared memory, full of random blocks, and scattered slots to copy between them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from time import perf_counter
+from typing import Final
+
+from kvcached.worker.batch_copy import copy_all
+from kvcached.worker.copier import SlotRun, merge_runs, plan_copies
+from kvcached.worker.copier_host import HostCopier
+from kvcached.worker.geometry import pool_geometry
+from kvcached.worker.host_geometry import HostGeometry
+from kvcached.worker.memory import PRETOUCH_BYTES_MAX, PoolMemory, SharedMemory, sealed_memfd
+from kvcached.worker.messages import BlockSpan, Load, Store
+from kvcached.worker.progress import ProgressPage
+from kvcached.worker.transfers import HostTransfers
+from kvcached_client.layout import KvGroup, Layout, PageOrder
+from kvcached_client.types import pack_ranges
+
+LAYERS: Final = 32
+BLOCK_BYTES: Final = 512 << 10
+
+_SLAB_BYTES: Final = 64 << 20
+_SHARD: Final = 0
+_PROGRESS_ENTRY: Final = 0
+
+
+class TimedProgress(ProgressPage):
+    """A progress page that notes when the first layer of a load could be read.
+
+    Attributes:
+        first_layer_at: by `perf_counter`; None before.
+    """
+
+    first_layer_at: float | None = None
+
+    def begin(self, entry: int, transfer: int) -> None:
+        """See `ProgressPage.begin`."""
+        self.first_layer_at = None
+        super().begin(entry, transfer)
+
+    def advance(self, entry: int) -> None:
+        """See `ProgressPage.advance`."""
+        super().advance(entry)
+        if self.first_layer_at is None:
+            self.first_layer_at = perf_counter()
+
+
+class CopyRig:
+    """One shard, with blocks of 512 KiB in 32 layers: a model of 8 B parameters on four shards.
+
+    Stores copy `blocks` scattered slots of the device pool to scattered slots of the host pool, loads copy these to
+    other slots of the device pool. Slots that follow each other in a transfer are neighbours by chance only.
+
+    Args:
+        order: of the pages in the device pool.
+        blocks: that each copy moves.
+
+    Attributes:
+        size_bytes: of these blocks.
+        progress: where loads tell how far they are.
+    """
+
+    def __init__(self, order: PageOrder, blocks: int) -> None:
+        group = KvGroup(layers=LAYERS, kv_heads=2, head_dim=128, v_head_dim=128, dtype="bfloat16")
+        layout = Layout(block_size=16, shards=1, groups=(group,), order=order)
+        assert layout.bytes_per_block() == BLOCK_BYTES
+        self.size_bytes = blocks * BLOCK_BYTES
+        slots = 2 * blocks
+        self._pool = pool_geometry(layout, slots)
+        self._host = _host_geometry(slots)
+        with ExitStack() as made:
+            self._device = PoolMemory("benchmark", self._pool.size_bytes, PRETOUCH_BYTES_MAX)
+            made.callback(self._device.close)
+            self._memory = _host_memory(self._host.size_bytes)
+            made.callback(self._memory.close)
+            self.progress = TimedProgress("benchmark-progress")
+            made.callback(self.progress.close)
+            self._made = made.pop_all()
+        generator = random.Random("copy")
+        ctypes.memmove(self._device.address, generator.randbytes(self.size_bytes), self.size_bytes)
+        shuffled = generator.sample(range(slots), slots)
+        self._sources, self._targets = shuffled[:blocks], shuffled[blocks:]
+        self._host_slots = generator.sample(range(self._host.slots), blocks)
+        self._keys = generator.randbytes(16 * blocks)
+        self._copier = HostCopier(self._pool, self._device.address, self._memory.address)
+        self._transfers = HostTransfers(
+            self._pool,
+            self._host,
+            _SHARD,
+            self._copier,
+            self._memory.view,
+            self.progress,
+            namespace=bytes(16),
+            fingerprint=bytes(16),
+        )
+        self._transfer = 0
+
+    def close(self) -> None:
+        """Unmap everything."""
+        self._made.close()
+
+    # --- what a worker does -----------------------------------------------------------------------------------------
+
+    def copy_to_host(self) -> None:
+        """The copies of a store, from its slots to its last byte, without headers and checksums."""
+        for strip in plan_copies(self._pool, self._host, _SHARD, self._runs(self._sources), to_host=True):
+            self._copier.to_host(strip)
+
+    def copy_to_device(self) -> None:
+        """The copies of a load."""
+        for strip in plan_copies(self._pool, self._host, _SHARD, self._runs(self._targets), to_host=False):
+            self._copier.to_device(strip)
+
+    def store(self) -> None:
+        """A whole store: copies, checksums, headers."""
+        self._transfer += 1
+        span = self._span(self._sources)
+        self._transfers.store(Store(transfer=self._transfer, epoch=1, generation=0, spans=(span,), urgent=False))
+
+    def load(self, *, verify: bool) -> None:
+        """A whole load, layer by layer: headers, checksums if they are to be compared, copies, progress."""
+        self._transfer += 1
+        span = self._span(self._targets)
+        bad = self._transfers.load(
+            Load(transfer=self._transfer, generation=0, spans=(span,), progress=_PROGRESS_ENTRY, verify=verify)
+        )
+        assert not bad
+
+    def check(self) -> None:
+        """Refuse to report times of copies that do not arrive: store, load elsewhere, compare every block."""
+        self.store()
+        self.load(verify=True)
+        self.compare()
+
+    def compare(self) -> None:
+        """Refuse loaded blocks that are not those that were stored."""
+        for source, target in zip(self._sources, self._targets, strict=True):
+            assert self._copier.checksum(source) == self._copier.checksum(target)
+
+    def clear_targets(self) -> None:
+        """Forget what was loaded."""
+        for target in self._targets:
+            self._copier.zero(target)
+
+    # --- what it is compared with -----------------------------------------------------------------------------------
+
+    def memcpy_to_host(self) -> None:
+        """One copy of as many bytes, in the same direction."""
+        ctypes.memmove(self._memory.address, self._device.address, self.size_bytes)
+
+    def memcpy_to_device(self) -> None:
+        """The same in the other direction."""
+        ctypes.memmove(self._device.address, self._memory.address, self.size_bytes)
+
+    def pieces(self, *, to_host: bool) -> array[int]:
+        """The copies of all strips as offsets from the starts of the pools, strip after strip, as the worker does."""
+        runs = self._runs(self._sources if to_host else self._targets)
+        every = array("q")
+        for strip in plan_copies(self._pool, self._host, _SHARD, runs, to_host=to_host):
+            bases = (strip.host_bytes, strip.device_bytes) if to_host else (strip.device_bytes, strip.host_bytes)
+            for destination, source, size in _triples(strip.pieces):
+                every.extend((destination + bases[0], source + bases[1], size))
+        return every
+
+    def block_by_block(self) -> array[int]:
+        """The same copies of a load, but each block whole before the next: the order of the host pool's bytes."""
+        ordered = sorted(_triples(self.pieces(to_host=False)), key=lambda piece: piece[1])
+        return array("q", [number for piece in ordered for number in piece])
+
+    def bulk_load(self, pieces: array[int]) -> None:
+        """Carry out copies to the device pool in one call."""
+        copy_all(pieces, self._device.address, self._memory.address)
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where the device pool and the host pool are."""
+        return self._device.address, self._memory.address
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _runs(self, device: Sequence[int]) -> list[SlotRun]:
+        return merge_runs([(slot, 1) for slot in device], [(slot, 1) for slot in self._host_slots])
+
+    def _span(self, device: Sequence[int]) -> BlockSpan:
+        return BlockSpan(
+            depth=0,
+            parent=b"",
+            keys=self._keys,
+            device=pack_ranges([(slot, 1) for slot in device]),
+            host=pack_ranges([(slot, 1) for slot in self._host_slots]),
+        )
+
+
+def _host_geometry(slots: int) -> HostGeometry:
+    """The fewest slabs with room for so many blocks."""
+    one = HostGeometry(slabs=1, slab_bytes=_SLAB_BYTES, shards=1, block_bytes=BLOCK_BYTES)
+    slabs = -(-slots // one.slots_per_slab)
+    return HostGeometry(slabs=slabs, slab_bytes=_SLAB_BYTES, shards=1, block_bytes=BLOCK_BYTES)
+
+
+def _host_memory(size_bytes: int) -> SharedMemory:
+    """A host pool that is resident throughout."""
+    descriptor = sealed_memfd("benchmark-host", size_bytes)
+    try:
+        memory = SharedMemory(descriptor, size_bytes)
+    finally:
+        os.close(descriptor)
+    ctypes.memset(memory.address, 0, size_bytes)
+    return memory
+
+
+def _triples(pieces: array[int]) -> Iterator[tuple[int, int, int]]:
+    numbers = iter(pieces)
+    return zip(numbers, numbers, numbers, strict=True)
