@@ -26,6 +26,7 @@ from kvcached.core.ranges import (
     slot_count,
     solid_length,
     solid_tail,
+    whole_tail,
     without_holes,
 )
 from kvcached.core.run import KEY_SIZE, Run, Segment
@@ -83,9 +84,13 @@ class PrefixTree(RunTree):
                 segment = policy.pop()
                 if segment is None:
                     raise RuntimeError(f"{owner.evictable} slots of pool {owner.name} are evictable, but no tail is")
-                freed.append(self.trim_tail(segment, segment.evictable_tail, count - done, pool, slack=slack))
-                size = slot_count(freed[-1])
+                left, size = count - done, segment.length - segment.protected
+                if size > left:
+                    size = min(size, whole_tail(segment.ranges, left, most=left + slack))
+                freed.append(self.trim(segment, size, pool))
                 done += size
+                if segment.length > segment.protected:
+                    policy.add(segment)
                 if self.host is not None:
                     self._count_dropped(segment, size)
         finally:  # what has left the tree is free, whatever a policy did
@@ -147,18 +152,18 @@ class PrefixTree(RunTree):
         """
         position, end = depth * KEY_SIZE, min(limit * KEY_SIZE, len(keys))
         while position < end:
-            offset = position // KEY_SIZE - run.start
-            if offset == run.length:
+            passed, own = position - run.start * KEY_SIZE, run.keys
+            if passed == len(own):
                 child = run.children.get(keys[position : position + KEY_SIZE]) if run.children else None
                 if child is None:
                     break
-                run, offset = child, 0
+                run, passed, own = child, 0, child.keys
             segment = run.segments[HOST]
             if segment is None:
                 break
-            own, after = run.keys, position + len(run.keys)
+            after = position + len(own)
             if (
-                not offset
+                not passed
                 and after <= end
                 and not segment.holed
                 and segment.length * KEY_SIZE == len(own)
@@ -166,7 +171,7 @@ class PrefixTree(RunTree):
             ):  # all of the run
                 position = after
                 continue
-            index = position // KEY_SIZE
+            offset, index = passed // KEY_SIZE, position // KEY_SIZE
             same = run.common(offset, keys, index, min(solid_length(segment.ranges, offset), end // KEY_SIZE - index))
             position += same * KEY_SIZE
             if offset + same < run.length:
