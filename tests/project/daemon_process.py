@@ -18,8 +18,12 @@ STOP_TIMEOUT_S = 15
 
 
 @contextlib.contextmanager
-def running_daemon(config: Path, directory: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def running_daemon(
+    config: Path, directory: Path, *options: str, program: str = "kvcached"
+) -> Iterator[subprocess.Popen[bytes]]:
     """Serve `config` with `directory` as run directory; its log is `directory`.log.
+
+    `program` is the module that has the daemon's command line.
 
     Raises:
         AssertionError: it ended before it was ready, or was not ready in time.
@@ -29,7 +33,7 @@ def running_daemon(config: Path, directory: Path, *options: str) -> Iterator[sub
     command = [
         sys.executable,
         "-m",
-        "kvcached",
+        program,
         "serve",
         "--config",
         str(config),

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.project.source_tree import ROOT
+
+DOCUMENT = (ROOT / "docs/behaviours.md").read_text()
+#: Families that this version covers; the document says what the missing letters stand for.
+FAMILIES = "ABCDEFGHKLNORTU"
+NODE = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def rows() -> list[tuple[str, str]]:
+    """Each behaviour: its id, and the text up to the next one."""
+    parts = re.split(r"^- \*\*([A-Z]\d+)\*\* ", DOCUMENT.split("\n## ", 1)[1], flags=re.MULTILINE)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@cache
+def functions(path: Path) -> set[str]:
+    """The names of a file's functions."""
+    nodes = ast.parse(path.read_text()).body
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@pytest.mark.parametrize("node", sorted(set(NODE.findall(DOCUMENT))), ids="::".join)
+def test_behaviour_names_a_test_that_exists(node: tuple[str, str]) -> None:
+    """Every test that docs/behaviours.md names is a function of the file that it names."""
+    file, name = node
+
+    assert name.startswith("test_")
+    assert name in functions(ROOT / file)
+
+
+def test_nothing_in_the_document_looks_like_a_test_and_is_none() -> None:
+    """Every mention of a test file is one of a test in it, so that none escapes the check above."""
+    assert len(re.findall(r"\btests/", DOCUMENT)) == len(NODE.findall(DOCUMENT))
+
+
+def test_behaviours_are_numbered_in_order() -> None:
+    """Each family's ids count from one without gaps, and families follow each other under a heading of their own."""
+    ids = [name for name, _ in rows()]
+
+    assert re.findall(r"^## ([A-Z])\. ", DOCUMENT, re.MULTILINE) == list(FAMILIES)
+    counts = {letter: sum(name[0] == letter for name in ids) for letter in FAMILIES}
+    assert ids == [f"{letter}{number}" for letter in FAMILIES for number in range(1, counts[letter] + 1)]
+    assert all(counts.values())
+
+
+def test_every_behaviour_has_a_test_or_a_reason() -> None:
+    """A behaviour without a test says that it is not covered, or why there is nothing to test."""
+    without = {name for name, text in rows() if not NODE.search(text)}
+    excused = {name for name, text in rows() if re.search(r"^  - (By construction|Not covered): ", text, re.MULTILINE)}
+
+    assert without <= excused
