@@ -144,8 +144,9 @@ class Stores:
             self._book.counters["stored_blocks"] += store.blocks
             return
         pool.stores_paused = True
-        if store.is_current:
-            pool.failed_stores.append((store.run, store.end))
+        for holder in tree.pools:  # the pool itself may be lost, and another replica have the same blocks
+            if _resident_end(tree, holder, store.run, store.end)[1] > store.start:
+                holder.failed_stores.append((store.run, store.end))
         self._book.counters["store_failed_blocks"] += store.blocks
         tree.punch_host(store.run, store.pieces)
         tree.members[HOST].move(store.host, SlotState.FILLING, SlotState.FREE, cause)

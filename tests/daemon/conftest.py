@@ -44,11 +44,11 @@ class RunningDaemon(NamedTuple):
 
 
 @contextmanager
-def started(directory: Path, config: str = CONFIG) -> Iterator[RunningDaemon]:
-    """A daemon from ready to stopped."""
+def started(directory: Path, config: str = CONFIG, *, program: str = "kvcached") -> Iterator[RunningDaemon]:
+    """A daemon from ready to stopped; `program` as `running_daemon` takes it."""
     path = directory / "kvcached.toml"
     path.write_text(config)
-    with running_daemon(path, directory / "run") as process:
+    with running_daemon(path, directory / "run", program=program) as process:
         yield RunningDaemon(process, directory / "run")
 
 
@@ -67,15 +67,14 @@ def engine(daemon: RunningDaemon) -> Iterator[EngineProcess]:
     process.end()
 
 
-class EngineProcess:
-    """`engine_process.py` as a child."""
+class LineProcess:
+    """A program that speaks in lines, as a child."""
 
-    def __init__(self, run_dir: Path) -> None:
-        command = [sys.executable, "-m", "tests.daemon.engine_process", str(run_dir)]
+    def __init__(self, module: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", module, *arguments]
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._in = cast("IO[str]", self.process.stdin)
         self._out = cast("IO[str]", self.process.stdout)
-        assert self.hear() == "holds 4"
 
     def say(self, line: str) -> None:
         self._in.write(line + "\n")
@@ -93,6 +92,14 @@ class EngineProcess:
         self.process.wait()
         self._in.close()
         self._out.close()
+
+
+class EngineProcess(LineProcess):
+    """`engine_process.py` as a child."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__("tests.daemon.engine_process", str(run_dir))
+        assert self.hear() == "holds 4"
 
 
 def pool_stats(run_dir: Path, replica: str = "default") -> PoolStats:

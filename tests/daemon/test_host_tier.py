@@ -36,9 +36,10 @@ LARGE_CONFIG = (
 class Engine:
     """A session of this process, with the memory of every shard."""
 
-    def __init__(self, run_dir: Path, shards: int) -> None:
+    def __init__(self, run_dir: Path, shards: int, replica: str = "default") -> None:
         self._parts = ExitStack()
-        self.client = self._parts.enter_context(Client.connect(run_dir, deadline_ms=PATIENCE_S * 1000))
+        client = Client.connect(run_dir, replica=replica, deadline_ms=PATIENCE_S * 1000)
+        self.client = self._parts.enter_context(client)
         self.pools = [self._parts.enter_context(map_pool(self.client.session, shard)) for shard in range(shards)]
 
     def close(self) -> None:
@@ -51,23 +52,31 @@ class Engine:
         """Commit blocks of random bytes under a name; returns each shard's."""
         chain = self.client.chain(tokens_of(name, blocks))
         with self.client.acquire(f"compute {name}", chain, full=True) as lease:
-            for shard, pool in enumerate(self.pools):
-                for layer in range(pool.layout.groups[0].layers):
-                    pages = pool.pages(layer)
-                    random = np.random.default_rng([shard, layer, *name.encode()])
-                    pages[lease.block_table] = random.integers(0, 256, (blocks, pages.shape[1]), np.uint8)
-            written = [content(pool, lease) for pool in self.pools]
+            written = self.write(lease, name)
             lease.commit(chain.token_count)
         return written
+
+    def write(self, lease: Lease, name: str) -> list[bytes]:
+        """Fill a lease's blocks with the name's random bytes; returns each shard's."""
+        blocks = len(lease.block_table)
+        for shard, pool in enumerate(self.pools):
+            for layer in range(pool.layout.groups[0].layers):
+                pages = pool.pages(layer)
+                random = np.random.default_rng([shard, layer, *name.encode()])
+                pages[lease.block_table] = random.integers(0, 256, (blocks, pages.shape[1]), np.uint8)
+        return [content(pool, lease) for pool in self.pools]
 
     def acquire(self, name: str, blocks: int, request: str = "") -> Lease:
         """A lease on what was computed under a name."""
         return self.client.acquire(request or f"use {name}", self.client.chain(tokens_of(name, blocks)), full=True)
 
     def evict_all(self, slots: int) -> None:
-        """Use every slot of the device pool for something else."""
-        with self.client.acquire("evict", self.client.chain(tokens_of("rest", slots)), full=True):
-            pass
+        """Use every slot of the device pool for something else: no byte stays as it was."""
+        with self.client.acquire("evict", self.client.chain(tokens_of("rest", slots)), full=True) as lease:
+            for pool in self.pools:
+                for layer in range(pool.layout.groups[0].layers):
+                    pages = pool.pages(layer)
+                    pages[lease.block_table] = ~pages[lease.block_table]
 
 
 def tokens_of(name: str, blocks: int) -> list[int]:
@@ -81,8 +90,8 @@ def content(pool: MappedPool, lease: Lease) -> bytes:
 
 
 @contextmanager
-def engine_on(daemon: RunningDaemon, shards: int = 1) -> Iterator[Engine]:
-    engine = Engine(daemon.run_dir, shards)
+def engine_on(daemon: RunningDaemon, shards: int = 1, replica: str = "default") -> Iterator[Engine]:
+    engine = Engine(daemon.run_dir, shards, replica)
     try:
         yield engine
     finally:
@@ -118,11 +127,18 @@ def is_sound(daemon: RunningDaemon) -> bool:
         return admin.check().violations == () and admin.health().ok
 
 
+def worker_of(daemon: RunningDaemon, replica: str = "default", shard: int = 0) -> int:
+    """The pid of the worker that holds a shard's memory."""
+    memory = f"/memfd:kvcached-{replica}-{shard} "
+    (pid,) = (pid for pid in children(daemon.process.pid) if memory in Path(f"/proc/{pid}/maps").read_text())
+    return pid
+
+
 @contextmanager
 def losing_a_worker(daemon: RunningDaemon) -> Iterator[int]:
     """The pid of a worker that is killed inside; afterwards the replica's workers run again."""
     epoch = pool_stats(daemon.run_dir).epoch
-    yield children(daemon.process.pid)[0]
+    yield worker_of(daemon)
     seconds_until(daemon.run_dir, lambda pool: pool.healthy and pool.epoch > epoch, PATIENCE_S)
     after = pool_stats(daemon.run_dir)
     assert (after.healthy, after.epoch) == (True, epoch + 1)

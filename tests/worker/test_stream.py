@@ -20,7 +20,7 @@ from kvcached.worker.messages import (
     Work,
     encode,
 )
-from kvcached.worker.stream import CommandStream, NotTaken, Task
+from kvcached.worker.stream import PASSES_MAX, CommandStream, NotTaken, Task
 from tests.worker.host_rigs import load_of, store_of
 
 PATIENCE_S = 20
@@ -87,6 +87,13 @@ def test_hurried_store_takes_its_place_by_age() -> None:
     assert order_of(works, 12) == [1, 3, 5, 2, 4]
     assert order_of(works, 10) == [1, 2, 3, 4, 5]
     assert order_of(works, 12, 11) == [1, 3, 4, 5, 2]
+
+
+def test_store_has_its_turn_among_loads_that_keep_coming() -> None:
+    """A store that nobody waits for is passed by so many commands, and not for ever: it holds slots while it waits."""
+    works: list[Work] = [STORE, *[LOAD] * (PASSES_MAX + 2)]
+
+    assert order_of(works).index(1) == PASSES_MAX
 
 
 def test_hurry_of_what_does_not_wait_changes_nothing() -> None:
