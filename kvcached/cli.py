@@ -297,7 +297,7 @@ def _load(path: Path, options: dict[str, str | None]) -> Config:
 
 def _ask(run_dir: Path | None, deadline_ms: int, question: Callable[[Admin], Reply]) -> Reply:
     """The daemon's answer; whatever goes wrong ends the program."""
-    from kvcached_client import Admin, BadRequest, ErrorCode, RequestError, TransportError
+    from kvcached_client import Admin, BadRequest, DeadlineExceeded, ErrorCode, RequestError, TransportError
 
     try:
         with Admin.connect(run_dir, deadline_ms=deadline_ms) as admin:
@@ -305,6 +305,8 @@ def _ask(run_dir: Path | None, deadline_ms: int, question: Callable[[Admin], Rep
     except RequestError as error:
         is_usage = isinstance(error, BadRequest) or error.code is ErrorCode.UNKNOWN_REPLICA
         _fail(ExitCode.USAGE if is_usage else ExitCode.UNHEALTHY, str(error))
+    except DeadlineExceeded as error:
+        _fail(ExitCode.UNREACHABLE, f"{error} (see the daemon's log, or allow more with --deadline-ms)")
     except TransportError as error:
         _fail(ExitCode.UNREACHABLE, f"{error} (start it with: kvcached serve --config FILE)")
 

@@ -34,6 +34,8 @@ REPLICAS_MAX: Final = 64
 REPLICA_NAME_LENGTH_MAX: Final = 32
 #: Stands beside the names of replicas wherever tiers are told apart.
 HOST_TIER_NAME: Final = "host"
+#: Keys of a replica that speak of the host tier.
+HOST_KEYS: Final = ("free_watermark_percent", "load_threshold_blocks", "load_quota_blocks")
 #: Fewer beats than this in a session's lifetime, and one late thread ends a healthy session.
 HEARTBEATS_PER_TTL_MIN: Final = 3
 
@@ -313,7 +315,14 @@ class Config(Table):
                     ("run_dir",),
                     str(self.run_dir),
                 )
-        if self.host is not None:
+        if self.host is None:
+            for index, replica in enumerate(self.replica):
+                for name in HOST_KEYS:
+                    value = getattr(replica, name)
+                    if value != ReplicaConfig.model_fields[name].default:
+                        at = ("replica", index, name)
+                        raise mistake("does nothing without [host]", "add [host], or remove it", at, value)
+        else:
             layouts = {replica.name: replica.layout for replica in self.replica}
             self.host.check(layouts, namespaces=len({replica.namespace(0) for replica in self.replica}))
         return self

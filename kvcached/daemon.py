@@ -72,7 +72,7 @@ async def _serve(config: Config) -> int:
         epoch = _claim_run_dir(config.run_dir, parts)
         _raise_descriptor_limit()
         await _start(config, epoch, parts)
-        log.info("ready: %s in %s", ", ".join(replica.name for replica in config.replica), config.run_dir)
+        log.info("ready: %s in %s", ", ".join(_pools(config)), config.run_dir)
         notify(READY)
         await stop.wait()
         log.info("stopping: up to %d ms; a second signal ends it at once", config.shutdown_deadline_ms)
@@ -134,6 +134,14 @@ async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
     except (RequestError, NotEnoughMemory, OSError) as error:
         raise StartError(str(error)) from error
     _start_clock(service, config.heartbeat_interval_ms / 1000, parts)
+
+
+def _pools(config: Config) -> list[str]:
+    """What the daemon serves, in words."""
+    names = [replica.name for replica in config.replica]
+    if config.host is not None:
+        names.append(f"host pool of {config.host.slabs} x {config.host.slab_bytes} bytes")
+    return names
 
 
 def _check_memory(config: Config) -> None:

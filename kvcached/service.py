@@ -157,7 +157,11 @@ class Service:
     def _group(self, peer: bytes) -> Group:
         group = self._membership.of_connection(peer)
         if group is None:
-            raise request_error(ErrorCode.NO_SESSION, "this connection has no session", "attach and say hello first")
+            raise request_error(
+                ErrorCode.NO_SESSION,
+                "this connection has no session, or none any more: it was silent for too long, or a worker was lost",
+                "close the client and connect again",
+            )
         return group
 
     # --- what the core wants done -----------------------------------------------------------------------------------
@@ -384,11 +388,10 @@ class Service:
 
     async def _health(self, request: wire.Health, respond: Respond) -> None:
         try:
-            parts: list[wire.HealthPart] = []
-            for replica in self._replicas.values():
-                parts += await self._health_checks.check(replica, self._now_ms())
-                self.carry_out()
-                self._settle()
+            checks = (self._health_checks.check(replica, self._now_ms()) for replica in self._replicas.values())
+            parts = [part for checked in await asyncio.gather(*checks) for part in checked]
+            self.carry_out()
+            self._settle()
             violations = check_counts(self._cache)
             parts.append(wire.HealthPart(part="counts", ok=not violations, detail="; ".join(violations[:3])))
             report = wire.HealthReport(id=request.id, ok=all(part.ok for part in parts), parts=tuple(parts))

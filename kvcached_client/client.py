@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from typing import Final, Self
+from typing import Final, Self, get_args
 
 from kvcached_client.attach import SessionGrant, identify
 from kvcached_client.channel import Channel, Failures, SessionChannel
@@ -186,11 +186,16 @@ class Client(_Reports):
             heartbeat: send heartbeats from a thread. Without them the session expires; for tests and short tools.
 
         Raises:
+            ValueError: `failures` is neither of the two, or `deadline_ms` is less than 1.
             DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not answer.
             Refused: unknown replica; another layout; another session, be it an earlier one of this process that was
                 not closed, holds the pool; or what listens in `run_dir` belongs to neither root nor this user.
             RequestError: see `kvcached_client.errors`.
         """
+        if failures not in get_args(Failures) or deadline_ms < 1:
+            raise ValueError(
+                f"failures is 'raise' or 'miss', not {failures!r}; deadline_ms is 1 or more: {deadline_ms}"
+            )
         directory = os.fspath(default_run_dir() if run_dir is None else run_dir)
         attached, identified = identify(directory, client="kvcached_client", deadline_ms=deadline_ms)
         try:

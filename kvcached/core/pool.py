@@ -186,7 +186,7 @@ class DevicePool(SlotPool):
         self.healthy = True
         self.watermark = watermark
         self.load_threshold = load_threshold
-        self.load_quota = slots // 2 if load_quota is None else load_quota
+        self.load_quota = max(slots // 2, load_threshold) if load_quota is None else load_quota
         self.orphaned = 0
         self.stores_paused = False
         self.failed_stores: deque[tuple[Run, int]] = deque(maxlen=FAILED_STORES_MAX)

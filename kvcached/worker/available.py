@@ -40,7 +40,7 @@ def check_available(size_bytes: int, purpose: str, *, root: Path = Path("/")) ->
     if bound is not None and size_bytes > bound.available_bytes:
         raise NotEnoughMemory(
             f"{purpose} needs {size_bytes} bytes, but {max(0, bound.available_bytes)} are available "
-            f"({bound.source}); lower the number of slots or raise the limit"
+            f"({bound.source}); lower the number of slots or host.size_bytes, or raise the limit"
         )
 
 

@@ -1,4 +1,4 @@
-"""The worker process: ``python -m kvcached.worker.main FD``, where FD is an inherited connection to the daemon.
+"""The worker process: ``python -m kvcached.worker.main FD NAME``, with an inherited connection and a name for `ps`.
 
 It holds one shard's pool and maps the host pool, listens on a socket of its own, and carries out the daemon's commands.
 It ends when the daemon says so, closes the connection, or is gone.

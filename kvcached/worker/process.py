@@ -180,7 +180,7 @@ class WorkerProcess:
             config = msgspec.structs.replace(self._config, daemon_pidfd=daemon_pidfd)
             send(control, encode(config), self._host_memory)
             process = subprocess.Popen(
-                [*WORKER_COMMAND, str(inherited.fileno())],
+                [*WORKER_COMMAND, str(inherited.fileno()), f"{self._config.replica}/{self._config.shard}"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

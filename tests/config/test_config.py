@@ -403,8 +403,18 @@ def test_config_counts_a_slab_for_each_namespace(tmp_path: Path) -> None:
 def test_config_watermark_is_a_part_of_the_slots(percent: int, slots: int, tmp_path: Path) -> None:
     """The watermark in slots is rounded down."""
     text = GOOD.replace("slots = 64", f"slots = 64\nfree_watermark_percent = {percent}")
+    text += "\n[host]\nsize_bytes = 67108864\n"
 
     assert load(tmp_path, text).replica[0].watermark_slots == slots
+
+
+@pytest.mark.parametrize("key", ["free_watermark_percent", "load_threshold_blocks", "load_quota_blocks"])
+def test_config_keys_of_the_host_tier_need_one(key: str, tmp_path: Path) -> None:
+    """A key that would do nothing without a host tier is refused there, with what to do."""
+    (problem,) = problems(tmp_path, GOOD.replace("slots = 64", f"slots = 64\n{key} = 3"))
+
+    assert f"{key} = 3: does nothing without [host]" in problem
+    assert "add [host], or remove it" in problem
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -195,14 +195,12 @@ def log_lines() -> Iterator[Told[str]]:
             lines.append(record.getMessage())
 
     logger, collector = logging.getLogger("kvcached.worker.restart"), Collector()
-    before = logger.level, logger.disabled
+    level = logger.level
     logger.setLevel(logging.INFO)
-    logger.disabled = False  # as import-linter leaves every logger that is there when it runs
     logger.addHandler(collector)
     yield lines
     logger.removeHandler(collector)
-    logger.setLevel(before[0])
-    logger.disabled = before[1]
+    logger.setLevel(level)
 
 
 @contextmanager
