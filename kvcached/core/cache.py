@@ -16,7 +16,7 @@ from kvcached.core.host_pool import HostPool, SlabStock
 from kvcached.core.lease import Asked, FenceHold, Lease
 from kvcached.core.policy import LeastRecentlyUsed
 from kvcached.core.pool import DevicePool
-from kvcached.core.ranges import Ranges, append, cut, no_ranges, slot_count
+from kvcached.core.ranges import Ranges, append, chained, cut, no_ranges, slot_count
 from kvcached.core.run import KEY_SIZE
 from kvcached.core.session import Session
 from kvcached.core.states import SessionState, SlotState
@@ -374,10 +374,7 @@ class Cache:
             return
         ranges = self._take(session, missing, f"replacement for lease {lease.id}")
         lease.hit, lease.replacement = lease.depth, ranges
-        for kept in ("granted", "open"):
-            joined = ranges[:]
-            append(joined, getattr(lease, kept))
-            setattr(lease, kept, joined)
+        lease.granted, lease.open = chained(ranges, lease.granted), chained(ranges, lease.open)
 
     def _take(self, session: Session, count: int, cause: str) -> Ranges[int]:
         """Grant slots, evicting what is missing, or change nothing."""

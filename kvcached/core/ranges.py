@@ -109,6 +109,13 @@ def append(ranges: Ranges[int], more: Ranges[int]) -> None:
         ranges.extend(more)
 
 
+def chained(first: Ranges[int], then: Ranges[int]) -> Ranges[int]:
+    """A new list: the one, and the other behind it."""
+    both = first[:]
+    append(both, then)
+    return both
+
+
 def join(parts: list[Ranges[int]]) -> Ranges[int]:
     """The slots of many ranges in as few as hold them, by first slot; their order does not matter to the caller."""
     joined = no_ranges()
