@@ -119,6 +119,7 @@ def test_demo_knows_a_round_that_missed(
 def demo_with_daemon() -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
     """A demo whose daemon is ready: the demo, the daemon's pid, and the folder that holds its temporary directory."""
     pytest.importorskip("torch")
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a nohup around these tests is not meant for the demo
     with (
         tempfile.TemporaryDirectory() as directory,  # a short path, for the sockets
         subprocess.Popen(
@@ -129,6 +130,7 @@ def demo_with_daemon() -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
             text=True,
         ) as process,
     ):
+        signal.signal(signal.SIGHUP, before)
         assert process.stderr is not None
         try:
             said = process.stderr.readline()
