@@ -192,10 +192,10 @@ class Client(_Reports):
                 not closed, holds the pool; or what listens in `run_dir` belongs to neither root nor this user.
             RequestError: see `kvcached_client.errors`.
         """
-        if failures not in get_args(Failures) or deadline_ms < 1:
-            raise ValueError(
-                f"failures is 'raise' or 'miss', not {failures!r}; deadline_ms is 1 or more: {deadline_ms}"
-            )
+        if failures not in get_args(Failures):
+            raise ValueError(f"failures is {failures!r}, not one of {', '.join(get_args(Failures))}")
+        if deadline_ms < 1:
+            raise ValueError(f"deadline_ms is {deadline_ms}, at least 1 is needed")
         directory = os.fspath(default_run_dir() if run_dir is None else run_dir)
         attached, identified = identify(directory, client="kvcached_client", deadline_ms=deadline_ms)
         try:
@@ -247,6 +247,7 @@ class Client(_Reports):
         """How many leading blocks are cached, in the pool or in host memory behind it. Touches nothing.
 
         The last token is left to compute, so a prompt that is cached to its end counts one block less, unless `full`.
+        `acquire` may load fewer of those in host memory: the daemon's configuration has a threshold and a quota.
 
         Raises:
             RequestError, TransportError: see `kvcached_client.errors`.

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,6 +96,13 @@ def test_connect_raises_what_the_daemon_says(daemon: FakeDaemon, connect: Connec
     with pytest.raises(Refused) as caught:
         connect(failures=failures)
     assert (caught.value.code, caught.value.message, caught.value.fix) == (ErrorCode.POOL_BUSY, "no", "stop")
+
+
+@pytest.mark.parametrize(("setting", "value"), [("failures", "foo"), ("deadline_ms", 0)])
+def test_connect_refuses_settings_that_mean_nothing(run_dir: Path, setting: str, value: Any) -> None:
+    """A misspelt way to fail, or no time at all, is refused before anything is asked, and never taken for a default."""
+    with pytest.raises(ValueError, match=f"^{setting} is {value!r}, "):
+        Client.connect(run_dir, **{setting: value})
 
 
 def test_connect_without_daemon_is_unreachable(run_dir: Path) -> None:

@@ -364,6 +364,22 @@ def test_health_says_which_part_failed() -> None:
     assert office.cache.pools["a"].free == SLOTS
 
 
+def test_health_asks_all_replicas_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica whose workers are slow holds up no other one's check, so that hung ones do not add up their waits."""
+    office = Office("a", "b")
+    slow, other = office.workers["a"], office.workers["b"]
+    slow.answers = False
+    probe = other.probe
+
+    def answer_both(first: int, second: int) -> asyncio.Future[None]:
+        slow.pending[0].set_result(None)
+        return probe(first, second)
+
+    monkeypatch.setattr(other, "probe", answer_both)
+
+    assert health(office).ok
+
+
 def test_health_does_not_wait_for_a_hung_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that says nothing fails the check at once enough; its slots stay taken until it has answered."""
     monkeypatch.setattr("kvcached.health.PATIENCE_S", 0.01)
