@@ -149,7 +149,8 @@ class ReplicaConfig(Table):
         default=None,
         ge=1,
         le=SLOTS_MAX,
-        description="Blocks that loads may be writing at once; a longer hit is cut. Default: half the pool. Only with"
+        description="Blocks that loads may be writing at once; a longer hit is cut. Default: half the pool,"
+        " or the threshold where that is more. Only with"
         " `[host]`.",
     )
     group: tuple[GroupConfig, ...] = Field(

@@ -17,6 +17,16 @@ from tests.core.host_tier import Workers, crowd_out, host_counts, host_hit, span
 MakeTiers = Callable[..., Cache]
 
 
+def test_default_quota_lets_a_load_of_the_threshold_through(new_tiers: MakeTiers) -> None:
+    """A threshold above half the pool does not by itself forbid every load."""
+    cache = new_tiers("ab", threshold=10)
+    workers, first, second = Workers(cache), Engine(cache, "a"), Engine(cache, "b")
+    first.store("abcdefghijkl")
+    workers.answer_all()
+
+    assert second.acquire("abcdefghijkl").hit == 10
+
+
 def test_failed_store_is_tried_again_at_the_next_tick(new_tiers: MakeTiers) -> None:
     """A store that fails is not repeated at once, for it may fail for ever, but when time has passed."""
     cache = new_tiers()
