@@ -11,15 +11,15 @@ from contextlib import ExitStack
 from time import perf_counter
 from typing import Final
 
-from kvcached.worker.batch_copy import copy_all
 from kvcached.worker.copier import SlotRun, merge_runs, plan_copies
 from kvcached.worker.copier_host import HostCopier
 from kvcached.worker.geometry import pool_geometry
-from kvcached.worker.host_geometry import HostGeometry
 from kvcached.worker.memory import PRETOUCH_BYTES_MAX, PoolMemory, SharedMemory, sealed_memfd
 from kvcached.worker.messages import BlockSpan, Load, Store
 from kvcached.worker.progress import ProgressPage
 from kvcached.worker.transfers import HostTransfers
+from kvcached_client.batch_copy import copy_all
+from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.layout import KvGroup, Layout, PageOrder
 from kvcached_client.types import pack_ranges
 

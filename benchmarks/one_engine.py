@@ -14,7 +14,7 @@ from kvcached.core.events import ShardSettled
 from kvcached.core.ranges import cut
 from kvcached.core.run import KEY_SIZE
 from kvcached.core.states import SlotState
-from kvcached.slabs import slots_per_slab
+from kvcached_client.slabs import slots_per_slab
 from kvcached_client.types import FenceSequence, ShardIndex
 
 #: Parts that every slot has, and every transfer's end waits for.

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from kvcached.config_error import mistake
 from kvcached.config_layout import SLOTS_MAX, Table
-from kvcached.slabs import PAGE_BYTES, slots_per_slab, smallest_slab
 from kvcached_client.layout import POOL_SIZE_BYTES_MAX, Layout
+from kvcached_client.slabs import PAGE_BYTES, slots_per_slab, smallest_slab
 
 
 class HostConfig(Table):
@@ -73,3 +73,15 @@ class HostConfig(Table):
                 ("host", "size_bytes"),
                 self.size_bytes,
             )
+
+
+class AttachedConfig(Table):
+    """``[attached]``: engines that keep their own device memory may use the host pool. Without the table none may."""
+
+    namespaces_max: int = Field(
+        default=8,
+        ge=1,
+        le=256,
+        description="Models, with their layouts, that engines may bring at a time. One that no engine uses any more"
+        " makes room for the next.",
+    )

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from blake3 import blake3
+from xxhash import xxh3_128_digest
 
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.types import KEY_SIZE_BYTES, PackedKeys
@@ -28,13 +29,6 @@ except ImportError:  # no compiler when it was installed: same keys, slower
     native_hash_blocks: Callable[[bytes, memoryview, int], tuple[bytes, bytes]] | None = None
 else:
     native_hash_blocks = _native_blake3.hash_blocks
-
-try:
-    import xxhash
-except ImportError:  # the extra `fast-hash` was not asked for
-    xxh3_digest: Callable[[bytes], bytes] | None = None
-else:
-    xxh3_digest = xxhash.xxh3_128_digest
 
 KeyAlgorithm = Literal["blake3", "xxh3"]
 #: Integers, an integer array of one dimension, or raw bytes that hold little-endian int32.
@@ -178,16 +172,14 @@ def _blake3_blocks(parent: bytes, data: memoryview, block_bytes: int) -> tuple[b
     return np.frombuffer(states, np.uint8).reshape(-1, len(parent))[:, :KEY_SIZE_BYTES].tobytes(), parent
 
 
-def _xxh3(digest: Callable[[bytes], bytes]) -> _Hash:
-    def hash_message(parent: bytes, message: bytes) -> bytes:
-        return digest(parent[:KEY_SIZE_BYTES] + message)
+def _xxh3_message(parent: bytes, message: bytes) -> bytes:
+    return xxh3_128_digest(parent[:KEY_SIZE_BYTES] + message)
 
-    def hash_blocks(parent: bytes, data: memoryview, block_bytes: int) -> tuple[bytes, bytes]:
-        parent = parent[:KEY_SIZE_BYTES]
-        messages = struct.iter_unpack(f"{block_bytes}s", data)
-        return b"".join([parent := digest(parent + message) for (message,) in messages]), parent
 
-    return _Hash(hash_message, hash_blocks)
+def _xxh3_blocks(parent: bytes, data: memoryview, block_bytes: int) -> tuple[bytes, bytes]:
+    parent = parent[:KEY_SIZE_BYTES]
+    messages = struct.iter_unpack(f"{block_bytes}s", data)
+    return b"".join([parent := xxh3_128_digest(parent + message) for (message,) in messages]), parent
 
 
 def _check_algorithm(algorithm: str) -> None:
@@ -199,9 +191,7 @@ def _hash_of(algorithm: str) -> _Hash:
     _check_algorithm(algorithm)
     if algorithm == "blake3":
         return _Hash(_blake3_message, _blake3_blocks)
-    if xxh3_digest is None:
-        raise _bad("xxh3 keys need the xxhash package", "pip install 'kvcached-client[fast-hash]'")
-    return _xxh3(xxh3_digest)
+    return _Hash(_xxh3_message, _xxh3_blocks)
 
 
 class _Item(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from kvcached.worker.geometry import PoolGeometry
-from kvcached.worker.host_geometry import HostGeometry
+from kvcached_client.host_geometry import HostGeometry
 
 
 class SlotRun(NamedTuple):

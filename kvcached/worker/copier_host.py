@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import xxhash
 
-from kvcached.worker.batch_copy import copy_all
 from kvcached.worker.copier import StripCopies
 from kvcached.worker.geometry import PoolGeometry
+from kvcached_client.batch_copy import copy_all
 
 
 class HostCopier:

@@ -21,8 +21,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from kvcached.worker.geometry import PoolGeometry
-from kvcached.worker.host_geometry import HostGeometry
 from kvcached.worker.progress import PROGRESS_ENTRIES
+from kvcached_client.host_geometry import HostGeometry
 
 #: Configurations are a few KiB (a strip per layer), and copies at most 32 bytes a block. The kernel's default buffer of
 #: 208 KiB takes one message of this size at a time.

@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 
 from kvcached.worker.copier_host import HostCopier
-from kvcached.worker.host_geometry import HostGeometry
 from kvcached.worker.memory import PoolMemory, SharedMemory
 from kvcached.worker.messages import Load, Probe, Store, WorkerConfig
 from kvcached.worker.probe import probe
 from kvcached.worker.progress import ProgressPage
 from kvcached.worker.transfers import HostTransfers
+from kvcached_client.host_geometry import HostGeometry
 
 
 class Shard:

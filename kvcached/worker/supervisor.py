@@ -18,7 +18,6 @@ from typing import Final, NamedTuple
 
 from kvcached.worker.available import NotEnoughMemory, check_available
 from kvcached.worker.geometry import pool_geometry
-from kvcached.worker.host_geometry import HostGeometry
 from kvcached.worker.host_memory import HostMemory
 from kvcached.worker.memory import PRETOUCH_BYTES_MAX
 from kvcached.worker.messages import (
@@ -35,6 +34,7 @@ from kvcached.worker.messages import (
 )
 from kvcached.worker.process import WorkerProcess
 from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.layout import Layout
 from kvcached_client.rundir import socket_path
 from kvcached_client.types import ShardIndex

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvcached.slabs import HEADER_BYTES
-from kvcached.worker import host_header
 from kvcached.worker.copier import Copier, SlotRun, check_runs, first_blocks, merge_runs, plan_copies
 from kvcached.worker.geometry import PoolGeometry
-from kvcached.worker.host_geometry import HostGeometry
-from kvcached.worker.host_header import KEY_BYTES, BlockName, HeaderKind
 from kvcached.worker.messages import CORRUPT_BLOCKS_MAX, BlockSpan, Load, Store, unpack_slot_ranges
 from kvcached.worker.progress import ProgressPage
+from kvcached_client import host_header
+from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.host_header import KEY_BYTES, BlockName, HeaderKind
+from kvcached_client.slabs import HEADER_BYTES
 
 
 class _Block(NamedTuple):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import subprocess
 import sys
-import types
+
+import pytest
 
 import kvcached_client
 
@@ -17,14 +20,39 @@ def test_import_brings_neither_torch_nor_the_daemon() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_import_waits_for_nothing_that_a_worker_has_no_use_for() -> None:
+    """The package and its modules of the host pool bring neither numpy nor ZeroMQ; a name brings what it needs."""
+    modules = "batch_copy, host_geometry, host_header, slabs"
+    code = f"""
+import sys
+from kvcached_client import {modules}
+heavy = [name for name in ("numpy", "zmq") if name in sys.modules]
+from kvcached_client import Client
+print(heavy, Client.__module__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[]", "kvcached_client.client"]
+
+
 def test_public_names_are_sorted_and_complete() -> None:
-    """`__all__` is sorted, and holds every name that the package imports for its users."""
+    """`__all__` is sorted; checkers see every name in it as imported, and users get it from where it is imported."""
+    tree = ast.parse(inspect.getsource(kvcached_client))
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
     imported = {
-        name
-        for name, value in vars(kvcached_client).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+        alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
+
     assert list(kvcached_client.__all__) == sorted(imported)
+    for name, module in imported.items():
+        assert module is not None
+        assert getattr(kvcached_client, name) is getattr(importlib.import_module(module), name)
+    assert set(imported) <= set(dir(kvcached_client))
+
+
+def test_package_has_no_other_names() -> None:
+    """A name that is not there is missing in the usual way."""
+    with pytest.raises(AttributeError, match="'Clinet'"):
+        _ = kvcached_client.Clinet
 
 
 def test_public_names_have_docstrings() -> None:

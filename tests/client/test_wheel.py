@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import importlib.metadata, importlib.util, json, kvcached_client
 chain = kvcached_client.KeyChain(bytes(32), 16, range(40))
-names = ("kvcached", "torch", "pydantic", "xxhash")
+names = ("kvcached", "torch", "pydantic")
 print(json.dumps({
     "distributions": sorted(each.metadata["Name"].lower() for each in importlib.metadata.distributions()),
     "importable": [name for name in names if importlib.util.find_spec(name)],

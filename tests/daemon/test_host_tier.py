@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcached.worker.host_geometry import HostGeometry
 from kvcached_client import Admin, Client, DaemonUnreachable, Lease, MappedPool, map_pool
 from kvcached_client.errors import Stale
+from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.protocol import StatsReport
 from tests.daemon.conftest import CONFIG, RunningDaemon, pool_stats, seconds_until, started
 from tests.daemon.test_deaths import children

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from kvcached.worker.host_geometry import HostGeometry
 from kvcached_client import Admin
+from kvcached_client.host_geometry import HostGeometry
 from tests.daemon.conftest import CONFIG, started
 from tests.daemon.test_host_tier import Engine, content, engine_on, is_sound, wait_until
 

@@ -160,13 +160,6 @@ def test_chain_refuses_ranges_beyond_its_blocks(start: int, stop: int) -> None:
         KeyChain(_NAMESPACE, 2, range(9)).key_range(start, stop)
 
 
-def test_chain_without_the_fast_hash_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choosing xxh3 without its package names the extra to install."""
-    monkeypatch.setattr(keys, "xxh3_digest", None)
-    with pytest.raises(BadRequest, match=r"kvcached-client\[fast-hash\]"):
-        KeyChain(_NAMESPACE, 4, algorithm="xxh3")
-
-
 def test_chain_refuses_an_unknown_algorithm() -> None:
     """A daemon that names an algorithm of the future gets a clear error, not other keys."""
     with pytest.raises(BadRequest, match="sha512"):

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from kvcached.worker.copier_host import HostCopier
 from kvcached.worker.geometry import pool_geometry
-from kvcached.worker.host_geometry import HostGeometry
 from kvcached.worker.memory import PoolMemory, SharedMemory, sealed_memfd
 from kvcached.worker.messages import BlockSpan, Load, Store
 from kvcached.worker.progress import ProgressPage
 from kvcached.worker.transfers import HostTransfers
+from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.layout import Layout, PageOrder
 from kvcached_client.types import pack_ranges
 from tests.worker.groups import SLOTS, pages_of, read_block, tiny_layout

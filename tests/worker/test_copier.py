@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import ctypes
 import itertools
 import random
-from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +9,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcached.worker import batch_copy
 from kvcached.worker.copier import SlotRun, check_runs, first_blocks, merge_runs, plan_copies
 from kvcached.worker.copier_host import HostCopier
 from kvcached.worker.geometry import pool_geometry
+from kvcached_client import batch_copy
 from kvcached_client.layout import PageOrder
 from tests.worker.groups import SLOTS, tiny_layout
 from tests.worker.host_rigs import BLOCK_BYTES, HOST, SHARD, SHARDS, HostRig, host_rig
@@ -123,15 +121,6 @@ def test_copies_are_few(order: PageOrder, pieces: int) -> None:
     assert sum(sum(strip.pieces[2::3]) for strip in strips) == 9 * BLOCK_BYTES
 
 
-@pytest.fixture(params=["native", "ctypes"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to the same bytes; the native one only where it was built."""
-    if request.param == "ctypes":
-        monkeypatch.setattr(batch_copy, "native_copy_all", None)
-    elif batch_copy.native_copy_all is None:
-        pytest.skip("the native helper was not built: pip install -e ., with a C compiler")
-
-
 @pytest.fixture(params=["layer_first", "block_first"])
 def rig(request: pytest.FixtureRequest) -> Iterator[HostRig]:
     with host_rig(request.param) as made:
@@ -167,53 +156,6 @@ def test_copies_are_those_of_a_loop_over_blocks(order: PageOrder, native: bool, 
             rig.copier.to_device(strip)
         assert rig.device_blocks() == device
         assert bytes(rig.host.view) == everything
-
-
-@pytest.mark.usefixtures("way")
-def test_copy_all_copies_each_piece() -> None:
-    """Every piece goes from its offset behind one address to its offset behind the other, and nothing else moves."""
-    content = random.Random(1).randbytes(1000)
-    source, destination = ctypes.create_string_buffer(content, 1000), ctypes.create_string_buffer(1000)
-    pieces = array("q", [0, 990, 10, 500, 0, 100, 20, 300, 0, 999, 7, 1])
-
-    batch_copy.copy_all(pieces, ctypes.addressof(destination), ctypes.addressof(source))
-
-    expected = bytearray(1000)
-    expected[0:10], expected[500:600], expected[999:] = content[990:], content[:100], content[7:8]
-    assert destination.raw == expected
-
-
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("seed", range(20))
-def test_copy_all_is_exact_at_any_size_and_alignment(seed: int) -> None:
-    """Small and large pieces at odd addresses arrive byte for byte, and the bytes around them stay."""
-    generator = random.Random(seed)
-    source = ctypes.create_string_buffer(generator.randbytes(200_000), 200_000)
-    destination = ctypes.create_string_buffer(200_000)
-    pieces, expected, end = array("q"), bytearray(200_000), 0
-    while (end := end + generator.randrange(100)) < 150_000:
-        size = generator.choice([0, 1, 63, 64, 65, 4095, 4096, 4097, generator.randrange(30_000)])
-        start = generator.randrange(200_000 - size)
-        pieces.extend((end, start, size))
-        expected[end : end + size] = source.raw[start : start + size]
-        end += size
-
-    batch_copy.copy_all(pieces, ctypes.addressof(destination), ctypes.addressof(source))
-
-    assert destination.raw == expected
-
-
-@pytest.mark.usefixtures("way")
-def test_copy_all_of_nothing_does_nothing() -> None:
-    """An empty array of pieces is no mistake: a load may have no good block."""
-    batch_copy.copy_all(array("q"), 0, 0)
-
-
-@pytest.mark.usefixtures("way")
-def test_copy_all_refuses_broken_triples() -> None:
-    """Numbers that are no whole triples are refused."""
-    with pytest.raises(ValueError, match=r"triples|shorter"):
-        batch_copy.copy_all(array("q", [0, 0]), 0, 0)
 
 
 def test_duplicate_moves_one_block_and_nothing_else(rig: HostRig) -> None:

@@ -14,11 +14,11 @@ import pytest
 
 from kvcached.core.effects import AbandonLoad, BlockSpan, HurryTransfer, StartTransfer, TransferKind
 from kvcached.core.ranges import one_range
-from kvcached.worker.host_geometry import HostGeometry
 from kvcached.worker.host_memory import HostMemory, create_host_memory
 from kvcached.worker.orders import ReplicaWorkers
 from kvcached.worker.restart import ReplicaGroups
 from kvcached_client.errors import DaemonFailure
+from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.layout import PageOrder
 from kvcached_client.types import ShardIndex, TransferId
 from tests.worker.groups import (

@@ -9,10 +9,10 @@ import xxhash
 from kvcached.worker.copier import StripCopies
 from kvcached.worker.copier_host import HostCopier
 from kvcached.worker.geometry import pool_geometry
-from kvcached.worker.host_header import BlockName, HeaderKind, stored_checksum
 from kvcached.worker.messages import CORRUPT_BLOCKS_MAX, BlockSpan, Load
 from kvcached.worker.progress import DONE, FAILED, RUNNING
 from kvcached.worker.transfers import HostTransfers
+from kvcached_client.host_header import BlockName, HeaderKind, stored_checksum
 from kvcached_client.layout import PageOrder
 from kvcached_client.types import pack_ranges
 from tests.worker.groups import SLOTS

@@ -15,7 +15,6 @@ import pytest
 
 from kvcached.seqpacket import receive, send
 from kvcached.worker.geometry import PoolGeometry, pool_geometry
-from kvcached.worker.host_geometry import HostGeometry
 from kvcached.worker.host_memory import create_host_memory
 from kvcached.worker.messages import (
     Ack,
@@ -30,6 +29,7 @@ from kvcached.worker.messages import (
     encode,
 )
 from kvcached.worker.process import READY_DESCRIPTORS
+from kvcached_client.host_geometry import HostGeometry
 from tests.worker.groups import NAMESPACE, SLOTS, tiny_layout
 
 PATIENCE_S = 20

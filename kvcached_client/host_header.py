@@ -28,9 +28,11 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from kvcached.slabs import HEADER_BYTES
+from kvcached_client.slabs import HEADER_BYTES
 
 KEY_BYTES: Final = 16
+#: Of a namespace, its first ones.
+NAMESPACE_BYTES: Final = 16
 
 _MAGIC: Final = b"KVCH"
 _FORMAT: Final = 1

@@ -1,4 +1,4 @@
-"""Where a host slot's bytes are. Arithmetic only; `kvcached.slabs` has the part that the configuration needs, too.
+"""Where a host slot's bytes are: arithmetic only. `kvcached_client.slabs` has the part that configurations need, too.
 
 The host pool is `slabs` slabs of `slab_bytes`. A slab belongs to one namespace at a time, which cuts it into slots of
 its own size: slot ``s`` is slot ``s % slots_per_slab`` of slab ``s // slots_per_slab``. Every shard has one part of
@@ -18,7 +18,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from kvcached.slabs import HEADER_BYTES, PAGE_BYTES, header_area_bytes, part_bytes, slots_per_slab
+from kvcached_client.slabs import HEADER_BYTES, PAGE_BYTES, header_area_bytes, part_bytes, slots_per_slab
 
 _Size = Annotated[int, msgspec.Meta(gt=0, le=1 << 46)]
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached.worker.host_geometry import HostGeometry
+from kvcached_client.host_geometry import HostGeometry
 from tests.worker.host_rigs import HOST, SHARD, SHARDS, SLOTS_PER_SLAB, block_place, header_place
 
 geometries = st.builds(

@@ -5,8 +5,8 @@ from typing import Any
 
 import xxhash
 
-from kvcached.worker import host_header
-from kvcached.worker.host_header import BlockName, HeaderKind
+from kvcached_client import host_header
+from kvcached_client.host_header import BlockName, HeaderKind
 
 KIND = HeaderKind(namespace=b"N" * 16, fingerprint=b"F" * 16, generation=7)
 NAME = BlockName(key=b"K" * 16, parent=b"P" * 16, depth=9)
