@@ -45,7 +45,8 @@ class Admission:
         Raises:
             RequestError: another version, no living process, no such replica or layout, or the pool is taken or down.
         """
-        _check_version(request)
+        check_version(request.version_min, request.version_max)
+        check_connection(connection)
         peer = self._membership.claim(request.member)
         replica = self._replica(request)
         replaced = self._replaced_session(replica.name, connection, peer)
@@ -100,10 +101,6 @@ class Admission:
         Raises:
             Refused: somebody may write into the pool: an active session, or another living process of an expired one.
         """
-        if len(connection) != _ROUTING_ID_LENGTH or connection[0]:
-            raise request_error(
-                ErrorCode.BAD_VALUE, "the connection chose its own routing id", "leave ZMQ_ROUTING_ID unset"
-            )
         owned = self._membership.of_connection(connection)
         for session in self._cache.sessions.values():
             group = self._membership.of_session(session.id)
@@ -147,12 +144,21 @@ class Admission:
         return session
 
 
-def _check_version(request: wire.Hello) -> None:
-    if not request.version_min <= wire.PROTOCOL_VERSION <= request.version_max:
+def check_version(version_min: int, version_max: int) -> None:
+    """Refuse a client that does not speak this daemon's version."""
+    if not version_min <= wire.PROTOCOL_VERSION <= version_max:
         raise request_error(
             ErrorCode.UNSUPPORTED_VERSION,
-            f"the client speaks {request.version_min} to {request.version_max}, the daemon {wire.PROTOCOL_VERSION}",
+            f"the client speaks {version_min} to {version_max}, the daemon {wire.PROTOCOL_VERSION}",
             "client and daemon must be at most one version apart: upgrade the older",
+        )
+
+
+def check_connection(connection: bytes) -> None:
+    """Refuse a connection that chose its own routing id: another one could take its place."""
+    if len(connection) != _ROUTING_ID_LENGTH or connection[0]:
+        raise request_error(
+            ErrorCode.BAD_VALUE, "the connection chose its own routing id", "leave ZMQ_ROUTING_ID unset"
         )
 
 

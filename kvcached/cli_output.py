@@ -37,8 +37,15 @@ def print_stats(report: StatsReport) -> None:
         )
     for host in report.hosts:
         _print_facts(
-            f"host pool of {', '.join(host.replicas)}",
-            {"namespace": host.namespace, "slabs": host.slabs, "slots": host.slots, **host.states},
+            f"host pool of {', '.join(host.replicas) or host.label or 'a cleared namespace'}",
+            {
+                "namespace": host.namespace,
+                **({} if host.replicas else {"generation": host.generation}),
+                **({} if host.replicas else {"engines": host.sessions, "leases": host.leases}),
+                "slabs": host.slabs,
+                "slots": host.slots,
+                **host.states,
+            },
         )
     if report.hosts:
         _print_facts("transfers", {name.replace("_", " "): count for name, count in report.transfers.items()})

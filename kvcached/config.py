@@ -21,7 +21,7 @@ from pydantic.functional_validators import AfterValidator, BeforeValidator
 
 from kvcached.config_environment import overlay_environment
 from kvcached.config_error import ConfigError, Problem, mistake, problems_of
-from kvcached.config_host import HostConfig
+from kvcached.config_host import AttachedConfig, HostConfig
 from kvcached.config_layout import SLOTS_MAX, GroupConfig, Table, layout_of_model
 from kvcached_client.keys import KeyAlgorithm, namespace_root
 from kvcached_client.layout import POOL_SIZE_BYTES_MAX, DType, KvGroup, Layout, PageOrder
@@ -61,9 +61,9 @@ def _absolute(path: Path) -> Path:
     return path
 
 
-def _some_replicas(replicas: tuple[ReplicaConfig, ...]) -> tuple[ReplicaConfig, ...]:
-    if not 1 <= len(replicas) <= REPLICAS_MAX:
-        raise mistake(f"there are {len(replicas)} replicas", f"name 1 to {REPLICAS_MAX}, each as [[replica]]")
+def _not_too_many(replicas: tuple[ReplicaConfig, ...]) -> tuple[ReplicaConfig, ...]:
+    if len(replicas) > REPLICAS_MAX:
+        raise mistake(f"there are {len(replicas)} replicas", f"name {REPLICAS_MAX} at most, each as [[replica]]")
     return replicas
 
 
@@ -288,9 +288,26 @@ class Config(Table):
         description="Answers kept for retries of the same request id. A client has a handful of requests in flight.",
     )
     host: HostConfig | None = Field(default=None, description="The host tier; without this table there is none.")
-    replica: Annotated[tuple[ReplicaConfig, ...], AfterValidator(_some_replicas)] = Field(
-        strict=False, description="The pools to serve, one or more."
+    attached: AttachedConfig | None = Field(
+        default=None,
+        description="Engines that keep their own device memory, as vLLM does, share the host pool; without this table"
+        " there are none.",
     )
+    replica: Annotated[tuple[ReplicaConfig, ...], AfterValidator(_not_too_many)] = Field(
+        default=(),
+        strict=False,
+        description="The device pools to serve. One or more, or `[attached]`, or both.",
+    )
+
+    @model_validator(mode="after")
+    def _check_there_is_something(self) -> Self:
+        if not self.replica and self.attached is None:
+            raise mistake(
+                "is missing, and so is [attached]", "name the pools to serve, each as [[replica]]", ("replica",)
+            )
+        if self.attached is not None and self.host is None:
+            raise mistake("does nothing without [host]", "add [host], or remove it", ("attached",))
+        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -325,7 +342,8 @@ class Config(Table):
                         raise mistake("does nothing without [host]", "add [host], or remove it", at, value)
         else:
             layouts = {replica.name: replica.layout for replica in self.replica}
-            self.host.check(layouts, namespaces=len({replica.namespace(0) for replica in self.replica}))
+            namespaces = {replica.namespace(0) for replica in self.replica}
+            self.host.check(layouts, namespaces=len(namespaces) + (self.attached is not None))
         return self
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import uvloop
 
 from kvcached.attach.server import AttachServer
+from kvcached.attached_admission import HostShare
 from kvcached.config import Config, ReplicaConfig
 from kvcached.core.answers import PoolSpec
 from kvcached.core.cache import Cache
@@ -128,7 +129,8 @@ async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
         for error in started:
             if isinstance(error, BaseException):
                 raise error
-        service = _service(config, epoch, [_replica(config, each, groups[each.name], epoch) for each in config.replica])
+        replicas = [_replica(config, each, groups[each.name], epoch) for each in config.replica]
+        service = _service(config, epoch, replicas, host)
         news.tell_to(service)
         _open_sockets(config, service, parts)
     except (RequestError, NotEnoughMemory, OSError) as error:
@@ -141,6 +143,8 @@ def _pools(config: Config) -> list[str]:
     names = [replica.name for replica in config.replica]
     if config.host is not None:
         names.append(f"host pool of {config.host.slabs} x {config.host.slab_bytes} bytes")
+    if config.attached is not None:
+        names.append("engines in attached mode")
     return names
 
 
@@ -199,12 +203,13 @@ def _replica(config: Config, replica: ReplicaConfig, groups: ReplicaGroups, epoc
     )
 
 
-def _service(config: Config, epoch: int, replicas: list[Replica]) -> Service:
+def _service(config: Config, epoch: int, replicas: list[Replica], host: HostMemory | None) -> Service:
     cache = Cache(
         [_pool_spec(config, replica) for replica in config.replica],
         epoch=epoch,
         session_ttl_ms=config.session_ttl_ms,
         host_slabs=0 if config.host is None else config.host.slabs,
+        spaces_max=0 if config.attached is None else config.attached.namespaces_max,
     )
     return Service(
         cache,
@@ -213,7 +218,14 @@ def _service(config: Config, epoch: int, replicas: list[Replica]) -> Service:
         endpoint=rpc_endpoint(config.run_dir),
         heartbeat_interval_ms=config.heartbeat_interval_ms,
         answers_kept_per_session=config.replies_kept_per_session,
+        share=_share(config, host),
     )
+
+
+def _share(config: Config, host: HostMemory | None) -> HostShare | None:
+    if config.attached is None or config.host is None or host is None:
+        return None
+    return HostShare(host.descriptor, host.slabs, host.slab_bytes, verify_loads=config.host.verify_loads)
 
 
 def _pool_spec(config: Config, replica: ReplicaConfig) -> PoolSpec:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import TOKEN_SIZE_BYTES
-from kvcached_client.types import SessionId
+from kvcached_client.types import SessionId, ShardIndex
 
 
 class Peer(Protocol):
@@ -39,6 +39,8 @@ class Group:
         connection: routing id of the connection that owns the session.
         scheduler: the process of that connection.
         members: every process that can touch the pool, dead ones included until the end.
+        instance: in attached mode, what the engine calls itself in every hello.
+        shard_of: in attached mode, which shard a member is.
     """
 
     session: SessionId
@@ -46,6 +48,8 @@ class Group:
     connection: bytes
     scheduler: Peer
     members: list[Peer] = field(default_factory=list)
+    instance: bytes = b""
+    shard_of: dict[Peer, ShardIndex] = field(default_factory=dict)
 
     def living(self, *, beside: Peer | None = None) -> list[Peer]:
         """Members that are not dead, and not surely the same process as `beside`."""
@@ -132,6 +136,15 @@ class Membership:
         left = [member for member in group.members if member is scheduler or member.is_same_process(scheduler)]
         group.members = [member for member in group.members if member not in left]
         return [member for member in left if not self.of_peer(member)]
+
+    def of_instance(self, instance: bytes) -> list[Group]:
+        """The groups of one engine in attached mode, earlier ones first."""
+        return [group for group in self._groups.values() if group.instance == instance]
+
+    def leave(self, group: Group, peers: list[Peer]) -> list[Peer]:
+        """These members will not touch a slot of the group any more. Returns those that are in no other group."""
+        group.members = [member for member in group.members if member not in peers]
+        return [peer for peer in peers if not self.of_peer(peer)]
 
     def close(self, session: SessionId) -> list[Peer]:
         """Forget a group; returns its processes that are in no other."""

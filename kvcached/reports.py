@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kvcached import VERSION
+from kvcached.core.attached_state import Space
 from kvcached.core.cache import LEASES_PER_SESSION_MAX, Cache
 from kvcached.core.effects import TransferKind
 from kvcached.core.host_pool import HostPool
@@ -20,9 +21,16 @@ from kvcached_client import protocol as wire
 
 #: Bytes of a namespace's root that tell it from others, as hex digits in reports.
 NAMESPACE_SHOWN_BYTES: Final = 8
+_NAMESPACE_BYTES: Final = 32
 #: What a slot can be in a device pool, and in the host pool.
 _DEVICE_STATES: Final = tuple(state for state in SlotState if state is not SlotState.ABSENT)
-_HOST_STATES: Final = (SlotState.FREE, SlotState.CACHED, SlotState.FILLING, SlotState.ABSENT)
+_HOST_STATES: Final = (
+    SlotState.FREE,
+    SlotState.CACHED,
+    SlotState.FILLING,
+    SlotState.QUARANTINED,
+    SlotState.ABSENT,
+)
 
 Replicas = Mapping[str, Replica]
 
@@ -33,11 +41,11 @@ def stats_report(request_id: int, cache: Cache, replicas: Replicas, uptime_ms: i
         id=request_id,
         daemon_epoch=cache.epoch,
         uptime_ms=uptime_ms,
-        sessions=len(cache.sessions),
+        sessions=len(cache.sessions) + len(cache.attached.sessions),
         runs=sum(tree.run_count for tree in cache.trees),
         cached_blocks=sum(pool.counts[SlotState.CACHED] for pool in cache.pools.values()),
         pools=tuple(_pool_stats(cache, pool) for _, pool in sorted(cache.pools.items())),
-        hosts=tuple(_host_stats(tree, tree.host, replicas) for tree in cache.trees if tree.host is not None),
+        hosts=tuple(_host_stats(cache, tree, tree.host, replicas) for tree in cache.trees if tree.host is not None),
         transfers=_transfer_counts(cache),
         counters=dict(sorted(cache.counters.items())),
     )
@@ -57,14 +65,25 @@ def _pool_stats(cache: Cache, pool: DevicePool) -> wire.PoolStats:
     )
 
 
-def _host_stats(tree: PrefixTree, host: HostPool, replicas: Replicas) -> wire.HostStats:
+def _host_stats(cache: Cache, tree: PrefixTree, host: HostPool, replicas: Replicas) -> wire.HostStats:
+    space = _space_of(cache, tree)
+    sessions = [session for session in cache.attached.sessions.values() if session.space is space]
     return wire.HostStats(
-        namespace=_namespace(tree, replicas)[:NAMESPACE_SHOWN_BYTES].hex(),
+        namespace=_namespace(cache, tree, replicas)[:NAMESPACE_SHOWN_BYTES].hex(),
         replicas=tuple(pool.name for pool in tree.pools),
+        label="" if space is None else space.spec.label,
+        generation=0 if space is None else space.generation,
+        sessions=len(sessions),
+        leases=sum(len(session.leases) for session in sessions),
         slots=host.slots,
         slabs=len(host.slabs),
         states=_states(host, _HOST_STATES),
     )
+
+
+def _space_of(cache: Cache, tree: PrefixTree) -> Space | None:
+    """The namespace of engines in attached mode whose tree it is; None for trees of replicas, and retired ones."""
+    return next((space for space in cache.attached.spaces.by_root.values() if space.tree is tree), None)
 
 
 def _states(pool: SlotPool, states: Iterable[SlotState]) -> dict[str, int]:
@@ -74,6 +93,7 @@ def _states(pool: SlotPool, states: Iterable[SlotState]) -> dict[str, int]:
 def _transfer_counts(cache: Cache) -> dict[str, int]:
     """Copies that are not over, as ``<state>_<kind>s``."""
     counts = Counter((transfer.state, transfer.kind) for transfer in cache.transfers.values())
+    counts.update((exchange.state, exchange.kind) for exchange in cache.attached.exchanges)
     return {
         f"{state}_{kind}s": counts[state, kind]
         for state in (TransferState.QUEUED, TransferState.RUNNING)
@@ -81,8 +101,12 @@ def _transfer_counts(cache: Cache) -> dict[str, int]:
     }
 
 
-def _namespace(tree: PrefixTree, replicas: Replicas) -> bytes:
-    return replicas[tree.pools[0].name].namespace
+def _namespace(cache: Cache, tree: PrefixTree, replicas: Replicas) -> bytes:
+    """The root of a tree's keys; 32 zeros for one of an earlier generation."""
+    if tree.pools:
+        return replicas[tree.pools[0].name].namespace
+    space = _space_of(cache, tree)
+    return bytes(_NAMESPACE_BYTES) if space is None else space.spec.root
 
 
 def tree_report(request: wire.Tree, cache: Cache, replicas: Replicas) -> tuple[wire.TreeReport, bytes]:
@@ -99,13 +123,13 @@ def tree_report(request: wire.Tree, cache: Cache, replicas: Replicas) -> tuple[w
         blocks=block_count(trees),
         shown=len(views),
     )
-    return report, wire.pack_tree_nodes([_tree_node(view, replicas) for view in views])
+    return report, wire.pack_tree_nodes([_tree_node(cache, view, replicas) for view in views])
 
 
-def _tree_node(view: RunView, replicas: Replicas) -> wire.TreeNode:
+def _tree_node(cache: Cache, view: RunView, replicas: Replicas) -> wire.TreeNode:
     return wire.TreeNode(
         level=view.level,
-        key=view.key if view.level else _namespace(view.tree, replicas),
+        key=view.key if view.level else _namespace(cache, view.tree, replicas),
         start=view.start,
         blocks=view.blocks,
         tiers=view.tiers,
@@ -124,7 +148,7 @@ def inspect_report(request: wire.Inspect, cache: Cache, replicas: Replicas) -> w
     return wire.InspectReport(
         id=request.id,
         found=True,
-        namespace=_namespace(found.tree, replicas)[:NAMESPACE_SHOWN_BYTES].hex(),
+        namespace=_namespace(cache, found.tree, replicas)[:NAMESPACE_SHOWN_BYTES].hex(),
         depth=found.depth,
         run_start=found.run_start,
         run_blocks=found.run_blocks,

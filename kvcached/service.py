@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from kvcached.admission import Admission, unknown_replica
 from kvcached.answers import Answer, KeptAnswers, Respond, internal_error
+from kvcached.attached_admission import AttachedAdmission, HostShare
+from kvcached.attached_verbs import AttachedVerbs
 from kvcached.core.cache import Cache
 from kvcached.core.effects import (
     AbandonLoad,
@@ -33,9 +35,9 @@ from kvcached.deferred import DeferredAnswers
 from kvcached.health import HealthChecks
 from kvcached.membership import Group, Membership, Peer
 from kvcached.replica import Replica
-from kvcached.reports import description, inspect_report, stats_report, tree_report
+from kvcached.reports import NAMESPACE_SHOWN_BYTES, description, inspect_report, stats_report, tree_report
 from kvcached_client import protocol as wire
-from kvcached_client.attach_protocol import Identified, Joined
+from kvcached_client.attach_protocol import Identified, Joined, JoinedHost
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.types import FenceSequence, LeaseId, SessionId, ShardIndex, TransferId
 
@@ -46,7 +48,16 @@ HEALTH_CHECKS_PENDING_MAX = 16
 
 #: Requests whose answers are kept, so that a retry has one effect. `Acquire` is idempotent by its own request id, and
 #: its answers are large; so is `Load` by its lease.
-_KEPT = (wire.Hello, wire.Allocate, wire.Commit, wire.Release)
+_KEPT = (
+    wire.Hello,
+    wire.HelloAttached,
+    wire.Allocate,
+    wire.Commit,
+    wire.Release,
+    wire.PrepareLoad,
+    wire.PrepareStore,
+    wire.Clear,
+)
 
 
 class PeerWatch(Protocol):
@@ -68,6 +79,7 @@ class Service:
         endpoint: str,
         heartbeat_interval_ms: int,
         answers_kept_per_session: int,
+        share: HostShare | None = None,
     ) -> None:
         self._cache = cache
         self._replicas = {replica.name: replica for replica in replicas}
@@ -76,6 +88,8 @@ class Service:
         self._endpoint = endpoint
         self._membership = Membership()
         self._admission = Admission(cache, self._replicas, self._membership, heartbeat_interval_ms)
+        self._attached_admission = AttachedAdmission(cache, self._membership, share, heartbeat_interval_ms)
+        self._attached = AttachedVerbs(cache, self._membership, self._attached_admission, now_ms)
         self._answers = KeptAnswers(answers_kept_per_session)
         self._deferred = DeferredAnswers(self.refused)
         self._health_checks = HealthChecks(cache)
@@ -95,6 +109,8 @@ class Service:
             wire.Describe: self._describe,
             wire.Tree: self._tree,
             wire.Inspect: self._inspect,
+            wire.HelloAttached: self._hello_attached,
+            **self._attached.by_type,
         }
         self._late_verbs: dict[type[wire.Header], Callable[[bytes, Any, Respond], Answer | None]] = {
             wire.Load: self._load,
@@ -196,6 +212,7 @@ class Service:
                     log.info("session %d ended: %d slots are free again", effect.session, effect.freed_slots)
                 self._deferred.session_changed(effect.session)
                 self._answers.close(effect.session)
+                self._attached_admission.forget(effect.session)
                 self._forget(self._membership.close(effect.session))
 
     def _settle(self) -> None:
@@ -236,13 +253,18 @@ class Service:
 
     def join(
         self, peer: Peer, session_id: SessionId, token: bytes, shard: ShardIndex
-    ) -> tuple[Joined, tuple[int, ...]]:
+    ) -> tuple[Joined | JoinedHost, tuple[int, ...]]:
         """A shard process asks for its memory: the answer and the descriptors to pass on.
 
         Raises:
             RequestError: no such session or not its token, expired, no such shard, or it has no worker now.
         """
-        return self._admission.join(peer, session_id, token, shard)
+        if not self._attached.owns(session_id):
+            return self._admission.join(peer, session_id, token, shard)
+        joined = self._attached_admission.join(peer, session_id, token, shard)
+        self.carry_out()
+        self._forget_departed()
+        return joined
 
     def peer_lost(self, peer: Peer) -> None:
         """A process is dead: its groups are over, and their slots free once nobody of them lives."""
@@ -271,13 +293,35 @@ class Service:
         log.info("session %d: process %d on replica %s", welcome.session, peer.pid, request.replica)
         return Answer(welcome)
 
+    def _hello_attached(self, connection: bytes, request: wire.HelloAttached, _: list[bytes]) -> Answer:
+        welcome, peer = self._attached_admission.hello(connection, request, self._now_ms())
+        self._answers.open(SessionId(welcome.session))
+        self._forget_departed()
+        log.info(
+            "session %d: process %d, %s, in namespace %s (%s)",
+            welcome.session,
+            peer.pid,
+            request.engine,
+            welcome.namespace[:NAMESPACE_SHOWN_BYTES].hex(),
+            request.label,
+        )
+        return Answer(welcome)
+
+    def _forget_departed(self) -> None:
+        self._forget(self._attached_admission.departed)
+        self._attached_admission.departed.clear()
+
     def _match(self, peer: bytes, request: wire.Match, frames: list[bytes]) -> Answer:
         group = self._group(peer)
+        if self._attached.owns(group.session):
+            return self._attached.match(group, request, frames[0])
         device, host = self._cache.match(group.session, request.epoch, frames[0], request.tokens, full=request.full)
         return Answer(wire.Matched(id=request.id, device=device, host=host))
 
     def _acquire(self, peer: bytes, request: wire.Acquire, frames: list[bytes]) -> Answer:
         group = self._group(peer)
+        if self._attached.owns(group.session):
+            return self._attached.acquire(group, request, frames[0])
         grant = self._cache.acquire(
             group.session,
             request.epoch,
@@ -310,8 +354,10 @@ class Service:
         return Answer(wire.Committed(id=request.id, depth=done.depth, adopted=done.adopted, duplicates=done.duplicates))
 
     def _release(self, peer: bytes, request: wire.Release, frames: list[bytes]) -> Answer:
-        session = self._group(peer).session
-        lease, fence = LeaseId(request.lease), FenceSequence(request.fence)
+        group = self._group(peer)
+        if self._attached.owns(group.session):
+            return self._attached.release(group, request, frames)
+        session, lease, fence = group.session, LeaseId(request.lease), FenceSequence(request.fence)
         if frames:
             keys, slots = frames[0], _slot_ranges(frames[1])
             done = self._cache.finish(session, request.epoch, lease, request.start, keys, slots, fence)
@@ -342,12 +388,18 @@ class Service:
 
     def _heartbeat(self, _: bytes, request: wire.Heartbeat, __: list[bytes]) -> Answer:
         group = self._membership.authenticate(SessionId(request.session), request.token)
+        if self._attached.owns(group.session):
+            return self._attached.heartbeat(group, request)
         session = self._cache.heartbeat(group.session, FenceSequence(request.fence), self._now_ms())
         generation = self._replicas[session.pool.name].generation
         return Answer(wire.Alive(id=request.id, epoch=session.pool.epoch, generation=generation))
 
     def _bye(self, peer: bytes, request: wire.Bye, _: list[bytes]) -> Answer:
         group = self._group(peer)
+        if self._attached.owns(group.session):
+            self._attached_admission.part(group)
+            self._forget_departed()
+            return Answer(wire.Goodbye(id=request.id))
         if group.living(beside=group.scheduler):
             # Its shard processes may write yet: their slots wait for their deaths.
             self._cache.handle(MemberLost(group.session))

@@ -26,6 +26,7 @@ from kvcached_client.attach_protocol import (
     Identify,
     Join,
     Joined,
+    JoinedHost,
     decode_attach_request,
     encode_attach,
 )
@@ -55,7 +56,7 @@ class AttachHandler(Protocol):
 
     def join(
         self, peer: PeerProcess, session_id: SessionId, token: bytes, shard: ShardIndex
-    ) -> tuple[Joined, tuple[int, ...]]:
+    ) -> tuple[Joined | JoinedHost, tuple[int, ...]]:
         """What a shard's process gets, and the descriptors that it maps, which stay the handler's; or RequestError."""
 
     def peer_closed(self, peer: PeerProcess) -> bool:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections import Counter
 
 from kvcached.core.answers import Commitment, Grant, Loaded, PoolSpec
+from kvcached.core.attached import Attached
+from kvcached.core.attached_state import AttachedSession, SpaceSpec
 from kvcached.core.checks import Checks
 from kvcached.core.effects import Effect, SessionEnded, SessionExpired
 from kvcached.core.events import Event, MemberLost, MembersDied, PoolRestored, ShardSettled, Ticked, WorkerDied
+from kvcached.core.forgotten import ForgottenKeys
 from kvcached.core.host_pool import HostPool, SlabStock
 from kvcached.core.lease import Asked, FenceHold, Lease
-from kvcached.core.policy import LeastRecentlyUsed
+from kvcached.core.policy import EvictionPolicy, LeastRecentlyUsed
 from kvcached.core.pool import DevicePool
 from kvcached.core.ranges import Ranges, append, chained, cut, no_ranges, slot_count
 from kvcached.core.run import KEY_SIZE
@@ -24,7 +27,7 @@ from kvcached.core.tiers import Tiers
 from kvcached.core.transfer import Transfer
 from kvcached.core.tree import SLACK_DIVISOR, PrefixTree
 from kvcached_client.errors import ErrorCode, RequestError, request_error
-from kvcached_client.types import FenceSequence, LeaseId, SessionId, TransferId
+from kvcached_client.types import FenceSequence, LeaseId, MissReason, SessionId, TransferId
 
 #: A scheduler runs hundreds of requests at once and queues thousands; beyond that something does not release.
 LEASES_PER_SESSION_MAX = 16_384
@@ -41,18 +44,23 @@ class Cache:
     Attributes:
         epoch: of this daemon's start; pools begin theirs there.
         pools: by replica name.
-        sessions: active and expired ones.
+        sessions: active and expired ones on device pools.
+        attached: sessions of engines in attached mode, and their namespaces.
         effects: what the world is asked to do; the service takes them after each call.
         counters: totals since the start, by name.
+        forgotten: what left the trees lately.
     """
 
-    def __init__(self, pools: list[PoolSpec], *, epoch: int, session_ttl_ms: int, host_slabs: int = 0) -> None:
+    def __init__(
+        self, pools: list[PoolSpec], *, epoch: int, session_ttl_ms: int, host_slabs: int = 0, spaces_max: int = 0
+    ) -> None:
         self.epoch = epoch
         self.session_ttl_ms = session_ttl_ms
         self.pools: dict[str, DevicePool] = {}
         self.sessions: dict[SessionId, Session] = {}
         self.effects: list[Effect] = []
         self.counters: Counter[str] = Counter()
+        self.forgotten = ForgottenKeys()
         self._tiers = Tiers(self.sessions, self.effects, self.counters)
         self._trees: dict[str, PrefixTree] = {}
         self._block_sizes = {spec.name: spec.block_size for spec in pools}
@@ -64,6 +72,9 @@ class Cache:
         for spec in pools:
             by_namespace.setdefault(spec.namespace, []).append(spec)
         stock = SlabStock(host_slabs)
+        self.attached = Attached(
+            stock, spaces_max, session_ttl_ms, self._tiers.book.next_id, self.effects, self.counters, self.forgotten
+        )
         for specs in by_namespace.values():
             self._plant(specs, stock)
 
@@ -83,7 +94,10 @@ class Cache:
             for index, spec in enumerate(specs)
         ]
         host = HostPool(stock, specs[0].host_slots_per_slab) if stock.count else None
-        tree = PrefixTree(members, [LeastRecentlyUsed() for _ in range(len(members) + 1)], host, self.counters)
+        policies: list[EvictionPolicy] = [LeastRecentlyUsed() for _ in range(len(members) + 1)]
+        tree = PrefixTree(
+            members, policies, host, self.counters, namespace=specs[0].namespace, forgotten=self.forgotten
+        )
         for pool in members:
             self.pools[pool.name] = pool
             self._trees[pool.name] = tree
@@ -95,8 +109,8 @@ class Cache:
 
     @property
     def trees(self) -> list[PrefixTree]:
-        """Every tree once."""
-        return list(dict.fromkeys(self._trees.values()))
+        """Every tree once, those of attached engines last."""
+        return [*dict.fromkeys(self._trees.values()), *self.attached.spaces.trees]
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -121,6 +135,16 @@ class Cache:
         session.counters["sessions_opened"] += 1
         return session
 
+    def open_attached(self, spec: SpaceSpec, now_ms: int) -> AttachedSession:
+        """A session of an engine in attached mode.
+
+        Raises:
+            RequestError: see `Spaces.declare`.
+        """
+        session = self.attached.open(SessionId(self._next_session), spec, now_ms)
+        self._next_session += 1
+        return session
+
     def heartbeat(self, session_id: SessionId, fence: FenceSequence, now_ms: int) -> Session:
         """The session lives, and its work up to `fence` is over."""
         session = self._checks.session(session_id)
@@ -130,8 +154,10 @@ class Cache:
 
     def close_session(self, session_id: SessionId) -> None:
         """Its processes say that none of them will touch the pool again: all its work is over."""
-        session = self.sessions.get(session_id)
-        if session is not None:
+        attached, session = self.attached.sessions.get(session_id), self.sessions.get(session_id)
+        if attached is not None:
+            self.attached.end(attached)
+        elif session is not None:
             session.signal(max((hold.fence for hold in session.holds), default=session.fence))
             self._end(session)
 
@@ -141,12 +167,12 @@ class Cache:
             case Ticked():
                 self._on_ticked(event.now_ms)
             case MemberLost():
-                session = self.sessions.get(event.session)
-                if session is not None and session.state is SessionState.ACTIVE:
-                    self._expire(session)
+                self._on_member_lost(event.session)
             case MembersDied():
-                session = self.sessions.get(event.session)
-                if session is not None:
+                attached, session = self.attached.sessions.get(event.session), self.sessions.get(event.session)
+                if attached is not None:
+                    self.attached.end(attached)
+                elif session is not None:
                     self._end(session)
             case ShardSettled():
                 self._tiers.on_shard_settled(event)
@@ -413,6 +439,13 @@ class Cache:
         session.counters["sessions_ended"] += 1
         self.effects.append(SessionEnded(session.id, freed))
 
+    def _on_member_lost(self, session_id: SessionId) -> None:
+        attached, session = self.attached.sessions.get(session_id), self.sessions.get(session_id)
+        if attached is not None and attached.state is SessionState.ACTIVE:
+            self.attached.lose_member(attached)
+        elif session is not None and session.state is SessionState.ACTIVE:
+            self._expire(session)
+
     def _on_ticked(self, now_ms: int) -> None:
         """Expire sessions that went silent. A tick that comes late itself (a suspended machine) expires nobody."""
         for pool in self.pools.values():
@@ -420,8 +453,9 @@ class Cache:
             for run, depth in pool.failed_stores:
                 self.counters["stores_forgotten"] += pool.note_unstored(run, depth)
             pool.failed_stores.clear()
-        late = self._now_ms and now_ms - self._now_ms > self.session_ttl_ms // LATE_TICK_DIVISOR
+        late = bool(self._now_ms) and now_ms - self._now_ms > self.session_ttl_ms // LATE_TICK_DIVISOR
         self._now_ms = now_ms
+        self.attached.on_ticked(now_ms, late=late)
         for session in list(self.sessions.values()):
             if late:
                 session.last_heard_ms = now_ms
@@ -440,7 +474,7 @@ class Cache:
         for session in [session for session in self.sessions.values() if session.pool is pool]:
             self._end(session)
         self._tiers.pool_lost(tree, pool)
-        tree.drop(tree.root, 0, pool.index)
+        tree.drop(tree.root, 0, pool.index, MissReason.WORKER_LOST)
         tree.policies[pool.index].clear()
         pool.reset(pool.epoch + 1)
         pool.healthy = False

@@ -31,15 +31,8 @@ class Checks:
     def session(self, session_id: SessionId) -> Session:
         """An active session."""
         session = self._sessions.get(session_id)
-        if session is None:
-            raise request_error(ErrorCode.NO_SESSION, f"session {session_id} is not open", "attach and say hello again")
-        if session.state is not SessionState.ACTIVE:
-            raise request_error(
-                ErrorCode.SESSION_EXPIRED,
-                f"session {session_id} sent no heartbeat for {self._session_ttl_ms} ms, or lost one of its processes",
-                "stop using its slots, end its processes, then attach and say hello again",
-            )
-        return session
+        check_alive(session_id, None if session is None else session.state, self._session_ttl_ms)
+        return self._sessions[session_id]
 
     def session_at(self, session_id: SessionId, epoch: int) -> Session:
         """An active session whose peer speaks of the pool's memory as it is now."""
@@ -69,14 +62,7 @@ class Checks:
 
     def hit_limit(self, session: Session, keys: bytes, tokens: int, *, full: bool) -> int:
         """How many blocks of a prompt may be a hit: one token is left to compute, unless `full`."""
-        blocks, block_size = len(keys) // KEY_SIZE, self._block_sizes[session.pool.name]
-        if blocks * block_size > tokens:
-            raise request_error(
-                ErrorCode.BAD_VALUE,
-                f"{blocks} keys of {block_size} tokens for a prompt of {tokens} tokens",
-                "send the keys of the prompt's full blocks only",
-            )
-        return blocks if full else min(blocks, max(tokens - 1, 0) // block_size)
+        return hit_limit(len(keys) // KEY_SIZE, self._block_sizes[session.pool.name], tokens, full=full)
 
     def commit(
         self, session: Session, lease: Lease, start: int, keys: bytes, slots: Ranges[int], fence: FenceSequence
@@ -116,3 +102,26 @@ class Checks:
             raise request_error(
                 ErrorCode.LIMIT, f"{len(session.holds)} fences are pending", "signal them in the heartbeat"
             )
+
+
+def check_alive(session_id: SessionId, state: SessionState | None, ttl_ms: int) -> None:
+    """Refuse a session that is not there, which has no state, or that has expired."""
+    if state is None:
+        raise request_error(ErrorCode.NO_SESSION, f"session {session_id} is not open", "attach and say hello again")
+    if state is not SessionState.ACTIVE:
+        raise request_error(
+            ErrorCode.SESSION_EXPIRED,
+            f"session {session_id} sent no heartbeat for {ttl_ms} ms, or lost one of its processes",
+            "stop using its slots, end its processes, then attach and say hello again",
+        )
+
+
+def hit_limit(blocks: int, block_size: int, tokens: int, *, full: bool) -> int:
+    """How many blocks of a prompt with so many keys may be a hit: one token is left to compute, unless `full`."""
+    if blocks * block_size > tokens:
+        raise request_error(
+            ErrorCode.BAD_VALUE,
+            f"{blocks} keys of {block_size} tokens for a prompt of {tokens} tokens",
+            "send the keys of the prompt's full blocks only",
+        )
+    return blocks if full else min(blocks, max(tokens - 1, 0) // block_size)

@@ -6,6 +6,8 @@ slots, and comes back when all its slots are free and another namespace asks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvcached.core.pool import SlotPool
 from kvcached.core.ranges import Ranges, one_range, pairs
 from kvcached.core.states import SlotState
@@ -20,10 +22,32 @@ class SlabStock:
     def __init__(self, count: int) -> None:
         self.count = count
         self.pools: list[HostPool] = []
+        #: Asked for room when no slab is to be had: evicts where nobody minds; False where there is no such place.
+        self.make_room: Callable[[], bool] | None = None
         self._free = list(range(count - 1, -1, -1))
 
     def lend(self, pool: HostPool) -> int | None:
         """A slab for `pool`: one that nobody has, else one that stands empty elsewhere; None if there is neither."""
+        slab = self._find(pool)
+        while slab is None and self.make_room is not None and self.make_room():
+            slab = self._find(pool)
+        return slab
+
+    def take_back(self, pool: HostPool) -> bool:
+        """Take the slabs of a pool that stand empty; whether there was one."""
+        before = len(self._free)
+        while (slab := pool.give_back()) is not None:
+            self._free.append(slab)
+        return len(self._free) > before
+
+    def retire(self, pool: HostPool) -> bool:
+        """Take back what a pool needs no more that will not grow again; whether that was all of it."""
+        if pool in self.pools:
+            self.pools.remove(pool)
+        self.take_back(pool)
+        return not pool.slabs
+
+    def _find(self, pool: HostPool) -> int | None:
         held_back = sum(1 for other in self.pools if other is not pool and not other.slabs)
         if len(self._free) > held_back:
             return self._free.pop()

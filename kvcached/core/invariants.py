@@ -9,8 +9,9 @@ Checks recompute everything from the ground; nothing is taken from a running tot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from kvcached.core.attached_state import AttachedLease, AttachedSession, Exchange
 from kvcached.core.cache import Cache
 from kvcached.core.effects import TransferKind
 from kvcached.core.lease import FenceHold, Lease
@@ -65,9 +66,13 @@ def _violations(cache: Cache) -> Iterator[str]:
             yield from _pins(tree, runs, pool, pool.index, [*leases, *holds, *_ends(held)])
             yield from _candidates(runs, pool, pool.index)
         if tree.host is not None:
+            exchanges = [each for each in cache.attached.exchanges if each.tree is tree]
+            yield from _exchanges(exchanges)
+            attached = list(cache.attached.sessions.values())
+            counting = [lease for each in attached for lease in each.leases.values() if lease.tree is tree]
             yield from _residency(tree, runs, tree.host, HOST)
-            yield from _slots(tree.host, _host_claims(tree, runs, transfers))
-            yield from _pins(tree, runs, tree.host, HOST, _ends(transfers))
+            yield from _slots(tree.host, _host_claims(tree, runs, [*transfers, *exchanges], attached))
+            yield from _pins(tree, runs, tree.host, HOST, [*_ends(transfers), *_ends(exchanges), *counting])
             yield from _candidates(runs, tree.host, HOST)
             yield from _copies(runs)
 
@@ -103,7 +108,16 @@ def _transfers(transfers: list[Transfer]) -> Iterator[str]:
             yield f"transfer {transfer.id} of {transfer.blocks} blocks has other numbers of slots"
 
 
-def _ends(transfers: list[Transfer]) -> list[FenceHold]:
+def _exchanges(exchanges: list[Exchange]) -> Iterator[str]:
+    """(7) Every copy by an engine's processes waits for some of them."""
+    for exchange in exchanges:
+        if exchange.state is not TransferState.RUNNING or not exchange.waiting:
+            yield f"exchange {exchange.id} is {exchange.state} and waits for nothing"
+        if exchange.blocks != slot_count(exchange.host):
+            yield f"exchange {exchange.id} of {exchange.blocks} blocks has {slot_count(exchange.host)} slots"
+
+
+def _ends(transfers: Sequence[Transfer | Exchange]) -> list[FenceHold]:
     """What transfers pin, in the form in which fences do."""
     return [FenceHold(FenceSequence(0), each.run, each.end, each.end, no_ranges()) for each in transfers]
 
@@ -115,7 +129,7 @@ def _copies(runs: list[Run]) -> Iterator[str]:
         held = max((each.length for each in run.segments[:HOST] if each is not None), default=0)
         if host is None:
             continue
-        if not host.resident_children and host.ranges and host.ranges[-2] < 0:
+        if not host.resident_children and host.ranges and host.ranges[-2] < 0 and host.protected < host.length:
             yield f"{_name(run)}: what the host pool holds ends with a hole"
         position = 0
         for first, count in pairs(host.ranges):
@@ -188,7 +202,9 @@ def _device_claims(
         yield SlotState.QUARANTINED, f"quarantine of session {session.id}", pairs(session.quarantined)
 
 
-def _host_claims(tree: PrefixTree, runs: list[Run], transfers: list[Transfer]) -> Iterator[_Claim]:
+def _host_claims(
+    tree: PrefixTree, runs: list[Run], transfers: Sequence[Transfer | Exchange], attached: list[AttachedSession]
+) -> Iterator[_Claim]:
     host = tree.host
     if host is None:
         return
@@ -196,6 +212,10 @@ def _host_claims(tree: PrefixTree, runs: list[Run], transfers: list[Transfer]) -
     size = host.slots_per_slab
     absent = set(range(host.slots // size)) - host.slabs if size else set()
     yield SlotState.ABSENT, "no slab", [(slab * size, size) for slab in absent]
+    for session in attached:
+        for pool, slots in session.quarantined:
+            if pool is host:
+                yield SlotState.QUARANTINED, f"quarantine of session {session.id}", pairs(slots)
     filling = {slot for each in transfers if each.kind is TransferKind.STORE for slot in _expand(each.host)}
     for run in runs:
         segment = run.segments[HOST]
@@ -218,7 +238,7 @@ def _expand(ranges: Ranges[int]) -> list[int]:
 
 
 def _pins(
-    tree: PrefixTree, runs: list[Run], pool: SlotPool, index: int, holders: Iterable[Lease | FenceHold]
+    tree: PrefixTree, runs: list[Run], pool: SlotPool, index: int, holders: Iterable[Lease | FenceHold | AttachedLease]
 ) -> Iterator[str]:
     """(6) Pins are what leases, fences and transfers hold, and protection is what follows from them."""
     due: dict[int, Counter[int]] = {}  # by identity of the run: how many holders end at which depth

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvcached.core.forgotten import ForgottenKeys
 from kvcached.core.policy import EvictionPolicy
 from kvcached.core.pool import SlotPool
 from kvcached.core.ranges import Ranges, append, cut, no_ranges, pop_tail, whole_tail
 from kvcached.core.run import KEY_SIZE, Run, Segment
+from kvcached_client.types import MissReason
 
 
 class Adoption(NamedTuple):
@@ -31,13 +33,23 @@ class RunTree:
     Attributes:
         members: the pools; the same key has at most one slot in each.
         policies: order of eviction, one for each member.
+        namespace: root of its keys.
         root: the empty run.
         run_count: runs below it.
     """
 
-    def __init__(self, members: list[SlotPool], policies: list[EvictionPolicy]) -> None:
+    def __init__(
+        self,
+        members: list[SlotPool],
+        policies: list[EvictionPolicy],
+        *,
+        namespace: bytes = b"",
+        forgotten: ForgottenKeys | None = None,
+    ) -> None:
         self.members = members
         self.policies = policies
+        self.namespace = namespace
+        self._forgotten = ForgottenKeys() if forgotten is None else forgotten
         self.root = Run(b"", 0, None, len(self.members))
         self.root.segments = [Segment(self.root, None, no_ranges(), 0, 0) for _ in self.members]
         self.run_count = 0
@@ -284,18 +296,32 @@ class RunTree:
 
     # --- shrinking --------------------------------------------------------------------------------------------------
 
-    def trim_tail(self, segment: Segment, most: int, wanted: int, pool: int, *, slack: int) -> Ranges[int]:
+    def trim_tail(
+        self,
+        segment: Segment,
+        most: int,
+        wanted: int,
+        pool: int,
+        *,
+        slack: int,
+        reason: MissReason = MissReason.EVICTED,
+    ) -> Ranges[int]:
         """Take up to `wanted` of a victim's last `most` blocks out of the pool, and file what is left of it again."""
         count = most
         if count > wanted:
             count = min(count, whole_tail(segment.ranges, wanted, most=wanted + slack))
-        freed = self.trim(segment, count, pool)
+        freed = self.trim(segment, count, pool, reason)
         if segment.length > segment.protected:
             self.policies[pool].add(segment)
         return freed
 
-    def trim(self, segment: Segment, count: int, pool: int) -> Ranges[int]:
-        """Take the last `count` blocks of a childless segment out of the pool; forget keys that nobody holds now."""
+    def trim(
+        self, segment: Segment, count: int, pool: int, reason: MissReason = MissReason.EVICTED
+    ) -> Ranges[int]:
+        """Take the last `count` blocks of a childless segment out of the pool; forget keys that nobody holds now.
+
+        `reason` is what is told to who asks for these later.
+        """
         run, above = segment.run, segment.above
         if above is None or segment.resident_children or count > segment.length - segment.protected:
             raise RuntimeError(f"{count} blocks of run [{run.start}, {run.end}) are not a free tail")
@@ -311,17 +337,20 @@ class RunTree:
             above.last_used = max(above.last_used, segment.last_used)
             if not above.resident_children and above.length > above.protected:
                 self.policies[pool].add(above)
-        self._forget_keys(run)
+        self._forget_keys(run, reason)
         return freed
 
-    def _forget_keys(self, run: Run) -> None:
+    def _forget_keys(self, run: Run, reason: MissReason) -> None:
         """Cut a run to what some pool holds of it; without any it leaves the tree."""
         longest = 0
         for segment in run.segments:
             if segment is not None and segment.length > longest:
                 longest = segment.length
         if longest:
-            del run.keys[longest * KEY_SIZE :]
+            gone = run.keys[longest * KEY_SIZE :]
+            if gone:
+                self._forgotten.add(self.namespace, reason, gone)
+                del run.keys[longest * KEY_SIZE :]
             return
         siblings = run.parent.children if run.parent is not None else None
         if siblings is None or run.children:
@@ -330,6 +359,7 @@ class RunTree:
         if not siblings and run.parent is not None:
             run.parent.children = None
         self.run_count -= 1  # `run.parent` stays: a lease of a shallower depth may still walk up from here
+        self._forgotten.add(self.namespace, reason, run.keys)
 
 
 def resident(run: Run, pool: int) -> Segment:

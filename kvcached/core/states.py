@@ -7,7 +7,8 @@ FREE            nobody                                      a grant
 LEASED          the engine processes of one lease           commit, release, or the end of the session
 CACHED          readers under a lease; nobody writes        eviction, or a drop of what can't be trusted
 FENCED          work that an engine has queued              the fence signals, or every process is dead
-FILLING         the workers of one transfer                 every shard is through with it, or its worker is dead
+FILLING         the workers, or in attached mode the        every shard is through with it, or its worker is dead
+                engine processes, of one transfer
 QUARANTINED     a process that is silent or lost its group  confirmed death, or its own word that it is over
 ABSENT          nobody: its slab is not this pool's         the pool gets the slab
 ==============  ==========================================  ================================================
@@ -19,7 +20,7 @@ from enum import IntEnum, StrEnum
 
 
 class SlotState(IntEnum):
-    """State of one slot of a pool; every slot is in exactly one. Host slots are ABSENT, FREE, FILLING or CACHED."""
+    """State of one slot of a pool; every slot is in exactly one. Host slots are never LEASED or FENCED."""
 
     FREE = 0
     LEASED = 1
@@ -45,6 +46,7 @@ SLOT_TRANSITIONS: frozenset[tuple[SlotState, SlotState]] = frozenset(
         (SlotState.FREE, SlotState.FILLING),  # a host slot that a store will write
         (SlotState.FILLING, SlotState.CACHED),  # every shard has written it
         (SlotState.FILLING, SlotState.FREE),  # some shard has not
+        (SlotState.FILLING, SlotState.QUARANTINED),  # an engine that was to write it stopped answering
         (SlotState.ABSENT, SlotState.FREE),  # the host pool got a slab
         (SlotState.FREE, SlotState.ABSENT),  # and gave it back
     }

@@ -14,7 +14,7 @@ from kvcached.core.run import Run, Segment
 from kvcached.core.states import SlotState, TransferState
 from kvcached.core.transfer import Transfer
 from kvcached.core.transfer_book import TransferBook
-from kvcached.core.tree import HOST, SLACK_DIVISOR, Piece, PrefixTree
+from kvcached.core.tree import HOST, SLACK_DIVISOR, Piece, PrefixTree, first_blocks
 
 #: Stores under way in one pool: one to copy, and the next ones to be on the way to the workers.
 STORES_MAX = 8
@@ -52,7 +52,7 @@ class Stores:
                 self._book.counters["stores_forgotten"] += 1
             return False
         missing = tree.missing_in_host(run, depth)
-        pieces, rest = _first_blocks(missing, STORE_BLOCKS_MAX)
+        pieces = first_blocks(missing, STORE_BLOCKS_MAX)
         if not pieces:
             return False
         wanted = _count(pieces)
@@ -65,9 +65,9 @@ class Stores:
         got = slot_count(slots)
         if got < wanted:
             self._book.counters["store_refused_blocks"] += _count(missing) - got
-            pieces, _ = _first_blocks(pieces, got)
+            pieces = first_blocks(pieces, got)
             pool.stores_paused = True
-        elif rest:
+        elif wanted < _count(missing):
             pool.unstored.appendleft((run, depth))
         if not pieces:
             return False
@@ -165,16 +165,3 @@ def _resident_end(tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> t
 
 def _count(pieces: list[Piece]) -> int:
     return sum(piece.end - piece.start for piece in pieces)
-
-
-def _first_blocks(pieces: list[Piece], count: int) -> tuple[list[Piece], bool]:
-    """The first `count` blocks of the pieces, and whether there are more."""
-    first: list[Piece] = []
-    for start, end in pieces:
-        size = min(end - start, count)
-        if size:
-            first.append(Piece(start, start + size))
-        count -= size
-        if size < end - start:
-            return first, True
-    return first, False

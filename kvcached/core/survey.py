@@ -11,8 +11,10 @@ from heapq import nlargest
 from itertools import islice
 from typing import Final, NamedTuple
 
+from kvcached.core.attached_state import AttachedLease, Exchange
 from kvcached.core.cache import Cache
 from kvcached.core.effects import TransferKind
+from kvcached.core.lease import Lease
 from kvcached.core.ranges import Ranges, pairs, slot_count, without_holes
 from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached.core.transfer import Transfer
@@ -193,13 +195,12 @@ def _offset(run: Run, key: bytes) -> int | None:
 def _found(cache: Cache, tree: PrefixTree, run: Run, offset: int) -> Found:
     depth = run.start + offset
     before = run.keys[: offset * KEY_SIZE] if offset or run.parent is None else run.parent.keys
-    holders = (
-        lease.request
-        for session in cache.sessions.values()
-        if session.tree is tree
-        for lease in session.leases.values()
-        if lease.depth > depth and tree.resolve(lease.run, depth + 1) is run
-    )
+    leases: list[Lease | AttachedLease] = [
+        lease for session in cache.sessions.values() if session.tree is tree for lease in session.leases.values()
+    ]
+    attached = (lease for session in cache.attached.sessions.values() for lease in session.leases.values())
+    leases.extend(lease for lease in attached if lease.tree is tree)
+    holders = (lease.request for lease in leases if lease.depth > depth and tree.resolve(lease.run, depth + 1) is run)
     return Found(
         tree=tree,
         depth=depth,
@@ -213,6 +214,11 @@ def _found(cache: Cache, tree: PrefixTree, run: Run, offset: int) -> Found:
             f"{transfer.kind} {transfer.id} of replica {transfer.pool.name}, {transfer.state}"
             for transfer in cache.transfers.values()
             if transfer.tree is tree and _copies(transfer, run, depth)
+        ]
+        + [
+            f"{exchange.kind} {exchange.id} by an engine in attached mode"
+            for exchange in cache.attached.exchanges
+            if exchange.tree is tree and _copies(exchange, run, depth)
         ],
     )
 
@@ -234,7 +240,7 @@ def _slot(ranges: Ranges[int], offset: int) -> int:
     return -1
 
 
-def _copies(transfer: Transfer, run: Run, depth: int) -> bool:
+def _copies(transfer: Transfer | Exchange, run: Run, depth: int) -> bool:
     """Whether a transfer reads or writes a block."""
     if not any(start <= depth < end for start, end in transfer.pieces):
         return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from kvcached.core.forgotten import ForgottenKeys
 from kvcached.core.host_pool import HostPool, SlabStock
 from kvcached.core.policy import EvictionPolicy
 from kvcached.core.pool import DevicePool
@@ -32,6 +33,7 @@ from kvcached.core.ranges import (
 from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached.core.run_tree import RunTree, resident
 from kvcached.core.states import SlotState
+from kvcached_client.types import MissReason
 
 #: Eviction may free this share of a pool more than it must where that leaves ranges of slots whole (decision 0008).
 SLACK_DIVISOR = 256
@@ -61,9 +63,12 @@ class PrefixTree(RunTree):
         policies: list[EvictionPolicy],
         host: HostPool | None = None,
         counters: Counter[str] | None = None,
+        *,
+        namespace: bytes = b"",
+        forgotten: ForgottenKeys | None = None,
     ) -> None:
         self._host = host or HostPool(SlabStock(0), 0)
-        super().__init__([*pools, self._host], policies)
+        super().__init__([*pools, self._host], policies, namespace=namespace, forgotten=forgotten)
         self.pools = pools
         self.host = host
         self.counters: Counter[str] = Counter() if counters is None else counters
@@ -110,9 +115,11 @@ class PrefixTree(RunTree):
         kept = slot_count(without_holes(cut(cut(host.ranges, end)[0], first)[1])) if first < end else 0
         self.counters["dropped_blocks"] += max(end - first, 0) - kept
         if has_holes(host.ranges):
-            self.drop_lost(run)
+            self.drop_lost(run, MissReason.EVICTED)
 
-    def drop(self, run: Run, depth: int, pool: int) -> Ranges[int]:
+    def drop(
+        self, run: Run, depth: int, pool: int, reason: MissReason = MissReason.CORRUPT_OR_FAILED
+    ) -> Ranges[int]:
         """Take residency in a device pool from `depth` on, in this run and everything below it, out of the tree.
 
         Nothing there is pinned. The slots are returned in the state they had: the caller says what becomes of them.
@@ -121,14 +128,14 @@ class PrefixTree(RunTree):
         below = self._resident_below(run, pool)
         for child in reversed(below):
             segment = resident(child, pool)
-            dropped.extend(self.trim(segment, segment.length, pool))
+            dropped.extend(self.trim(segment, segment.length, pool, reason))
         segment = resident(run, pool)
         if segment.length > depth - run.start:
-            dropped.extend(self.trim(segment, segment.length - (depth - run.start), pool))
+            dropped.extend(self.trim(segment, segment.length - (depth - run.start), pool, reason))
         for each in (run, *below):
             host = each.segments[HOST]
             if host is not None and has_holes(host.ranges):
-                self.drop_lost(each)
+                self.drop_lost(each, reason)
         return dropped
 
     def _resident_below(self, run: Run, pool: int) -> list[Run]:
@@ -228,13 +235,31 @@ class PrefixTree(RunTree):
             run = run.parent
         self.touch(run, HOST)
 
-    def unpin_host(self, run: Run, depth: int) -> None:
-        """Take back a pin of the host's part of the path ``[0, depth)``."""
+    def unpin_host(self, run: Run, depth: int, reason: MissReason = MissReason.CORRUPT_OR_FAILED) -> None:
+        """Take back a pin of the host's part of the path ``[0, depth)``.
+
+        `reason` is that of holes at its end, which leave the index.
+        """
         run = self.resolve(run, depth)
         self.unpin(run, depth, HOST)
-        self._prune(run)
+        self._prune(run, reason)
 
     # --- host pool: growing and shrinking ---------------------------------------------------------------------------
+
+    def extend_host(self, run: Run, depth: int, keys: bytes) -> Run:
+        """Blocks from `depth` on have `keys`: the host pool covers them, by holes where it holds nothing of them.
+
+        ``(run, depth)`` is pinned in the host pool, which is the tree's only one. Returns the run where the chain ends,
+        which the caller pins at once.
+        """
+        count = len(keys) // KEY_SIZE
+        end = self.commit(run, depth, keys, hole(count), HOST).run if count else run
+        at = end
+        while at.parent is not None and at.end > depth:
+            segment = resident(at, HOST)
+            segment.holed = has_holes(segment.ranges)
+            at = at.parent
+        return end
 
     def put_host(self, run: Run, pieces: list[Piece], slots: Ranges[int]) -> None:
         """Blocks of the path to `run`, which are holes now, lie in `slots`. The caller pins them at once."""
@@ -249,7 +274,7 @@ class PrefixTree(RunTree):
         """
         for piece in pieces:
             self._place(run, piece, hole(piece.end - piece.start))
-        self._prune(self.resolve(run, pieces[-1].end))
+        self._prune(self.resolve(run, pieces[-1].end), MissReason.CORRUPT_OR_FAILED)
         self.drop_lost(run)
 
     def reserve_host(self, count: int, cause: str) -> Ranges[int]:
@@ -261,7 +286,11 @@ class PrefixTree(RunTree):
             self._evict_host(count - host.free, cause)
         return host.take(min(count, host.free), SlotState.FILLING, cause)
 
-    def drop_lost(self, run: Run) -> None:
+    def shed_host(self, cause: str, count: int | None = None, reason: MissReason = MissReason.EVICTED) -> None:
+        """Evict `count` host slots, least valuable tails first, or all that nothing holds."""
+        self._evict_host(self._host.slots if count is None else count, cause, reason)
+
+    def drop_lost(self, run: Run, reason: MissReason = MissReason.CORRUPT_OR_FAILED) -> None:
         """Drop what hangs on the first block of the path to `run` that has no copy, as far as no transfer holds it."""
         lost: tuple[Run, int] | None = None
         while run.parent is not None:
@@ -273,36 +302,38 @@ class PrefixTree(RunTree):
                     lost = run, offset
             run = run.parent
         if lost is not None:
-            self._drop_host(*lost)
+            self._drop_host(*lost, reason)
 
-    def _drop_host(self, run: Run, offset: int) -> None:
+    def _drop_host(self, run: Run, offset: int, reason: MissReason) -> None:
         dropped: list[Ranges[int]] = []
         for each in (*reversed(self._resident_below(run, HOST)), run):
             segment = resident(each, HOST)
             keep = max(segment.protected, offset if each is run else 0)
             if not segment.resident_children and keep < segment.length:
-                dropped.append(without_holes(self.trim(segment, segment.length - keep, HOST)))
+                dropped.append(without_holes(self.trim(segment, segment.length - keep, HOST, reason)))
         slots = join(dropped)
         self.counters["host_dropped_blocks"] += slot_count(slots)
         self._host.move(slots, SlotState.CACHED, SlotState.FREE, f"path lost at block {run.start + offset}")
-        self._prune(run)
+        self._prune(run, reason)
 
-    def _evict_host(self, wanted: int, cause: str) -> None:
+    def _evict_host(self, wanted: int, cause: str, reason: MissReason = MissReason.EVICTED) -> None:
         """Free so many host slots, least valuable tails first, or as many as there are; some more for whole ranges."""
         policy, slack = self.policies[HOST], self._host.slots // SLACK_DIVISOR
         freed: list[Ranges[int]] = []
         try:
             while wanted > 0 and (segment := policy.pop()) is not None:
                 run = segment.run
-                freed.append(without_holes(self.trim_tail(segment, segment.evictable_tail, wanted, HOST, slack=slack)))
+                tail = segment.evictable_tail
+                trimmed = self.trim_tail(segment, tail, wanted, HOST, slack=slack, reason=reason)
+                freed.append(without_holes(trimmed))
                 wanted -= slot_count(freed[-1])
-                self._prune(run)
+                self._prune(run, reason)
         finally:  # what has left the tree is free, whatever a policy did
             slots = join(freed)
             self._host.move(slots, SlotState.CACHED, SlotState.FREE, cause)
         self.counters["host_evicted_blocks"] += slot_count(slots)
 
-    def _prune(self, run: Run) -> None:
+    def _prune(self, run: Run, reason: MissReason) -> None:
         """Take holes off the end of what the host pool holds of a run, and of those above that this lays bare."""
         at: Run | None = run
         while at is not None and at.parent is not None:
@@ -312,7 +343,7 @@ class PrefixTree(RunTree):
                 if segment.resident_children:
                     return
                 if holes:
-                    self.trim(segment, holes, HOST)
+                    self.trim(segment, holes, HOST, reason)
                     segment.holed = has_holes(segment.ranges)
                 if segment.length:
                     return
@@ -368,3 +399,15 @@ def _gaps(ranges: Ranges[int], wanted: int) -> list[tuple[int, int]]:
     if position < wanted:
         gaps.append((position, wanted))
     return gaps
+
+
+def first_blocks(pieces: list[Piece], count: int) -> list[Piece]:
+    """The first `count` blocks of the pieces."""
+    first: list[Piece] = []
+    for start, end in pieces:
+        size = min(end - start, count)
+        if not size:
+            break
+        first.append(Piece(start, start + size))
+        count -= size
+    return first

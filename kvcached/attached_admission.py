@@ -1,0 +1,186 @@
+"""Engines in attached mode: hello, their shard processes that join, and what becomes of an engine's earlier session.
+
+Any number of engines may be in one namespace. What their processes may touch are the slots of copies under way, so an
+earlier session of an engine is over once each of its processes is dead, or has joined the later one: by that it says
+that it is through with what it did before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from kvcached.admission import check_connection, check_version
+from kvcached.config_layout import SLOTS_MAX
+from kvcached.core.attached_state import AttachedSession, SpaceSpec
+from kvcached.core.cache import Cache
+from kvcached.core.events import MemberLost, MembersDied
+from kvcached.core.states import SessionState
+from kvcached.membership import Group, Membership, Peer
+from kvcached_client import protocol as wire
+from kvcached_client.attach_protocol import JoinedHost
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.slabs import slots_per_slab
+from kvcached_client.types import SessionId, ShardIndex
+
+_PERSON: Final = b"kvcached attach1"
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """The host pool as engines in attached mode map it.
+
+    Attributes:
+        descriptor: its sealed memory, which stays the daemon's.
+        verify_loads: whether their loads are to compare checksums.
+    """
+
+    descriptor: int
+    slabs: int
+    slab_bytes: int
+    verify_loads: bool
+
+
+class AttachedAdmission:
+    """Opens sessions of engines in attached mode, and lets their shard processes in.
+
+    Args:
+        share: None where the configuration has no such engines.
+        heartbeat_interval_ms: what engines are told.
+
+    Attributes:
+        departed: processes that are in no session any more, for whoever watches them.
+    """
+
+    def __init__(
+        self, cache: Cache, membership: Membership, share: HostShare | None, heartbeat_interval_ms: int
+    ) -> None:
+        self._cache = cache
+        self._membership = membership
+        self._share = share
+        self._heartbeat_interval_ms = heartbeat_interval_ms
+        self._shapes: dict[SessionId, wire.HelloAttached] = {}
+        self.departed: list[Peer] = []
+
+    def hello(self, connection: bytes, request: wire.HelloAttached, now_ms: int) -> tuple[wire.WelcomeAttached, Peer]:
+        """Open a session for a process, owned by a connection.
+
+        Raises:
+            RequestError: another version, no living process, no such mode here, or no room for its namespace.
+        """
+        check_version(request.version_min, request.version_max)
+        check_connection(connection)
+        peer = self._membership.claim(request.member)
+        share = self._required_share()
+        if self._membership.of_connection(connection) is not None:
+            raise request_error(ErrorCode.POOL_BUSY, "this connection has a session", "use a connection for each")
+        earlier = [group for group in self._membership.of_instance(request.instance) if _same(group.scheduler, peer)]
+        session = self._cache.open_attached(_space(request, share), now_ms)
+        self._shapes[session.id] = request
+        group = self._membership.open(session.id, connection, peer)
+        group.instance = request.instance
+        for old in earlier:
+            self._replace(old, [old.scheduler])
+        return self._welcome(request, session, group), peer
+
+    def join(
+        self, peer: Peer, session_id: SessionId, token: bytes, shard: ShardIndex
+    ) -> tuple[JoinedHost, tuple[int, ...]]:
+        """Let a shard process in: the answer and the descriptor to pass on.
+
+        Raises:
+            RequestError: no such session or not its token, expired, or no such shard.
+        """
+        group, session = self.member(session_id, token)
+        share, hello = self._required_share(), self._shapes[session.id]
+        if shard >= hello.shards:
+            raise request_error(ErrorCode.BAD_VALUE, f"shard {shard} of {hello.shards}", "shards are counted from 0")
+        self._membership.join(group, peer)
+        group.shard_of[peer] = shard
+        for old in self._membership.of_instance(group.instance):
+            if old is not group:
+                left = [each for each in old.members if old.shard_of.get(each) == shard and _same(each, peer)]
+                if left:
+                    self._replace(old, left)
+        joined = JoinedHost(
+            shard=shard,
+            shards=hello.shards,
+            epoch=self._cache.epoch,
+            slabs=share.slabs,
+            slab_bytes=share.slab_bytes,
+            block_bytes=hello.block_bytes,
+            namespace=session.space.spec.root,
+            fingerprint=hello.fingerprint,
+            verify_loads=share.verify_loads,
+        )
+        return joined, (share.descriptor,)
+
+    def member(self, session_id: SessionId, token: bytes) -> tuple[Group, AttachedSession]:
+        """The group and the active session of who shows its token.
+
+        Raises:
+            RequestError: no such session or not its token, or it has expired.
+        """
+        group = self._membership.authenticate(session_id, token)
+        session = self._cache.attached.sessions.get(session_id)
+        if session is None or session.state is not SessionState.ACTIVE:
+            raise request_error(
+                ErrorCode.SESSION_EXPIRED, f"session {session_id} is over", "say hello again, then join"
+            )
+        return group, session
+
+    def part(self, group: Group) -> None:
+        """The scheduler says goodbye: the session is over, though shard processes may still copy."""
+        self._replace(group, [group.scheduler])
+
+    def forget(self, session_id: SessionId) -> None:
+        """A session is over."""
+        self._shapes.pop(session_id, None)
+
+    def _replace(self, old: Group, left: list[Peer]) -> None:
+        """Some processes of a session are through with it, which ends it; where all are, nothing of it is left."""
+        self.departed.extend(self._membership.leave(old, left))
+        self._cache.handle(MembersDied(old.session) if not old.living() else MemberLost(old.session))
+
+    def _required_share(self) -> HostShare:
+        if self._share is None:
+            raise request_error(
+                ErrorCode.UNKNOWN_REPLICA,
+                "this daemon serves no engines in attached mode",
+                "put an [attached] table into its configuration",
+            )
+        return self._share
+
+    def _welcome(self, request: wire.HelloAttached, session: AttachedSession, group: Group) -> wire.WelcomeAttached:
+        return wire.WelcomeAttached(
+            id=request.id,
+            version=wire.PROTOCOL_VERSION,
+            session=session.id,
+            token=group.token,
+            daemon_epoch=self._cache.epoch,
+            epoch=self._cache.epoch,
+            generation=session.space.generation,
+            namespace=session.space.spec.root,
+            heartbeat_interval_ms=self._heartbeat_interval_ms,
+            session_ttl_ms=self._cache.session_ttl_ms,
+            verify_loads=self._required_share().verify_loads,
+        )
+
+
+def _space(request: wire.HelloAttached, share: HostShare) -> SpaceSpec:
+    """The namespace that an engine declares: other sizes or another order of bytes make another one."""
+    shape = f"{request.block_size} {request.shards} {request.block_bytes}".encode()
+    root = hashlib.blake2b(request.keyspace + request.fingerprint + shape, digest_size=32, person=_PERSON).digest()
+    per_slab = slots_per_slab(share.slab_bytes, request.block_bytes, request.shards)
+    if per_slab * share.slabs > SLOTS_MAX:
+        raise request_error(
+            ErrorCode.WRONG_LAYOUT,
+            f"the host pool has room for {per_slab * share.slabs} such blocks, {SLOTS_MAX} are possible",
+            "use larger blocks, or a smaller host pool",
+        )
+    return SpaceSpec(root, request.label, request.block_size, request.shards, per_slab)
+
+
+def _same(one: Peer, other: Peer) -> bool:
+    return one is other or one.is_same_process(other)
