@@ -1,27 +1,61 @@
-"""Client of kvcached, the KV-cache daemon for LLM engines."""
+"""Client of kvcached, the KV-cache daemon for LLM engines.
 
-from kvcached_client.attach import SessionGrant
-from kvcached_client.client import Admin, Client
-from kvcached_client.errors import (
-    BadRequest,
-    DaemonFailure,
-    DaemonUnreachable,
-    DeadlineExceeded,
-    ErrorCode,
-    Fault,
-    KvcachedError,
-    LoadFailed,
-    NoCapacity,
-    Refused,
-    RequestError,
-    Stale,
-    TransportError,
-)
-from kvcached_client.keys import KeyChain
-from kvcached_client.layout import KvGroup, Layout
-from kvcached_client.lease import Lease
-from kvcached_client.memory import MappedPool, map_pool
-from kvcached_client.protocol import LoadTicket
+Names are imported when they are first used: the daemon's workers, too, take modules from this package, and must not
+wait for numpy and ZeroMQ, which they have no use for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcached_client.attach import SessionGrant
+    from kvcached_client.client import Admin, Client
+    from kvcached_client.errors import (
+        BadRequest,
+        DaemonFailure,
+        DaemonUnreachable,
+        DeadlineExceeded,
+        ErrorCode,
+        Fault,
+        KvcachedError,
+        LoadFailed,
+        NoCapacity,
+        Refused,
+        RequestError,
+        Stale,
+        TransportError,
+    )
+    from kvcached_client.keys import KeyChain
+    from kvcached_client.layout import KvGroup, Layout
+    from kvcached_client.lease import Lease
+    from kvcached_client.memory import MappedPool, map_pool
+    from kvcached_client.protocol import LoadTicket
+
+_HOMES = {
+    "attach": ("SessionGrant",),
+    "client": ("Admin", "Client"),
+    "errors": (
+        "BadRequest",
+        "DaemonFailure",
+        "DaemonUnreachable",
+        "DeadlineExceeded",
+        "ErrorCode",
+        "Fault",
+        "KvcachedError",
+        "LoadFailed",
+        "NoCapacity",
+        "Refused",
+        "RequestError",
+        "Stale",
+        "TransportError",
+    ),
+    "keys": ("KeyChain",),
+    "layout": ("KvGroup", "Layout"),
+    "lease": ("Lease",),
+    "memory": ("MappedPool", "map_pool"),
+    "protocol": ("LoadTicket",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Admin",
@@ -48,3 +82,16 @@ __all__ = [
     "TransportError",
     "map_pool",
 ]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

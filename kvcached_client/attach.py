@@ -27,6 +27,7 @@ from kvcached_client.attach_protocol import (
     Identify,
     Join,
     Joined,
+    JoinedHost,
     decode_attach_reply,
     encode_attach,
 )
@@ -146,6 +147,31 @@ def join(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedMemory:
         raise _unexpected(reply, descriptors)
     pool, progress, *events = descriptors
     return JoinedMemory(AttachConnection(connection), reply, pool, progress, tuple(events))
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedHostMemory:
+    """The host pool as the daemon sent it, not yet checked or mapped. The holder closes the descriptor."""
+
+    connection: AttachConnection
+    joined: JoinedHost
+    memory: int
+
+
+def join_host(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedHostMemory:
+    """Ask for the host pool, for one shard of a session in attached mode.
+
+    A process that joins says that it is through with all that it copied as the same shard of an earlier session.
+
+    Raises:
+        DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
+    """
+    question = Join(session=grant.id, token=grant.token, shard=shard)
+    connection, reply, descriptors = _ask(grant.run_dir, question, deadline_ms)
+    if not isinstance(reply, JoinedHost) or reply.shard != shard or len(descriptors) != 1:
+        _discard(connection, descriptors)
+        raise _unexpected(reply, descriptors)
+    return JoinedHostMemory(AttachConnection(connection), reply, descriptors[0])
 
 
 def _ask(

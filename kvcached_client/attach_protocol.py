@@ -13,6 +13,7 @@ import msgspec
 from kvcached_client.errors import ErrorCode, Fault, request_error
 from kvcached_client.layout import Layout
 from kvcached_client.protocol import PROGRESS_SLOTS, Id, Secret
+from kvcached_client.protocol_attached import Digest, Fingerprint
 
 #: A layout with a dozen groups takes about 2 KiB.
 ATTACH_MESSAGE_SIZE_BYTES_MAX: Final = 16 * 1024
@@ -60,6 +61,23 @@ class Joined(Attach, frozen=True, kw_only=True, tag="joined"):
     pool_bytes: Id
 
 
+class JoinedHost(Attach, frozen=True, kw_only=True, tag="joined_host"):
+    """Answer to `Join` in attached mode. Ancillary data: the host pool's sealed memory.
+
+    The namespace's blocks lie in it as `HostGeometry` says for these sizes.
+    """
+
+    shard: Id
+    shards: Id
+    epoch: Id
+    slabs: Id
+    slab_bytes: Id
+    block_bytes: Id  #: of one block on one shard
+    namespace: Digest  #: its first 16 bytes are in the header of every block, and so is
+    fingerprint: Fingerprint
+    verify_loads: bool  #: whether loads are to compare checksums
+
+
 class AttachRefused(Attach, frozen=True, kw_only=True, tag="refused"):
     """Answer to a request that cannot be served; the daemon closes the connection after it."""
 
@@ -70,7 +88,7 @@ class AttachRefused(Attach, frozen=True, kw_only=True, tag="refused"):
 
 
 AttachRequest = Identify | Join
-AttachReply = Identified | Joined | AttachRefused
+AttachReply = Identified | Joined | JoinedHost | AttachRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[AttachRequest] = msgspec.msgpack.Decoder(AttachRequest)
@@ -98,7 +116,7 @@ def decode_attach_reply(data: bytes) -> AttachReply:
     """A reply, typed.
 
     Raises:
-        BadRequest: not one of the three replies.
+        BadRequest: not one of the replies.
     """
     try:
         return _reply_decoder.decode(data)

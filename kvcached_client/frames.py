@@ -17,8 +17,12 @@ from kvcached_client.protocol import (
     Bye,
     Check,
     CheckReport,
+    Clear,
+    Cleared,
     Commit,
+    CommitStore,
     Committed,
+    CompleteLoad,
     Describe,
     Description,
     ErrorReply,
@@ -27,28 +31,37 @@ from kvcached_client.protocol import (
     Health,
     HealthReport,
     Heartbeat,
+    Held,
     Hello,
+    HelloAttached,
     Inspect,
     InspectReport,
     Load,
     Loaded,
+    LoadPrepared,
     Match,
     Matched,
+    PrepareLoad,
+    PrepareStore,
     Release,
     Released,
     Reply,
     Request,
+    Settled,
     Stats,
     StatsReport,
+    StorePrepared,
     Tree,
     TreeReport,
     Vacancy,
     Vacant,
     Welcome,
+    WelcomeAttached,
 )
 from kvcached_client.types import KEY_SIZE_BYTES, RANGE_SIZE_BYTES
 
 _TOKEN_ID_SIZE_BYTES: Final = 4
+_INDEX_SIZE_BYTES: Final = 4
 
 #: Frames after the header, as (least, most), by request type. Anything else is `bad_frames`.
 REQUEST_FRAMES: Final[dict[type[Header], tuple[int, int]]] = {
@@ -62,6 +75,12 @@ REQUEST_FRAMES: Final[dict[type[Header], tuple[int, int]]] = {
     Vacancy: (0, 0),
     Heartbeat: (0, 0),
     Bye: (0, 0),
+    HelloAttached: (0, 0),
+    PrepareLoad: (0, 0),
+    PrepareStore: (1, 1),
+    CommitStore: (0, 0),
+    CompleteLoad: (1, 1),
+    Clear: (0, 0),
     Stats: (0, 0),
     Health: (0, 0),
     Check: (0, 0),
@@ -82,6 +101,12 @@ REPLY_FRAMES: Final[dict[type[Header], int]] = {
     Vacant: 0,
     Alive: 0,
     Goodbye: 0,
+    WelcomeAttached: 0,
+    Held: 0,
+    LoadPrepared: 1,
+    StorePrepared: 2,
+    Settled: 0,
+    Cleared: 0,
     StatsReport: 0,
     HealthReport: 0,
     CheckReport: 0,
@@ -92,7 +117,7 @@ REPLY_FRAMES: Final[dict[type[Header], int]] = {
 }
 
 #: Replies whose frames are slot ranges.
-_SLOT_REPLIES: Final = (Acquired, Allocated, Loaded)
+_SLOT_REPLIES: Final = (Acquired, Allocated, Loaded, LoadPrepared, StorePrepared)
 
 
 def check_frames(request: Request, frames: Sequence[bytes | memoryview]) -> None:
@@ -112,7 +137,9 @@ def check_frames(request: Request, frames: Sequence[bytes | memoryview]) -> None
     for frame in frames:
         if len(frame) > FRAME_SIZE_BYTES_MAX:
             raise request_error(ErrorCode.OVERSIZE, f"frame of {len(frame)} bytes", f"at most {FRAME_SIZE_BYTES_MAX}")
-    if count:
+    if isinstance(request, CompleteLoad):
+        _check_indices(frames[0])
+    elif count:
         keys_size = len(frames[0])
         if keys_size % KEY_SIZE_BYTES or keys_size > BLOCKS_PER_MESSAGE_MAX * KEY_SIZE_BYTES:
             raise request_error(
@@ -123,6 +150,15 @@ def check_frames(request: Request, frames: Sequence[bytes | memoryview]) -> None
     for frame, unit in zip(frames[1:], (RANGE_SIZE_BYTES, _TOKEN_ID_SIZE_BYTES), strict=False):
         if len(frame) % unit:
             raise request_error(ErrorCode.BAD_FRAMES, f"frame of {len(frame)} bytes", f"a multiple of {unit} bytes")
+
+
+def _check_indices(frame: bytes | memoryview) -> None:
+    if len(frame) % _INDEX_SIZE_BYTES or len(frame) > BLOCKS_PER_MESSAGE_MAX * _INDEX_SIZE_BYTES:
+        raise request_error(
+            ErrorCode.BAD_FRAMES,
+            f"frame of {len(frame)} bytes",
+            f"int32 indices of blocks, at most {BLOCKS_PER_MESSAGE_MAX}",
+        )
 
 
 def check_reply_frames(reply: Reply, frames: Sequence[bytes]) -> None:

@@ -34,9 +34,10 @@ class Heartbeat:
         grant: SessionGrant,
         *,
         epoch: int,
-        generation: int,
+        generation: int | None,
         interval_ms: int,
     ) -> None:
+        """Start it. Another epoch or generation than these says that the session is over; None = it may grow."""
         #: The daemon said that the session is over or that the pool was replaced; found at the next heartbeat's time.
         self.is_stale = False
         self.signalled = FenceSequence(0)  #: the highest fence that has signalled
@@ -89,8 +90,12 @@ class Heartbeat:
             except KvcachedError as error:
                 _log.warning("heartbeat answered by an error: %s", error)
             else:
-                if isinstance(reply, Alive) and (reply.epoch, reply.generation) != self._expected:
+                if isinstance(reply, Alive) and not self._is_expected(reply):
                     self._note_stale(f"the pool is at epoch {reply.epoch}, generation {reply.generation}")
+
+    def _is_expected(self, reply: Alive) -> bool:
+        epoch, generation = self._expected
+        return reply.epoch == epoch and generation in {None, reply.generation}
 
     def _note_stale(self, reason: str) -> None:
         if not self.is_stale:

@@ -20,6 +20,21 @@ import msgspec
 
 from kvcached_client.errors import ErrorCode, Fault, RequestError, request_error
 from kvcached_client.layout import Layout
+from kvcached_client.protocol_attached import (
+    EVERY_SHARD,
+    Clear,
+    Cleared,
+    CommitStore,
+    CompleteLoad,
+    Held,
+    HelloAttached,
+    LoadPrepared,
+    PrepareLoad,
+    PrepareStore,
+    Settled,
+    StorePrepared,
+    WelcomeAttached,
+)
 from kvcached_client.protocol_fields import (
     BLOCKS_PER_MESSAGE_MAX,
     FRAME_COUNT_MAX,
@@ -92,7 +107,10 @@ class Match(Header, frozen=True, kw_only=True, tag="match"):
 
 
 class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
-    """Match, pin the hit, and reserve slots for the rest. Idempotent by `request`. Frames: keys."""
+    """Match, pin the hit, and reserve slots for the rest. Idempotent by `request`. Frames: keys.
+
+    In attached mode there is nothing to reserve, and the answer is `Held`.
+    """
 
     epoch: Id
     request: RequestName  #: the engine's own id of the request
@@ -166,6 +184,12 @@ Request = (
     | Vacancy
     | Heartbeat
     | Bye
+    | HelloAttached
+    | PrepareLoad
+    | PrepareStore
+    | CommitStore
+    | CompleteLoad
+    | Clear
     | Stats
     | Health
     | Check
@@ -287,6 +311,12 @@ Reply = (
     | Vacant
     | Alive
     | Goodbye
+    | WelcomeAttached
+    | Held
+    | LoadPrepared
+    | StorePrepared
+    | Settled
+    | Cleared
     | StatsReport
     | HealthReport
     | CheckReport

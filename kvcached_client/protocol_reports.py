@@ -58,7 +58,11 @@ class HostStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Where the host slots of one namespace are. The states add up to `slots`."""
 
     namespace: str  #: first 16 hex digits
-    replicas: tuple[str, ...]
+    replicas: tuple[str, ...]  #: whose device pools are above it; none for engines in attached mode
+    label: str  #: what engines in attached mode call it
+    generation: int
+    sessions: int  #: of engines in attached mode
+    leases: int  #: of theirs
     slots: int
     slabs: int  #: slabs that the namespace has now
     states: dict[str, int]

@@ -21,6 +21,7 @@ from kvcached_client.protocol import (
     Acquire,
     Acquired,
     Heartbeat,
+    Held,
     Release,
     Reply,
     Request,
@@ -195,7 +196,7 @@ def _encode(request: Request) -> bytes:
 
 
 def _granted(answer: Answer | RequestError | None) -> LeaseId | None:
-    if isinstance(answer, Answer) and isinstance(answer.reply, Acquired):
+    if isinstance(answer, Answer) and isinstance(answer.reply, (Acquired, Held)):
         return LeaseId(answer.reply.lease)
     return None
 

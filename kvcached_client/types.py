@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from enum import StrEnum
 from typing import NewType
 
 #: One block key: the first 16 bytes of a block's chained hash.
@@ -23,6 +24,26 @@ BlockCount = NewType("BlockCount", int)
 #: A point in an engine's queued work; grows by one or more per fence. 0 = the work is already over.
 FenceSequence = NewType("FenceSequence", int)
 NO_FENCE = FenceSequence(0)
+
+
+
+class MissReason(StrEnum):
+    """Why a prompt's hit ends where it does: what became of the block behind it. Values never change."""
+
+    HIT = "hit"  #: there is none: every full block is a hit
+    LAST_TOKEN = "last_token"  #: it is cached, but the prompt's last token has to be computed
+    NEVER_STORED = "never_stored"  #: nothing is known of it
+    EVICTED = "evicted"  #: others needed its slot
+    CORRUPT_OR_FAILED = "corrupt_or_failed"  #: its copy failed, or proved to be damaged
+    NO_ROOM = "no_room"  #: it was to be stored when every slot was in use
+    WORKER_LOST = "worker_lost"  #: it went with the memory of a worker that died
+    CLEARED = "cleared"  #: it was stored before the namespace was cleared
+    FILLING = "filling"  #: it is being stored right now
+    BELOW_THRESHOLD = "below_threshold"  #: host memory has it, but too few blocks to be worth a load
+    OVER_QUOTA = "over_quota"  #: host memory has it, but as many blocks are being loaded as may be
+    OTHER_REPLICA = "other_replica"  #: only the device pool of another replica has it
+    UNKNOWN_NAMESPACE = "unknown_namespace"  #: nobody has declared the namespace
+
 
 KEY_SIZE_BYTES = 16
 RANGE_SIZE_BYTES = 8

@@ -1,0 +1,98 @@
+"""The headers of many host slots at once: what `host_header` does with one, in a fraction of its time for each.
+
+A header is a row of 128 bytes here; its fields are those of `host_header`.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_digest
+
+from kvcached_client import host_header
+from kvcached_client.host_header import KEY_BYTES, BlockName, HeaderKind
+from kvcached_client.slabs import HEADER_BYTES
+
+Rows = npt.NDArray[np.uint8]
+
+_KEY: Final = slice(48, 64)
+_PARENT: Final = slice(64, 80)
+_CHECKSUM: Final = slice(80, 96)
+_WRITER: Final = slice(96, 112)  #: epoch and transfer: which store it was, which readers do not ask
+_DEPTH: Final = slice(112, 116)
+_BODY_BYTES: Final = 120
+_SEAL: Final = slice(_BODY_BYTES, HEADER_BYTES)
+_WORD: Final = np.dtype("<u8")
+
+
+class BlockNames(NamedTuple):
+    """What blocks are called, one row for each: keys and parents of 16 bytes, and depths."""
+
+    keys: Rows
+    parents: Rows
+    depths: npt.NDArray[np.int64]
+
+
+class HeaderTable:
+    """Reads and writes headers of one host pool, whose size is a multiple of 128 bytes.
+
+    Places are those of headers, in bytes from the start of the pool, one for each block.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        words = HEADER_BYTES // _WORD.itemsize
+        self._words: npt.NDArray[np.uint64] = np.frombuffer(memory, _WORD).reshape(-1, words)
+
+    def invalidate(self, places: npt.NDArray[np.int64]) -> None:
+        """Say that the slots hold no blocks."""
+        self._words[places // HEADER_BYTES] = 0
+
+    def write(self, places: npt.NDArray[np.int64], headers: Rows) -> None:
+        """Say that the slots hold the blocks of these headers. The bytes of the blocks must be there already."""
+        rows, words = places // HEADER_BYTES, headers.view(_WORD)
+        self._words[rows, 1:] = words[:, 1:]
+        self._words[rows, 0] = words[:, 0]  # last, and in one write for each header
+
+    def read(self, places: npt.NDArray[np.int64]) -> Rows:
+        """The headers as they are."""
+        return self._words[places // HEADER_BYTES].view(np.uint8)
+
+
+def pack(kind: HeaderKind, names: BlockNames, checksums: bytes, epoch: int, transfer: int) -> Rows:
+    """Valid headers. `checksums` has 16 bytes for each block."""
+    headers = _bodies(kind, names, epoch, transfer)
+    headers[:, _CHECKSUM] = _rows_of(checksums, KEY_BYTES)
+    headers[:, _SEAL] = _seals(headers)
+    return headers
+
+
+def stored_checksums(headers: Rows, kind: HeaderKind, names: BlockNames) -> tuple[npt.NDArray[np.bool], Rows]:
+    """Which of the slots hold the very blocks of these names, and the checksums they were stored with."""
+    wanted = _bodies(kind, names, 0, 0)
+    for untold in (_CHECKSUM, _WRITER):
+        wanted[:, untold] = headers[:, untold]
+    wanted[:, _SEAL] = _seals(headers)
+    differences = wanted.view(_WORD) ^ headers.view(_WORD)
+    return (differences == 0).all(axis=1), headers[:, _CHECKSUM]
+
+
+def _bodies(kind: HeaderKind, names: BlockNames, epoch: int, transfer: int) -> Rows:
+    """Headers without checksums and seals."""
+    nobody = BlockName(bytes(KEY_BYTES), b"", 0)
+    template = host_header.pack(kind, nobody, bytes(KEY_BYTES), epoch, transfer)
+    headers = np.tile(np.frombuffer(template, np.uint8), (len(names.keys), 1))
+    headers[:, _KEY], headers[:, _PARENT] = names.keys, names.parents
+    headers[:, _DEPTH] = _rows_of(names.depths.astype("<u4").tobytes(), _DEPTH.stop - _DEPTH.start)
+    return headers
+
+
+def _seals(headers: Rows) -> Rows:
+    data = memoryview(headers.tobytes())
+    seals = b"".join([xxh3_64_digest(data[at : at + _BODY_BYTES]) for at in range(0, len(data), HEADER_BYTES)])
+    return _rows_of(seals, _WORD.itemsize)[:, ::-1]  # digests are big-endian
+
+
+def _rows_of(data: bytes, size: int) -> Rows:
+    return np.frombuffer(data, np.uint8).reshape(-1, size)
