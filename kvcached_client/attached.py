@@ -238,7 +238,7 @@ class AttachedClient:
         """The shards are about to read blocks of a lease's hit. Each of them has to say when it is through.
 
         Raises:
-            Stale: the blocks are not to be had any more: the namespace was cleared, or they proved bad.
+            Refused: `hit_gone`: the blocks are not to be had any more; the namespace was cleared, or they proved bad.
         """
         request = PrepareLoad(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start, blocks=blocks)
         reply, frames = self._channel.ask(request, LoadPrepared)

@@ -119,8 +119,18 @@ class AttachedShard:
         except BaseException as error:
             self._tell_failure(self._complete(job, error=_words(error)), (b"",), error)
             raise
-        self._settle(self._complete(job), (np.array(bad, "<i4").tobytes(),))
+        depths = [depth for span in job.spans for depth in range(span.depth, span.depth + len(span.blocks))]
+        told = np.array([depths[index] - job.start for index in bad], "<i4")
+        self._settle(self._complete(job), (told.tobytes(),))
         return bad
+
+    def fileno(self) -> int:
+        """The descriptor of the connection to the daemon, to be polled: it turns readable when the session is over.
+
+        Raises:
+            DaemonUnreachable: the shard is closed.
+        """
+        return self._channel.attach_fileno()
 
     def close(self) -> None:
         """Unmap the host pool and close the connections, while no copy is under way. May be repeated."""

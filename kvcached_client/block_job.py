@@ -38,8 +38,11 @@ class BlockJob:
         transfer: its id, from `prepare_store` or `prepare_load`.
         generation: of the namespace, from the same answer: blocks of another one are not used.
         spans: at least one block in all.
+        start: depth of the first block that the daemon was asked for: it counts a load's bad blocks from there. A job
+            may have fewer of them.
     """
 
     transfer: TransferId
     generation: int
     spans: tuple[JobSpan, ...]
+    start: int = 0

@@ -6,7 +6,7 @@ A header is zero from before the first byte of a job's blocks is written until a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from kvcached_client.host_header import KEY_BYTES, HeaderKind
 from kvcached_client.mapping import Buffer
 from kvcached_client.page_copier import PageCopier
 from kvcached_client.slabs import HEADER_BYTES
+
+_DEPTH_MAX: Final = 1 << 32
 
 
 class _Blocks(NamedTuple):
@@ -105,6 +107,8 @@ class BlockTransfers:
         return HeaderKind(self._namespace, self._fingerprint, job.generation)
 
     def _check(self, job: BlockJob) -> _Blocks:
+        if not job.spans:
+            raise _bad("no blocks", "leave the job out")
         for span in job.spans:
             _check_span(span)
         blocks = _indices("engine block", (span.blocks for span in job.spans), self._engine_blocks)
@@ -126,7 +130,9 @@ def _check_span(span: JobSpan) -> None:
             f"{len(span.keys)} bytes of keys, {len(span.blocks)} blocks and {len(span.slots)} slots",
             f"give {KEY_BYTES} bytes, a block and a slot for each",
         )
-    if span.depth < 0 or len(span.parent) != (KEY_BYTES if span.depth else 0):
+    if not 0 <= span.depth <= _DEPTH_MAX - keys:
+        raise _bad(f"depth {span.depth}", f"give the number of blocks before the first one, below {_DEPTH_MAX}")
+    if len(span.parent) != (KEY_BYTES if span.depth else 0):
         raise _bad(
             f"a parent of {len(span.parent)} bytes at depth {span.depth}",
             f"give the key before the first one, {KEY_BYTES} bytes; none at depth 0",
@@ -134,9 +140,9 @@ def _check_span(span: JobSpan) -> None:
 
 
 def _indices(kind: str, parts: Iterable[npt.NDArray[np.integer]], limit: int) -> npt.NDArray[np.int64]:
-    found = np.concatenate([np.empty(0, np.int64), *(np.asarray(part, np.int64) for part in parts)])
+    found = np.concatenate([np.asarray(part, np.int64) for part in parts])
     ordered = np.sort(found)
-    if len(found) and not 0 <= ordered[0] <= ordered[-1] < limit:
+    if not 0 <= ordered[0] <= ordered[-1] < limit:
         raise _bad(f"{kind}s from {ordered[0]} to {ordered[-1]} of {limit}", "name those that exist")
     if (ordered[1:] == ordered[:-1]).any():
         raise _bad(f"a {kind} is named twice", "name each once")

@@ -86,6 +86,16 @@ class Channel:
         """When a call that starts now has to be over, on the monotonic clock."""
         return time.monotonic_ns() + self._deadline_ms * 1_000_000
 
+    def attach_fileno(self) -> int:
+        """The descriptor of the attach connection: it turns readable when the daemon ends it.
+
+        Raises:
+            DaemonUnreachable: the channel is closed, or has none.
+        """
+        if self._attached is None or self.is_closed:
+            raise DaemonUnreachable(f"this client of {self.endpoint} has no attach connection")
+        return self._attached.fileno()
+
     def ask(
         self, request: Request, expected: type[R], frames: Sequence[bytes] = (), *, deadline_ns: int | None = None
     ) -> tuple[R, list[bytes]]:

@@ -22,6 +22,9 @@ from kvcached_client.protocol import (
     CheckReport,
     Describe,
     Description,
+    Explain,
+    Explained,
+    Explanation,
     Goodbye,
     Health,
     HealthReport,
@@ -84,6 +87,21 @@ class _Reports:
     def inspect(self, key: bytes) -> InspectReport:
         """Where the block with a 16-byte key is, and who holds it."""
         return self._channel.ask(Inspect(id=self._channel.next_id(), key=key), InspectReport)[0]
+
+    def explain(
+        self, keys: bytes, tokens: int, *, full: bool = False, replica: str = "", namespace: str = ""
+    ) -> tuple[Explanation, ...]:
+        """What of a prompt would be hit, and why no more, for each replica and attached namespace.
+
+        Args:
+            keys: 16 bytes for each full block of the prompt.
+            tokens: its length. One of them at least is left to compute, unless `full`.
+            full: as in `Client.match`.
+            replica: for this one only; "" for all.
+            namespace: only where its hex digits begin so; "" for all.
+        """
+        request = Explain(id=self._channel.next_id(), tokens=tokens, full=full, replica=replica, namespace=namespace)
+        return self._channel.ask(request, Explained, (keys,))[0].explanations
 
 
 class Admin(_Reports):

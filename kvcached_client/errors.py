@@ -46,6 +46,7 @@ class ErrorCode(StrEnum):
     UNKNOWN_SLOT = "unknown_slot"
     OUT_OF_ORDER = "out_of_order"
     STILL_LOADING = "still_loading"
+    HIT_GONE = "hit_gone"
     LIMIT = "limit"
     # the world moved on
     STALE_EPOCH = "stale_epoch"
@@ -156,6 +157,7 @@ _CLASS_OF: dict[ErrorCode, type[RequestError]] = {
     ErrorCode.UNKNOWN_SLOT: Refused,
     ErrorCode.OUT_OF_ORDER: Refused,
     ErrorCode.STILL_LOADING: Refused,
+    ErrorCode.HIT_GONE: Refused,
     ErrorCode.LIMIT: Refused,
     ErrorCode.STALE_EPOCH: Stale,
     ErrorCode.SESSION_EXPIRED: Stale,

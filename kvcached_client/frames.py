@@ -26,6 +26,8 @@ from kvcached_client.protocol import (
     Describe,
     Description,
     ErrorReply,
+    Explain,
+    Explained,
     Goodbye,
     Header,
     Health,
@@ -87,6 +89,7 @@ REQUEST_FRAMES: Final[dict[type[Header], tuple[int, int]]] = {
     Describe: (0, 0),
     Tree: (0, 0),
     Inspect: (0, 0),
+    Explain: (1, 1),
 }
 
 #: Frames after the header of a reply, by its type.
@@ -113,6 +116,7 @@ REPLY_FRAMES: Final[dict[type[Header], int]] = {
     Description: 0,
     TreeReport: 1,
     InspectReport: 0,
+    Explained: 0,
     ErrorReply: 0,
 }
 

@@ -59,11 +59,15 @@ from kvcached_client.protocol_fields import (
     Secret,
 )
 from kvcached_client.protocol_reports import (
+    AttachedInfo,
     BlockPlace,
     Check,
     CheckReport,
     Describe,
     Description,
+    Explain,
+    Explained,
+    Explanation,
     Health,
     HealthPart,
     HealthReport,
@@ -196,6 +200,7 @@ Request = (
     | Describe
     | Tree
     | Inspect
+    | Explain
 )
 
 
@@ -323,6 +328,7 @@ Reply = (
     | Description
     | TreeReport
     | InspectReport
+    | Explained
     | ErrorReply
 )
 

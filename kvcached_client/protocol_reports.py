@@ -18,7 +18,7 @@ from kvcached_client.protocol_fields import (
     Header,
     Id,
 )
-from kvcached_client.types import KEY_SIZE_BYTES
+from kvcached_client.types import KEY_SIZE_BYTES, MissReason
 
 
 class Stats(Header, frozen=True, kw_only=True, tag="stats"):
@@ -49,6 +49,15 @@ class Inspect(Header, frozen=True, kw_only=True, tag="inspect"):
     """Where a block is and who holds it. Needs no session. Frames: none."""
 
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_SIZE_BYTES, max_length=KEY_SIZE_BYTES)]
+
+
+class Explain(Header, frozen=True, kw_only=True, tag="explain"):
+    """Why a prompt is no longer hit than it is. Touches nothing, needs no session. Frames: keys of its full blocks."""
+
+    tokens: Count  #: length of the prompt; at most tokens - 1 are matched unless `full`
+    full: bool = False
+    replica: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""  #: for this one only; "" = for all
+    namespace: Annotated[str, msgspec.Meta(max_length=64)] = ""  #: only where its hex digits begin so; "" = anywhere
 
 
 # --- replies --------------------------------------------------------------------------------------------------------
@@ -128,6 +137,16 @@ class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     device: str
     model: str
     key_algorithm: str
+    namespace: str  #: root of its keys, 64 hex digits
+
+
+class AttachedInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the daemon offers to engines in attached mode."""
+
+    slabs: int  #: of the host pool
+    slab_bytes: int
+    namespaces_max: int
+    verify_loads: bool
 
 
 class Description(Header, frozen=True, kw_only=True, tag="description"):
@@ -139,6 +158,7 @@ class Description(Header, frozen=True, kw_only=True, tag="description"):
     daemon_epoch: Id
     pid: Id
     replicas: tuple[ReplicaInfo, ...]
+    attached: AttachedInfo | None  #: None: it serves no such engines
     limits: dict[str, int]
 
 
@@ -185,6 +205,28 @@ class InspectReport(Header, frozen=True, kw_only=True, tag="inspect_report"):
     places: tuple[BlockPlace, ...] = ()
     leases: tuple[str, ...] = ()  #: requests that hold it, at most 32
     transfers: tuple[str, ...] = ()  #: copies under way that read or write it
+
+
+class Explanation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What of a prompt a replica, or the engines of one attached namespace, would hit, and why no more."""
+
+    namespace: str  #: first 16 hex digits
+    replica: str  #: "" for engines in attached mode
+    label: str  #: what engines in attached mode call the namespace
+    generation: int
+    block_size: int  #: tokens
+    device: int  #: leading blocks in the replica's device pool
+    host: int  #: further ones in the host pool
+    hit: int  #: blocks that an acquire would hit
+    key: bytes  #: of the block behind the hit; empty where there is none
+    reason: MissReason  #: what became of that block
+    others: int  #: chains in the index that go on from the hit, but with other blocks
+
+
+class Explained(Header, frozen=True, kw_only=True, tag="explained"):
+    """Answer to `Explain`: one entry for each replica and for each namespace of engines in attached mode."""
+
+    explanations: tuple[Explanation, ...]
 
 
 _nodes_decoder: msgspec.msgpack.Decoder[list[TreeNode]] = msgspec.msgpack.Decoder(list[TreeNode])

@@ -26,12 +26,11 @@ FenceSequence = NewType("FenceSequence", int)
 NO_FENCE = FenceSequence(0)
 
 
-
 class MissReason(StrEnum):
     """Why a prompt's hit ends where it does: what became of the block behind it. Values never change."""
 
     HIT = "hit"  #: there is none: every full block is a hit
-    LAST_TOKEN = "last_token"  #: it is cached, but the prompt's last token has to be computed
+    LAST_TOKEN = "last_token"  # noqa: S105 - of a prompt. It is cached, but that token has to be computed
     NEVER_STORED = "never_stored"  #: nothing is known of it
     EVICTED = "evicted"  #: others needed its slot
     CORRUPT_OR_FAILED = "corrupt_or_failed"  #: its copy failed, or proved to be damaged

@@ -16,6 +16,7 @@ from kvcached_client.attach_protocol import (
     Identify,
     Join,
     Joined,
+    JoinedHost,
     decode_attach_request,
     encode_attach,
 )
@@ -27,7 +28,9 @@ from kvcached_client.protocol import (
     Allocated,
     Bye,
     Commit,
+    CommitStore,
     Committed,
+    CompleteLoad,
     Goodbye,
     Header,
     Heartbeat,
@@ -39,6 +42,7 @@ from kvcached_client.protocol import (
     Release,
     Released,
     Request,
+    Settled,
     Vacancy,
     Vacant,
     Welcome,
@@ -71,6 +75,7 @@ class FakeDaemon:
         memory: descriptor that a `Join` gets.
         progress: the progress page that it gets, too.
         joined: the answer to a `Join`.
+        joined_host: the answer in its place, in attached mode.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -83,6 +88,7 @@ class FakeDaemon:
         self.hit = 0
         self.memory: int | None = None
         self.progress = ProgressPage.create()
+        self.joined_host: JoinedHost | None = None
         self.joined = Joined(kind="memfd", shard=0, epoch=1, layout=LAYOUT, slots=SLOTS, pool_bytes=0)
         self.heartbeat_interval_ms = 60_000
         self._next_slot = 0
@@ -139,8 +145,10 @@ class FakeDaemon:
                 reply = Identified(member=MEMBER, endpoint=f"ipc://{self.run_dir}/rpc.sock", daemon_epoch=1)
                 socket.send_fds(peer, [encode_attach(reply)], [])
             case Join():
-                descriptors = [] if self.memory is None else [self.memory, *self.progress.descriptors]
-                socket.send_fds(peer, [encode_attach(self.joined)], descriptors)
+                descriptors = [] if self.memory is None else [self.memory]
+                if descriptors and not self.joined_host:
+                    descriptors += self.progress.descriptors
+                socket.send_fds(peer, [encode_attach(self.joined_host or self.joined)], descriptors)
 
     def _serve(self) -> None:
         routing_id, header, *frames = self._router.recv_multipart()
@@ -182,6 +190,8 @@ class FakeDaemon:
                 return Vacant(id=request.id, available=0), []
             case Release():
                 return Released(id=request.id), []
+            case CommitStore() | CompleteLoad():
+                return Settled(id=request.id), []
             case Heartbeat():
                 return Alive(id=request.id, epoch=self.epoch, generation=1), []
             case Bye():

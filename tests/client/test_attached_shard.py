@@ -1,0 +1,419 @@
+"""A shard in attached mode and its daemon: joining, what is said after copies, failures, and no way into a child."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import select
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvcached_client import (
+    BadRequest,
+    DaemonFailure,
+    DaemonUnreachable,
+    DeadlineExceeded,
+    Refused,
+    RequestError,
+    SessionGrant,
+    Stale,
+)
+from kvcached_client.attach_protocol import JoinedHost
+from kvcached_client.attached_shard import AttachedShard, BlockJob
+from kvcached_client.engine_pages import EnginePages
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol import CommitStore, CompleteLoad, Header, Request, error_reply
+from tests.client.attached_rig import FINGERPRINT, NAMESPACE, job, layer, span
+from tests.client.fake_daemon import SILENCE, TOKEN, FakeDaemon
+from tests.client.progress_page import sealed_memory
+
+SLABS, SLAB_BYTES = 2, 16384
+#: Of the host pool: a part is a page of headers, and 4 blocks.
+SLOTS, HEADER_PLACE, BLOCK_PLACE = 8, 8192, 8192 + 4096
+TENSORS = [layer(6, 512), layer(6, 512, seed=1)]
+
+
+def pages() -> EnginePages:
+    return EnginePages.of_tensors({str(index): tensor for index, tensor in enumerate(TENSORS)})
+
+
+def offer(daemon: FakeDaemon, descriptor: int | None, **changes: Any) -> SessionGrant:
+    daemon.memory = descriptor
+    told: dict[str, Any] = {
+        "shard": 1,
+        "shards": 2,
+        "epoch": 11,
+        "slabs": SLABS,
+        "slab_bytes": SLAB_BYTES,
+        "block_bytes": 1024,
+        "namespace": NAMESPACE * 2,
+        "fingerprint": pages().fingerprint,
+        "verify_loads": True,
+    }
+    daemon.joined_host = JoinedHost(**{**told, **changes})
+    return SessionGrant(id=3, token=TOKEN, run_dir=str(daemon.run_dir))
+
+
+@pytest.fixture
+def pool(memory: list[int]) -> int:
+    """The host pool's sealed memory."""
+    memory.append(sealed_memory(SLABS * SLAB_BYTES))
+    return memory[-1]
+
+
+@pytest.fixture
+def shard(daemon: FakeDaemon, pool: int) -> Iterator[AttachedShard]:
+    """Shard 1 of 2, joined."""
+    with AttachedShard.join(offer(daemon, pool), 1, pages(), deadline_ms=2000) as joined:
+        yield joined
+
+
+def store_job() -> BlockJob:
+    return job(span([1, 4, 2], [0, 1, 5]))
+
+
+def load_job() -> BlockJob:
+    return job(span([0, 3, 5], [0, 1, 5]), transfer=9)
+
+
+def told(daemon: FakeDaemon) -> list[tuple[Request, list[bytes]]]:
+    """What the shard has said, its ids apart."""
+    return [(msgspec.structs.replace(request, id=0), frames) for request, frames in daemon.requests]
+
+
+def commit(error: str = "") -> CommitStore:
+    return CommitStore(id=0, session=3, token=TOKEN, transfer=3, shard=1, error=error)
+
+
+def complete(error: str = "") -> CompleteLoad:
+    return CompleteLoad(id=0, session=3, token=TOKEN, transfer=9, shard=1, error=error)
+
+
+def test_store_and_load_go_through_the_daemons_memory(daemon: FakeDaemon, shard: AttachedShard, pool: int) -> None:
+    """Stored blocks are in the shard's own part of the host pool; loads bring them back; the daemon is told of both."""
+    shard.store(store_job())
+
+    content = os.pread(pool, SLABS * SLAB_BYTES, 0)
+    for slot, block in ((0, 1), (1, 4), (5, 2)):
+        place = slot // 4 * SLAB_BYTES + BLOCK_PLACE + slot % 4 * 1024
+        assert content[place : place + 1024] == b"".join(tensor.array[block].tobytes() for tensor in TENSORS)
+    assert content[HEADER_PLACE + 16 : HEADER_PLACE + 32] == NAMESPACE
+    assert content[HEADER_PLACE + 32 : HEADER_PLACE + 48] == pages().fingerprint
+    assert content[:HEADER_PLACE] == bytes(HEADER_PLACE)
+
+    assert shard.load(load_job()) == []
+
+    for tensor in TENSORS:
+        assert (tensor.array[[0, 3, 5]] == tensor.array[[1, 4, 2]]).all()
+    assert told(daemon) == [(commit(), []), (complete(), [b""])]
+    assert (shard.shard, shard.epoch) == (1, 11)
+
+
+def test_bad_blocks_are_returned_and_told(daemon: FakeDaemon, shard: AttachedShard, pool: int) -> None:
+    """The daemon learns which blocks of a load are not what was stored, and so does the caller."""
+    shard.store(store_job())
+    os.pwrite(pool, b"\xff\xfe", BLOCK_PLACE + 1024 + 7)
+    os.pwrite(pool, b"\0", SLAB_BYTES + HEADER_PLACE + 128)
+
+    assert shard.load(load_job()) == [1, 2]
+
+    assert told(daemon)[-1] == (complete(), [struct.pack("<2i", 1, 2)])
+
+
+def test_part_of_a_load_tells_bad_blocks_as_the_daemon_counts_them(
+    daemon: FakeDaemon, shard: AttachedShard, pool: int
+) -> None:
+    """Where an engine loads only a part of what it announced, the daemon still drops the right blocks."""
+    shard.store(job(span([1, 4, 2], [0, 1, 5], depth=6)))
+    os.pwrite(pool, b"\xff\xfe", BLOCK_PLACE + 1024 + 7)
+
+    part = replace(job(span([0, 3, 5], [0, 1, 5], depth=6), transfer=9), start=2)
+
+    assert shard.load(part) == [1]
+    assert told(daemon)[-1] == (complete(), [struct.pack("<i", 5)])
+
+
+def test_end_of_the_daemon_makes_the_descriptor_readable(daemon: FakeDaemon, shard: AttachedShard) -> None:
+    """A shard without work can wait for the end of its session; closed, it has nothing to wait on."""
+    poller = select.poll()
+    poller.register(shard.fileno(), select.POLLIN)
+    assert not poller.poll(0)
+
+    daemon.stop()
+
+    assert poller.poll(2000)
+    shard.close()
+    with pytest.raises(DaemonUnreachable):
+        shard.fileno()
+
+
+def test_daemon_says_whether_loads_are_verified(daemon: FakeDaemon, pool: int) -> None:
+    """Without verification bytes are not compared with their checksums; headers still are."""
+    with AttachedShard.join(offer(daemon, pool, verify_loads=False), 1, pages()) as shard:
+        shard.store(store_job())
+        os.pwrite(pool, b"\xff\xfe", BLOCK_PLACE + 7)
+        os.pwrite(pool, b"\0", SLAB_BYTES + HEADER_PLACE + 128)
+
+        assert shard.load(load_job()) == [2]
+
+
+def test_nothing_is_told_before_it_is_done(daemon: FakeDaemon, shard: AttachedShard, pool: int) -> None:
+    """When the daemon hears of a store, its blocks and headers are there."""
+    found: list[bytes] = []
+
+    def look(request: Request, frames: list[bytes]) -> None:
+        del request, frames
+        found.append(os.pread(pool, 6, HEADER_PLACE))
+
+    daemon.script = look
+    shard.store(store_job())
+
+    assert found == [b"KVCH\1\0"]
+
+
+BAD_JOB = job(span([1, 6], [0, 1]))
+
+
+def test_failed_store_is_told_with_its_error(daemon: FakeDaemon, shard: AttachedShard) -> None:
+    """A store that cannot be carried out is the caller's typed error, and the daemon need not wait for it."""
+    with pytest.raises(BadRequest, match="engine block") as caught:
+        shard.store(BAD_JOB)
+
+    assert told(daemon) == [(commit(f"BadRequest: {caught.value}"), [])]
+
+
+def test_failed_load_is_told_with_its_error(daemon: FakeDaemon, shard: AttachedShard) -> None:
+    """The same for loads."""
+    with pytest.raises(BadRequest, match="engine block") as caught:
+        shard.load(job(*BAD_JOB.spans, transfer=9))
+
+    assert told(daemon) == [(complete(f"BadRequest: {caught.value}"), [b""])]
+
+
+def test_failure_of_a_copy_that_cannot_be_told_stays_the_failure(daemon: FakeDaemon, shard: AttachedShard) -> None:
+    """Where the daemon is gone as well, the caller gets the copy's error, with a note of the other."""
+    daemon.stop()
+
+    with pytest.raises(BadRequest, match="engine block") as caught:
+        shard.store(BAD_JOB)
+
+    assert "could not be told" in "".join(caught.value.__notes__)
+
+
+def test_long_errors_are_cut(daemon: FakeDaemon, shard: AttachedShard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of any length can be told."""
+
+    def fail(_: BlockJob) -> None:
+        raise OSError("x" * 5000)
+
+    monkeypatch.setattr(shard._transfers, "store", fail)
+    with pytest.raises(OSError, match="xxx"):
+        shard.store(store_job())
+
+    assert told(daemon) == [(commit(f"OSError: {'x' * 503}"), [])]
+
+
+Work = Callable[[AttachedShard], object]
+WORKS: list[Work] = [lambda shard: shard.store(store_job()), lambda shard: shard.load(load_job())]
+
+
+@pytest.fixture(params=WORKS, ids=["store", "load"])
+def work(request: pytest.FixtureRequest) -> Work:
+    """Either kind of copy."""
+    done: Work = request.param
+    return done
+
+
+@pytest.fixture
+def hasty(daemon: FakeDaemon, pool: int) -> Iterator[AttachedShard]:
+    """A shard that waits for an answer 50 ms only."""
+    with AttachedShard.join(offer(daemon, pool), 1, pages(), deadline_ms=50) as joined:
+        yield joined
+
+
+def test_word_without_an_answer_is_said_once_more(daemon: FakeDaemon, hasty: AttachedShard, work: Work) -> None:
+    """After a deadline the same request goes out again, with the same id, and its answer counts."""
+
+    def late(request: Request, frames: list[bytes]) -> tuple[Header, list[bytes]] | None:
+        del request, frames
+        return (SILENCE, []) if len(daemon.requests) == 1 else None
+
+    daemon.script = late
+    work(hasty)
+
+    first, second = daemon.requests
+    assert first == second
+
+
+def test_silence_is_a_typed_error(daemon: FakeDaemon, hasty: AttachedShard, work: Work) -> None:
+    """A daemon that answers neither time costs two deadlines, and the shard can go on with its next job."""
+    daemon.script = lambda request, frames: (SILENCE, [])
+    with pytest.raises(DeadlineExceeded):
+        work(hasty)
+    assert len(daemon.requests) == 2
+
+    daemon.script = None
+    work(hasty)
+
+
+def test_end_of_the_session_is_a_typed_error(daemon: FakeDaemon, shard: AttachedShard, work: Work) -> None:
+    """A daemon that knows the session no more says so, once, and the caller joins again."""
+    over = request_error(ErrorCode.NO_SESSION, "no session 3", "attach again")
+    daemon.script = lambda request, frames: (error_reply(request.id, over), [])
+
+    with pytest.raises(Stale, match="no session 3"):
+        work(shard)
+    assert len(daemon.requests) == 1
+
+
+def test_death_of_the_daemon_is_a_typed_error(daemon: FakeDaemon, shard: AttachedShard, work: Work) -> None:
+    """With the daemon gone, copies still end, and what cannot be told is an error."""
+    daemon.stop()
+
+    with pytest.raises(DaemonUnreachable):
+        work(shard)
+
+
+def test_closed_shard_copies_nothing(daemon: FakeDaemon, shard: AttachedShard, work: Work) -> None:
+    """After `close` nothing is copied or said; closing twice is fine."""
+    shard.close()
+    shard.close()
+
+    with pytest.raises(DaemonUnreachable, match="join again"):
+        work(shard)
+    assert daemon.requests == []
+
+
+# --- joining --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "match"),
+    [
+        ({"fingerprint": FINGERPRINT}, Refused, "declare the layout"),
+        ({"block_bytes": 2048}, Refused, "declare the layout"),
+        ({"shard": 0}, BadRequest, "JoinedHost"),
+        ({"slabs": 0}, DaemonFailure, "slabs"),
+        ({"slab_bytes": 16383}, DaemonFailure, "slab_bytes"),
+        ({"slab_bytes": 8192}, DaemonFailure, "0 slots"),
+        ({"shards": 1}, DaemonFailure, "shard 1 of 1"),
+        ({"slabs": 3}, DaemonFailure, "bytes"),
+    ],
+)
+def test_host_pool_that_does_not_fit_is_refused(
+    daemon: FakeDaemon, pool: int, changes: dict[str, Any], kind: type[RequestError], match: str
+) -> None:
+    """Another layout than the tensors', sizes that cannot be, and memory that is too small are not mapped."""
+    before = open_descriptors()
+
+    with pytest.raises(kind, match=match):
+        AttachedShard.join(offer(daemon, pool, **changes), 1, pages())
+
+    assert maps_of(pool) == []
+    assert open_descriptors() - before <= 1  # the fake daemon's end of the connection
+
+
+def test_unsealed_memory_is_refused(daemon: FakeDaemon, memory: list[int]) -> None:
+    """Memory that could change its size is not mapped."""
+    memory.append(sealed_memory(SLABS * SLAB_BYTES, 0))
+
+    with pytest.raises(DaemonFailure, match="seals"):
+        AttachedShard.join(offer(daemon, memory[-1]), 1, pages())
+    assert maps_of(memory[-1]) == []
+
+
+def test_join_without_memory_is_refused(daemon: FakeDaemon) -> None:
+    """A promise of memory without the memory is an error."""
+    with pytest.raises(RequestError, match="0 descriptors"):
+        AttachedShard.join(offer(daemon, None), 1, pages())
+
+
+def test_join_without_a_daemon_is_refused(run_dir: Path) -> None:
+    """Where nothing listens, there is nothing to join."""
+    with pytest.raises(DaemonUnreachable):
+        AttachedShard.join(SessionGrant(id=3, token=TOKEN, run_dir=str(run_dir)), 1, pages())
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def maps_of(descriptor: int) -> list[str]:
+    inode = os.fstat(descriptor).st_ino
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if f" {inode} " in line and "memfd:pool" in line]
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_closed_shard_unmaps_the_memory(shard: AttachedShard, pool: int) -> None:
+    """With its last user the mapping goes."""
+    assert len(maps_of(pool)) == 1
+    shard.close()
+    gc.collect()
+    assert maps_of(pool) == []
+
+
+def test_mapping_is_shared_and_kept_from_forks_and_core_dumps(shard: AttachedShard, pool: int) -> None:
+    """The kernel lists the mapping as shared, not copied on fork, and not dumped."""
+    (line,) = maps_of(pool)
+    entry = Path("/proc/self/smaps").read_text().split(line.split()[0], 1)[1]
+    flags = next(row for row in entry.splitlines() if row.startswith("VmFlags:")).split()
+    assert line.split()[1] == "rw-s"
+    assert {"sh", "dc", "dd"} <= set(flags)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_child_cannot_write_the_host_pool(shard: AttachedShard, pool: int) -> None:
+    """A child that goes on with the parent's copies dies, and the host pool is as it was."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()  # the child's death is the point, not a crash to report
+        with contextlib.suppress(BaseException):
+            shard.store(store_job())
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGSEGV
+    assert not np.frombuffer(os.pread(pool, SLABS * SLAB_BYTES, 0), np.uint8).any()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_child_holds_no_descriptor_of_the_host_pool(daemon: FakeDaemon) -> None:
+    """Neither this process nor its child has a descriptor of the memory once it is mapped."""
+    descriptor = sealed_memory(SLABS * SLAB_BYTES)
+    inode = os.fstat(descriptor).st_ino
+    shard = AttachedShard.join(offer(daemon, descriptor), 1, pages())
+    os.close(descriptor)
+    with shard:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, struct.pack("q", len(descriptors_of(inode))))
+            os._exit(0)
+        os.waitpid(child, 0)
+        (in_child,) = struct.unpack("q", os.read(reader, 8))
+        os.close(reader)
+        os.close(writer)
+        assert (in_child, descriptors_of(inode)) == (0, [])
+
+
+def descriptors_of(inode: int) -> list[str]:
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
+            if path.stat().st_ino == inode:
+                found.append(path.name)
+    return found

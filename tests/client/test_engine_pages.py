@@ -1,0 +1,145 @@
+"""Tensors of an engine as pages: which are taken, and which are refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvcached_client.engine_pages import EnginePages
+from kvcached_client.errors import BadRequest
+from tests.client.attached_rig import HostTensor
+
+
+def kv(blocks: int = 5, *, dtype: str = "float32") -> npt.NDArray[Any]:
+    """As vLLM has it on CPUs: [blocks, heads, tokens, K and V]."""
+    return np.zeros((blocks, 2, 4, 16), dtype)
+
+
+def fingerprint(**tensors: npt.NDArray[Any]) -> bytes:
+    return EnginePages.of_tensors({name: HostTensor(array) for name, array in tensors.items()}).fingerprint
+
+
+def test_pages_are_where_the_tensors_are() -> None:
+    """Every layer has its address, its bytes of one block, and the bytes from block to block."""
+    first, second = HostTensor(kv()), HostTensor(np.zeros((5, 3, 8), "float16")[:, :2])
+
+    pages = EnginePages.of_tensors({"a": first, "b": second})
+
+    assert pages.layers == ((first.data_ptr(), 512, 512), (second.data_ptr(), 32, 48))
+    assert (pages.blocks, pages.block_bytes) == (5, 544)
+
+
+def test_pages_keep_their_memory_alive() -> None:
+    """Tensors that nobody else holds live as long as the pages do, and no longer."""
+    tensor = HostTensor(kv())
+    alive = weakref.ref(tensor)
+    pages = EnginePages.of_tensors({"a": tensor})
+
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    del pages
+    gc.collect()
+    assert alive() is None
+
+
+def test_layers_on_one_tensor_are_copied_once() -> None:
+    """A layer that uses another one's tensor adds no bytes, and is part of the fingerprint."""
+    shared, other = HostTensor(kv()), HostTensor(kv())
+
+    pages = EnginePages.of_tensors({"a": shared, "b": other, "c": shared})
+
+    assert len(pages.layers) == 2
+    assert pages.fingerprint != EnginePages.of_tensors({"a": shared, "b": other, "c": other}).fingerprint
+
+
+def test_pages_in_any_order_of_dimensions_are_contiguous() -> None:
+    """What counts is that a block is one run of bytes, not the order in which its dimensions are named."""
+    swapped = np.zeros((5, 4, 2, 16), "float32").transpose(0, 2, 1, 3)
+
+    pages = EnginePages.of_tensors({"a": HostTensor(swapped)})
+
+    assert pages.layers[0][1:] == (512, 512)
+    assert pages.fingerprint != fingerprint(a=kv())
+
+
+def test_fingerprint_tells_layouts_apart() -> None:
+    """Names, order, shapes and dtypes count; the number of blocks, and how far they are apart, do not."""
+    same = fingerprint(a=kv(), b=kv())
+
+    assert len(same) == 16
+    assert same == fingerprint(a=kv(9), b=np.zeros((9, 4, 4, 16), "float32")[:, :2])
+    others = [
+        fingerprint(b=kv(), a=kv()),
+        fingerprint(a=kv()),
+        fingerprint(a=kv(), c=kv()),
+        fingerprint(a=kv(), b=kv(dtype="int32")),
+        fingerprint(a=kv(), b=np.zeros((5, 4, 2, 16), "float32")),
+    ]
+    assert len({same, *others}) == len(others) + 1
+
+
+def test_stride_of_a_single_element_does_not_count() -> None:
+    """Two views of the same bytes have one fingerprint, whatever they say of dimensions of one element."""
+    one_head = np.zeros((5, 1, 4, 16), "float32")
+    strides = (one_head.strides[0], 7 * 4, *one_head.strides[2:])
+    odd = np.lib.stride_tricks.as_strided(one_head, one_head.shape, strides)
+
+    assert fingerprint(a=odd) == fingerprint(a=one_head)
+
+
+def test_tensor_on_a_device_is_refused() -> None:
+    """Memory of an accelerator cannot be copied from here, and the error says what can."""
+    with pytest.raises(BadRequest, match="this version copies CPU tensors only"):
+        EnginePages.of_tensors({"model.layers.0": HostTensor(kv(), "cuda")})
+
+
+@pytest.mark.parametrize(
+    ("array", "match"),
+    [
+        (np.zeros((2, 5, 4, 16), "float32"), "K and V"),
+        (np.zeros(5, "float32"), "shape"),
+        (np.zeros((0, 4), "float32"), "shape"),
+        (np.zeros((5, 2, 4, 32), "float32")[..., :16], "not contiguous"),
+        (np.zeros((5, 2, 8, 16), "float32")[:, :, ::2], "not contiguous"),
+        (np.zeros((4, 5, 16), "float32").transpose(1, 0, 2), "not contiguous"),
+        (np.zeros((5, 16), "float32")[:, ::-1], "not contiguous"),
+        (np.zeros((5, 16), "float32")[::-1], "not contiguous"),
+        (np.broadcast_to(np.zeros(16, "float32"), (5, 16)), "not contiguous"),
+    ],
+    ids=["k-v-apart", "flat", "empty", "half-rows", "every-second", "tokens-first", "backwards", "down", "one-for-all"],
+)
+def test_blocks_that_are_no_single_run_are_refused(array: npt.NDArray[Any], match: str) -> None:
+    """Blocks must be in the first dimension, each one run of bytes apart from the others."""
+    with pytest.raises(BadRequest, match=match):
+        EnginePages.of_tensors({"a": HostTensor(array)})
+
+
+def test_tensors_of_different_pools_are_refused() -> None:
+    """A block index must mean the same in all layers."""
+    with pytest.raises(BadRequest, match="4 and 5 blocks"):
+        EnginePages.of_tensors({"a": HostTensor(kv(5)), "b": HostTensor(kv(4))})
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    """No tensors at all, or a list where a tensor is expected (layers with a state), are the caller's error."""
+    with pytest.raises(BadRequest, match="no tensor"):
+        EnginePages.of_tensors({})
+    listed: Any = [kv()]
+    with pytest.raises(BadRequest, match="a is no tensor"):
+        EnginePages.of_tensors({"a": listed})
+
+
+def test_torch_tensors_are_taken() -> None:
+    """Tensors of torch offer what is asked of tensors."""
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros((5, 2, 4, 16), dtype=torch.bfloat16)
+
+    pages = EnginePages.of_tensors({"a": tensor})
+
+    assert pages.layers == ((tensor.data_ptr(), 256, 256),)
