@@ -1,0 +1,350 @@
+"""The connector as vLLM loads it: each hook hands on to the scheduler's or the worker's side.
+
+vLLM makes one object in the scheduler's process and one in every worker. Nothing is shared between them but what it
+carries: pages at the start, orders with each step, and reports.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import vllm
+from huggingface_hub import try_to_load_from_cache
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import is_full_attention_spec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
+from kvcached_client.attached_shard import AttachedShard
+from kvcached_client.engine_pages import EnginePages
+from kvcached_client.protocol_fields import NAME_LENGTH_MAX
+from kvcached_client.rundir import default_run_dir
+from kvcached_client.vllm.identity import Identity, identify
+from kvcached_client.vllm.link import Link
+from kvcached_client.vllm.metrics import KvcachedPromMetrics, KvcachedStats, scheduler_stats, worker_stats
+from kvcached_client.vllm.orders import StepOrders, StoreId
+from kvcached_client.vllm.scheduler import SchedulerSide
+from kvcached_client.vllm.settings import KvCacheConfig, Settings, VllmConfig, check_config, read_settings
+from kvcached_client.vllm.tracked import BlockPool
+from kvcached_client.vllm.worker import WorkerSide
+
+#: vLLM is untyped here.
+VllmObject: TypeAlias = Any
+
+log = logging.getLogger("vllm.kvcached")
+
+
+@dataclass
+class KvcachedPages(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a worker tells the scheduler of its tensors, before anything else.
+
+    Attributes:
+        blocks: that it has.
+        block_bytes: of one of them, all layers.
+        page_bytes: the same by layer.
+        fingerprint: of the order of bytes in it.
+    """
+
+    blocks: int
+    block_bytes: int
+    page_bytes: tuple[int, ...]
+    fingerprint: bytes
+
+
+@dataclass
+class KvcachedOrders(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler tells the workers with a step."""
+
+    orders: StepOrders
+
+
+@dataclass
+class KvcachedReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What workers tell the scheduler with a step: how many are through with each store, and which stores failed."""
+
+    stored: dict[StoreId, int]
+    failed: set[StoreId]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Both workers' report."""
+        return KvcachedReport(dict(Counter(self.stored) + Counter(other.stored)), self.failed | other.failed)
+
+
+class KvcachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM's external KV cache in the host pool of a kvcached daemon on the same machine."""
+
+    _cache_hit_source: Final = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KvCacheConfig) -> None:
+        """Check the configuration; the daemon is reached for once the workers have told of their tensors.
+
+        Raises:
+            ValueError: kvcached cannot be used with it, or `kv_connector_extra_config` is wrong.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        groups = kv_cache_config.kv_cache_groups
+        is_full_attention = len(groups) == 1 and is_full_attention_spec(groups[0].kv_cache_spec)
+        check_config(vllm_config, kv_cache_config, is_full_attention=is_full_attention)
+        self._link = Link()
+        self._scheduler: SchedulerSide | None = None
+        self._was_up: bool | None = None
+        self._pages: EnginePages | None = None
+        self._worker: WorkerSide | None = None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is dropped is a miss later, no loss."""
+        return False
+
+    def shutdown(self) -> None:
+        """End threads and session; waits for the copy under way, within a bounded time."""
+        if self._worker is not None:
+            self._worker.close()
+        self._link.close()
+
+    # --- the worker's side ------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, VllmObject]) -> None:
+        """The worker's tensors, by layer.
+
+        Raises:
+            ValueError: they have more blocks than vLLM counts, so block ids mean something else.
+            BadRequest: they are not on the CPU, or their blocks are not contiguous.
+        """
+        pages = EnginePages.of_tensors(kv_caches)
+        expected = self._kv_cache_config.num_blocks
+        if pages.blocks != expected:
+            raise ValueError(
+                f"the KV tensors have {pages.blocks} blocks where vLLM counts {expected}: its attention kernels split "
+                "blocks; choose a --block-size that they take whole"
+            )
+        self._pages = pages
+        shard = get_tensor_model_parallel_rank()
+        self._worker = WorkerSide(lambda grant: AttachedShard.join(grant, shard, pages))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the scheduler has to know of the tensors."""
+        pages = self._pages
+        if pages is None:
+            return None
+        page_bytes = tuple(layer.page_bytes for layer in pages.layers)
+        return KvcachedPages(pages.blocks, pages.block_bytes, page_bytes, pages.fingerprint)
+
+    def start_load_kv(self, forward_context: VllmObject, **kwargs: VllmObject) -> None:  # noqa: ARG002 - as vLLM calls it
+        """Begin what the step orders, loads and stores. Once per step, also where nothing is computed."""
+        self._of_worker().begin(self._get_connector_metadata().orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: requests are computed once their loads are over."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: VllmObject, attn_metadata: VllmObject, **kwargs: VllmObject
+    ) -> None:
+        """Do nothing: blocks are stored once they are full."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing: the scheduler's side holds the blocks of stores until they are reported."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:  # noqa: ARG002 - as vLLM calls it
+        """Requests whose loads are over, behind those whose stores are: none, vLLM frees their blocks at once."""
+        return None, self._of_worker().take_loaded() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that do not hold what was to be loaded. vLLM asks after `get_finished`."""
+        return self._of_worker().take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """The stores that are over."""
+        report = self._of_worker().take_stored()
+        return None if report is None else KvcachedReport(report.done, report.failed)
+
+    # --- the scheduler's side ---------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take over vLLM's blocks."""
+        self._scheduler = SchedulerSide(
+            self._link,
+            gpu_block_pool,
+            block_size=self._vllm_config.cache_config.block_size,
+            shards=self._vllm_config.parallel_config.tensor_parallel_size,
+            hold_deadline_s=self._settings.hold_deadline_ms / 1000,
+        )
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KvcachedPages]) -> None:
+        """The workers' pages, by rank: the daemon can be reached for.
+
+        Raises:
+            ValueError: workers' blocks are not alike.
+        """
+        layout = common_layout(metadata, self._vllm_config)
+        identity = identify(
+            self._vllm_config,
+            self._kv_cache_config,
+            vllm_version=vllm.__version__,
+            weights_version=self._settings.weights_version,
+            environment=os.environ,
+            find_snapshot=_find_snapshot,
+        )
+        for warning in identity.warnings:
+            log.warning("kvcached: %s", warning)
+        log.info(
+            "kvcached: vLLM %s, namespace %r, blocks of %d tokens and %d bytes on each of %d shards",
+            vllm.__version__,
+            identity.label,
+            layout.block_size,
+            layout.block_bytes,
+            layout.shards,
+        )
+        self._link.start(_connect_as(identity, layout, self._settings))
+
+    def on_new_request(self, request: VllmObject) -> None:
+        """A request has arrived."""
+        self._of_scheduler().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: VllmObject, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond those that vLLM has; None = ask again. Loads are always asynchronous."""
+        return self._of_scheduler().matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: VllmObject, blocks: VllmObject, num_external_tokens: int) -> None:
+        """A request has its blocks."""
+        self._of_scheduler().allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: VllmObject) -> KVConnectorMetadata:
+        """What goes to the workers with a step."""
+        return KvcachedOrders(self._of_scheduler().step(scheduler_output))
+
+    def update_connector_output(self, connector_output: VllmObject) -> None:
+        """What workers report with a step."""
+        scheduler, report = self._of_scheduler(), connector_output.kv_connector_worker_meta
+        scheduler.loaded(
+            connector_output.finished_recving or (),
+            connector_output.failed_recving or (),
+            connector_output.invalid_block_ids or (),
+        )
+        if report is not None:
+            scheduler.stored(report.stored, report.failed)
+
+    def request_finished(self, request: VllmObject, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over, and vLLM may free its blocks: those of stores are held beside."""
+        self._of_scheduler().finished(request, block_ids)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: VllmObject, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same; there is one group."""
+        return self.request_finished(request, block_ids[0])
+
+    def has_pending_push_work(self) -> bool:
+        """Whether steps are needed, even empty ones, until stores are through."""
+        return self._of_scheduler().is_busy
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks come free when stores are through, so that vLLM need not preempt for them."""
+        return self._of_scheduler().frees_soon
+
+    def reset_cache(self) -> bool:
+        """Nothing that is stored is loaded any more, by any engine of the namespace. False if that is still to come."""
+        return self._of_scheduler().reset()
+
+    # --- statistics -------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KvcachedStats | None:
+        """What happened since the last call; None if nothing did."""
+        if self._worker is not None and self._pages is not None:
+            counts = self._worker.take_counts()
+            return None if counts is None else worker_stats(counts, self._pages.block_bytes)
+        if self._scheduler is None:
+            return None
+        is_up, skipped = self._scheduler.session is not None, self._scheduler.take_skipped()
+        if is_up == self._was_up and not skipped:
+            return None
+        self._was_up = is_up
+        return scheduler_stats(is_up=is_up, skipped_blocks=skipped)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvcachedStats:
+        """Statistics from what came from another process."""
+        return KvcachedStats(data={} if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type, Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvcachedPromMetrics:
+        """The Prometheus metrics."""
+        return KvcachedPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # --- roles ------------------------------------------------------------------------------------------------------
+
+    def _of_worker(self) -> WorkerSide:
+        if self._worker is None:
+            raise RuntimeError("vLLM has not registered its KV tensors with this connector")
+        return self._worker
+
+    def _of_scheduler(self) -> SchedulerSide:
+        if self._scheduler is None:
+            raise RuntimeError("vLLM has not bound its block pool to this connector")
+        return self._scheduler
+
+
+def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> AttachedLayout:
+    """What the daemon is told of blocks.
+
+    Raises:
+        ValueError: workers' blocks are not alike, or a worker has told nothing.
+    """
+    shards = config.parallel_config.tensor_parallel_size
+    if sorted(pages) != list(range(shards)):
+        raise ValueError(f"of {shards} workers, ranks {sorted(pages)} have told of their KV tensors")
+    kinds = {(each.block_bytes, each.fingerprint) for each in pages.values()}
+    if len(kinds) > 1:
+        told = ", ".join(
+            f"rank {rank}: {each.block_bytes} bytes, {each.fingerprint.hex()}" for rank, each in sorted(pages.items())
+        )
+        raise ValueError(
+            f"the workers' blocks differ ({told}): choose a tensor_parallel_size that divides the model's KV heads"
+        )
+    block_bytes, fingerprint = kinds.pop()
+    return AttachedLayout(config.cache_config.block_size, shards, block_bytes, fingerprint)
+
+
+def _connect_as(identity: Identity, layout: AttachedLayout, settings: Settings) -> Callable[[], AttachedClient]:
+    instance = new_instance()
+    run_dir = Path(settings.run_dir or default_run_dir()).absolute()
+
+    def connect() -> AttachedClient:
+        return AttachedClient.connect(
+            run_dir,
+            engine=f"vllm {vllm.__version__}"[:NAME_LENGTH_MAX],
+            instance=instance,
+            keyspace=identity.keyspace,
+            label=identity.label,
+            layout=layout,
+        )
+
+    return connect
+
+
+def _find_snapshot(model: str, revision: str | None, download_dir: str | None) -> str | None:
+    """Where the Hugging Face cache has a model."""
+    found = try_to_load_from_cache(model, "config.json", cache_dir=download_dir, revision=revision)
+    return str(Path(found).parent) if isinstance(found, str) else None

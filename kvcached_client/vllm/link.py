@@ -1,0 +1,321 @@
+"""The scheduler's line to the daemon: a thread of its own that owns the session, so that the scheduler never waits.
+
+The scheduler puts commands in and takes events out. Both are in order. Rules:
+
+* Every `Seek` and every `Offer` that was accepted is answered by one event, also when the session is lost, the daemon
+  does not answer, or the link closes.
+* A session is announced before anything that belongs to it, and its loss before anything of the next one. What was
+  commanded for a lost session is dropped, its offers are answered; a seek is carried out on the next one.
+* After a session that worked the next one is tried for at once, else after a pause that grows.
+* A daemon that misses a deadline keeps the session, but is not asked for anything new until a pause is over.
+* A clear that could not be made is made before the next seek.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol, TypeVar
+
+from kvcached_client.attach import SessionGrant
+from kvcached_client.attached import Hold, PreparedLoad, PreparedStore
+from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, KvcachedError, RequestError
+from kvcached_client.types import LeaseId, TransferId
+from kvcached_client.vllm.commands import (
+    Command,
+    Connected,
+    DropLoad,
+    DropStore,
+    Event,
+    Found,
+    Lost,
+    MakeUpClear,
+    NotFound,
+    Offer,
+    Planned,
+    Release,
+    Seek,
+    Unplanned,
+)
+from kvcached_client.vllm.orders import SessionNote
+
+#: Seeks and offers that wait. More than vLLM admits in a step; whoever comes later goes without the cache.
+COMMANDS_MAX: Final = 1024
+#: Between tries to get a session, and after a missed deadline.
+PAUSE_S_MIN: Final = 0.2
+PAUSE_S_MAX: Final = 5.0
+#: How long `close` waits: for the call under way, and for a farewell.
+CLOSE_S_MAX: Final = 5.0
+
+_T = TypeVar("_T")
+
+#: Below vLLM's own logger, for its handlers and format.
+log = logging.getLogger("vllm.kvcached")
+
+
+class Client(Protocol):
+    """What is used of `AttachedClient`. All but the attributes raise `KvcachedError`."""
+
+    @property
+    def session(self) -> SessionGrant:
+        """For the shards."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether, as far as is known, the session is still there."""
+
+    def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Hold:
+        """Pin what is cached of a prompt."""
+
+    def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
+        """Where blocks of a hit are."""
+
+    def cancel_load(self, transfer: TransferId) -> None:
+        """A prepared load will not be made."""
+
+    def prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PreparedStore:
+        """Where computed blocks are to go."""
+
+    def cancel_store(self, transfer: TransferId, why: str) -> None:
+        """A prepared store will not be made."""
+
+    def release(self, lease: LeaseId) -> None:
+        """Give a lease back."""
+
+    def clear(self) -> int:
+        """Begin a new generation of the namespace."""
+
+    def close(self) -> None:
+        """End the session."""
+
+
+class Link:
+    """One engine's session, kept up by a thread between `start` and `close`. Other methods: by any thread."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        # Guarded by `_changed`:
+        self._commands: deque[Command] = deque()
+        self._is_open = False  #: commands are accepted
+        self._is_closing = False
+        self._owes_clear = False
+        self._quiet_until = 0.0  #: no seeks and offers before that
+        # Appended by the thread, taken by the scheduler:
+        self._events: deque[Event] = deque()
+        # The thread's own:
+        self._client: Client | None = None
+        self._number = 0
+        self._pause_s = 0.0  #: before the next try; 0 once something worked
+        self._quiet_s = 0.0
+        self._told: set[str] = set()
+
+    def start(self, connect: Callable[[], Client]) -> None:
+        """Begin. `connect` opens a session, or raises `KvcachedError`."""
+        self._thread = threading.Thread(target=self._run, args=(connect,), name="kvcached-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether seeks and offers are accepted: there is a session, and the daemon is not behind."""
+        is_behind = len(self._commands) >= COMMANDS_MAX or self._clock() < self._quiet_until
+        return self._is_open and not is_behind
+
+    def submit(self, command: Command) -> bool:
+        """Have a command carried out; whether it was accepted. Without a session nothing is."""
+        with self._changed:
+            if not (self.is_taking if isinstance(command, (Seek, Offer)) else self._is_open):
+                return False
+            self._commands.append(command)
+            self._changed.notify_all()
+            return True
+
+    def take(self) -> list[Event]:
+        """The events since the last call."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def clear(self, timeout_s: float) -> bool:
+        """Begin a new generation of the namespace; whether it began within the time. If not, it is still owed."""
+        with self._changed:
+            self._owes_clear = True
+            if self._is_open:
+                self._commands.append(MakeUpClear())
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not (self._owes_clear and self._is_open), timeout_s)
+            return not self._owes_clear
+
+    def close(self) -> None:
+        """End the session and the thread, within a bounded time. May be repeated."""
+        with self._changed:
+            self._is_closing = True
+            self._is_open = False
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S_MAX)
+
+    # --- the thread: its loop ---------------------------------------------------------------------------------------
+
+    def _run(self, connect: Callable[[], Client]) -> None:
+        try:
+            while not self._is_closing:
+                if self._client is not None:
+                    self._serve_next()
+                elif self._pause_s:
+                    self._refuse_waiting((Seek, Offer, DropLoad, DropStore, Release, MakeUpClear), is_open=False)
+                    self._rest()
+                    self._open(connect)
+                else:
+                    self._open(connect)
+        except Exception:
+            log.exception("kvcached: no link to the daemon any more, a fault of kvcached; vLLM goes on without it")
+        finally:
+            self._refuse_waiting((Seek, Offer, DropLoad, DropStore, Release, MakeUpClear), is_open=False)
+            self._hang_up()
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closing, self._pause_s)
+
+    def _open(self, connect: Callable[[], Client]) -> None:
+        """Try once to get a session."""
+        self._pause_s = _longer(self._pause_s)  # the session that comes has to prove itself
+        try:
+            client = connect()
+        except KvcachedError as error:
+            self._tell_once(f"no session, vLLM goes on without external cache, trying again: {error}")
+            return
+        self._client = client
+        self._number += 1
+        self._told.clear()
+        grant = client.session
+        log.info("kvcached: session %d of the daemon in %s", grant.id, grant.run_dir)
+        self._events.append(Connected(SessionNote(self._number, grant.to_bytes())))
+        with self._changed:
+            self._is_open = not self._is_closing
+
+    def _serve_next(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._commands or self._is_closing)
+            if self._is_closing:
+                return
+            command = self._commands.popleft()
+        if self._client is not None and not self._client.is_alive:
+            self._lose("its heartbeats said so")
+        match command:
+            case Seek():
+                self._seek(command)
+            case Offer():
+                self._offer(command)
+            case MakeUpClear():
+                self._make_up_clear()
+            case DropLoad(transfer=transfer) if command.session == self._number:
+                self._call(lambda client: client.cancel_load(transfer))
+            case DropStore(transfer=transfer, why=why) if command.session == self._number:
+                self._call(lambda client: client.cancel_store(transfer, why))
+            case Release(lease=lease) if command.session == self._number:
+                self._call(lambda client: client.release(lease))
+            case _:
+                pass  # of a session that is over
+
+    def _refuse_waiting(self, kinds: tuple[type[Command], ...], *, is_open: bool) -> None:
+        """Answer commands of these kinds without carrying them out."""
+        with self._changed:
+            self._is_open = is_open
+            refused = [command for command in self._commands if isinstance(command, kinds)]
+            self._commands = deque(command for command in self._commands if not isinstance(command, kinds))
+            self._changed.notify_all()
+        for command in refused:
+            self._refuse(command)
+
+    def _refuse(self, command: Command) -> None:
+        if isinstance(command, Seek):
+            self._events.append(NotFound(command.ticket))
+        elif isinstance(command, Offer):
+            self._events.append(Unplanned(command.ticket))
+
+    # --- the thread: commands ---------------------------------------------------------------------------------------
+
+    def _seek(self, seek: Seek) -> None:
+        hold, load = None, None
+        if self._make_up_clear():
+            hold = self._call(lambda client: client.acquire(seek.name, seek.keys, seek.tokens, full=not seek.load))
+        if hold is not None and hold.hit and seek.load:
+            load = self._call(lambda client: client.prepare_load(hold.lease, 0, hold.hit))
+        if self._client is None:
+            with self._changed:
+                self._commands.appendleft(seek)  # for the next session, or to be refused before a pause
+        elif hold is None:
+            self._refuse(seek)
+        else:
+            self._events.append(Found(seek.ticket, self._number, hold.lease, hold.hit, load))
+
+    def _offer(self, offer: Offer) -> None:
+        plan = None
+        if offer.session == self._number:
+            plan = self._call(lambda client: client.prepare_store(offer.lease, offer.start, offer.keys))
+        self._events.append(Unplanned(offer.ticket) if plan is None else Planned(offer.ticket, plan))
+
+    def _make_up_clear(self) -> bool:
+        """Whether no clear is owed any more."""
+        if self._owes_clear:
+            generation = self._call(lambda client: client.clear())
+            if generation is None:
+                return False
+            log.info("kvcached: the namespace was cleared, it is at generation %d", generation)
+            with self._changed:
+                self._owes_clear = False
+                self._changed.notify_all()
+        return True
+
+    # --- the thread: calls and what may come of them ----------------------------------------------------------------
+
+    def _call(self, call: Callable[[Client], _T]) -> _T | None:
+        """The result; None where it failed, or there is no session any more."""
+        if self._client is None:
+            return None
+        try:
+            result = call(self._client)
+        except DeadlineExceeded as error:
+            self._tell_once(f"the daemon is slow, requests go on without external cache meanwhile: {error}")
+            self._keep_quiet()
+        except RequestError as error:
+            if self._client.is_alive:
+                self._tell_once(f"the daemon refused: {error}", kind=error.code)
+            else:
+                self._lose(str(error))
+        except DaemonUnreachable as error:
+            self._lose(str(error))
+        else:
+            self._pause_s = self._quiet_s = 0.0
+            return result
+        return None
+
+    def _keep_quiet(self) -> None:
+        self._quiet_s = _longer(self._quiet_s)
+        with self._changed:
+            self._quiet_until = self._clock() + self._quiet_s
+        self._refuse_waiting((Seek, Offer), is_open=not self._is_closing)
+
+    def _lose(self, why: str) -> None:
+        log.warning("kvcached: the session with the daemon is over: %s", why)
+        self._events.append(Lost(self._number))
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _tell_once(self, message: str, *, kind: str = "") -> None:
+        """Log a warning, once for each kind of message since there is a session."""
+        level = logging.DEBUG if (kind or message) in self._told else logging.WARNING
+        self._told.add(kind or message)
+        log.log(level, "kvcached: %s", message)
+
+
+def _longer(pause_s: float) -> float:
+    return min(max(2 * pause_s, PAUSE_S_MIN), PAUSE_S_MAX)

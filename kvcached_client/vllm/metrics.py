@@ -1,0 +1,97 @@
+"""What the connector counts, as vLLM's statistics: in its periodic log line, and as Prometheus metrics.
+
+Hits are counted by vLLM itself: ``vllm:external_prefix_cache_queries`` and ``_hits``, with the source "host".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvcached_client.vllm.settings import VllmConfig
+from kvcached_client.vllm.worker import CopyCounts
+
+_UP: Final = "daemon_up"
+_SKIPPED: Final = "store_skipped_blocks"
+_COUNTERS: Final = {
+    "loaded_blocks": "KV blocks loaded from kvcached's host pool, counted on every worker.",
+    "loaded_bytes": "Bytes of KV loaded from kvcached's host pool.",
+    "load_seconds": "Time spent on loads, in seconds.",
+    "load_failed_blocks": "KV blocks that could not be loaded after all, and were computed.",
+    "stored_blocks": "KV blocks stored into kvcached's host pool, counted on every worker.",
+    "stored_bytes": "Bytes of KV stored into kvcached's host pool.",
+    "store_seconds": "Time spent on stores, in seconds.",
+    "store_failed_blocks": "KV blocks whose store failed on a worker.",
+    _SKIPPED: "Computed KV blocks that were not stored: no room, too many stores under way, or no daemon.",
+}
+
+
+@dataclass
+class KvcachedStats(KVConnectorStats):  # type: ignore[misc]
+    """Sums since they were taken last, by name, and whether the daemon is there."""
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.data: dict[str, float] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another one's sums; of the daemon's state the later one counts."""
+        for name, value in other.data.items():
+            self.data[name] = value if name == _UP else self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log line."""
+        return {name: round(value, 3) for name, value in self.data.items() if value or name == _UP}
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not self.data
+
+
+def worker_stats(counts: CopyCounts, block_bytes: int) -> KvcachedStats:
+    """What a worker has copied."""
+    sums = asdict(counts)
+    sums["loaded_bytes"] = counts.loaded_blocks * block_bytes
+    sums["stored_bytes"] = counts.stored_blocks * block_bytes
+    return KvcachedStats(data=sums)
+
+
+def scheduler_stats(*, is_up: bool, skipped_blocks: int) -> KvcachedStats:
+    """What the scheduler's side has to tell."""
+    return KvcachedStats(data={_UP: int(is_up), _SKIPPED: skipped_blocks})
+
+
+class KvcachedPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The Prometheus metrics: one counter for each sum, and the gauge ``vllm:kvcached_daemon_up``."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type, Callable[..., Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(name=f"vllm:kvcached_{name}", documentation=words, labelnames=labelnames)
+            for name, words in _COUNTERS.items()
+        }
+        self._up = self._gauge_cls(
+            name=f"vllm:kvcached_{_UP}",
+            documentation="1 while the engine has a session with the kvcached daemon, else 0.",
+            labelnames=labelnames,
+            multiprocess_mode="mostrecent",
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what an engine reports."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if name == _UP:
+                self._up.labels(*labels).set(value)
+            else:
+                self._counters[name].labels(*labels).inc(value)

@@ -1,0 +1,278 @@
+"""The scheduler's side of the connector: which blocks to load and to store, and when.
+
+It runs in vLLM's scheduler thread, which it never makes wait: what the daemon has to say comes as events of the link.
+vLLM's blocks that are being stored are held by reference count, so vLLM frees, preempts and finishes as it likes.
+
+What a block's key stands for: it is the first 16 bytes of vLLM's block hash. That chains the token ids with, in every
+block, the LoRA adapter's name and path, the hash of each multimodal input in it and where it begins, the digest of
+prompt embeddings, and in the first block the request's `cache_salt`. An adapter whose files change under the same path
+keeps its keys: set `weights_version` then, or give it another name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvcached_client.block_job import BlockJob
+from kvcached_client.types import TransferId
+from kvcached_client.vllm.commands import Connected, DropLoad, Found, Lost, NotFound, Planned, Unplanned
+from kvcached_client.vllm.jobs import job_span
+from kvcached_client.vllm.leases import Leases, LinkPort
+from kvcached_client.vllm.offers import Offers
+from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId
+from kvcached_client.vllm.stores import Stores
+from kvcached_client.vllm.tracked import BlockPool, Request, Step, Tracked
+
+#: How long `reset` waits for the daemon.
+RESET_S_MAX: Final = 2.0
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load that workers have been told of: into which blocks, and whether one of them is bad."""
+
+    session: int
+    transfer: TransferId
+    blocks: frozenset[int]
+    has_failed: bool = False
+
+
+class SchedulerSide:
+    """Decides for one engine. Used by the scheduler's thread only.
+
+    Args:
+        link: to the daemon.
+        pool: vLLM's blocks.
+        block_size: tokens of a block.
+        shards: workers, each of which holds a part of every block.
+        hold_deadline_s: how long a request waits for the daemon's answer before it is computed.
+        clock: in seconds.
+
+    Attributes:
+        session: what workers are to join; None while the daemon is not reached.
+    """
+
+    def __init__(
+        self,
+        link: LinkPort,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        shards: int,
+        hold_deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.session: SessionNote | None = None
+        self._link = link
+        self._block_size = block_size
+        self._hold_deadline_s = hold_deadline_s
+        self._clock = clock
+        self._by_id: dict[str, Tracked] = {}
+        self._leases = Leases(link, block_size, clock)
+        self._offers = Offers(link, self._leases, Stores(pool, shards))
+        self._new_loads: list[LoadOrder] = []
+        #: Loads under way, by request.
+        self._loading: dict[str, _Loading] = {}
+
+    # --- hooks: admission -------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived: ask for its hit while it waits."""
+        tracked = self._by_id[request.request_id] = Tracked(request, request.num_preemptions)
+        if self._leases.usable(tracked) and not request.skip_reading_prefix_cache:
+            self._leases.ask(tracked)
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens after those that vLLM has can be loaded, None = not known yet; whether they come async."""
+        self._take_events()
+        tracked = self._current(request)
+        local, rest = divmod(computed_tokens, self._block_size)
+        usable = self._leases.usable(tracked)
+        if rest or usable <= local or not tracked.may_load or request.skip_reading_prefix_cache:
+            return 0, False
+        if not tracked.is_asked and not self._leases.ask(tracked):
+            return 0, False
+        if tracked.ticket:
+            is_late = self._clock() - tracked.asked_at >= self._hold_deadline_s
+            return (0, False) if is_late else (None, False)
+        found = min(usable, 0 if tracked.load is None else len(tracked.load.slots))
+        if found <= local:
+            return 0, False
+        tracked.local_blocks = local
+        return (found - local) * self._block_size, True
+
+    def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
+        """A request has blocks; `external_tokens` of them are to be loaded.
+
+        Raises:
+            RuntimeError: they were not announced: a fault of kvcached or vLLM. The request would wait for ever.
+        """
+        tracked = self._current(request)
+        if not external_tokens:
+            self._leases.drop_load(tracked)
+            return
+        load, start = tracked.load, tracked.local_blocks
+        if load is None:
+            raise RuntimeError(f"vLLM awaits {external_tokens} tokens for {request.request_id}, which nobody announced")
+        loaded = block_ids[start : start + external_tokens // self._block_size]
+        span = job_span(request.block_hashes, start, loaded, load.slots[start : start + len(loaded)])
+        job = BlockJob(load.transfer, load.generation, (span,))
+        self._new_loads.append(LoadOrder(tracked.session, request.request_id, job))
+        self._loading[request.request_id] = _Loading(tracked.session, load.transfer, frozenset(loaded))
+        tracked.load = None
+        tracked.wants_load = False
+
+    # --- hooks: steps -----------------------------------------------------------------------------------------------
+
+    def step(self, step: Step) -> StepOrders:
+        """What goes to the workers with a step."""
+        self._take_events()
+        for request_id in step.preempted_req_ids or ():
+            if (tracked := self._by_id.get(request_id)) is not None:
+                self._current(tracked.request)
+        self._follow(step)
+        loads, self._new_loads = tuple(self._new_loads), []
+        return StepOrders(self.session, loads, self._offers.take_orders())
+
+    def loaded(self, requests: Collection[str], failed: Collection[str], bad_blocks: Collection[int]) -> None:
+        """Loads are over on every worker.
+
+        Args:
+            requests: whose.
+            failed: requests whose loads failed as a whole; they may be over later.
+            bad_blocks: blocks that do not hold what was to be loaded; the same.
+        """
+        if bad_blocks:
+            for under_way in self._loading.values():
+                under_way.has_failed |= not under_way.blocks.isdisjoint(bad_blocks)
+        for request_id in failed:
+            if (loading := self._loading.get(request_id)) is not None:
+                loading.has_failed = True
+        for request_id in requests:
+            loading = self._loading.pop(request_id, None)
+            if loading is not None and loading.has_failed:
+                self._link.submit(DropLoad(loading.session, loading.transfer))  # a worker may not have told the daemon
+                if (tracked := self._by_id.get(request_id)) is not None:
+                    tracked.may_load = False
+
+    def stored(self, done: Mapping[StoreId, int], failed: Collection[StoreId]) -> None:
+        """So many workers are through with each store; `failed` are those that failed on some worker."""
+        self._offers.reported(done, failed)
+
+    def finished(self, request: Request, block_ids: Sequence[int]) -> None:
+        """A request is over: offer what is left of it, then give its lease back."""
+        tracked = self._by_id.pop(request.request_id, None)
+        if tracked is None:
+            return
+        self._leases.drop_load(tracked)
+        is_computed = request.request_id not in self._loading and tracked.preemptions == request.num_preemptions
+        tracked.block_ids = list(block_ids)
+        tracked.full = self._confirmed(tracked, request.num_computed_tokens) if is_computed else 0
+        tracked.is_finished = True
+        self._offers.finish(tracked)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way that needs further steps."""
+        return self._offers.is_busy
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether blocks come free without a preemption."""
+        return self._offers.frees_soon
+
+    def reset(self) -> bool:
+        """Nothing that was stored is loaded any more; whether the daemon has said so."""
+        self._take_events()
+        for tracked in self._by_id.values():
+            self._leases.drop_load(tracked)
+            if self._leases.is_sought(tracked):
+                tracked.ticket = 0  # its answer may tell of what was before
+            tracked.is_asked = False
+        return self._link.clear(RESET_S_MAX)
+
+    def take_skipped(self) -> int:
+        """Blocks that were not stored since the last call."""
+        skipped, self._offers.skipped_blocks = self._offers.skipped_blocks, 0
+        return skipped
+
+    # --- what hooks are made of -------------------------------------------------------------------------------------
+
+    def _current(self, request: Request) -> Tracked:
+        """What is known of a request, which begins anew where it was preempted."""
+        tracked = self._by_id.get(request.request_id)
+        if tracked is None:
+            tracked = self._by_id[request.request_id] = Tracked(request, request.num_preemptions)
+        elif tracked.preemptions != request.num_preemptions:
+            self._start_over(tracked)
+        return tracked
+
+    def _start_over(self, tracked: Tracked) -> None:
+        """It lost its blocks and will come back with others; its hit may be another one, too."""
+        request = tracked.request
+        self._leases.release(tracked)
+        tracked.preemptions = request.num_preemptions
+        tracked.ticket = tracked.full = 0
+        tracked.is_asked = False
+        tracked.block_ids = []
+        if self._leases.usable(tracked) and tracked.may_load and not request.skip_reading_prefix_cache:
+            self._leases.ask(tracked)
+
+    def _confirmed(self, tracked: Tracked, computed_tokens: int) -> int:
+        """Full blocks in so many tokens, as far as the tokens are certain: speculative ones may be rejected."""
+        request = tracked.request
+        full = min(computed_tokens, request.num_tokens) // self._block_size
+        return min(full, len(request.block_hashes), len(tracked.block_ids))
+
+    def _follow(self, step: Step) -> None:
+        """Note which blocks requests have, and look at those that fill one in this step."""
+        scheduled, block_size = step.num_scheduled_tokens, self._block_size
+        for new in step.scheduled_new_reqs:
+            if (tracked := self._by_id.get(new.req_id)) is not None:
+                tracked.block_ids = list(new.block_ids[0])
+                self._fill(tracked, new.num_computed_tokens + scheduled[new.req_id])
+        cached = step.scheduled_cached_reqs
+        for request_id, added, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if (tracked := self._by_id.get(request_id)) is None:
+                continue
+            if added is not None:
+                if request_id in cached.resumed_req_ids:
+                    tracked.block_ids = list(added[0])
+                else:
+                    tracked.block_ids += added[0]
+            end = computed + scheduled[request_id]
+            if end >= (tracked.full + 1) * block_size:
+                self._fill(tracked, end)
+
+    def _fill(self, tracked: Tracked, computed_tokens: int) -> None:
+        full = self._confirmed(tracked, computed_tokens)
+        if full > tracked.full:
+            tracked.full = full
+            self._offers.advance(tracked)
+
+    def _take_events(self) -> None:
+        for event in self._link.take():
+            match event:
+                case Connected(note=note):
+                    self.session = note
+                case Lost(session=session):
+                    self.session = None
+                    self._offers.lose(session, self._by_id.values())
+                case Found():
+                    self._answered(self._leases.found(event))
+                case NotFound(ticket=ticket):
+                    tracked = self._leases.not_found(ticket)
+                    self._answered(tracked if tracked is not None and tracked.is_finished else None)
+                case Planned():
+                    self._offers.planned(event)
+                case Unplanned(ticket=ticket):
+                    self._offers.unplanned(ticket)
+
+    def _answered(self, tracked: Tracked | None) -> None:
+        if tracked is not None:
+            self._offers.advance(tracked)

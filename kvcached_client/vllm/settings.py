@@ -1,0 +1,95 @@
+"""What the user says about kvcached in vLLM's configuration, and what cannot be used with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+#: vLLM is untyped here.
+VllmConfig: TypeAlias = Any
+KvCacheConfig: TypeAlias = Any
+
+HOLD_DEADLINE_MS: Final = 1000
+_HOLD_DEADLINE_MS_MAX: Final = 60_000
+_KEYS: Final = ("hold_deadline_ms", "run_dir", "weights_version")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The keys of ``kv_connector_extra_config``.
+
+    Attributes:
+        run_dir: where the daemon's sockets are; None = as `rundir.default_run_dir` says.
+        weights_version: anything that changes when weights change in a way that their files do not show.
+        hold_deadline_ms: how long a request waits for the daemon before it is computed without external cache.
+    """
+
+    run_dir: str | None = None
+    weights_version: str = ""
+    hold_deadline_ms: int = HOLD_DEADLINE_MS
+
+
+def read_settings(extra: Mapping[str, object]) -> Settings:
+    """The settings in ``kv_connector_extra_config``.
+
+    Raises:
+        ValueError: an unknown key, or a value of the wrong kind.
+    """
+    unknown = sorted(set(extra) - set(_KEYS))
+    if unknown:
+        raise ValueError(
+            f"kv_connector_extra_config: {', '.join(unknown)} unknown to KvcachedConnector; it knows {', '.join(_KEYS)}"
+        )
+    run_dir = extra.get("run_dir")
+    version = extra.get("weights_version", "")
+    deadline = extra.get("hold_deadline_ms", HOLD_DEADLINE_MS)
+    if not (run_dir is None or (isinstance(run_dir, str) and run_dir)):
+        raise ValueError(f"kv_connector_extra_config: run_dir is {run_dir!r}; give the daemon's run directory")
+    if not isinstance(version, str):
+        raise ValueError(f"kv_connector_extra_config: weights_version is {version!r}; give a string")  # noqa: TRY004
+    if not isinstance(deadline, int) or isinstance(deadline, bool) or not 0 < deadline <= _HOLD_DEADLINE_MS_MAX:
+        raise ValueError(
+            f"kv_connector_extra_config: hold_deadline_ms is {deadline!r}; give 1 to {_HOLD_DEADLINE_MS_MAX}"
+        )
+    return Settings(run_dir, version, deadline)
+
+
+def check_config(config: VllmConfig, cache: KvCacheConfig, *, is_full_attention: bool) -> None:
+    """Refuse what the connector cannot serve, or would serve wrongly.
+
+    Args:
+        config: vLLM's.
+        cache: its groups of layers.
+        is_full_attention: whether every layer of the first group attends to all tokens before.
+
+    Raises:
+        ValueError: every reason, each with what to do.
+    """
+    transfer, parallel, model = config.kv_transfer_config, config.parallel_config, config.model_config
+    groups = cache.kv_cache_groups
+    reasons = {
+        f"kv_role is {transfer.kv_role!r}: set it to 'kv_both', since it loads and stores": transfer.kv_role
+        != "kv_both",
+        f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, and would fail requests whose cached blocks "
+        "are gone: set it to 'recompute'": transfer.kv_load_failure_policy != "recompute",
+        f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: blocks of several pipeline stages are not "
+        "supported, use tensor parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism splits a block's tokens over ranks: set decode_context_parallel_size and "
+        "prefill_context_parallel_size to 1": max(
+            parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+        )
+        > 1,
+        f"workers on {parallel.nnodes} nodes cannot map one host pool: run the engine on one node": parallel.nnodes > 1,
+        f"the model has {len(groups)} groups of layers with caches of their own (a hybrid model), one is supported: "
+        "start vLLM with --disable-hybrid-kv-cache-manager, if the model has attention layers only": len(groups) != 1,
+        "the model's layers do not all attend to all tokens before (sliding window or state space): start vLLM with "
+        "--disable-hybrid-kv-cache-manager, if the model has attention layers only": len(groups) == 1
+        and not is_full_attention,
+        "vLLM computes wrong outputs where a model with multi-head latent attention reads cached blocks on the CPU: "
+        "use another model, or no kvcached": config.device_config.device_type == "cpu" and model.use_mla,
+        "a diffusion model computes blocks again after they are full: use no kvcached": model.is_diffusion,
+    }
+    found = [reason for reason, is_so in reasons.items() if is_so]
+    if found:
+        raise ValueError("KvcachedConnector cannot be used here:" + "".join(f"\n- {reason}" for reason in found))

@@ -1,0 +1,274 @@
+"""A worker's side of the connector: one thread that copies, so that neither the forward pass nor the scheduler waits.
+
+Loads go first, each kind in order. Rules:
+
+* Every load that was ordered is reported, with the blocks that do not hold what was to be loaded, and every store, well
+  or not. No request and no block waits for ever: not for a daemon that is dead or silent, nor for a session that is
+  over or could not be joined.
+* Copies of a session end before the next one is joined: joining tells the daemon that this worker is through with it.
+* A daemon that does not answer costs a few seconds once; what was ordered then fails for a while without a try.
+* The mapping of a session that is over goes at once, unless orders of it wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvcached_client.attach import SessionGrant
+from kvcached_client.block_job import BlockJob
+from kvcached_client.errors import KvcachedError, Stale, TransportError
+from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, StoreOrder
+
+#: How long nothing is tried after a join that failed, or an answer that did not come.
+QUIET_S: Final = 5.0
+#: How long `close` waits for the copy under way.
+CLOSE_S_MAX: Final = 5.0
+
+#: Below vLLM's own logger, for its handlers and format.
+log = logging.getLogger("vllm.kvcached")
+
+
+class Shard(Protocol):
+    """What is used of `AttachedShard`. `store` and `load` raise `KvcachedError`."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once the session is over, or the daemon gone."""
+
+    def store(self, job: BlockJob) -> None:
+        """Copy into the host pool."""
+
+    def load(self, job: BlockJob) -> list[int]:
+        """Copy out of the host pool. Blocks that are bad, counted in the order of the job."""
+
+    def close(self) -> None:
+        """Leave the session, and unmap the host pool."""
+
+
+@dataclass(slots=True)
+class CopyCounts:
+    """What became of blocks, and the time that copies took. Failed loads are blocks that vLLM computes instead."""
+
+    loaded_blocks: int = 0
+    load_failed_blocks: int = 0
+    load_seconds: float = 0.0
+    stored_blocks: int = 0
+    store_failed_blocks: int = 0
+    store_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class StoreReport:
+    """Stores that a worker is through with.
+
+    Attributes:
+        done: how many workers are through with each.
+        failed: those among them that failed, on some worker.
+    """
+
+    done: dict[StoreId, int]
+    failed: set[StoreId]
+
+
+class WorkerSide:
+    """Copies for one worker. All methods are its thread's.
+
+    Args:
+        join: becomes a shard of a session, or raises `KvcachedError`.
+        clock: in seconds.
+    """
+
+    def __init__(self, join: Callable[[SessionGrant], Shard], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._join = join
+        self._clock = clock
+        self._lock = threading.Lock()
+        # Guarded by the lock. The orders are as many as the scheduler's side has on their way, which is limited there.
+        self._loads: deque[LoadOrder] = deque()
+        self._stores: deque[StoreOrder] = deque()
+        self._note: SessionNote | None = None
+        self._is_closing = False
+        self._loaded: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._report = StoreReport({}, set())
+        self._counts = CopyCounts()
+        # The worker's thread's own:
+        self._taken_bad_blocks: set[int] = set()
+        # The copying thread's own:
+        self._shard: Shard | None = None
+        self._session = 0  #: number of the session that was joined last
+        self._quiet = (0, 0.0)  #: which session not to try until when
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="kvcached-copy", daemon=True)
+        self._thread.start()
+
+    def begin(self, orders: StepOrders) -> None:
+        """Take the orders of a step."""
+        with self._lock:
+            is_joined = orders.session is None or (self._note is not None and orders.session == self._note)
+            if not is_joined:
+                self._note = orders.session
+            self._loads.extend(orders.loads)
+            self._stores.extend(orders.stores)
+        if not is_joined or orders.loads or orders.stores:
+            os.eventfd_write(self._wake, 1)
+
+    def take_loaded(self) -> set[str]:
+        """Requests whose loads are over since the last call. Their bad blocks are what `take_bad_blocks` gives next."""
+        with self._lock:
+            taken, self._loaded = self._loaded, set()
+            self._taken_bad_blocks |= self._bad_blocks
+            self._bad_blocks = set()
+            return taken
+
+    def take_bad_blocks(self) -> set[int]:
+        """Blocks of the loads that `take_loaded` gave, which do not hold what was to be loaded."""
+        taken, self._taken_bad_blocks = self._taken_bad_blocks, set()
+        return taken
+
+    def take_stored(self) -> StoreReport | None:
+        """Stores that are over since the last call; None where none is."""
+        with self._lock:
+            if not self._report.done:
+                return None
+            taken, self._report = self._report, StoreReport({}, set())
+            return taken
+
+    def take_counts(self) -> CopyCounts | None:
+        """What was copied since the last call; None where nothing was."""
+        with self._lock:
+            if self._counts == CopyCounts():
+                return None
+            taken, self._counts = self._counts, CopyCounts()
+            return taken
+
+    def close(self) -> None:
+        """End the copy under way, drop what waits, and leave the session, within a bounded time. May be repeated."""
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(CLOSE_S_MAX)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+
+    # --- the copying thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                order = self._next()
+                if order is not None:
+                    self._carry_out(order)
+                elif not self._follow_session():
+                    self._wait()
+        finally:
+            self._leave()
+
+    def _next(self) -> LoadOrder | StoreOrder | None:
+        with self._lock:
+            if self._loads:
+                return self._loads.popleft()
+            return self._stores.popleft() if self._stores else None
+
+    def _wait(self) -> None:
+        """Return when there may be orders, or when the session is over; it was left then."""
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        if self._shard is not None:
+            poller.register(self._shard.fileno(), select.POLLIN)
+        ready = [descriptor for descriptor, _ in poller.poll()]
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        else:
+            log.warning("kvcached: the daemon has ended the session, or is gone")
+            self._leave()
+
+    def _carry_out(self, order: LoadOrder | StoreOrder) -> None:
+        began = time.perf_counter()
+        bad = self._copy(order)
+        seconds = time.perf_counter() - began
+        blocks = [int(block) for span in order.job.spans for block in span.blocks]
+        lost = blocks if bad is None else [blocks[index] for index in bad]
+        with self._lock:
+            counts = self._counts
+            if isinstance(order, LoadOrder):
+                self._loaded.add(order.request)
+                self._bad_blocks.update(lost)
+                counts.loaded_blocks += len(blocks) - len(lost)
+                counts.load_failed_blocks += len(lost)
+                counts.load_seconds += seconds
+            else:
+                self._report.done[order.id] = 1
+                self._report.failed.update([order.id] if lost else [])
+                counts.stored_blocks += len(blocks) - len(lost)
+                counts.store_failed_blocks += len(lost)
+                counts.store_seconds += seconds
+
+    def _copy(self, order: LoadOrder | StoreOrder) -> list[int] | None:
+        """The blocks that proved bad, by their place in the job; None where the copy failed as a whole."""
+        shard = self._shard_of(order.session)
+        if shard is None:
+            return None
+        try:
+            if isinstance(order, LoadOrder):
+                return shard.load(order.job)
+            shard.store(order.job)
+        except Stale as error:
+            log.warning("kvcached: left the session: %s", error)
+            self._leave()
+        except TransportError as error:
+            self._keep_quiet(order.session, error)
+        except Exception:
+            log.exception("kvcached: transfer %d failed", order.job.transfer)
+        else:
+            return []
+        return None
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    def _shard_of(self, session: int) -> Shard | None:
+        """The shard for the orders of a session; None where it is over, or not to be had at present."""
+        if self._is_quiet(session):
+            return None
+        if self._note is not None and self._note.number == session:
+            self._follow_session()
+        return self._shard if session == self._session else None
+
+    def _follow_session(self) -> bool:
+        """Join the latest session, unless that was done; whether it was tried."""
+        note = self._note
+        if note is None or note.number == self._session or self._is_quiet(note.number):
+            return False
+        try:
+            shard = self._join(SessionGrant.from_bytes(note.grant))
+        except KvcachedError as error:
+            self._keep_quiet(note.number, error)
+        except Exception as error:
+            log.exception("kvcached: could not join the session")
+            self._keep_quiet(note.number, error)
+        else:
+            self._leave()
+            self._shard, self._session = shard, note.number
+            log.info("kvcached: joined the session")
+        return True
+
+    def _is_quiet(self, session: int) -> bool:
+        number, until = self._quiet
+        return session == number and self._clock() < until
+
+    def _keep_quiet(self, session: int, why: Exception) -> None:
+        log.warning("kvcached: no copies for %.0f s: %s", QUIET_S, why)
+        self._quiet = session, self._clock() + QUIET_S
+
+    def _leave(self) -> None:
+        shard, self._shard = self._shard, None
+        if shard is not None:
+            shard.close()

@@ -1,0 +1,208 @@
+"""The keyspace: what makes engines share blocks, and what keeps them apart."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcached_client.protocol_fields import NAME_LENGTH_MAX
+from kvcached_client.vllm.identity import Identity, identify
+from tests.vllm_connector.configs import cache_config, vllm_config
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with a model's files."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def identity(config: Any, *, version: str = "0.32.0", snapshot: Path | None = None, **given: Any) -> Identity:
+    return identify(
+        config,
+        given.get("cache", cache_config()),
+        vllm_version=version,
+        weights_version=given.get("weights_version", ""),
+        environment=given.get("environment", {}),
+        find_snapshot=lambda *_: None if snapshot is None else str(snapshot),
+    )
+
+
+def of_model(model: Path, **changes: Any) -> bytes:
+    return identity(vllm_config(model_config__model=str(model), **changes)).keyspace
+
+
+def test_same_engine_same_keyspace(model: Path) -> None:
+    """Two starts of one engine make the same 32 bytes."""
+    assert of_model(model) == of_model(model)
+    assert len(of_model(model)) == 32
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_config__revision": "abc"},
+        {"model_config__code_revision": "abc"},
+        {"model_config__dtype": "torch.bfloat16"},
+        {"model_config__quantization": "awq"},
+        {"model_config__quantization_config": {"bits": 4}},
+        {"model_config__hf_config__config": {"hidden_size": 256}},
+        {"cache_config__cache_dtype": "fp8"},
+        {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
+        {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
+        {"parallel_config__tensor_parallel_size": 2},
+        {"device_config__device_type": "cuda"},
+        {"load_config__load_format": "dummy"},
+    ],
+)
+def test_what_changes_blocks_changes_the_keyspace(model: Path, changes: dict[str, Any]) -> None:
+    """Engines that compute other bytes for the same tokens, or call the same tokens otherwise, share nothing."""
+    assert of_model(model, **changes) != of_model(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_config__hf_config__config": {"hidden_size": 128, "_name_or_path": "x", "transformers_version": "9"}},
+        {"model_config__seed": 5},
+        {"model_config__max_model_len": 2048},
+    ],
+)
+def test_what_leaves_blocks_alone_keeps_the_keyspace(model: Path, changes: dict[str, Any]) -> None:
+    """Who wrote the config, the seed of sampling, and how long a context may be make no difference."""
+    assert of_model(model, **changes) == of_model(model)
+
+
+def test_weights_count(model: Path) -> None:
+    """Weight files of another name, size or time make another keyspace; other files do not."""
+    keyspaces = [of_model(model)]
+    (model / "README.md").write_text("words")
+    assert of_model(model) == keyspaces[0]
+    (model / "model.safetensors").write_bytes(b"other weights")
+    keyspaces.append(of_model(model))
+    os.utime(model / "model.safetensors", ns=(0, 5))
+    keyspaces.append(of_model(model))
+    (model / "model.safetensors").rename(model / "other.safetensors")
+    keyspaces.append(of_model(model))
+    assert len(set(keyspaces)) == 4
+
+
+def test_weights_of_one_file(model: Path) -> None:
+    """A model may be one file."""
+    file = model / "model.gguf"
+    file.write_bytes(b"weights")
+    first = of_model(file)
+    file.write_bytes(b"more weights")
+    assert of_model(file) != first
+
+
+def test_weights_in_the_hub_cache(model: Path) -> None:
+    """The files of a model that is named, not a folder, are found where it was downloaded to."""
+    config = vllm_config()
+    first = identity(config, snapshot=model)
+    assert first.warnings == ()
+    (model / "model.safetensors").write_bytes(b"other weights")
+    assert identity(config, snapshot=model).keyspace != first.keyspace
+
+
+def test_weights_that_are_not_found() -> None:
+    """Where no weight files are found, the user is told to set `weights_version`, which counts."""
+    config = vllm_config()
+    found = identity(config)
+    assert len(found.warnings) == 1
+    assert "set weights_version" in found.warnings[0]
+    assert identity(config, weights_version="2").keyspace != found.keyspace
+
+
+def test_hash_root(model: Path) -> None:
+    """PYTHONHASHSEED is the root of vLLM's hashes, so it counts."""
+    config = vllm_config(model_config__model=str(model))
+    assert (
+        identity(config, environment={"PYTHONHASHSEED": "0"}).keyspace
+        != identity(config, environment={"PYTHONHASHSEED": "1"}).keyspace
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+def test_random_hash_root_is_told(model: Path, algorithm: str) -> None:
+    """Hashes with a random root are shared with nobody: the user is told, and makes no keyspace for every start."""
+    config = vllm_config(model_config__model=str(model), cache_config__prefix_caching_hash_algo=algorithm)
+    first, second = identity(config), identity(config)
+    assert first.keyspace == second.keyspace
+    assert "PYTHONHASHSEED" in first.warnings[0]
+    assert identity(config, environment={"PYTHONHASHSEED": "0"}).warnings == ()
+
+
+def test_minor_version_of_vllm_counts(model: Path) -> None:
+    """Another minor version may lay out blocks otherwise; a patch does not."""
+    config = vllm_config(model_config__model=str(model))
+    keyspaces = {identity(config, version=version).keyspace for version in ("0.32.0", "0.32.1+cpu", "0.33.0")}
+    assert len(keyspaces) == 2
+
+
+def test_layout_counts(model: Path) -> None:
+    """The name of vLLM's layout counts: it may order bytes otherwise in the same shapes."""
+    config = vllm_config(model_config__model=str(model))
+    other = cache_config()
+    other.kv_cache_layout = "LBNHC"
+    assert identity(config, cache=other).keyspace != identity(config).keyspace
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "longrope"}},
+        {"rope_scaling": {"type": "dynamic"}},
+        {"text_config": {"rope_scaling": {"rope_type": "yarn"}}},
+        {"rope_parameters": {"full": {"rope_type": "yarn"}, "sliding": {"rope_type": "default"}}},
+    ],
+)
+def test_longest_context_counts_where_positions_are_scaled(model: Path, rope: dict[str, Any]) -> None:
+    """Where positions are scaled, the longest context may change how they are encoded."""
+    keyspaces = {
+        of_model(model, model_config__hf_config__config=rope, model_config__max_model_len=length)
+        for length in (1024, 4096)
+    }
+    assert len(keyspaces) == 2
+
+
+def test_plain_positions_do_not_count(model: Path) -> None:
+    """Unscaled positions are the same for every context."""
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    keyspaces = {
+        of_model(model, model_config__hf_config__config=rope, model_config__max_model_len=length)
+        for length in (1024, 4096)
+    }
+    assert len(keyspaces) == 1
+
+
+def test_random_weights_are_known_by_their_seed(model: Path) -> None:
+    """Weights that are made from a seed are told apart by it."""
+    made = {"load_config__load_format": "dummy"}
+    assert of_model(model, **made) != of_model(model, model_config__seed=1, **made)
+
+
+def test_draft_model_counts(model: Path) -> None:
+    """The model that guesses tokens has layers of its own in the cache."""
+    config = vllm_config(model_config__model=str(model))
+    draft = vllm_config(model_config__model=str(model), model_config__dtype="torch.bfloat16").model_config
+    keyspaces = {identity(config).keyspace}
+    for method, guesser in (("ngram", None), ("eagle", draft), ("eagle", config.model_config)):
+        speculative = SimpleNamespace(method=method, draft_model_config=guesser)
+        keyspaces.add(of_model(model, speculative_config=speculative))
+    assert len(keyspaces) == 4
+
+
+def test_label(model: Path) -> None:
+    """The namespace is called by the model, its type and the number of its shards, cut to what the daemon takes."""
+    config = vllm_config(model_config__model=str(model), parallel_config__tensor_parallel_size=2)
+    assert identity(config).label == "tiny float32 tp2"
+    assert identity(vllm_config()).label == "acme/llama float32 tp1"
+    assert len(identity(vllm_config(model_config__model="x" * 200)).label) == NAME_LENGTH_MAX

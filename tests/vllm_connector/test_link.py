@@ -1,0 +1,427 @@
+"""The link: a session kept up in a thread of its own, and every question answered."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcached_client.attach import SessionGrant
+from kvcached_client.attached import Hold, Piece, PreparedLoad, PreparedStore
+from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, KvcachedError, request_error
+from kvcached_client.types import LeaseId, TransferId
+from kvcached_client.vllm import link as link_module
+from kvcached_client.vllm.commands import (
+    Connected,
+    DropLoad,
+    DropStore,
+    Event,
+    Found,
+    Lost,
+    NotFound,
+    Offer,
+    Planned,
+    Release,
+    Seek,
+    Unplanned,
+)
+from kvcached_client.vllm.link import COMMANDS_MAX, Link
+
+PLAN = PreparedStore(TransferId(9), 2, 1, (Piece(0, 2),), np.arange(2, dtype=np.int32))
+LOAD = PreparedLoad(TransferId(8), 1, np.arange(2, dtype=np.int32))
+REFUSED = request_error(ErrorCode.LIMIT, "too many", "fewer")
+CLEARED = request_error(ErrorCode.STALE_EPOCH, "the namespace was cleared", "compute")
+EXPIRED = request_error(ErrorCode.SESSION_EXPIRED, "the session is over", "connect again")
+GONE = DaemonUnreachable("gone")
+SLOW = DeadlineExceeded("slow")
+
+
+class FakeClient:
+    """A session whose answers a test writes: an error is raised, anything else returned."""
+
+    def __init__(self, number: int, **answers: Any) -> None:
+        self.session = SessionGrant(id=100 + number, token=bytes(32), run_dir="/run/kvcached")
+        self.is_alive = True
+        self.calls: list[tuple[Any, ...]] = []
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self._answers = {
+            "acquire": Hold(LeaseId(5), 0),
+            "prepare_load": LOAD,
+            "prepare_store": PLAN,
+            "clear": 2,
+        } | answers
+
+    def _answer(self, name: str, *arguments: Any) -> Any:
+        self.calls.append((name, *arguments))
+        self.entered.set()
+        assert self.go_on.wait(10)
+        answer = self._answers.get(name)
+        if isinstance(answer, list):
+            answer = answer.pop(0)
+        if isinstance(answer, KvcachedError):
+            if answer in {EXPIRED, GONE}:
+                self.is_alive = False
+            raise answer
+        return answer
+
+    def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Any:
+        return self._answer("acquire", request, keys, tokens, full)
+
+    def prepare_load(self, lease: int, start: int, blocks: int) -> Any:
+        return self._answer("prepare_load", lease, start, blocks)
+
+    def cancel_load(self, transfer: int) -> Any:
+        return self._answer("cancel_load", transfer)
+
+    def prepare_store(self, lease: int, start: int, keys: bytes) -> Any:
+        return self._answer("prepare_store", lease, start, keys)
+
+    def cancel_store(self, transfer: int, why: str) -> Any:
+        return self._answer("cancel_store", transfer, why)
+
+    def release(self, lease: int) -> Any:
+        return self._answer("release", lease)
+
+    def clear(self) -> Any:
+        return self._answer("clear")
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+class Events(deque[Event]):
+    """Counts what is appended, so that a test can wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived = threading.Semaphore(0)
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        self.arrived.release()
+
+
+class Rig:
+    """A link over sessions that a test hands out one by one."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.link = Link(clock=lambda: self.now)
+        self.events = self.link._events = Events()
+        self.sessions: list[FakeClient | KvcachedError] = []
+        self.tries = threading.Semaphore(0)
+
+    def start(self, *sessions: FakeClient | KvcachedError) -> None:
+        self.sessions = list(sessions)
+        self.link.start(self._connect)
+
+    def _connect(self) -> Any:
+        self.tries.release()
+        session = self.sessions.pop(0) if self.sessions else GONE
+        if isinstance(session, KvcachedError):
+            raise session
+        return session
+
+    def wait(self, count: int) -> list[Event]:
+        """The next events, as many."""
+        for _ in range(count):
+            assert self.events.arrived.acquire(timeout=10), f"only {list(self.events)}"
+        return self.link.take()
+
+    def await_tries(self, count: int) -> None:
+        for _ in range(count):
+            assert self.tries.acquire(timeout=10)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(link_module, "PAUSE_S_MIN", 0.001)
+    rig = Rig()
+    yield rig
+    rig.link.close()
+
+
+def seek(ticket: int = 1, *, load: bool = True) -> Seek:
+    return Seek(ticket, f"r~{ticket}", bytes(32), 9, load)
+
+
+def offer(ticket: int = 1, session: int = 1) -> Offer:
+    return Offer(ticket, session, LeaseId(5), 0, bytes(32))
+
+
+def connected(rig: Rig, *sessions: FakeClient | KvcachedError) -> None:
+    rig.start(*sessions)
+    (event,) = rig.wait(1)
+    assert isinstance(event, Connected)
+
+
+def test_hit_brings_its_load(rig: Rig) -> None:
+    """A seek acquires, prepares to load the whole hit at once, and is answered with both."""
+    client = FakeClient(1, acquire=Hold(LeaseId(5), 2))
+    connected(rig, client)
+    assert rig.link.submit(seek())
+    assert rig.wait(1) == [Found(1, 1, LeaseId(5), 2, LOAD)]
+    assert client.calls == [("acquire", "r~1", bytes(32), 9, False), ("prepare_load", 5, 0, 2)]
+
+
+def test_seek_for_storing_prepares_no_load(rig: Rig) -> None:
+    """A seek for storing counts all blocks, and prepares nothing."""
+    client = FakeClient(1, acquire=Hold(LeaseId(5), 2))
+    connected(rig, client)
+    rig.link.submit(seek(load=False))
+    assert rig.wait(1) == [Found(1, 1, LeaseId(5), 2, None)]
+    assert client.calls == [("acquire", "r~1", bytes(32), 9, True)]
+
+
+@pytest.mark.parametrize("error", [REFUSED, CLEARED])
+def test_load_that_is_refused_leaves_the_lease(rig: Rig, error: KvcachedError) -> None:
+    """Where only the load is refused the session goes on, and the answer is a lease without load."""
+    connected(rig, FakeClient(1, acquire=Hold(LeaseId(5), 2), prepare_load=error))
+    rig.link.submit(seek())
+    assert rig.wait(1) == [Found(1, 1, LeaseId(5), 2, None)]
+    assert rig.link.submit(offer(2))
+    assert rig.wait(1) == [Planned(2, PLAN)]
+
+
+def test_refusals_are_answers(rig: Rig) -> None:
+    """A refused seek or offer is answered, and the next ones are carried out."""
+    connected(rig, FakeClient(1, acquire=[REFUSED, Hold(LeaseId(5), 0)], prepare_store=[REFUSED, PLAN]))
+    for command in (seek(1), offer(2), seek(3), offer(4)):
+        rig.link.submit(command)
+    assert rig.wait(4) == [NotFound(1), Unplanned(2), Found(3, 1, LeaseId(5), 0, None), Planned(4, PLAN)]
+
+
+def test_commands_without_answer_are_carried_out_in_order(rig: Rig) -> None:
+    """What is dropped and released is told to the daemon in the order of the commands."""
+    client = FakeClient(1)
+    connected(rig, client)
+    for command in (
+        DropLoad(1, TransferId(3)),
+        DropStore(1, TransferId(4), "why"),
+        Release(1, LeaseId(5)),
+        offer(1),
+    ):
+        rig.link.submit(command)
+    rig.wait(1)
+    assert client.calls[:3] == [("cancel_load", 3), ("cancel_store", 4, "why"), ("release", 5)]
+
+
+def test_nothing_is_accepted_before_there_is_a_session(rig: Rig) -> None:
+    """Without a session commands are turned away, and the daemon is tried again and again."""
+    rig.start(GONE, REFUSED, SLOW)
+    rig.await_tries(4)
+    assert not rig.link.is_taking
+    assert not rig.link.submit(seek())
+    assert not rig.link.submit(Release(1, LeaseId(5)))
+    assert rig.link.take() == []
+
+
+def test_questions_are_limited(rig: Rig) -> None:
+    """When too many commands wait, further questions are turned away, and what gives something back is not."""
+    client = FakeClient(1)
+    connected(rig, client)
+    client.go_on.clear()
+    rig.link.submit(seek(1))
+    assert client.entered.wait(10)
+    for ticket in range(2, COMMANDS_MAX + 2):
+        assert rig.link.submit(seek(ticket))
+    assert not rig.link.is_taking
+    assert not rig.link.submit(seek(9999))
+    assert rig.link.submit(Release(1, LeaseId(5)))
+    client.go_on.set()
+    assert len(rig.wait(COMMANDS_MAX + 1)) == COMMANDS_MAX + 1
+
+
+@pytest.mark.parametrize("error", [GONE, EXPIRED])
+def test_seek_on_a_dead_session_is_answered_by_the_next(rig: Rig, error: KvcachedError) -> None:
+    """A seek that finds the session over is carried out on the next one, if that is to be had at once."""
+    first = FakeClient(1, acquire=[Hold(LeaseId(4), 0), error])
+    connected(rig, first, FakeClient(2, acquire=Hold(LeaseId(6), 0)))
+    rig.link.submit(seek(1))
+    rig.wait(1)
+    rig.link.submit(seek(2))
+    lost, event, found = rig.wait(3)
+    assert (lost, found) == (Lost(1), Found(2, 2, LeaseId(6), 0, None))
+    assert isinstance(event, Connected)
+    assert event.note.number == 2
+    assert first.calls[-1] == ("close",)
+
+
+def test_heartbeats_end_a_session(rig: Rig) -> None:
+    """A session that heartbeats found over, as after the engine was stopped, is not used for the next command."""
+    first = FakeClient(1)
+    connected(rig, first, FakeClient(2, acquire=Hold(LeaseId(6), 0)))
+    rig.link.submit(seek(1))
+    rig.wait(1)
+    first.is_alive = False
+    rig.link.submit(seek(2))
+    assert [type(event) for event in rig.wait(3)] == [Lost, Connected, Found]
+    assert [call[0] for call in first.calls] == ["acquire", "close"]
+
+
+def test_dead_daemon_answers_all_that_waits(rig: Rig) -> None:
+    """Where no other session is to be had, all that waits is answered with nothing, and then commands are refused."""
+    client = FakeClient(1, acquire=[Hold(LeaseId(4), 0), GONE])
+    connected(rig, client)
+    rig.link.submit(seek(1))
+    rig.wait(1)
+    client.entered.clear()
+    client.go_on.clear()
+    rig.link.submit(seek(2))
+    assert client.entered.wait(10)
+    for command in (offer(3), seek(4), Release(1, LeaseId(5))):
+        rig.link.submit(command)
+    client.go_on.set()
+    assert rig.wait(4) == [Lost(1), NotFound(2), Unplanned(3), NotFound(4)]
+    assert not rig.link.submit(seek(5))
+
+
+def test_commands_of_a_lost_session_are_dropped(rig: Rig) -> None:
+    """What was commanded for a session that is lost is not told to the next one; offers are answered."""
+    first = FakeClient(1, acquire=[Hold(LeaseId(4), 0), EXPIRED])
+    second = FakeClient(2)
+    connected(rig, first, second)
+    rig.link.submit(seek(1))
+    rig.wait(1)
+    first.entered.clear()
+    first.go_on.clear()
+    rig.link.submit(seek(2))
+    assert first.entered.wait(10)
+    for command in (Release(1, LeaseId(4)), DropLoad(1, TransferId(3)), DropStore(1, TransferId(3), ""), offer(3)):
+        rig.link.submit(command)
+    first.go_on.set()
+    assert [type(event) for event in rig.wait(4)] == [Lost, Connected, Found, Unplanned]
+    assert [call[0] for call in second.calls] == ["acquire"]
+
+
+def test_sessions_that_die_at_once_are_paused_between(rig: Rig) -> None:
+    """A session that worked for nothing is followed by a pause: a seek is not passed on and on."""
+    connected(rig, *(FakeClient(number, acquire=GONE) for number in range(1, 4)))
+    rig.link.submit(seek(1))
+    assert rig.wait(2) == [Lost(1), NotFound(1)]
+    (event,) = rig.wait(1)
+    assert isinstance(event, Connected)
+
+
+def test_slow_daemon_keeps_its_session(rig: Rig) -> None:
+    """A missed deadline answers what waits, and no question is accepted for a while; the session goes on after it."""
+    client = FakeClient(1, acquire=[SLOW, Hold(LeaseId(6), 0)])
+    connected(rig, client)
+    client.go_on.clear()
+    rig.link.submit(seek(1))
+    assert client.entered.wait(10)
+    rig.link.submit(seek(2))
+    rig.link.submit(Release(1, LeaseId(5)))
+    rig.link.submit(offer(3))
+    client.go_on.set()
+    assert sorted(rig.wait(3), key=lambda event: event.ticket) == [NotFound(1), NotFound(2), Unplanned(3)]  # type: ignore[union-attr]
+    assert not rig.link.is_taking
+    assert rig.link.submit(DropLoad(1, TransferId(3)))
+    rig.now += 10
+    assert rig.link.submit(seek(4))
+    assert rig.wait(1) == [Found(4, 1, LeaseId(6), 0, None)]
+    assert [call[0] for call in client.calls] == ["acquire", "release", "cancel_load", "acquire"]
+
+
+def test_clear(rig: Rig) -> None:
+    """A clear is made at once, and waited for."""
+    client = FakeClient(1)
+    connected(rig, client)
+    assert rig.link.clear(10)
+    assert client.calls == [("clear",)]
+
+
+def test_clear_without_session_is_owed(rig: Rig) -> None:
+    """A clear without a session did not happen; it is made before the next session's first seek."""
+    rig.start(GONE)
+    rig.await_tries(2)
+    assert not rig.link.clear(10)
+    client = FakeClient(1)
+    rig.sessions = [client]
+    rig.wait(1)
+    rig.link.submit(seek(1))
+    rig.wait(1)
+    assert [call[0] for call in client.calls] == ["clear", "acquire"]
+
+
+def test_clear_that_fails_is_owed(rig: Rig) -> None:
+    """While a clear is owed and cannot be made nothing is found: what is stored may be out of date."""
+    client = FakeClient(1, clear=[REFUSED, REFUSED, 3])
+    connected(rig, client)
+    assert not rig.link.clear(0.01)
+    rig.link.submit(seek(1))
+    rig.link.submit(seek(2))
+    assert rig.wait(2) == [NotFound(1), Found(2, 1, LeaseId(5), 0, None)]
+    assert [call[0] for call in client.calls] == ["clear", "clear", "clear", "acquire"]
+
+
+def test_close_ends_thread_and_session(rig: Rig) -> None:
+    """Closing says goodbye, answers what waits and ends the thread; again it does nothing."""
+    client = FakeClient(1)
+    connected(rig, client)
+    client.go_on.clear()
+    rig.link.submit(seek(1))
+    assert client.entered.wait(10)
+    rig.link.submit(seek(2))
+    closing = threading.Thread(target=rig.link.close)
+    closing.start()
+    with rig.link._changed:
+        assert rig.link._changed.wait_for(lambda: rig.link._is_closing, 10)
+    client.go_on.set()
+    closing.join(10)
+    assert rig.link.take() == [Found(1, 1, LeaseId(5), 0, None), NotFound(2)]
+    assert client.calls[-1] == ("close",)
+    rig.link.close()
+    assert not rig.link.submit(seek(3))
+
+
+def test_close_during_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that pauses between two tries ends without waiting for the end of the pause."""
+    monkeypatch.setattr(link_module, "PAUSE_S_MIN", 1000.0)
+    monkeypatch.setattr(link_module, "PAUSE_S_MAX", 1000.0)
+    rig = Rig()
+    rig.start(GONE)
+    rig.await_tries(1)
+    rig.link.close()
+    assert rig.link._thread is not None
+    assert not rig.link._thread.is_alive()
+
+
+def test_close_before_start() -> None:
+    """A link that was never started can be closed."""
+    Link().close()
+
+
+def test_fault_in_the_thread_answers_what_waits(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """A fault of kvcached ends the link, not vLLM: it is logged, what waits is answered, and nothing more accepted."""
+    client = FakeClient(1)
+    connected(rig, client)
+    client.release = broken  # type: ignore[assignment]
+    client.go_on.clear()
+    rig.link.submit(seek(1))
+    assert client.entered.wait(10)
+    rig.link.submit(Release(1, LeaseId(5)))
+    rig.link.submit(seek(2))
+    client.go_on.set()
+    assert rig.wait(2) == [Found(1, 1, LeaseId(5), 0, None), NotFound(2)]
+    assert not rig.link.submit(seek(3))
+    assert "a fault of kvcached" in caplog.text
+
+
+def broken(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_pauses_grow() -> None:
+    """Pauses double from 0.2 s to 5 s."""
+    pauses, pause = [], 0.0
+    for _ in range(7):
+        pause = link_module._longer(pause)
+        pauses.append(round(pause, 3))
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]

@@ -1,0 +1,125 @@
+"""What of vLLM's configuration is refused, and how it is said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvcached_client.vllm.settings import Settings, check_config, read_settings
+from kvcached_client.vllm.versions import check_version
+from tests.vllm_connector.configs import cache_config, vllm_config
+
+
+def test_defaults() -> None:
+    """Nothing needs to be said."""
+    assert read_settings({}) == Settings(run_dir=None, weights_version="", hold_deadline_ms=1000)
+
+
+def test_all_keys() -> None:
+    """There are three keys."""
+    extra: dict[str, object] = {"run_dir": "/run/x", "weights_version": "step-3", "hold_deadline_ms": 50}
+    assert read_settings(extra) == Settings("/run/x", "step-3", 50)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (
+            {"rundir": "/x", "a": 1},
+            "a, rundir unknown to KvcachedConnector; it knows hold_deadline_ms, run_dir, weights",
+        ),
+        ({"run_dir": ""}, "run_dir is ''"),
+        ({"run_dir": 3}, "run_dir is 3"),
+        ({"weights_version": 3}, "weights_version is 3; give a string"),
+        ({"hold_deadline_ms": 0}, "hold_deadline_ms is 0; give 1 to 60000"),
+        ({"hold_deadline_ms": True}, "hold_deadline_ms is True"),
+        ({"hold_deadline_ms": "5"}, "hold_deadline_ms is '5'"),
+        ({"hold_deadline_ms": 60_001}, "hold_deadline_ms is 60001"),
+    ],
+)
+def test_wrong_keys_and_values_are_refused(extra: dict[str, object], words: str) -> None:
+    """An unknown key is refused with those that are known, a wrong value with what is possible."""
+    with pytest.raises(ValueError, match="kv_connector_extra_config") as refused:
+        read_settings(extra)
+    assert words in str(refused.value)
+
+
+def test_plain_configuration_is_taken() -> None:
+    """A model with one kind of attention on one node is served."""
+    check_config(vllm_config(), cache_config(), is_full_attention=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_transfer_config__kv_role": "kv_producer"}, "kv_role is 'kv_producer': set it to 'kv_both'"),
+        ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "set it to 'recompute'"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "use tensor parallelism"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
+        ({"parallel_config__nnodes": 2}, "run the engine on one node"),
+        ({"model_config__use_mla": True}, "multi-head latent attention"),
+        ({"model_config__is_diffusion": True}, "diffusion"),
+    ],
+)
+def test_configurations_that_are_refused(changes: dict[str, Any], words: str) -> None:
+    """What cannot be served, or would be served wrongly, is refused at the start, with what to do."""
+    with pytest.raises(ValueError, match="KvcachedConnector cannot be used here") as refused:
+        check_config(vllm_config(**changes), cache_config(), is_full_attention=True)
+    assert words in str(refused.value)
+    assert str(refused.value).count("\n- ") == 1
+
+
+def test_latent_attention_on_an_accelerator_is_not_refused_for_that() -> None:
+    """Only on the CPU does vLLM compute wrongly with multi-head latent attention and cached blocks."""
+    config = vllm_config(model_config__use_mla=True, device_config__device_type="cuda")
+    check_config(config, cache_config(), is_full_attention=True)
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_hybrid_models_are_refused(groups: int) -> None:
+    """Several groups of layers with caches of their own are refused, with the switch that may make them one."""
+    with pytest.raises(ValueError, match="--disable-hybrid-kv-cache-manager"):
+        check_config(vllm_config(), cache_config(groups), is_full_attention=True)
+
+
+def test_window_attention_is_refused() -> None:
+    """One group whose layers do not attend to all tokens is refused: vLLM drops its blocks behind the window."""
+    with pytest.raises(ValueError, match="sliding window"):
+        check_config(vllm_config(), cache_config(), is_full_attention=False)
+
+
+def test_all_reasons_are_told_at_once() -> None:
+    """Whoever has several things to mend is told all of them."""
+    changes = {"kv_transfer_config__kv_load_failure_policy": "fail", "parallel_config__nnodes": 2}
+    with pytest.raises(ValueError, match="recompute") as refused:
+        check_config(vllm_config(**changes), cache_config(), is_full_attention=True)
+    assert str(refused.value).count("\n- ") == 2
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0rc1", "0.32", "0.33.12.dev3+gabc"])
+def test_supported_versions(version: str) -> None:
+    """0.32 and 0.33 are supported, whatever follows."""
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0.0", "0.3.2", "dev", ""])
+def test_other_versions_are_refused(version: str) -> None:
+    """Any other version is refused, with the range and what to install."""
+    with pytest.raises(RuntimeError, match=r"supports >=0\.32,<0\.34: install") as refused:
+        check_version(version)
+    assert f"version {version}," in str(refused.value)
+
+
+def test_only_the_connector_needs_vllm() -> None:
+    """The package and all its parts but the connector and its metrics can be imported without vLLM and torch."""
+    program = """
+import sys, kvcached_client.vllm, kvcached_client.vllm.scheduler, kvcached_client.vllm.link, kvcached_client.vllm.worker
+import kvcached_client.vllm.identity, kvcached_client.vllm.settings, kvcached_client.vllm.versions
+print(sorted({"vllm", "torch"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"

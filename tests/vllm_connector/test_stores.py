@@ -1,0 +1,419 @@
+"""Stores: what is offered when, and which of vLLM's blocks are held for how long."""
+
+from __future__ import annotations
+
+from kvcached_client.vllm.commands import DropStore, Offer, Release, Seek, Unplanned
+from kvcached_client.vllm.offers import OFFER_BLOCKS_MAX, STORES_MAX
+from tests.vllm_connector.rig import BLOCK, GENERATION, FakeRequest, Rig
+
+
+def running(rig: Rig, request_id: str, prompt: int, *, hit: int = 0) -> tuple[FakeRequest, list[int]]:
+    """A request with a lease whose prompt is scheduled in the step that was just built."""
+    request = rig.arrive(request_id, prompt)
+    if prompt > BLOCK:
+        rig.found(hit, loadable=False)
+        rig.matched(request)
+    return request, rig.start(request, 0, prompt)
+
+
+def test_full_blocks_are_offered_and_held() -> None:
+    """The step that fills blocks offers them, and holds them from then on."""
+    rig = Rig()
+    request, blocks = running(rig, "r", 2 * BLOCK + 1)
+    (offer,) = rig.link.taken(Offer)
+    assert (offer.start, offer.keys) == (0, request.keys(0, 2))
+    assert rig.held == blocks[:2]
+
+
+def test_store_goes_out_with_a_later_step() -> None:
+    """Workers are told to store after the step that computed the blocks, with the daemon's slots; then they go."""
+    rig = Rig()
+    request, blocks = running(rig, "r", 2 * BLOCK + 1)
+    assert rig.idle().stores == ()
+    plan = rig.plan()
+    orders = rig.idle()
+    (order,) = orders.stores
+    (span,) = order.job.spans
+    assert (order.session, order.job.transfer, order.job.generation) == (1, plan.transfer, GENERATION)
+    assert (span.depth, span.parent, span.keys) == (0, b"", request.keys(0, 2))
+    assert (span.blocks.tolist(), span.slots.tolist()) == (blocks[:2], [900, 901])
+    assert rig.idle().stores == ()
+    assert rig.held == blocks[:2]
+    rig.report(orders)
+    assert rig.held == []
+
+
+def test_held_until_every_worker_has_reported() -> None:
+    """Blocks are let go when the last worker is through, in an order that lets vLLM evict a prefix from its end."""
+    rig = Rig(shards=3)
+    _, blocks = running(rig, "r", 2 * BLOCK + 1)
+    rig.plan()
+    orders = rig.idle()
+    rig.report(orders, workers=2)
+    assert rig.held == blocks[:2]
+    rig.report(orders)
+    assert (rig.held, rig.pool.freed) == ([], [blocks[1], blocks[0]])
+
+
+def test_what_is_stored_already_is_let_go() -> None:
+    """Where the daemon has all copies, nothing is copied, and the blocks go at once."""
+    rig = Rig()
+    running(rig, "r", 2 * BLOCK + 1)
+    rig.plan(pieces=[])
+    assert rig.idle().stores == ()
+    assert rig.held == []
+
+
+def test_daemon_may_want_less() -> None:
+    """Only what the daemon lacks is copied, in as many spans as there are pieces."""
+    rig = Rig()
+    request, blocks = running(rig, "r", 5 * BLOCK + 1)
+    rig.plan(pieces=[(1, 1), (3, 2)])
+    (order,) = rig.idle().stores
+    first, second = order.job.spans
+    assert (first.depth, first.parent, first.keys) == (1, request.keys(0, 1), request.keys(1, 2))
+    assert (second.depth, second.parent, second.keys) == (3, request.keys(2, 3), request.keys(3, 5))
+    assert (first.blocks.tolist(), second.blocks.tolist()) == (blocks[1:2], blocks[3:5])
+    assert (first.slots.tolist(), second.slots.tolist()) == ([900], [901, 902])
+
+
+def test_earlier_blocks_that_were_lost_are_stored_again() -> None:
+    """Blocks before those offered, whose copies were lost, are copied and held where the request still has them."""
+    rig = Rig()
+    request, blocks = running(rig, "r", 3 * BLOCK + 1, hit=2)
+    assert rig.link.commands[-1] == Offer(2, 1, rig.link.commands[-1].lease, 2, request.keys(2, 3))  # type: ignore[union-attr]
+    rig.plan(pieces=[(0, 1), (2, 1)])
+    orders = rig.idle()
+    first, second = orders.stores[0].job.spans
+    assert (first.blocks.tolist(), second.blocks.tolist()) == (blocks[:1], blocks[2:3])
+    assert rig.held == [blocks[0], blocks[2]]
+    rig.report(orders)
+    assert rig.held == []
+
+
+def test_piece_may_reach_over_the_start_of_an_offer() -> None:
+    """One piece may hold blocks before and behind the start of the offer."""
+    rig = Rig()
+    _, blocks = running(rig, "r", 3 * BLOCK + 1, hit=1)
+    rig.plan(pieces=[(0, 3)])
+    (order,) = rig.idle().stores
+    assert order.job.spans[0].blocks.tolist() == blocks[:3]
+    assert rig.held == blocks[:3]
+
+
+def test_earlier_blocks_that_are_gone_cancel_the_store() -> None:
+    """Where the request has ended, earlier blocks are not there any more: the store is called off."""
+    rig = Rig()
+    request, blocks = running(rig, "r", 3 * BLOCK + 1, hit=2)
+    rig.finish(request, blocks)
+    plan = rig.plan(pieces=[(0, 1), (2, 1)])
+    assert rig.idle().stores == ()
+    assert [drop.transfer for drop in rig.link.taken(DropStore)] == [plan.transfer]
+    assert (rig.held, rig.side.take_skipped()) == ([], 2)
+
+
+def test_decode_offers_when_a_block_fills() -> None:
+    """While decoding, a step that fills no block asks nothing; the one that does offers it."""
+    rig = Rig()
+    request, _ = running(rig, "r", BLOCK + 1)
+    rig.plan()
+    added = None
+    for token in range(BLOCK - 1):
+        request.append(token)
+        rig.run(request, 1, added=added)
+        added = None
+        assert bool(rig.link.taken(Offer)) == (token == BLOCK - 2)
+
+
+def test_new_blocks_are_appended_and_resumed_ones_replace() -> None:
+    """Blocks that a step adds follow the ones before; those of a request that came back are all it has."""
+    rig = Rig()
+    request, blocks = running(rig, "r", 2 * BLOCK)
+    rig.plan()
+    more = rig.blocks(1)
+    for token in range(BLOCK):
+        request.append(token)
+        rig.run(request, 1, added=more if token == 0 else None)
+    rig.plan()
+    assert rig.idle().stores[0].job.spans[0].blocks.tolist() == more
+    rig.preempt(request)
+    rig.idle(preempted={"r"})
+    rig.found(0)
+    rig.matched(request)
+    other = rig.blocks(3)
+    rig.side.allocated(request, other, 0)
+    rig.run(request, 3 * BLOCK, added=other, resumed=True)
+    rig.plan()
+    assert rig.idle().stores[0].job.spans[0].blocks.tolist() == other
+    assert blocks[0] not in other
+
+
+def test_chunked_prefill_offers_chunk_by_chunk() -> None:
+    """Each chunk of a prompt is offered when it is scheduled, one offer after the other's answer."""
+    rig = Rig()
+    request = rig.arrive("r", 6 * BLOCK)
+    rig.found(0)
+    rig.matched(request)
+    blocks = rig.start(request, 0, 2 * BLOCK + 2)
+    more = rig.blocks(2)
+    rig.run(request, 2 * BLOCK, added=more)  # the first answer is still out
+    assert rig.plan().pieces == ((0, 2),)
+    rig.idle()
+    plan = rig.plan()
+    assert plan.pieces == ((2, 2),)
+    assert rig.idle().stores[0].job.spans[0].blocks.tolist() == [blocks[2], more[0]]
+
+
+def test_speculative_tokens_are_not_stored() -> None:
+    """Blocks that hold speculative tokens are not offered before their tokens are certain."""
+    rig = Rig()
+    request, _ = running(rig, "r", BLOCK + 2)
+    rig.plan()
+    rig.run(request, 1 + 4, added=rig.blocks(1))  # one token and four guesses, which would fill a block
+    assert rig.link.taken(Offer) == []
+    request.append(1, 2)
+    request.num_computed_tokens = len(request.tokens) - 1  # two guesses were wrong
+    rig.run(request, 1)
+    assert [offer.start for offer in rig.link.taken(Offer)] == [1]
+
+
+def test_blocks_without_hashes_are_not_offered() -> None:
+    """What vLLM has no hash for yet is not offered."""
+    rig = Rig()
+    request = rig.arrive("r", 3 * BLOCK)
+    rig.found(0)
+    rig.matched(request)
+    request.block_hashes = request.block_hashes[:1]
+    rig.start(request, 0, 3 * BLOCK)
+    assert [len(offer.keys) for offer in rig.link.taken(Offer)] == [16]
+
+
+def test_finish_offers_the_rest() -> None:
+    """Full blocks that were not offered when a request ends are offered then, and its lease is given back after."""
+    rig = Rig()
+    request, blocks = running(rig, "r", 2 * BLOCK + 1)
+    rig.finish(request, blocks)  # while the first answer is out
+    request.append(*range(BLOCK))
+    assert rig.side.is_busy
+    rig.plan()
+    orders = rig.idle()
+    assert len(rig.link.taken(Release)) == 1
+    assert rig.side.is_busy
+    rig.report(orders)
+    assert (rig.held, rig.side.is_busy) == ([], False)
+
+
+def test_block_whose_last_token_came_with_the_end_is_stored() -> None:
+    """A block whose last token became certain only as its request ended is offered then, and held beyond the end."""
+    rig = Rig()
+    request, blocks = running(rig, "r", 3 * BLOCK - 1)
+    rig.plan(pieces=[])
+    rig.run(request, 1)  # scheduled before the token is known that it computes
+    request.append(7)
+    assert (rig.link.taken(Offer), rig.held) == ([], [])
+    rig.finish(request, blocks)
+    assert rig.held == blocks[2:3]
+    assert rig.plan().pieces == ((2, 1),)
+    rig.report(rig.idle())
+    assert (rig.held, rig.side.is_busy, len(rig.link.taken(Release))) == ([], False, 1)
+
+
+def test_finish_while_lease_is_sought_holds_its_blocks() -> None:
+    """A request that ends before its lease is known is stored all the same, without what is stored already."""
+    rig = Rig()
+    request = rig.arrive("r", 3 * BLOCK + 1)
+    rig.now += 5
+    rig.matched(request)
+    blocks = rig.start(request, 0, 3 * BLOCK + 1)
+    rig.finish(request, blocks)
+    assert rig.held == blocks[:3]
+    rig.found(1)
+    rig.idle()
+    assert rig.held == blocks[1:3]
+    assert rig.plan().pieces == ((1, 2),)
+    rig.report(rig.idle())
+    assert (rig.held, rig.side.is_busy, len(rig.link.taken(Release))) == ([], False, 1)
+
+
+def test_request_that_came_without_session_gets_a_lease_later() -> None:
+    """Blocks of a request that arrived without a session are stored once there is one and another block is full."""
+    rig = Rig(is_connected=False)
+    rig.link.is_taking = False
+    request = rig.arrive("r", 2 * BLOCK + 1)
+    rig.matched(request)
+    rig.start(request, 0, 2 * BLOCK + 1)
+    rig.connect()
+    rig.idle()
+    request.append(*range(BLOCK))
+    rig.run(request, BLOCK, added=rig.blocks(1))
+    rig.found(0)
+    rig.idle()
+    assert rig.plan().pieces == ((0, 3),)
+
+
+def test_number_of_stores_is_bounded() -> None:
+    """Beyond the limit blocks are not held; they are offered when there is room again."""
+    rig = Rig()
+    last: list[int] = []
+    for number in range(STORES_MAX + 1):
+        _, last = running(rig, f"r{number}", 2 * BLOCK)
+    offers = rig.link.taken(Offer)
+    assert len(offers) == STORES_MAX
+    assert not set(last) & set(rig.held)
+    rig.idle()
+    assert rig.link.taken(Offer) == []
+    rig.plan(offer=offers[0])
+    rig.report(rig.idle())
+    rig.idle()
+    assert len(rig.link.taken(Offer)) == 1
+    assert set(last) <= set(rig.held)
+
+
+def test_finish_beyond_the_bound_is_skipped_and_counted() -> None:
+    """Blocks of a request that ends while too many stores are under way are not stored, but counted."""
+    rig = Rig()
+    for number in range(STORES_MAX):
+        running(rig, f"r{number}", 2 * BLOCK)
+    request, blocks = running(rig, "last", 2 * BLOCK)
+    rig.finish(request, blocks)
+    assert (rig.side.take_skipped(), rig.side.take_skipped()) == (2, 0)
+    assert not set(blocks) & set(rig.held)
+    assert len(rig.link.taken(Release)) == 1
+
+
+def test_long_prompt_is_offered_in_parts() -> None:
+    """A prompt of more blocks than one offer may have is offered in several, each after the other's answer."""
+    rig = Rig()
+    request, blocks = running(rig, "r", (OFFER_BLOCKS_MAX + 2) * BLOCK + 1)
+    assert rig.held == blocks[:OFFER_BLOCKS_MAX]
+    rig.plan()
+    rig.finish(request, blocks)
+    rig.idle()
+    assert rig.plan().pieces == ((OFFER_BLOCKS_MAX, 2),)
+    assert rig.held == blocks[: OFFER_BLOCKS_MAX + 2]
+
+
+def test_without_room_nothing_is_offered_until_another_block_is_full() -> None:
+    """Where the host pool has no room the rest is not offered again and again, but with the next full block."""
+    rig = Rig()
+    request, blocks = running(rig, "r", (OFFER_BLOCKS_MAX + 2) * BLOCK)
+    rig.plan(depth=3, pieces=[(0, 3)])
+    rig.report(rig.idle())
+    assert (rig.held, rig.link.taken(Offer), rig.side.take_skipped()) == ([], [], OFFER_BLOCKS_MAX - 3)
+    request.append(*range(BLOCK))
+    more = rig.blocks(1)
+    rig.run(request, BLOCK, added=more)
+    assert [(offer.start, offer.keys[:16]) for offer in rig.link.taken(Offer)] == [(3, request.keys(3, 4))]
+    assert rig.held == [*blocks[3:], *more]
+
+
+def test_finished_request_without_room_is_let_go() -> None:
+    """What a finished request could not store for lack of room is not held."""
+    rig = Rig()
+    request, blocks = running(rig, "r", 4 * BLOCK)
+    rig.finish(request, blocks)
+    rig.plan(depth=1, pieces=[(0, 1)])
+    rig.report(rig.idle())
+    assert (rig.held, rig.side.is_busy, len(rig.link.taken(Release))) == ([], False, 1)
+
+
+def test_refused_offer_lets_blocks_go() -> None:
+    """Blocks whose offer was refused are let go and counted, and offered again with the next full block."""
+    rig = Rig()
+    request, _ = running(rig, "r", 2 * BLOCK)
+    rig.unplan()
+    rig.idle()
+    assert (rig.held, rig.side.take_skipped(), rig.link.taken(Offer)) == ([], 2, [])
+    request.append(*range(BLOCK))
+    rig.run(request, BLOCK, added=rig.blocks(1))
+    assert [offer.start for offer in rig.link.taken(Offer)] == [0]
+
+
+def test_slow_daemon_postpones_offers() -> None:
+    """While the link takes no questions, offers wait, and blocks are not held."""
+    rig = Rig()
+    request = rig.arrive("r", 2 * BLOCK + 1)
+    rig.found(0)
+    rig.matched(request)
+    rig.link.is_taking = False
+    blocks = rig.start(request, 0, 2 * BLOCK + 1)
+    assert rig.held == []
+    rig.link.is_taking = True
+    rig.idle()
+    assert rig.held == blocks[:2]
+
+
+def test_failed_store_is_called_off_after_the_last_worker() -> None:
+    """A store that failed on a worker is called off for all when all are through: before that one may be writing."""
+    rig = Rig(shards=2)
+    running(rig, "r", 2 * BLOCK)
+    plan = rig.plan()
+    orders = rig.idle()
+    rig.report(orders, failed=True)
+    assert rig.link.taken(DropStore) == []
+    rig.report(orders)
+    assert [drop.transfer for drop in rig.link.taken(DropStore)] == [plan.transfer]
+    assert rig.held == []
+
+
+def test_lost_session_lets_go_of_what_workers_do_not_know() -> None:
+    """With the session planned stores are dropped; those that workers copy end by their reports."""
+    rig = Rig()
+    running(rig, "copying", 2 * BLOCK)
+    rig.plan()
+    orders = rig.idle()
+    copying = rig.held
+    running(rig, "planned", 2 * BLOCK)
+    running(rig, "offered", 2 * BLOCK)
+    planned, offered = rig.link.taken(Offer)
+    rig.plan(offer=planned)
+    rig.lose()
+    rig.link.events.append(Unplanned(offered.ticket))
+    assert rig.idle().stores == ()
+    assert rig.held == copying
+    rig.report(orders, failed=True)
+    assert (rig.held, rig.side.is_busy) == ([], False)
+
+
+def test_running_request_stores_into_the_next_session() -> None:
+    """A request that goes on after its session was lost gets a lease of the next one, and offers what that lacks."""
+    rig = Rig()
+    request, _ = running(rig, "r", 2 * BLOCK)
+    rig.plan(pieces=[])
+    rig.idle()
+    rig.lose()
+    rig.connect()
+    request.append(*range(BLOCK))
+    rig.run(request, BLOCK, added=rig.blocks(1))
+    (seek,) = rig.link.commands
+    assert isinstance(seek, Seek)
+    assert (seek.load, seek.keys) == (False, request.keys(0, 3))
+    rig.found(1)
+    rig.idle()
+    assert rig.plan().pieces == ((1, 2),)
+    assert rig.idle().stores[0].session == 2
+
+
+def test_finished_requests_of_lost_session_are_let_go() -> None:
+    """A finished request that waits for its session's answer is over with the session."""
+    rig = Rig()
+    request, blocks = running(rig, "r", 2 * BLOCK)
+    rig.finish(request, blocks)
+    rig.unplan()
+    rig.lose()
+    rig.idle()
+    assert (rig.held, rig.side.is_busy) == ([], False)
+
+
+def test_frees_soon() -> None:
+    """VLLM need not preempt where blocks come free with a store; blocks that a request still has do not count."""
+    rig = Rig()
+    request, blocks = running(rig, "r", 2 * BLOCK)
+    assert not rig.side.frees_soon
+    rig.finish(request, blocks)
+    assert rig.side.frees_soon
+    rig.plan()
+    orders = rig.idle()
+    assert rig.side.frees_soon
+    rig.report(orders)
+    assert not rig.side.frees_soon
