@@ -4,7 +4,7 @@
 #   make test    the default test suite
 #
 # Others: make env (.venv, which these make first), slow (longer tests), mutants (mistakes that tests must catch), lint,
-# format, bench (benchmarks), clean.
+# format, bench (benchmarks), vllm (real vLLM servers on the daemon), vllm-env (what they run in), clean.
 #
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
 # TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=URL
@@ -14,12 +14,16 @@ TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
 
 VENV := .venv
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+VLLM_STAMP := $(VLLM_VENV)/.complete
+VLLM_LOCK := $(wildcard tests/vllm/environment/*.lock.txt)
+CLIENT := $(shell find kvcached_client -name build -prune -o -name '*.py' -print -o -name '*.c' -print) kvcached_client/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test slow mutants lint format bench clean
+.PHONY: help env demo test slow mutants lint format bench vllm vllm-env clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -68,7 +72,17 @@ format: env
 bench: env
 	$(BIN)/python -m benchmarks
 
+# vLLM has an environment of its own: its versions are pinned, and the client's wheel must not change one of them.
+vllm-env: $(VLLM_STAMP)
+
+$(VLLM_STAMP): tests/vllm/environment/build.py $(VLLM_LOCK) $(CLIENT) | $(STAMP)
+	@$(BIN)/python -m tests.vllm.environment.build $(VLLM_VENV) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+	@touch $@
+
+vllm: env vllm-env
+	@$(BIN)/python -m pytest -m vllm
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info kvcached_client/build kvcached_client/*.egg-info kvcached_client/*.so kvcached/worker/*.so
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info kvcached_client/build kvcached_client/*.egg-info kvcached_client/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find kvcached kvcached_client benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,73 @@
+"""The daemon's host pool as only a test sees it: mapped behind its back, to damage what it holds."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.slabs import HEADER_BYTES
+from tests.vllm.cache_daemon import SLAB_BYTES
+
+#: Of the tiny model: layers x K and V x heads x tokens x elements x bytes.
+BLOCK_BYTES = 2 * 2 * 2 * 32 * 32 * 4
+
+_MAGIC = b"KVCH"
+_KEY = slice(48, 64)
+_DEPTH = struct.Struct("<I")
+_DEPTH_OFFSET = 112
+
+
+class StoredBlock(NamedTuple):
+    """A block with a valid header."""
+
+    depth: int
+    key: bytes
+    slot: int
+
+
+class HostBlocks:
+    """The pool of the daemon with this process id. A context manager."""
+
+    def __init__(self, daemon_pid: int) -> None:
+        descriptor = os.open(_memfd_of(daemon_pid), os.O_RDWR)
+        try:
+            self._memory = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+        self._geometry = HostGeometry(
+            slabs=len(self._memory) // SLAB_BYTES, slab_bytes=SLAB_BYTES, shards=1, block_bytes=BLOCK_BYTES
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._memory.close()
+
+    def stored(self) -> list[StoredBlock]:
+        """All blocks with a valid header, the first of their prompts first."""
+        found = []
+        for slot in range(self._geometry.slots):
+            start = self._geometry.header_offset(slot, 0)
+            header = self._memory[start : start + HEADER_BYTES]
+            if header.startswith(_MAGIC):
+                found.append(StoredBlock(_DEPTH.unpack_from(header, _DEPTH_OFFSET)[0], header[_KEY], slot))
+        return sorted(found)
+
+    def damage(self, blocks: Iterable[StoredBlock]) -> None:
+        """Flip one bit of each."""
+        for block in blocks:
+            self._memory[self._geometry.block_offset(block.slot, 0) + BLOCK_BYTES // 3] ^= 4
+
+
+def _memfd_of(pid: int) -> Path:
+    """The descriptor of the host pool in the daemon."""
+    (found,) = (
+        entry for entry in Path(f"/proc/{pid}/fd").iterdir() if str(entry.readlink()).startswith("/memfd:kvcached-host")
+    )
+    return found

@@ -1,0 +1,73 @@
+"""A daemon that dies and a server that sleeps cost hits, never answers."""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+import pytest
+
+from tests.vllm.cache_daemon import CacheDaemon
+from tests.vllm.completions import Completion
+from tests.vllm.conftest import Prompts
+from tests.vllm.fleet import assert_same
+from tests.vllm.server import VllmServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+def test_daemon_is_killed_under_load(
+    server: VllmServer, other: VllmServer, reference: VllmServer, daemon: CacheDaemon, prompt: Prompts
+) -> None:
+    """Requests finish as ever when the daemon is killed; with a new one hits come back, and no server is restarted."""
+    prompts = [prompt(8, number // 2) for number in range(24)]
+    expected = [reference.complete(tokens, tokens=40) for tokens in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [
+            pool.submit((server, other)[number % 2].complete, tokens, tokens=40)
+            for number, tokens in enumerate(prompts)
+        ]
+        wait(answers, return_when=FIRST_COMPLETED)
+        daemon.kill()
+        assert results(answers) == expected
+    daemon.start()
+    daemon.until_sessions(2)
+
+    tokens = prompt(8, "afterwards")
+    for each in (server, other):
+        each.forget()
+    assert_same(server.complete(tokens), reference.complete(tokens))
+    server.forget()
+    for each in (server, other):
+        assert_same(each.complete(tokens), reference.complete(tokens))
+
+
+def test_server_sleeps_longer_than_its_session(
+    server: VllmServer, other: VllmServer, reference: VllmServer, daemon: CacheDaemon, prompt: Prompts
+) -> None:
+    """A server that was stopped past its session's life goes on with right answers, and hits again."""
+    prompts = [prompt(8, number) for number in range(12)]
+    expected = [reference.complete(tokens, tokens=40) for tokens in prompts]
+    expired = daemon.count("sessions_expired")
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(server.complete, tokens, tokens=40) for tokens in prompts]
+        wait(answers, return_when=FIRST_COMPLETED)
+        server.signal_all(signal.SIGSTOP)
+        try:
+            daemon.until(lambda stats: stats.counters.get("sessions_expired", 0) > expired, "expired")
+            assert other.complete(prompts[0], tokens=40) == expected[0]
+        finally:
+            server.signal_all(signal.SIGCONT)
+        assert results(answers) == expected
+    daemon.until_sessions(2)
+
+    tokens = prompt(8, "afterwards")
+    server.forget()
+    assert_same(server.complete(tokens), reference.complete(tokens))
+    server.forget()
+    assert_same(server.complete(tokens), reference.complete(tokens))
+
+
+def results(answers: list[Future[Completion]]) -> list[Completion]:
+    """All of them, in order."""
+    return [answer.result() for answer in answers]
