@@ -4,10 +4,12 @@
 #   make test    the default test suite
 #
 # Others: make env (.venv, which these make first), slow (longer tests), mutants (mistakes that tests must catch), lint,
-# format, bench (benchmarks), vllm (real vLLM servers on the daemon), vllm-env (what they run in), clean.
+# format, bench (benchmarks), vllm (real vLLM servers on the daemon), vllm-env (what they run in), bench-vllm (figures with
+# real vLLMs), replay (recorded conversations against vLLM, with a figure), clean.
 #
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
 # TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=URL
+# REPLAY       options of the replay                      make replay REPLAY='--model tiny --requests 60'
 
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
@@ -23,7 +25,7 @@ VLLM_LOCK := $(wildcard tests/vllm/environment/*.lock.txt)
 CLIENT := $(shell find kvcached_client -name build -prune -o -name '*.py' -print -o -name '*.c' -print) kvcached_client/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test slow mutants lint format bench vllm vllm-env clean
+.PHONY: help env demo test slow mutants lint format bench vllm vllm-env bench-vllm replay clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -71,6 +73,14 @@ format: env
 
 bench: env
 	$(BIN)/python -m benchmarks
+
+bench-vllm: env vllm-env
+	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m benchmarks vllm
+
+# Recorded conversations against real vLLM servers, with and without kvcached; writes docs/figures/replay-small.svg.
+replay: env vllm-env
+	@$(PIP) install --quiet -e '.[plots]'
+	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m benchmarks replay $(REPLAY)
 
 # vLLM has an environment of its own: its versions are pinned, and the client's wheel must not change one of them.
 vllm-env: $(VLLM_STAMP)

@@ -134,6 +134,18 @@ class AttachedAdmission:
         """The scheduler says goodbye: the session is over, though shard processes may still copy."""
         self._replace(group, [group.scheduler])
 
+    def info(self) -> wire.AttachedInfo | None:
+        """What such engines are offered; None where there is no such mode here."""
+        share = self._share
+        if share is None:
+            return None
+        return wire.AttachedInfo(
+            slabs=share.slabs,
+            slab_bytes=share.slab_bytes,
+            namespaces_max=self._cache.attached.spaces.most,
+            verify_loads=share.verify_loads,
+        )
+
     def forget(self, session_id: SessionId) -> None:
         """A session is over."""
         self._shapes.pop(session_id, None)

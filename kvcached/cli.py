@@ -6,54 +6,36 @@ Commands import what they need when they run, so that the quick ones stay quick.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from enum import IntEnum
 from pathlib import Path
 from string import hexdigits
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
 from kvcached import VERSION
+from kvcached.cli_common import (
+    EPILOG,
+    ExitCode,
+    ask,
+    deadline_option,
+    fail,
+    fields_of,
+    json_option,
+    print_json,
+    run_dir_option,
+)
+from kvcached.cli_doctor import doctor
+from kvcached.cli_explain import explain
 
 if TYPE_CHECKING:
     from kvcached.config import Config
-    from kvcached_client import Admin
-    from kvcached_client.protocol import Header, TreeNode
 
-Reply = TypeVar("Reply")
+__all__ = ["ExitCode", "main"]
 
-
-class ExitCode(IntEnum):
-    """What the exit status of a command means. These never change."""
-
-    OK = 0
-    UNHEALTHY = 1
-    USAGE = 2
-    START_FAILED = 3
-    UNREACHABLE = 4
-    INTERRUPTED = 130
-
-    @property
-    def meaning(self) -> str:
-        """The code in words."""
-        return _MEANINGS[self]
-
-
-_MEANINGS = {
-    ExitCode.OK: "done; what was asked about is in order",
-    ExitCode.UNHEALTHY: "the daemon answered, and something is wrong: unhealthy, violations, differing outputs",
-    ExitCode.USAGE: "wrong usage or configuration; nothing was started",
-    ExitCode.START_FAILED: "the start failed; everything that was started has ended",
-    ExitCode.UNREACHABLE: "no daemon answered in time",
-    ExitCode.INTERRUPTED: "ended by Ctrl-C before it was done; a demo also by SIGTERM (143) or SIGHUP (129)",
-}
 _KEY_DIGITS = 32
-_EPILOG = "\b\nExit codes:\n" + "\n".join(f"{code.value:>5}  {code.meaning}" for code in ExitCode)
-
 _config_option = click.option(
     "--config",
     "config_path",
@@ -62,22 +44,6 @@ _config_option = click.option(
     show_envvar=True,
     required=True,
     help="TOML file; see docs/configuration.md.",
-)
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.", show_default=True)
-_run_dir_option = click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path),
-    envvar="KVCACHED_RUN_DIR",
-    show_envvar=True,
-    show_default="$RUNTIME_DIRECTORY, $XDG_RUNTIME_DIR/kvcached, /tmp/kvcached-<uid>",
-    help="Folder of the daemon's sockets.",
-)
-_deadline_option = click.option(
-    "--deadline-ms",
-    type=click.IntRange(1, 600_000),
-    default=5000,
-    show_default=True,
-    help="Longest wait for the answer, in milliseconds.",
 )
 
 
@@ -97,12 +63,16 @@ class _KeyType(click.ParamType[bytes]):
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog=_EPILOG,
+    epilog=EPILOG,
     no_args_is_help=True,
 )
 @click.version_option(VERSION, message="%(version)s")
 def main() -> None:
     """The KV-cache daemon for the LLM inference engines of one node."""
+
+
+main.add_command(explain)
+main.add_command(doctor)
 
 
 def _overlay_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -118,7 +88,7 @@ def _overlay_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@main.command(epilog=_EPILOG)
+@main.command(epilog=EPILOG)
 @_config_option
 @_overlay_options
 def serve(config_path: Path, **options: str | None) -> None:
@@ -131,14 +101,14 @@ def serve(config_path: Path, **options: str | None) -> None:
     try:
         code = daemon.run(config)
     except daemon.StartError as error:
-        _fail(ExitCode.START_FAILED, str(error))
+        fail(ExitCode.START_FAILED, str(error))
     sys.exit(code)
 
 
-@main.command(epilog=_EPILOG)
+@main.command(epilog=EPILOG)
 @_config_option
 @_overlay_options
-@_json_option
+@json_option
 def check_config(config_path: Path, *, as_json: bool, **options: str | None) -> None:
     """Check a configuration; print it with every default, and what it comes to. Starts nothing."""
     from kvcached.config_report import as_toml, effective, figures_of
@@ -146,72 +116,72 @@ def check_config(config_path: Path, *, as_json: bool, **options: str | None) -> 
     config = _load(config_path, options)
     figures = [asdict(figures) for figures in figures_of(config)]
     if as_json:
-        _print_json({"config": effective(config), "figures": figures})
+        print_json({"config": effective(config), "figures": figures})
         return
     click.echo(as_toml(config))
     for replica in figures:
         click.echo(f"# {', '.join(f'{name} {value}' for name, value in replica.items())}")
 
 
-@main.command(epilog=_EPILOG)
-@_run_dir_option
-@_deadline_option
-@_json_option
+@main.command(epilog=EPILOG)
+@run_dir_option
+@deadline_option
+@json_option
 def health(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     """Ask the daemon to try a real request through every worker. Exit code 1 if a part fails."""
-    report = _ask(run_dir, deadline_ms, lambda admin: admin.health())
+    report = ask(run_dir, deadline_ms, lambda admin: admin.health())
     if as_json:
-        _print_json(_fields(report))
+        print_json(fields_of(report))
     for part in () if as_json else report.parts:
         click.echo(f"{'ok  ' if part.ok else 'FAIL'}  {part.part}{f': {part.detail}' if part.detail else ''}")
     sys.exit(ExitCode.OK if report.ok else ExitCode.UNHEALTHY)
 
 
-@main.command(epilog=_EPILOG)
-@_run_dir_option
-@_deadline_option
-@_json_option
+@main.command(epilog=EPILOG)
+@run_dir_option
+@deadline_option
+@json_option
 def check(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     """Run the invariant checker on the live daemon. Exit code 1 if an invariant is broken."""
-    report = _ask(run_dir, deadline_ms, lambda admin: admin.check())
+    report = ask(run_dir, deadline_ms, lambda admin: admin.check())
     if as_json:
-        _print_json(_fields(report))
+        print_json(fields_of(report))
     else:
         click.echo("\n".join(report.violations) or "no violations")
     sys.exit(ExitCode.OK if report.ok else ExitCode.UNHEALTHY)
 
 
-@main.command(epilog=_EPILOG)
-@_run_dir_option
-@_deadline_option
-@_json_option
+@main.command(epilog=EPILOG)
+@run_dir_option
+@deadline_option
+@json_option
 def stats(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     """Print counters and gauges: where every slot is, and what happened since the start."""
-    report = _ask(run_dir, deadline_ms, lambda admin: admin.stats())
+    report = ask(run_dir, deadline_ms, lambda admin: admin.stats())
     if as_json:
-        _print_json(_fields(report))
+        print_json(fields_of(report))
         return
     from kvcached.cli_output import print_stats
 
     print_stats(report)
 
 
-@main.command(epilog=_EPILOG)
-@_run_dir_option
-@_deadline_option
-@_json_option
+@main.command(epilog=EPILOG)
+@run_dir_option
+@deadline_option
+@json_option
 def describe(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     """Print what the daemon serves: replicas, layouts, limits, versions."""
-    report = _ask(run_dir, deadline_ms, lambda admin: admin.describe())
+    report = ask(run_dir, deadline_ms, lambda admin: admin.describe())
     if as_json:
-        _print_json(_fields(report))
+        print_json(fields_of(report))
         return
     from kvcached.cli_output import print_description
 
     print_description(report)
 
 
-@main.command(epilog=_EPILOG)
+@main.command(epilog=EPILOG)
 @click.option("--replica", default="", show_default="all", help="Show the tree of this replica only.")
 @click.option(
     "--levels", type=click.IntRange(1, 64), default=8, show_default=True, help="Runs from the root down that are shown."
@@ -219,14 +189,14 @@ def describe(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
 @click.option(
     "--children", type=click.IntRange(1, 256), default=8, show_default=True, help="Runs below each that are shown."
 )
-@_run_dir_option
-@_deadline_option
-@_json_option
+@run_dir_option
+@deadline_option
+@json_option
 def tree(replica: str, levels: int, children: int, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     """Show what the index holds: runs of blocks, where their copies are, and what is in use."""
-    report, nodes = _ask(run_dir, deadline_ms, lambda admin: admin.tree(replica, levels=levels, children=children))
+    report, nodes = ask(run_dir, deadline_ms, lambda admin: admin.tree(replica, levels=levels, children=children))
     if as_json:
-        _print_json({**_fields(report), "nodes": [_fields(node) for node in nodes]})
+        print_json({**fields_of(report), "nodes": [fields_of(node) for node in nodes]})
         return
     from kvcached.tree_view import print_tree
 
@@ -234,25 +204,25 @@ def tree(replica: str, levels: int, children: int, run_dir: Path | None, deadlin
     click.echo(f"{report.blocks} blocks in {report.runs} runs")
 
 
-@main.command(epilog=_EPILOG)
+@main.command(epilog=EPILOG)
 @click.argument("key", type=_KeyType())
-@_run_dir_option
-@_deadline_option
-@_json_option
+@run_dir_option
+@deadline_option
+@json_option
 def inspect(key: bytes, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     """Show where the block with KEY (32 hex digits) is, and who holds it."""
-    report = _ask(run_dir, deadline_ms, lambda admin: admin.inspect(key))
+    report = ask(run_dir, deadline_ms, lambda admin: admin.inspect(key))
     if as_json:
-        _print_json(_fields(report))
+        print_json(fields_of(report))
         return
     from kvcached.cli_output import print_block
 
     print_block(report)
 
 
-@main.command(epilog=_EPILOG)
+@main.command(epilog=EPILOG)
 @_config_option
-@_json_option
+@json_option
 def capacity(config_path: Path, *, as_json: bool) -> None:
     """Print what a configuration has room for: blocks, tokens, bytes. Starts nothing and asks no daemon."""
     from kvcached.capacity import capacity_of
@@ -260,14 +230,14 @@ def capacity(config_path: Path, *, as_json: bool) -> None:
 
     room = capacity_of(_load(config_path, {}))
     if as_json:
-        _print_json(asdict(room))
+        print_json(asdict(room))
     else:
         print_capacity(room)
 
 
-@main.command(epilog=_EPILOG)
+@main.command(epilog=EPILOG)
 @click.option("--tp", type=click.Choice([1, 2]), default=2, show_default=True, help="Shard processes of the engine.")
-@_json_option
+@json_option
 def demo(*, tp: int, as_json: bool) -> None:
     """Kill an engine, show who hits what it cached, compare outputs. Needs a checkout and the extra `examples`."""
     from kvcached.demo import run_demo
@@ -275,12 +245,12 @@ def demo(*, tp: int, as_json: bool) -> None:
     sys.exit(run_demo(json_output=as_json, tp=tp))
 
 
-@main.command(epilog=_EPILOG)
-@_json_option
+@main.command(epilog=EPILOG)
+@json_option
 def version(*, as_json: bool) -> None:
     """Print the version."""
     if as_json:
-        _print_json({"version": VERSION})
+        print_json({"version": VERSION})
     else:
         click.echo(VERSION)
 
@@ -292,40 +262,4 @@ def _load(path: Path, options: dict[str, str | None]) -> Config:
     try:
         return load_config(path, options={key: value for key, value in options.items() if value is not None})
     except ConfigError as error:
-        _fail(ExitCode.USAGE, str(error))
-
-
-def _ask(run_dir: Path | None, deadline_ms: int, question: Callable[[Admin], Reply]) -> Reply:
-    """The daemon's answer; whatever goes wrong ends the program."""
-    from kvcached_client import Admin, BadRequest, DeadlineExceeded, ErrorCode, RequestError, TransportError
-
-    try:
-        with Admin.connect(run_dir, deadline_ms=deadline_ms) as admin:
-            return question(admin)
-    except RequestError as error:
-        is_usage = isinstance(error, BadRequest) or error.code is ErrorCode.UNKNOWN_REPLICA
-        _fail(ExitCode.USAGE if is_usage else ExitCode.UNHEALTHY, str(error))
-    except DeadlineExceeded as error:
-        _fail(ExitCode.UNREACHABLE, f"{error} (see the daemon's log, or allow more with --deadline-ms)")
-    except TransportError as error:
-        _fail(ExitCode.UNREACHABLE, f"{error} (start it with: kvcached serve --config FILE)")
-
-
-def _fail(code: ExitCode, message: str) -> NoReturn:
-    for line in message.splitlines():
-        click.echo(f"kvcached: {line}", err=True)
-    sys.exit(code)
-
-
-def _print_json(value: object) -> None:
-    click.echo(json.dumps(value))
-
-
-def _fields(message: Header | TreeNode) -> dict[str, object]:
-    """A message as JSON types: bytes as hex digits, and without what belongs to its transport."""
-    import msgspec
-
-    fields = {name: getattr(message, name) for name in message.__struct_fields__ if name != "id"}
-    return {
-        name: value.hex() if isinstance(value, bytes) else msgspec.to_builtins(value) for name, value in fields.items()
-    }
+        fail(ExitCode.USAGE, str(error))

@@ -303,7 +303,9 @@ class Config(Table):
     def _check_there_is_something(self) -> Self:
         if not self.replica and self.attached is None:
             raise mistake(
-                "is missing, and so is [attached]", "name the pools to serve, each as [[replica]]", ("replica",)
+                "is missing, and so is [attached]",
+                "name the pools to serve, each as [[replica]], or add [attached]",
+                ("replica",),
             )
         if self.attached is not None and self.host is None:
             raise mistake("does nothing without [host]", "add [host], or remove it", ("attached",))

@@ -75,4 +75,5 @@ class Replica:
             device=self.device,
             model=self.model,
             key_algorithm=self.key_algorithm,
+            namespace=self.namespace.hex(),
         )

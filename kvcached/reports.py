@@ -12,12 +12,14 @@ from kvcached.core.attached_state import Space
 from kvcached.core.cache import LEASES_PER_SESSION_MAX, Cache
 from kvcached.core.effects import TransferKind
 from kvcached.core.host_pool import HostPool
+from kvcached.core.misses import explain
 from kvcached.core.pool import DevicePool, SlotPool
 from kvcached.core.states import SlotState, TransferState
 from kvcached.core.survey import RunView, block_count, find, survey, trees_of
 from kvcached.core.tree import PrefixTree
 from kvcached.replica import Replica
 from kvcached_client import protocol as wire
+from kvcached_client.types import KEY_SIZE_BYTES
 
 #: Bytes of a namespace's root that tell it from others, as hex digits in reports.
 NAMESPACE_SHOWN_BYTES: Final = 8
@@ -160,7 +162,51 @@ def inspect_report(request: wire.Inspect, cache: Cache, replicas: Replicas) -> w
     )
 
 
-def description(request_id: int, daemon_epoch: int, replicas: list[Replica]) -> wire.Description:
+def explained(request: wire.Explain, keys: bytes, cache: Cache, replicas: Replicas) -> wire.Explained:
+    """Why a prompt is no longer hit: for each replica, and for each namespace of engines in attached mode."""
+    found: list[wire.Explanation] = []
+    for name, replica in replicas.items():
+        if request.replica in {"", name} and replica.namespace.hex().startswith(request.namespace):
+            (tree,) = trees_of(cache, name)
+            found.append(_explanation(request, keys, cache, tree, replica.layout.block_size, pool=cache.pools[name]))
+    for root, space in cache.attached.spaces.by_root.items():
+        if not request.replica and root.hex().startswith(request.namespace):
+            found.append(_explanation(request, keys, cache, space.tree, space.spec.block_size, space=space))
+    return wire.Explained(id=request.id, explanations=tuple(found))
+
+
+def _explanation(
+    request: wire.Explain,
+    keys: bytes,
+    cache: Cache,
+    tree: PrefixTree,
+    block_size: int,
+    *,
+    pool: DevicePool | None = None,
+    space: Space | None = None,
+) -> wire.Explanation:
+    """What of a prompt the replica of a pool would hit, or the engines of an attached namespace."""
+    blocks = len(keys) // KEY_SIZE_BYTES
+    limit = blocks if request.full else min(blocks, max(request.tokens - 1, 0) // block_size)
+    miss = explain(cache, tree, pool, keys, limit)
+    return wire.Explanation(
+        namespace=tree.namespace[:NAMESPACE_SHOWN_BYTES].hex(),
+        replica="" if pool is None else pool.name,
+        label="" if space is None else space.spec.label,
+        generation=0 if space is None else space.generation,
+        block_size=block_size,
+        device=miss.device,
+        host=miss.host,
+        hit=miss.hit,
+        key=keys[miss.hit * KEY_SIZE_BYTES : (miss.hit + 1) * KEY_SIZE_BYTES],
+        reason=miss.reason,
+        others=miss.others,
+    )
+
+
+def description(
+    request_id: int, daemon_epoch: int, replicas: list[Replica], attached: wire.AttachedInfo | None
+) -> wire.Description:
     """Versions, replicas and limits."""
     return wire.Description(
         id=request_id,
@@ -170,6 +216,7 @@ def description(request_id: int, daemon_epoch: int, replicas: list[Replica]) -> 
         daemon_epoch=daemon_epoch,
         pid=os.getpid(),
         replicas=tuple(replica.info() for replica in replicas),
+        attached=attached,
         limits={
             "header_bytes": wire.HEADER_SIZE_BYTES_MAX,
             "frame_bytes": wire.FRAME_SIZE_BYTES_MAX,

@@ -35,7 +35,14 @@ from kvcached.deferred import DeferredAnswers
 from kvcached.health import HealthChecks
 from kvcached.membership import Group, Membership, Peer
 from kvcached.replica import Replica
-from kvcached.reports import NAMESPACE_SHOWN_BYTES, description, inspect_report, stats_report, tree_report
+from kvcached.reports import (
+    NAMESPACE_SHOWN_BYTES,
+    description,
+    explained,
+    inspect_report,
+    stats_report,
+    tree_report,
+)
 from kvcached_client import protocol as wire
 from kvcached_client.attach_protocol import Identified, Joined, JoinedHost
 from kvcached_client.errors import ErrorCode, RequestError, request_error
@@ -109,6 +116,7 @@ class Service:
             wire.Describe: self._describe,
             wire.Tree: self._tree,
             wire.Inspect: self._inspect,
+            wire.Explain: self._explain,
             wire.HelloAttached: self._hello_attached,
             **self._attached.by_type,
         }
@@ -416,16 +424,25 @@ class Service:
         return Answer(wire.CheckReport(id=request.id, ok=not violations, violations=violations))
 
     def _describe(self, _: bytes, request: wire.Describe, __: list[bytes]) -> Answer:
-        return Answer(description(request.id, self._cache.epoch, list(self._replicas.values())))
+        replicas = list(self._replicas.values())
+        return Answer(description(request.id, self._cache.epoch, replicas, self._attached_admission.info()))
 
     def _tree(self, _: bytes, request: wire.Tree, __: list[bytes]) -> Answer:
-        if request.replica and request.replica not in self._replicas:
-            raise unknown_replica(request.replica, self._replicas)
+        self._check_replica(request.replica)
         report, nodes = tree_report(request, self._cache, self._replicas)
         return Answer(report, (nodes,))
 
     def _inspect(self, _: bytes, request: wire.Inspect, __: list[bytes]) -> Answer:
         return Answer(inspect_report(request, self._cache, self._replicas))
+
+    def _explain(self, _: bytes, request: wire.Explain, frames: list[bytes]) -> Answer:
+        self._check_replica(request.replica)
+        return Answer(explained(request, frames[0], self._cache, self._replicas))
+
+    def _check_replica(self, name: str) -> None:
+        """Refuse a name that no replica has; "" stands for all."""
+        if name and name not in self._replicas:
+            raise unknown_replica(name, self._replicas)
 
     # --- health -----------------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ class Attached:
     def match(self, session_id: SessionId, keys: bytes, tokens: int, *, full: bool) -> int:
         """How many leading blocks the host pool holds. Changes nothing."""
         session = self._active(session_id)
-        return self._match(session.space.tree, keys, _hit_limit(session, keys, tokens, full=full))[1]
+        return longest_hit(session.space.tree, keys, _hit_limit(session, keys, tokens, full=full))[1]
 
     def acquire(self, session_id: SessionId, request: str, keys: bytes, tokens: int, *, full: bool) -> AttachedLease:
         """Pin the longest prefix that the host pool holds complete. Asking again gives the same lease.
@@ -177,7 +177,7 @@ class Attached:
         if len(session.leases) >= ATTACHED_LEASES_MAX:
             raise request_error(ErrorCode.LIMIT, f"{len(session.leases)} leases are held", "release what has finished")
         tree = session.space.tree
-        run, depth = self._match(tree, keys, _hit_limit(session, keys, tokens, full=full))
+        run, depth = longest_hit(tree, keys, _hit_limit(session, keys, tokens, full=full))
         tree.pin(run, depth, HOST)
         tree.touch(run, HOST)
         self._last_lease += 1
@@ -213,7 +213,7 @@ class Attached:
             )
         if lease.tree is not session.space.tree:
             raise request_error(
-                ErrorCode.STALE_EPOCH, f"the namespace was cleared after lease {lease.id}", "compute the prompt"
+                ErrorCode.HIT_GONE, f"the namespace was cleared after lease {lease.id}", "compute the prompt"
             )
         self._check_room(session)
         tree, run = lease.tree, lease.tree.resolve(lease.run, start + blocks)
@@ -221,7 +221,7 @@ class Attached:
         host = host_of(tree)
         if not all(host.holds(first, count, SlotState.CACHED) for first, count in pairs(slots)):
             raise request_error(
-                ErrorCode.STALE_EPOCH, f"blocks of the hit of lease {lease.id} proved bad meanwhile", "compute them"
+                ErrorCode.HIT_GONE, f"blocks of the hit of lease {lease.id} proved bad meanwhile", "compute them"
             )
         piece = Piece(start, start + blocks)
         exchange = self._exchanges.start(session, TransferKind.LOAD, tree, run, [piece], slots)
@@ -294,20 +294,6 @@ class Attached:
         lease.tree.unpin_host(run, lease.depth)
         lease.tree.drop_lost(run)
 
-    def _match(self, tree: PrefixTree, keys: bytes, limit: int) -> tuple[Run, int]:
-        """The longest prefix whose copies are complete."""
-        run, depth = tree.match_host(tree.root, 0, keys, limit)
-        pool = host_of(tree)
-        if pool.counts[SlotState.FILLING]:
-            whole = 0
-            for first, count in pairs(tree.path_slots(run, 0, depth, HOST)):
-                whole += count
-                if not pool.holds(first, count, SlotState.CACHED):
-                    states = (pool.state_of(slot) is SlotState.CACHED for slot in range(first, first + count))
-                    depth = whole - count + list(states).index(False)
-                    break
-        return tree.resolve(run, depth), depth
-
     def _active(self, session_id: SessionId) -> AttachedSession:
         session = self.sessions.get(session_id)
         state = None if session is None else session.state
@@ -349,6 +335,21 @@ class Attached:
                 f"{len(session.exchanges)} copies are under way",
                 "wait until shards are through with some",
             )
+
+
+def longest_hit(tree: PrefixTree, keys: bytes, limit: int) -> tuple[Run, int]:
+    """The longest prefix of a chain whose copies in the host pool are complete, up to `limit` blocks."""
+    run, depth = tree.match_host(tree.root, 0, keys, limit)
+    pool = host_of(tree)
+    if pool.counts[SlotState.FILLING]:
+        whole = 0
+        for first, count in pairs(tree.path_slots(run, 0, depth, HOST)):
+            whole += count
+            if not pool.holds(first, count, SlotState.CACHED):
+                states = (pool.state_of(slot) is SlotState.CACHED for slot in range(first, first + count))
+                depth = whole - count + list(states).index(False)
+                break
+    return tree.resolve(run, depth), depth
 
 
 def _hit_limit(session: AttachedSession, keys: bytes, tokens: int, *, full: bool) -> int:

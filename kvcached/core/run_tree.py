@@ -315,9 +315,7 @@ class RunTree:
             self.policies[pool].add(segment)
         return freed
 
-    def trim(
-        self, segment: Segment, count: int, pool: int, reason: MissReason = MissReason.EVICTED
-    ) -> Ranges[int]:
+    def trim(self, segment: Segment, count: int, pool: int, reason: MissReason = MissReason.EVICTED) -> Ranges[int]:
         """Take the last `count` blocks of a childless segment out of the pool; forget keys that nobody holds now.
 
         `reason` is what is told to who asks for these later.

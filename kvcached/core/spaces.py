@@ -39,7 +39,7 @@ class Spaces:
         self.by_root: dict[bytes, Space] = {}
         self.retired: list[PrefixTree] = []
         self._stock = stock
-        self._most = most
+        self.most = most
         self._first_generation = 0  #: above those of forgotten namespaces, whose headers lie around
         self._sessions = sessions
         self._counters = counters
@@ -96,7 +96,7 @@ class Spaces:
             raise request_error(
                 ErrorCode.WRONG_LAYOUT, "a slab of the host pool holds none of these blocks", "configure larger slabs"
             )
-        if len(self.by_root) >= self._most:
+        if len(self.by_root) >= self.most:
             self._forget_idle()
         host, tree = self._plant(spec)
         return Space(spec, host, tree, self._first_generation)

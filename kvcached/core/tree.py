@@ -117,9 +117,7 @@ class PrefixTree(RunTree):
         if has_holes(host.ranges):
             self.drop_lost(run, MissReason.EVICTED)
 
-    def drop(
-        self, run: Run, depth: int, pool: int, reason: MissReason = MissReason.CORRUPT_OR_FAILED
-    ) -> Ranges[int]:
+    def drop(self, run: Run, depth: int, pool: int, reason: MissReason = MissReason.CORRUPT_OR_FAILED) -> Ranges[int]:
         """Take residency in a device pool from `depth` on, in this run and everything below it, out of the tree.
 
         Nothing there is pinned. The slots are returned in the state they had: the caller says what becomes of them.
@@ -186,7 +184,7 @@ class PrefixTree(RunTree):
         return self.resolve(run, position // KEY_SIZE), position // KEY_SIZE
 
     def missing_in_host(self, run: Run, depth: int) -> list[Piece]:
-        """Blocks of the path ``[0, depth)`` that the host pool does not hold, up to the first run that it holds whole.
+        """Blocks of the path ``[0, depth)`` that the host pool does not hold.
 
         Ancestors come first, so that copies in this order leave no hole.
         """
@@ -194,10 +192,9 @@ class PrefixTree(RunTree):
         while run.parent is not None:
             segment = run.segments[HOST]
             wanted = depth - run.start
-            gaps = _gaps(segment.ranges if segment is not None else no_ranges(), wanted)
-            if not gaps:
-                break
-            found.extend(Piece(run.start + first, run.start + end) for first, end in reversed(gaps))
+            if segment is None or segment.holed or segment.length < wanted:
+                gaps = _gaps(segment.ranges if segment is not None else no_ranges(), wanted)
+                found.extend(Piece(run.start + first, run.start + end) for first, end in reversed(gaps))
             run, depth = run.parent, run.start
         merged: list[Piece] = []
         for piece in reversed(found):

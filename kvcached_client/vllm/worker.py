@@ -7,6 +7,7 @@ Loads go first, each kind in order. Rules:
   over or could not be joined.
 * Copies of a session end before the next one is joined: joining tells the daemon that this worker is through with it.
 * A daemon that does not answer costs a few seconds once; what was ordered then fails for a while without a try.
+* After a fault of this thread itself all orders fail: vLLM computes what it would have loaded.
 * The mapping of a session that is over goes at once, unless orders of it wait.
 """
 
@@ -104,6 +105,7 @@ class WorkerSide:
         self._shard: Shard | None = None
         self._session = 0  #: number of the session that was joined last
         self._quiet = (0, 0.0)  #: which session not to try until when
+        self._is_broken = False  #: all orders fail from now on
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvcached-copy", daemon=True)
         self._thread.start()
@@ -162,15 +164,20 @@ class WorkerSide:
     # --- the copying thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            while not self._is_closing:
+        while not self._is_closing:
+            try:
                 order = self._next()
                 if order is not None:
                     self._carry_out(order)
                 elif not self._follow_session():
                     self._wait()
-        finally:
-            self._leave()
+            except Exception:
+                if self._is_broken:
+                    raise
+                log.exception("kvcached: no more copies by this worker, a fault of kvcached; vLLM goes on without")
+                self._is_broken = True
+                self._leave()
+        self._leave()
 
     def _next(self) -> LoadOrder | StoreOrder | None:
         with self._lock:
@@ -236,7 +243,7 @@ class WorkerSide:
 
     def _shard_of(self, session: int) -> Shard | None:
         """The shard for the orders of a session; None where it is over, or not to be had at present."""
-        if self._is_quiet(session):
+        if self._is_broken or self._is_quiet(session):
             return None
         if self._note is not None and self._note.number == session:
             self._follow_session()
@@ -245,7 +252,7 @@ class WorkerSide:
     def _follow_session(self) -> bool:
         """Join the latest session, unless that was done; whether it was tried."""
         note = self._note
-        if note is None or note.number == self._session or self._is_quiet(note.number):
+        if note is None or note.number == self._session or self._is_broken or self._is_quiet(note.number):
             return False
         try:
             shard = self._join(SessionGrant.from_bytes(note.grant))
@@ -271,4 +278,7 @@ class WorkerSide:
     def _leave(self) -> None:
         shard, self._shard = self._shard, None
         if shard is not None:
-            shard.close()
+            try:
+                shard.close()
+            except Exception:
+                log.exception("kvcached: could not leave the session in order")

@@ -360,7 +360,17 @@ def test_admin_asks_without_a_session(daemon: FakeDaemon) -> None:
         ),
         HealthReport(id=2, ok=True, parts=()),
         CheckReport(id=3, ok=False, violations=("broken",)),
-        Description(id=4, version="0", protocol_min=1, protocol_max=1, daemon_epoch=1, pid=9, replicas=(), limits={}),
+        Description(
+            id=4,
+            version="0",
+            protocol_min=1,
+            protocol_max=1,
+            daemon_epoch=1,
+            pid=9,
+            replicas=(),
+            attached=None,
+            limits={},
+        ),
         InspectReport(id=5, found=False),
     ]
     daemon.script = lambda request, _: (replies[request.id - 1], [])

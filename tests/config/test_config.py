@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvcached.config import REPLICAS_MAX, Config, ReplicaConfig, load_config
 from kvcached.config_error import ConfigError, Problem, key_lines
-from kvcached.config_host import HostConfig
+from kvcached.config_host import AttachedConfig, HostConfig
 from kvcached.config_layout import GroupConfig
 from kvcached.config_report import as_toml, figures_of
 from kvcached_client.layout import KvGroup, PageOrder
@@ -229,13 +229,51 @@ def test_config_refuses_two_replicas_of_one_name(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("count", [0, REPLICAS_MAX + 1])
-def test_config_refuses_number_of_replicas(count: int, tmp_path: Path) -> None:
-    """There is at least one replica and at most `REPLICAS_MAX`."""
+def test_config_refuses_too_many_replicas(tmp_path: Path) -> None:
+    """There are at most `REPLICAS_MAX`."""
     one = GOOD[GOOD.index("[[replica]]") :]
-    text = "".join(one.replace("default", f"r{index}") for index in range(count)) or "replica = []\n"
+    text = "".join(one.replace("default", f"r{index}") for index in range(REPLICAS_MAX + 1))
 
-    assert f"there are {count} replicas; name 1 to {REPLICAS_MAX}" in problems(tmp_path, text)[0]
+    assert f"there are {REPLICAS_MAX + 1} replicas; name {REPLICAS_MAX} at most" in problems(tmp_path, text)[0]
+
+
+@pytest.mark.parametrize("text", ["", "replica = []\n", "[host]\nsize_bytes = 67108864\n"])
+def test_config_serves_somebody(text: str, tmp_path: Path) -> None:
+    """Without a replica and without attached mode the daemon would serve nobody, and says what to add."""
+    (problem,) = problems(tmp_path, text)
+
+    assert "replica: is missing, and so is [attached]" in problem or "replica = []: is missing" in problem
+    assert "each as [[replica]], or add [attached]" in problem
+
+
+ATTACHED = "[host]\nsize_bytes = 67108864\n[attached]\n"
+
+
+def test_config_of_attached_mode_needs_no_replica(tmp_path: Path) -> None:
+    """A host pool and the table that lets engines use it are enough."""
+    config = load(tmp_path, ATTACHED)
+
+    assert (config.replica, config.attached) == ((), AttachedConfig(namespaces_max=8))
+    assert load(tmp_path, ATTACHED + "namespaces_max = 3\n").attached == AttachedConfig(namespaces_max=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[attached]\n", "attached: does nothing without [host]; add [host], or remove it"),
+        (ATTACHED + "namespaces_max = 0\n", "attached.namespaces_max = 0: is too small"),
+        (ATTACHED + "model = 1\n", "attached.model"),
+        (
+            ATTACHED.replace("67108864", "67108863"),
+            "makes 0 slabs of 67108864 bytes; namespaces, which take one each: 1",
+        ),
+        (GOOD + ATTACHED, "makes 1 slabs of 67108864 bytes; namespaces, which take one each: 2; use 134217728 or more"),
+    ],
+    ids=["no host pool", "no namespace", "unknown key", "no slab", "no slab beside a replica"],
+)
+def test_config_of_attached_mode_that_serves_nobody_is_refused(text: str, expected: str, tmp_path: Path) -> None:
+    """Attached mode needs a host pool with a slab for it; namespaces of replicas have theirs."""
+    assert expected in "\n".join(problems(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -427,7 +465,7 @@ def test_config_file_loads_and_its_report_loads_to_the_same(path: Path, tmp_path
 
 def test_config_files_are_there() -> None:
     """The configurations that the documents name exist."""
-    assert {"cpu-tp1.toml", "cpu-tp2.toml", "cpu-host.toml"} <= {path.name for path in CONFIGS}
+    assert {"cpu-tp1.toml", "cpu-tp2.toml", "cpu-host.toml", "attached-cpu.toml"} <= {path.name for path in CONFIGS}
 
 
 def test_config_groups_are_the_layouts_groups() -> None:
@@ -439,7 +477,7 @@ def test_config_groups_are_the_layouts_groups() -> None:
 def test_config_documentation_has_every_key() -> None:
     """docs/configuration.md shows each key with what it takes, its default and its meaning, as the schema says."""
     text = (ROOT / "docs/configuration.md").read_text()
-    models: list[type[BaseModel]] = [Config, HostConfig, ReplicaConfig, GroupConfig]
+    models: list[type[BaseModel]] = [Config, HostConfig, AttachedConfig, ReplicaConfig, GroupConfig]
 
     expected = [row for model in models for row in rows(model)]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvcached.core.cache import Cache
+from tests.core.attached_engine import make_attached
 from tests.core.engine import healthy, make_cache
 from tests.core.host_tier import make_tiers
 
@@ -38,6 +39,19 @@ def new_tiers() -> Iterator[Callable[..., Cache]]:
 
     def make(names: str = "a", **settings: Any) -> Cache:
         made.append(make_tiers(names, **settings))
+        return made[-1]
+
+    yield make
+    assert all(healthy(cache) for cache in made)
+
+
+@pytest.fixture
+def new_attached() -> Iterator[Callable[..., Cache]]:
+    """Makes caches for engines in attached mode, and checks each of them when the test is over."""
+    made: list[Cache] = []
+
+    def make(**settings: Any) -> Cache:
+        made.append(make_attached(**settings))
         return made[-1]
 
     yield make

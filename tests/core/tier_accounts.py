@@ -68,9 +68,13 @@ class Accounts:
 
     def end(self) -> None:
         """Look after a step."""
-        grown = Counter({name: count - self.counters[name] for name, count in self.cache.counters.items()})
+        grown = self.grown()
         self._check_last_copies(grown)
         self._check_slots(grown)
+
+    def grown(self) -> Counter[str]:
+        """What the step has counted."""
+        return Counter({name: count - self.counters[name] for name, count in self.cache.counters.items()})
 
     def _check_last_copies(self, grown: Counter[str]) -> None:
         on_device, on_host = self._present()

@@ -28,8 +28,8 @@ NO_ROOM = {ErrorCode.NO_CAPACITY, ErrorCode.CAPACITY_PENDING}
 class TierDriver(TierSessions):
     """Everything that happens to them, step by step."""
 
-    def __init__(self, choose: Choose) -> None:
-        super().__init__(choose)
+    def __init__(self, choose: Choose, *, spaces_max: int = 0) -> None:
+        super().__init__(choose, spaces_max=spaces_max)
         self.requests = 0
         self.done: Counter[str] = Counter()
         self.weighted: list[tuple[Callable[[], None], int]] = [

@@ -48,9 +48,13 @@ class HeldSession:
 
 
 class TierSessions:
-    """Engines on two pools of one namespace and one of another, which share a small host pool."""
+    """Engines on two pools of one namespace and one of another, which share a small host pool.
 
-    def __init__(self, choose: Choose) -> None:
+    Args:
+        spaces_max: how many namespaces others may declare, for each of which there is a slab more.
+    """
+
+    def __init__(self, choose: Choose, *, spaces_max: int = 0) -> None:
         self.choose = choose
         slots, per_slab = (10, 16, 24)[choose(3)], (4, 12, 24)[choose(3)]
         watermark, threshold, quota = (0, 2, 4)[choose(3)], (1, 1, 2)[choose(3)], (None, 3)[choose(2)]
@@ -61,7 +65,8 @@ class TierSessions:
             ],
             epoch=7,
             session_ttl_ms=1000,
-            host_slabs=2 + choose(2),
+            host_slabs=2 + choose(2) + spaces_max,
+            spaces_max=spaces_max,
         )
         self.world = World(self.cache)
         self.accounts = Accounts(self.cache, self.world)

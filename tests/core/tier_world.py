@@ -6,7 +6,7 @@ bytes at both ends, and the target is wiped at the start and must be untouched b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 
 from kvcached.core.cache import Cache
@@ -21,7 +21,7 @@ from kvcached_client.types import LeaseId, ShardIndex, TransferId
 SHARDS = 2
 #: Replicas and their namespaces.
 NAMESPACES = {"a": b"one", "b": b"one", "c": b"two"}
-Content = bytes | tuple[str, int] | None
+Content = object
 
 
 def slots_of(ranges: Ranges[int]) -> list[int]:
@@ -51,7 +51,7 @@ class World:
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.device: dict[str, list[dict[int, Content]]] = {name: [{} for _ in range(SHARDS)] for name in NAMESPACES}
-        self.host: dict[bytes, list[dict[int, Content]]] = {
+        self.host: dict[bytes, list[MutableMapping[int, Content]]] = {
             name: [{} for _ in range(SHARDS)] for name in NAMESPACES.values()
         }
         #: slots whose bytes an engine has queued, but not written yet
@@ -110,7 +110,7 @@ class World:
                     order.transfer,
                 )
 
-    def _target(self, copy: Copy, shard: int) -> dict[int, Content]:
+    def _target(self, copy: Copy, shard: int) -> MutableMapping[int, Content]:
         name = copy.order.pool
         return self.host[NAMESPACES[name]][shard] if copy.order.kind is TransferKind.STORE else self.device[name][shard]
 

@@ -70,6 +70,30 @@ def header(**fields: object) -> bytes:
 
 ACQUIRE = {"op": "acquire", "id": 5, "epoch": 1, "request": "r", "tokens": 8}
 KEYS = bytes(32)
+TOKEN = bytes(32)
+COMPLETE_LOAD = wire.CompleteLoad(id=7, session=1, token=TOKEN, transfer=1, shard=0)
+#: Of sessions that there are none of.
+ATTACHED: list[wire.Request] = [
+    wire.HelloAttached(
+        id=5,
+        version_min=1,
+        version_max=1,
+        member=TOKEN,
+        engine="e",
+        instance=KEYS[:16],
+        label="m",
+        keyspace=KEYS,
+        block_size=4,
+        shards=2,
+        block_bytes=64,
+        fingerprint=KEYS[16:],
+    ),
+    wire.PrepareLoad(id=5, epoch=1, lease=1, start=0, blocks=1),
+    wire.PrepareStore(id=5, epoch=1, lease=1, start=0),
+    wire.CommitStore(id=5, session=1, token=TOKEN, transfer=1, shard=0),
+    COMPLETE_LOAD,
+    wire.Clear(id=5, epoch=1),
+]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +121,10 @@ KEYS = bytes(32)
         ([header(**{**ACQUIRE, "tokens": -1}), KEYS], "malformed", 5),
         ([header(**{**ACQUIRE, "tokens": (1 << 20) + 1}), KEYS], "malformed", 5),
         ([header(**ACQUIRE), KEYS], "no_session", 5),
+        ([wire.encode(COMPLETE_LOAD)], "bad_frames", 7),
+        ([wire.encode(COMPLETE_LOAD), bytes(5)], "bad_frames", 7),
+        ([wire.encode(COMPLETE_LOAD), bytes(4), bytes(4)], "bad_frames", 7),
+        ([wire.encode(COMPLETE_LOAD), bytes(4)], "no_session", 7),
         ([header(op="stats", id=9, pad="x" * 17_000)], "oversize", 0),
         ([header(op="stats", id=9)] + [b""] * 8, "bad_frames", 9),
         ([header(op="stats", id=9)] + [b""] * 5000, "bad_frames", 9),
@@ -121,11 +149,11 @@ def test_message_without_a_header_is_answered(peer: RawPeer) -> None:
 
 
 def test_random_messages_are_each_answered_once(peer: RawPeer) -> None:
-    """Two thousand random and mutated messages get two thousand replies, none of them fatal."""
+    """Three thousand random and mutated messages get as many replies, none of them fatal."""
     rng = random.Random(1)
-    sound = header(**ACQUIRE)
-    for number in range(2000):
-        mutated = bytearray(sound)
+    sound = [header(**ACQUIRE), *map(wire.encode, ATTACHED)]
+    for number in range(3000):
+        mutated = bytearray(rng.choice(sound))
         for _ in range(rng.randrange(1, 4)):
             mutated[rng.randrange(len(mutated))] = rng.randrange(256)
         first = bytes(mutated) if number % 2 else rng.randbytes(rng.randrange(80))

@@ -32,6 +32,8 @@ NESTED: dict[str, type[msgspec.Struct]] = {
         protocol.ReplicaInfo,
         protocol.TreeNode,
         protocol.BlockPlace,
+        protocol.Explanation,
+        protocol.AttachedInfo,
     )
 }
 STRUCTS = {**MESSAGES, **NESTED}

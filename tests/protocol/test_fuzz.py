@@ -21,14 +21,20 @@ from kvcached_client.protocol import (
     PROGRESS_SLOTS,
     TREE_NODES_MAX,
     Acquired,
+    Clear,
     Commit,
+    CompleteLoad,
+    Held,
     Load,
     Loaded,
+    LoadPrepared,
     Match,
+    PrepareStore,
     Release,
     Reply,
     Request,
     Stats,
+    StorePrepared,
     TreeNode,
     TreeReport,
     Vacancy,
@@ -119,12 +125,12 @@ def test_headers_with_a_wrong_value_are_refused_or_valid(name: str, data: st.Dat
 
 @pytest.mark.parametrize("name", sorted(REQUEST_HEADERS))
 def test_every_integer_field_refuses_floats_booleans_and_text(name: str) -> None:
-    """1.0, true and "1" are no integers, in any field of any verb."""
+    """1.0, true and "1" are no integers, in any field of any verb; and only a shard may be -1."""
     fields = msgpack.unpackb(REQUEST_HEADERS[name])
     integers = [field for field, value in fields.items() if type(value) is int]
     assert "id" in integers
     for field in integers:
-        for value in (1.0, True, "1", None, -1, 1 << 63):
+        for value in (1.0, True, "1", None, -2 if field == "shard" else -1, 1 << 63):
             assert refused(msgpack.packb({**fields, field: value})).code == ErrorCode.MALFORMED
 
 
@@ -206,6 +212,8 @@ KEY = bytes(16)
 MATCH = Match(id=1, epoch=1, tokens=8)
 COMMIT = Commit(id=1, epoch=1, lease=1, start=0)
 RELEASE = Release(id=1, epoch=1, lease=1)
+PREPARE_STORE = PrepareStore(id=1, epoch=1, lease=1, start=0)
+COMPLETE_LOAD = CompleteLoad(id=1, session=1, token=bytes(32), transfer=1, shard=0)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +232,16 @@ RELEASE = Release(id=1, epoch=1, lease=1)
         (Load(id=1, epoch=1, lease=1), [b""], ErrorCode.BAD_FRAMES),
         (Vacancy(id=1, epoch=1, blocks=1), [bytes(16)], ErrorCode.BAD_FRAMES),
         (Stats(id=1), [b""], ErrorCode.BAD_FRAMES),
+        (PREPARE_STORE, [], ErrorCode.BAD_FRAMES),
+        (PREPARE_STORE, [KEY[:-1]], ErrorCode.BAD_FRAMES),
+        (PREPARE_STORE, [KEY, KEY], ErrorCode.BAD_FRAMES),
+        (PREPARE_STORE, [KEY * (BLOCKS_PER_MESSAGE_MAX + 1)], ErrorCode.BAD_FRAMES),
+        (COMPLETE_LOAD, [], ErrorCode.BAD_FRAMES),
+        (COMPLETE_LOAD, [bytes(3)], ErrorCode.BAD_FRAMES),
+        (COMPLETE_LOAD, [bytes(4), b""], ErrorCode.BAD_FRAMES),
+        (COMPLETE_LOAD, [bytes(4 * BLOCKS_PER_MESSAGE_MAX + 4)], ErrorCode.BAD_FRAMES),
+        (COMPLETE_LOAD, [bytes(FRAME_SIZE_BYTES_MAX + 4)], ErrorCode.OVERSIZE),
+        (Clear(id=1, epoch=1), [KEY], ErrorCode.BAD_FRAMES),
     ],
 )
 def test_frames_that_do_not_fit_the_verb_are_refused(request_: Request, frames: list[bytes], code: ErrorCode) -> None:
@@ -235,7 +253,7 @@ def test_frames_that_do_not_fit_the_verb_are_refused(request_: Request, frames: 
 
 @given(st.sampled_from(get_args(Request)), st.lists(st.binary(max_size=40), max_size=9))
 def test_any_frames_are_refused_or_fit(kind: type[Any], frames: list[bytes]) -> None:
-    """Frames pass only in the number that the verb takes, with keys, ranges and tokens of whole size."""
+    """Frames pass only in the number that the verb takes, with keys, ranges, tokens and indices of whole size."""
     request = next(
         decode_request(header) for header in REQUEST_HEADERS.values() if isinstance(decode_request(header), kind)
     )
@@ -245,7 +263,8 @@ def test_any_frames_are_refused_or_fit(kind: type[Any], frames: list[bytes]) -> 
         return
     least, most = REQUEST_FRAMES[kind]
     assert least <= len(frames) <= most
-    assert all(len(frame) % unit == 0 for frame, unit in zip(frames, (16, 8, 4), strict=False))
+    units = (4,) if kind is CompleteLoad else (16, 8, 4)
+    assert all(len(frame) % unit == 0 for frame, unit in zip(frames, units, strict=False))
 
 
 @pytest.mark.parametrize(
@@ -257,6 +276,11 @@ def test_any_frames_are_refused_or_fit(kind: type[Any], frames: list[bytes]) -> 
         (Loaded(id=1, hit=1), [bytes(8), b""]),
         (Loaded(id=1, hit=1), [bytes(7)]),
         (Vacant(id=1, available=1), [b""]),
+        (Held(id=1, lease=1, hit=1), [bytes(8)]),
+        (LoadPrepared(id=1, transfer=1, generation=0), []),
+        (LoadPrepared(id=1, transfer=1, generation=0), [bytes(4)]),
+        (StorePrepared(id=1, transfer=1, depth=1, generation=0), [bytes(8)]),
+        (StorePrepared(id=1, transfer=1, depth=1, generation=0), [bytes(7), bytes(8)]),
         (TreeReport(id=1, runs=0, blocks=0, shown=0), []),
     ],
 )
@@ -279,6 +303,27 @@ def test_any_reply_frames_are_refused_or_fit(name: str, frames: list[bytes]) -> 
         return
     assert len(frames) == REPLY_FRAMES[type(reply)]
     assert isinstance(reply, TreeReport) or all(len(frame) % 8 == 0 for frame in frames)
+
+
+ATTACHED_LIMITS: dict[str, list[dict[str, Any]]] = {
+    "hello_attached": [
+        *({"shards": value} for value in (0, 65)),
+        *({"block_size": value} for value in (0, 65_537)),
+        *({"block_bytes": value} for value in (0, (1 << 36) + 1)),
+        *({name: bytes(size)} for name, size in [("keyspace", 31), ("keyspace", 33), ("fingerprint", 15)]),
+        *({"instance": bytes(size)} for size in (0, 15, 17)),
+        *({name: ""} for name in ("engine", "label")),
+    ],
+    "prepare_load": [{"blocks": value} for value in (0, BLOCKS_PER_MESSAGE_MAX + 1)],
+    "commit_store": [{"shard": 64}, {"shard": -2}, {"error": "x" * 513}, {"token": bytes(31)}],
+    "complete_load": [{"shard": 64}, {"shard": -2}, {"error": "x" * 513}, {"token": b""}],
+}
+
+
+@pytest.mark.parametrize(("name", "fields"), [(name, each) for name, all_ in ATTACHED_LIMITS.items() for each in all_])
+def test_attached_fields_out_of_their_limits_are_refused(name: str, fields: dict[str, Any]) -> None:
+    """Shards, sizes, digests and errors beyond what the protocol allows never reach the daemon's core."""
+    assert refused(msgpack.packb({**msgpack.unpackb(REQUEST_HEADERS[name]), **fields})).code == ErrorCode.MALFORMED
 
 
 TICKET = [300, 0]

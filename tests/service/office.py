@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvcached.answers import Answer
+from kvcached.attached_admission import HostShare
 from kvcached.core.answers import PoolSpec
 from kvcached.core.cache import Cache
 from kvcached.core.effects import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
@@ -24,6 +25,10 @@ LAYOUT = Layout(
 )
 SLOTS = 16
 EPOCH = 100
+#: Eight blocks of a page, with their headers, for each of two shards.
+SLAB_BYTES = 2 * 9 * 4096
+#: The descriptor of the host pool.
+HOST_MEMORY = 77
 #: Routing ids as ZeroMQ makes them.
 ONE, TWO = b"\0\0\0\0\1", b"\0\0\0\0\2"
 R = TypeVar("R", bound=wire.Header)
@@ -96,9 +101,12 @@ class FakeWorkers:
 
 
 class Office:
-    """One service, its cache, and a clock that stands still. With `host_slabs`, a host pool of slabs of 8 blocks."""
+    """One service, its cache, and a clock that stands still. With `host_slabs`, a host pool of slabs of 8 blocks.
 
-    def __init__(self, *names: str, host_slabs: int = 0) -> None:
+    With `spaces`, that many namespaces of engines in attached mode may use it.
+    """
+
+    def __init__(self, *names: str, host_slabs: int = 0, spaces: int = 0) -> None:
         names = names or ("a",)
         self.workers = {name: FakeWorkers() for name in names}
         self.cache = Cache(
@@ -109,6 +117,7 @@ class Office:
             epoch=EPOCH,
             session_ttl_ms=1000,
             host_slabs=host_slabs,
+            spaces_max=spaces,
         )
         replicas = [
             Replica(
@@ -133,6 +142,7 @@ class Office:
             endpoint="ipc:///nowhere",
             heartbeat_interval_ms=100,
             answers_kept_per_session=16,
+            share=HostShare(HOST_MEMORY, host_slabs, SLAB_BYTES, verify_loads=True) if spaces else None,
         )
         self.service.watch = self
         self._request = 0

@@ -199,7 +199,7 @@ def test_stats_tell_host_pool_and_transfers(office: Office) -> None:
 
     (host,) = report.hosts
     assert (host.namespace, host.replicas, host.slabs, host.slots) == (NAMESPACE[:8].hex(), ("a", "b"), 2, 16)
-    assert host.states == {"free": 6, "cached": 9, "filling": 1, "absent": 0}
+    assert host.states == {"free": 6, "cached": 9, "filling": 1, "quarantined": 0, "absent": 0}
     assert sum(host.states.values()) == host.slots
     assert report.transfers == {"queued_stores": 0, "queued_loads": 0, "running_stores": 1, "running_loads": 0}
     assert report.counters["stored_blocks"] == 9

@@ -13,6 +13,7 @@ from kvcached.core.invariants import check
 from kvcached.core.states import SlotState
 from kvcached.health import HealthChecks
 from kvcached_client import protocol as wire
+from kvcached_client.attach_protocol import Joined
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.types import SessionId, ShardIndex, pack_ranges, unpack_ranges
 from tests.service.office import EPOCH, LAYOUT, ONE, SLOTS, TWO, FakePeer, Office, key_chain
@@ -141,6 +142,7 @@ def test_shard_joins_with_the_session_token_only() -> None:
     session, shard = SessionId(welcome.session), ShardIndex(1)
 
     joined, descriptors = office.service.join(FakePeer(2), session, welcome.token, shard)
+    assert isinstance(joined, Joined)
     assert (joined.shard, joined.pool_bytes, descriptors) == (1, LAYOUT.pool_bytes(SLOTS), (1001, 2001))
     for wrong_session, token, wrong_shard, code in (
         (session, bytes(32), shard, "no_session"),

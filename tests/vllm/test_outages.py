@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import pytest
 
-from tests.vllm.cache_daemon import CacheDaemon
+from tests.vllm.cache_daemon import CHANGE_TIMEOUT_S, CacheDaemon
 from tests.vllm.completions import Completion
 from tests.vllm.conftest import Prompts
 from tests.vllm.fleet import assert_same
@@ -66,6 +67,33 @@ def test_server_sleeps_longer_than_its_session(
     assert_same(server.complete(tokens), reference.complete(tokens))
     server.forget()
     assert_same(server.complete(tokens), reference.complete(tokens))
+
+
+def test_daemon_hangs_under_load(
+    server: VllmServer, reference: VllmServer, daemon: CacheDaemon, prompt: Prompts
+) -> None:
+    """While a daemon answers nobody, requests go on with right answers; when it does again, hits come back."""
+    prompts = [prompt(8, number // 2) for number in range(12)]
+    expected = [reference.complete(tokens, tokens=40) for tokens in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(server.complete, tokens, tokens=40) for tokens in prompts]
+        wait(answers, return_when=FIRST_COMPLETED)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            assert results(answers) == expected
+            assert server.complete(prompts[0], tokens=40) == expected[0]
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+
+    tokens = prompt(8, "afterwards")
+    reference.complete(tokens)
+    deadline = time.monotonic() + CHANGE_TIMEOUT_S
+    answer = server.complete(tokens)
+    while not answer.cached_tokens:
+        assert time.monotonic() < deadline, "no hits any more"
+        server.forget()
+        answer = server.complete(tokens)
+    assert_same(answer, reference.complete(tokens))
 
 
 def results(answers: list[Future[Completion]]) -> list[Completion]:

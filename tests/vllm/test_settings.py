@@ -1,10 +1,12 @@
-"""Settings of vLLM under which blocks come and go differently."""
+"""Settings of vLLM under which blocks come and go differently, and one that cannot work."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -12,80 +14,105 @@ from tests.vllm.cache_daemon import CacheDaemon
 from tests.vllm.completions import BLOCK_SIZE
 from tests.vllm.conftest import Prompts
 from tests.vllm.fleet import assert_same
-from tests.vllm.server import VllmServer, ended
+from tests.vllm.server import CONNECTOR, VllmServer, ended
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-#: Where vLLM recomputes a preempted request it adds up in another order.
+#: What may differ where sums are formed in another order: by two shards, or when a preempted request is computed again.
 ROUNDING = 1e-4
 
 
-@pytest.fixture
-def small_daemon(tmp_path: Path) -> Iterator[CacheDaemon]:
-    """A daemon of the test's own with a small host pool; the test starts it."""
-    daemon = CacheDaemon(tmp_path, slabs=2)
-    yield daemon
-    daemon.stop()
+class Setting(NamedTuple):
+    """A server of its own kind, and its daemon."""
+
+    server: VllmServer
+    daemon: CacheDaemon
 
 
-def test_preemption_and_pressure(
-    small_daemon: CacheDaemon, models: Path, reference: VllmServer, prompt: Prompts, tmp_path: Path
-) -> None:
+class Settings(NamedTuple):
+    """All of them: they start at the same time, for each leaves a core idle most of the while."""
+
+    tight: Setting  #: few blocks in vLLM and in the host pool; its daemon is not there at first
+    uncached: Setting
+    parallel: Setting
+    refused: VllmServer
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Settings]:
+    """The servers, not ready yet."""
+    folder = tmp_path_factory.mktemp("settings")
+    with contextlib.ExitStack() as stack:
+
+        def daemon(name: str, slabs: int) -> CacheDaemon:
+            (folder / name).mkdir()
+            made = CacheDaemon(folder / name, slabs=slabs)
+            stack.callback(made.stop)
+            return made
+
+        def server(name: str, run_dir: Path, *options: str, connector: object = CONNECTOR) -> VllmServer:
+            made = VllmServer(folder, name, models / "model", *options, run_dir=run_dir, connector=connector)
+            return stack.enter_context(ended(made))
+
+        small, large = daemon("small", 2), daemon("large", 64)
+        large.start()
+        few_blocks = ("--num-gpu-blocks-override=28", "--max-model-len=512", "--max-num-batched-tokens=96")
+        policy = "kv_load_failure_policy"
+        yield Settings(
+            tight=Setting(server("tight", small.run_dir, *few_blocks), small),
+            uncached=Setting(server("uncached", large.run_dir, "--no-enable-prefix-caching"), large),
+            parallel=Setting(server("parallel", large.run_dir, "--tensor-parallel-size=2"), large),
+            refused=server("refused", large.run_dir, connector={k: v for k, v in CONNECTOR.items() if k != policy}),
+        )
+
+
+def test_preemption_and_pressure(settings: Settings, reference: VllmServer, prompt: Prompts) -> None:
     """Requests that preempt each other, on a host pool that they overflow and that comes late, come out as without."""
-    tight = VllmServer(
-        tmp_path,
-        "tight",
-        models / "model",
-        "--num-gpu-blocks-override=28",
-        "--max-model-len=512",
-        "--max-num-batched-tokens=96",
-        run_dir=small_daemon.run_dir,
-    )
+    server, daemon = settings.tight
     prompts = [prompt(5, number % 12) for number in range(24)]
     expected = [reference.complete(tokens, tokens=100) for tokens in prompts]
-    with ended(tight):
-        tight.wait_until_ready()
-        assert tight.complete(prompts[0]).tokens == reference.complete(prompts[0]).tokens  # nobody to ask yet
-        small_daemon.start()
-        small_daemon.until_sessions(1)
-        for _ in range(2):
-            with ThreadPoolExecutor(len(prompts)) as pool:
-                answers = list(pool.map(lambda tokens: tight.complete(tokens, tokens=100), prompts))
-            assert max(map(type(answers[0]).distance, answers, expected)) < ROUNDING
-        assert tight.metric("vllm:num_preemptions_total") > 0
-        assert small_daemon.count("host_evicted_blocks") + small_daemon.count("store_refused_blocks") > 0
-        small_daemon.until_idle()
-    small_daemon.until_sessions(0)
-    small_daemon.until_idle()
+    server.wait_until_ready()
+    assert server.complete(prompts[0]).tokens == reference.complete(prompts[0]).tokens  # nobody to ask yet
+    daemon.start()
+    daemon.until_sessions(1)
+    for _ in range(2):
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda tokens: server.complete(tokens, tokens=100), prompts))
+        assert max(answer.distance(right) for answer, right in zip(answers, expected, strict=True)) < ROUNDING
+    assert server.metric("vllm:num_preemptions_total") > 0
+    assert daemon.count("loaded_blocks") > 0
+    assert daemon.count("host_evicted_blocks") + daemon.count("store_refused_blocks") > 0
+    daemon.until_idle()
 
 
-def test_without_prefix_caching_of_vllm(
-    models: Path, daemon: CacheDaemon, reference: VllmServer, prompt: Prompts, tmp_path: Path
-) -> None:
+def test_without_prefix_caching_of_vllm(settings: Settings, reference: VllmServer, prompt: Prompts) -> None:
     """A server whose own prefix cache is off hits the daemon's all the same."""
-    server = VllmServer(tmp_path, "uncached", models / "model", "--no-enable-prefix-caching", run_dir=daemon.run_dir)
+    server, daemon = settings.uncached
     tokens = prompt(6)
-    with ended(server):
-        server.wait_until_ready()
-        daemon.until_sessions(3)
-        assert_same(server.complete(tokens), reference.complete(tokens))
-        daemon.until_idle()
-        assert_same(server.complete(tokens), reference.complete(tokens))
-    daemon.until_sessions(2)
+    server.wait_until_ready()
+    daemon.until(lambda stats: stats.sessions > 0, "attached")
+    assert_same(server.complete(tokens), reference.complete(tokens))
+    daemon.until_idle()
+    assert_same(server.complete(tokens), reference.complete(tokens))
 
 
-def test_tensor_parallel(
-    models: Path, daemon: CacheDaemon, reference: VllmServer, prompt: Prompts, tmp_path: Path
-) -> None:
+def test_tensor_parallel(settings: Settings, reference: VllmServer, prompt: Prompts) -> None:
     """Two shards store and load their halves of each block; a hit comes to the bits of a hit in vLLM's own cache."""
-    server = VllmServer(tmp_path, "parallel", models / "model", "--tensor-parallel-size=2", run_dir=daemon.run_dir)
+    server, daemon = settings.parallel
     tokens = prompt(9)
-    with ended(server):
-        server.wait_until_ready()
-        daemon.until_sessions(3)
-        cold, local = server.complete(tokens), server.complete(tokens)
-        assert cold.distance(reference.complete(tokens)) < ROUNDING
-        assert local.cached_tokens == 8 * BLOCK_SIZE
-        server.forget()
-        assert_same(server.complete(tokens), local)
+    server.wait_until_ready()
+    settings.uncached.server.wait_until_ready()
     daemon.until_sessions(2)
+    cold, local = server.complete(tokens), server.complete(tokens)
+    assert cold.distance(reference.complete(tokens)) < ROUNDING
+    assert local.cached_tokens == 8 * BLOCK_SIZE
+    server.forget()
+    assert_same(server.complete(tokens), local)
+    daemon.until_idle()
+
+
+def test_failing_requests_for_failed_loads_is_refused(settings: Settings) -> None:
+    """Without kv_load_failure_policy=recompute vLLM does not start, and says what to set."""
+    assert settings.refused.wait_until_ended() != 0
+    assert "kv_load_failure_policy is 'fail'" in settings.refused.log()
+    assert "set it to 'recompute'" in settings.refused.log()

@@ -310,6 +310,43 @@ def test_idle_worker_notices_the_end_of_the_session(rig: Rig) -> None:
     assert closed.wait(10)
 
 
+def test_fault_of_the_thread_fails_all_orders(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """After a fault of kvcached in the thread, orders are reported as failed, those of later sessions, too."""
+    rig.begin(load(1))
+    rig.drain(loads=1)
+    waits = threading.Event()
+
+    def broken_wait() -> int:
+        waits.set()
+        raise ZeroDivisionError
+
+    rig.shards[0].fileno = broken_wait  # type: ignore[method-assign]
+    rig.begin(load(2), store(3))
+    rig.drain(loads=1, stores=1)
+    assert waits.wait(10)
+    rig.begin(load(4), store(5))
+    rig.begin(load(6, session=2), session=2)
+    loaded, bad, stored, failed = rig.drain(loads=2, stores=1)
+    assert (loaded, bad, stored, failed) == ({"r4", "r6"}, {10, 11}, {5}, {5})
+    assert "a fault of kvcached" in caplog.text
+
+
+def test_shard_that_cannot_be_closed(rig: Rig) -> None:
+    """Where leaving a session fails, the next one is joined all the same, and no order is lost."""
+    rig.begin(load(1))
+    rig.drain(loads=1)
+    rig.shards[0].close = broken  # type: ignore[method-assign]
+    rig.answers[2] = EXPIRED
+    rig.begin(load(2))
+    assert rig.drain(loads=1)[:2] == ({"r2"}, {10, 11})
+    rig.begin(load(3, session=2), session=2)
+    assert rig.drain(loads=1)[:2] == ({"r3"}, set())
+
+
+def broken() -> None:
+    raise ZeroDivisionError
+
+
 def test_counts(rig: Rig) -> None:
     """Blocks and seconds are counted, those that failed apart, and taken once."""
     rig.answers = {1: [0], 3: BROKEN}

@@ -1,0 +1,93 @@
+"""An engine in attached mode for core tests: speaks to a cache with the fewest words."""
+
+from __future__ import annotations
+
+from kvcached.core.attached import LoadPlan
+from kvcached.core.attached_state import AttachedLease, SpaceSpec
+from kvcached.core.cache import Cache
+from kvcached.core.exchanges import StorePlan
+from kvcached.core.host_pool import HostPool
+from kvcached.core.states import SlotState
+from kvcached_client.types import LeaseId, TransferId
+from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, keys_of
+from tests.core.tier_world import slots_of
+
+SHARDS = 2
+
+
+def make_attached(*, slabs: int = 4, spaces: int = 2) -> Cache:
+    """A cache for engines in attached mode only."""
+    return Cache([], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=slabs, spaces_max=spaces)
+
+
+def space(letter: str = "m", per_slab: int = 4, shards: int = SHARDS) -> SpaceSpec:
+    """A namespace by a letter."""
+    return SpaceSpec(letter.encode() * 32, f"model {letter}", BLOCK_SIZE, shards, per_slab)
+
+
+class AttachedEngine:
+    """One session in a namespace."""
+
+    def __init__(self, cache: Cache, spec: SpaceSpec | None = None) -> None:
+        self.cache = cache
+        self.core = cache.attached
+        self.spec = space() if spec is None else spec
+        self.session = cache.open_attached(self.spec, 0).id
+        self._requests = 0
+
+    @property
+    def host(self) -> HostPool:
+        """Host slots of its namespace."""
+        return self.core.spaces.by_root[self.spec.root].host
+
+    @property
+    def states(self) -> tuple[int, int, int, int]:
+        """Host slots of its namespace that are FREE, FILLING, CACHED and QUARANTINED."""
+        counts = self.host.counts
+        return (
+            counts[SlotState.FREE],
+            counts[SlotState.FILLING],
+            counts[SlotState.CACHED],
+            counts[SlotState.QUARANTINED],
+        )
+
+    def hit(self, text: str) -> int:
+        return self.core.match(self.session, keys_of(text), len(text) * BLOCK_SIZE, full=True)
+
+    def acquire(self, text: str, *, request: str = "", full: bool = True) -> AttachedLease:
+        self._requests += 1
+        name = request or f"request-{self.session}-{self._requests}"
+        return self.core.acquire(self.session, name, keys_of(text), len(text) * BLOCK_SIZE, full=full)
+
+    def release(self, lease: AttachedLease | LeaseId) -> None:
+        self.core.release(self.session, lease if isinstance(lease, int) else lease.id)
+
+    def prepare(self, lease: AttachedLease, text: str, start: int | None = None) -> StorePlan:
+        """The engine has computed the whole of `text`, from the lease's depth on."""
+        first = lease.depth if start is None else start
+        return self.core.prepare_store(self.session, lease.id, first, keys_of(text)[16 * first :])
+
+    def commit(self, transfer: TransferId, *errors: str) -> None:
+        """Each shard is through with a store, with the errors given, the others with none."""
+        for shard in range(self.spec.shards):
+            error = errors[shard] if shard < len(errors) else ""
+            self.core.commit_store(self.session, transfer, shard, error)
+
+    def load(self, lease: AttachedLease, start: int = 0, blocks: int | None = None) -> LoadPlan:
+        count = lease.hit - start if blocks is None else blocks
+        return self.core.prepare_load(self.session, lease.id, start, count)
+
+    def complete(self, transfer: TransferId, *corrupt: int, error: str = "") -> None:
+        """Each shard is through with a load; the last one found blocks corrupt, or says what failed."""
+        for shard in range(self.spec.shards - 1):
+            self.core.complete_load(self.session, transfer, shard, "", ())
+        self.core.complete_load(self.session, transfer, self.spec.shards - 1, error, corrupt)
+
+    def store(self, text: str) -> list[int]:
+        """Compute, copy and release a prompt; the slots that it was copied to."""
+        lease = self.acquire(text)
+        plan = self.prepare(lease, text)
+        if plan.transfer:
+            self.commit(plan.transfer)
+        self.release(lease)
+        return slots_of(plan.slots)

@@ -1,0 +1,503 @@
+"""Leases, loads and stores of engines in attached mode: who may touch which host slot, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvcached.core import attached
+from kvcached.core.cache import Cache
+from kvcached.core.effects import SessionEnded, SessionExpired
+from kvcached.core.events import MemberLost, MembersDied, Ticked
+from kvcached.core.exchanges import EVERY_SHARD
+from kvcached.core.states import SlotState
+from kvcached_client.types import LeaseId, SessionId, TransferId
+from tests.core.attached_engine import AttachedEngine, space
+from tests.core.engine import TTL_MS, keys_of, refused
+from tests.core.tier_world import slots_of
+
+MakeAttached = Callable[..., Cache]
+
+
+@pytest.fixture
+def cache(new_attached: MakeAttached) -> Cache:
+    """Four slabs of four blocks."""
+    return new_attached()
+
+
+@pytest.fixture
+def engine(cache: Cache) -> AttachedEngine:
+    """A session of two shards."""
+    return AttachedEngine(cache)
+
+
+# --- stores ---------------------------------------------------------------------------------------------------------
+
+
+def test_stored_blocks_are_hit_by_every_engine_of_the_namespace(cache: Cache, engine: AttachedEngine) -> None:
+    """What all shards have written is found by the same engine and by others that declared the same namespace."""
+    engine.store("abcd")
+    other, stranger = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+
+    assert (engine.hit("abcdx"), other.hit("abxx"), stranger.hit("abcd")) == (4, 2, 0)
+    assert cache.counters["stored_blocks"] == 4
+
+
+def test_store_is_found_only_when_every_shard_has_written_it(cache: Cache, engine: AttachedEngine) -> None:
+    """Blocks that one shard has not written yet are neither matched nor loaded, and what follows them is not either."""
+    lease = engine.acquire("abcd")
+    first = engine.prepare(lease, "ab")
+    second = engine.prepare(lease, "abcd")
+    engine.commit(second.transfer)
+    cache.attached.commit_store(engine.session, first.transfer, 0, "")
+
+    assert (engine.hit("abcd"), engine.acquire("abcd").hit) == (0, 0)
+    cache.attached.commit_store(engine.session, first.transfer, 1, "")
+    assert engine.hit("abcd") == 4
+
+
+def test_store_is_written_where_nobody_else_is(cache: Cache, engine: AttachedEngine) -> None:
+    """Slots of a store under way are FILLING, and no other store gets them however little room there is."""
+    lease = engine.acquire("abcdefgh")
+    plan = engine.prepare(lease, "abcdefgh")
+    other = AttachedEngine(cache)
+    more = other.prepare(other.acquire("ABCDEFGHIJKLMNOP"), "ABCDEFGHIJKLMNOP")
+
+    assert engine.states == (0, 16, 0, 0)
+    assert set(slots_of(plan.slots)).isdisjoint(slots_of(more.slots))
+    assert (more.depth, cache.counters["store_refused_blocks"]) == (8, 8)
+
+
+def test_blocks_that_others_hold_or_write_are_not_copied_again(cache: Cache, engine: AttachedEngine) -> None:
+    """A store of what lies there, or is being written, asks for nothing; the lease reaches over it."""
+    first, second = engine.acquire("abcd"), AttachedEngine(cache)
+    engine.prepare(first, "abcd")
+    lease = second.acquire("abcdef")
+    again = second.prepare(lease, "abcd")
+    behind = second.prepare(lease, "abcdef")
+
+    assert (again.transfer, again.depth, again.pieces) == (0, 4, [])
+    assert (behind.depth, behind.pieces) == (6, [(4, 6)])
+
+
+def test_a_failed_shard_fails_the_store(cache: Cache, engine: AttachedEngine) -> None:
+    """One shard's error is enough: nothing of it is found, and its slots are free once the others are through, too."""
+    plan = engine.prepare(engine.acquire("abcd"), "abcd")
+    cache.attached.commit_store(engine.session, plan.transfer, 0, "no memory")
+
+    assert engine.states == (0, 4, 0, 0)  # the other one may be writing
+    cache.attached.commit_store(engine.session, plan.transfer, 1, "")
+    assert (engine.states, engine.hit("abcd")) == ((4, 0, 0, 0), 0)
+    assert cache.counters["store_failed_blocks"] == 4
+
+
+def test_a_shard_counts_once(cache: Cache, engine: AttachedEngine) -> None:
+    """A shard that says twice that it has written a store does not stand for another one."""
+    plan = engine.prepare(engine.acquire("ab"), "ab")
+    for _ in range(3):
+        cache.attached.commit_store(engine.session, plan.transfer, 1, "")
+
+    assert engine.hit("ab") == 0
+    cache.attached.commit_store(engine.session, plan.transfer, 0, "")
+    assert engine.hit("ab") == 2
+
+
+@pytest.mark.parametrize("why", ["", "preempted"])
+def test_store_that_is_called_off_is_not_found(cache: Cache, engine: AttachedEngine, why: str) -> None:
+    """Where the scheduler speaks for every shard, nothing was written, whether it says why or not."""
+    plan = engine.prepare(engine.acquire("ab"), "ab")
+    cache.attached.commit_store(engine.session, plan.transfer, EVERY_SHARD, why)
+
+    assert (engine.hit("ab"), engine.states) == (0, (4, 0, 0, 0))
+
+
+def test_words_about_a_copy_that_is_over_change_nothing(cache: Cache, engine: AttachedEngine) -> None:
+    """Late and repeated acknowledgements are answered and ignored, whatever they say."""
+    plan = engine.prepare(engine.acquire("ab"), "ab")
+    engine.commit(plan.transfer)
+    for shard in (0, 1, EVERY_SHARD):
+        cache.attached.commit_store(engine.session, plan.transfer, shard, "too late")
+        cache.attached.complete_load(engine.session, TransferId(999), shard, "never was", (0,))
+
+    assert engine.hit("ab") == 2
+    assert cache.counters["corrupt_blocks"] == 0
+
+
+def test_store_continues_where_the_lease_is(engine: AttachedEngine) -> None:
+    """Blocks are offered in the order of the chain, each once: a store that starts elsewhere is refused."""
+    lease = engine.acquire("abcd")
+    engine.prepare(lease, "ab")
+
+    for start in (0, 1, 3):
+        with refused("out_of_order"):
+            engine.prepare(lease, "abcd", start)
+    assert engine.prepare(lease, "abcd", 2).pieces == [(2, 4)]
+
+
+def test_store_without_blocks_is_an_ordinary_answer(engine: AttachedEngine) -> None:
+    """Offering nothing asks for nothing and leaves nothing."""
+    lease = engine.acquire("ab")
+    plan = engine.prepare(lease, "")
+
+    assert (plan.transfer, plan.depth, plan.pieces, list(plan.slots)) == (0, 0, [], [])
+
+
+def test_store_takes_as_much_as_there_is_room_for(cache: Cache, engine: AttachedEngine) -> None:
+    """Where the pool is full, the first blocks are taken; the others may be offered again when there is room."""
+    held = AttachedEngine(cache)
+    plan = held.prepare(held.acquire("ABCDEFGHIJKLM"), "ABCDEFGHIJKLM")
+    lease = engine.acquire("abcdef")
+    short = engine.prepare(lease, "abcdef")
+
+    assert (short.pieces, short.depth, lease.depth) == ([(0, 3)], 3, 3)
+    held.commit(plan.transfer, "failed")
+    rest = engine.prepare(lease, "abcdef")
+    assert (rest.pieces, rest.depth) == ([(3, 6)], 6)
+
+
+def test_room_is_made_by_evicting_what_no_lease_holds(cache: Cache, engine: AttachedEngine) -> None:
+    """A store evicts the tails that were used longest ago, and never what a lease or a copy holds."""
+    engine.store("abcdefgh")
+    engine.store("ABCD")
+    held = engine.acquire("ABCD")
+    plan = engine.prepare(engine.acquire("0123456789"), "0123456789")
+
+    assert plan.depth == 10
+    assert (engine.hit("abcdefgh"), engine.hit("ABCD"), held.hit) == (2, 4, 4)
+    assert cache.counters["host_evicted_blocks"] == 6
+
+
+def test_lost_copies_of_a_lease_are_asked_for_again(cache: Cache, engine: AttachedEngine) -> None:
+    """A store that failed leaves a hole; the next store of its chain fills it, and then all of it is found."""
+    lease = engine.acquire("abcdef")
+    first = engine.prepare(lease, "ab")
+    second = engine.prepare(lease, "abcd")
+    engine.commit(first.transfer, "failed")
+    engine.commit(second.transfer)
+    third = engine.prepare(lease, "abcdef")
+
+    assert (engine.hit("abcdef"), third.pieces) == (0, [(0, 2), (4, 6)])
+    engine.commit(third.transfer)
+    assert engine.hit("abcdef") == 6
+
+
+def test_hole_above_a_whole_run_is_asked_for(cache: Cache, engine: AttachedEngine) -> None:
+    """A missing block is copied again though a run behind it, which other chains share, is there as a whole."""
+    engine.store("abcx")
+    engine.store("abcdef")
+    held = engine.acquire("abcdef")
+    load = engine.load(engine.acquire("ab"))
+    engine.complete(load.transfer, 1)
+    lease = engine.acquire("abcdef")
+    plan = engine.prepare(lease, "abcdef")
+
+    assert (held.hit, lease.hit, plan.pieces) == (6, 1, [(1, 2)])
+    engine.commit(plan.transfer)
+    assert engine.hit("abcdef") == 6
+
+
+# --- leases ---------------------------------------------------------------------------------------------------------
+
+
+def test_hit_leaves_one_token_to_compute(engine: AttachedEngine) -> None:
+    """A prompt that is stored whole is hit up to its last block, unless the engine wants that, too."""
+    engine.store("abcd")
+
+    assert (engine.acquire("abcd", full=False).hit, engine.acquire("abcd").hit) == (3, 4)
+
+
+def test_acquire_again_gives_the_same_lease(engine: AttachedEngine) -> None:
+    """A retry under the same request id gets the same lease; another prompt, or a lease in use, is a conflict."""
+    lease = engine.acquire("abcd", request="r")
+
+    assert engine.acquire("abcd", request="r") is lease
+    with refused("request_conflict"):
+        engine.acquire("abce", request="r")
+    engine.prepare(lease, "ab")
+    with refused("request_conflict"):
+        engine.acquire("abcd", request="r")
+
+
+def test_leases_are_used_by_their_session_only(cache: Cache, engine: AttachedEngine) -> None:
+    """A lease of another session, one that was released, and one that never was are told apart."""
+    engine.store("ab")
+    lease, other = engine.acquire("ab"), AttachedEngine(cache)
+
+    for call in (other.release, other.load, lambda lease: other.prepare(lease, "abcd")):
+        with refused("foreign_lease"):
+            call(lease)
+    engine.release(lease)
+    with refused("already_released"):
+        engine.release(lease)
+    with refused("unknown_lease"):
+        engine.release(LeaseId(99))
+
+
+def test_leases_and_copies_of_a_session_are_bounded(engine: AttachedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that never releases, or whose shards never answer, is refused at its limit."""
+    monkeypatch.setattr(attached, "ATTACHED_LEASES_MAX", 2)
+    monkeypatch.setattr(attached, "EXCHANGES_PER_SESSION_MAX", 1)
+    engine.store("a")
+    lease, second = engine.acquire("ab"), engine.acquire("ac")
+    engine.load(lease)
+
+    for call in (lambda: engine.acquire("ad"), lambda: engine.load(second), lambda: engine.prepare(second, "ac")):
+        with refused("limit"):
+            call()
+
+
+# --- loads ----------------------------------------------------------------------------------------------------------
+
+
+def test_load_names_the_slots_of_its_blocks(engine: AttachedEngine) -> None:
+    """A load of a part of the hit gets these blocks' slots, in their order."""
+    slots = engine.store("abcd")
+    load = engine.load(engine.acquire("abcd"), 1, 2)
+
+    assert slots_of(load.slots) == slots[1:3]
+
+
+def test_slots_of_a_load_are_read_undisturbed_after_the_release(cache: Cache, engine: AttachedEngine) -> None:
+    """Until every shard is through with a load, nothing of its path is evicted, though the lease is gone."""
+    engine.store("abcd")
+    lease = engine.acquire("abcd")
+    load = engine.load(lease, 2, 1)
+    engine.release(lease)
+    cache.attached.complete_load(engine.session, load.transfer, 0, "", ())
+    other = AttachedEngine(cache)
+    crowd = other.acquire("0123456789ABCDEF")
+
+    assert other.prepare(crowd, "0123456789ABCDEF").depth == 13
+    assert engine.hit("abcd") == 3
+    cache.attached.complete_load(engine.session, load.transfer, 1, "", ())
+    assert (other.prepare(crowd, "0123456789ABCDEF").depth, engine.hit("abcd")) == (16, 0)
+
+
+@pytest.mark.parametrize(("start", "blocks"), [(0, 0), (0, 5), (3, 2), (4, 1)])
+def test_load_stays_within_the_hit(engine: AttachedEngine, start: int, blocks: int) -> None:
+    """No blocks, or some beyond the hit, are refused."""
+    engine.store("abcd")
+
+    with refused("bad_value"):
+        engine.load(engine.acquire("abcdef"), start, blocks)
+
+
+def test_corrupt_blocks_are_not_matched_again(cache: Cache, engine: AttachedEngine) -> None:
+    """What one shard found damaged leaves the index with what hangs on it, and can be stored anew."""
+    engine.store("abcd")
+    lease = engine.acquire("abcd")
+    load = engine.load(lease, 1, 3)
+    engine.complete(load.transfer, 1)
+
+    assert engine.hit("abcd") == 2
+    assert [cache.counters[name] for name in ("corrupt_blocks", "loaded_blocks", "load_failed_blocks")] == [1, 1, 2]
+    engine.release(lease)
+    assert engine.states == (2, 0, 2, 0)
+    engine.store("abcd")
+    assert engine.hit("abcd") == 4
+
+
+def test_corrupt_block_stays_while_somebody_reads_it(cache: Cache, engine: AttachedEngine) -> None:
+    """A damaged block's slot is free when the last load that reads it is over, not before."""
+    other = AttachedEngine(cache)
+    engine.store("ab")
+    mine, theirs = engine.load(engine.acquire("ab")), other.load(other.acquire("ab"))
+    engine.complete(mine.transfer, 1)
+
+    assert engine.states == (2, 0, 2, 0)
+    other.complete(theirs.transfer)
+    assert engine.states == (3, 0, 1, 0)
+    assert engine.hit("ab") == 1
+
+
+def test_load_of_what_proved_corrupt_meanwhile_is_refused(engine: AttachedEngine) -> None:
+    """A lease whose blocks were dropped, or are being written anew, cannot load them."""
+    engine.store("ab")
+    lease, other = engine.acquire("ab"), engine.acquire("ab")
+    engine.complete(engine.load(other).transfer, 1)
+
+    with refused("hit_gone"):
+        engine.load(lease)
+    plan = engine.prepare(engine.acquire("ab"), "ab")
+    with refused("hit_gone"):
+        engine.load(lease)
+    engine.commit(plan.transfer)
+    assert slots_of(engine.load(lease).slots)[1] == slots_of(plan.slots)[0]
+
+
+def test_indices_outside_a_load_are_ignored(cache: Cache, engine: AttachedEngine) -> None:
+    """A shard that calls blocks corrupt which the load does not have harms nobody."""
+    engine.store("abcd")
+    engine.complete(engine.load(engine.acquire("abcd"), 1, 2).transfer, 2, -1, 1 << 30)
+
+    assert (engine.hit("abcd"), cache.counters["corrupt_blocks"]) == (4, 0)
+
+
+def test_failed_load_keeps_the_blocks(cache: Cache, engine: AttachedEngine) -> None:
+    """A copy that fails for other reasons than the bytes says nothing about them."""
+    engine.store("ab")
+    engine.complete(engine.load(engine.acquire("ab")).transfer, error="no time")
+    cache.attached.complete_load(engine.session, engine.load(engine.acquire("ab")).transfer, EVERY_SHARD, "", ())
+
+    assert (engine.hit("ab"), cache.counters["load_failed_blocks"]) == (2, 4)
+
+
+@pytest.mark.parametrize("shard", [2, 63])
+def test_shards_that_do_not_exist_are_refused(cache: Cache, engine: AttachedEngine, shard: int) -> None:
+    """Nobody speaks for a shard that the engine did not declare."""
+    plan = engine.prepare(engine.acquire("ab"), "ab")
+
+    with refused("bad_value"):
+        cache.attached.commit_store(engine.session, plan.transfer, shard, "")
+    assert engine.states == (2, 2, 0, 0)
+
+
+def test_a_store_is_not_ended_as_a_load(cache: Cache, engine: AttachedEngine) -> None:
+    """Each kind of copy has its own word for its end."""
+    engine.store("ab")
+    store = engine.prepare(engine.acquire("cd"), "cd")
+    load = engine.load(engine.acquire("ab"))
+
+    with refused("bad_value"):
+        cache.attached.complete_load(engine.session, store.transfer, 0, "", ())
+    with refused("bad_value"):
+        cache.attached.commit_store(engine.session, load.transfer, 0, "")
+
+
+# --- the end of sessions --------------------------------------------------------------------------------------------
+
+
+def silence(cache: Cache) -> None:
+    """Let every session expire."""
+    for now_ms in (1, TTL_MS // 2, TTL_MS, TTL_MS + 1):
+        cache.handle(Ticked(now_ms))
+
+
+def test_stores_of_a_silent_session_are_set_aside_until_it_is_dead(cache: Cache, engine: AttachedEngine) -> None:
+    """After its TTL nobody gets the slots that its shards may write; when they are dead, everybody."""
+    engine.store("ab")
+    engine.prepare(engine.acquire("abcd"), "abcd")
+    silence(cache)
+
+    assert engine.states == (0, 0, 2, 2)
+    assert cache.effects == [SessionExpired(engine.session, 2)]
+    other = AttachedEngine(cache)
+    assert len(slots_of(other.prepare(other.acquire("0123456789ABCDEF"), "0123456789ABCDEF").slots)) == 14
+    cache.handle(MembersDied(engine.session))
+    assert cache.effects[-1] == SessionEnded(engine.session, 2)
+    assert engine.states == (2, 14, 0, 0)
+
+
+def test_an_expired_session_is_told_so(cache: Cache, engine: AttachedEngine) -> None:
+    """Nothing that it says is done, and its leases are gone."""
+    engine.store("ab")
+    lease = engine.acquire("abcd")
+    store, load = engine.prepare(lease, "abcd"), engine.load(lease)
+    cache.handle(MemberLost(engine.session))
+
+    for call in (
+        lambda: engine.acquire("ab"),
+        lambda: engine.release(lease),
+        lambda: engine.commit(store.transfer),
+        lambda: engine.complete(load.transfer, 0),
+        lambda: cache.attached.heartbeat(engine.session, 0),
+        lambda: cache.attached.clear(engine.session),
+    ):
+        with refused("session_expired"):
+            call()
+    cache.handle(MembersDied(engine.session))
+    with refused("no_session"):
+        engine.acquire("ab")
+    assert AttachedEngine(cache).hit("ab") == 2
+
+
+def test_loads_of_a_lost_session_keep_their_blocks_until_it_is_dead(cache: Cache, engine: AttachedEngine) -> None:
+    """What shards may read yet is not evicted; once they are dead, it is like everything else."""
+    engine.store("ab")
+    engine.load(engine.acquire("ab"))
+    cache.handle(MemberLost(engine.session))
+    other = AttachedEngine(cache)
+    crowd = other.acquire("0123456789ABCDEF")
+
+    assert other.prepare(crowd, "0123456789ABCDEF").depth == 14
+    cache.handle(MembersDied(engine.session))
+    assert other.prepare(crowd, "0123456789ABCDEF").depth == 16
+
+
+def test_blocks_found_corrupt_by_a_session_that_dies_are_dropped(cache: Cache, engine: AttachedEngine) -> None:
+    """What one shard has told counts, though the load never ended."""
+    engine.store("ab")
+    load = engine.load(engine.acquire("ab"))
+    cache.attached.complete_load(engine.session, load.transfer, 0, "", (0,))
+    cache.handle(MembersDied(engine.session))
+
+    assert AttachedEngine(cache).hit("ab") == 0
+
+
+def test_session_without_copies_under_way_ends_at_once(cache: Cache, engine: AttachedEngine) -> None:
+    """A lost process, or a goodbye, of a session that has nothing to copy ends it: it does not expire first."""
+    engine.store("ab")
+    engine.acquire("abcd")
+    cache.handle(MemberLost(engine.session))
+
+    assert cache.effects == [SessionEnded(engine.session, 0)]
+    assert (cache.attached.sessions, cache.counters["sessions_expired"]) == ({}, 0)
+
+
+def test_silent_session_without_copies_leaves_nothing(cache: Cache, engine: AttachedEngine) -> None:
+    """It has expired, and is over, too: there is nothing to wait for."""
+    engine.acquire("abcd")
+    silence(cache)
+
+    assert cache.effects == [SessionExpired(engine.session, 0), SessionEnded(engine.session, 0)]
+
+
+def test_heartbeats_and_late_ticks_keep_a_session(cache: Cache, engine: AttachedEngine) -> None:
+    """A session that is heard lives, and where the daemon itself stood still nobody is blamed for silence."""
+    for now_ms in (1, 500, 1000, 1500):
+        cache.handle(Ticked(now_ms))
+        cache.attached.heartbeat(engine.session, now_ms)
+    cache.handle(Ticked(90_000))
+
+    assert engine.hit("ab") == 0
+    for now_ms in (90_500, 91_000, 91_001):
+        cache.handle(Ticked(now_ms))
+    assert cache.attached.sessions == {}
+
+
+def test_goodbye_of_all_gives_everything_back(cache: Cache, engine: AttachedEngine) -> None:
+    """Where no process of a session will copy any more, stores under way are given up and everything is free."""
+    engine.store("ab")
+    lease = engine.acquire("abcd")
+    engine.prepare(lease, "abcd")
+    engine.load(lease)
+    cache.close_session(engine.session)
+
+    assert engine.states == (2, 0, 2, 0)
+    assert cache.effects == [SessionEnded(engine.session, 2)]
+    assert engine.host.protected == 0
+    assert cache.attached.exchanges == []
+
+
+def test_ids_are_never_used_twice(cache: Cache, engine: AttachedEngine) -> None:
+    """Sessions, leases and copies of later engines have other ids than those of earlier ones."""
+    first = engine.prepare(engine.acquire("ab"), "ab")
+    cache.close_session(engine.session)
+    other = AttachedEngine(cache)
+    lease = other.acquire("ab")
+    second = other.prepare(lease, "ab")
+
+    assert (other.session > engine.session, lease.id > 1, second.transfer > first.transfer) == (True, True, True)
+    with refused("no_session"):
+        cache.attached.commit_store(SessionId(engine.session), second.transfer, 0, "")
+
+
+def test_match_changes_nothing(cache: Cache, engine: AttachedEngine) -> None:
+    """A match pins nothing, and refuses keys beyond the prompt as an acquire does."""
+    engine.store("ab")
+
+    assert (engine.hit("ab"), engine.host.protected) == (2, 0)
+    with refused("bad_value"):
+        cache.attached.match(engine.session, keys_of("abc"), 8, full=True)
+    assert engine.host.counts[SlotState.CACHED] == 2

@@ -1,0 +1,94 @@
+"""Long random histories of engines in attached mode against the model."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.attached_drivers import AttachedDriver, MixedDriver
+
+STEPS_PER_SEED = 400
+#: What a long history has seen, or the model proves less than it says.
+SEEN = {
+    "stored_blocks",
+    "store_failed_blocks",
+    "store_refused_blocks",
+    "loaded_blocks",
+    "load_failed_blocks",
+    "host_hit_blocks",
+    "corrupt_blocks",
+    "corrupt while another reads",
+    "cleared_blocks",
+    "store for a cleared namespace",
+    "healed holes",
+    "host_evicted_blocks",
+    "host_dropped_blocks",
+    "sessions_expired",
+    "scribbled",
+    "namespace forgotten",
+    "too many namespaces",
+    *(
+        f"refused: {code}"
+        for code in ("hit_gone", "request_conflict", "session_expired", "already_released", "out_of_order")
+    ),
+}
+
+
+def play(kind: type[AttachedDriver | MixedDriver], seeds: range) -> Counter[str]:
+    """Play a history per seed to its end; what was counted in all of them."""
+    counted: Counter[str] = Counter()
+    for seed in seeds:
+        driver = kind(random.Random(seed).randrange)
+        for _ in range(STEPS_PER_SEED):
+            driver.step()
+        driver.end()
+        counted += driver.cache.counters + driver.players.done
+    return counted
+
+
+@pytest.mark.parametrize("first", range(0, 12, 4))
+def test_attached_mode_agrees_with_the_model(first: int) -> None:
+    """Whatever engines and their shards do, a slot is one copy's until its end, and a load reads what was stored."""
+    play(AttachedDriver, range(first, first + 4))
+
+
+def test_attached_mode_beside_device_pools_agrees_with_the_model() -> None:
+    """The same beside replicas on the same slabs, whose own model holds, too."""
+    play(MixedDriver, range(3))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_attached_mode_agrees_with_the_model_over_long_histories() -> None:
+    """The same for hundreds of histories, in which everything that can happen does."""
+    counted = play(AttachedDriver, range(100, 400))
+
+    assert {name for name, count in counted.items() if count} >= SEEN
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mixed_engines_agree_with_the_models_over_long_histories() -> None:
+    """The same for both kinds of engines together."""
+    counted = play(MixedDriver, range(100, 180))
+
+    assert {name for name, count in counted.items() if count} >= {
+        *SEEN - {"namespace forgotten", "too many namespaces", "scribbled"},
+        "demoted_blocks",
+        "joined_loads",
+        "workers_lost",
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_attached_mode_agrees_with_the_model_on_any_short_history(data: st.DataObject) -> None:
+    """Any short history agrees with the model; a failing one is shrunk to its shortest form."""
+    driver = AttachedDriver(lambda count: data.draw(st.integers(0, count - 1)))
+    for _ in range(30):
+        driver.step()
+    driver.end()

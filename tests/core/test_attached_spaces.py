@@ -1,0 +1,234 @@
+"""Namespaces of engines in attached mode: declared, cleared, forgotten, and how they share the slabs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvcached.core.answers import PoolSpec
+from kvcached.core.attached_state import SpaceSpec
+from kvcached.core.cache import Cache
+from kvcached.core.events import MemberLost, MembersDied
+from kvcached.core.states import SlotState
+from tests.core.attached_engine import AttachedEngine, space
+from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, healthy, refused
+from tests.core.host_tier import Workers, host_hit, host_of
+from tests.core.tier_world import slots_of
+
+MakeAttached = Callable[..., Cache]
+SIXTEEN = "0123456789ABCDEF"
+
+
+def test_namespaces_share_no_slot_and_no_block(new_attached: MakeAttached) -> None:
+    """Engines of two models with the same keys store and find their own blocks, in slabs of their own."""
+    cache = new_attached(slabs=4)
+    one, two = AttachedEngine(cache), AttachedEngine(cache, space("n", per_slab=3))
+    first = one.store("abcd")
+
+    assert (one.hit("abcd"), two.hit("abcd")) == (4, 0)
+    second = two.store("abcd")
+    assert {slot // 4 for slot in first}.isdisjoint(slot // 3 for slot in second)
+    assert (one.host.slabs & two.host.slabs, two.hit("abcd")) == (set(), 4)
+
+
+def test_namespace_is_kept_without_engines(new_attached: MakeAttached) -> None:
+    """What engines stored is there for the next engine of the same model."""
+    cache = new_attached()
+    engine = AttachedEngine(cache)
+    engine.store("abcd")
+    cache.handle(MembersDied(engine.session))
+
+    assert AttachedEngine(cache).hit("abcd") == 4
+
+
+def test_namespaces_are_bounded_by_those_in_use(new_attached: MakeAttached) -> None:
+    """With as many models in use as there may be, another one is refused; an idle one makes room for it."""
+    cache = new_attached(spaces=2)
+    one, _ = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    one.store("ab")
+
+    with refused("limit"):
+        AttachedEngine(cache, space("o"))
+    cache.handle(MembersDied(one.session))
+    AttachedEngine(cache, space("o"))
+    assert [root[:1] for root in cache.attached.spaces.by_root] == [b"n", b"o"]
+
+
+def test_idle_namespace_whose_engine_left_first_is_forgotten_first(new_attached: MakeAttached) -> None:
+    """Of namespaces without engines the one that was used last is kept, whenever it was declared."""
+    cache = new_attached(spaces=2)
+    one, two = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    cache.handle(MembersDied(two.session))
+    cache.handle(MembersDied(one.session))
+    AttachedEngine(cache, space("o"))
+
+    assert [root[:1] for root in cache.attached.spaces.by_root] == [b"m", b"o"]
+
+
+def test_namespace_of_a_silent_session_is_in_use(new_attached: MakeAttached) -> None:
+    """As long as processes of an expired session may copy, its namespace is not forgotten."""
+    cache = new_attached(spaces=1)
+    engine = AttachedEngine(cache)
+    engine.prepare(engine.acquire("ab"), "ab")
+    cache.handle(MemberLost(engine.session))
+
+    with refused("limit"):
+        AttachedEngine(cache, space("n"))
+    cache.handle(MembersDied(engine.session))
+    AttachedEngine(cache, space("n"))
+
+
+@pytest.mark.parametrize(
+    "other", [space(per_slab=3), space(shards=1), SpaceSpec(b"m" * 32, "model m", BLOCK_SIZE * 2, 2, 4)], ids=str
+)
+def test_one_name_has_one_shape(new_attached: MakeAttached, other: SpaceSpec) -> None:
+    """A namespace that was declared with blocks of another shape is not entered."""
+    cache = new_attached()
+    AttachedEngine(cache)
+
+    with refused("wrong_layout"):
+        AttachedEngine(cache, other)
+    assert len(cache.attached.sessions) == 1
+
+
+def test_block_larger_than_a_slab_is_refused(new_attached: MakeAttached) -> None:
+    """A namespace whose blocks fit no slab is not made."""
+    cache = new_attached()
+
+    with refused("wrong_layout"):
+        AttachedEngine(cache, space(per_slab=0))
+    assert cache.trees == []
+
+
+# --- clearing -------------------------------------------------------------------------------------------------------
+
+
+def test_clear_ends_all_hits(new_attached: MakeAttached) -> None:
+    """Nothing that was stored before is matched again, by any engine of the namespace, and only there."""
+    cache = new_attached(slabs=6)
+    one, two, stranger = AttachedEngine(cache), AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    one.store("abcd")
+    stranger.store("abcd")
+
+    assert cache.attached.clear(two.session) == (1, 4)
+    assert (one.hit("abcd"), two.hit("abcd"), stranger.hit("abcd")) == (0, 0, 4)
+    assert (one.states, cache.attached.spaces.retired) == ((0, 0, 0, 0), [])
+    one.store("abcd")
+    assert (two.hit("abcd"), one.acquire("ab").generation) == (4, 1)
+
+
+def test_copies_under_way_outlive_a_clear_in_their_own_slots(new_attached: MakeAttached) -> None:
+    """Stores and loads from before a clear keep their slots until they end, and what they wrote is not found."""
+    cache = new_attached(slabs=4)
+    engine = AttachedEngine(cache)
+    engine.store("ab")
+    load, plan = engine.load(engine.acquire("ab")), engine.prepare(engine.acquire("xy"), "xy")
+    cache.attached.clear(engine.session)
+    (old,) = cache.attached.spaces.retired
+    fresh = engine.prepare(engine.acquire(SIXTEEN), SIXTEEN)
+
+    assert set(slots_of(fresh.slots)).isdisjoint([*slots_of(load.slots), *slots_of(plan.slots)])
+    assert (plan.generation, fresh.generation, fresh.depth) == (0, 1, 12)
+    engine.commit(plan.transfer)
+    assert (engine.hit("xy"), cache.attached.spaces.retired) == (0, [old])
+    engine.complete(load.transfer)
+    assert cache.attached.spaces.retired == [old]  # leases, too
+    for lease in list(cache.attached.sessions[engine.session].leases):
+        engine.release(lease)
+    assert (cache.attached.spaces.retired, healthy(cache)) == ([], True)
+
+
+def test_lease_from_before_a_clear_loads_and_stores_nothing(new_attached: MakeAttached) -> None:
+    """Its hit is gone, and what continues it is of no use; the lease itself is released as ever."""
+    cache = new_attached()
+    engine = AttachedEngine(cache)
+    engine.store("ab")
+    lease = engine.acquire("abcd")
+    cache.attached.clear(engine.session)
+
+    with refused("hit_gone"):
+        engine.load(lease)
+    plan = engine.prepare(lease, "abcd")
+    assert (plan.transfer, plan.depth, plan.pieces) == (0, 4, [])
+    engine.release(lease)
+    assert engine.hit("abcd") == 0
+
+
+def test_no_two_trees_of_a_namespace_have_one_generation(new_attached: MakeAttached) -> None:
+    """A namespace that was cleared, forgotten and declared again goes on counting: no old header fits its blocks."""
+    cache = new_attached(spaces=1)
+    engine = AttachedEngine(cache)
+    assert cache.attached.clear(engine.session) == (1, 0)
+    cache.handle(MembersDied(engine.session))
+    cache.handle(MembersDied(AttachedEngine(cache, space("n")).session))
+
+    assert AttachedEngine(cache).acquire("ab").generation > 1
+
+
+# --- slabs ----------------------------------------------------------------------------------------------------------
+
+
+def test_idle_namespace_gives_its_room_slab_by_slab(new_attached: MakeAttached) -> None:
+    """A full pool whose owner has left makes room for another model, no more of it than that one needs."""
+    cache = new_attached(slabs=4)
+    engine = AttachedEngine(cache)
+    engine.store(SIXTEEN)
+    cache.handle(MembersDied(engine.session))
+    other = AttachedEngine(cache, space("n"))
+    other.store("abcdef")
+
+    assert (other.hit("abcdef"), len(other.host.slabs)) == (6, 2)
+    assert AttachedEngine(cache).hit(SIXTEEN) == 8
+
+
+def test_idle_namespaces_with_a_slab_each_make_room(new_attached: MakeAttached) -> None:
+    """Where all slabs are one each of models that nobody uses, a newcomer gets them, and nothing is held back."""
+    cache = new_attached(slabs=3, spaces=4)
+    for letter in "mno":
+        engine = AttachedEngine(cache, space(letter))
+        engine.store("abcd")
+        cache.handle(MembersDied(engine.session))
+    newcomer = AttachedEngine(cache, space("p"))
+    newcomer.store("0123456789AB")
+
+    assert (newcomer.hit("0123456789AB"), len(cache.attached.spaces.by_root)) == (12, 1)
+
+
+def test_namespace_in_use_is_evicted_by_nobody_else(new_attached: MakeAttached) -> None:
+    """Another model's store takes nothing from a namespace that has an engine, however old its blocks are."""
+    cache = new_attached(slabs=4)
+    engine = AttachedEngine(cache)
+    engine.store(SIXTEEN)
+    other = AttachedEngine(cache, space("n"))
+
+    assert other.store("ab") == []
+    assert (engine.hit(SIXTEEN), cache.counters["store_refused_blocks"]) == (16, 2)
+
+
+def test_slab_is_held_back_for_a_namespace_in_use_that_has_none(new_attached: MakeAttached) -> None:
+    """The first model to fill the pool leaves a slab to each that was declared before."""
+    cache = new_attached(slabs=4)
+    engine, other = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    engine.store(SIXTEEN)
+
+    assert len(engine.host.slabs) == 3
+    assert len(other.store("abcd")) == 4
+
+
+def test_attached_engines_and_device_pools_share_the_slabs() -> None:
+    """Stores of a replica take the room of models that nobody uses, and empty slabs go from one kind to the other."""
+    replica = PoolSpec("a", b"namespace", BLOCK_SIZE, 16, 1, 4, 0, 1, None)
+    cache = Cache([replica], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=4, spaces_max=2)
+    attached = AttachedEngine(cache)
+    attached.store("0123456789AB")
+    engine, workers = Engine(cache), Workers(cache)
+    engine.store("abcdefgh")
+    workers.answer_all()
+
+    assert (host_hit(engine, "abcdefgh"), host_of(cache).counts[SlotState.CACHED]) == ((8, 0), 4)
+    cache.handle(MembersDied(attached.session))
+    engine.store("ABCDEF")
+    workers.answer_all()
+    assert host_of(cache).counts[SlotState.CACHED] > 4
+    assert healthy(cache)

@@ -1,0 +1,214 @@
+"""Processes of engines in attached mode: a scheduler with shards of its own, or one shard. They speak in lines.
+
+    scheduler RUN_DIR INSTANCE SHARDS PAGE_BYTES OWN…   prints its session; OWN are the shards in this process
+    shard RUN_DIR SHARDS PAGE_BYTES SHARD               joins when it is told a session
+
+A block's bytes follow from its prompt's name, its depth and the shard, so that any process knows what must be there.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_client.attach import SessionGrant
+from kvcached_client.attached import AttachedClient, AttachedLayout, PreparedStore
+from kvcached_client.attached_shard import AttachedShard, BlockJob, JobSpan
+from kvcached_client.engine_pages import EnginePages
+from kvcached_client.errors import KvcachedError
+from kvcached_client.types import LeaseId, TransferId
+from tests.client.attached_rig import HostTensor
+
+LAYERS, BLOCK_SIZE, BLOCKS = 2, 4, 32
+DEADLINE_MS = 10_000
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A copy, as one process tells another."""
+
+    transfer: int
+    generation: int
+    name: str
+    start: int
+    slots: list[int]
+
+
+class ShardMemory:
+    """One shard's tensors, which hold one prompt at a time, and its connection to the daemon."""
+
+    def __init__(self, shard: int, page_bytes: int) -> None:
+        self.shard = shard
+        self.tensors = [HostTensor(np.zeros((BLOCKS, page_bytes), np.uint8)) for _ in range(LAYERS)]
+        self.pages = EnginePages.of_tensors({f"layer {number}": each for number, each in enumerate(self.tensors)})
+        self.link: AttachedShard | None = None
+
+    def join(self, grant: SessionGrant) -> None:
+        """Enter a session, and leave the one before."""
+        joined = AttachedShard.join(grant, self.shard, self.pages, deadline_ms=DEADLINE_MS)
+        if self.link is not None:
+            self.link.close()
+        self.link = joined
+
+    def store(self, order: Order) -> None:
+        """Compute the blocks and copy them out."""
+        for depth in range(order.start, order.start + len(order.slots)):
+            for number, tensor in enumerate(self.tensors):
+                tensor.array[depth] = content(tensor, order.name, depth, number, self.shard)
+        self._joined.store(job_of(order))
+
+    def load(self, order: Order) -> tuple[list[int], bool]:
+        """Copy the blocks in: which are bad, and whether the others are what they must be."""
+        bad = self._joined.load(job_of(order))
+        depths = [order.start + place for place in range(len(order.slots)) if place not in bad]
+        return bad, all(
+            (tensor.array[depth] == content(tensor, order.name, depth, number, self.shard)).all()
+            for depth in depths
+            for number, tensor in enumerate(self.tensors)
+        )
+
+    @property
+    def _joined(self) -> AttachedShard:
+        assert self.link is not None
+        return self.link
+
+
+class Scheduler:
+    """One engine's session. Its leases are released at once: copies under way go on."""
+
+    def __init__(self, run_dir: Path | str, instance: bytes, shards: int, page_bytes: int) -> None:
+        pages = ShardMemory(0, page_bytes).pages
+        self.client = AttachedClient.connect(
+            run_dir,
+            engine="test engine",
+            instance=instance,
+            keyspace=b"k" * 32,
+            label="tiny",
+            layout=AttachedLayout(BLOCK_SIZE, shards, pages.block_bytes, pages.fingerprint),
+            deadline_ms=DEADLINE_MS,
+        )
+        self._requests = 0
+
+    def hit(self, name: str, blocks: int) -> int:
+        return self.client.match(keys_of(name, blocks), blocks * BLOCK_SIZE, full=True)
+
+    def acquire(self, name: str, blocks: int) -> tuple[LeaseId, int]:
+        self._requests += 1
+        request = f"request {self._requests}"
+        return self.client.acquire(request, keys_of(name, blocks), blocks * BLOCK_SIZE, full=True)
+
+    def prepare_store(self, name: str, blocks: int) -> tuple[PreparedStore, Order]:
+        """A store of what a prompt lacks, which is one piece here."""
+        lease, hit = self.acquire(name, blocks)
+        plan = self.client.prepare_store(lease, hit, keys_of(name, blocks)[16 * hit :])
+        self.client.release(lease)
+        start = plan.pieces[0].start if plan.pieces else hit
+        return plan, Order(plan.transfer, plan.generation, name, start, plan.slots.tolist())
+
+    def prepare_load(self, name: str, blocks: int) -> Order:
+        """A load of all that is hit of a prompt."""
+        lease, hit = self.acquire(name, blocks)
+        plan = self.client.prepare_load(lease, 0, hit)
+        self.client.release(lease)
+        return Order(plan.transfer, plan.generation, name, 0, plan.slots.tolist())
+
+
+def keys_of(name: str, blocks: int) -> bytes:
+    """The keys of a prompt's blocks; prompts of different names share none."""
+    return b"".join(f"{name}/{depth}".encode().ljust(16) for depth in range(blocks))
+
+
+def content(tensor: HostTensor, name: str, depth: int, number: int, shard: int) -> npt.NDArray[np.uint8]:
+    """The bytes of one layer of one block on one shard."""
+    block = random.Random(f"{name} {depth} {number} {shard}").randbytes(64)
+    return np.resize(np.frombuffer(block, np.uint8), tensor.array.shape[1])
+
+
+def job_of(order: Order) -> BlockJob:
+    end = order.start + len(order.slots)
+    keys = keys_of(order.name, end)
+    span = JobSpan(
+        depth=order.start,
+        parent=keys[16 * (order.start - 1) : 16 * order.start] if order.start else b"",
+        keys=keys[16 * order.start :],
+        blocks=np.arange(order.start, end),
+        slots=np.array(order.slots, np.int32),
+    )
+    return BlockJob(TransferId(order.transfer), order.generation, (span,))
+
+
+def run_scheduler(run_dir: str, instance: str, shards: str, page_bytes: str, *own: str) -> None:
+    """Commands: ``prepare NAME BLOCKS``, ``copy``, ``hit NAME BLOCKS``, ``reconnect``, ``bye``."""
+    scheduler = Scheduler(run_dir, bytes.fromhex(instance), int(shards), int(page_bytes))
+    memories = [ShardMemory(int(shard), int(page_bytes)) for shard in own]
+    earlier: list[Scheduler] = []  # sessions that have not said goodbye
+    order: Order | None = None
+    for memory in memories:
+        memory.join(scheduler.client.session)
+    say(scheduler.client.session.to_bytes().hex())
+    for command, *words in map(str.split, sys.stdin):
+        match command:
+            case "prepare":
+                _, order = scheduler.prepare_store(words[0], int(words[1]))
+                say(msgspec.json.encode(order).decode())
+            case "copy":
+                assert order is not None
+                say("begins")
+                say(outcome(partial(store_all, memories, order)))
+            case "hit":
+                say(outcome(partial(scheduler.hit, words[0], int(words[1]))))
+            case "reconnect":
+                earlier.append(scheduler)
+                scheduler = Scheduler(run_dir, bytes.fromhex(instance), int(shards), int(page_bytes))
+                say(scheduler.client.session.to_bytes().hex())
+            case "bye":
+                scheduler.client.close()
+                say("bye")
+
+
+def run_shard(_: str, __: str, page_bytes: str, shard: str) -> None:
+    """Commands: ``join GRANT``, ``copy ORDER``."""
+    memory = ShardMemory(int(shard), int(page_bytes))
+    for line in sys.stdin:
+        command, _, argument = line.strip().partition(" ")
+        match command:
+            case "join":
+                say(outcome(partial(memory.join, SessionGrant.from_bytes(bytes.fromhex(argument)))))
+            case "copy":
+                order = msgspec.json.decode(argument, type=Order)
+                say("begins")
+                say(outcome(partial(memory.store, order)))
+
+
+def store_all(memories: list[ShardMemory], order: Order) -> None:
+    """Each shard computes and copies its part."""
+    for memory in memories:
+        memory.store(order)
+
+
+def outcome(action: Callable[[], object]) -> str:
+    """What an action returns, or how it failed, as one line."""
+    try:
+        done = action()
+    except KvcachedError as error:
+        return f"{type(error).__name__}: {error}".replace("\n", " ")
+    return "done" if done is None else str(done)
+
+
+def say(text: str) -> None:
+    """One line, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "scheduler":
+        run_scheduler(*sys.argv[2:])
+    else:
+        run_shard(*sys.argv[2:])

@@ -1,0 +1,153 @@
+"""vLLM's arguments, as `kvcached doctor` reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvcached.doctor import _agreement
+from kvcached.doctor_flags import TRANSFER_CONFIG, VllmFlags, check_flags, check_layout, parse
+from kvcached_client.doctor import HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
+from kvcached_client.protocol import AttachedInfo
+from kvcached_client.vllm_keys import VllmHashing, block_hashes
+
+RUN_DIR = Path("/run/kvcached")
+CONFIG = json.dumps(TRANSFER_CONFIG)
+GOOD = ["serve", "/models/tiny", "--kv-transfer-config", CONFIG, "--prefix-caching-hash-algo", "sha256_cbor"]
+OFFERED = AttachedInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
+MODEL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+
+
+def problems(arguments: list[str], environment: dict[str, str] | None = None) -> list[Finding]:
+    """What is found, apart from what is ok."""
+    found = list(check_flags(parse(arguments), environment or {}, RUN_DIR))
+    assert any(finding.level == "ok" for finding in found) != any(finding.level == "fail" for finding in found)
+    return [finding for finding in found if finding.level != "ok"]
+
+
+def changed(**fields: object) -> list[str]:
+    """The good arguments with other values in the transfer configuration; None takes one out."""
+    config = {name: value for name, value in {**TRANSFER_CONFIG, **fields}.items() if value is not None}
+    return ["--kv-transfer-config", json.dumps(config), "--prefix-caching-hash-algo=sha256_cbor"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        (["serve", "m", "--port", "8000"], VllmFlags({"port": "8000"}, ["serve", "m"])),
+        (["--enforce-eager", "--block-size=64"], VllmFlags({"enforce-eager": "", "block-size": "64"}, [])),
+        (["--kv_transfer_config", "{}", "-tp", "2"], VllmFlags({"kv-transfer-config": "{}", "tensor-parallel-size": "2"})),
+        (["--kv_transfer_config.kv_role=kv_both"], VllmFlags({"kv-transfer-config.kv_role": "kv_both"})),
+    ],
+)
+def test_arguments_are_read_as_vllm_reads_them(arguments: list[str], flags: VllmFlags) -> None:
+    """Values come behind a space or =, names with dashes or underscores, and fields of JSON behind a dot."""
+    assert parse(arguments) == flags
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model"),
+    [(["serve", "m"], "m"), (["m"], "m"), (["--model", "m"], "m"), (["serve", "--model=m"], "m"), (["serve"], ""), ([], "")],
+)
+def test_model_is_named_in_several_ways(arguments: list[str], model: str) -> None:
+    """As `vllm serve MODEL`, and as `--model` of the server's module."""
+    assert parse(arguments).model == model
+
+
+def test_good_arguments_have_no_problem() -> None:
+    """The documented command line passes, also with its fields behind dots."""
+    assert problems(GOOD) == []
+    dotted = [part for name, value in TRANSFER_CONFIG.items() for part in (f"--kv-transfer-config.{name}", value)]
+    assert problems([*dotted, "--prefix-caching-hash-algo", "sha256_cbor"]) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "fix"),
+    [
+        (["serve", "m", "--prefix-caching-hash-algo=sha256_cbor"], "is missing", CONFIG),
+        (["--kv-transfer-config", "{broken", "--prefix-caching-hash-algo=sha256_cbor"], "no JSON object", CONFIG),
+        (["--kv-transfer-config", "[1]", "--prefix-caching-hash-algo=sha256_cbor"], "no JSON object", CONFIG),
+        (changed(kv_role="kv_producer"), "kv_role is 'kv_producer'", '"kv_role": "kv_both"'),
+        (changed(kv_load_failure_policy=None), "kv_load_failure_policy is missing", '"recompute"'),
+        (changed(kv_connector_module_path="x"), "kv_connector_module_path is 'x'", "kvcached_client.vllm"),
+        (changed(kv_connector_extra_config={"weight_version": "1"}), "weight_version unknown", "kv_connector_extra_config"),
+        (changed(kv_connector_extra_config=3), "not iterable", "kv_connector_extra_config"),
+        (changed(kv_connector_extra_config={"run_dir": "/run/other"}), "/run/other", "the same run_dir"),
+        ([*GOOD, "--block-size", "16"], "multiples of 32", "--block-size 32"),
+        ([*GOOD, "-pp", "2"], "--pipeline-parallel-size 2 is not supported", "leave out"),
+        ([*GOOD[:-1], "xxhash_cbor"], "begin with a random number", "sha256_cbor"),
+    ],
+)
+def test_what_would_not_work_fails_with_a_fix(arguments: list[str], said: str, fix: str) -> None:
+    """Each mistake is one failure that names it and says what to write instead."""
+    (finding,) = problems(arguments)
+
+    assert (finding.level, said in finding.text, fix in finding.fix) == ("fail", True, True), finding
+
+
+def test_hashes_that_only_one_python_shares_are_a_warning() -> None:
+    """vLLM's default algorithm works, but not for everybody."""
+    assert [finding.level for finding in problems(GOOD[:-2])] == ["warn"]
+    assert [finding.level for finding in problems([*GOOD[:-1], "xxhash"], {"PYTHONHASHSEED": "0"})] == ["warn"]
+    assert problems([*GOOD[:-1], "xxhash_cbor"], {"PYTHONHASHSEED": "0"}) == []
+
+
+# --- layout ---------------------------------------------------------------------------------------------------------
+
+
+def layout_of(folder: Path, *arguments: str, slab_bytes: int = 1 << 20, **fields: object) -> Finding:
+    (folder / "config.json").write_text(json.dumps({**MODEL, **fields}))
+    offered = AttachedInfo(slabs=4, slab_bytes=slab_bytes, namespaces_max=2, verify_loads=True)
+    (finding,) = check_layout(str(folder), parse(arguments), offered)
+    return finding
+
+
+def test_layout_is_compared_with_the_slabs(tmp_path: Path) -> None:
+    """The bytes of a block follow from model and arguments; a slab that is too small has a fix that is not."""
+    finding = layout_of(tmp_path, "--block-size", "32", "--dtype", "float32", "-tp", "2")
+    assert (finding.level, "32 tokens takes 8192 bytes" in finding.text) == ("fail" if not finding.text else "ok", True)
+
+    small = layout_of(tmp_path, "--dtype=half", slab_bytes=1 << 14)
+    wanted = next(int(word) for word in small.fix.split() if word.isdecimal())
+    assert small.level == "fail"
+    assert layout_of(tmp_path, "--dtype=half", slab_bytes=wanted).level == "ok"
+
+
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 0}, {"layer_types": ["sliding_attention"]}])
+def test_layout_that_is_not_told_is_a_warning(tmp_path: Path, fields: dict[str, object]) -> None:
+    """A model whose blocks cannot be worked out, or that is not here, stops nobody."""
+    assert layout_of(tmp_path, **fields).level == "warn"
+    assert [finding.level for finding in check_layout("org/model", VllmFlags(), OFFERED)] == ["warn"]
+    assert layout_of(tmp_path, "--block-size", "big").level == "warn"
+
+
+# --- hashes ---------------------------------------------------------------------------------------------------------
+
+
+def said(*hashes: str, error: str = "") -> dict[str, object]:
+    return {"hashes": list(hashes), "error": error}
+
+
+def test_hashes_of_two_processes_are_compared() -> None:
+    """Alike is ok, differing fails, an error fails, and without vLLM nothing is said."""
+    levels = [
+        [finding.level for finding in _agreement("sha256", one, other, {})]
+        for one, other in (
+            (said("aa"), said("aa")),
+            (said("aa"), said("bb")),
+            (said("aa"), said(error="no module")),
+            (said(), said()),
+        )
+    ]
+    assert levels == [["ok"], ["fail"], ["fail"], []]
+
+
+def test_hashes_by_cbor_are_compared_with_our_own() -> None:
+    """What vLLM computes by cbor is what `kvcached explain` computes, with the environment's seed."""
+    ours = [each.hex() for each in block_hashes(HASHED_TOKENS, VllmHashing(HASH_BLOCK_SIZE, seed="7"))]
+
+    for environment, level in (({"PYTHONHASHSEED": "7"}, "ok"), ({}, "warn")):
+        (finding,) = _agreement("sha256_cbor", said(*ours), said(*ours), environment)
+        assert finding.level == level

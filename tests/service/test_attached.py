@@ -1,0 +1,524 @@
+"""Engines in attached mode at the service: one answer each, who may say what, and what deaths leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvcached.core.invariants import check
+from kvcached_client import protocol as wire
+from kvcached_client.errors import ErrorCode, RequestError
+from kvcached_client.protocol import EVERY_SHARD
+from kvcached_client.types import pack_ranges
+from tests.service.attached_office import (
+    BLOCK_BYTES,
+    INSTANCE,
+    OTHER_INSTANCE,
+    AttachedOffice,
+    indices,
+    slots_in,
+)
+from tests.service.office import EPOCH, HOST_MEMORY, ONE, SLAB_BYTES, TWO, FakePeer, Office, key_chain
+
+THREE = b"\0\0\0\0\3"
+
+
+@pytest.fixture
+def office() -> AttachedOffice:
+    return AttachedOffice()
+
+
+# --- hello ----------------------------------------------------------------------------------------------------------
+
+
+def test_hello_tells_what_an_engine_needs(office: AttachedOffice) -> None:
+    """The welcome names session, epochs, namespace and how often to be heard; the session is there."""
+    welcome = office.attach(FakePeer(1))
+
+    assert (welcome.epoch, welcome.daemon_epoch, welcome.generation, welcome.verify_loads) == (EPOCH, EPOCH, 0, True)
+    assert (welcome.heartbeat_interval_ms, welcome.session_ttl_ms, len(welcome.namespace)) == (100, 1000, 32)
+    assert list(office.cache.attached.sessions) == [welcome.session]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"version": 2}, ErrorCode.UNSUPPORTED_VERSION),
+        ({"block_bytes": SLAB_BYTES}, ErrorCode.WRONG_LAYOUT),
+    ],
+    ids=["version", "block larger than a slab"],
+)
+def test_hello_refuses_what_does_not_fit(office: AttachedOffice, fields: dict[str, Any], code: ErrorCode) -> None:
+    """Another version, and blocks that no slab can hold, are told apart, and open nothing."""
+    assert office.error(office.hello_attached(FakePeer(1), **fields)) is code
+    assert (office.cache.attached.sessions, office.cache.attached.spaces.trees) == ({}, [])
+
+
+def test_hello_refuses_more_blocks_than_slots_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks so small that the pool would hold more than a slot number can tell are refused."""
+    office = AttachedOffice()
+    monkeypatch.setattr("kvcached.attached_admission.SLOTS_MAX", 31)
+
+    assert office.error(office.hello_attached(FakePeer(1))) is ErrorCode.WRONG_LAYOUT
+    monkeypatch.setattr("kvcached.attached_admission.SLOTS_MAX", 32)
+    office.attach(FakePeer(1))
+
+
+def test_hello_needs_a_living_process_and_a_routing_id_of_the_daemon(office: AttachedOffice) -> None:
+    """A member token of a dead process, or of nobody, and a connection that named itself open nothing."""
+    process = FakePeer(1)
+    hello = office.hello_attached(process)
+
+    assert office.error(hello, peer=b"engine-0") is ErrorCode.BAD_VALUE
+    process.dead = True
+    assert office.error(hello) is ErrorCode.UNAUTHENTICATED
+
+
+def test_daemon_without_attached_mode_says_so() -> None:
+    """Where the configuration has no such engines, the hello is refused by name."""
+    office = Office("a", host_slabs=4)
+    hello = AttachedOffice.hello_attached(office, FakePeer(1))  # type: ignore[arg-type]
+    refusal = office.expect(wire.ErrorReply, hello)
+
+    assert (refusal.code, "[attached]" in refusal.fix) == (ErrorCode.UNKNOWN_REPLICA, True)
+
+
+def test_connection_has_one_session_of_either_kind(office: AttachedOffice) -> None:
+    """A second hello on one connection is refused, whichever kind the sessions are of."""
+    process = FakePeer(1)
+    office.attach(process)
+
+    assert office.error(office.hello_attached(process, instance=OTHER_INSTANCE)) is ErrorCode.POOL_BUSY
+    office.enter(FakePeer(2), peer=TWO)
+    assert office.error(office.hello_attached(FakePeer(2)), peer=TWO) is ErrorCode.POOL_BUSY
+
+
+def test_hello_again_with_the_same_id_is_the_same_session(office: AttachedOffice) -> None:
+    """A retry of a hello gets the welcome that it already got."""
+    hello = office.hello_attached(FakePeer(1))
+
+    assert office.ask(hello) == office.ask(hello)
+    assert len(office.cache.attached.sessions) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"keyspace": b"K" * 32},
+        {"fingerprint": b"F" * 16},
+        {"block_size": 8},
+        {"block_bytes": BLOCK_BYTES // 2},
+        {"shards": 1},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_makes_blocks_differ_makes_another_namespace(office: AttachedOffice, fields: dict[str, Any]) -> None:
+    """Engines share blocks only where keyspace, layout and sizes agree; name and label do not matter."""
+    first = office.attach(FakePeer(1))
+    same = office.attach(FakePeer(2), peer=TWO, instance=OTHER_INSTANCE, label="other", engine="other 2")
+    other = office.attach(FakePeer(3), peer=THREE, instance=b"x" * 16, **fields)
+
+    assert first.namespace == same.namespace != other.namespace
+
+
+# --- shard processes ------------------------------------------------------------------------------------------------
+
+
+def test_shards_get_the_host_pool(office: AttachedOffice) -> None:
+    """Whoever shows the session's token gets the pool's descriptor, and what is needed to find a block in it."""
+    welcome = office.attach(FakePeer(1))
+    session = office.cache.attached.sessions[welcome.session]  # type: ignore[index]
+    joined = office.join(FakePeer(2), welcome, 1)
+    _, descriptors = office.service.join(FakePeer(3), session.id, welcome.token, 0)  # type: ignore[arg-type]
+
+    assert (joined.shard, joined.shards, joined.epoch, joined.verify_loads) == (1, 2, EPOCH, True)
+    assert (joined.slabs, joined.slab_bytes, joined.block_bytes) == (4, SLAB_BYTES, BLOCK_BYTES)
+    assert (joined.namespace, joined.fingerprint) == (welcome.namespace, b"f" * 16)
+    assert descriptors == (HOST_MEMORY,)
+
+
+def test_join_is_refused_to_strangers_and_after_the_end(office: AttachedOffice) -> None:
+    """A wrong token, a shard that was not declared, and a session that has expired get no memory."""
+    scheduler, shard = FakePeer(1), FakePeer(2)
+    welcome = office.attach(scheduler)
+    office.join(shard, welcome)
+    office.storing(2)
+
+    with pytest.raises(RequestError, match="no_session"):
+        office.join(FakePeer(3), welcome, token=bytes(32))
+    with pytest.raises(RequestError, match="bad_value"):
+        office.join(FakePeer(3), welcome, 2)
+    office.die(scheduler)
+    with pytest.raises(RequestError, match="session_expired"):
+        office.join(FakePeer(3), welcome)
+    office.die(shard)
+    with pytest.raises(RequestError, match="no_session"):
+        office.join(FakePeer(3), welcome)
+
+
+# --- the verbs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_goes_to_the_host_pool_and_back(office: AttachedOffice) -> None:
+    """Acquire, store, commit by every shard, and then a hit, a load, and its end, each with its answer."""
+    welcome = office.attach(FakePeer(1))
+    held = office.acquire_blocks(3)
+    answer = office.ask(office.prepare_store(held.lease), key_chain(3))
+    plan, (pieces, slots) = answer.header, answer.frames
+    assert isinstance(plan, wire.StorePrepared)
+
+    assert (held.hit, plan.depth, plan.generation, slots_in(pieces), len(slots_in(slots))) == (0, 3, 0, [0, 1, 2], 3)
+    for shard in range(2):
+        assert office.hit(3) == 0
+        office.expect(wire.Settled, office.commit_store(welcome, plan.transfer, shard), peer=b"a shard's own")
+    assert office.hit(3) == 3
+    again = office.acquire_blocks(3, request="again")
+    loading = office.ask(office.prepare_load(again.lease, 2, 1))
+    assert isinstance(loading.header, wire.LoadPrepared)
+    assert (again.hit, slots_in(loading.frames[0])) == (3, slots_in(slots)[1:])
+    for shard in range(2):
+        done = office.complete_load(welcome, loading.header.transfer, shard)
+        office.expect(wire.Settled, done, indices(), peer=b"a shard's own")
+    assert office.cache.counters["loaded_blocks"] == 2
+    for lease in (held, again):
+        office.expect(wire.Released, wire.Release(id=office.next_id(), epoch=EPOCH, lease=lease.lease))
+    assert office.cache.attached.exchanges == []
+
+
+def test_corrupt_blocks_are_told_by_their_place_in_the_load(office: AttachedOffice) -> None:
+    """A shard names damaged blocks counted from the load's first; they are not found again."""
+    welcome = office.attach(FakePeer(1))
+    office.store_blocks(welcome, 4)
+    held = office.acquire_blocks(4)
+    plan = office.expect(wire.LoadPrepared, office.prepare_load(held.lease, 3, 1))
+    office.expect(wire.Settled, office.complete_load(welcome, plan.transfer, 0), indices())
+    office.expect(wire.Settled, office.complete_load(welcome, plan.transfer, 1), indices(1))
+
+    assert office.hit(4) == 2
+
+
+def test_cleared_namespace_is_cold_for_everybody(office: AttachedOffice) -> None:
+    """Clear answers with the new generation, which heartbeats tell the others."""
+    one = office.attach(FakePeer(1))
+    two = office.attach(FakePeer(2), peer=TWO, instance=OTHER_INSTANCE)
+    office.store_blocks(one, 3)
+    held = office.acquire_blocks(3, peer=TWO)
+    cleared = office.expect(wire.Cleared, wire.Clear(id=office.next_id(), epoch=EPOCH))
+    beat = wire.Heartbeat(id=900, session=two.session, token=two.token)
+
+    assert (cleared.generation, cleared.blocks, office.hit(3, peer=TWO)) == (1, 3, 0)
+    assert office.expect(wire.Alive, beat, peer=b"any").generation == 1
+    assert office.error(office.prepare_load(held.lease, 1), peer=TWO) is ErrorCode.HIT_GONE
+
+
+def test_what_attached_mode_does_not_have_is_refused(office: AttachedOffice) -> None:
+    """There are no slots to reserve, and a release commits nothing."""
+    office.attach(FakePeer(1))
+    held = office.acquire_blocks(2)
+    reserving = wire.Acquire(id=office.next_id(), epoch=EPOCH, request="s", tokens=8, reserve=1, full=True)
+    release = wire.Release(id=office.next_id(), epoch=EPOCH, lease=held.lease)
+
+    assert office.error(reserving, key_chain(2)) is ErrorCode.BAD_VALUE
+    assert office.error(release, key_chain(2), bytes(16)) is ErrorCode.BAD_FRAMES
+
+
+REQUESTS: dict[str, tuple[Callable[[int, int], wire.Request], list[bytes]]] = {
+    "match": (lambda number, epoch: wire.Match(id=number, epoch=epoch, tokens=4), [key_chain(1)]),
+    "acquire": (lambda number, epoch: wire.Acquire(id=number, epoch=epoch, request="r", tokens=4), [key_chain(1)]),
+    "release": (lambda number, epoch: wire.Release(id=number, epoch=epoch, lease=1), []),
+    "prepare_load": (lambda number, epoch: wire.PrepareLoad(id=number, epoch=epoch, lease=1, start=0, blocks=1), []),
+    "prepare_store": (
+        lambda number, epoch: wire.PrepareStore(id=number, epoch=epoch, lease=1, start=0),
+        [key_chain(1)],
+    ),
+    "clear": (lambda number, epoch: wire.Clear(id=number, epoch=epoch), []),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_requests_of_another_epoch_are_stale(office: AttachedOffice, name: str) -> None:
+    """Whoever speaks of a host pool that is gone is told so."""
+    office.attach(FakePeer(1))
+    make, frames = REQUESTS[name]
+
+    assert office.error(make(office.next_id(), EPOCH - 1), *frames) is ErrorCode.STALE_EPOCH
+
+
+@pytest.mark.parametrize("name", ["prepare_load", "prepare_store", "clear"])
+def test_verbs_of_attached_mode_need_its_session(office: AttachedOffice, name: str) -> None:
+    """Without a session, and with one on a device pool, there is nothing to load, store or clear."""
+    make, frames = REQUESTS[name]
+
+    assert office.error(make(office.next_id(), EPOCH), *frames) is ErrorCode.NO_SESSION
+    office.enter(FakePeer(1))
+    assert office.error(make(office.next_id(), EPOCH), *frames) is ErrorCode.NO_SESSION
+
+
+def test_verbs_of_device_pools_need_their_session(office: AttachedOffice) -> None:
+    """An engine in attached mode has no slots to allocate, commit, load into or wait for."""
+    office.attach(FakePeer(1))
+    commit = wire.Commit(id=office.next_id(), epoch=EPOCH, lease=1, start=0)
+
+    assert office.error(wire.Allocate(id=office.next_id(), epoch=EPOCH, lease=1, blocks=1)) is ErrorCode.NO_SESSION
+    assert office.error(commit, key_chain(1), pack_ranges([(0, 1)])) is ErrorCode.NO_SESSION
+    for late in (
+        wire.Load(id=office.next_id(), epoch=EPOCH, lease=1),
+        wire.Vacancy(id=office.next_id(), epoch=EPOCH, blocks=1),
+    ):
+        assert office.error(late) is ErrorCode.NO_SESSION
+
+
+def test_shards_speak_for_their_own_session_only(office: AttachedOffice) -> None:
+    """A copy of another session is not ended with one's own token, nor with a token that is none."""
+    one = office.attach(FakePeer(1))
+    two = office.attach(FakePeer(2), peer=TWO, instance=OTHER_INSTANCE)
+    plan = office.storing(2)
+    for shard in range(2):
+        office.expect(wire.Settled, office.commit_store(two, plan.transfer, shard))
+    forged = wire.CommitStore(
+        id=office.next_id(), session=one.session, token=two.token, transfer=plan.transfer, shard=0
+    )
+
+    assert office.error(forged) is ErrorCode.NO_SESSION
+    assert (office.hit(2), office.host_states()) == (0, {"free": 6, "filling": 2})
+
+
+def test_retries_have_one_effect(office: AttachedOffice) -> None:
+    """The same id gets the same answer: one copy, one clearing, one refusal."""
+    welcome = office.attach(FakePeer(1))
+    held = office.acquire_blocks(2)
+    prepare = office.prepare_store(held.lease)
+    first, again = office.ask(prepare, key_chain(2)), office.ask(prepare, key_chain(2))
+    assert isinstance(first.header, wire.StorePrepared)
+
+    assert first == again
+    for shard in (0, 0, 1, 1):
+        office.expect(wire.Settled, office.commit_store(welcome, first.header.transfer, shard))
+    second = office.acquire_blocks(2, request="second")
+    load = office.prepare_load(second.lease, 2)
+    assert office.ask(load) == office.ask(load)
+    assert len(office.cache.attached.exchanges) == 1
+    clear = wire.Clear(id=office.next_id(), epoch=EPOCH)
+    assert office.ask(clear) == office.ask(clear)
+    refused = office.prepare_load(second.lease, 2)
+    assert office.ask(refused) == office.ask(refused)
+    release = wire.Release(id=office.next_id(), epoch=EPOCH, lease=second.lease)
+    assert office.ask(release) == office.ask(release)
+    assert check(office.cache) == []
+
+
+# --- the end of sessions --------------------------------------------------------------------------------------------
+
+
+def test_goodbye_ends_a_session_without_copies_at_once(office: AttachedOffice) -> None:
+    """Nothing is left of it, though its shard processes live; it has not expired, and nobody watches it any more."""
+    scheduler, shard = FakePeer(1), FakePeer(2)
+    welcome = office.attach(scheduler)
+    office.join(shard, welcome)
+    office.store_blocks(welcome, 2)
+    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
+
+    assert office.cache.attached.sessions == {}
+    assert (office.cache.counters["sessions_ended"], office.cache.counters["sessions_expired"]) == (1, 0)
+    assert office.forgotten == [scheduler, shard]
+    assert office.error(wire.Clear(id=office.next_id(), epoch=EPOCH)) is ErrorCode.NO_SESSION
+    office.attach(scheduler)
+    assert office.hit(2) == 2
+
+
+def test_goodbye_with_copies_under_way_waits_for_the_shards_only(office: AttachedOffice) -> None:
+    """What shard processes may still write is set aside until these are dead; the scheduler may live on."""
+    scheduler, shard = FakePeer(1), FakePeer(2)
+    welcome = office.attach(scheduler)
+    office.join(shard, welcome)
+    plan = office.storing(2)
+    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
+
+    assert office.host_states() == {"free": 6, "quarantined": 2}
+    assert office.error(office.commit_store(welcome, plan.transfer, 0)) is ErrorCode.SESSION_EXPIRED
+    assert office.forgotten == [scheduler]
+    office.die(shard)
+    assert office.host_states() == {"free": 8}
+
+
+def test_slots_wait_for_the_last_process(office: AttachedOffice) -> None:
+    """A dead scheduler's stores are set aside while a shard process lives, and free when that is dead, too."""
+    scheduler, shard = FakePeer(1), FakePeer(2)
+    welcome = office.attach(scheduler)
+    office.join(shard, welcome)
+    office.storing(2)
+    office.die(scheduler)
+
+    assert office.host_states() == {"free": 6, "quarantined": 2}
+    office.die(shard)
+    assert office.host_states() == {"free": 8}
+    assert {peer.pid for peer in office.forgotten} == {1, 2}
+
+
+def test_expired_session_is_told_so_everywhere(office: AttachedOffice) -> None:
+    """After its TTL the scheduler, its shards and its heartbeat hear the same; who is heard lives on."""
+    welcome = office.attach(FakePeer(1))
+    other = office.attach(FakePeer(2), peer=TWO, instance=OTHER_INSTANCE)
+    office.join(FakePeer(3), welcome)
+    plan = office.storing(2)
+    office.now_ms = 900
+    office.expect(wire.Alive, wire.Heartbeat(id=700, session=other.session, token=other.token), peer=b"any")
+    office.let_expire()
+
+    assert office.error(office.acquire(key_chain(1)), key_chain(1)) is ErrorCode.SESSION_EXPIRED
+    for shard in (0, EVERY_SHARD):
+        assert office.error(office.commit_store(welcome, plan.transfer, shard)) is ErrorCode.SESSION_EXPIRED
+    beat = wire.Heartbeat(id=701, session=welcome.session, token=welcome.token)
+    assert office.error(beat, peer=b"any") is ErrorCode.SESSION_EXPIRED
+    assert office.host_states() == {"free": 6, "quarantined": 2}
+    assert office.hit(2, peer=TWO) == 0
+
+
+def test_hello_of_the_same_engine_replaces_its_session(office: AttachedOffice) -> None:
+    """An engine that lost its connection says hello anew: the session before is over at once."""
+    scheduler = FakePeer(1)
+    first = office.attach(scheduler)
+    office.storing(2)
+    second = office.attach(scheduler, peer=TWO)
+
+    assert list(office.cache.attached.sessions) == [second.session]
+    assert second.session > first.session
+    assert office.host_states() == {"free": 8}
+    assert office.forgotten == []  # the same process is in the new session
+    assert office.error(office.acquire(key_chain(1)), key_chain(1)) is ErrorCode.NO_SESSION
+
+
+def test_slots_of_a_replaced_session_wait_for_each_of_its_shards(office: AttachedOffice) -> None:
+    """What shards may write for the session before is set aside until each has joined the new one, or is dead."""
+    scheduler, shards = FakePeer(1), [FakePeer(2), FakePeer(3)]
+    first = office.attach(scheduler)
+    for index, process in enumerate(shards):
+        office.join(process, first, index)
+    office.storing(2)
+    second = office.attach(scheduler, peer=TWO)
+
+    assert office.host_states() == {"free": 6, "quarantined": 2}
+    office.join(FakePeer(2), second, 0)  # the same process, over another connection
+    assert office.host_states() == {"free": 6, "quarantined": 2}
+    assert office.forgotten == [shards[0]]
+    office.join(shards[1], second, 1)
+    assert office.host_states() == {"free": 8}
+    assert list(office.cache.attached.sessions) == [second.session]
+
+
+def test_shard_that_joins_as_another_one_is_not_through(office: AttachedOffice) -> None:
+    """Joining the new session says that the work of the same shard is over, of no other."""
+    scheduler, process = FakePeer(1), FakePeer(2)
+    first = office.attach(scheduler)
+    office.join(process, first, 0)
+    office.storing(2)
+    second = office.attach(scheduler, peer=TWO)
+    office.join(process, second, 1)
+
+    assert office.host_states() == {"free": 6, "quarantined": 2}
+    office.join(process, second, 0)
+    assert office.host_states() == {"free": 8}
+
+
+def test_engine_with_the_same_name_for_itself_ends_nobody_elses_session(office: AttachedOffice) -> None:
+    """An instance is the engine's word; sessions of other processes go on, whoever says hello or joins under it."""
+    one, two = office.attach(FakePeer(1)), office.attach(FakePeer(2), peer=TWO)
+    office.join(FakePeer(3), one, 0)
+    office.join(FakePeer(4), two, 0)
+    plan = office.storing(2)
+
+    assert list(office.cache.attached.sessions) == [one.session, two.session]
+    for shard in range(2):
+        office.expect(wire.Settled, office.commit_store(one, plan.transfer, shard))
+    assert office.hit(2, peer=TWO) == 2
+
+
+def test_processes_without_visible_pids_are_never_taken_for_one(office: AttachedOffice) -> None:
+    """Where the daemon sees no pids, a hello under the same instance leaves the session before to its own end."""
+    office.attach(FakePeer(0))
+    office.storing(2)
+    office.attach(FakePeer(0), peer=TWO)
+
+    assert len(office.cache.attached.sessions) == 2
+    assert office.host_states() == {"free": 6, "filling": 2}
+
+
+def test_death_of_a_process_of_a_replaced_session_is_seen(office: AttachedOffice) -> None:
+    """A shard that never joins the new session frees the slots of the old one by its death."""
+    scheduler, shard = FakePeer(1), FakePeer(2)
+    first = office.attach(scheduler)
+    office.join(shard, first)
+    office.storing(2)
+    second = office.attach(scheduler, peer=TWO)
+    office.die(shard)
+
+    assert office.host_states() == {"free": 8}
+    assert list(office.cache.attached.sessions) == [second.session]
+    office.die(scheduler)
+    assert office.cache.attached.sessions == {}
+
+
+# --- what is told ---------------------------------------------------------------------------------------------------
+
+
+def test_stats_tell_of_namespaces_and_copies(office: AttachedOffice) -> None:
+    """Each namespace with its label, sessions, leases and slots, beside those of replicas; copies under way count."""
+    welcome = office.attach(FakePeer(1), instance=INSTANCE)
+    office.store_blocks(welcome, 2)
+    office.storing(3, seed=1)
+    report = office.expect(wire.StatsReport, wire.Stats(id=office.next_id()))
+    replica, attached = report.hosts
+
+    assert (replica.replicas, replica.label, replica.sessions) == (("a",), "", 0)
+    assert (attached.replicas, attached.label, attached.generation) == ((), "tiny", 0)
+    assert (attached.sessions, attached.leases, attached.slabs, report.sessions) == (1, 2, 1, 1)
+    assert {name: count for name, count in attached.states.items() if count} == {
+        "free": 3,
+        "cached": 2,
+        "filling": 3,
+        "absent": 24,
+    }
+    assert report.transfers["running_stores"] == 1
+    assert attached.namespace == welcome.namespace[:8].hex()
+
+
+def test_retired_trees_are_told_of_without_a_name(office: AttachedOffice) -> None:
+    """What a cleared namespace still holds for copies under way is counted, and is nobody's."""
+    office.attach(FakePeer(1))
+    office.storing(2)
+    office.expect(wire.Cleared, wire.Clear(id=office.next_id(), epoch=EPOCH))
+    report = office.expect(wire.StatsReport, wire.Stats(id=office.next_id()))
+
+    assert [(host.namespace, host.label, host.sessions) for host in report.hosts[2:]] == [("0" * 16, "", 0)]
+    assert [host.generation for host in report.hosts] == [0, 1, 0]
+
+
+def test_tree_and_inspect_show_attached_engines(office: AttachedOffice) -> None:
+    """A block of the host pool is shown with its place, the requests that hold it, and the copies of engines."""
+    welcome = office.attach(FakePeer(1))
+    office.store_blocks(welcome, 3)
+    held = office.acquire_blocks(3, request="reader")
+    plan = office.expect(wire.LoadPrepared, office.prepare_load(held.lease, 2))
+    shown = office.expect(wire.InspectReport, wire.Inspect(id=office.next_id(), key=key_chain(2)[16:]))
+    tree, (frame,) = office.ask(wire.Tree(id=office.next_id(), levels=4, children=4))
+    assert isinstance(tree, wire.TreeReport)
+    nodes = wire.unpack_tree_nodes(frame)
+
+    assert (shown.found, shown.depth, shown.places[0].tier, shown.places[0].state) == (True, 1, "host", "cached")
+    assert "reader" in shown.leases
+    assert shown.transfers == (f"load {plan.transfer} by an engine in attached mode",)
+    assert (tree.blocks, [node.tiers for node in nodes if node.level]) == (3, [{"host": 3}])
+    assert welcome.namespace in [node.key for node in nodes]
+    assert office.expect(wire.CheckReport, wire.Check(id=office.next_id())).ok
+
+
+def test_connection_of_a_replaced_session_belongs_to_nobody(office: AttachedOffice) -> None:
+    """After the session is over, its connection may say hello anew."""
+    scheduler = FakePeer(1)
+    office.attach(scheduler)
+    office.attach(scheduler, peer=TWO)
+    office.attach(scheduler, peer=ONE)
+
+    assert len(office.cache.attached.sessions) == 1
