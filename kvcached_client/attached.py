@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from kvcached_client.attach import SessionGrant, identify
 from kvcached_client.block_table import expand_ranges
 from kvcached_client.channel import SessionChannel
-from kvcached_client.errors import ErrorCode, KvcachedError, RequestError, request_error
+from kvcached_client.errors import DeadlineExceeded, ErrorCode, KvcachedError, RequestError, request_error
 from kvcached_client.heartbeat import Heartbeat
 from kvcached_client.protocol import (
     EVERY_SHARD,
@@ -48,6 +49,8 @@ from kvcached_client.rundir import default_run_dir
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId, unpack_ranges
 
 _INSTANCE_BYTES: Final = 16
+
+P = TypeVar("P", LoadPrepared, StorePrepared)
 
 _log: Final = logging.getLogger("kvcached_client")
 
@@ -133,7 +136,13 @@ class AttachedClient:
         verify_loads: whether loads compare checksums.
     """
 
-    def __init__(self, channel: SessionChannel, welcome: WelcomeAttached, run_dir: str) -> None:
+    def __init__(
+        self,
+        channel: SessionChannel,
+        welcome: WelcomeAttached,
+        run_dir: str,
+        on_stale: Callable[[], None] | None,
+    ) -> None:
         """Use `connect`."""
         self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=run_dir)
         self.epoch = welcome.epoch
@@ -144,6 +153,8 @@ class AttachedClient:
         self._channel.epoch = welcome.epoch
         self._is_closed = False
         self._process_id = os.getpid()
+        #: Preparations whose answer did not come in time: whether there is a copy to call off is not known.
+        self._unsettled: list[tuple[PrepareLoad | PrepareStore, tuple[bytes, ...]]] = []
         self._heartbeat = Heartbeat(
             channel.context,
             channel.endpoint,
@@ -151,6 +162,7 @@ class AttachedClient:
             epoch=welcome.epoch,
             generation=None,
             interval_ms=welcome.heartbeat_interval_ms,
+            on_stale=on_stale,
         )
         weakref.finalize(self, self._heartbeat.stop).atexit = False
 
@@ -165,6 +177,7 @@ class AttachedClient:
         label: str,
         layout: AttachedLayout,
         deadline_ms: int = 1000,
+        on_stale: Callable[[], None] | None = None,
     ) -> Self:
         """Open a session in the namespace that `keyspace` and `layout` make.
 
@@ -176,6 +189,7 @@ class AttachedClient:
             label: what people call the namespace: the model.
             layout: shape of a block.
             deadline_ms: the longest that one call may take, each step of this one included.
+            on_stale: called by another thread when heartbeats are told that the session is over.
 
         Raises:
             DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not answer.
@@ -204,7 +218,7 @@ class AttachedClient:
                 fingerprint=layout.fingerprint,
             )
             welcome, _ = channel.ask(hello, WelcomeAttached)
-            return cls(channel, welcome, directory)
+            return cls(channel, welcome, directory, on_stale)
         except BaseException:
             channel.hang_up()
             raise
@@ -241,7 +255,7 @@ class AttachedClient:
             Refused: `hit_gone`: the blocks are not to be had any more; the namespace was cleared, or they proved bad.
         """
         request = PrepareLoad(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start, blocks=blocks)
-        reply, frames = self._channel.ask(request, LoadPrepared)
+        reply, frames = self._prepare(request, LoadPrepared)
         return PreparedLoad(TransferId(reply.transfer), reply.generation, _slots(frames[0], blocks))
 
     def cancel_load(self, transfer: TransferId) -> None:
@@ -266,7 +280,7 @@ class AttachedClient:
             keys: 16 bytes a block.
         """
         request = PrepareStore(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start)
-        reply, frames = self._channel.ask(request, StorePrepared, (keys,))
+        reply, frames = self._prepare(request, StorePrepared, (keys,))
         pieces = tuple(Piece(*pair) for pair in unpack_ranges(frames[0]))
         slots = _slots(frames[1], sum(piece.blocks for piece in pieces))
         return PreparedStore(TransferId(reply.transfer), reply.depth, reply.generation, pieces, slots)
@@ -313,6 +327,30 @@ class AttachedClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _prepare(
+        self, request: PrepareLoad | PrepareStore, expected: type[P], frames: tuple[bytes, ...] = ()
+    ) -> tuple[P, list[bytes]]:
+        """Ask for a copy's slots. A copy that was granted too late for its caller is called off with the next one."""
+        self._call_off_late()
+        try:
+            return self._channel.ask(request, expected, frames)
+        except DeadlineExceeded:
+            self._unsettled.append((request, frames))
+            raise
+
+    def _call_off_late(self) -> None:
+        """Ask again, with the same ids, for what was not answered in time: the daemon answers as it did then."""
+        while self._unsettled:
+            request, frames = self._unsettled[0]
+            try:
+                if isinstance(request, PrepareLoad):
+                    self.cancel_load(TransferId(self._channel.ask(request, LoadPrepared, frames)[0].transfer))
+                elif transfer := self._channel.ask(request, StorePrepared, frames)[0].transfer:
+                    self.cancel_store(TransferId(transfer), "the answer came too late")
+            except RequestError as error:
+                _log.debug("what was not answered in time was refused: %s", error)
+            self._unsettled.pop(0)
 
     def _say_goodbye(self) -> None:
         try:

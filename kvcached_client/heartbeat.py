@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import Final
 
 import zmq
@@ -36,13 +37,18 @@ class Heartbeat:
         epoch: int,
         generation: int | None,
         interval_ms: int,
+        on_stale: Callable[[], None] | None = None,
     ) -> None:
-        """Start it. Another epoch or generation than these says that the session is over; None = it may grow."""
+        """Start it. Another epoch or generation than these says that the session is over; None = it may grow.
+
+        `on_stale` is called then, once, by the thread.
+        """
         #: The daemon said that the session is over or that the pool was replaced; found at the next heartbeat's time.
         self.is_stale = False
         self.signalled = FenceSequence(0)  #: the highest fence that has signalled
         self._grant = grant
         self._expected = (epoch, generation)
+        self._on_stale = on_stale
         self._interval_s = max(interval_ms, _INTERVAL_MS_MIN) / 1000
         self._stopped = threading.Event()
         self._process_id = os.getpid()
@@ -98,6 +104,9 @@ class Heartbeat:
         return reply.epoch == epoch and generation in {None, reply.generation}
 
     def _note_stale(self, reason: str) -> None:
-        if not self.is_stale:
-            _log.warning("kvcached session %d is over: %s", self._grant.id, reason)
+        if self.is_stale:
+            return
         self.is_stale = True
+        _log.warning("kvcached session %d is over: %s", self._grant.id, reason)
+        if self._on_stale is not None:
+            self._on_stale()

@@ -210,7 +210,7 @@ class KvcachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             layout.block_bytes,
             layout.shards,
         )
-        self._link.start(_connect_as(identity, layout, self._settings))
+        self._link.start(_connect_as(identity, layout, self._settings, self._link.wake))
 
     def on_new_request(self, request: VllmObject) -> None:
         """A request has arrived."""
@@ -327,7 +327,9 @@ def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> Att
     return AttachedLayout(config.cache_config.block_size, shards, block_bytes, fingerprint)
 
 
-def _connect_as(identity: Identity, layout: AttachedLayout, settings: Settings) -> Callable[[], AttachedClient]:
+def _connect_as(
+    identity: Identity, layout: AttachedLayout, settings: Settings, on_stale: Callable[[], None]
+) -> Callable[[], AttachedClient]:
     instance = new_instance()
     run_dir = Path(settings.run_dir or default_run_dir()).absolute()
 
@@ -339,6 +341,7 @@ def _connect_as(identity: Identity, layout: AttachedLayout, settings: Settings) 
             keyspace=identity.keyspace,
             label=identity.label,
             layout=layout,
+            on_stale=on_stale,
         )
 
     return connect

@@ -148,6 +148,11 @@ class Link:
                 self._changed.wait_for(lambda: not (self._owes_clear and self._is_open), timeout_s)
             return not self._owes_clear
 
+    def wake(self) -> None:
+        """Have the thread look whether its session still lives. Any thread may call this."""
+        with self._changed:
+            self._changed.notify_all()
+
     def close(self) -> None:
         """End the session and the thread, within a bounded time. May be repeated."""
         with self._changed:
@@ -199,11 +204,11 @@ class Link:
 
     def _serve_next(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._commands or self._is_closing)
+            self._changed.wait_for(lambda: self._commands or self._is_closing or not self._is_alive())
             if self._is_closing:
                 return
-            command = self._commands.popleft()
-        if self._client is not None and not self._client.is_alive:
+            command = self._commands.popleft() if self._commands else None
+        if not self._is_alive():
             self._lose("its heartbeats said so")
         match command:
             case Seek():
@@ -220,6 +225,9 @@ class Link:
                 self._call(lambda client: client.release(lease))
             case _:
                 pass  # of a session that is over
+
+    def _is_alive(self) -> bool:
+        return self._client is not None and self._client.is_alive
 
     def _refuse_waiting(self, kinds: tuple[type[Command], ...], *, is_open: bool) -> None:
         """Answer commands of these kinds without carrying them out."""

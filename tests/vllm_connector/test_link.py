@@ -170,6 +170,21 @@ def test_hit_brings_its_load(rig: Rig) -> None:
     assert client.calls == [("acquire", "r~1", bytes(32), 9, False), ("prepare_load", 5, 0, 2)]
 
 
+def test_idle_link_notices_that_its_session_is_over(rig: Rig) -> None:
+    """Without a command to carry out, the end of the session is noticed when it is told, and the next one is opened."""
+    client = FakeClient(1)
+    connected(rig, client, FakeClient(2))
+    rig.link.submit(seek())
+    rig.wait(1)
+
+    client.is_alive = False
+    rig.link.wake()
+
+    lost, opened = rig.wait(2)
+    assert lost == Lost(1)
+    assert isinstance(opened, Connected)
+
+
 def test_seek_for_storing_prepares_no_load(rig: Rig) -> None:
     """A seek for storing counts all blocks, and prepares nothing."""
     client = FakeClient(1, acquire=Hold(LeaseId(5), 2))

@@ -1,0 +1,170 @@
+"""The scheduler's side of attached mode, against a daemon that a test writes."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvcached_client.attached import AttachedClient, AttachedLayout, PreparedLoad, PreparedStore
+from kvcached_client.errors import DeadlineExceeded, ErrorCode, Stale, request_error
+from kvcached_client.protocol import (
+    EVERY_SHARD,
+    Acquire,
+    CommitStore,
+    CompleteLoad,
+    Held,
+    HelloAttached,
+    LoadPrepared,
+    PrepareLoad,
+    PrepareStore,
+    Settled,
+    StorePrepared,
+    WelcomeAttached,
+    error_reply,
+)
+from kvcached_client.types import LeaseId
+from tests.client.fake_daemon import SILENCE, TOKEN, FakeDaemon
+
+RANGE = struct.Struct("<2i")
+
+
+class Script:
+    """Answers of attached mode; verbs in `silent` get none the first time."""
+
+    def __init__(self) -> None:
+        self.silent: set[type] = set()
+        self.heartbeat_interval_ms = 60_000
+
+    def __call__(self, request: Any, frames: list[bytes]) -> Any:  # noqa: PLR0911 - by verb
+        if type(request) in self.silent:
+            self.silent.discard(type(request))
+            return SILENCE, []
+        match request:
+            case HelloAttached():
+                return self._welcome(request.id), []
+            case Acquire():
+                return Held(id=request.id, lease=1, hit=2), []
+            case PrepareLoad():
+                return LoadPrepared(id=request.id, transfer=7, generation=3), [RANGE.pack(4, request.blocks)]
+            case PrepareStore():
+                header = StorePrepared(id=request.id, transfer=8, depth=2, generation=3)
+                return header, [RANGE.pack(0, 2), RANGE.pack(6, 2)]
+            case CommitStore() | CompleteLoad():
+                return Settled(id=request.id), []
+        return None
+
+    def _welcome(self, request_id: int) -> WelcomeAttached:
+        return WelcomeAttached(
+            id=request_id,
+            version=1,
+            session=3,
+            token=TOKEN,
+            daemon_epoch=1,
+            epoch=1,
+            generation=3,
+            namespace=bytes(32),
+            heartbeat_interval_ms=self.heartbeat_interval_ms,
+            session_ttl_ms=30_000,
+            verify_loads=True,
+        )
+
+
+@pytest.fixture
+def script(daemon: FakeDaemon) -> Script:
+    """What the daemon answers."""
+    daemon.script = script = Script()
+    return script
+
+
+def connect(daemon: FakeDaemon, **more: Any) -> AttachedClient:
+    layout = AttachedLayout(block_size=16, shards=1, block_bytes=1024, fingerprint=bytes(16))
+    return AttachedClient.connect(
+        daemon.run_dir, engine="e", instance=bytes(16), keyspace=bytes(32), label="m", layout=layout, **more
+    )
+
+
+@pytest.fixture
+def client(daemon: FakeDaemon, script: Script) -> Iterator[AttachedClient]:
+    """A client that waits for 100 ms."""
+    with connect(daemon, deadline_ms=100) as connected:
+        yield connected
+
+
+def prepare_load(client: AttachedClient) -> PreparedLoad:
+    return client.prepare_load(LeaseId(1), 0, 2)
+
+
+def prepare_store(client: AttachedClient) -> PreparedStore:
+    return client.prepare_store(LeaseId(1), 0, bytes(32))
+
+
+def test_answers_say_which_blocks_lie_where(client: AttachedClient) -> None:
+    """Slots come as one number for each block, pieces as depth and number of blocks."""
+    assert client.acquire("r", bytes(32), 33) == (1, 2)
+    load, store = prepare_load(client), prepare_store(client)
+    assert (load.transfer, load.generation, load.slots.tolist()) == (7, 3, [4, 5])
+    assert (store.transfer, store.depth, store.pieces, store.slots.tolist()) == (8, 2, ((0, 2),), [6, 7])
+
+
+def test_copies_that_were_granted_too_late_are_called_off(
+    daemon: FakeDaemon, script: Script, client: AttachedClient
+) -> None:
+    """A preparation that was not answered in time is asked for again with its id, and what it granted is given back."""
+    script.silent = {PrepareLoad, PrepareStore}
+    with pytest.raises(DeadlineExceeded):
+        prepare_load(client)
+    with pytest.raises(DeadlineExceeded):
+        prepare_store(client)
+
+    prepare_load(client)
+
+    first, again, _ = daemon.of(PrepareLoad)
+    assert first == again
+    first_store, again_store = daemon.of(PrepareStore)
+    assert first_store == again_store
+    (load,), (store,) = daemon.of(CompleteLoad), daemon.of(CommitStore)
+    assert isinstance(load, CompleteLoad)
+    assert isinstance(store, CommitStore)
+    assert (load.transfer, load.shard) == (7, EVERY_SHARD)
+    assert (store.transfer, store.shard, store.error) == (8, EVERY_SHARD, "the answer came too late")
+
+
+def test_late_preparation_that_was_refused_holds_nothing(
+    daemon: FakeDaemon, script: Script, client: AttachedClient
+) -> None:
+    """Where the daemon had refused what it did not answer in time, there is nothing to call off."""
+    script.silent = {PrepareStore}
+    with pytest.raises(DeadlineExceeded):
+        prepare_store(client)
+    gone = request_error(ErrorCode.ALREADY_RELEASED, "lease 1 has been released", "acquire again")
+    daemon.script = lambda request, frames: (
+        (error_reply(request.id, gone), []) if isinstance(request, PrepareStore) else script(request, frames)
+    )
+
+    assert prepare_load(client).transfer == 7
+    assert not daemon.of(CommitStore)
+
+
+def test_end_of_the_session_is_told_at_once(daemon: FakeDaemon, script: Script) -> None:
+    """An engine without requests hears by its heartbeats that its session is over."""
+    script.heartbeat_interval_ms = 10
+    over = request_error(ErrorCode.NO_SESSION, "no session 3", "attach again")
+    told = threading.Event()
+
+    def answer(request: Any, frames: list[bytes]) -> Any:
+        if isinstance(request, HelloAttached):
+            return script(request, frames)
+        return error_reply(request.id, over), []
+
+    daemon.script = answer
+    with connect(daemon, on_stale=told.set) as client:
+        assert told.wait(10)
+        assert not client.is_alive
+        with pytest.raises(Stale):
+            client.match(bytes(16), 17)
+    assert msgspec.structs.asdict(client.session)["id"] == 3
