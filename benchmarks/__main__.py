@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks [suite ...] [--json] [--rounds N]``."""
+"""The command line: ``python -m benchmarks [suite ...] [--json] [--rounds N]``, ``python -m benchmarks replay``."""
 
 from __future__ import annotations
 
@@ -10,21 +10,31 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
+from benchmarks import replay_command
 from benchmarks.result import Result
-from benchmarks.suites import SUITES, load_suite
+from benchmarks.suites import DEFAULT_SUITES, SUITES, load_suite
 from benchmarks.timing import ROUNDS_DEFAULT, ROUNDS_MIN
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the named suites and print their results; the verdicts are in the output, not in the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure kvcached against its targets.")
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == [replay_command.NAME]:
+        replay = replay_command.parse(given[1:])
+        _print(replay_command.run(replay), as_json=replay.json)
+        return
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure kvcached against its targets.",
+        epilog=f"python -m benchmarks {replay_command.NAME} --help tells of another command: recorded requests.",
+    )
     parser.add_argument(
         "suites",
         nargs="*",
         type=_suite,
-        default=list(SUITES),
+        default=list(DEFAULT_SUITES),
         metavar="suite",
-        help=f"of: {', '.join(SUITES)}; default all",
+        help=f"of: {', '.join(SUITES)}; default: {', '.join(DEFAULT_SUITES)}",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument(
@@ -33,9 +43,12 @@ def main(arguments: list[str] | None = None) -> None:
         default=ROUNDS_DEFAULT,
         help=f"interleaved rounds of each suite, at least {ROUNDS_MIN} (default: {ROUNDS_DEFAULT})",
     )
-    options = parser.parse_args(arguments)
-    results = _measure(options.suites, options.rounds)
-    if options.json:
+    options = parser.parse_args(given)
+    _print(_measure(options.suites, options.rounds), as_json=options.json)
+
+
+def _print(results: Iterable[Result], *, as_json: bool) -> None:
+    if as_json:
         for result in results:
             print(msgspec.json.encode(result).decode(), flush=True)
     else:

@@ -14,7 +14,10 @@ SUITES: Final[dict[str, str]] = {
     "hash": "benchmarks.suites.block_keys",
     "index": "benchmarks.suites.index",
     "rpc": "benchmarks.suites.rpc",
+    "vllm": "benchmarks.suites.vllm",
 }
+#: Those that need nothing but the development environment.
+DEFAULT_SUITES: Final = tuple(name for name in SUITES if name != "vllm")
 
 
 def load_suite(name: str) -> Callable[[int], Iterator[Result]]:

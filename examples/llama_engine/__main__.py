@@ -4,6 +4,8 @@ The first line out is ``{"ready": true}``. A line in is an array of requests, wh
 array of their results, or ``{"error": …}`` for a line that is no such array. Logits are reported as a digest: two
 digests are equal if every bit of every step's logits is.
 
+With ``--attached`` the engine has memory of its own for K and V and uses the daemon's host pool, if there is a daemon.
+
 Exit status: 0 at the end of stdin, 1 if a shard died or the session was lost, 2 if model, shards or options do not fit
 the daemon's replica, 4 if no daemon answers, 130 after Ctrl-C. The reason is one line on stderr.
 """
@@ -17,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from examples.llama_engine.config import EngineSettings, Limits, ModelError
+from examples.llama_engine.config import AttachedSettings, EngineSettings, Limits, ModelError
 from examples.llama_engine.engine import Engine
 from examples.llama_engine.generation import GenerationRequest, GenerationResult, InvalidRequest
 from examples.llama_engine.shard_group import ShardDied
@@ -36,12 +38,26 @@ def main() -> int:
     serve_parser.add_argument(
         "--chunk-tokens", type=_positive, default=Limits().chunk_tokens, help="(default: %(default)s)"
     )
+    own = AttachedSettings()
+    serve_parser.add_argument("--attached", action="store_true", help="memory of its own; host pool of the daemon")
+    serve_parser.add_argument("--blocks", type=_positive, default=own.blocks, help="of its own (default: %(default)s)")
+    serve_parser.add_argument(
+        "--block-size", type=_positive, default=own.block_size, help="in tokens (default: %(default)s)"
+    )
+    serve_parser.add_argument(
+        "--deadline-ms", type=_positive, default=own.deadline_ms, help="of a call when attached (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     limits = Limits(chunk_tokens=arguments.chunk_tokens, step_tokens=2 * arguments.chunk_tokens + Limits().running_max)
+    try:
+        own = AttachedSettings(arguments.blocks, arguments.block_size, arguments.deadline_ms)
+    except ValueError as error:
+        parser.error(str(error))
     settings = EngineSettings(
         model_dir=arguments.model,
         run_dir=arguments.run_dir,
         replica=arguments.replica,
+        attached=own if arguments.attached else None,
         tp=arguments.tp,
         seed=arguments.seed,
         limits=limits,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvcached_client.layout import Layout, layout_from_model_config
+from kvcached_client.keys import namespace_root
+from kvcached_client.layout import DType, Layout, layout_from_model_config
+
+#: A tensor whose first dimension is 2 reads as K and V to the SDK.
+_BLOCKS_MIN = 2
 
 
 class ModelError(ValueError):
@@ -35,15 +40,15 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ModelError: layers, heads or number of shards differ, or the layout has more than one group.
         """
-        built_for = layout_from_model_config(
-            msgspec.to_builtins(self),
-            block_size=served.block_size,
-            shards=shards,
-            kv_dtype=served.groups[0].dtype,
-            order=served.order,
-        )
-        if built_for.fingerprint() != served.fingerprint():
+        built_for = self.layout(served.block_size, shards, served.groups[0].dtype)
+        if msgspec.structs.replace(built_for, order=served.order).fingerprint() != served.fingerprint():
             raise ModelError(f"the daemon's pool is {served}, this model on {shards} shards needs {built_for}")
+
+    def layout(self, block_size: int, shards: int, kv_dtype: DType = "float32") -> Layout:
+        """What a block of this model is. Raises BadRequest where it does not split over so many shards."""
+        return layout_from_model_config(
+            msgspec.to_builtins(self), block_size=block_size, shards=shards, kv_dtype=kv_dtype
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +69,32 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class AttachedSettings:
+    """The engine's own memory for K and V, where it is not the daemon's."""
+
+    #: Each holds `block_size` tokens of all layers.
+    blocks: int = 1024
+    #: Engines share what they cache only if they agree in it.
+    block_size: int = 16
+    #: The longest that one call to the daemon may take.
+    deadline_ms: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.blocks <= _BLOCKS_MIN or self.block_size < 1:
+            raise ValueError(f"{self}: more than {_BLOCKS_MIN} blocks, of one token or more")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """One engine group: one scheduler and `tp` shards on one replica of one daemon."""
+    """One engine group: one scheduler and `tp` shards."""
 
     model_dir: Path
     #: None: the daemon's default run directory.
     run_dir: Path | None = None
+    #: Of the daemon, whose pool is the engine's memory.
     replica: str = "default"
+    #: Given, the engine has memory of its own instead, and of the daemon it uses the host pool.
+    attached: AttachedSettings | None = None
     tp: int = 1
     #: Of the random weights, where the model directory has no checkpoint.
     seed: int = 0
@@ -111,3 +135,22 @@ def read_config(model_dir: Path) -> LlamaConfig:
         return msgspec.convert(known, LlamaConfig)
     except msgspec.ValidationError as error:
         raise ModelError(f"{model_dir}/config.json: {error}") from error
+
+
+def keyspace(config: LlamaConfig, settings: EngineSettings, layout: Layout) -> bytes:
+    """32 bytes for all that makes K and V of the same tokens the same, and that keys do not tell.
+
+    Of a checkpoint that is what its files are called, how large they are and when they were written: reading them would
+    take long. Whoever copies a checkpoint without its times gets a cold cache, not a wrong one.
+    """
+    files = [(path.name, path.stat()) for path in sorted(settings.model_dir.glob("*.safetensors"))]
+    checkpoint = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    return namespace_root(
+        model=hashlib.blake2b(msgspec.json.encode(config)).hexdigest(),
+        revision=hashlib.blake2b(msgspec.json.encode(checkpoint or settings.seed)).hexdigest(),
+        layout_fingerprint=layout.fingerprint(),
+        block_size=layout.block_size,
+        shards=layout.shards,
+        algorithm="blake3",
+        generation=0,
+    )

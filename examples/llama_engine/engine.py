@@ -1,4 +1,4 @@
-"""The engine in one object: a session with the daemon, a scheduler, and its shard processes."""
+"""The engine in one object: its cache, a scheduler, and its shard processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from examples.llama_engine.config import EngineSettings, read_config
+from examples.llama_engine.attached_cache import AttachedCache, open_attached
+from examples.llama_engine.cache import Cache
+from examples.llama_engine.config import EngineSettings, LlamaConfig, read_config
 from examples.llama_engine.generation import GenerationRequest, GenerationResult, InvalidRequest
 from examples.llama_engine.scheduler import Scheduler
 from examples.llama_engine.shard_group import ShardGroup
@@ -14,13 +16,15 @@ from kvcached_client import Client
 
 
 class Engine:
-    """A Llama on `settings.tp` shard processes whose KV cache lives in the daemon.
+    """A Llama on `settings.tp` shard processes.
+
+    Its KV cache lives in the daemon, or, in attached mode, in the shards, with the daemon's host pool behind it.
 
     The calling process is the scheduler; it never touches the cache's memory and never imports torch.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Open the session and start the shards.
+        """Start the shards and open the session. In attached mode the engine starts without a daemon, too.
 
         Raises:
             KvcachedError: no daemon there, or its pool is held by another engine.
@@ -29,14 +33,10 @@ class Engine:
         """
         config = read_config(settings.model_dir)
         self._vocab_size = config.vocab_size
-        self._client = Client.connect(settings.run_dir, replica=settings.replica)
-        try:
-            config.check_pool(self._client.layout, settings.tp)
-            self._shards = ShardGroup(settings, self._client.session)
-        except BaseException:
-            self._client.close()
-            raise
-        self._scheduler = Scheduler(self._client, self._shards, settings.limits)
+        opened = open_attached if settings.attached else _open_managed
+        self._cache: Cache
+        self._cache, self._shards = opened(settings, config)
+        self._scheduler = Scheduler(self._cache, self._shards, settings.limits)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Run requests together; results in the order of the requests.
@@ -52,12 +52,14 @@ class Engine:
         results: dict[str, GenerationResult] = {}
         while not self._scheduler.idle:
             results.update((result.name, result) for result in self._scheduler.step())
+        if isinstance(self._cache, AttachedCache):
+            self._cache.drain()  # nothing else is to be done; what was computed can be found from here on
         return [results[name] for name in names]
 
     def close(self) -> None:
         """End the shards, then the session: in this order, for a session that said goodbye must not write any more."""
         self._shards.close()
-        self._client.close()
+        self._cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -66,3 +68,13 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _open_managed(settings: EngineSettings, config: LlamaConfig) -> tuple[Client, ShardGroup]:
+    client = Client.connect(settings.run_dir, replica=settings.replica)
+    try:
+        config.check_pool(client.layout, settings.tp)
+        return client, ShardGroup(settings, client.session)
+    except BaseException:
+        client.close()
+        raise

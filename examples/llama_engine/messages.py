@@ -2,6 +2,9 @@
 
 A socket pair carries length-prefixed MessagePack. The scheduler sends `Setup`, the shard answers `Ready`; then every
 `Step` is answered by one `StepDone`. End of file is the only goodbye: whichever side sees it, the other is gone.
+
+In attached mode a shard has a second pipe, to its copy thread: `JoinSession` is not answered, and every `CopyOrder` by
+one `CopyDone`.
 """
 
 from __future__ import annotations
@@ -13,11 +16,19 @@ from typing import Final
 import msgspec
 
 from kvcached_client.attach import SessionGrant
+from kvcached_client.layout import Layout
 from kvcached_client.protocol import LoadTicket
 
 #: One step's logits of 16 requests over a vocabulary of 128k take 8 MiB.
 MESSAGE_SIZE_BYTES_MAX: Final = 64 << 20
 _LENGTH: Final = struct.Struct("<I")
+
+
+class OwnBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Memory that the shard makes itself."""
+
+    layout: Layout
+    blocks: int
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="setup"):
@@ -27,7 +38,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     seed: int
     shard: int
     shards: int
-    session: SessionGrant  #: lets the shard map its part of the pool
+    session: SessionGrant | None = None  #: lets it map its part of the daemon's pool …
+    own: OwnBlocks | None = None  #: … or, in attached mode, blocks of its own
     rendezvous: str  #: a file that the shards find each other by
 
 
@@ -51,6 +63,9 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="step"):
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
     """The shard has its weights and its memory."""
 
+    block_bytes: int = 0  #: of one block of its own; all shards say the same
+    fingerprint: bytes = b""  #: of the order of bytes in it
+
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The greedy choice of one item with `sample`."""
@@ -66,8 +81,46 @@ class StepDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ste
     unread: list[int] = []  #: items, by index, that had to go on without a load; their rows mean nothing
 
 
+class JoinSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
+    """What is copied from here on belongs to this session; an earlier one is over."""
+
+    session: SessionGrant
+    deadline_ms: int  #: of each word to the daemon
+
+
+class CopySpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Consecutive blocks of a request, as `kvcached_client.block_job.JobSpan` has them."""
+
+    depth: int
+    parent: bytes
+    keys: bytes
+    blocks: bytes  #: int32: the engine's blocks
+    slots: bytes  #: int32: the host slots
+
+
+class CopyOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="copy"):
+    """Copy blocks into the daemon's host pool, or out of it."""
+
+    id: int  #: the engine's; transfers are counted anew by a daemon that was started again
+    is_store: bool
+    transfer: int
+    generation: int
+    spans: list[CopySpan]
+
+
+class CopyDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="copied"):
+    """This shard is through with an order."""
+
+    id: int
+    bad: list[int]  #: of a load: its blocks, by index, that are not what was stored
+
+
+Message = Setup | Step | Ready | StepDone | JoinSession | CopyOrder | CopyDone
+
 _to_shard = msgspec.msgpack.Decoder(Setup | Step)
 _from_shard = msgspec.msgpack.Decoder(Ready | StepDone)
+_to_copier = msgspec.msgpack.Decoder(JoinSession | CopyOrder)
+_from_copier = msgspec.msgpack.Decoder(CopyDone)
 
 
 class ChannelClosed(Exception):
@@ -84,7 +137,7 @@ class Channel:
         """For selectors."""
         return self._socket.fileno()
 
-    def send(self, message: Setup | Step | Ready | StepDone) -> None:
+    def send(self, message: Message) -> None:
         """Send one message.
 
         Raises:
@@ -105,6 +158,16 @@ class Channel:
         """The shard's next message. Raises ChannelClosed."""
         answer: Ready | StepDone = _from_shard.decode(self._receive())
         return answer
+
+    def receive_copy_order(self) -> JoinSession | CopyOrder:
+        """What the scheduler wants of the copy thread next. Raises ChannelClosed."""
+        order: JoinSession | CopyOrder = _to_copier.decode(self._receive())
+        return order
+
+    def receive_copy_done(self) -> CopyDone:
+        """The copy thread's next message. Raises ChannelClosed."""
+        done: CopyDone = _from_copier.decode(self._receive())
+        return done
 
     def close(self) -> None:
         """Tell the other end to stop, by end of file."""

@@ -1,9 +1,9 @@
 """The engine's one decision maker: who runs, which rows make up a step, when blocks become everyone's.
 
-Life of a request, and the daemon call that goes with each line::
+Life of a request, and the call of the cache that goes with each line::
 
     waiting                                     no lease, no slots
-    admitted      client.acquire                tokens [0, hit) are cached: computed starts there
+    admitted      cache.acquire                 tokens [0, hit) are cached: computed starts there
     loading       lease.wait_loaded             its first rows are computed while the hit still arrives from the host
     prefill       lease.commit after a chunk    rows [computed, next multiple of chunk_tokens)
     decode        lease.allocate, lease.commit  one row a step; a block is committed when it is full
@@ -15,22 +15,24 @@ next token.
 
 Loading overlaps with computing: the shards wait for the hit layer by layer, in the step that computes the first rows
 after it. Before anything of those rows is used, `wait_loaded` says whether the hit is what they were computed from. If
-it is not, they never happened.
+it is not, they never happened. Where shards cannot wait for a layer (attached mode) the request is left out of steps
+until its hit is there.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from examples.llama_engine.cache import Cache
 from examples.llama_engine.config import Limits
 from examples.llama_engine.generation import FinishReason, GenerationRequest, GenerationResult
 from examples.llama_engine.messages import Sample, Step, StepDone, StepItem
-from kvcached_client import Client, DeadlineExceeded, KeyChain, Lease, NoCapacity
+from examples.llama_engine.running import Running, Sequence
+from kvcached_client import DeadlineExceeded, NoCapacity
 
 
 class StepRunner(Protocol):
@@ -38,47 +40,6 @@ class StepRunner(Protocol):
 
     def run(self, step: Step) -> StepDone:
         """Returns when K and V of the step's rows are in the pool of every shard."""
-
-
-@dataclass(slots=True)
-class Sequence:
-    """A request and what it has produced; it keeps this when it is preempted."""
-
-    name: str
-    request: GenerationRequest
-    submitted_ns: int
-    tokens: list[int]  #: prompt, then output
-    hit_tokens: int | None = None  #: of its first admission, once they can be read
-    loaded_tokens: int = 0  #: so many of them came from the host pool
-    first_token_ns: int | None = None
-    logits: list[bytes] = field(default_factory=list)
-
-    @property
-    def output(self) -> list[int]:
-        """Tokens generated so far."""
-        return self.tokens[len(self.request.prompt) :]
-
-    def finish_reason(self) -> FinishReason | None:
-        """Why it is over, or None while it is not."""
-        generated = len(self.tokens) - len(self.request.prompt)
-        if generated and self.tokens[-1] == self.request.eos:
-            return "stop"
-        return "length" if generated >= self.request.max_tokens else None
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """A sequence that holds a lease.
-
-    Tokens [0, computed) have their K and V in the lease's slots, or will have when the lease has loaded;
-    [computed, len(tokens)) are known and not computed.
-    """
-
-    sequence: Sequence
-    lease: Lease
-    chain: KeyChain  #: over all known tokens
-    computed: int
-    device_tokens: int  #: of the hit: they were in the pool when it was admitted
 
 
 class Planned(NamedTuple):
@@ -97,16 +58,16 @@ class Scheduler:
     """Continuous batching over leases.
 
     Args:
-        client: session on the replica's pool.
+        cache: where blocks come from.
         runner: computes the steps.
         limits: what one step may hold.
     """
 
-    def __init__(self, client: Client, runner: StepRunner, limits: Limits) -> None:
-        self._client = client
+    def __init__(self, cache: Cache, runner: StepRunner, limits: Limits) -> None:
+        self._cache = cache
         self._runner = runner
         self._limits = limits
-        self._block_size = client.layout.block_size
+        self._block_size = cache.layout.block_size
         self._waiting: deque[Sequence] = deque()
         self._running: list[Running] = []  #: in order of admission
         self._pool_full = False  #: admission failed, or somebody was preempted, and nobody has ended since
@@ -132,6 +93,7 @@ class Scheduler:
             ShardDied: the shards cannot go on.
         """
         results = self._admit()
+        self._start_arrived()
         batch = self._plan(results)
         if batch:
             done = self._runner.run(Step([self._item(planned) for planned in batch]))
@@ -151,7 +113,7 @@ class Scheduler:
                 self._running.append(self._acquire(sequence))
             except NoCapacity:
                 if not self._running:
-                    rejected.append(_result(sequence, "no_capacity"))
+                    rejected.append(sequence.result("no_capacity"))
                     continue
                 # tried again when a lease has been released: until then the answer would be the same
                 self._waiting.appendleft(sequence)
@@ -160,20 +122,33 @@ class Scheduler:
 
     def _acquire(self, sequence: Sequence) -> Running:
         # the lease takes what the chain holds now for the prompt: output joins it afterwards, on re-admission too
-        chain = self._client.chain(sequence.request.prompt)
-        lease = self._client.acquire(sequence.name, chain, cache=sequence.request.cache)
+        chain = self._cache.chain(sequence.request.prompt)
+        lease = self._cache.acquire(sequence.name, chain, cache=sequence.request.cache)
         chain.extend(sequence.output)
         device_tokens = lease.ready_blocks * self._block_size
-        running = Running(sequence, lease, chain, computed=lease.hit_tokens, device_tokens=device_tokens)
-        if not lease.is_loading:
-            _note_hit(running)
+        is_loading = lease.is_loading
+        running = Running(sequence, lease, chain, lease.hit_tokens, device_tokens, is_loading and not lease.loads)
+        if not is_loading:
+            running.note_hit()
         return running
+
+    def _start_arrived(self) -> None:
+        """Requests that were held back start where their hit ends. If there are no others, wait for the first."""
+        for running in [each for each in self._running if each.is_held_back]:
+            if running.lease.is_loading:
+                if not all(each.is_held_back for each in self._running):
+                    continue
+                running.lease.wait_loaded()
+            running.is_held_back = False
+            running.computed = running.lease.hit_tokens
+            running.note_hit()
 
     def _plan(self, results: list[GenerationResult]) -> list[Planned]:
         """The rows of this step, decode rows first: a prefill never delays them. Appends requests it had to end."""
         batch: list[Planned] = []
         budget = self._limits.step_tokens
-        for running in sorted(self._running, key=lambda each: len(each.sequence.tokens) - each.computed > 1):
+        ready = [each for each in self._running if not each.is_held_back]
+        for running in sorted(ready, key=lambda each: len(each.sequence.tokens) - each.computed > 1):
             boundary = (running.computed // self._limits.chunk_tokens + 1) * self._limits.chunk_tokens
             end = min(len(running.sequence.tokens), boundary)
             if end - running.computed > budget:
@@ -236,7 +211,7 @@ class Scheduler:
                 return False  # still loading: the same rows again in the next step
             unread |= hit_tokens < running.computed
             running.computed = hit_tokens
-            _note_hit(running)
+            running.note_hit()
         return not unread
 
     def _advance(self, planned: Planned, sample: Sample | None) -> list[GenerationResult]:
@@ -264,23 +239,4 @@ class Scheduler:
     def _finish(self, running: Running, reason: FinishReason) -> GenerationResult:
         self._give_back(running)
         self._pool_full = False
-        return _result(running.sequence, reason)
-
-
-def _note_hit(running: Running) -> None:
-    sequence = running.sequence
-    if sequence.hit_tokens is None:
-        sequence.hit_tokens = running.lease.hit_tokens
-        sequence.loaded_tokens = max(0, sequence.hit_tokens - running.device_tokens)
-
-
-def _result(sequence: Sequence, reason: FinishReason) -> GenerationResult:
-    return GenerationResult(
-        name=sequence.name,
-        tokens=sequence.output,
-        finish_reason=reason,
-        hit_tokens=sequence.hit_tokens or 0,
-        loaded_tokens=sequence.loaded_tokens,
-        first_token_ms=((sequence.first_token_ns or sequence.submitted_ns) - sequence.submitted_ns) / 1e6,
-        logits=[np.frombuffer(row, dtype=np.float32) for row in sequence.logits],
-    )
+        return running.sequence.result(reason)

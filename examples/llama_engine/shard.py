@@ -1,7 +1,7 @@
-"""A shard process: one tensor-parallel part of the model over one shard of the daemon's pool.
+"""A shard process: one tensor-parallel part of the model over one shard of the daemon's pool, or blocks of its own.
 
-Started by exec with the number of an inherited socket: ``python -m examples.llama_engine.shard 7``. It does what the
-scheduler says and decides nothing.
+Started by exec with the numbers of inherited sockets: ``python -m examples.llama_engine.shard 7 8``, the second one for
+the copy thread. It does what the scheduler says and decides nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from examples.llama_engine.attention import PagedAttention, PagedRows
-from examples.llama_engine.config import ModelError, read_config
+from examples.llama_engine.config import read_config
+from examples.llama_engine.copier import Copier
+from examples.llama_engine.kv_tensors import KvMemory, mapped_memory, own_memory
 from examples.llama_engine.layer_waits import LayerWaits, WaitLayer
 from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Sample, Setup, Step, StepDone, StepItem
 from examples.llama_engine.model import AllReduce, Llama
 from examples.llama_engine.weights import load_weights, weight_source
-from kvcached_client.memory import MappedPool, map_pool
-from kvcached_client.tensors import layer_tensors
+from kvcached_client.memory import map_pool
 
 _PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
-#: A load that takes longer has hung; the scheduler's own wait is next.
-_LAYER_DEADLINE_MS = 5000
 
 
 class ShardExecutor:
@@ -102,23 +100,29 @@ def join_group(setup: Setup) -> AllReduce:
     return dist.all_reduce
 
 
-def start_executor(setup: Setup, pool: MappedPool) -> ShardExecutor:
+def start_executor(setup: Setup, memory: KvMemory) -> ShardExecutor:
     """Load the weights and meet the other shards.
 
     Raises:
-        ModelError: the model cannot be read or split, or the pool has no V.
+        ModelError: the model cannot be read or split.
     """
     config = read_config(Path(setup.model_dir))
     weights = load_weights(config, weight_source(Path(setup.model_dir), setup.seed), setup.shard, setup.shards)
-    layers: list[tuple[Tensor, Tensor]] = []
-    for layer in range(config.num_hidden_layers):
-        keys, values = layer_tensors(pool, layer)
-        if values is None:
-            raise ModelError("the pool was made for latent attention; Llama has K and V")
-        layers.append((keys, values))
     model = Llama(config, weights, join_group(setup))
-    wait_layer = partial(pool.wait_layer, deadline_ms=_LAYER_DEADLINE_MS)
-    return ShardExecutor(model, layers, wait_layer, samples=setup.shard == 0)
+    return ShardExecutor(model, memory.layers, memory.wait_layer, samples=setup.shard == 0)
+
+
+def prepare(setup: Setup, copies: Channel) -> tuple[ShardExecutor, Ready]:
+    """Get memory, start the copy thread if that is the shard's own, and load the model."""
+    if setup.own is not None:
+        memory, pages = own_memory(setup.own.layout, setup.own.blocks)
+        executor = start_executor(setup, memory)
+        Copier(copies, setup.shard, pages).start()
+        return executor, Ready(pages.block_bytes, pages.fingerprint)
+    if setup.session is not None:
+        # its attach connection stays open for as long as this process uses the memory
+        return start_executor(setup, mapped_memory(map_pool(setup.session, setup.shard))), Ready()
+    raise ValueError("a shard needs a session or blocks of its own")
 
 
 def _die_with_the_scheduler() -> None:
@@ -138,15 +142,13 @@ def main() -> None:
     # the order of a sum must not depend on how many threads were free
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel, copies = (Channel(socket.socket(fileno=int(number))) for number in sys.argv[1:])
     try:
         setup = channel.receive_order()
         if not isinstance(setup, Setup):
             raise TypeError(f"expected Setup, got {type(setup).__name__}")
-        # its attach connection stays open for as long as this process uses the memory
-        pool = map_pool(setup.session, setup.shard)
-        executor = start_executor(setup, pool)
-        channel.send(Ready())
+        executor, ready = prepare(setup, copies)
+        channel.send(ready)
         while True:
             step = channel.receive_order()
             if not isinstance(step, Step):

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from examples.llama_engine.config import EngineSettings
-from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Setup, Step, StepDone
+from examples.llama_engine.copy_pipes import CopyPipes
+from examples.llama_engine.messages import Channel, ChannelClosed, OwnBlocks, Ready, Setup, Step, StepDone
 from kvcached_client.attach import SessionGrant
 
 Answer = TypeVar("Answer", Ready, StepDone)
@@ -29,18 +30,29 @@ class ShardDied(RuntimeError):
 class _Shard:
     process: subprocess.Popen[bytes]
     channel: Channel
+    copies: Channel
 
 
 class ShardGroup:
-    """`tp` shard processes that compute the same step at the same time."""
+    """`tp` shard processes that compute the same step at the same time.
 
-    def __init__(self, settings: EngineSettings, session: SessionGrant) -> None:
+    Attributes:
+        ready: what the shards said of their memory.
+        copies: to their copy threads.
+    """
+
+    def __init__(self, settings: EngineSettings, memory: SessionGrant | OwnBlocks) -> None:
         """Start the processes and wait until all are ready.
+
+        Args:
+            settings: of the engine.
+            memory: the session whose pool the shards map, or what they make themselves.
 
         Raises:
             ShardDied: one of them could not start; its reason is on stderr.
         """
         self._shards = [_start_process() for _ in range(settings.tp)]
+        self.copies = CopyPipes([shard.copies for shard in self._shards], self._death_of)
         try:
             with tempfile.TemporaryDirectory(prefix="llama-engine-") as directory:
                 for index in range(settings.tp):
@@ -49,11 +61,12 @@ class ShardGroup:
                         seed=settings.seed,
                         shard=index,
                         shards=settings.tp,
-                        session=session,
+                        session=memory if isinstance(memory, SessionGrant) else None,
+                        own=memory if isinstance(memory, OwnBlocks) else None,
                         rendezvous=str(Path(directory, "rendezvous")),
                     )
                     self._send(index, setup)
-                self._collect(Ready)
+                self.ready = self._collect(Ready)
         except BaseException:
             self.close()
             raise
@@ -76,6 +89,7 @@ class ShardGroup:
     def close(self) -> None:
         """End all shards and wait until they are gone: only then is nobody left who could write into the pool."""
         for shard in self._shards:
+            shard.copies.close()
             shard.channel.close()
         for shard in self._shards:
             try:
@@ -124,12 +138,13 @@ def join_answers(answers: Sequence[StepDone]) -> StepDone:
 
 
 def _start_process() -> _Shard:
-    ours, theirs = socket.socketpair()
-    with theirs:
+    (ours, theirs), (our_copies, their_copies) = socket.socketpair(), socket.socketpair()
+    with theirs, their_copies:
+        numbers = [theirs.fileno(), their_copies.fileno()]
         process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.shard", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", f"{__package__}.shard", *map(str, numbers)],
+            pass_fds=numbers,
             stdin=subprocess.DEVNULL,
             stdout=2,  # stdout belongs to the scheduler's answers
         )
-    return _Shard(process, Channel(ours))
+    return _Shard(process, Channel(ours), Channel(our_copies))

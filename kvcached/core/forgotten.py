@@ -1,7 +1,7 @@
 """Which blocks left the index lately, and why: for people who ask why a prompt missed.
 
-A run that leaves hands its keys over as they are, so the index pays for one entry a run. They are looked through only
-when somebody asks.
+What an operation takes out of the index comes here in one piece, so that a run that leaves costs little more than the
+copy of its keys. They are looked through only when somebody asks.
 """
 
 from __future__ import annotations
@@ -11,37 +11,48 @@ from collections import deque
 from kvcached.core.run import KEY_SIZE
 from kvcached_client.types import MissReason
 
-#: What is remembered of all namespaces together: at most 256 Ki blocks, fewer where runs are short.
+#: What is remembered of all namespaces together: about 256 Ki blocks.
 FORGOTTEN_BYTES_MAX = 4 << 20
-#: Of one entry besides its keys: a tuple of three, an empty bytearray, their places in memory.
-ENTRY_BYTES = 144
+#: Smaller pieces are joined up to so many bytes.
+BATCH_BYTES = 32 << 10
+#: Of a batch besides its keys: a tuple of three, an empty bytearray, their places in memory.
+BATCH_OVERHEAD_BYTES = 144
 
 
 class ForgottenKeys:
     """The blocks that left the index last, the oldest forgotten first.
 
     Args:
-        bytes_max: of all entries, about.
+        bytes_max: what all of it takes.
     """
 
-    __slots__ = ("_bytes", "_bytes_max", "_entries")
-
     def __init__(self, bytes_max: int = FORGOTTEN_BYTES_MAX) -> None:
-        self._entries: deque[tuple[bytes, MissReason, bytearray]] = deque()
+        self._batches: deque[tuple[bytes, MissReason, bytearray]] = deque()  #: namespace, why, keys
         self._bytes = 0
         self._bytes_max = bytes_max
 
     def add(self, namespace: bytes, reason: MissReason, keys: bytearray) -> None:
-        """Consecutive blocks left the index; `keys` is not changed any more by anybody."""
-        self._entries.append((namespace, reason, keys))
-        self._bytes += len(keys) + ENTRY_BYTES
+        """Blocks left the index, those before others last. `keys` belongs to this object from now on.
+
+        Of more than there is room for the last ones are remembered: a prompt misses the first block that it lacks.
+        """
+        room = (self._bytes_max - BATCH_OVERHEAD_BYTES) // KEY_SIZE * KEY_SIZE
+        if len(keys) > room:
+            del keys[:-room]
+        last = self._batches[-1] if self._batches else None
+        if last is not None and last[:2] == (namespace, reason) and len(last[2]) < BATCH_BYTES:
+            last[2].extend(keys)
+        else:
+            self._batches.append((namespace, reason, keys))
+            self._bytes += BATCH_OVERHEAD_BYTES
+        self._bytes += len(keys)
         while self._bytes > self._bytes_max:
-            self._bytes -= len(self._entries.popleft()[2]) + ENTRY_BYTES
+            self._bytes -= len(self._batches.popleft()[2]) + BATCH_OVERHEAD_BYTES
 
     def find(self, namespace: bytes, key: bytes) -> MissReason | None:
         """Why a block left the index the last time; None where that is not known (any more)."""
-        for entry_namespace, reason, keys in reversed(self._entries):
-            if entry_namespace == namespace and _holds(keys, key):
+        for batch_namespace, reason, keys in reversed(self._batches):
+            if batch_namespace == namespace and _holds(keys, key):
                 return reason
         return None
 

@@ -50,6 +50,7 @@ class RunTree:
         self.policies = policies
         self.namespace = namespace
         self._forgotten = ForgottenKeys() if forgotten is None else forgotten
+        self._gone: list[bytearray] = []  #: keys that left, until it is said why
         self.root = Run(b"", 0, None, len(self.members))
         self.root.segments = [Segment(self.root, None, no_ranges(), 0, 0) for _ in self.members]
         self.run_count = 0
@@ -296,30 +297,18 @@ class RunTree:
 
     # --- shrinking --------------------------------------------------------------------------------------------------
 
-    def trim_tail(
-        self,
-        segment: Segment,
-        most: int,
-        wanted: int,
-        pool: int,
-        *,
-        slack: int,
-        reason: MissReason = MissReason.EVICTED,
-    ) -> Ranges[int]:
+    def trim_tail(self, segment: Segment, most: int, wanted: int, pool: int, *, slack: int) -> Ranges[int]:
         """Take up to `wanted` of a victim's last `most` blocks out of the pool, and file what is left of it again."""
         count = most
         if count > wanted:
             count = min(count, whole_tail(segment.ranges, wanted, most=wanted + slack))
-        freed = self.trim(segment, count, pool, reason)
+        freed = self.trim(segment, count, pool)
         if segment.length > segment.protected:
             self.policies[pool].add(segment)
         return freed
 
-    def trim(self, segment: Segment, count: int, pool: int, reason: MissReason = MissReason.EVICTED) -> Ranges[int]:
-        """Take the last `count` blocks of a childless segment out of the pool; forget keys that nobody holds now.
-
-        `reason` is what is told to who asks for these later.
-        """
+    def trim(self, segment: Segment, count: int, pool: int) -> Ranges[int]:
+        """Take the last `count` blocks of a childless segment out of the pool; forget keys that nobody holds now."""
         run, above = segment.run, segment.above
         if above is None or segment.resident_children or count > segment.length - segment.protected:
             raise RuntimeError(f"{count} blocks of run [{run.start}, {run.end}) are not a free tail")
@@ -335,19 +324,18 @@ class RunTree:
             above.last_used = max(above.last_used, segment.last_used)
             if not above.resident_children and above.length > above.protected:
                 self.policies[pool].add(above)
-        self._forget_keys(run, reason)
+        self._forget_keys(run)
         return freed
 
-    def _forget_keys(self, run: Run, reason: MissReason) -> None:
+    def _forget_keys(self, run: Run) -> None:
         """Cut a run to what some pool holds of it; without any it leaves the tree."""
         longest = 0
         for segment in run.segments:
             if segment is not None and segment.length > longest:
                 longest = segment.length
         if longest:
-            gone = run.keys[longest * KEY_SIZE :]
-            if gone:
-                self._forgotten.add(self.namespace, reason, gone)
+            if longest * KEY_SIZE < len(run.keys):
+                self._gone.append(run.keys[longest * KEY_SIZE :])
                 del run.keys[longest * KEY_SIZE :]
             return
         siblings = run.parent.children if run.parent is not None else None
@@ -357,7 +345,13 @@ class RunTree:
         if not siblings and run.parent is not None:
             run.parent.children = None
         self.run_count -= 1  # `run.parent` stays: a lease of a shallower depth may still walk up from here
-        self._forgotten.add(self.namespace, reason, run.keys)
+        self._gone.append(run.keys)
+
+    def _note_gone(self, reason: MissReason) -> None:
+        """Say why what has left the tree since the last time has left."""
+        if self._gone:
+            self._forgotten.add(self.namespace, reason, bytearray().join(self._gone))
+            self._gone.clear()
 
 
 def resident(run: Run, pool: int) -> Segment:

@@ -100,6 +100,7 @@ class PrefixTree(RunTree):
                     self._count_dropped(segment, size)
         finally:  # what has left the tree is free, whatever a policy did
             owner.move(join(freed), SlotState.CACHED, SlotState.FREE, cause)
+            self._note_gone(MissReason.EVICTED)
         self.counters["evicted_blocks"] += done
         return done
 
@@ -115,7 +116,7 @@ class PrefixTree(RunTree):
         kept = slot_count(without_holes(cut(cut(host.ranges, end)[0], first)[1])) if first < end else 0
         self.counters["dropped_blocks"] += max(end - first, 0) - kept
         if has_holes(host.ranges):
-            self.drop_lost(run, MissReason.EVICTED)
+            self._drop_lost(run)
 
     def drop(self, run: Run, depth: int, pool: int, reason: MissReason = MissReason.CORRUPT_OR_FAILED) -> Ranges[int]:
         """Take residency in a device pool from `depth` on, in this run and everything below it, out of the tree.
@@ -126,14 +127,15 @@ class PrefixTree(RunTree):
         below = self._resident_below(run, pool)
         for child in reversed(below):
             segment = resident(child, pool)
-            dropped.extend(self.trim(segment, segment.length, pool, reason))
+            dropped.extend(self.trim(segment, segment.length, pool))
         segment = resident(run, pool)
         if segment.length > depth - run.start:
-            dropped.extend(self.trim(segment, segment.length - (depth - run.start), pool, reason))
+            dropped.extend(self.trim(segment, segment.length - (depth - run.start), pool))
         for each in (run, *below):
             host = each.segments[HOST]
             if host is not None and has_holes(host.ranges):
-                self.drop_lost(each, reason)
+                self._drop_lost(each)
+        self._note_gone(reason)
         return dropped
 
     def _resident_below(self, run: Run, pool: int) -> list[Run]:
@@ -239,7 +241,8 @@ class PrefixTree(RunTree):
         """
         run = self.resolve(run, depth)
         self.unpin(run, depth, HOST)
-        self._prune(run, reason)
+        self._prune(run)
+        self._note_gone(reason)
 
     # --- host pool: growing and shrinking ---------------------------------------------------------------------------
 
@@ -271,7 +274,7 @@ class PrefixTree(RunTree):
         """
         for piece in pieces:
             self._place(run, piece, hole(piece.end - piece.start))
-        self._prune(self.resolve(run, pieces[-1].end), MissReason.CORRUPT_OR_FAILED)
+        self._prune(self.resolve(run, pieces[-1].end))
         self.drop_lost(run)
 
     def reserve_host(self, count: int, cause: str) -> Ranges[int]:
@@ -289,6 +292,10 @@ class PrefixTree(RunTree):
 
     def drop_lost(self, run: Run, reason: MissReason = MissReason.CORRUPT_OR_FAILED) -> None:
         """Drop what hangs on the first block of the path to `run` that has no copy, as far as no transfer holds it."""
+        self._drop_lost(run)
+        self._note_gone(reason)
+
+    def _drop_lost(self, run: Run) -> None:
         lost: tuple[Run, int] | None = None
         while run.parent is not None:
             segment = run.segments[HOST]
@@ -299,19 +306,19 @@ class PrefixTree(RunTree):
                     lost = run, offset
             run = run.parent
         if lost is not None:
-            self._drop_host(*lost, reason)
+            self._drop_host(*lost)
 
-    def _drop_host(self, run: Run, offset: int, reason: MissReason) -> None:
+    def _drop_host(self, run: Run, offset: int) -> None:
         dropped: list[Ranges[int]] = []
         for each in (*reversed(self._resident_below(run, HOST)), run):
             segment = resident(each, HOST)
             keep = max(segment.protected, offset if each is run else 0)
             if not segment.resident_children and keep < segment.length:
-                dropped.append(without_holes(self.trim(segment, segment.length - keep, HOST, reason)))
+                dropped.append(without_holes(self.trim(segment, segment.length - keep, HOST)))
         slots = join(dropped)
         self.counters["host_dropped_blocks"] += slot_count(slots)
         self._host.move(slots, SlotState.CACHED, SlotState.FREE, f"path lost at block {run.start + offset}")
-        self._prune(run, reason)
+        self._prune(run)
 
     def _evict_host(self, wanted: int, cause: str, reason: MissReason = MissReason.EVICTED) -> None:
         """Free so many host slots, least valuable tails first, or as many as there are; some more for whole ranges."""
@@ -320,17 +327,16 @@ class PrefixTree(RunTree):
         try:
             while wanted > 0 and (segment := policy.pop()) is not None:
                 run = segment.run
-                tail = segment.evictable_tail
-                trimmed = self.trim_tail(segment, tail, wanted, HOST, slack=slack, reason=reason)
-                freed.append(without_holes(trimmed))
+                freed.append(without_holes(self.trim_tail(segment, segment.evictable_tail, wanted, HOST, slack=slack)))
                 wanted -= slot_count(freed[-1])
-                self._prune(run, reason)
+                self._prune(run)
         finally:  # what has left the tree is free, whatever a policy did
             slots = join(freed)
             self._host.move(slots, SlotState.CACHED, SlotState.FREE, cause)
+            self._note_gone(reason)
         self.counters["host_evicted_blocks"] += slot_count(slots)
 
-    def _prune(self, run: Run, reason: MissReason) -> None:
+    def _prune(self, run: Run) -> None:
         """Take holes off the end of what the host pool holds of a run, and of those above that this lays bare."""
         at: Run | None = run
         while at is not None and at.parent is not None:
@@ -340,7 +346,7 @@ class PrefixTree(RunTree):
                 if segment.resident_children:
                     return
                 if holes:
-                    self.trim(segment, holes, HOST, reason)
+                    self.trim(segment, holes, HOST)
                     segment.holed = has_holes(segment.ranges)
                 if segment.length:
                     return

@@ -58,10 +58,6 @@ class Leases:
         request = tracked.request
         return min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
 
-    def is_sought(self, tracked: Tracked) -> bool:
-        """Whether the answer that a request awaits is a lease."""
-        return tracked.ticket in self._seeking
-
     def ask(self, tracked: Tracked) -> bool:
         """Ask for a request's hit, to load it; whether that was possible."""
         self.release(tracked)

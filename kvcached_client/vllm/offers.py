@@ -134,8 +134,6 @@ class Offers:
             if tracked.session == session and tracked.lease is not None:
                 tracked.forget_lease()
                 tracked.is_asked = tracked.is_asked and not tracked.wants_load
-        for tracked in list(self._parting):
-            self.advance(tracked)
 
     def _offer(self, tracked: Tracked) -> None:
         """Offer the blocks behind the lease's depth."""
@@ -175,8 +173,6 @@ class Offers:
 
     def _hold_parting(self, tracked: Tracked) -> None:
         start = tracked.offered if tracked.ticket else tracked.depth
-        if self._leases.is_sought(tracked):
-            start = 0
         if len(self._stores) + len(self._parting) >= STORES_MAX:
             self.skipped_blocks += tracked.full - start
             tracked.full = 0

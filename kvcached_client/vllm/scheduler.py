@@ -168,9 +168,8 @@ class SchedulerSide:
         if tracked is None:
             return
         self._leases.drop_load(tracked)
-        is_computed = request.request_id not in self._loading and tracked.preemptions == request.num_preemptions
         tracked.block_ids = list(block_ids)
-        tracked.full = self._confirmed(tracked, request.num_computed_tokens) if is_computed else 0
+        tracked.full = self._confirmed(tracked, request.num_computed_tokens)  # a load under way is within the hit
         tracked.is_finished = True
         self._offers.finish(tracked)
 
@@ -188,9 +187,7 @@ class SchedulerSide:
         """Nothing that was stored is loaded any more; whether the daemon has said so."""
         self._take_events()
         for tracked in self._by_id.values():
-            self._leases.drop_load(tracked)
-            if self._leases.is_sought(tracked):
-                tracked.ticket = 0  # its answer may tell of what was before
+            self._leases.drop_load(tracked)  # one that is being asked for, too: its answer may tell of what was before
             tracked.is_asked = False
         return self._link.clear(RESET_S_MAX)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 
-from kvcached.core.forgotten import ENTRY_BYTES, ForgottenKeys
+from kvcached.core.forgotten import BATCH_BYTES, BATCH_OVERHEAD_BYTES, ForgottenKeys
 from kvcached_client.types import MissReason
 from tests.core.engine import keys_of
 
@@ -42,20 +42,34 @@ def test_bytes_across_two_keys_are_no_key() -> None:
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
-    """Entries are dropped from the oldest on, however long or short they are."""
-    forgotten = ForgottenKeys(bytes_max=10 * (ENTRY_BYTES + 16))
-    for letter in "abcdefghijkl":
-        forgotten.add(ONE, EVICTED, bytearray(keys_of(letter)))
-    found = [forgotten.find(ONE, keys_of(letter)) is not None for letter in "abcdefghijkl"]
-    assert found == [False] * 2 + [True] * 10
+    """However short pieces are, as many as fit are kept, from the newest on; of one that is too large its end."""
+    forgotten = ForgottenKeys(bytes_max=10 * (BATCH_OVERHEAD_BYTES + 16))
+    letters = "abcdefghijkl"
+    for number, letter in enumerate(letters):
+        forgotten.add(ONE if number % 2 else TWO, EVICTED, bytearray(keys_of(letter)))
+    found = [forgotten.find(ONE if number % 2 else TWO, keys_of(letter)) for number, letter in enumerate(letters)]
+    assert found == [None] * 2 + [EVICTED] * 10
 
-    forgotten.add(ONE, EVICTED, bytearray(1 << 20))
-    assert forgotten.find(ONE, bytes(16)) is None  # more than there is room for
+    many = b"".join(number.to_bytes(16, "big") for number in range(1000))
+    forgotten.add(TWO, CLEARED, bytearray(many))
+    assert [forgotten.find(TWO, many[at : at + 16]) for at in (0, 800 * 16, 999 * 16)] == [None, None, CLEARED]
+    assert forgotten.find(ONE, keys_of("l")) is None
 
 
-def test_an_entry_counts_as_the_memory_that_it_takes() -> None:
-    """What an entry costs besides its keys is counted in full."""
+def test_a_batch_holds_what_leaves_together() -> None:
+    """Blocks that leave for one reason are gathered up to a limit: many short runs cost what a long one does."""
+    forgotten = ForgottenKeys()
+    runs = 3 * BATCH_BYTES // 32
+    for number in range(runs):
+        forgotten.add(ONE, EVICTED, bytearray(number.to_bytes(16, "big") * 2))
+
+    assert len(forgotten._batches) == 3
+    assert all(forgotten.find(ONE, number.to_bytes(16, "big")) for number in (0, runs // 2, runs - 1))
+
+
+def test_a_batch_counts_as_the_memory_that_it_takes() -> None:
+    """What a batch costs besides its keys is counted in full."""
     keys = bytearray(16)
-    entry = (ONE, EVICTED, keys)
+    batch = (ONE, EVICTED, keys)
 
-    assert sys.getsizeof(entry) + sys.getsizeof(keys) - len(keys) <= ENTRY_BYTES
+    assert sys.getsizeof(batch) + sys.getsizeof(keys) - len(keys) <= BATCH_OVERHEAD_BYTES

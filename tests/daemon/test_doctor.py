@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from kvcached.cli import main
+from kvcached.doctor import examine
 from kvcached_client import Admin
+from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
 from kvcached_client.doctor import Finding
 from tests.daemon.conftest import CONFIG, RunningDaemon, started
-from tests.project.daemon_process import clean_environment
-from tests.project.source_tree import ROOT
 
 ATTACHED = """
 [host]
@@ -25,56 +26,127 @@ slab_bytes = 1_048_576
 [attached]
 namespaces_max = 1
 """
-#: A vLLM as small as the checks allow: the names that they use, and hashes as its own.
+#: A vLLM as small as the checks allow: the names that they use, and hashes of its own.
 FAKE_VLLM = {
     "vllm/__init__.py": "",
     "vllm/utils/__init__.py": "",
-    "vllm/utils/hashing.py": "import hashlib\ndef get_hash_fn_by_name(name): return lambda v: hashlib.sha256(repr(v).encode()).digest()",
+    "vllm/utils/hashing.py": "import hashlib\n"
+    "def get_hash_fn_by_name(name): return lambda value: hashlib.sha256(repr(value).encode()).digest()",
     "vllm/v1/__init__.py": "",
     "vllm/v1/core/__init__.py": "",
-    "vllm/v1/core/kv_cache_utils.py": "import os\nROOT = b''\ndef init_none_hash(f):\n    global ROOT\n    ROOT = ROOT_VALUE\n"
+    "vllm/v1/core/kv_cache_utils.py": "import os\nROOT = b''\n"
+    "def init_none_hash(f):\n    global ROOT\n    ROOT = ROOT_VALUE\n"
     "def hash_block_tokens(f, parent, tokens): return f((parent or ROOT, tokens))",
-    "vllm-0.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: VERSION\n",
-    "vllm-0.1.dist-info/top_level.txt": "vllm\n",
-    "vllm-0.1.dist-info/RECORD": "",
+    "vllm-0.32.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n",
+    "vllm-0.32.0.dist-info/top_level.txt": "vllm\n",
+    "vllm-0.32.0.dist-info/RECORD": "",
 }
 
 
 @pytest.fixture(scope="module")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    """A daemon with a replica, that serves engines in attached mode, too."""
-    with started(tmp_path_factory.mktemp("d"), ATTACHED + CONFIG.replace("heartbeat", "heartbeat", 1)) as running:
+def attached_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    """A daemon with a replica, that serves engines in attached mode, too: one namespace of them."""
+    with started(tmp_path_factory.mktemp("d"), CONFIG + ATTACHED) as running:
         yield running
 
 
-def doctor(run_dir: Path, *arguments: str, path: Path | None = None) -> tuple[int, list[Finding]]:
-    """Exit status and findings; `path` comes before everything that is installed."""
-    environment = clean_environment()
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcached", "doctor", "--json", "--run-dir", str(run_dir), *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.stderr == ""
-    printed = json.loads(done.stdout)
-    assert printed["ok"] == (done.returncode == 0)
-    return done.returncode, [Finding(**fields) for fields in printed["findings"]]
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tests' interpreters are told is not what this one was told."""
+    for name in [name for name in os.environ if name.startswith("KVCACHED_")]:
+        monkeypatch.delenv(name)
 
 
 def by_level(findings: list[Finding], level: str) -> list[str]:
     return [finding.check for finding in findings if finding.level == level]
 
 
-def fake_vllm(folder: Path, *, version: str = "0.32.0", root: str = "b'root'") -> Path:
-    """A folder with a package that looks like vLLM."""
+def test_doctor_finds_a_good_environment_good(attached_daemon: RunningDaemon) -> None:
+    """Nothing fails, real bytes went to the host pool and back, and nothing of them is left."""
+    result = CliRunner().invoke(main, ["doctor", "--json", "--run-dir", str(attached_daemon.run_dir)])
+    printed = json.loads(result.stdout)
+    findings = [Finding(**fields) for fields in printed["findings"]]
+
+    assert (result.exit_code, printed["ok"], by_level(findings, "fail")) == (0, True, [])
+    steps = ["sockets", "daemon", "credentials", "attached mode", "round trip"]
+    assert [check for check in by_level(findings, "ok") if check in steps] == steps
+    with Admin.connect(attached_daemon.run_dir) as admin:
+        (host,) = (host for host in admin.stats().hosts if host.label == "doctor")
+        assert (host.sessions, host.leases, host.slabs, admin.check().violations) == (0, 0, 0, ())
+
+
+def test_doctor_takes_nothing_from_others(attached_daemon: RunningDaemon) -> None:
+    """Where another namespace would be forgotten for it, the round trip is left out with a warning."""
+    layout = AttachedLayout(block_size=32, shards=1, block_bytes=4096, fingerprint=b"f" * 16)
+    with AttachedClient.connect(
+        attached_daemon.run_dir,
+        engine="engine",
+        instance=new_instance(),
+        keyspace=b"k" * 32,
+        label="model",
+        layout=layout,
+        deadline_ms=5000,
+    ):
+        pass
+
+    findings = list(examine(sys.executable, attached_daemon.run_dir, "", ()))
+
+    assert (by_level(findings, "fail"), "round trip" in by_level(findings, "warn")) == ([], True)
+    with Admin.connect(attached_daemon.run_dir) as admin:
+        assert [host.label for host in admin.stats().hosts if not host.replicas] == ["model"]
+
+
+def test_doctor_without_a_daemon(tmp_path: Path) -> None:
+    """A run directory without sockets is one failure; what needs no daemon is checked all the same."""
+    arguments = ["doctor", "--run-dir", str(tmp_path / "none"), "--", "--prefix-caching-hash-algo", "sha256_cbor"]
+    result = CliRunner().invoke(main, arguments)
+
+    lines = result.stdout.splitlines()
+    failed = [number for number, line in enumerate(lines) if line.startswith("FAIL")]
+    assert [lines[number].split(":")[0] for number in failed] == ["FAIL  sockets", "FAIL  vllm flags"]
+    assert all(lines[number + 1].startswith("      fix: ") for number in failed)
+    assert (result.exit_code, lines[-1].startswith("2 failed")) == (1, True)
+    assert any(line.startswith("ok    packages: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("program", "check", "said"),
+    [
+        ("exit 3", "python", "exit status 3"),
+        ("echo 3 9", "python", "is version 3.9"),
+        (f'exec {sys.executable} -S "$@"', "client", "No module named"),
+        (
+            f'case "$*" in *doctor*) echo no doctor here >&2; exit 7;; esac; exec {sys.executable} "$@"',
+            "engine",
+            "no doctor here",
+        ),
+    ],
+)
+def test_doctor_with_an_interpreter_that_lacks_something(tmp_path: Path, program: str, check: str, said: str) -> None:
+    """An interpreter that does not run, is too old, has no client or breaks off is one failure that says so."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{program}\n")
+    python.chmod(0o755)
+
+    findings = list(examine(str(python), tmp_path, "", ()))
+
+    (failed,) = (finding for finding in findings if finding.level == "fail")
+    assert (failed.check, said in failed.text, failed.fix != "") == (check, True, True), failed
+
+
+@pytest.mark.parametrize(("root", "level"), [("b'root'", "ok"), ("os.urandom(8)", "fail")])
+def test_doctor_compares_the_hashes_of_two_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, level: str
+) -> None:
+    """An interpreter whose processes hash alike is ok; one that begins at random is told that it shares nothing."""
     for name, text in FAKE_VLLM.items():
-        path = folder / name
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.replace("VERSION", version).replace("ROOT_VALUE", root))
-    return folder
+        path.write_text(text.replace("ROOT_VALUE", root))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    findings = list(examine(sys.executable, tmp_path, "", ()))
+
+    levels = {finding.check: finding.level for finding in findings}
+    assert (levels["vllm"], levels["hashes"]) == ("ok", level)
+    assert levels["connector"] == "fail"  # it needs the real one

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, cast
 
 import msgspec
 import pytest
@@ -21,6 +20,7 @@ pytest.importorskip("safetensors")
 from examples.llama_engine import Engine, EngineSettings, GenerationRequest, Limits
 from kvcached_client import Admin
 from tests.daemon.conftest import seconds_until
+from tests.engine.engine_process import EngineProcess
 from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, prompt
 
 CONFIG = """
@@ -42,45 +42,6 @@ slots = {slots}
 """
 SLOTS = {"tp1": 128, "tp2": 128, "small": 16}
 START_TIMEOUT_S = 30
-
-
-class Answer(msgspec.Struct):
-    """A result line of ``python -m examples.llama_engine serve``."""
-
-    tokens: list[int]
-    hit_tokens: int
-    loaded_tokens: int
-    logits_digest: str
-
-
-class EngineProcess:
-    """An engine in a process group of its own, ready to be asked and to be killed."""
-
-    def __init__(self, directory: Path, tp: int) -> None:
-        options = f"serve --replica tp{tp} --tp {tp} --seed 3 --chunk-tokens {LIMITS.chunk_tokens}".split()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "examples.llama_engine", *options, "--run-dir", directory, "--model", directory],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._requests = cast("IO[bytes]", self.process.stdin)
-        self._answers = cast("IO[bytes]", self.process.stdout)
-        assert self._answers.readline() == b'{"ready":true}\n'
-
-    def send(self, tokens: list[int]) -> None:
-        request = {"prompt": tokens, "max_tokens": 8, "logits": True}
-        self._requests.write(msgspec.json.encode([request]) + b"\n")
-        self._requests.flush()
-
-    def ask(self, tokens: list[int]) -> Answer:
-        self.send(tokens)
-        (answer,) = msgspec.json.decode(self._answers.readline(), type=list[Answer])
-        return answer
-
-    def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +70,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             daemon.wait(START_TIMEOUT_S)
 
 
+def managed(tp: int) -> list[str]:
+    return f"--replica tp{tp} --tp {tp}".split()
+
+
 def check_quiet(directory: Path, replica: str) -> None:
     """No request holds anything, and every invariant of the daemon holds."""
     with Admin.connect(directory) as admin:
@@ -121,7 +86,7 @@ def check_quiet(directory: Path, replica: str) -> None:
 def test_cached_prefix_is_read_again_and_after_the_engine_was_killed(directory: Path, tp: int) -> None:
     """Later runs hit the prefix, in host memory and after SIGKILL of the engine too: the same logits bit for bit."""
     tokens = prompt(2 * LIMITS.chunk_tokens + BLOCK_SIZE, seed=tp)
-    engine = EngineProcess(directory, tp)
+    engine = EngineProcess(directory, directory, *managed(tp)).wait_ready()
     try:
         cold, warm = engine.ask(tokens), engine.ask(tokens)
         for seed in range(3):
@@ -130,7 +95,7 @@ def test_cached_prefix_is_read_again_and_after_the_engine_was_killed(directory: 
         engine.send(prompt(60, seed=7))  # it dies with a request on its hands
     finally:
         engine.kill()
-    engine = EngineProcess(directory, tp)
+    engine = EngineProcess(directory, directory, *managed(tp)).wait_ready()
     try:
         restarted = engine.ask(tokens)
         check_quiet(directory, f"tp{tp}")

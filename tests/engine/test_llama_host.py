@@ -116,7 +116,7 @@ def test_flipped_bit_is_a_counted_miss_and_never_an_answer(tmp_path: Path, verif
     with serving(tmp_path, "a", slots=32, verify=verify) as daemon, engine(tmp_path, "a") as only:
         cold = ask(only, TOKENS)
         push_out(only, slots=32)
-        flip_a_bit(daemon, only._client.chain(TOKENS).key_range(sound_blocks, sound_blocks + 1))
+        flip_a_bit(daemon, only._cache.chain(TOKENS).key_range(sound_blocks, sound_blocks + 1))
         damaged, again = ask(only, TOKENS), ask(only, TOKENS)
         counted = counters(tmp_path)
     if verify == "true":

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import cast
 
-import numpy as np
 import pytest
 
 from examples.llama_engine.config import Limits
-from examples.llama_engine.generation import GenerationRequest, GenerationResult, InvalidRequest
-from examples.llama_engine.messages import Sample, Step, StepDone
+from examples.llama_engine.generation import GenerationRequest, InvalidRequest
 from examples.llama_engine.scheduler import Scheduler
 from kvcached_client import Client
 from kvcached_client.layout import KvGroup, Layout
+from tests.engine.counting_runner import CountingRunner, drain, request
 from tests.engine.fake_host import FakeHost
 from tests.engine.fakes import FakeClient
 
@@ -21,43 +20,10 @@ LAYOUT = Layout(
 )
 
 
-class CountingRunner:
-    """The next token is the position it takes. Checks that every step is one a shard could run."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[tuple[int, int]]] = []  # per item: [start, end)
-        self.loads: list[list[int]] = []  # per item: tickets
-        self.unread: list[int] = []  # of the next step
-
-    def run(self, step: Step) -> StepDone:
-        rows = [(item.start, item.start + len(item.tokens) // 4) for item in step.items]
-        tables = [np.frombuffer(item.block_table, dtype=np.int32) for item in step.items]
-        assert all(len(table) * 4 >= end for table, (_, end) in zip(tables, rows, strict=True))
-        written = np.concatenate([table[start // 4 :] for table, (start, _) in zip(tables, rows, strict=True)])
-        assert len(set(written.tolist())) == len(written)
-        self.steps.append(rows)
-        self.loads.append([len(item.loads) for item in step.items])
-        unread, self.unread = self.unread, []
-        samples = [Sample(end) for item, (_, end) in zip(step.items, rows, strict=True) if item.sample]
-        return StepDone(samples, unread)
-
-
-def drain(scheduler: Scheduler) -> list[GenerationResult]:
-    """Step until idle; results in order of their end."""
-    results = []
-    while not scheduler.idle:
-        results += scheduler.step()
-    return results
-
-
 def start(slots: int = 64, host: FakeHost | None = None, **limits: int) -> tuple[FakeClient, CountingRunner, Scheduler]:
     client, runner = FakeClient(LAYOUT, slots, host), CountingRunner()
     chosen = Limits(**{"chunk_tokens": 8, "step_tokens": 16, "running_max": 4, **limits})
     return client, runner, Scheduler(cast("Client", client), runner, chosen)
-
-
-def request(length: int, *, first: int = 0, **options: object) -> GenerationRequest:
-    return GenerationRequest(prompt=list(range(first, first + length)), **options)  # type: ignore[arg-type]
 
 
 def test_prefill_chunks_end_on_absolute_multiples() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from examples.llama_engine.config import Limits, LlamaConfig
 from examples.llama_engine.generation import GenerationRequest, GenerationResult
+from examples.llama_engine.kv_tensors import KvMemory
 from examples.llama_engine.messages import Step, StepDone
 from examples.llama_engine.model import Llama
 from examples.llama_engine.scheduler import Scheduler, StepRunner
@@ -63,7 +64,7 @@ class ThreadedAllReduce:
 
 
 class ThreadedShards:
-    """`ShardGroup` without processes: the same executors over fake pools."""
+    """`ShardGroup` without processes: the same executors, over fake pools."""
 
     def __init__(
         self,
@@ -74,21 +75,32 @@ class ThreadedShards:
         seed: int = 3,
         host: FakeHost | None = None,
     ) -> None:
+        host = host or FakeHost()
+        host.pools = [fake_pool(layout_of(config, shards), slots, shard) for shard in range(shards)]
+        memories = []
+        for shard, pool in enumerate(host.pools):
+            layers = [layer_tensors(pool, layer) for layer in range(config.num_hidden_layers)]
+            memories.append(KvMemory(cast("list[tuple[Tensor, Tensor]]", layers), host.waiter(shard)))
+        self._executors = Executors(config, memories, seed)
+
+    def run(self, step: Step) -> StepDone:
+        """Run a step on every shard."""
+        return self._executors.run(step)
+
+
+class Executors:
+    """One executor a shard, each in a thread."""
+
+    def __init__(self, config: LlamaConfig, memories: list[KvMemory], seed: int) -> None:
         torch.set_num_threads(1)
+        shards = len(memories)
         reduce = ThreadedAllReduce(shards)
         self._threads = ThreadPoolExecutor(shards)
         self._executors = []
-        host = host or FakeHost()
-        host.pools = [fake_pool(layout_of(config, shards), slots, shard) for shard in range(shards)]
-        for shard, pool in enumerate(host.pools):
-            layers = [layer_tensors(pool, layer) for layer in range(config.num_hidden_layers)]
+        for shard, memory in enumerate(memories):
             weights = load_weights(config, random_source(seed), shard, shards)
             model = Llama(config, weights, lambda tensor, shard=shard: reduce(shard, tensor))  # type: ignore[misc]
-            self._executors.append(
-                ShardExecutor(
-                    model, cast("list[tuple[Tensor, Tensor]]", layers), host.waiter(shard), samples=shard == 0
-                )
-            )
+            self._executors.append(ShardExecutor(model, memory.layers, memory.wait_layer, samples=shard == 0))
 
     def run(self, step: Step) -> StepDone:
         """Run a step on every shard."""

@@ -250,7 +250,7 @@ def test_explain_of_a_namespace_that_nobody_declared(daemon: FakeDaemon, argumen
 
 
 def test_explain_of_hashes_that_cannot_be_computed_says_how_to_start_vllm(daemon: FakeDaemon) -> None:
-    """vLLM's pickled hashes are wrong usage, with the flag that helps."""
+    """Pickled hashes of vLLM are wrong usage, with the flag that helps."""
     daemon.stored[""] = []
 
     result = explain("--engine", "vllm", "--tokens", "-", "--hash-algo", "sha256")

@@ -1,0 +1,127 @@
+"""A vLLM server, from its start to its end: processes of its own, a Unix socket, its log in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from socket import AF_UNIX
+from socket import socket as Socket  # noqa: N812 - `socket` is a path here
+from typing import IO, Final
+
+from benchmarks.replay_http import MODEL_NAME
+from benchmarks.vllm_environment import BLOCK_SIZE, CONNECTOR, CONTEXT_TOKENS, LocalModel, environment, interpreter
+
+_START_TIMEOUT_S: Final = 300
+_STOP_TIMEOUT_S: Final = 30
+#: What it logs last before it serves; some milliseconds later it listens, and tells nobody.
+_READY: Final = b"Application startup complete."
+_LISTEN_TIMEOUT_S: Final = 10
+_RETRY_S: Final = 0.02
+_LOG_TAIL: Final = 4000
+
+
+@contextlib.contextmanager
+def vllm_server(
+    name: str, directory: Path, model: LocalModel, folder: Path, *, device_blocks: int, run_dir: Path | None
+) -> Iterator[Path]:
+    """A server that is ready; its socket.
+
+    Args:
+        name: of its files.
+        directory: for socket and log.
+        model: what it serves.
+        folder: of the model.
+        device_blocks: of vLLM's own cache.
+        run_dir: of the daemon; None: without connector.
+
+    Raises:
+        RuntimeError: it ended, or was not ready in time; with the end of its log.
+    """
+    socket, log = directory / f"{name}.sock", directory / f"{name}.log"
+    program = subprocess.Popen(
+        _command(model, folder, socket, device_blocks, with_connector=run_dir is not None),
+        cwd=directory,  # away from the checkout: the client is imported from where it is installed
+        env=environment(run_dir),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    settled = threading.Event()
+    pump = threading.Thread(target=_pump, args=(program.stdout, log, settled))
+    pump.start()
+    try:
+        settled.wait(_START_TIMEOUT_S)
+        written = log.read_bytes()
+        if _READY not in written:
+            raise RuntimeError(
+                f"vLLM is not ready; its log ends with:\n{written[-_LOG_TAIL:].decode(errors='replace')}"
+            )
+        _wait_until_it_listens(socket)
+        yield socket
+    finally:
+        _stop(program)
+        pump.join(_STOP_TIMEOUT_S)
+
+
+def _command(model: LocalModel, folder: Path, socket: Path, device_blocks: int, *, with_connector: bool) -> list[str]:
+    command = [
+        str(interpreter()),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        f"--model={folder}",
+        f"--served-model-name={MODEL_NAME}",
+        f"--uds={socket}",
+        "--dtype=float32",
+        f"--max-model-len={CONTEXT_TOKENS}",
+        f"--block-size={BLOCK_SIZE}",
+        f"--kv-cache-memory-bytes={device_blocks * model.block_bytes}",
+        "--max-num-seqs=16",
+        "--max-num-batched-tokens=1024",
+        "--enforce-eager",
+        "--enable-prompt-tokens-details",
+        "--disable-uvicorn-access-log",
+    ]
+    return [*command, f"--kv-transfer-config={json.dumps(CONNECTOR)}"] if with_connector else command
+
+
+def _pump(output: IO[bytes] | None, path: Path, settled: threading.Event) -> None:
+    """Keep the log until all its processes have closed it; tell when the server is ready, or has ended before."""
+    assert output is not None
+    with output, path.open("wb", buffering=0) as log:
+        for line in output:
+            log.write(line)
+            if _READY in line:
+                settled.set()
+    settled.set()
+
+
+def _wait_until_it_listens(path: Path) -> None:
+    end = time.monotonic() + _LISTEN_TIMEOUT_S
+    while True:
+        with Socket(AF_UNIX) as socket:
+            try:
+                socket.connect(str(path))
+            except ConnectionRefusedError:
+                if time.monotonic() > end:
+                    raise
+            else:
+                return
+        time.sleep(_RETRY_S)
+
+
+def _stop(program: subprocess.Popen[bytes]) -> None:
+    """End it in order; what is left of its processes is killed."""
+    program.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        program.wait(_STOP_TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    program.wait()

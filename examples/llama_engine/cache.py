@@ -1,0 +1,69 @@
+"""What the scheduler needs of a cache: in managed mode that is `kvcached_client.Client`, else `AttachedCache`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_client.keys import KeyChain, Tokens
+from kvcached_client.layout import Layout
+from kvcached_client.lease import CachePolicy
+from kvcached_client.protocol import LoadTicket
+
+
+class BlockLease(Protocol):
+    """The blocks of one request, cached ones first. `kvcached_client.Lease` says what each part means."""
+
+    @property
+    def hit_tokens(self) -> int:
+        """Leading tokens that need no computing, if what is loading arrives."""
+
+    @property
+    def ready_blocks(self) -> int:
+        """Leading blocks that can be read now."""
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the hit may still turn out shorter."""
+
+    @property
+    def loads(self) -> tuple[LoadTicket, ...]:
+        """What shards wait for, layer by layer, while it is loading; nothing if they cannot: then it is waited for."""
+
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """Where each block is."""
+
+    def wait_loaded(self) -> int:
+        """Return `hit_tokens` when it can be relied on."""
+
+    def allocate(self, tokens: int) -> None:
+        """Have blocks for so many tokens. Raises NoCapacity."""
+
+    def commit(self, computed_tokens: int) -> None:
+        """The full blocks among these tokens are computed: others may find them."""
+
+    def finish(self, computed_tokens: int) -> None:
+        """Commit, and release."""
+
+    def release(self) -> None:
+        """Give all blocks back."""
+
+
+class Cache(Protocol):
+    """Where leases come from."""
+
+    @property
+    def layout(self) -> Layout:
+        """Of a block."""
+
+    def chain(self, tokens: Tokens = ()) -> KeyChain:
+        """The keys of a request's blocks."""
+
+    def acquire(self, request: str, chain: KeyChain, *, cache: CachePolicy = "all") -> BlockLease:
+        """Blocks for a prompt. Raises NoCapacity."""
+
+    def close(self) -> None:
+        """Leave the daemon. No shard is left that could copy."""

@@ -1,0 +1,60 @@
+"""The memory of one shard: K and V of every layer, as views of the daemon's pool or of tensors of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from examples.llama_engine.config import ModelError
+from examples.llama_engine.layer_waits import WaitLayer
+from kvcached_client.engine_pages import EnginePages
+from kvcached_client.errors import LoadFailed
+from kvcached_client.layout import Layout
+from kvcached_client.memory import MappedPool
+from kvcached_client.protocol import LoadTicket
+from kvcached_client.tensors import layer_tensors
+
+#: A load that takes longer has hung; the scheduler's own wait is next.
+_LAYER_DEADLINE_MS = 5000
+
+
+class KvMemory(NamedTuple):
+    """Where a shard has its K and V, and how it waits for a layer that is still loading."""
+
+    layers: Sequence[tuple[Tensor, Tensor]]  #: K and V, each [blocks, block_size, kv_heads, head_dim]
+    wait_layer: WaitLayer
+
+
+def mapped_memory(pool: MappedPool) -> KvMemory:
+    """The daemon's pool.
+
+    Raises:
+        ModelError: the pool has no V.
+    """
+    layers: list[tuple[Tensor, Tensor]] = []
+    for layer in range(pool.layout.groups[0].layers):
+        keys, values = layer_tensors(pool, layer)
+        if values is None:
+            raise ModelError("the pool was made for latent attention; Llama has K and V")
+        layers.append((keys, values))
+    return KvMemory(layers, partial(pool.wait_layer, deadline_ms=_LAYER_DEADLINE_MS))
+
+
+def own_memory(layout: Layout, blocks: int) -> tuple[KvMemory, EnginePages]:
+    """Tensors of the engine's own, and where their blocks are for the copies.
+
+    Blocks come first and K lies beside V, so that what one layer holds of a block is one run of bytes.
+    """
+    group = layout.groups[0]
+    shape = (blocks, 2, layout.block_size, group.kv_heads, group.head_dim)
+    tensors = [torch.zeros(shape, dtype=getattr(torch, group.dtype)) for _ in range(group.layers)]
+    pages = EnginePages.of_tensors({f"layers.{layer}": tensor for layer, tensor in enumerate(tensors)})
+    return KvMemory([(tensor[:, 0], tensor[:, 1]) for tensor in tensors], _nothing_is_loading), pages
+
+
+def _nothing_is_loading(_: Sequence[LoadTicket], layer: int) -> None:
+    raise LoadFailed(f"layer {layer}: blocks of the engine's own are loaded between steps")
