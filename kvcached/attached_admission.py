@@ -81,7 +81,7 @@ class AttachedAdmission:
         group = self._membership.open(session.id, connection, peer)
         group.instance = request.instance
         for old in earlier:
-            self._replace(old, [old.scheduler])
+            self._replace(old, _scheduler_alone(old))
         return self._welcome(request, session, group), peer
 
     def join(
@@ -132,7 +132,7 @@ class AttachedAdmission:
 
     def part(self, group: Group) -> None:
         """The scheduler says goodbye: the session is over, though shard processes may still copy."""
-        self._replace(group, [group.scheduler])
+        self._replace(group, _scheduler_alone(group))
 
     def info(self) -> wire.AttachedInfo | None:
         """What such engines are offered; None where there is no such mode here."""
@@ -192,6 +192,11 @@ def _space(request: wire.HelloAttached, share: HostShare) -> SpaceSpec:
             "use larger blocks, or a smaller host pool",
         )
     return SpaceSpec(root, request.label, request.block_size, request.shards, per_slab)
+
+
+def _scheduler_alone(group: Group) -> list[Peer]:
+    """The scheduler; nobody where its connection has joined as a shard, too, for then it may copy."""
+    return [] if group.scheduler in group.shard_of else [group.scheduler]
 
 
 def _same(one: Peer, other: Peer) -> bool:

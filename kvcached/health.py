@@ -1,16 +1,23 @@
-"""A health check that does the real thing: acquire, bytes through every worker, commit, match, release."""
+"""A health check that does the real thing: acquire, bytes through every worker, commit, match, release.
+
+It is answered when the workers have, so requests for it are served here, each in a task of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from array import array
+from collections.abc import Callable, Mapping
 
+from kvcached.answers import Answer, Respond, internal_error
 from kvcached.core.cache import Cache
+from kvcached.core.invariants import check_counts
 from kvcached.core.session import Session
 from kvcached.replica import Replica
-from kvcached_client.errors import NoCapacity, RequestError
-from kvcached_client.protocol import HealthPart
+from kvcached_client.errors import ErrorCode, NoCapacity, RequestError, request_error
+from kvcached_client.protocol import Health, HealthPart, HealthReport, error_reply
 from kvcached_client.types import KEY_SIZE_BYTES, NO_FENCE, unpack_ranges
 
 #: One slot to write into and one to copy to.
@@ -18,6 +25,63 @@ _BLOCKS = 2
 #: A check must answer before its caller gives up. A worker gets much longer before it is given up itself.
 PATIENCE_S = 3.0
 _STEPS = ("acquire", "workers", "commit", "match", "release")
+#: They take slots and workers' time; who asks more often waits for the one under way.
+HEALTH_CHECKS_PENDING_MAX = 16
+
+log = logging.getLogger(__name__)
+
+
+class HealthRequests:
+    """Serves the verb `health`.
+
+    Args:
+        settle: lets the core, and whoever it speaks to, do what the checks have left to do.
+        refused: counts an error.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        replicas: Mapping[str, Replica],
+        now_ms: Callable[[], int],
+        *,
+        settle: Callable[[], None],
+        refused: Callable[[RequestError], RequestError],
+    ) -> None:
+        self._cache = cache
+        self._replicas = replicas
+        self._now_ms = now_ms
+        self._settle = settle
+        self._refused = refused
+        self._checks = HealthChecks(cache)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, _: bytes, request: Health, respond: Respond) -> None:
+        """Begin a check, which answers by itself.
+
+        Raises:
+            RequestError: too many are under way.
+        """
+        if len(self._tasks) >= HEALTH_CHECKS_PENDING_MAX:
+            raise request_error(
+                ErrorCode.LIMIT, f"{len(self._tasks)} health checks are under way", "wait for one of them"
+            )
+        task = asyncio.get_running_loop().create_task(self._answer(request, respond))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, request: Health, respond: Respond) -> None:
+        try:
+            checks = (self._checks.check(replica, self._now_ms()) for replica in self._replicas.values())
+            parts = [part for checked in await asyncio.gather(*checks) for part in checked]
+            self._settle()
+            violations = check_counts(self._cache)
+            parts.append(HealthPart(part="counts", ok=not violations, detail="; ".join(violations[:3])))
+            report = HealthReport(id=request.id, ok=all(part.ok for part in parts), parts=tuple(parts))
+            respond(Answer(report))
+        except Exception:
+            log.exception("internal error during a health check")
+            respond(Answer(error_reply(request.id, self._refused(internal_error()))))
 
 
 class HealthChecks:

@@ -8,14 +8,13 @@ Between requests the core has its own business: copies to plan, transfers to sta
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from kvcached.admission import Admission, unknown_replica
+from kvcached.admission import Admission
 from kvcached.answers import Answer, KeptAnswers, Respond, internal_error
 from kvcached.attached_admission import AttachedAdmission, HostShare
 from kvcached.attached_verbs import AttachedVerbs
@@ -30,28 +29,18 @@ from kvcached.core.effects import (
     StartTransfer,
 )
 from kvcached.core.events import Event, MemberLost, MembersDied, ShardSettled
-from kvcached.core.invariants import check, check_counts
 from kvcached.deferred import DeferredAnswers
-from kvcached.health import HealthChecks
+from kvcached.health import HealthRequests
 from kvcached.membership import Group, Membership, Peer
 from kvcached.replica import Replica
-from kvcached.reports import (
-    NAMESPACE_SHOWN_BYTES,
-    description,
-    explained,
-    inspect_report,
-    stats_report,
-    tree_report,
-)
+from kvcached.report_verbs import ReportVerbs
+from kvcached.reports import NAMESPACE_SHOWN_BYTES
 from kvcached_client import protocol as wire
 from kvcached_client.attach_protocol import Identified, Joined, JoinedHost
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.types import FenceSequence, LeaseId, SessionId, ShardIndex, TransferId
 
 log = logging.getLogger(__name__)
-
-#: Health checks take slots and workers' time; who asks more often waits for the one under way.
-HEALTH_CHECKS_PENDING_MAX = 16
 
 #: Requests whose answers are kept, so that a retry has one effect. `Acquire` is idempotent by its own request id, and
 #: its answers are large; so is `Load` by its lease.
@@ -91,7 +80,6 @@ class Service:
         self._cache = cache
         self._replicas = {replica.name: replica for replica in replicas}
         self._now_ms = now_ms
-        self._started_ms = now_ms()
         self._endpoint = endpoint
         self._membership = Membership()
         self._admission = Admission(cache, self._replicas, self._membership, heartbeat_interval_ms)
@@ -99,8 +87,8 @@ class Service:
         self._attached = AttachedVerbs(cache, self._membership, self._attached_admission, now_ms)
         self._answers = KeptAnswers(answers_kept_per_session)
         self._deferred = DeferredAnswers(self.refused)
-        self._health_checks = HealthChecks(cache)
-        self._health_tasks: set[asyncio.Task[None]] = set()
+        self._health = HealthRequests(cache, self._replicas, now_ms, settle=self._settle, refused=self.refused)
+        reports = ReportVerbs(cache, self._replicas, self._attached_admission.info(), now_ms)
         self.watch: PeerWatch | None = None
         self._verbs: dict[type[wire.Header], Callable[[bytes, Any, list[bytes]], Answer]] = {
             wire.Hello: self._hello,
@@ -111,19 +99,14 @@ class Service:
             wire.Release: self._release,
             wire.Heartbeat: self._heartbeat,
             wire.Bye: self._bye,
-            wire.Stats: self._stats,
-            wire.Check: self._check,
-            wire.Describe: self._describe,
-            wire.Tree: self._tree,
-            wire.Inspect: self._inspect,
-            wire.Explain: self._explain,
             wire.HelloAttached: self._hello_attached,
             **self._attached.by_type,
+            **reports.by_type,
         }
         self._late_verbs: dict[type[wire.Header], Callable[[bytes, Any, Respond], Answer | None]] = {
             wire.Load: self._load,
             wire.Vacancy: self._vacancy,
-            wire.Health: self._start_health_check,
+            wire.Health: self._health.start,
         }
 
     # --- the line from a request to its reply -----------------------------------------------------------------------
@@ -415,59 +398,6 @@ class Service:
         else:
             self._cache.close_session(group.session)
         return Answer(wire.Goodbye(id=request.id))
-
-    def _stats(self, _: bytes, request: wire.Stats, __: list[bytes]) -> Answer:
-        return Answer(stats_report(request.id, self._cache, self._replicas, self._now_ms() - self._started_ms))
-
-    def _check(self, _: bytes, request: wire.Check, __: list[bytes]) -> Answer:
-        violations = tuple(check(self._cache))
-        return Answer(wire.CheckReport(id=request.id, ok=not violations, violations=violations))
-
-    def _describe(self, _: bytes, request: wire.Describe, __: list[bytes]) -> Answer:
-        replicas = list(self._replicas.values())
-        return Answer(description(request.id, self._cache.epoch, replicas, self._attached_admission.info()))
-
-    def _tree(self, _: bytes, request: wire.Tree, __: list[bytes]) -> Answer:
-        self._check_replica(request.replica)
-        report, nodes = tree_report(request, self._cache, self._replicas)
-        return Answer(report, (nodes,))
-
-    def _inspect(self, _: bytes, request: wire.Inspect, __: list[bytes]) -> Answer:
-        return Answer(inspect_report(request, self._cache, self._replicas))
-
-    def _explain(self, _: bytes, request: wire.Explain, frames: list[bytes]) -> Answer:
-        self._check_replica(request.replica)
-        return Answer(explained(request, frames[0], self._cache, self._replicas))
-
-    def _check_replica(self, name: str) -> None:
-        """Refuse a name that no replica has; "" stands for all."""
-        if name and name not in self._replicas:
-            raise unknown_replica(name, self._replicas)
-
-    # --- health -----------------------------------------------------------------------------------------------------
-
-    def _start_health_check(self, _: bytes, request: wire.Health, respond: Respond) -> None:
-        if len(self._health_tasks) >= HEALTH_CHECKS_PENDING_MAX:
-            raise request_error(
-                ErrorCode.LIMIT, f"{len(self._health_tasks)} health checks are under way", "wait for one of them"
-            )
-        task = asyncio.get_running_loop().create_task(self._health(request, respond))
-        self._health_tasks.add(task)
-        task.add_done_callback(self._health_tasks.discard)
-
-    async def _health(self, request: wire.Health, respond: Respond) -> None:
-        try:
-            checks = (self._health_checks.check(replica, self._now_ms()) for replica in self._replicas.values())
-            parts = [part for checked in await asyncio.gather(*checks) for part in checked]
-            self.carry_out()
-            self._settle()
-            violations = check_counts(self._cache)
-            parts.append(wire.HealthPart(part="counts", ok=not violations, detail="; ".join(violations[:3])))
-            report = wire.HealthReport(id=request.id, ok=all(part.ok for part in parts), parts=tuple(parts))
-            respond(Answer(report))
-        except Exception:
-            log.exception("internal error during a health check")
-            respond(Answer(wire.error_reply(request.id, self.refused(internal_error()))))
 
 
 def _slot_ranges(frame: bytes) -> array[int]:

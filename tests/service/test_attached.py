@@ -422,6 +422,24 @@ def test_shard_that_joins_as_another_one_is_not_through(office: AttachedOffice) 
     assert office.host_states() == {"free": 8}
 
 
+def test_scheduler_that_copies_itself_is_not_through_by_its_hello(office: AttachedOffice) -> None:
+    """Where the scheduler's connection has joined as a shard, too, only joining anew says that its copies are over."""
+    process = FakePeer(1)
+    first = office.attach(process)
+    office.join(process, first, 0)
+    office.storing(2)
+    second = office.attach(process, peer=TWO)
+
+    assert office.host_states() == {"free": 6, "quarantined": 2}
+    office.join(process, second, 0)
+    assert office.host_states() == {"free": 8}
+    office.storing(2, peer=TWO)
+    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()), peer=TWO)
+    assert office.host_states() == {"free": 6, "quarantined": 2}
+    office.die(process)
+    assert office.host_states() == {"free": 8}
+
+
 def test_engine_with_the_same_name_for_itself_ends_nobody_elses_session(office: AttachedOffice) -> None:
     """An instance is the engine's word; sessions of other processes go on, whoever says hello or joins under it."""
     one, two = office.attach(FakePeer(1)), office.attach(FakePeer(2), peer=TWO)

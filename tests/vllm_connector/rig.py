@@ -279,3 +279,12 @@ class Rig:
     def held(self) -> list[int]:
         """Blocks that the connector holds."""
         return sorted(self.pool.held)
+
+
+def running(rig: Rig, request_id: str, prompt: int, *, hit: int = 0) -> tuple[FakeRequest, list[int]]:
+    """A request with a lease whose prompt is scheduled in the step that was just built."""
+    request = rig.arrive(request_id, prompt)
+    if prompt > BLOCK:
+        rig.found(hit, loadable=False)
+        rig.matched(request)
+    return request, rig.start(request, 0, prompt)

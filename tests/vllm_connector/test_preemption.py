@@ -37,6 +37,37 @@ def test_preempted_request_asks_afresh(how: str) -> None:
     assert rig.matched(request) == (2 * BLOCK, True)
 
 
+def test_preempted_request_that_may_not_load_gives_its_lease_back() -> None:
+    """A preempted request whose load failed asks for no hit; the lease that it had is given back all the same."""
+    rig = Rig()
+    request = rig.arrive("r", 2 * BLOCK + 1)
+    found = rig.found(1)
+    tokens, _ = rig.matched(request)
+    assert tokens
+    rig.side.allocated(request, rig.blocks(1), tokens)
+    rig.idle()
+    rig.side.loaded({"r"}, {"r"}, ())
+    rig.preempt(request)
+    rig.idle(preempted={"r"})
+    assert rig.link.taken(Release) == [Release(1, found.lease)]
+    assert rig.link.taken(Seek) == []
+
+
+def test_resumed_blocks_replace() -> None:
+    """Blocks of a resumed request are all that it has, also where nothing told of its preemption before."""
+    rig = Rig()
+    request = rig.arrive("r", 2 * BLOCK + 1)
+    rig.found(0)
+    rig.matched(request)
+    rig.start(request, 0, BLOCK)
+    rig.plan(pieces=[])
+    rig.idle()
+    other = rig.blocks(3)
+    rig.run(request, BLOCK, added=other, resumed=True)
+    rig.plan()
+    assert rig.idle().stores[0].job.spans[0].blocks.tolist() == other[1:2]
+
+
 def test_store_of_preempted_request_goes_on() -> None:
     """What a request had offered when it was preempted is stored from the blocks that are held, and only those."""
     rig = Rig()

@@ -1,0 +1,92 @@
+"""The commands for people, on a real server: why its prompts missed, and whether its environment is in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvcached.cli import main
+from tests.vllm.cache_daemon import CacheDaemon
+from tests.vllm.completions import BLOCK_SIZE
+from tests.vllm.conftest import Prompts
+from tests.vllm.server import CONNECTOR, VllmServer, ended, interpreter
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+HASHING = "--prefix-caching-hash-algo=sha256_cbor"
+
+
+@pytest.fixture(scope="module")
+def own_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheDaemon]:
+    """A daemon for one server."""
+    daemon = CacheDaemon(tmp_path_factory.mktemp("tools"))
+    daemon.start()
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, models: Path, own_daemon: CacheDaemon) -> Iterator[VllmServer]:
+    """A server whose block hashes anybody can compute."""
+    folder = tmp_path_factory.mktemp("server")
+    with ended(VllmServer(folder, "cbor", models / "model", HASHING, run_dir=own_daemon.run_dir)) as server:
+        yield server.wait_until_ready()
+
+
+def explain(daemon: CacheDaemon, prompt: list[int], *arguments: str) -> dict[str, Any]:
+    """What is told of a prompt in the server's namespace."""
+    command = ["explain", "--json", "--run-dir", str(daemon.run_dir), "--engine", "vllm", "--tokens", "-", *arguments]
+    result = CliRunner().invoke(main, command, input=json.dumps(prompt))
+    assert result.exit_code == 0, result.output
+    found: list[dict[str, Any]] = json.loads(result.stdout)["explanations"]
+    return next(each for each in found if each["label"] != "doctor")
+
+
+def test_explain_finds_what_a_server_stored(server: VllmServer, own_daemon: CacheDaemon, prompt: Prompts) -> None:
+    """Keys computed without vLLM are those of its blocks: all of a prompt is found, and where another one parts."""
+    first = prompt(5)
+    second = first[: 3 * BLOCK_SIZE] + prompt(2, "another end")
+    server.complete(first)
+    server.forget()  # when it may, its stores are over
+
+    told = explain(own_daemon, first)
+    assert (told["label"], told["hit"], told["reason"]) == ("model float32 tp1", 4, "last_token")
+    told = explain(own_daemon, second)
+    assert (told["hit"], told["reason"], told["others"]) == (3, "never_stored", 1)
+
+
+def test_explain_finds_a_forgotten_salt(server: VllmServer, own_daemon: CacheDaemon, prompt: Prompts) -> None:
+    """A prompt that was stored under a salt is found with it; one without is found where the salt is left out."""
+    salted, plain = prompt(3, "salted"), prompt(3, "plain")
+    server.complete(salted, cache_salt="tenant")
+    server.complete(plain)
+    server.forget()
+
+    assert explain(own_daemon, salted, "--salt", "tenant")["hit"] == 2
+    told = explain(own_daemon, plain, "--salt", "tenant")
+    assert (told["hit"], [(each["what"], each["hit"]) for each in told["variants"]]) == (0, [("without the salt", 2)])
+
+
+def test_doctor_finds_nothing_wrong(server: VllmServer, own_daemon: CacheDaemon, models: Path) -> None:
+    """The environment and the arguments that these tests use pass every check."""
+    flags = ["serve", str(models / "model"), "--kv-transfer-config", json.dumps(CONNECTOR), HASHING]
+    command = [
+        "doctor",
+        "--json",
+        "--python",
+        str(interpreter()),
+        "--run-dir",
+        str(own_daemon.run_dir),
+        "--",
+        *flags,
+    ]
+    result = CliRunner().invoke(main, [*command, f"--block-size={BLOCK_SIZE}"])
+
+    findings = {finding["check"]: finding for finding in json.loads(result.stdout)["findings"]}
+    assert (result.exit_code, [each for each in findings.values() if each["level"] != "ok"]) == (0, [])
+    assert findings.keys() >= {"vllm", "connector", "round trip", "hashes", "vllm flags", "layout"}

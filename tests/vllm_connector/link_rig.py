@@ -1,0 +1,153 @@
+"""Sessions whose answers a test writes, and a link over them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcached_client.attach import SessionGrant
+from kvcached_client.attached import Hold, Piece, PreparedLoad, PreparedStore
+from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, KvcachedError, request_error
+from kvcached_client.types import LeaseId, TransferId
+from kvcached_client.vllm import link as link_module
+from kvcached_client.vllm.commands import (
+    Connected,
+    Event,
+    Offer,
+    Seek,
+)
+from kvcached_client.vllm.link import Link
+
+PLAN = PreparedStore(TransferId(9), 2, 1, (Piece(0, 2),), np.arange(2, dtype=np.int32))
+LOAD = PreparedLoad(TransferId(8), 1, np.arange(2, dtype=np.int32))
+REFUSED = request_error(ErrorCode.LIMIT, "too many", "fewer")
+CLEARED = request_error(ErrorCode.STALE_EPOCH, "the namespace was cleared", "compute")
+EXPIRED = request_error(ErrorCode.SESSION_EXPIRED, "the session is over", "connect again")
+GONE = DaemonUnreachable("gone")
+SLOW = DeadlineExceeded("slow")
+
+
+class FakeClient:
+    """A session whose answers a test writes: an error is raised, anything else returned."""
+
+    def __init__(self, number: int, **answers: Any) -> None:
+        self.session = SessionGrant(id=100 + number, token=bytes(32), run_dir="/run/kvcached")
+        self.is_alive = True
+        self.calls: list[tuple[Any, ...]] = []
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self._answers = {
+            "acquire": Hold(LeaseId(5), 0),
+            "prepare_load": LOAD,
+            "prepare_store": PLAN,
+            "clear": 2,
+        } | answers
+
+    def _answer(self, name: str, *arguments: Any) -> Any:
+        self.calls.append((name, *arguments))
+        self.entered.set()
+        assert self.go_on.wait(10)
+        answer = self._answers.get(name)
+        if isinstance(answer, list):
+            answer = answer.pop(0)
+        if isinstance(answer, KvcachedError):
+            if answer in {EXPIRED, GONE}:
+                self.is_alive = False
+            raise answer
+        return answer
+
+    def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Any:
+        return self._answer("acquire", request, keys, tokens, full)
+
+    def prepare_load(self, lease: int, start: int, blocks: int) -> Any:
+        return self._answer("prepare_load", lease, start, blocks)
+
+    def cancel_load(self, transfer: int) -> Any:
+        return self._answer("cancel_load", transfer)
+
+    def prepare_store(self, lease: int, start: int, keys: bytes) -> Any:
+        return self._answer("prepare_store", lease, start, keys)
+
+    def cancel_store(self, transfer: int, why: str) -> Any:
+        return self._answer("cancel_store", transfer, why)
+
+    def release(self, lease: int) -> Any:
+        return self._answer("release", lease)
+
+    def clear(self) -> Any:
+        return self._answer("clear")
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+class Events(deque[Event]):
+    """Counts what is appended, so that a test can wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived = threading.Semaphore(0)
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        self.arrived.release()
+
+
+class Rig:
+    """A link over sessions that a test hands out one by one."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.link = Link(clock=lambda: self.now)
+        self.events = self.link._events = Events()
+        self.sessions: list[FakeClient | KvcachedError] = []
+        self.tries = threading.Semaphore(0)
+
+    def start(self, *sessions: FakeClient | KvcachedError) -> None:
+        self.sessions = list(sessions)
+        self.link.start(self._connect)
+
+    def _connect(self) -> Any:
+        self.tries.release()
+        session = self.sessions.pop(0) if self.sessions else GONE
+        if isinstance(session, KvcachedError):
+            raise session
+        return session
+
+    def wait(self, count: int) -> list[Event]:
+        """The next events, as many."""
+        for _ in range(count):
+            assert self.events.arrived.acquire(timeout=10), f"only {list(self.events)}"
+        return self.link.take()
+
+    def await_tries(self, count: int) -> None:
+        for _ in range(count):
+            assert self.tries.acquire(timeout=10)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(link_module, "PAUSE_S_MIN", 0.001)
+    rig = Rig()
+    yield rig
+    rig.link.close()
+
+
+def seek(ticket: int = 1, *, load: bool = True) -> Seek:
+    return Seek(ticket, f"r~{ticket}", bytes(32), 9, load)
+
+
+def offer(ticket: int = 1, session: int = 1) -> Offer:
+    return Offer(ticket, session, LeaseId(5), 0, bytes(32))
+
+
+def connected(rig: Rig, *sessions: FakeClient | KvcachedError) -> None:
+    rig.start(*sessions)
+    (event,) = rig.wait(1)
+    assert isinstance(event, Connected)

@@ -1,0 +1,163 @@
+"""The daemon's own core behind the client's interface, with host memory that says what was written where."""
+
+from __future__ import annotations
+
+import random
+from typing import NoReturn
+
+import numpy as np
+
+from kvcached.core.attached_state import SpaceSpec
+from kvcached.core.cache import Cache
+from kvcached.core.invariants import check
+from kvcached.core.ranges import Ranges, pairs
+from kvcached.core.states import SessionState
+from kvcached_client.attach import SessionGrant
+from kvcached_client.attached import Hold, Piece, PreparedLoad, PreparedStore
+from kvcached_client.block_job import BlockJob
+from kvcached_client.errors import DeadlineExceeded, ErrorCode, request_error
+from kvcached_client.types import LeaseId, TransferId
+
+BLOCK = 4
+#: What a shard holds of a block, as the host pool keeps it: its key, its generation, its bytes.
+Stored = tuple[bytes, int, str]
+SPEC = SpaceSpec(b"n" * 32, "mini", BLOCK, 2, 4)
+
+
+class MiniDaemon:
+    """One run of a daemon; a restart is another one."""
+
+    def __init__(self, rng: random.Random, *, slabs: int) -> None:
+        self.cache = Cache([], epoch=1, session_ttl_ms=1000, host_slabs=slabs, spaces_max=1)
+        self.core = self.cache.attached
+        self.memory: list[dict[int, Stored]] = [{} for _ in range(SPEC.shards)]
+        self.is_dead = False
+        self.is_slow = False
+        self._rng = rng
+
+    def check(self) -> None:
+        """What must hold at any time."""
+        self.cache.effects.clear()
+        assert check(self.cache) == []
+
+    def store(self, shard: int, job: BlockJob, blocks: list[str]) -> None:
+        """A worker's copy into the host pool."""
+        at = 0
+        for span in job.spans:
+            for index, slot in enumerate(span.slots.tolist()):
+                key = span.keys[16 * index : 16 * index + 16]
+                self.memory[shard][slot] = (key, job.generation, blocks[at])
+                at += 1
+
+    def load(self, shard: int, job: BlockJob) -> list[str | None]:
+        """A worker's copy out of it; None for a block that is not what was stored, or was damaged."""
+        found: list[str | None] = []
+        for span in job.spans:
+            for index, slot in enumerate(span.slots.tolist()):
+                key, generation, content = self.memory[shard].get(slot, (b"", 0, ""))
+                is_good = (key, generation) == (span.keys[16 * index : 16 * index + 16], job.generation)
+                found.append(content if is_good else None)
+        return found
+
+    def damage(self) -> None:
+        """A bit flips somewhere."""
+        memory = self._rng.choice(self.memory)
+        if memory:
+            slot = self._rng.choice(list(memory))
+            memory[slot] = (b"damaged", 0, "")
+
+
+class MiniClient:
+    """`AttachedClient` of one session.
+
+    Of a slow daemon: what is asked for is given back by the client when the answer comes, what is given back is given
+    back though nobody hears the answer.
+    """
+
+    def __init__(self, daemon: MiniDaemon, now_ms: int) -> None:
+        if daemon.is_dead:
+            _gone()
+        self.daemon = daemon
+        self.id = daemon.cache.open_attached(SPEC, now_ms).id
+        self.session = SessionGrant(id=self.id, token=bytes(32), run_dir="/run/kvcached")
+
+    @property
+    def is_alive(self) -> bool:
+        session = self.daemon.core.sessions.get(self.id)
+        return not self.daemon.is_dead and session is not None and session.state is SessionState.ACTIVE
+
+    def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Hold:
+        self._check()
+        lease = self.daemon.core.acquire(self.id, request, keys, tokens, full=full)
+        return Hold(lease.id, lease.hit)
+
+    def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
+        self._check()
+        plan = self.daemon.core.prepare_load(self.id, lease, start, blocks)
+        return PreparedLoad(plan.transfer, plan.generation, _slots(plan.slots))
+
+    def cancel_load(self, transfer: TransferId) -> None:
+        self._check(is_slow=False)
+        self.daemon.core.complete_load(self.id, transfer, -1, "", ())
+        self._check()
+
+    def prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PreparedStore:
+        self._check()
+        plan = self.daemon.core.prepare_store(self.id, lease, start, keys)
+        pieces = tuple(Piece(piece.start, piece.end - piece.start) for piece in plan.pieces)
+        return PreparedStore(plan.transfer, plan.depth, plan.generation, pieces, _slots(plan.slots))
+
+    def cancel_store(self, transfer: TransferId, why: str) -> None:
+        self._check(is_slow=False)
+        self.daemon.core.commit_store(self.id, transfer, -1, why)
+        self._check()
+
+    def release(self, lease: LeaseId) -> None:
+        self._check(is_slow=False)
+        self.daemon.core.release(self.id, lease)
+        self._check()
+
+    def clear(self) -> int:
+        self._check()
+        return self.daemon.core.clear(self.id)[0]
+
+    def close(self) -> None:
+        """As a bye while workers still copy: what they may write is set aside until they have joined the next."""
+        if self.is_alive:
+            self.daemon.core.expire(self.daemon.core.sessions[self.id])
+
+    def end(self) -> None:
+        """All workers are through with it."""
+        session = self.daemon.core.sessions.get(self.id)
+        if session is not None:
+            self.daemon.core.end(session)
+
+    def settle(self, shard: int, job: BlockJob, *, is_load: bool, bad: list[int], failed: bool) -> None:
+        """A worker says that it is through with a copy.
+
+        Raises:
+            KvcachedError: the session is over, or the daemon slow: it hears it all the same.
+        """
+        self._check(is_slow=False)
+        error = "it failed" if failed else ""
+        if is_load:
+            depths = [depth for span in job.spans for depth in range(span.depth, span.depth + len(span.blocks))]
+            corrupt = tuple(depths[index] for index in bad)
+            self.daemon.core.complete_load(self.id, job.transfer, shard, error, corrupt)
+        else:
+            self.daemon.core.commit_store(self.id, job.transfer, shard, error)
+        self._check()
+
+    def _check(self, *, is_slow: bool = True) -> None:
+        if not self.is_alive:
+            _gone()
+        if is_slow and self.daemon.is_slow:
+            raise DeadlineExceeded("slow")
+
+
+def _gone() -> NoReturn:
+    raise request_error(ErrorCode.SESSION_EXPIRED, "the session is over", "connect again")
+
+
+def _slots(ranges: Ranges[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array([slot for first, count in pairs(ranges) for slot in range(first, first + count)], np.int32)
