@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.programs import daemon
-from benchmarks.replay_http import Answer
 from benchmarks.replay_report import report
-from benchmarks.replay_run import Play, play, warm_up
-from benchmarks.replay_trace import Call, Recorded, Scale, calls, read_trace, reuse, thin
+from benchmarks.replay_run import SEGMENT_S, Play, play_in_turns, warm_up
+from benchmarks.replay_trace import Recorded, Scale, calls, read_trace, reuse, thin
 from benchmarks.result import Result, judge
 from benchmarks.vllm_environment import (
     BLOCK_SIZE,
@@ -29,7 +28,7 @@ from benchmarks.vllm_environment import (
     interpreter,
     make_model,
 )
-from benchmarks.vllm_server import vllm_server
+from benchmarks.vllm_server import VllmServer
 
 NAME: Final = "replay"
 #: A recorded block of 512 tokens becomes one block of vLLM's.
@@ -48,20 +47,8 @@ class Options:
 
     model: LocalModel
     requests: int
-    passes: int
     figure: Path
     json: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Arm:
-    """One server of a pass: what it needs."""
-
-    name: str
-    model: LocalModel
-    folder: Path
-    directory: Path
-    run_dir: Path | None
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -72,14 +59,11 @@ def parse(arguments: Sequence[str]) -> Options:
     )
     parser.add_argument("--model", choices=sorted(MODELS), default="small", help="default: small")
     parser.add_argument("--requests", type=int, default=240, help="about so many, in whole conversations; default: 240")
-    parser.add_argument(
-        "--passes", type=int, default=1, help="fresh servers for each, every other one in reverse order; default: 1"
-    )
     parser.add_argument("--figure", type=Path, help="SVG file; default: docs/figures/replay-MODEL.svg")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     options = parser.parse_args(arguments)
     figure = options.figure or _FIGURES / f"replay-{options.model}.svg"
-    return Options(MODELS[options.model], options.requests, options.passes, figure, options.json)
+    return Options(MODELS[options.model], options.requests, figure, options.json)
 
 
 def run(options: Options) -> Iterator[Result]:
@@ -93,11 +77,11 @@ def run(options: Options) -> Iterator[Result]:
         raise SystemExit("the figure needs matplotlib, which comes with an extra: pip install -e '.[plots]'")
     drawn = thin(read_trace(), SCALE, options.requests, _SEED)
     with tempfile.TemporaryDirectory(prefix="kvcached-") as name:
-        plays = _passes(drawn, options.model, Path(name), options.passes)
-    _draw(plays, options.model, options.figure)
+        play = asyncio.run(_play(drawn, options.model, Path(name)))
+    _draw(play, options.model, options.figure)
     _say(f"figure: {options.figure}")
     yield from _setting(options.model, drawn)
-    yield from report(options.model.name, plays)
+    yield from report(options.model.name, play)
 
 
 def _setting(model: LocalModel, drawn: Sequence[Recorded]) -> list[Result]:
@@ -109,50 +93,33 @@ def _setting(model: LocalModel, drawn: Sequence[Recorded]) -> list[Result]:
     ]
 
 
-def _passes(drawn: Sequence[Recorded], model: LocalModel, directory: Path, passes: int) -> list[Play]:
+async def _play(drawn: Sequence[Recorded], model: LocalModel, directory: Path) -> Play:
+    """Start both servers, warm them up, and play. How fast the one without kvcached was sets the pace."""
     folder = make_model(model, directory)
     host_bytes = sum(len(request.ids) for request in drawn) * model.block_bytes
-    requests_per_s = 0.0
-    plays: list[Play] = []
-    for number in range(passes):
-        found: dict[str, tuple[Answer, ...]] = {}
-        for name in ("without", "with") if number % 2 == 0 else ("with", "without"):
-            with contextlib.ExitStack() as stack:
-                place = directory / f"{number}-{name}"
-                place.mkdir()
-                run_dir = stack.enter_context(daemon(daemon_config(host_bytes), place)) if name == "with" else None
-                arm = _Arm(name, model, folder, place, run_dir)
-                requests_per_s, found[name] = asyncio.run(_serve(arm, drawn, requests_per_s, stack))
-        timed = calls(drawn, SCALE, requests_per_s)
-        plays.append(Play(tuple(timed), found["without"], found["with"]))
-    return plays
+    _say("two vLLM servers start")
+    with contextlib.ExitStack() as stack:
+        run_dir = stack.enter_context(daemon(daemon_config(host_bytes), directory))
+        starting = [
+            stack.enter_context(VllmServer(name, directory, model, folder, device_blocks=DEVICE_BLOCKS, run_dir=place))
+            for name, place in (("without", None), ("with", run_dir))
+        ]
+        without, cached = (server.wait_until_ready() for server in starting)
+        seconds, _ = [await warm_up(socket, calls(drawn, SCALE, 1.0), TOKEN_IDS) for socket in (without, cached)]
+        timed = calls(drawn, SCALE, LOAD / seconds)
+        _say(f"{len(timed)} requests, {LOAD / seconds:.2f} a second, {timed[-1].at_s:.0f} s on each server")
+        return await play_in_turns(without, cached, timed)
 
 
-async def _serve(
-    arm: _Arm, drawn: Sequence[Recorded], requests_per_s: float, stack: contextlib.ExitStack
-) -> tuple[float, tuple[Answer, ...]]:
-    """Start a server, warm it up and play. The first server of all sets the pace."""
-    _say(f"{arm.directory.name}: vLLM starts")
-    socket = stack.enter_context(
-        vllm_server("vllm", arm.directory, arm.model, arm.folder, device_blocks=DEVICE_BLOCKS, run_dir=arm.run_dir)
-    )
-    seconds = await warm_up(socket, calls(drawn, SCALE, 1.0), TOKEN_IDS)
-    pace = requests_per_s or LOAD / seconds
-    timed: list[Call] = calls(drawn, SCALE, pace)
-    _say(f"{arm.directory.name}: {len(timed)} requests, {pace:.2f} a second, {timed[-1].at_s:.0f} s")
-    return pace, await play(socket, timed)
-
-
-def _draw(plays: Sequence[Play], model: LocalModel, path: Path) -> None:
+def _draw(play: Play, model: LocalModel, path: Path) -> None:
     from benchmarks.replay_plot import draw  # noqa: PLC0415 - only here is matplotlib needed
 
-    calls_played = len(plays[0].calls)
-    title = f"vLLM on two shared cores, {model.name} model ({model.description}), {calls_played} requests"
+    title = f"vLLM on two shared cores, {model.name} model ({model.description}), {len(play.calls)} requests"
     caption = (
         f"Conversations of the Mooncake trace, a block of 512 tokens as one of {BLOCK_SIZE}; vLLM's own cache "
-        f"{DEVICE_BLOCKS} blocks; {len(plays)} run(s) each, one after the other, fresh servers"
+        f"{DEVICE_BLOCKS} blocks; both servers at the same time, in turns of {SEGMENT_S:.0f} s of the run"
     )
-    draw(plays, title, caption, path)
+    draw(play, title, caption, path)
 
 
 def _say(words: str) -> None:

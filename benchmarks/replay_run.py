@@ -1,10 +1,11 @@
-"""Plays calls against a server at their times, and pairs what came back with and without the cache."""
+"""Plays calls against two servers at their times, in turns, and pairs what came back."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,17 +16,21 @@ from benchmarks.replay_trace import Call
 #: Calls of the warm-up, from which the pace comes.
 WARM_UP_CALLS: Final = 12
 _WARM_UP_AT_ONCE: Final = 4
+#: Of the run, until the other server takes its turn: the machine's moods last longer.
+SEGMENT_S: Final = 20.0
+#: vLLM's processes spin for a second after their last step.
+_QUIET_S: Final = 1.5
 #: Two log-probabilities that are closer may change places with the order in which a sum is added up.
 TIE: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """The same calls against two fresh servers, one after the other.
+    """The same calls against two fresh servers.
 
     Attributes:
         calls: what was asked.
-        without: what came back without kvcached.
+        without: what came back without kvcached, in the order of the calls.
         cached: what came back with it.
     """
 
@@ -47,10 +52,34 @@ class Differences:
     others: int
 
 
-async def play(socket: Path, calls: Sequence[Call]) -> tuple[Answer, ...]:
-    """Send every call at its time, whether earlier ones are answered or not; what came back, in order."""
+async def play_in_turns(without: Path, cached: Path, calls: Sequence[Call]) -> Play:
+    """Play all calls against both servers, a segment of the run against one and then against the other.
+
+    A segment is over when its last call is answered. Each server is first in every other segment.
+
+    Args:
+        without: socket of the server without kvcached.
+        cached: of the one with it.
+        calls: by their times.
+    """
+    answers: dict[Path, list[Answer]] = {without: [], cached: []}
+    for number, segment in enumerate(segments(calls)):
+        for socket in (cached, without) if number % 2 else (without, cached):
+            answers[socket] += await play(socket, segment)
+            await asyncio.sleep(_QUIET_S)
+    return Play(tuple(calls), tuple(answers[without]), tuple(answers[cached]))
+
+
+def segments(calls: Sequence[Call]) -> Iterator[list[Call]]:
+    """The calls of each segment, by their times."""
+    for _, segment in itertools.groupby(calls, key=lambda call: call.at_s // SEGMENT_S):
+        yield list(segment)
+
+
+async def play(socket: Path, calls: Sequence[Call]) -> list[Answer]:
+    """Send calls at their times, the first one at once, whether earlier ones are answered or not; answers in order."""
     clock = asyncio.get_running_loop().time
-    start = clock()
+    start = clock() - calls[0].at_s
 
     async def one(call: Call) -> Answer:
         await asyncio.sleep(start + call.at_s - clock())
@@ -58,7 +87,7 @@ async def play(socket: Path, calls: Sequence[Call]) -> tuple[Answer, ...]:
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(call)) for call in calls]
-    return tuple(task.result() for task in tasks)
+    return [task.result() for task in tasks]
 
 
 async def warm_up(socket: Path, calls: Sequence[Call], token_ids: tuple[int, int]) -> float:

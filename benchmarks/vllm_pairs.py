@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ _MISSES: Final = Target("value", ">=", 0.98)
 _SEQUENCES: Final = 16
 _HOST_BYTES: Final = 1 << 30
 _WARM_UP_ROUNDS: Final = 2
+#: vLLM's processes spin for a second after their last step, which would be the other engine's time.
+_QUIET_S: Final = 1.2
 
 #: Prompts of a round in which nothing hits, and what is generated for each.
 _MISS_PROMPTS: Final = 4
@@ -40,9 +43,11 @@ class Pair:
     cached: Engine
     plain: Engine
 
-    def turn(self, number: int) -> tuple[Engine, Engine]:
-        """Which engine is first in a round: each in every other one."""
-        return (self.cached, self.plain) if number % 2 else (self.plain, self.cached)
+    def turns(self, number: int) -> Iterator[Engine]:
+        """The engine whose turn it is, once the other one is quiet. Each is first in every other round."""
+        for engine in (self.cached, self.plain) if number % 2 else (self.plain, self.cached):
+            time.sleep(_QUIET_S)
+            yield engine
 
 
 @contextlib.contextmanager
@@ -80,7 +85,7 @@ def misses(pair: Pair, model: LocalModel, rounds: int) -> Iterator[Result]:
 
     def round_(number: int) -> dict[Engine, dict[str, Any]]:
         prompts = [_tokens(source, _MISS_TOKENS) for _ in range(_MISS_PROMPTS)]
-        return {engine: engine.generate(prompts, _MISS_OUTPUT) for engine in pair.turn(number)}
+        return {engine: engine.generate(prompts, _MISS_OUTPUT) for engine in pair.turns(number)}
 
     answers = _rounds(round_, rounds)
     assert not any(answer["cached_tokens"] for each in answers for answer in each.values())
@@ -102,7 +107,7 @@ def hits(pair: Pair, model: LocalModel, rounds: int) -> Iterator[Result]:
         fill, again = ([[*shared, *_tokens(source, _HIT_OWN_TOKENS)] for shared in beginnings] for _ in range(2))
         one = [*beginnings[0], *_tokens(source, _HIT_OWN_TOKENS)]
         answers = {}
-        for engine in pair.turn(number):
+        for engine in pair.turns(number):
             engine.generate(fill, 1)
             first = engine.generate([one], 1)
             answers[engine] = engine.generate(again, _HIT_OUTPUT) | {

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from socket import AF_UNIX
 from socket import socket as Socket  # noqa: N812 - `socket` is a path here
@@ -18,7 +17,7 @@ from typing import IO, Final
 from benchmarks.replay_http import MODEL_NAME
 from benchmarks.vllm_environment import BLOCK_SIZE, CONNECTOR, CONTEXT_TOKENS, LocalModel, environment, interpreter
 
-_START_TIMEOUT_S: Final = 300
+_START_TIMEOUT_S: Final = 600
 _STOP_TIMEOUT_S: Final = 30
 #: What it logs last before it serves; some milliseconds later it listens, and tells nobody.
 _READY: Final = b"Application startup complete."
@@ -27,11 +26,8 @@ _RETRY_S: Final = 0.02
 _LOG_TAIL: Final = 4000
 
 
-@contextlib.contextmanager
-def vllm_server(
-    name: str, directory: Path, model: LocalModel, folder: Path, *, device_blocks: int, run_dir: Path | None
-) -> Iterator[Path]:
-    """A server that is ready; its socket.
+class VllmServer(contextlib.AbstractContextManager["VllmServer"]):
+    """A server that starts at once, and ends with its block.
 
     Args:
         name: of its files.
@@ -40,35 +36,49 @@ def vllm_server(
         folder: of the model.
         device_blocks: of vLLM's own cache.
         run_dir: of the daemon; None: without connector.
-
-    Raises:
-        RuntimeError: it ended, or was not ready in time; with the end of its log.
     """
-    socket, log = directory / f"{name}.sock", directory / f"{name}.log"
-    program = subprocess.Popen(
-        _command(model, folder, socket, device_blocks, with_connector=run_dir is not None),
-        cwd=directory,  # away from the checkout: the client is imported from where it is installed
-        env=environment(run_dir),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    settled = threading.Event()
-    pump = threading.Thread(target=_pump, args=(program.stdout, log, settled))
-    pump.start()
-    try:
-        settled.wait(_START_TIMEOUT_S)
-        written = log.read_bytes()
+
+    def __init__(
+        self, name: str, directory: Path, model: LocalModel, folder: Path, *, device_blocks: int, run_dir: Path | None
+    ) -> None:
+        self._socket, self._log = directory / f"{name}.sock", directory / f"{name}.log"
+        self._settled = threading.Event()
+        self._program = subprocess.Popen(
+            _command(model, folder, self._socket, device_blocks, with_connector=run_dir is not None),
+            cwd=directory,  # away from the checkout: the client is imported from where it is installed
+            env=environment(run_dir),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._pump = threading.Thread(target=_pump, args=(self._program.stdout, self._log, self._settled))
+        self._pump.start()
+
+    def wait_until_ready(self) -> Path:
+        """Until it serves; its socket.
+
+        Raises:
+            RuntimeError: it ended, or was not ready in time; with the end of its log.
+        """
+        self._settled.wait(_START_TIMEOUT_S)
+        written = self._log.read_bytes() if self._log.exists() else b""
         if _READY not in written:
             raise RuntimeError(
                 f"vLLM is not ready; its log ends with:\n{written[-_LOG_TAIL:].decode(errors='replace')}"
             )
-        _wait_until_it_listens(socket)
-        yield socket
-    finally:
-        _stop(program)
-        pump.join(_STOP_TIMEOUT_S)
+        _wait_until_it_listens(self._socket)
+        return self._socket
+
+    def __exit__(self, *_: object) -> None:
+        """End it in order; what is left of its processes is killed."""
+        self._program.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._program.wait(_STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._program.pid, signal.SIGKILL)
+        self._program.wait()
+        self._pump.join(_STOP_TIMEOUT_S)
 
 
 def _command(model: LocalModel, folder: Path, socket: Path, device_blocks: int, *, with_connector: bool) -> list[str]:
@@ -115,13 +125,3 @@ def _wait_until_it_listens(path: Path) -> None:
             else:
                 return
         time.sleep(_RETRY_S)
-
-
-def _stop(program: subprocess.Popen[bytes]) -> None:
-    """End it in order; what is left of its processes is killed."""
-    program.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        program.wait(_STOP_TIMEOUT_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(program.pid, signal.SIGKILL)
-    program.wait()

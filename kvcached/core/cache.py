@@ -183,6 +183,7 @@ class Cache:
 
     def settle(self) -> None:
         """Decide what nobody waits for: what is stored, and what makes room. Call it after each request and event."""
+        self.forgotten.trim()
         for name, pool in self.pools.items():
             tree = self._trees[name]
             if tree.host is not None and pool.healthy:

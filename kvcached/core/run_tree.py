@@ -350,8 +350,8 @@ class RunTree:
     def _note_gone(self, reason: MissReason) -> None:
         """Say why what has left the tree since the last time has left."""
         if self._gone:
-            self._forgotten.add(self.namespace, reason, bytearray().join(self._gone))
-            self._gone.clear()
+            self._forgotten.add(self.namespace, reason, self._gone)
+            self._gone = []
 
 
 def resident(run: Run, pool: int) -> Segment:

@@ -80,7 +80,6 @@ class Offers:
 
     def finish(self, tracked: Tracked) -> None:
         """A request is about to be forgotten by vLLM: hold what is left to offer."""
-        self._postponed.pop(tracked, None)
         if tracked.lease is None and not tracked.ticket:
             return
         if tracked.full > tracked.offered:

@@ -219,10 +219,9 @@ class SchedulerSide:
             self._leases.ask(tracked)
 
     def _confirmed(self, tracked: Tracked, computed_tokens: int) -> int:
-        """Full blocks in so many tokens, as far as the tokens are certain: speculative ones may be rejected."""
-        request = tracked.request
-        full = min(computed_tokens, request.num_tokens) // self._block_size
-        return min(full, len(request.block_hashes), len(tracked.block_ids))
+        """Full blocks in so many tokens, as far as vLLM has their hashes: it has none for speculative tokens."""
+        full = computed_tokens // self._block_size
+        return min(full, len(tracked.request.block_hashes), len(tracked.block_ids))
 
     def _follow(self, step: Step) -> None:
         """Note which blocks requests have, and look at those that fill one in this step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,16 @@ from benchmarks import replay_command
 from benchmarks.__main__ import main
 from benchmarks.replay_http import Answer, ask, complete
 from benchmarks.replay_report import report
-from benchmarks.replay_run import WARM_UP_CALLS, Differences, Play, differences, play, warm_up
+from benchmarks.replay_run import (
+    WARM_UP_CALLS,
+    Differences,
+    Play,
+    differences,
+    play,
+    play_in_turns,
+    segments,
+    warm_up,
+)
 from benchmarks.replay_trace import Call
 from tests.benchmarks.stub_server import break_off, serving
 
@@ -106,7 +116,7 @@ def test_play_answers_in_the_order_of_its_calls(tmp_path: Path) -> None:
     """Every call is sent once, none before its time, and answers come back in order."""
     calls = _calls(20)
 
-    async def talk() -> tuple[float, tuple[Answer, ...], list[list[int]]]:
+    async def talk() -> tuple[float, list[Answer], list[list[int]]]:
         async with serving(tmp_path) as (socket, requests):
             start = asyncio.get_running_loop().time()
             return start, await play(socket, calls), [request["prompt"] for request in requests]
@@ -115,6 +125,25 @@ def test_play_answers_in_the_order_of_its_calls(tmp_path: Path) -> None:
     assert sorted(prompts) == sorted(list(call.prompt) for call in calls)
     assert [answer.tokens[0] for answer in answers] == [call.prompt[-1] + 1 for call in calls]
     assert all(answer.sent_s >= start + call.at_s for answer, call in zip(answers, calls, strict=True))
+
+
+def test_segments_are_played_against_both_servers_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment goes to one server and then to the other; each is first in every other one; answers are in order."""
+    monkeypatch.setattr("benchmarks.replay_run.SEGMENT_S", 0.01)
+    monkeypatch.setattr("benchmarks.replay_run._QUIET_S", 0)
+    calls = _calls(30)
+    played: list[tuple[str, int]] = []
+
+    async def fake(socket: Path, segment: Sequence[Call]) -> list[Answer]:
+        played.append((socket.name, len(segment)))
+        return [_answer(1.0, (len(call.prompt),)) for call in segment]
+
+    monkeypatch.setattr("benchmarks.replay_run.play", fake)
+    found = asyncio.run(play_in_turns(tmp_path / "without", tmp_path / "with", calls))
+    assert played == [(name, 10) for name in ("without", "with", "with", "without", "without", "with")]
+    assert found.without == found.cached
+    assert [answer.tokens[0] for answer in found.cached] == [len(call.prompt) for call in calls]
+    assert [len(segment) for segment in segments(calls)] == [10, 10, 10]
 
 
 def test_warm_up_leaves_nothing_that_hits(tmp_path: Path) -> None:
@@ -142,7 +171,7 @@ def test_report_compares_with_and_without() -> None:
     """Every time has the same time without kvcached as its floor; outputs that differ miss their target."""
     cached = tuple(_answer(number / 1000, (9, 2)) for number in range(1, 101))
     without = tuple(_answer(number / 500) for number in range(1, 101))
-    results = {each.metric: each for each in report("tiny", [Play(tuple(_calls(100)), without, cached)])}
+    results = {each.metric: each for each in report("tiny", Play(tuple(_calls(100)), without, cached))}
     assert {f"tiny_{name}_p{percent}_ms" for name in ("ttft", "latency") for percent in (50, 90, 99)} <= results.keys()
     middle = results["tiny_ttft_p50_ms"]
     assert (middle.value, middle.floor, middle.ratio) == pytest.approx((50.5, 101.0, 0.5))
@@ -160,7 +189,7 @@ def test_figure_is_the_same_for_the_same_answers(tmp_path: Path) -> None:
 
     answers = tuple(_answer(number / 1000) for number in range(1, 20))
     for name in ("one", "two"):
-        draw([Play(tuple(_calls(19)), answers, answers)], "the title", "the caption", tmp_path / name / "figure.svg")
+        draw(Play(tuple(_calls(19)), answers, answers), "the title", "the caption", tmp_path / name / "figure.svg")
     figures = [(tmp_path / name / "figure.svg").read_text() for name in ("one", "two")]
     assert figures[0] == figures[1]
     assert "<svg" in figures[0]

@@ -23,7 +23,7 @@ from benchmarks.vllm_child import running_engine
 from benchmarks.vllm_copies import copies
 from benchmarks.vllm_environment import MODELS
 from benchmarks.vllm_hooks import made_up_steps
-from benchmarks.vllm_server import vllm_server
+from benchmarks.vllm_server import VllmServer
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_made_up_requests_store_every_block_once() -> None:
 
 def test_made_up_steps_have_their_target() -> None:
     """Each number of running requests has a mean with the promised limit, and a median."""
-    results = {result.metric: result for result in made_up_steps(10)}
+    results = {result.metric: result for result in made_up_steps(2)}
     means = {f"made_up_step_{running}_running_us" for running in (1, 8, 64)}
     assert {name for name, result in results.items() if result.target == "value <= 100"} == means
     assert all(result.value > 0 for result in results.values())
@@ -82,7 +82,7 @@ def test_made_up_steps_have_their_target() -> None:
 
 def test_copies_have_every_promised_metric() -> None:
     """On few small blocks, stores and loads arrive; each has its ratio to one large copy, the worst is told first."""
-    results = {result.metric: result for result in copies(10, (PageShape("few", layers=3, page_bytes=4096, blocks=8),))}
+    results = {result.metric: result for result in copies(2, (PageShape("few", layers=3, page_bytes=4096, blocks=8),))}
     kinds = {f"copied_over_memcpy_{kind}_few_ratio" for kind in ("store", "load", "load_unverified")}
     assert {name for name, result in results.items() if result.target} == {*kinds, "copied_over_memcpy_ratio"}
     assert results["copied_over_memcpy_ratio"].value == min(results[name].value for name in kinds)
@@ -149,18 +149,18 @@ def stub(environment: Path, tmp_path: Path) -> Path:
 
 def test_server_is_up_within_its_block(stub: Path) -> None:
     """A server takes connections inside the block, and is gone after it."""
-    with vllm_server("a", stub, MODELS["tiny"], stub, device_blocks=8, run_dir=None) as socket:
-        assert socket.is_socket()
+    with VllmServer("a", stub, MODELS["tiny"], stub, device_blocks=8, run_dir=None) as server:
+        assert server.wait_until_ready().is_socket()
     assert "startup complete" in (stub / "a.log").read_text()
 
 
 def test_server_that_does_not_start_tells_why(stub: Path) -> None:
     """One that ends before it is ready is an error, with the end of its log."""
     with (
+        VllmServer("a", stub, MODELS["tiny"], stub, device_blocks=8, run_dir=stub) as server,
         pytest.raises(RuntimeError, match="no connector here"),
-        vllm_server("a", stub, MODELS["tiny"], stub, device_blocks=8, run_dir=stub),
     ):
-        pass
+        server.wait_until_ready()
 
 
 # --- the clock of hooks ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -32,11 +33,9 @@ print(json.dumps({
 def test_client_installs_alone(tmp_path: Path) -> None:
     """The wheel and its declared dependencies, and nothing else, are enough for the client to hash a chain of keys."""
     project = tomllib.loads((ROOT / "kvcached_client" / "pyproject.toml").read_text())["project"]
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in (ROOT / "kvcached_client").iterdir():  # a copy, for the build writes beside its sources
-        if path.is_file() and path.suffix != ".so":
-            (source / path.name).write_bytes(path.read_bytes())
+    source = tmp_path / "source"  # a copy, for the build writes beside its sources
+    built = shutil.ignore_patterns("*.so", "*.egg-info", "build", "__pycache__")
+    shutil.copytree(ROOT / "kvcached_client", source, ignore=built)
     pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source))
     (wheel,) = tmp_path.glob("kvcached_client-*.whl")
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)

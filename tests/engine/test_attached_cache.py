@@ -174,16 +174,20 @@ def test_daemon_is_not_asked_for_at_every_request(monkeypatch: pytest.MonkeyPatc
     assert (bench.cache.link.session, client.calls) == (0, [])
 
 
-def test_request_that_loads_delays_no_other() -> None:
-    """A request whose hit is under way is in no step, others are; alone, it is waited for, and starts after the hit."""
+@pytest.mark.parametrize(
+    ("bad", "hit", "steps"), [([], 12, [(12, 13)]), ([1], 4, [(4, 8), (8, 13)])], ids=["arrives", "shorter"]
+)
+def test_request_that_loads_delays_no_other(bad: list[int], hit: int, steps: list[tuple[int, int]]) -> None:
+    """A request whose hit is under way is in no step, others are; alone, it is waited for, and starts where it ends."""
     runner = CountingRunner()
     bench = Bench(stored(12), blocks=32)
+    bench.pipes.bad = {0: bad}
     scheduler = Scheduler(bench.cache, runner, Limits(chunk_tokens=8, step_tokens=16, running_max=4))
     scheduler.submit(request(13, max_tokens=1))
     scheduler.submit(request(7, first=100, max_tokens=2))
     results = {result.name: result for result in drain(scheduler)}
-    assert runner.steps == [[(0, 7)], [(7, 8)], [(12, 13)]]
-    assert (results["request-1"].hit_tokens, results["request-1"].loaded_tokens) == (12, 12)
+    assert runner.steps == [[(0, 7)], [(7, 8)], *[[rows] for rows in steps]]
+    assert (results["request-1"].hit_tokens, results["request-1"].loaded_tokens) == (hit, hit)
 
 
 @pytest.mark.parametrize("wait", [True, False])

@@ -286,6 +286,6 @@ def test_everything_goes_wrong(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_everything_goes_wrong_often() -> None:
-    """The same, from 600 other seeds."""
-    for seed in range(1000, 1600):
+    """The same, from 200 other seeds."""
+    for seed in range(1000, 1200):
         World(seed).run()

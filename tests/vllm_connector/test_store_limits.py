@@ -85,6 +85,18 @@ def test_refused_offer_lets_blocks_go() -> None:
     assert [offer.start for offer in rig.link.taken(Offer)] == [0]
 
 
+def test_refused_part_of_a_long_prompt_is_not_offered_on_and_on() -> None:
+    """Where one part of a long prompt was refused, nothing is offered before another block is full."""
+    rig = Rig()
+    request, _ = running(rig, "r", (OFFER_BLOCKS_MAX + 2) * BLOCK)
+    rig.unplan()
+    rig.idle()
+    assert rig.link.taken(Offer) == []
+    request.append(*range(BLOCK))
+    rig.run(request, BLOCK, added=rig.blocks(1))
+    assert [offer.start for offer in rig.link.taken(Offer)] == [0]
+
+
 def test_slow_daemon_postpones_offers() -> None:
     """While the link takes no questions, offers wait, and blocks are not held."""
     rig = Rig()
