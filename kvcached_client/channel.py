@@ -234,11 +234,15 @@ class SessionChannel(Channel):
 
     def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
         """As `Channel.send`; gives back first what was granted after the caller had stopped waiting for it."""
+        self.give_back_late()
+        super().send(request, frames, deadline_ns=deadline_ns)
+
+    def give_back_late(self) -> None:
+        """Release the leases that came, among replies that were read, after the caller had stopped waiting."""
         for lease in self._session.orphans():
             if not self.post(Release(id=self.next_id(), epoch=self.epoch, lease=lease, reply=False)):
                 break
             self._session.drop_orphan(lease)
-        super().send(request, frames, deadline_ns=deadline_ns)
 
     def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
         """As `Channel.receive`; notes when the session is over."""

@@ -341,6 +341,7 @@ def _connect_as(
             keyspace=identity.keyspace,
             label=identity.label,
             layout=layout,
+            deadline_ms=settings.hold_deadline_ms,
             on_stale=on_stale,
         )
 

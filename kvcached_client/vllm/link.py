@@ -85,6 +85,9 @@ class Client(Protocol):
     def release(self, lease: LeaseId) -> None:
         """Give a lease back."""
 
+    def settle(self) -> None:
+        """Give back what was granted after a deadline had passed."""
+
     def clear(self) -> int:
         """Begin a new generation of the namespace."""
 
@@ -112,6 +115,7 @@ class Link:
         self._number = 0
         self._pause_s = 0.0  #: before the next try; 0 once something worked
         self._quiet_s = 0.0
+        self._is_settled = True  #: nothing was granted, as far as is known, that came too late
         self._told: set[str] = set()
 
     def start(self, connect: Callable[[], Client]) -> None:
@@ -194,6 +198,7 @@ class Link:
             self._tell_once(f"no session, vLLM goes on without external cache, trying again: {error}")
             return
         self._client = client
+        self._is_settled = True
         self._number += 1
         self._told.clear()
         grant = client.session
@@ -204,7 +209,8 @@ class Link:
 
     def _serve_next(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._commands or self._is_closing or not self._is_alive())
+            patience_s = None if self._is_settled else max(self._quiet_until - self._clock(), 0.0)
+            self._changed.wait_for(lambda: self._commands or self._is_closing or not self._is_alive(), patience_s)
             if self._is_closing:
                 return
             command = self._commands.popleft() if self._commands else None
@@ -223,6 +229,8 @@ class Link:
                 self._call(lambda client: client.cancel_store(transfer, why))
             case Release(lease=lease) if command.session == self._number:
                 self._call(lambda client: client.release(lease))
+            case None if not self._is_settled:
+                self._settle()
             case _:
                 pass  # of a session that is over
 
@@ -267,6 +275,11 @@ class Link:
             plan = self._call(lambda client: client.prepare_store(offer.lease, offer.start, offer.keys))
         self._events.append(Unplanned(offer.ticket) if plan is None else Planned(offer.ticket, plan))
 
+    def _settle(self) -> None:
+        """After a deadline, nobody else asks: have nothing held at the daemon that nobody knows here."""
+        self._is_settled = True
+        self._call(lambda client: client.settle())  # another deadline that passes unsettles again
+
     def _make_up_clear(self) -> bool:
         """Whether no clear is owed any more."""
         if self._owes_clear:
@@ -303,6 +316,7 @@ class Link:
         return None
 
     def _keep_quiet(self) -> None:
+        self._is_settled = False
         self._quiet_s = _longer(self._quiet_s)
         with self._changed:
             self._quiet_until = self._clock() + self._quiet_s

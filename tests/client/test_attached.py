@@ -134,6 +134,21 @@ def test_copies_that_were_granted_too_late_are_called_off(
     assert (store.transfer, store.shard, store.error) == (8, EVERY_SHARD, "the answer came too late")
 
 
+def test_settling_calls_off_what_was_granted_too_late(
+    daemon: FakeDaemon, script: Script, client: AttachedClient
+) -> None:
+    """Settling gives back copies that were granted too late without another copy to ask for."""
+    script.silent = {PrepareStore}
+    with pytest.raises(DeadlineExceeded):
+        prepare_store(client)
+
+    client.settle()
+
+    (store,) = daemon.of(CommitStore)
+    assert isinstance(store, CommitStore)
+    assert store.transfer == 8
+
+
 def test_late_preparation_that_was_refused_holds_nothing(
     daemon: FakeDaemon, script: Script, client: AttachedClient
 ) -> None:

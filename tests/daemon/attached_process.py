@@ -82,7 +82,9 @@ class ShardMemory:
 class Scheduler:
     """One engine's session. Its leases are released at once: copies under way go on."""
 
-    def __init__(self, run_dir: Path | str, instance: bytes, shards: int, page_bytes: int) -> None:
+    def __init__(
+        self, run_dir: Path | str, instance: bytes, shards: int, page_bytes: int, deadline_ms: int = DEADLINE_MS
+    ) -> None:
         pages = ShardMemory(0, page_bytes).pages
         self.client = AttachedClient.connect(
             run_dir,
@@ -91,7 +93,7 @@ class Scheduler:
             keyspace=b"k" * 32,
             label="tiny",
             layout=AttachedLayout(BLOCK_SIZE, shards, pages.block_bytes, pages.fingerprint),
-            deadline_ms=DEADLINE_MS,
+            deadline_ms=deadline_ms,
         )
         self._requests = 0
 

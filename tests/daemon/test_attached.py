@@ -14,10 +14,10 @@ import pytest
 
 from kvcached_client import Admin, DaemonUnreachable
 from kvcached_client.attached import new_instance
-from kvcached_client.errors import RequestError, TransportError
+from kvcached_client.errors import DeadlineExceeded, RequestError, TransportError
 from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.protocol import HostStats
-from tests.daemon.attached_process import LAYERS, Order, Scheduler, ShardMemory
+from tests.daemon.attached_process import DEADLINE_MS, LAYERS, Order, Scheduler, ShardMemory, keys_of
 from tests.daemon.conftest import LineProcess, RunningDaemon, started
 from tests.daemon.test_host_tier import host_memory
 
@@ -49,8 +49,10 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 class Engine:
     """An engine in this process: its scheduler and its shards."""
 
-    def __init__(self, run_dir: Path, parts: ExitStack, page_bytes: int = PAGE_BYTES) -> None:
-        self.scheduler = Scheduler(run_dir, new_instance(), SHARDS, page_bytes)
+    def __init__(
+        self, run_dir: Path, parts: ExitStack, page_bytes: int = PAGE_BYTES, deadline_ms: int = DEADLINE_MS
+    ) -> None:
+        self.scheduler = Scheduler(run_dir, new_instance(), SHARDS, page_bytes, deadline_ms)
         parts.enter_context(self.scheduler.client)
         self.shards = [ShardMemory(shard, page_bytes) for shard in range(SHARDS)]
         for shard in self.shards:
@@ -76,9 +78,11 @@ class Engine:
 
 
 @contextmanager
-def engine_on(daemon: RunningDaemon, page_bytes: int = PAGE_BYTES) -> Iterator[Engine]:
+def engine_on(
+    daemon: RunningDaemon, page_bytes: int = PAGE_BYTES, *, deadline_ms: int = DEADLINE_MS
+) -> Iterator[Engine]:
     with ExitStack() as parts:
-        yield Engine(daemon.run_dir, parts, page_bytes)
+        yield Engine(daemon.run_dir, parts, page_bytes, deadline_ms)
 
 
 class Processes:
@@ -306,6 +310,25 @@ def test_stopped_engine_disturbs_nobody_when_it_goes_on(tmp_path: Path) -> None:
         assert host(daemon.run_dir).states["quarantined"] == 8
         kill(process)
         assert seconds_until(daemon.run_dir, nothing_held) <= 1
+
+
+def test_engine_settles_what_a_daemon_granted_too_late(daemon: RunningDaemon) -> None:
+    """What a daemon that was stopped grants when it goes on, to calls that have failed, is given back by settling."""
+    with engine_on(daemon, deadline_ms=500) as engine:
+        client = engine.scheduler.client
+        lease, _ = engine.scheduler.acquire("a", 4)
+        daemon.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded):
+            client.prepare_store(lease, 0, keys_of("a", 4))
+        with pytest.raises(DeadlineExceeded):
+            engine.scheduler.acquire("b", 4)
+        daemon.process.send_signal(signal.SIGCONT)
+        seconds_until(daemon.run_dir, lambda stats: (stats.leases, stats.states["filling"]) == (2, 4))
+
+        client.settle()
+        client.release(lease)
+        seconds_until(daemon.run_dir, nothing_held)
+        assert is_sound(daemon)
 
 
 def test_engine_that_connects_anew_has_its_slots_back_when_its_shards_have(

@@ -40,6 +40,7 @@ class FakeClient:
         self.is_alive = True
         self.calls: list[tuple[Any, ...]] = []
         self.entered = threading.Event()
+        self._called = threading.Semaphore(0)
         self.go_on = threading.Event()
         self.go_on.set()
         self._answers = {
@@ -52,6 +53,7 @@ class FakeClient:
     def _answer(self, name: str, *arguments: Any) -> Any:
         self.calls.append((name, *arguments))
         self.entered.set()
+        self._called.release()
         assert self.go_on.wait(10)
         answer = self._answers.get(name)
         if isinstance(answer, list):
@@ -61,6 +63,10 @@ class FakeClient:
                 self.is_alive = False
             raise answer
         return answer
+
+    def await_calls(self, count: int) -> None:
+        for _ in range(count):
+            assert self._called.acquire(timeout=10), f"only {self.calls}"
 
     def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Any:
         return self._answer("acquire", request, keys, tokens, full)
@@ -79,6 +85,9 @@ class FakeClient:
 
     def release(self, lease: int) -> Any:
         return self._answer("release", lease)
+
+    def settle(self) -> Any:
+        return self._answer("settle")
 
     def clear(self) -> Any:
         return self._answer("clear")

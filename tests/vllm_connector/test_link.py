@@ -221,7 +221,21 @@ def test_slow_daemon_keeps_its_session(rig: Rig) -> None:
     rig.now += 10
     assert rig.link.submit(seek(4))
     assert rig.wait(1) == [Found(4, 1, LeaseId(6), 0, None)]
-    assert [call[0] for call in client.calls] == ["acquire", "release", "cancel_load", "acquire"]
+    assert [call[0] for call in client.calls if call[0] != "settle"] == ["acquire", "release", "cancel_load", "acquire"]
+
+
+def test_idle_link_gives_back_what_came_too_late(rig: Rig) -> None:
+    """After a missed deadline and a pause, what was granted too late is given back, though nobody asks for anything."""
+    client = FakeClient(1, acquire=SLOW, settle=[SLOW, None])
+    connected(rig, client)
+    rig.link.submit(seek())
+    assert rig.wait(1) == [NotFound(1)]
+    client.await_calls(3)
+    assert client.calls[1:] == [("settle",), ("settle",)]
+    rig.now += 10
+    rig.link.submit(offer(2))
+    assert rig.wait(1) == [Planned(2, PLAN)]
+    assert client.calls[3][0] == "prepare_store"
 
 
 def test_clear(rig: Rig) -> None:
