@@ -36,6 +36,7 @@ class _Request:
 
     request_id: str
     num_tokens: int
+    num_prompt_tokens: int
     num_computed_tokens: int
     block_hashes: list[bytes]
     block_ids: list[int]
@@ -180,7 +181,7 @@ class SchedulerRig:
         """Its prompt ends at another place in a block than that of the others."""
         tokens = _PROMPT_BLOCKS * BLOCK_SIZE + number * BLOCK_SIZE // running
         blocks = [next(self._next_block) for _ in range(_PROMPT_BLOCKS + 1)]
-        return _Request(f"request-{number}", tokens, 0, self._hashes[:_PROMPT_BLOCKS], blocks)
+        return _Request(f"request-{number}", tokens, tokens, 0, self._hashes[:_PROMPT_BLOCKS], blocks)
 
     def _first_step(self) -> _Step:
         new = [_New(request.request_id, (list(request.block_ids),), 0) for request in self._requests]

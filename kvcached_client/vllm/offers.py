@@ -71,9 +71,9 @@ class Offers:
         if tracked.lease is None:
             if tracked.is_finished:
                 self._part(tracked)
-            elif tracked.full:
+            elif tracked.due:
                 self._leases.seek(tracked, load=False)
-        elif tracked.full > max(tracked.offered, tracked.depth):
+        elif tracked.due > max(tracked.offered, tracked.depth):
             self._offer(tracked)
         elif tracked.is_finished:
             self._part(tracked)
@@ -174,7 +174,7 @@ class Offers:
         start = tracked.offered if tracked.ticket else tracked.depth
         if len(self._stores) + len(self._parting) >= STORES_MAX:
             self.skipped_blocks += tracked.full - start
-            tracked.full = 0
+            tracked.full = tracked.due = 0
             return
         tracked.parting_start, tracked.parting = start, tracked.block_ids[start : tracked.full]
         self._stores.hold(tracked.parting)

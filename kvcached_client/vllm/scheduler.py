@@ -26,6 +26,9 @@ from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, Stor
 from kvcached_client.vllm.stores import Stores
 from kvcached_client.vllm.tracked import BlockPool, Request, Step, Tracked
 
+#: Blocks of the prompt are offered as soon as they are full: other requests may share them. Generated ones wait for
+#: their like, or for the request's end, since an offer costs the scheduler as much for one block as for a hundred.
+GENERATED_BLOCKS_PER_OFFER: Final = 4
 #: How long `reset` waits for the daemon.
 RESET_S_MAX: Final = 2.0
 
@@ -169,7 +172,7 @@ class SchedulerSide:
             return
         self._leases.drop_load(tracked)
         tracked.block_ids = list(block_ids)
-        tracked.full = self._confirmed(tracked, request.num_computed_tokens)  # a load under way is within the hit
+        tracked.full = tracked.due = self._confirmed(tracked, request.num_computed_tokens)  # a load under way is within the hit
         tracked.is_finished = True
         self._offers.finish(tracked)
 
@@ -212,7 +215,7 @@ class SchedulerSide:
         request = tracked.request
         self._leases.release(tracked)
         tracked.preemptions = request.num_preemptions
-        tracked.ticket = tracked.full = 0
+        tracked.ticket = tracked.full = tracked.due = 0
         tracked.is_asked = False
         tracked.block_ids = []
         if self._leases.usable(tracked) and tracked.may_load and not request.skip_reading_prefix_cache:
@@ -246,9 +249,10 @@ class SchedulerSide:
                 self._fill(tracked, end)
 
     def _fill(self, tracked: Tracked, computed_tokens: int) -> None:
-        full = self._confirmed(tracked, computed_tokens)
-        if full > tracked.full:
-            tracked.full = full
+        tracked.full = full = max(self._confirmed(tracked, computed_tokens), tracked.full)
+        prompt_blocks = tracked.request.num_prompt_tokens // self._block_size
+        if full >= tracked.due + (1 if tracked.due < prompt_blocks else GENERATED_BLOCKS_PER_OFFER):
+            tracked.due = full
             self._offers.advance(tracked)
 
     def _take_events(self) -> None:

@@ -22,6 +22,10 @@ class Request(Protocol):
         """Prompt and output so far; speculative tokens do not count."""
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompt."""
+
+    @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV is computed once all steps that were scheduled are over."""
 
@@ -130,6 +134,7 @@ class Tracked:
         depth: where the lease's next store starts.
         offered: blocks that need no offer any more: offered, hit, or refused for the time being.
         full: leading blocks that are computed, or will be at the end of this step.
+        due: as many of them are to be offered without waiting for more.
         block_ids: its blocks in vLLM's pool.
         is_finished: vLLM has forgotten it.
         parting_start, parting: blocks of a finished request that wait to be offered; held, ids from that depth on.
@@ -149,6 +154,7 @@ class Tracked:
     depth: int = 0
     offered: int = 0
     full: int = 0
+    due: int = 0
     block_ids: list[int] = field(default_factory=list)
     is_finished: bool = False
     parting_start: int = 0

@@ -47,6 +47,7 @@ class FakeRequest:
     def __init__(self, request_id: str, tokens: Iterable[int], *, skip_reading: bool = False) -> None:
         self.request_id = request_id
         self.tokens = list(tokens)
+        self.num_prompt_tokens = len(self.tokens)
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.skip_reading_prefix_cache = skip_reading
@@ -57,6 +58,11 @@ class FakeRequest:
         """Tokens of output."""
         self.tokens += tokens
         self.block_hashes += hashes_of(self.tokens)[len(self.block_hashes) :]
+
+    def ask_more(self, *tokens: int) -> None:
+        """Tokens of input, which a session may get at any time."""
+        self.append(*tokens)
+        self.num_prompt_tokens = self.num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -279,6 +285,14 @@ class Rig:
     def held(self) -> list[int]:
         """Blocks that the connector holds."""
         return sorted(self.pool.held)
+
+
+def generate(rig: Rig, request: FakeRequest, blocks: int) -> list[int]:
+    """A step that fills so many more blocks with output; these."""
+    added = rig.blocks(blocks)
+    request.append(*range(blocks * BLOCK))
+    rig.run(request, blocks * BLOCK, added=added)
+    return added
 
 
 def running(rig: Rig, request_id: str, prompt: int, *, hit: int = 0) -> tuple[FakeRequest, list[int]]:

@@ -163,7 +163,7 @@ def test_session_of_input_chunks_keeps_its_blocks() -> None:
     blocks = rig.start(request, 0, 2 * BLOCK)
     rig.plan()
     rig.idle()
-    request.append(*range(BLOCK))
+    request.ask_more(*range(BLOCK))
     rig.run_new(request, [*blocks, *rig.blocks(1)], 2 * BLOCK, BLOCK)
     assert [offer.start for offer in rig.link.taken(Offer)] == [2]
 

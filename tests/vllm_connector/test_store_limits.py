@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvcached_client.vllm.commands import DropStore, Offer, Release, Seek, Unplanned
 from kvcached_client.vllm.offers import OFFER_BLOCKS_MAX, STORES_MAX
-from tests.vllm_connector.rig import BLOCK, Rig, running
+from kvcached_client.vllm.scheduler import GENERATED_BLOCKS_PER_OFFER
+from tests.vllm_connector.rig import BLOCK, Rig, generate, running
 
 
 def test_number_of_stores_is_bounded() -> None:
@@ -49,18 +50,16 @@ def test_long_prompt_is_offered_in_parts() -> None:
     assert rig.held == blocks[: OFFER_BLOCKS_MAX + 2]
 
 
-def test_without_room_nothing_is_offered_until_another_block_is_full() -> None:
-    """Where the host pool has no room the rest is not offered again and again, but with the next full block."""
+def test_without_room_nothing_is_offered_until_more_is_due() -> None:
+    """Where the host pool has no room the rest is not offered again and again, but with the next offer."""
     rig = Rig()
     request, blocks = running(rig, "r", (OFFER_BLOCKS_MAX + 2) * BLOCK)
     rig.plan(depth=3, pieces=[(0, 3)])
     rig.report(rig.idle())
     assert (rig.held, rig.link.taken(Offer), rig.side.take_skipped()) == ([], [], OFFER_BLOCKS_MAX - 3)
-    request.append(*range(BLOCK))
-    more = rig.blocks(1)
-    rig.run(request, BLOCK, added=more)
+    more = generate(rig, request, GENERATED_BLOCKS_PER_OFFER)
     assert [(offer.start, offer.keys[:16]) for offer in rig.link.taken(Offer)] == [(3, request.keys(3, 4))]
-    assert rig.held == [*blocks[3:], *more]
+    assert rig.held == [*blocks[3:], *more][:OFFER_BLOCKS_MAX]
 
 
 def test_finished_request_without_room_is_let_go() -> None:
@@ -74,26 +73,24 @@ def test_finished_request_without_room_is_let_go() -> None:
 
 
 def test_refused_offer_lets_blocks_go() -> None:
-    """Blocks whose offer was refused are let go and counted, and offered again with the next full block."""
+    """Blocks whose offer was refused are let go and counted, and offered again with the next ones."""
     rig = Rig()
     request, _ = running(rig, "r", 2 * BLOCK)
     rig.unplan()
     rig.idle()
     assert (rig.held, rig.side.take_skipped(), rig.link.taken(Offer)) == ([], 2, [])
-    request.append(*range(BLOCK))
-    rig.run(request, BLOCK, added=rig.blocks(1))
+    generate(rig, request, GENERATED_BLOCKS_PER_OFFER)
     assert [offer.start for offer in rig.link.taken(Offer)] == [0]
 
 
 def test_refused_part_of_a_long_prompt_is_not_offered_on_and_on() -> None:
-    """Where one part of a long prompt was refused, nothing is offered before another block is full."""
+    """Where one part of a long prompt was refused, nothing is offered before more is due."""
     rig = Rig()
     request, _ = running(rig, "r", (OFFER_BLOCKS_MAX + 2) * BLOCK)
     rig.unplan()
     rig.idle()
     assert rig.link.taken(Offer) == []
-    request.append(*range(BLOCK))
-    rig.run(request, BLOCK, added=rig.blocks(1))
+    generate(rig, request, GENERATED_BLOCKS_PER_OFFER)
     assert [offer.start for offer in rig.link.taken(Offer)] == [0]
 
 
@@ -151,14 +148,13 @@ def test_running_request_stores_into_the_next_session() -> None:
     rig.idle()
     rig.lose()
     rig.connect()
-    request.append(*range(BLOCK))
-    rig.run(request, BLOCK, added=rig.blocks(1))
+    generate(rig, request, GENERATED_BLOCKS_PER_OFFER)
     (seek,) = rig.link.commands
     assert isinstance(seek, Seek)
-    assert (seek.load, seek.keys) == (False, request.keys(0, 3))
+    assert (seek.load, seek.keys) == (False, request.keys(0, 2 + GENERATED_BLOCKS_PER_OFFER))
     rig.found(1)
     rig.idle()
-    assert rig.plan().pieces == ((1, 2),)
+    assert rig.plan().pieces == ((1, 1 + GENERATED_BLOCKS_PER_OFFER),)
     assert rig.idle().stores[0].session == 2
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvcached_client.vllm.commands import DropStore, Offer, Release
-from tests.vllm_connector.rig import BLOCK, GENERATION, Rig, running
+from kvcached_client.vllm.scheduler import GENERATED_BLOCKS_PER_OFFER
+from tests.vllm_connector.rig import BLOCK, GENERATION, Rig, generate, running
 
 
 def test_full_blocks_are_offered_and_held() -> None:
@@ -102,17 +103,40 @@ def test_earlier_blocks_that_are_gone_cancel_the_store() -> None:
     assert (rig.held, rig.side.take_skipped()) == ([], 2)
 
 
-def test_decode_offers_when_a_block_fills() -> None:
-    """While decoding, a step that fills no block asks nothing; the one that does offers it."""
+def test_decode_offers_some_blocks_at_a_time() -> None:
+    """Generated blocks are offered together, in the step that fills the last of so many; other steps ask nothing."""
     rig = Rig()
     request, _ = running(rig, "r", BLOCK + 1)
     rig.plan()
-    added = None
-    for token in range(BLOCK - 1):
+    offers = []
+    for token in range(1, GENERATED_BLOCKS_PER_OFFER * BLOCK):
         request.append(token)
-        rig.run(request, 1, added=added)
-        added = None
-        assert bool(rig.link.taken(Offer)) == (token == BLOCK - 2)
+        rig.run(request, 1, added=rig.blocks(1) if token % BLOCK == 0 else None)
+        offers += [(token, len(offer.keys) // 16) for offer in rig.link.taken(Offer)]
+    assert offers == [(GENERATED_BLOCKS_PER_OFFER * BLOCK - 1, GENERATED_BLOCKS_PER_OFFER)]
+
+
+def test_prompt_is_offered_to_its_last_full_block() -> None:
+    """Blocks of a prompt do not wait for others, however few a chunk of it fills."""
+    rig = Rig()
+    request = rig.arrive("r", 3 * BLOCK)
+    rig.found(0)
+    rig.matched(request)
+    rig.start(request, 0, 2 * BLOCK)
+    rig.plan()
+    rig.run(request, BLOCK, added=rig.blocks(1))
+    assert [offer.start for offer in rig.link.taken(Offer)] == [2]
+
+
+def test_end_offers_generated_blocks_that_waited() -> None:
+    """The last full blocks of a request are offered when it ends, however few they are."""
+    rig = Rig()
+    request, blocks = running(rig, "r", 2 * BLOCK)
+    rig.plan()
+    more = generate(rig, request, 1)
+    assert rig.link.taken(Offer) == []
+    rig.finish(request, blocks + more)
+    assert [(offer.start, offer.keys) for offer in rig.link.taken(Offer)] == [(2, request.keys(2, 3))]
 
 
 def test_new_blocks_are_appended_and_resumed_ones_replace() -> None:
@@ -124,6 +148,7 @@ def test_new_blocks_are_appended_and_resumed_ones_replace() -> None:
     for token in range(BLOCK):
         request.append(token)
         rig.run(request, 1, added=more if token == 0 else None)
+    more += generate(rig, request, GENERATED_BLOCKS_PER_OFFER - 1)
     rig.plan()
     assert rig.idle().stores[0].job.spans[0].blocks.tolist() == more
     rig.preempt(request)
@@ -159,6 +184,7 @@ def test_speculative_tokens_are_not_stored() -> None:
     rig = Rig()
     request, _ = running(rig, "r", BLOCK + 2)
     rig.plan()
+    generate(rig, request, GENERATED_BLOCKS_PER_OFFER - 1)
     rig.run(request, 1 + 4, added=rig.blocks(1))  # one token and four guesses, which would fill a block
     assert rig.link.taken(Offer) == []
     request.append(1, 2)
@@ -226,7 +252,7 @@ def test_finish_while_lease_is_sought_holds_its_blocks() -> None:
 
 
 def test_request_that_came_without_session_gets_a_lease_later() -> None:
-    """Blocks of a request that arrived without a session are stored once there is one and another block is full."""
+    """Blocks of a request that arrived without a session are stored once there is one and more is due."""
     rig = Rig(is_connected=False)
     rig.link.is_taking = False
     request = rig.arrive("r", 2 * BLOCK + 1)
@@ -234,8 +260,7 @@ def test_request_that_came_without_session_gets_a_lease_later() -> None:
     rig.start(request, 0, 2 * BLOCK + 1)
     rig.connect()
     rig.idle()
-    request.append(*range(BLOCK))
-    rig.run(request, BLOCK, added=rig.blocks(1))
+    generate(rig, request, GENERATED_BLOCKS_PER_OFFER)
     rig.found(0)
     rig.idle()
-    assert rig.plan().pieces == ((0, 3),)
+    assert rig.plan().pieces == ((0, 2 + GENERATED_BLOCKS_PER_OFFER),)
