@@ -17,6 +17,8 @@ from kvcached_client.types import SessionId, ShardIndex, TransferId
 
 #: Every shard at once: the scheduler says that a copy will not be made.
 EVERY_SHARD = -1
+#: The failure of an exchange that nobody needs any more.
+_CALLED_OFF = "called off"
 
 
 class StorePlan(NamedTuple):
@@ -98,7 +100,7 @@ class Exchanges:
     def settled(self, exchange: Exchange, shard: int, error: str) -> bool:
         """Note that a shard is through, or that none will copy: a failure, said or not. Whether every shard is."""
         if shard == EVERY_SHARD:
-            error = error or "called off"
+            error = error or _CALLED_OFF
             exchange.waiting.clear()
         exchange.failure = exchange.failure or error
         exchange.waiting.discard(ShardIndex(shard))
@@ -115,7 +117,8 @@ class Exchanges:
         self._close(session, load, TransferState.DONE if good else TransferState.FAILED)
         arrived = 0 if load.failure else min(load.corrupt, default=load.blocks)
         self._counters["loaded_blocks"] += arrived
-        self._counters["load_failed_blocks"] += load.blocks - arrived
+        ending = "load_called_off_blocks" if load.failure == _CALLED_OFF else "load_failed_blocks"
+        self._counters[ending] += load.blocks - arrived
         self._counters["corrupt_blocks"] += len(load.corrupt)
         for block in sorted(load.corrupt, reverse=True):
             self._drop_corrupt(load, block)

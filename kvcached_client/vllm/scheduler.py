@@ -172,7 +172,8 @@ class SchedulerSide:
             return
         self._leases.drop_load(tracked)
         tracked.block_ids = list(block_ids)
-        tracked.full = tracked.due = self._confirmed(tracked, request.num_computed_tokens)  # a load under way is within the hit
+        # A load under way is within the hit.
+        tracked.full = tracked.due = self._confirmed(tracked, request.num_computed_tokens)
         tracked.is_finished = True
         self._offers.finish(tracked)
 

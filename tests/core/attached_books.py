@@ -38,6 +38,7 @@ class Job:
     failed: bool = False
     corrupt: set[int] = field(default_factory=set)
     orphaned: bool = False
+    is_called_off: bool = False
 
 
 @dataclass(eq=False)
@@ -146,6 +147,7 @@ class AttachedAccounts:
             "store_refused_blocks",
             "loaded_blocks",
             "load_failed_blocks",
+            "load_called_off_blocks",
             "host_hit_blocks",
             "missed_blocks",
             "acquires",

@@ -386,7 +386,7 @@ class AttachedPlayers:
         ]
         if (picked := self._pick(jobs)) is not None:
             player, job = picked
-            job.failed = True
+            job.failed = job.is_called_off = True
             del player.jobs[job.transfer]
             self._ends(player, job)
             self._tell(player.id, job, EVERY_SHARD, "", ())
@@ -463,7 +463,7 @@ class AttachedPlayers:
             return
         arrived = 0 if job.failed else min(job.corrupt, default=len(job.blocks))
         due["loaded_blocks"] += arrived
-        due["load_failed_blocks"] += len(job.blocks) - arrived
+        due["load_called_off_blocks" if job.is_called_off else "load_failed_blocks"] += len(job.blocks) - arrived
         for number in job.corrupt:
             key, slot = job.blocks[number]
             self.corrupt.add((job.edition, slot))

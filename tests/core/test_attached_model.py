@@ -19,6 +19,7 @@ SEEN = {
     "store_refused_blocks",
     "loaded_blocks",
     "load_failed_blocks",
+    "load_called_off_blocks",
     "host_hit_blocks",
     "corrupt_blocks",
     "corrupt while another reads",
