@@ -6,7 +6,8 @@
 #
 # Engines share the volume /run/kvcached and run as the same user id (10001): the sockets admit no other one.
 # The pools are shared memory of this container (memfd), so its memory limit must hold them; /dev/shm is not used.
-# In this version a crash of the daemon loses the cache: the workers, which hold the pools, end with it.
+# The first process keeps the host pool while the daemon is dead, and starts it again: `docker kill --signal HUP` upgrades or
+# restarts the daemon with its cache, and a crash loses nothing of the host pool. The end of the container does.
 
 FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
@@ -26,4 +27,4 @@ USER kvcached
 VOLUME /run/kvcached
 HEALTHCHECK --interval=10s --timeout=6s --start-period=35s CMD ["kvcached", "health"]
 ENTRYPOINT ["kvcached"]
-CMD ["serve"]
+CMD ["supervise"]

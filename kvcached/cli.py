@@ -29,6 +29,7 @@ from kvcached.cli_common import (
 )
 from kvcached.cli_doctor import doctor
 from kvcached.cli_explain import explain
+from kvcached.cli_supervise import supervise
 
 if TYPE_CHECKING:
     from kvcached.config import Config
@@ -73,6 +74,7 @@ def main() -> None:
 
 main.add_command(explain)
 main.add_command(doctor)
+main.add_command(supervise)
 
 
 def _overlay_options(command: Callable[..., None]) -> Callable[..., None]:

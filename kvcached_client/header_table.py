@@ -16,6 +16,8 @@ from kvcached_client.host_header import KEY_BYTES, BlockName, HeaderKind
 from kvcached_client.slabs import HEADER_BYTES
 
 Rows = npt.NDArray[np.uint8]
+#: The same rows as 16 words each.
+Words = npt.NDArray[np.uint64]
 
 _KEY: Final = slice(48, 64)
 _PARENT: Final = slice(64, 80)
@@ -25,6 +27,7 @@ _DEPTH: Final = slice(112, 116)
 _BODY_BYTES: Final = 120
 _SEAL: Final = slice(_BODY_BYTES, HEADER_BYTES)
 _WORD: Final = np.dtype("<u8")
+_CLAIM_START: Final = np.frombuffer(host_header.CLAIM_START, _WORD)[0]
 
 
 class BlockNames(NamedTuple):
@@ -43,11 +46,28 @@ class HeaderTable:
 
     def __init__(self, memory: memoryview) -> None:
         words = HEADER_BYTES // _WORD.itemsize
-        self._words: npt.NDArray[np.uint64] = np.frombuffer(memory, _WORD).reshape(-1, words)
+        self._words: Words = np.frombuffer(memory, _WORD).reshape(-1, words)
 
     def invalidate(self, places: npt.NDArray[np.int64]) -> None:
-        """Say that the slots hold no blocks."""
-        self._words[places // HEADER_BYTES] = 0
+        """Say that the slots hold no blocks. Claims stay."""
+        rows = places // HEADER_BYTES
+        self._words[rows[self._words[rows, 0] != _CLAIM_START]] = 0
+
+    def claim(self, places: npt.NDArray[np.int64], epoch: int, session: int) -> None:
+        """Say who may be writing the slots."""
+        rows = places // HEADER_BYTES
+        words = np.frombuffer(host_header.pack_claim(epoch, session), _WORD)
+        self._words[rows, 1:] = words[1:]
+        self._words[rows, 0] = words[0]
+
+    def clear(self, place: int, size_bytes: int) -> None:
+        """Zero what lies from `place` on, whatever it is; both are multiples of 128."""
+        self._words[place // HEADER_BYTES : (place + size_bytes) // HEADER_BYTES] = 0
+
+    def copy(self, place: int, count: int) -> Words:
+        """So many headers from `place` on, as rows of 16 words. Writers do not change what was copied."""
+        first = place // HEADER_BYTES
+        return self._words[first : first + count].copy()
 
     def write(self, places: npt.NDArray[np.int64], headers: Rows) -> None:
         """Say that the slots hold the blocks of these headers. The bytes of the blocks must be there already."""
@@ -64,7 +84,7 @@ def pack(kind: HeaderKind, names: BlockNames, checksums: bytes, epoch: int, tran
     """Valid headers. `checksums` has 16 bytes for each block."""
     headers = _bodies(kind, names, epoch, transfer)
     headers[:, _CHECKSUM] = _rows_of(checksums, KEY_BYTES)
-    headers[:, _SEAL] = _seals(headers)
+    headers[:, _SEAL] = seals(headers)
     return headers
 
 
@@ -73,7 +93,7 @@ def stored_checksums(headers: Rows, kind: HeaderKind, names: BlockNames) -> tupl
     wanted = _bodies(kind, names, 0, 0)
     for untold in (_CHECKSUM, _WRITER):
         wanted[:, untold] = headers[:, untold]
-    wanted[:, _SEAL] = _seals(headers)
+    wanted[:, _SEAL] = seals(headers)
     differences = wanted.view(_WORD) ^ headers.view(_WORD)
     return (differences == 0).all(axis=1), headers[:, _CHECKSUM]
 
@@ -88,10 +108,11 @@ def _bodies(kind: HeaderKind, names: BlockNames, epoch: int, transfer: int) -> R
     return headers
 
 
-def _seals(headers: Rows) -> Rows:
+def seals(headers: Rows) -> Rows:
+    """What the seals of these headers ought to be, as their last eight bytes."""
     data = memoryview(headers.tobytes())
-    seals = b"".join([xxh3_64_digest(data[at : at + _BODY_BYTES]) for at in range(0, len(data), HEADER_BYTES)])
-    return _rows_of(seals, _WORD.itemsize)[:, ::-1]  # digests are big-endian
+    digests = b"".join([xxh3_64_digest(data[at : at + _BODY_BYTES]) for at in range(0, len(data), HEADER_BYTES)])
+    return _rows_of(digests, _WORD.itemsize)[:, ::-1]  # digests are big-endian
 
 
 def _rows_of(data: bytes, size: int) -> Rows:

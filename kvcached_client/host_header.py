@@ -4,7 +4,7 @@ Little-endian::
 
       0   4s  magic        b"KVCH"
       4  u16  format       1
-      6  u16  valid        1; anything else: the slot holds no block
+      6  u16  valid        1: the slot holds a block; 2: a claim, see below; anything else: nothing
       8  u64  generation   of the namespace
      16  16s  namespace    its first 16 bytes
      32  16s  fingerprint  of the layout
@@ -17,8 +17,18 @@ Little-endian::
     116  u32  zero
     120  u64  seal         xxh3_64 of the 120 bytes before
 
-A header is all zero while its slot is written, and appears when the block is complete. Its first eight bytes come last,
-in one write: a writer that dies at any moment leaves either no header or a whole one.
+A header is no block's while its slot is written, and appears when the block is complete. Its first eight bytes come
+last, in one write: a writer that dies at any moment leaves either no header or a whole one.
+
+A *claim* says who may be writing the slot. The daemon writes it before it tells an engine in attached mode to write, so
+that a daemon that finds it after a restart leaves the slot alone until that engine has spoken or is dead. In a claim
+all fields are zero but magic, format, valid, seal, and::
+
+     96  u64  epoch        of the daemon that gave the slot away
+    104  u64  session      to whom
+
+A claim is no block. Writers leave it in place while they write, where they would zero the header of an earlier block;
+the header of the new block replaces it.
 """
 
 from __future__ import annotations
@@ -37,10 +47,15 @@ NAMESPACE_BYTES: Final = 16
 _MAGIC: Final = b"KVCH"
 _FORMAT: Final = 1
 _VALID: Final = 1
+_CLAIMED: Final = 2
 _BODY: Final = struct.Struct("<4sHHQ16s16s16s16s16sQQII")
 _SEAL: Final = struct.Struct("<Q")
 _FIRST_WRITE_END: Final = 8
 _NO_PARENT: Final = bytes(KEY_BYTES)
+
+#: How the header of a block begins, and how a claim does.
+BLOCK_START: Final = struct.pack("<4sHH", _MAGIC, _FORMAT, _VALID)
+CLAIM_START: Final = struct.pack("<4sHH", _MAGIC, _FORMAT, _CLAIMED)
 
 
 class BlockName(NamedTuple):
@@ -79,9 +94,17 @@ def pack(kind: HeaderKind, name: BlockName, checksum: bytes, epoch: int, transfe
     return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
 
 
+def pack_claim(epoch: int, session: int) -> bytes:
+    """A claim, in place of a header: the slot was given to `session` by the daemon of `epoch`."""
+    zeros = bytes(KEY_BYTES)
+    body = _BODY.pack(_MAGIC, _FORMAT, _CLAIMED, 0, zeros, zeros, zeros, zeros, zeros, epoch, session, 0, 0)
+    return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+
 def invalidate(place: memoryview) -> None:
-    """Say that the slot holds no block. `place` is the header's 128 bytes in the host pool."""
-    place[:] = bytes(HEADER_BYTES)
+    """Say that the slot holds no block. `place` is the header's 128 bytes in the host pool. A claim stays."""
+    if place[:_FIRST_WRITE_END] != CLAIM_START:
+        place[:] = bytes(HEADER_BYTES)
 
 
 def write(place: memoryview, header: bytes) -> None:

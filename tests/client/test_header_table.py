@@ -132,6 +132,51 @@ def test_table_touches_only_its_headers() -> None:
     assert memory == expected
 
 
+def test_claims_are_those_of_one_slot() -> None:
+    """Claimed together, headers are the bytes of one claim each, and nothing beside them changes."""
+    before = random.Random(1).randbytes(1280)
+    memory = bytearray(before)
+
+    HeaderTable(memoryview(memory)).claim(np.array([256, 0]), 11, 13)
+
+    expected = bytearray(before)
+    for place in (256, 0):
+        expected[place : place + 128] = host_header.pack_claim(11, 13)
+    assert memory == expected
+
+
+def test_claims_are_no_blocks_and_outlast_invalidation() -> None:
+    """A claim among headers is not held, stays while its slot is written, and gives way to the new header."""
+    blocks, places = some_blocks(3), np.array([0, 128, 256])
+    headers = header_table.pack(KIND, names_of(blocks), bytes(48), 1, 2)
+    memory = bytearray(headers.tobytes())
+    table = HeaderTable(memoryview(memory))
+    table.claim(places[1:2], 11, 13)
+
+    assert header_table.stored_checksums(table.read(places), KIND, names_of(blocks))[0].tolist() == [True, False, True]
+
+    table.invalidate(places)
+
+    assert memory == bytes(128) + host_header.pack_claim(11, 13) + bytes(128)
+
+    table.write(places, headers)
+
+    assert memory == headers.tobytes()
+
+
+def test_copied_headers_do_not_change() -> None:
+    """A copy of headers is what they were, whatever is written later; cleared ones are zero, others are not touched."""
+    before = random.Random(2).randbytes(1280)
+    memory = bytearray(before)
+    table = HeaderTable(memoryview(memory))
+
+    copied = table.copy(256, 3)
+    table.clear(128, 512)
+
+    assert copied.tobytes() == before[256:640]
+    assert memory == before[:128] + bytes(512) + before[640:]
+
+
 class Watched:
     """Words of memory that keep the order in which columns are assigned."""
 
@@ -143,11 +188,13 @@ class Watched:
 
 
 def test_first_word_of_a_header_is_written_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Header by header, whoever looks in between sees no header, or a whole one."""
+    """Header by header, be it a block's or a claim, whoever looks in between sees none, or a whole one."""
     table, watched = HeaderTable(memoryview(bytearray(256))), Watched()
     monkeypatch.setattr(table, "_words", watched)
 
     table.write(np.array([128]), header_table.pack(KIND, names_of(some_blocks(1)), bytes(16), 1, 2))
 
+    table.claim(np.array([128]), 11, 13)
+
     columns = [place[1] for place in watched.assigned if isinstance(place, tuple)]
-    assert columns == [slice(1, None), 0]
+    assert columns == [slice(1, None), 0] * 2

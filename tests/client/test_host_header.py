@@ -81,6 +81,33 @@ def test_invalidated_header_is_zero() -> None:
     assert checksum_in(place) is None
 
 
+def test_claim_is_as_described() -> None:
+    """A claim names epoch and session where the module's description says, has a seal, and is zero elsewhere."""
+    body = struct.pack("<4sHH88xQQ8x", b"KVCH", 1, 2, 11, 13)
+
+    assert host_header.pack_claim(11, 13) == body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+def test_claim_is_no_block() -> None:
+    """Not even a claim that has all of a block's fields, and a good seal, gives a checksum."""
+    body = bytearray(HEADER[:120])
+    body[6] = 2
+
+    assert checksum_in(host_header.pack_claim(11, 13)) is None
+    assert checksum_in(bytes(body) + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))) is None
+
+
+def test_claim_outlasts_invalidation() -> None:
+    """A writer that begins leaves the claim in place, for it is as good as zeros and says who is writing."""
+    place = bytearray(host_header.pack_claim(11, 13))
+
+    host_header.invalidate(memoryview(place))
+
+    assert place == host_header.pack_claim(11, 13)
+    host_header.write(memoryview(place), HEADER)
+    assert checksum_in(place) == CHECKSUM
+
+
 class Recorder:
     """A header's place that keeps what it looked like after each write."""
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvcached import VERSION
-from kvcached.cli import main
+from kvcached.cli import ExitCode, main
 from kvcached.config import Config
 from tests.project.source_tree import ROOT
 
@@ -37,6 +37,14 @@ def test_service_stops_the_daemon_alone() -> None:
 
     assert (service["KillMode"], service["RuntimeDirectoryPreserve"]) == ("process", "restart")
     assert (service["Type"], service["OOMPolicy"]) == ("notify", "continue")
+
+
+def test_service_keeps_the_host_pool() -> None:
+    """The unit keeps descriptors, and starts the daemon again unless it was told to stop or is misconfigured."""
+    service = unit()
+
+    assert int(service["FileDescriptorStoreMax"]) >= 1
+    assert (service["Restart"], service["RestartPreventExitStatus"]) == ("on-failure", str(ExitCode.USAGE.value))
 
 
 def test_service_starts_a_command_that_exists() -> None:
@@ -77,12 +85,12 @@ def test_service_is_confined(directive: str) -> None:
 
 
 def test_container_does_not_run_as_root() -> None:
-    """The image ends as a fixed user that is not root, and serves by default."""
+    """The image ends as a fixed user that is not root, and serves under supervision by default."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()
 
     assert [line for line in lines if line.startswith("USER")] == ["USER kvcached"]
     assert any("--uid 10001" in line for line in lines)
-    assert lines[-2:] == ['ENTRYPOINT ["kvcached"]', 'CMD ["serve"]']
+    assert lines[-2:] == ['ENTRYPOINT ["kvcached"]', 'CMD ["supervise"]']
 
 
 def test_pre_commit_hooks_need_no_network() -> None:

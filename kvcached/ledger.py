@@ -1,0 +1,257 @@
+"""What a daemon writes down for its successor: a file in the run directory, JSON, small and rarely changed.
+
+It is written before the reply or order whose effect it describes, so that a daemon that is killed at any moment leaves
+a ledger that is not behind what others were told. It has to outlive processes, not the machine: a ledger of another
+boot is not used. What blocks there are it does not say; their headers do (`kvcached.recovery`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import stat
+from pathlib import Path
+from typing import Annotated, Final, Literal, TypeAlias
+
+import msgspec
+
+FORMAT: Final = 1
+#: Of the file. A ledger has a few hundred bytes for each session and about six for each slab.
+LEDGER_BYTES_MAX: Final = 64 << 20
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_MODE: Final = 0o600
+#: Fields of /proc/<pid>/stat behind the program's name, counted from 0.
+_STAT_START_TIME: Final = 19
+
+_log: Final = logging.getLogger(__name__)
+
+#: Bytes as hex digits: ``value.hex()``, and back with ``bytes.fromhex``.
+Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$", max_length=1024)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Positive: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]
+Pid: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=(1 << 31) - 1)]
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A process, told from later ones that get its id.
+
+    Attributes:
+        pid: in the daemon's pid namespace.
+        started: when it started, in clock ticks after the boot.
+    """
+
+    pid: Pid
+    started: Count
+
+
+class HostPoolRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The host pool's memory: which memfd it is, and how it is cut.
+
+    Attributes:
+        lent: slabs of each namespace, by its root in hex. A slab is in one list at most; those in none are nobody's.
+    """
+
+    device: Count
+    inode: Count
+    slabs: Positive
+    slab_bytes: Positive
+    lent: dict[Hex, tuple[Count, ...]]
+
+    def __post_init__(self) -> None:
+        """Refuse slabs that are not there, or lent twice; of our own making that is a bug, of a file's it is damage."""
+        slabs = [slab for each in self.lent.values() for slab in each]
+        if len(set(slabs)) < len(slabs) or any(slab >= self.slabs for slab in slabs):
+            raise ValueError(f"a slab is lent twice, or is not one of {self.slabs}")
+
+
+class SpaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A namespace that engines in attached mode have declared.
+
+    Attributes:
+        root: 32 bytes as hex; `HostPoolRecord.lent` names it so.
+        fingerprint: of the layout, as headers have it.
+        block_bytes: size of a block on one shard.
+    """
+
+    root: Hex
+    label: str
+    fingerprint: Hex
+    block_size: Positive
+    shards: Positive
+    block_bytes: Positive
+    slots_per_slab: Count
+    generation: Count
+
+
+class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A configured replica, as it was served.
+
+    Attributes:
+        fingerprint: of its layout.
+        namespace: root of its blocks' names, in its present generation.
+    """
+
+    name: str
+    fingerprint: Hex
+    namespace: Hex
+    generation: Count
+    weights_version: str
+    slots: Positive
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A worker process that may outlive the daemon for a while."""
+
+    replica: str
+    shard: Count
+    process: ProcessIdentity
+
+
+class MemberRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A process of a session, which may write the session's slots as long as it lives.
+
+    Attributes:
+        process: None where it is not visible from here, in a pid namespace of its own: nobody can see it die.
+        shard: which of them it is; None is the scheduler.
+    """
+
+    process: ProcessIdentity | None
+    shard: Count | None = None
+
+
+class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One engine group.
+
+    Attributes:
+        epoch: of the daemon that opened it; ids count from the start of a daemon.
+        mode: on a replica's device pool, or attached.
+        place: the replica's name, or the root of the namespace in hex.
+        instance: in attached mode, what the engine calls itself in every hello.
+    """
+
+    id: Count
+    epoch: Count
+    mode: Literal["device", "attached"]
+    place: str
+    instance: Hex = ""
+    members: tuple[MemberRecord, ...] = ()
+
+
+class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All of it.
+
+    Attributes:
+        format: of this file.
+        boot: which boot of the machine it is of.
+        epoch: of the daemon that wrote it.
+        host: None without a host tier.
+    """
+
+    format: Literal[1] = FORMAT
+    boot: str
+    epoch: Count
+    host: HostPoolRecord | None = None
+    spaces: tuple[SpaceRecord, ...] = ()
+    replicas: tuple[ReplicaRecord, ...] = ()
+    workers: tuple[WorkerRecord, ...] = ()
+    sessions: tuple[SessionRecord, ...] = ()
+
+
+class _Head(msgspec.Struct):
+    """What decides whether the rest is read."""
+
+    format: int
+    boot: str
+
+
+class LedgerFile:
+    """The file of one daemon, which no other one writes: the run directory's lock sees to that."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._new = path.with_name(f"{path.name}.new")
+
+    def write(self, ledger: Ledger) -> None:
+        """Replace the ledger. Whoever is killed in between leaves the old one or the new one, whole.
+
+        Raises:
+            OSError: it could not be written; the old one is as it was.
+        """
+        data = msgspec.json.encode(ledger)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(self._new, flags, _MODE), "wb") as file:
+            file.write(data)
+        self._new.replace(self._path)
+
+    def remove(self) -> None:
+        """There is nothing to hand on any more. Does nothing where there is no ledger."""
+        self._path.unlink(missing_ok=True)
+
+
+def read_ledger(path: Path) -> Ledger | None:
+    """The ledger of the daemon before this one, or None, with a log line that says why: then the start is cold."""
+    try:
+        data = _content(path)
+        head = msgspec.json.decode(data, type=_Head)
+        if head.format != FORMAT:
+            _log.warning("%s not used: its format is %d, this daemon's is %d", path, head.format, FORMAT)
+            return None
+        if head.boot != boot_id():
+            _log.info("%s not used: the machine has been booted since it was written", path)
+            return None
+        return msgspec.json.decode(data, type=Ledger)
+    except FileNotFoundError:
+        _log.info("no %s: nothing is taken over from an earlier daemon", path)
+    except OSError as error:
+        _log.warning("%s cannot be read and is not used: %s", path, error.strerror)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        _log.warning("%s is damaged and not used: %s", path, error)
+    return None
+
+
+def _content(path: Path) -> bytes:
+    # A pipe in its place must not make the start wait.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise ValueError("it is no file of this user's")
+        data = file.read(LEDGER_BYTES_MAX + 1)
+    if len(data) > LEDGER_BYTES_MAX:
+        raise ValueError(f"more than {LEDGER_BYTES_MAX} bytes")
+    return data
+
+
+def boot_id() -> str:
+    """What this boot of the machine is called."""
+    return _BOOT_ID.read_text("ascii").strip()
+
+
+def identity_of(pid: int) -> ProcessIdentity | None:
+    """What tells a process from later ones that get its id; None where it is gone, or not visible from here."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return ProcessIdentity(pid, int(fields[_STAT_START_TIME]))
+
+
+def open_process(pid: int, started: int) -> int | None:
+    """A pidfd of a process that was written down, or None where it is dead. The caller closes it.
+
+    A process whose start time cannot be seen is taken for the one that was meant: to wait for a stranger's end costs
+    some slots, to take a living writer for dead would cost somebody's blocks.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    found = identity_of(pid)
+    # Alive after the look: then what was seen was this process's, and not that of another one with its id.
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    if poll.poll(0) or (found is not None and found.started != started):
+        os.close(pidfd)
+        return None
+    return pidfd

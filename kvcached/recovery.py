@@ -1,0 +1,177 @@
+"""What the headers of the host pool tell a daemon that starts: which blocks there are, and who may still be writing.
+
+Writers may be at work meanwhile, and every byte may be anything: headers are copied first and judged afterwards, and
+nothing in them is believed without its seal. A block counts where all shards hold the same one. Its bytes are not
+looked at; the first load of each does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_client import host_header
+from kvcached_client.header_table import HeaderTable, Words, seals
+from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.host_header import KEY_BYTES, HeaderKind
+from kvcached_client.slabs import HEADER_BYTES
+
+#: Headers that are copied and judged together: 8 MiB on each shard.
+_BATCH_HEADERS: Final = 1 << 16
+_WORD: Final = np.dtype("<u8")
+_DEPTH_END: Final = np.uint64(1 << 32)
+#: Words of a header.
+_KIND: Final = slice(0, 6)  #: magic, format, valid, generation, namespace, fingerprint
+_KEY: Final = slice(6, 8)
+_PARENT: Final = slice(8, 10)
+_EPOCH: Final = 12
+_TRANSFER: Final = 13  #: of a claim: the session
+_DEPTH: Final = 14
+_SEAL: Final = 15
+#: In which all shards of a block agree: all but checksum and seal.
+_COMMON: Final = (slice(0, 10), slice(12, 15))
+
+
+class FoundClaims(NamedTuple):
+    """Who may be writing: a row for each slot, or several where its shards name several. In no order."""
+
+    slots: npt.NDArray[np.int64]
+    epochs: npt.NDArray[np.uint64]
+    sessions: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundBlocks:
+    """The blocks of one namespace, by slot within each slab, slabs as they were named.
+
+    A key may be there more than once, for a block that was evicted and stored again has two headers, both good;
+    and a block's parent may be missing. No slot is there twice, and none that has a claim.
+
+    Attributes:
+        keys: of 16 bytes, one row for each block.
+        parents: the same of the block before it; zeros at depth 0 and only there.
+        depths: blocks before it in its chain, below 2**32.
+        slots: where it is.
+        epochs, transfers: which store it was; a later one is of a larger epoch, or of the same and a larger transfer.
+        claims: of any epoch and session, whatever else is in the slots' headers of other shards.
+    """
+
+    keys: npt.NDArray[np.uint8]
+    parents: npt.NDArray[np.uint8]
+    depths: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    epochs: npt.NDArray[np.uint64]
+    transfers: npt.NDArray[np.uint64]
+    claims: FoundClaims
+
+    def __len__(self) -> int:
+        """How many blocks."""
+        return len(self.slots)
+
+
+def scan(table: HeaderTable, geometry: HostGeometry, kind: HeaderKind, slabs: Iterable[int]) -> FoundBlocks:
+    """Read the headers of all slots of a namespace, on all shards. Never fails on what it finds there.
+
+    Args:
+        table: of the host pool (`HostHeaders.table`).
+        geometry: the pool as the namespace sees it.
+        kind: what the headers of its present generation have in common: 16 bytes of namespace and of layout each.
+        slabs: those that the namespace has.
+
+    Raises:
+        ValueError: there is no such slab.
+    """
+    blocks, claims = [_no_words()], [FoundClaims(_no_slots(), _no_numbers(), _no_numbers())]
+    slots = [_no_slots()]
+    for of_batch, headers in _batches(table, geometry, list(slabs)):
+        good = _good_blocks(headers, kind)
+        slots.append(of_batch[good])
+        blocks.append(headers[0][good])
+        claims += [_claims(of_batch, of_shard) for of_shard in headers]
+    found = np.concatenate(blocks)
+    return FoundBlocks(
+        keys=_as_keys(found[:, _KEY]),
+        parents=_as_keys(found[:, _PARENT]),
+        depths=found[:, _DEPTH].astype(np.int64),
+        slots=np.concatenate(slots),
+        epochs=found[:, _EPOCH].copy(),
+        transfers=found[:, _TRANSFER].copy(),
+        claims=_distinct(claims),
+    )
+
+
+def _batches(
+    table: HeaderTable, geometry: HostGeometry, slabs: list[int]
+) -> Iterator[tuple[npt.NDArray[np.int64], list[Words]]]:
+    """Slots, and copies of their headers on each shard."""
+    per_slab = geometry.slots_per_slab
+    if not per_slab:
+        return
+    batch = max(1, _BATCH_HEADERS // per_slab)
+    within = np.arange(per_slab, dtype=np.int64)
+    for at in range(0, len(slabs), batch):
+        firsts = [slab * per_slab for slab in slabs[at : at + batch]]
+        headers = [
+            np.concatenate([table.copy(geometry.header_offset(first, shard), per_slab) for first in firsts])
+            for shard in range(geometry.shards)
+        ]
+        yield np.concatenate([first + within for first in firsts]), headers
+
+
+def _good_blocks(headers: list[Words], kind: HeaderKind) -> npt.NDArray[np.int64]:
+    """Which rows are the same block on every shard, cheap questions first: a seal costs more than all of them."""
+    first = headers[0]
+    good: npt.NDArray[np.int64] = np.arange(len(first))
+    template = host_header.pack(kind, host_header.BlockName(bytes(KEY_BYTES), b"", 0), bytes(KEY_BYTES), 0, 0)
+    start = np.frombuffer(template, _WORD)[_KIND]
+    good = good[first[:, 0] == start[0]]
+    good = good[(first[good, _KIND] == start).all(axis=1) & (first[good, _DEPTH] < _DEPTH_END)]
+    # Only a first block has no parent. Headers that say otherwise are of no writer of ours.
+    good = good[(first[good, _DEPTH] == 0) == (first[good, _PARENT] == 0).all(axis=1)]
+    for other in headers[1:]:
+        for common in _COMMON:
+            good = good[(other[good, common] == first[good, common]).all(axis=1)]
+    for of_shard in headers:
+        good = good[_sealed(of_shard[good])]
+    return good
+
+
+def _claims(slots: npt.NDArray[np.int64], headers: Words) -> FoundClaims:
+    start = np.frombuffer(host_header.CLAIM_START, _WORD)[0]
+    claimed = np.flatnonzero(headers[:, 0] == start)
+    claimed = claimed[_sealed(headers[claimed])]
+    return FoundClaims(slots[claimed], headers[claimed, _EPOCH], headers[claimed, _TRANSFER])
+
+
+def _distinct(claims: list[FoundClaims]) -> FoundClaims:
+    """Shards that name the same session for a slot say one thing."""
+    slots, epochs, sessions = (np.concatenate(column) for column in zip(*claims, strict=True))
+    rows = np.unique(np.stack([slots.astype(np.uint64), epochs, sessions], axis=1), axis=0)
+    return FoundClaims(rows[:, 0].astype(np.int64), rows[:, 1].copy(), rows[:, 2].copy())
+
+
+def _sealed(headers: Words) -> npt.NDArray[np.bool]:
+    if not len(headers):
+        return np.zeros(0, bool)
+    wanted = np.ascontiguousarray(seals(headers.view(np.uint8))).view(_WORD)[:, 0]
+    return np.asarray(headers[:, _SEAL] == wanted)
+
+
+def _as_keys(words: Words) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(words).view(np.uint8).reshape(-1, KEY_BYTES)
+
+
+def _no_words() -> Words:
+    return np.zeros((0, HEADER_BYTES // _WORD.itemsize), _WORD)
+
+
+def _no_slots() -> npt.NDArray[np.int64]:
+    return np.zeros(0, np.int64)
+
+
+def _no_numbers() -> npt.NDArray[np.uint64]:
+    return np.zeros(0, _WORD)
