@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvcached.admission import check_connection, check_version
 from kvcached.config_layout import SLOTS_MAX
@@ -21,6 +21,7 @@ from kvcached.membership import Group, Membership, Peer
 from kvcached_client import protocol as wire
 from kvcached_client.attach_protocol import JoinedHost
 from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.slabs import slots_per_slab
 from kvcached_client.types import SessionId, ShardIndex
 
@@ -42,6 +43,18 @@ class HostShare:
     verify_loads: bool
 
 
+class Shape(NamedTuple):
+    """What of a namespace only its engines know, and a successor has to: how its blocks lie.
+
+    Attributes:
+        fingerprint: of the order of bytes in a block, 16 bytes.
+        block_bytes: of one block on one shard.
+    """
+
+    fingerprint: bytes
+    block_bytes: int
+
+
 class AttachedAdmission:
     """Opens sessions of engines in attached mode, and lets their shard processes in.
 
@@ -51,6 +64,7 @@ class AttachedAdmission:
 
     Attributes:
         departed: processes that are in no session any more, for whoever watches them.
+        shapes: of namespaces by their root; those that the core has forgotten may be among them.
     """
 
     def __init__(
@@ -60,8 +74,9 @@ class AttachedAdmission:
         self._membership = membership
         self._share = share
         self._heartbeat_interval_ms = heartbeat_interval_ms
-        self._shapes: dict[SessionId, wire.HelloAttached] = {}
+        self._hellos: dict[SessionId, wire.HelloAttached] = {}
         self.departed: list[Peer] = []
+        self.shapes: dict[bytes, Shape] = {}
 
     def hello(self, connection: bytes, request: wire.HelloAttached, now_ms: int) -> tuple[wire.WelcomeAttached, Peer]:
         """Open a session for a process, owned by a connection.
@@ -76,8 +91,10 @@ class AttachedAdmission:
         if self._membership.of_connection(connection) is not None:
             raise request_error(ErrorCode.POOL_BUSY, "this connection has a session", "use a connection for each")
         earlier = [group for group in self._membership.of_instance(request.instance) if _same(group.scheduler, peer)]
-        session = self._cache.open_attached(_space(request, share), now_ms)
-        self._shapes[session.id] = request
+        spec = _space(request, share)
+        session = self._cache.open_attached(spec, now_ms)
+        self._note_shape(spec.root, Shape(request.fingerprint, request.block_bytes))
+        self._hellos[session.id] = request
         group = self._membership.open(session.id, connection, peer)
         group.instance = request.instance
         for old in earlier:
@@ -93,11 +110,10 @@ class AttachedAdmission:
             RequestError: no such session or not its token, expired, or no such shard.
         """
         group, session = self.member(session_id, token)
-        share, hello = self._required_share(), self._shapes[session.id]
+        share, hello = self._required_share(), self._hellos[session.id]
         if shard >= hello.shards:
             raise request_error(ErrorCode.BAD_VALUE, f"shard {shard} of {hello.shards}", "shards are counted from 0")
-        self._membership.join(group, peer)
-        group.shard_of[peer] = shard
+        self._membership.join(group, peer, shard)
         for old in self._membership.of_instance(group.instance):
             if old is not group:
                 left = [each for each in old.members if old.shard_of.get(each) == shard and _same(each, peer)]
@@ -148,7 +164,18 @@ class AttachedAdmission:
 
     def forget(self, session_id: SessionId) -> None:
         """A session is over."""
-        self._shapes.pop(session_id, None)
+        self._hellos.pop(session_id, None)
+
+    def geometry(self, root: bytes) -> HostGeometry:
+        """The host pool as the engines of a namespace see it."""
+        share, shards = self._required_share(), self._cache.attached.spaces.by_root[root].spec.shards
+        return HostGeometry(
+            slabs=share.slabs, slab_bytes=share.slab_bytes, shards=shards, block_bytes=self.shapes[root].block_bytes
+        )
+
+    def _note_shape(self, root: bytes, shape: Shape) -> None:
+        known = self._cache.attached.spaces.by_root
+        self.shapes = {other: each for other, each in self.shapes.items() if other in known} | {root: shape}
 
     def _replace(self, old: Group, left: list[Peer]) -> None:
         """Some processes of a session are through with it, which ends it; where all are, nothing of it is left."""

@@ -14,7 +14,7 @@ import resource
 import signal
 import stat
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -22,20 +22,28 @@ import uvloop
 
 from kvcached.attach.server import AttachServer
 from kvcached.attached_admission import HostShare
+from kvcached.books import Shelf
 from kvcached.config import Config, ReplicaConfig
+from kvcached.config_host import HostConfig
 from kvcached.core.answers import PoolSpec
 from kvcached.core.cache import Cache
 from kvcached.core.events import Event, PoolRestored, Ticked, WorkerDied
+from kvcached.inheritance import Inheritance, inherit, ledger_file, take_over_timed
+from kvcached.ledger import boot_id
 from kvcached.notify import READY, STOPPING, notify
 from kvcached.replica import Replica
 from kvcached.rpc.server import RpcServer
 from kvcached.service import Service
+from kvcached.takeover import Takeover
 from kvcached.worker.available import NotEnoughMemory, check_available
-from kvcached.worker.host_memory import HostMemory, create_host_memory
+from kvcached.worker.geometry import pool_geometry
+from kvcached.worker.host_memory import HostHeaders, HostMemory
 from kvcached.worker.orders import ReplicaWorkers
 from kvcached.worker.restart import ReplicaGroups
 from kvcached.worker.supervisor import ReplicaPool
 from kvcached_client.errors import RequestError
+from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.host_header import NAMESPACE_BYTES
 from kvcached_client.rundir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAME, rpc_endpoint, socket_path
 from kvcached_client.types import ShardIndex
 
@@ -45,6 +53,8 @@ log = logging.getLogger(__name__)
 PRETOUCH_BYTES_MAX = 1 << 30
 #: No verb clears a namespace yet, so every namespace is in its first generation.
 FIRST_GENERATION = 0
+
+
 
 
 class StartError(Exception):
@@ -120,19 +130,31 @@ def _raise_descriptor_limit() -> None:
 async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
     news = _News()
     try:
-        _check_memory(config)
-        host = _host_memory(config, parts)
+        inherited = parts.enter_context(ExitStack())
+        inheritance = inherit(config.run_dir, config.host, inherited)
+        host = inheritance.host
+        _check_memory(config, inheritance)
         groups = {replica.name: _groups(config, replica, host, news) for replica in config.replica}
         for each in groups.values():
             parts.push_async_callback(each.stop, config.shutdown_deadline_ms / 1000)
-        started = await asyncio.gather(*(each.start() for each in groups.values()), return_exceptions=True)
+        starts = (each.start(inheritance.workers_of(name)) for name, each in groups.items())
+        started = await asyncio.gather(*starts, return_exceptions=True)
         for error in started:
             if isinstance(error, BaseException):
                 raise error
-        replicas = [_replica(config, each, groups[each.name], epoch) for each in config.replica]
-        service = _service(config, epoch, replicas, host)
+        # What an earlier daemon has stored is verified whenever it is read: it may not have ended in order.
+        verify_loads = config.host is not None and (config.host.verify_loads or inheritance.is_kept)
+        replicas = [
+            _replica(config, each, groups[each.name], epoch, verify_loads=verify_loads) for each in config.replica
+        ]
+        cache = _cache(config, epoch)
+        headers = None if host is None else HostHeaders(host)
+        taken = take_over_timed(inheritance, cache, replicas, headers)
+        share = None if host is None or config.attached is None else _share(host, verify_loads=verify_loads)
+        shelf = Shelf(ledger_file(config.run_dir), boot_id(), inheritance.host_record())
+        service = _service(config, cache, replicas, share, shelf, headers)
         news.tell_to(service)
-        _open_sockets(config, service, parts)
+        _open_sockets(config, service, taken, parts)
     except (RequestError, NotEnoughMemory, OSError) as error:
         raise StartError(str(error)) from error
     _start_clock(service, config.heartbeat_interval_ms / 1000, parts)
@@ -148,21 +170,15 @@ def _pools(config: Config) -> list[str]:
     return names
 
 
-def _check_memory(config: Config) -> None:
-    needed = sum(replica.layout.pool_bytes(replica.slot_count) * replica.shards for replica in config.replica)
-    if config.host is None:
+def _check_memory(config: Config, inheritance: Inheritance) -> None:
+    """Is there room for what is new? Memory that outlived an earlier daemon is taken already."""
+    new = [replica for replica in config.replica if not inheritance.workers_of(replica.name)]
+    needed = sum(replica.layout.pool_bytes(replica.slot_count) * replica.shards for replica in new)
+    if config.host is None or inheritance.is_kept:
         check_available(needed, f"all {len(config.replica)} replicas")
     else:
         needed += config.host.slabs * config.host.slab_bytes
         check_available(needed, f"all {len(config.replica)} replicas and the host pool")
-
-
-def _host_memory(config: Config, parts: AsyncExitStack) -> HostMemory | None:
-    if config.host is None:
-        return None
-    memory = create_host_memory(config.host.slabs, config.host.slab_bytes)
-    parts.callback(memory.close)
-    return memory
 
 
 def _groups(config: Config, replica: ReplicaConfig, host: HostMemory | None, news: _News) -> ReplicaGroups:
@@ -183,7 +199,9 @@ def _groups(config: Config, replica: ReplicaConfig, host: HostMemory | None, new
     )
 
 
-def _replica(config: Config, replica: ReplicaConfig, groups: ReplicaGroups, epoch: int) -> Replica:
+def _replica(
+    config: Config, replica: ReplicaConfig, groups: ReplicaGroups, epoch: int, *, verify_loads: bool
+) -> Replica:
     return Replica(
         name=replica.name,
         device=replica.device,
@@ -198,19 +216,36 @@ def _replica(config: Config, replica: ReplicaConfig, groups: ReplicaGroups, epoc
             shards=replica.shards,
             epoch=epoch,
             generation=FIRST_GENERATION,
-            verify_loads=config.host is not None and config.host.verify_loads,
+            verify_loads=verify_loads,
         ),
+        header_namespace=replica.namespace(FIRST_GENERATION)[:NAMESPACE_BYTES],
+        host_geometry=None if config.host is None else _host_geometry(config.host, replica),
     )
 
 
-def _service(config: Config, epoch: int, replicas: list[Replica], host: HostMemory | None) -> Service:
-    cache = Cache(
+def _host_geometry(host: HostConfig, replica: ReplicaConfig) -> HostGeometry:
+    block_bytes = pool_geometry(replica.layout, replica.slot_count).slot_bytes
+    return HostGeometry(slabs=host.slabs, slab_bytes=host.slab_bytes, shards=replica.shards, block_bytes=block_bytes)
+
+
+def _cache(config: Config, epoch: int) -> Cache:
+    return Cache(
         [_pool_spec(config, replica) for replica in config.replica],
         epoch=epoch,
         session_ttl_ms=config.session_ttl_ms,
         host_slabs=0 if config.host is None else config.host.slabs,
         spaces_max=0 if config.attached is None else config.attached.namespaces_max,
     )
+
+
+def _service(
+    config: Config,
+    cache: Cache,
+    replicas: list[Replica],
+    share: HostShare | None,
+    shelf: Shelf,
+    headers: HostHeaders | None,
+) -> Service:
     return Service(
         cache,
         replicas,
@@ -218,14 +253,14 @@ def _service(config: Config, epoch: int, replicas: list[Replica], host: HostMemo
         endpoint=rpc_endpoint(config.run_dir),
         heartbeat_interval_ms=config.heartbeat_interval_ms,
         answers_kept_per_session=config.replies_kept_per_session,
-        share=_share(config, host),
+        share=share,
+        headers=headers,
+        shelf=shelf,
     )
 
 
-def _share(config: Config, host: HostMemory | None) -> HostShare | None:
-    if config.attached is None or config.host is None or host is None:
-        return None
-    return HostShare(host.descriptor, host.slabs, host.slab_bytes, verify_loads=config.host.verify_loads)
+def _share(host: HostMemory, *, verify_loads: bool) -> HostShare:
+    return HostShare(host.descriptor, host.slabs, host.slab_bytes, verify_loads=verify_loads)
 
 
 def _pool_spec(config: Config, replica: ReplicaConfig) -> PoolSpec:
@@ -244,12 +279,13 @@ def _pool_spec(config: Config, replica: ReplicaConfig) -> PoolSpec:
     )
 
 
-def _open_sockets(config: Config, service: Service, parts: AsyncExitStack) -> None:
+def _open_sockets(config: Config, service: Service, taken: Takeover, parts: AsyncExitStack) -> None:
     loop = asyncio.get_running_loop()
     attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service)
     attach.start()
     parts.callback(attach.close)
     service.watch = attach
+    service.take_in(taken.shapes, taken.sessions)
     rpc = RpcServer(Path(socket_path(config.run_dir, RPC_SOCKET_NAME)), service)
     parts.callback(rpc.close)
     rpc.start(loop)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hmac
 import secrets
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from kvcached.ledger import ProcessIdentity
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import TOKEN_SIZE_BYTES
 from kvcached_client.types import SessionId, ShardIndex
@@ -23,8 +24,15 @@ class Peer(Protocol):
     def pid(self) -> int:
         """Its pid in the daemon's namespace, for messages; 0 where it is not visible, so it is no identity."""
 
+    @property
+    def identity(self) -> ProcessIdentity | None:
+        """What tells it from later processes; None where that cannot be seen from here."""
+
     def is_dead(self) -> bool:
         """Whether the process has ended, as its pidfd says."""
+
+    def close(self) -> None:
+        """Nobody needs to know any more whether it lives."""
 
     def is_same_process(self, other: Any) -> bool:  # noqa: ANN401 - any peer from the same source
         """Whether two living peers are surely one process."""
@@ -60,10 +68,29 @@ class Group:
         ]
 
 
+class FoundSession(NamedTuple):
+    """An engine of before a restart that still lives.
+
+    Attributes:
+        id: of its session here, which is expired.
+        instance: in attached mode, what it calls itself.
+        members: its living processes; which shard each is, None for the scheduler.
+    """
+
+    id: SessionId
+    instance: bytes
+    members: list[tuple[Peer, ShardIndex | None]]
+
+
 class Membership:
-    """Tokens, groups and connections. Holds no sockets and decides nothing about slots."""
+    """Tokens, groups and connections. Holds no sockets and decides nothing about slots.
+
+    Attributes:
+        version: grows whenever a group or its members change.
+    """
 
     def __init__(self) -> None:
+        self.version = 0
         self._candidates: dict[bytes, Peer] = {}  #: member token -> a process that identified itself
         self._groups: dict[SessionId, Group] = {}
         self._of_connection: dict[bytes, Group] = {}
@@ -97,12 +124,29 @@ class Membership:
         group = Group(session, secrets.token_bytes(TOKEN_SIZE_BYTES), connection, peer, [peer])
         self._groups[session] = group
         self._of_connection[connection] = group
+        self.version += 1
         return group
 
-    def join(self, group: Group, peer: Peer) -> None:
-        """A shard process enters a group whose token it has shown; twice is once."""
+    def restore(self, found: FoundSession) -> Group:
+        """The group of a session of before a restart. No connection owns it.
+
+        Its scheduler is the member that is no shard, or where that is dead, any.
+        """
+        peers = [peer for peer, _ in found.members]
+        scheduler = next((peer for peer, shard in found.members if shard is None), peers[0])
+        group = Group(found.id, secrets.token_bytes(TOKEN_SIZE_BYTES), b"", scheduler, peers, found.instance)
+        group.shard_of = {peer: shard for peer, shard in found.members if shard is not None}
+        self._groups[found.id] = group
+        self.version += 1
+        return group
+
+    def join(self, group: Group, peer: Peer, shard: ShardIndex | None = None) -> None:
+        """A shard process enters a group whose token it has shown; twice is once. `shard`: see `Group.shard_of`."""
         if peer not in group.members:
             group.members.append(peer)
+        if shard is not None:
+            group.shard_of[peer] = shard
+        self.version += 1
 
     def authenticate(self, session: SessionId, token: bytes) -> Group:
         """The group of a session, for who shows its token.
@@ -133,9 +177,15 @@ class Membership:
 
     def part(self, group: Group, scheduler: Peer) -> list[Peer]:
         """The scheduler's process said goodbye: only the others are members still. Returns those that left."""
+        self.version += 1
         left = [member for member in group.members if member is scheduler or member.is_same_process(scheduler)]
         group.members = [member for member in group.members if member not in left]
         return [member for member in left if not self.of_peer(member)]
+
+    @property
+    def groups(self) -> list[Group]:
+        """All of them."""
+        return list(self._groups.values())
 
     def of_instance(self, instance: bytes) -> list[Group]:
         """The groups of one engine in attached mode, earlier ones first."""
@@ -143,6 +193,7 @@ class Membership:
 
     def leave(self, group: Group, peers: list[Peer]) -> list[Peer]:
         """These members will not touch a slot of the group any more. Returns those that are in no other group."""
+        self.version += 1
         group.members = [member for member in group.members if member not in peers]
         return [peer for peer in peers if not self.of_peer(peer)]
 
@@ -151,6 +202,7 @@ class Membership:
         group = self._groups.pop(session, None)
         if group is None:
             return []
+        self.version += 1
         if self._of_connection.get(group.connection) is group:
             del self._of_connection[group.connection]
         return [member for member in group.members if not self.of_peer(member)]

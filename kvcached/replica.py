@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvcached.core.effects import AbandonLoad, HurryTransfer, StartTransfer
+from kvcached.ledger import ProcessIdentity
+from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.layout import Layout
 from kvcached_client.protocol import ReplicaInfo
 from kvcached_client.types import ShardIndex
@@ -27,6 +29,14 @@ class Workers(Protocol):
         Raises:
             DaemonFailure: the shard has no worker now.
         """
+
+    @property
+    def adopted(self) -> bool:
+        """Whether they are an earlier daemon's, with what its engines had written."""
+
+    @property
+    def processes(self) -> Mapping[ShardIndex, ProcessIdentity]:
+        """Which processes they are; without those that are not there."""
 
     def start(self, transfer: StartTransfer, settled: Settled) -> None:
         """Order a copy on every shard. `settled` is called once per shard, later, in this thread; it never raises."""
@@ -52,6 +62,9 @@ class Replica:
     Attributes:
         namespace: 32 bytes, root of every chain of keys; replicas that share it share their prefixes.
         generation: of the namespace.
+        weights_version: what was set for it; empty = what the configuration says.
+        header_namespace: what headers of its blocks in the host pool say, 16 bytes, the same in every generation.
+        host_geometry: the host pool as its blocks lie in it; None without a host tier.
     """
 
     name: str
@@ -63,6 +76,9 @@ class Replica:
     namespace: bytes
     generation: int
     workers: Workers
+    weights_version: str = ""
+    header_namespace: bytes = bytes(16)
+    host_geometry: HostGeometry | None = None
 
     def info(self) -> ReplicaInfo:
         """The replica as `describe` tells it."""

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
 from kvcached.admission import Admission
 from kvcached.answers import Answer, KeptAnswers, Respond, internal_error
-from kvcached.attached_admission import AttachedAdmission, HostShare
+from kvcached.attached_admission import AttachedAdmission, HostShare, Shape
 from kvcached.attached_verbs import AttachedVerbs
+from kvcached.books import Books, Shelf
 from kvcached.core.cache import Cache
 from kvcached.core.effects import (
     AbandonLoad,
@@ -26,18 +27,22 @@ from kvcached.core.effects import (
     LoadsEnded,
     SessionEnded,
     SessionExpired,
+    SlabLent,
+    SlotsHandedOut,
     StartTransfer,
 )
-from kvcached.core.events import Event, MemberLost, MembersDied, ShardSettled
+from kvcached.core.events import Event, MemberLost, MembersDied, PoolRestored, ShardSettled, WorkerDied
 from kvcached.deferred import DeferredAnswers
 from kvcached.health import HealthRequests
-from kvcached.membership import Group, Membership, Peer
+from kvcached.host_notes import Headers, HostNotes
+from kvcached.membership import FoundSession, Group, Membership, Peer
 from kvcached.replica import Replica
 from kvcached.report_verbs import ReportVerbs
 from kvcached.reports import NAMESPACE_SHOWN_BYTES
 from kvcached_client import protocol as wire
 from kvcached_client.attach_protocol import Identified, Joined, JoinedHost
 from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.failpoints import failpoint
 from kvcached_client.types import FenceSequence, LeaseId, SessionId, ShardIndex, TransferId
 
 log = logging.getLogger(__name__)
@@ -59,6 +64,9 @@ _KEPT = (
 class PeerWatch(Protocol):
     """Who watches processes for their death."""
 
+    def watch(self, peer: Any) -> None:  # noqa: ANN401 - as below
+        """Tell of a process's death, until it is forgotten."""
+
     def forget(self, peer: Any) -> None:  # noqa: ANN401 - the same peers that it brought, whatever class they have
         """Stop watching a process that no session needs any more."""
 
@@ -76,6 +84,8 @@ class Service:
         heartbeat_interval_ms: int,
         answers_kept_per_session: int,
         share: HostShare | None = None,
+        headers: Headers | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self._cache = cache
         self._replicas = {replica.name: replica for replica in replicas}
@@ -89,6 +99,8 @@ class Service:
         self._deferred = DeferredAnswers(self.refused)
         self._health = HealthRequests(cache, self._replicas, now_ms, settle=self._settle, refused=self.refused)
         reports = ReportVerbs(cache, self._replicas, self._attached_admission.info(), now_ms)
+        self._host_notes = HostNotes(headers, self._replicas, self._attached_admission, cache.epoch)
+        self._books = Books(cache, self._replicas, self._membership, self._attached_admission, shelf)
         self.watch: PeerWatch | None = None
         self._verbs: dict[type[wire.Header], Callable[[bytes, Any, list[bytes]], Answer]] = {
             wire.Hello: self._hello,
@@ -120,6 +132,7 @@ class Service:
         self.count("requests")
         answer: Answer | None
         try:
+            failpoint("daemon.request")
             late = self._late_verbs.get(type(request))
             if late is not None:
                 answer = late(peer, request, respond)
@@ -132,6 +145,7 @@ class Service:
             log.exception("internal error while serving %s", type(request).__name__)
             answer = Answer(wire.error_reply(request.id, self.refused(internal_error())))
         if answer is not None and getattr(request, "reply", True):
+            failpoint("daemon.reply")
             respond(answer)
         self._settle()
 
@@ -178,10 +192,14 @@ class Service:
         effects = self._cache.effects
         while effects:
             self._carry_out(effects.pop(0))
+        self._books.keep()
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
+            case SlabLent() | SlotsHandedOut():
+                self._host_notes.write(effect)
             case StartTransfer():
+                self._books.keep()
                 workers = self._replicas[effect.pool].workers
                 workers.start(effect, partial(self._on_settled, effect.transfer))
             case HurryTransfer():
@@ -232,6 +250,8 @@ class Service:
     def on_event(self, event: Event) -> None:
         """What arrived by itself: time, deaths, workers."""
         self._cache.handle(event)
+        if isinstance(event, WorkerDied | PoolRestored):
+            self._books.note_workers()
         self.carry_out()
         self._settle()
 
@@ -251,11 +271,23 @@ class Service:
             RequestError: no such session or not its token, expired, no such shard, or it has no worker now.
         """
         if not self._attached.owns(session_id):
-            return self._admission.join(peer, session_id, token, shard)
+            joined_pool = self._admission.join(peer, session_id, token, shard)
+            self._books.keep()
+            return joined_pool
         joined = self._attached_admission.join(peer, session_id, token, shard)
         self.carry_out()
         self._forget_departed()
         return joined
+
+    def take_in(self, shapes: Mapping[bytes, Shape], sessions: Iterable[FoundSession]) -> None:
+        """Engines of before a restart, of which nothing is awaited but their introduction or their deaths."""
+        self._attached_admission.shapes.update(shapes)
+        for found in sessions:
+            self._membership.restore(found)
+            for peer, _ in found.members:
+                if self.watch is not None and peer.identity is not None:
+                    self.watch.watch(peer)
+        self.carry_out()
 
     def peer_lost(self, peer: Peer) -> None:
         """A process is dead: its groups are over, and their slots free once nobody of them lives."""

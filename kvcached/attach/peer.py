@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
+from kvcached.ledger import ProcessIdentity, identity_of, open_process
 from kvcached.seqpacket import Credentials, peer_credentials
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 
@@ -25,6 +26,7 @@ class PeerProcess:
         pid: its id in this pid namespace, for messages; ids are used again, so it is no identity.
         uid: its effective user id when it connected.
         gid: its effective group id when it connected.
+        identity: what tells it from later processes with its id; None where that is not visible.
     """
 
     def __init__(self, credentials: Credentials, pidfd: int) -> None:
@@ -33,6 +35,13 @@ class PeerProcess:
         self._pidfd = pidfd
         self._dead = False
         self._process = _process_of(pidfd)
+        self.identity = identity_of(self.pid) if self.pid else None
+
+    @classmethod
+    def found(cls, process: ProcessIdentity) -> Self | None:
+        """A process that an earlier daemon wrote down; None where it is dead."""
+        pidfd = open_process(process.pid, process.started)
+        return None if pidfd is None else cls(Credentials(process.pid, os.geteuid(), os.getegid()), pidfd)
 
     @classmethod
     def of(cls, connection: socket.socket, sent: Sequence[int]) -> Self:
@@ -81,6 +90,28 @@ class PeerProcess:
 
     def __repr__(self) -> str:
         return f"PeerProcess(pid={self.pid}, uid={self.uid})"
+
+
+class UnseenProcess:
+    """A process of before a restart that is not visible from here: it may live, and nobody would see it die.
+
+    What it may write stays set aside until its engine says, from whatever process, that it is through.
+    """
+
+    pid = 0
+    identity = None
+
+    def is_dead(self) -> bool:
+        """Never, as far as can be known."""
+        return False
+
+    def is_same_process(self, other: object) -> bool:
+        """The engine's word is taken for it: it is asked only about a process that has shown the engine's secret."""
+        del other
+        return True
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def _process_of(pidfd: int) -> tuple[int, int] | None:

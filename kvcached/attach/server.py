@@ -31,6 +31,7 @@ from kvcached_client.attach_protocol import (
     encode_attach,
 )
 from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.failpoints import failpoint
 from kvcached_client.types import SessionId, ShardIndex
 
 #: A node has a few dozen engine processes; each keeps one connection per session, two while it starts.
@@ -237,10 +238,12 @@ class AttachServer:
             case Join(session=session, token=token, shard=shard):
                 reply, descriptors = self._handler.join(peer, SessionId(session), token, ShardIndex(shard))
                 connection.joined = True
-        self._watch(peer)
+        self.watch(peer)
+        failpoint("daemon.attach")
         self._answer(connection, reply, descriptors)
 
-    def _watch(self, peer: PeerProcess) -> None:
+    def watch(self, peer: PeerProcess) -> None:
+        """Tell the handler of a process's death, until it is forgotten."""
         if peer not in self._watched:
             self._watched.add(peer)
             self._loop.add_reader(peer.fileno(), self._on_dead, peer)

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from kvcached.core.attached_state import AttachedLease, AttachedSession, Exchange, SpaceSpec
 from kvcached.core.checks import check_alive, hit_limit
-from kvcached.core.effects import Effect, SessionEnded, SessionExpired, TransferKind
+from kvcached.core.effects import Effect, SessionEnded, SessionExpired, SlotsHandedOut, TransferKind
 from kvcached.core.exchanges import EVERY_SHARD, Exchanges, StorePlan, host_of
 from kvcached.core.forgotten import ForgottenKeys
 from kvcached.core.host_pool import SlabStock
 from kvcached.core.lease import Asked
+from kvcached.core.pool import SlotPool
 from kvcached.core.ranges import Ranges, no_ranges, pairs, slot_count
 from kvcached.core.run import KEY_SIZE, Run
 from kvcached.core.spaces import Spaces
@@ -66,7 +67,7 @@ class Attached:
     ) -> None:
         self.sessions: dict[SessionId, AttachedSession] = {}
         self.spaces = Spaces(stock, spaces_max, self.sessions, counters, forgotten)
-        self._exchanges = Exchanges(self.sessions, next_transfer, counters)
+        self._exchanges = Exchanges(self.sessions, next_transfer, effects, counters)
         self._session_ttl_ms = session_ttl_ms
         self._effects = effects
         self._counters = counters
@@ -88,6 +89,15 @@ class Attached:
         session = AttachedSession(session_id, self.spaces.declare(spec), now_ms)
         self.sessions[session_id] = session
         self._counters["sessions_opened"] += 1
+        return session
+
+    def restore(self, session_id: SessionId, root: bytes, slots: list[tuple[SlotPool, Ranges[int]]]) -> AttachedSession:
+        """A session of before a restart, in a namespace that is there again: its slots are set aside already."""
+        session = AttachedSession(session_id, self.spaces.by_root[root], 0, quarantined=slots)
+        session.enter(SessionState.EXPIRED)
+        self.sessions[session_id] = session
+        for _, ranges in slots:  # under the name that it has now, lest this daemon is killed, too
+            self._effects.append(SlotsHandedOut(session_id, root, ranges))
         return session
 
     def heartbeat(self, session_id: SessionId, now_ms: int) -> AttachedSession:

@@ -18,7 +18,7 @@ from kvcached.core.forgotten import ForgottenKeys
 from kvcached.core.host_pool import HostPool, SlabStock
 from kvcached.core.lease import Asked, FenceHold, Lease
 from kvcached.core.policy import EvictionPolicy, LeastRecentlyUsed
-from kvcached.core.pool import DevicePool
+from kvcached.core.pool import DevicePool, SlotPool
 from kvcached.core.ranges import Ranges, append, chained, cut, no_ranges, slot_count
 from kvcached.core.run import KEY_SIZE
 from kvcached.core.session import Session
@@ -49,6 +49,7 @@ class Cache:
         effects: what the world is asked to do; the service takes them after each call.
         counters: totals since the start, by name.
         forgotten: what left the trees lately.
+        checks: what requests must satisfy.
     """
 
     def __init__(
@@ -64,14 +65,14 @@ class Cache:
         self._tiers = Tiers(self.sessions, self.effects, self.counters)
         self._trees: dict[str, PrefixTree] = {}
         self._block_sizes = {spec.name: spec.block_size for spec in pools}
-        self._checks = Checks(self.sessions, self._block_sizes, session_ttl_ms)
+        self.checks = Checks(self.sessions, self._block_sizes, session_ttl_ms)
         self._now_ms = 0
         self._next_session = 1
-        self._next_lease = 1
+        self._last_lease = 0
         by_namespace: dict[bytes, list[PoolSpec]] = {}
         for spec in pools:
             by_namespace.setdefault(spec.namespace, []).append(spec)
-        stock = SlabStock(host_slabs)
+        self._stock = stock = SlabStock(host_slabs, self.effects)
         self.attached = Attached(
             stock, spaces_max, session_ttl_ms, self._tiers.book.next_id, self.effects, self.counters, self.forgotten
         )
@@ -93,7 +94,7 @@ class Cache:
             )
             for index, spec in enumerate(specs)
         ]
-        host = HostPool(stock, specs[0].host_slots_per_slab) if stock.count else None
+        host = HostPool(stock, specs[0].host_slots_per_slab, specs[0].namespace) if stock.count else None
         policies: list[EvictionPolicy] = [LeastRecentlyUsed() for _ in range(len(members) + 1)]
         tree = PrefixTree(
             members, policies, host, self.counters, namespace=specs[0].namespace, forgotten=self.forgotten
@@ -101,6 +102,11 @@ class Cache:
         for pool in members:
             self.pools[pool.name] = pool
             self._trees[pool.name] = tree
+
+    @property
+    def version(self) -> int:
+        """Grows with what a successor has to know of this cache: who has which slab, and namespaces."""
+        return self._stock.version + self.attached.spaces.version
 
     @property
     def transfers(self) -> dict[TransferId, Transfer]:
@@ -111,6 +117,10 @@ class Cache:
     def trees(self) -> list[PrefixTree]:
         """Every tree once, those of attached engines last."""
         return [*dict.fromkeys(self._trees.values()), *self.attached.spaces.trees]
+
+    def tree_of(self, replica: str) -> PrefixTree:
+        """The index that a replica's pool is in."""
+        return self._trees[replica]
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -145,9 +155,24 @@ class Cache:
         self._next_session += 1
         return session
 
+    def restore_session(self, replica: str) -> Session:
+        """An engine of before a restart may write into all of a pool, which has outlived that: it is expired."""
+        pool = self.pools[replica]
+        session = Session(SessionId(self._next_session), self._trees[replica], pool, self._now_ms)
+        self._next_session += 1
+        session.restore()
+        self.sessions[session.id] = session
+        return session
+
+    def restore_attached(self, root: bytes, slots: list[tuple[SlotPool, Ranges[int]]]) -> AttachedSession:
+        """An engine of before a restart may write host slots, which are set aside: it is expired."""
+        session = self.attached.restore(SessionId(self._next_session), root, slots)
+        self._next_session += 1
+        return session
+
     def heartbeat(self, session_id: SessionId, fence: FenceSequence, now_ms: int) -> Session:
         """The session lives, and its work up to `fence` is over."""
-        session = self._checks.session(session_id)
+        session = self.checks.session(session_id)
         session.last_heard_ms = now_ms
         session.signal(fence)
         return session
@@ -190,12 +215,17 @@ class Cache:
                 self._tiers.stores.store_unstored(tree, pool)
                 self._tiers.stores.demote(tree, pool)
 
+    def next_lease(self) -> LeaseId:
+        """An id that no lease on a device pool has had."""
+        self._last_lease += 1
+        return LeaseId(self._last_lease)
+
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def match(self, session_id: SessionId, epoch: int, keys: bytes, tokens: int, *, full: bool) -> tuple[int, int]:
         """How many leading blocks the session's pool holds, and how many more the host pool. Changes nothing."""
-        session = self._checks.session_at(session_id, epoch)
-        limit = self._checks.hit_limit(session, keys, tokens, full=full)
+        session = self.checks.session_at(session_id, epoch)
+        limit = self.checks.hit_limit(session, keys, tokens, full=full)
         run, depth = session.tree.match(keys, limit, session.pool.index)
         if session.tree.host is None:
             return depth, 0
@@ -210,7 +240,7 @@ class Cache:
             RequestError: stale, over a limit, another request under a live request's id, or no capacity. Nothing was
                 taken; what capacity would have to evict is still there.
         """
-        session = self._checks.session_at(session_id, epoch)
+        session = self.checks.session_at(session_id, epoch)
         asked = Asked(tokens, len(keys) // KEY_SIZE, keys[-KEY_SIZE:], reserve, full)
         held = session.requests.get(request)
         if held is not None:
@@ -218,7 +248,7 @@ class Cache:
         if len(session.leases) >= LEASES_PER_SESSION_MAX:
             raise request_error(ErrorCode.LIMIT, f"{len(session.leases)} leases are held", "release what has finished")
         tree, pool = session.tree, session.pool
-        limit = self._checks.hit_limit(session, keys, tokens, full=full)
+        limit = self.checks.hit_limit(session, keys, tokens, full=full)
         run, depth = tree.match(keys, limit, pool.index)
         need = max(-(-tokens // self._block_sizes[pool.name]) - depth, 0) + reserve
         cause = f"acquire {request!r} by session {session.id}"
@@ -227,13 +257,12 @@ class Cache:
         try:
             tree.touch(run, pool.index)
             ranges = self._take(session, need, cause)
-            lease = Lease(LeaseId(self._next_lease), request, asked, depth, ranges, run, depth, ranges[:])
+            lease = Lease(self.next_lease(), request, asked, depth, ranges, run, depth, ranges[:])
             session.add(lease)
         except BaseException:
             pool.move(ranges, SlotState.LEASED, SlotState.FREE, f"rollback of {cause}")
             tree.unpin(run, depth, pool.index)
             raise
-        self._next_lease += 1
         session.counters["acquires"] += 1
         session.counters["hit_blocks"] += depth
         try:
@@ -253,8 +282,8 @@ class Cache:
             RequestError: stale, not the session's lease, or no capacity for the blocks that are missing from the hit:
                 then nothing has changed, and asking again may help.
         """
-        session = self._checks.session_at(session_id, epoch)
-        lease = self._checks.lease(session, lease_id, self._next_lease - 1)
+        session = self.checks.session_at(session_id, epoch)
+        lease = self.checks.lease(session, lease_id, self._last_lease)
         if lease.loads:
             return None
         self._replace_missing(session, lease)
@@ -262,7 +291,7 @@ class Cache:
 
     def vacancy(self, session_id: SessionId, epoch: int, blocks: int) -> int | None:
         """How many slots can be granted now; None if that is too few and transfers under way may change it."""
-        session = self._checks.session_at(session_id, epoch)
+        session = self.checks.session_at(session_id, epoch)
         available = session.pool.free + session.pool.evictable
         under_way = self._tiers.book.of_pool(session.pool)
         if available >= blocks or not under_way:
@@ -273,8 +302,8 @@ class Cache:
 
     def allocate(self, session_id: SessionId, epoch: int, lease_id: LeaseId, blocks: int) -> bytes:
         """More exclusive slots for a lease, packed."""
-        session = self._checks.session_at(session_id, epoch)
-        lease = self._checks.lease(session, lease_id, self._next_lease - 1)
+        session = self.checks.session_at(session_id, epoch)
+        lease = self.checks.lease(session, lease_id, self._last_lease)
         ranges = self._take(session, blocks, f"allocate for lease {lease.id}")
         append(lease.open, ranges)
         return ranges.tobytes()
@@ -298,9 +327,9 @@ class Cache:
             RequestError: stale, not the session's lease, `start` is not its depth, or the slots are not its own
                 exclusive ones, one per key. Nothing has changed.
         """
-        session = self._checks.session_at(session_id, epoch)
-        lease = self._checks.lease(session, lease_id, self._next_lease - 1)
-        left = self._checks.commit(session, lease, start, keys, slots, fence)
+        session = self.checks.session_at(session_id, epoch)
+        lease = self.checks.lease(session, lease_id, self._last_lease)
+        left = self.checks.commit(session, lease, start, keys, slots, fence)
         tree, pool = session.tree, session.pool
         if not keys:
             return Commitment(lease.depth, 0, 0)
@@ -334,9 +363,9 @@ class Cache:
 
     def release(self, session_id: SessionId, epoch: int, lease_id: LeaseId, fence: FenceSequence) -> None:
         """Give a lease back: its pins and its exclusive slots, at once or when the fence signals."""
-        session = self._checks.session_at(session_id, epoch)
-        lease = self._checks.lease(session, lease_id, self._next_lease - 1)
-        self._checks.fence(session, max(fence, lease.fence))
+        session = self.checks.session_at(session_id, epoch)
+        lease = self.checks.lease(session, lease_id, self._last_lease)
+        self.checks.fence(session, max(fence, lease.fence))
         session.release(lease, fence)
         session.counters["releases"] += 1
 
@@ -351,8 +380,8 @@ class Cache:
         fence: FenceSequence,
     ) -> Commitment:
         """`commit` and `release` in one step: both, or, where the commit is refused, neither."""
-        session = self._checks.session_at(session_id, epoch)
-        self._checks.fence(session, fence, holds=2)
+        session = self.checks.session_at(session_id, epoch)
+        self.checks.fence(session, fence, holds=2)
         commitment = self.commit(session_id, epoch, lease_id, start, keys, slots, fence)
         self.release(session_id, epoch, lease_id, fence)
         return commitment

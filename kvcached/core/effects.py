@@ -86,4 +86,23 @@ class LoadsEnded:
     lease: LeaseId
 
 
-Effect = SessionExpired | SessionEnded | StartTransfer | HurryTransfer | AbandonLoad | LoadsEnded
+@dataclass(frozen=True, slots=True)
+class SlabLent:
+    """A slab of the host pool goes to a namespace: what headers of others lie in it are to be wiped out first."""
+
+    namespace: bytes
+    slab: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsHandedOut:
+    """Processes of an attached engine are about to write host slots: that is to be noted beside the slots."""
+
+    session: SessionId
+    namespace: bytes
+    slots: Ranges[int]
+
+
+Effect = (
+    SessionExpired | SessionEnded | StartTransfer | HurryTransfer | AbandonLoad | LoadsEnded | SlabLent | SlotsHandedOut
+)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcached.core.attached_state import AttachedLease, AttachedSession, Exchange
-from kvcached.core.effects import TransferKind
+from kvcached.core.effects import Effect, SlotsHandedOut, TransferKind
 from kvcached.core.pool import SlotPool
 from kvcached.core.ranges import Ranges, cut, no_ranges, place_of, slot_count
 from kvcached.core.run import Run
@@ -45,15 +45,18 @@ class Exchanges:
     Args:
         sessions: of engines in attached mode.
         next_transfer: gives transfer ids.
+        effects: told of slots that processes are to write.
     """
 
     def __init__(
         self,
         sessions: dict[SessionId, AttachedSession],
         next_transfer: Callable[[], TransferId],
+        effects: list[Effect],
         counters: Counter[str],
     ) -> None:
         self._sessions = sessions
+        self._effects = effects
         self._next_transfer = next_transfer
         self._counters = counters
 
@@ -74,6 +77,7 @@ class Exchanges:
         if pieces:
             tree.put_host(run, pieces, slots)
             transfer = self.start(session, TransferKind.STORE, tree, run, pieces, slots).id
+            self._effects.append(SlotsHandedOut(session.id, tree.namespace, slots))
         reached = end if got == wanted else max(tree.missing_in_host(run, end)[0].start, lease.depth)
         tree.pin(tree.resolve(run, reached), reached, HOST)
         tree.unpin(tree.resolve(lease.run, lease.depth), lease.depth, HOST)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvcached.core.effects import Effect, SlabLent
 from kvcached.core.pool import SlotPool
-from kvcached.core.ranges import Ranges, one_range, pairs
+from kvcached.core.ranges import Ranges, one_range, pairs, slot_count
 from kvcached.core.states import SlotState
 
 
@@ -17,20 +18,41 @@ class SlabStock:
     """The slabs of one daemon.
 
     One slab for every namespace that has none is held back, so that the first one to fill the pool shuts nobody out.
+
+    Args:
+        count: how many there are.
+        effects: told of each slab that a namespace gets.
+
+    Attributes:
+        version: grows whenever a slab changes hands.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, effects: list[Effect] | None = None) -> None:
         self.count = count
+        self.version = 0
+        self._effects: list[Effect] = [] if effects is None else effects
         self.pools: list[HostPool] = []
         #: Asked for room when no slab is to be had: evicts where nobody minds; False where there is no such place.
         self.make_room: Callable[[], bool] | None = None
         self._free = list(range(count - 1, -1, -1))
+
+    def claim(self, slab: int) -> None:
+        """A slab that nobody has is somebody's again, with what is in it.
+
+        Raises:
+            ValueError: it is somebody's, or there is no such slab.
+        """
+        self._free.remove(slab)
+        self.version += 1
 
     def lend(self, pool: HostPool) -> int | None:
         """A slab for `pool`: one that nobody has, else one that stands empty elsewhere; None if there is neither."""
         slab = self._find(pool)
         while slab is None and self.make_room is not None and self.make_room():
             slab = self._find(pool)
+        if slab is not None:
+            self.version += 1
+            self._effects.append(SlabLent(pool.namespace, slab))
         return slab
 
     def take_back(self, pool: HostPool) -> bool:
@@ -38,6 +60,7 @@ class SlabStock:
         before = len(self._free)
         while (slab := pool.give_back()) is not None:
             self._free.append(slab)
+            self.version += 1
         return len(self._free) > before
 
     def retire(self, pool: HostPool) -> bool:
@@ -62,15 +85,17 @@ class HostPool(SlotPool):
 
     Attributes:
         slots_per_slab: blocks that a slab holds.
+        namespace: whose they are: the root of its keys.
         slabs: those that it has now.
         empty: those of them whose slots are all free.
     """
 
-    __slots__ = ("_stock", "_used", "empty", "slabs", "slots_per_slab")
+    __slots__ = ("_stock", "_used", "empty", "namespace", "slabs", "slots_per_slab")
 
-    def __init__(self, stock: SlabStock, slots_per_slab: int) -> None:
+    def __init__(self, stock: SlabStock, slots_per_slab: int, namespace: bytes = b"") -> None:
         super().__init__("host", stock.count * slots_per_slab, SlotState.ABSENT)
         self.slots_per_slab = slots_per_slab
+        self.namespace = namespace
         self.slabs: set[int] = set()
         self.empty: set[int] = set()
         self._used = [0] * stock.count  #: slots that are not free, by slab
@@ -87,6 +112,28 @@ class HostPool(SlotPool):
         place = one_range(slab * self.slots_per_slab, self.slots_per_slab)
         self.move(place, SlotState.ABSENT, SlotState.FREE, f"slab {slab} lent")
         return True
+
+    def restore(
+        self, slabs: list[int], free: Ranges[int], cached: Ranges[int], set_aside: Ranges[int], cause: str
+    ) -> None:
+        """Have slabs again, each of whose slots is in one of the three lists.
+
+        Raises:
+            ValueError: somebody has one of the slabs, or the lists hold other slots than the slabs.
+        """
+        uses = ((free, SlotState.FREE), (cached, SlotState.CACHED), (set_aside, SlotState.QUARANTINED))
+        slots = sum(slot_count(ranges) for ranges, _ in uses)
+        if slots != len(slabs) * self.slots_per_slab:
+            raise ValueError(f"{slots} slots in {len(slabs)} slabs of {self.slots_per_slab}")
+        for slab in slabs:
+            self._stock.claim(slab)
+        self.slabs.update(slabs)
+        self.empty.update(slabs)
+        for ranges, state in uses:
+            self.move(ranges, SlotState.ABSENT, state, cause)
+            if state is not SlotState.FREE:
+                for first, count in pairs(ranges):
+                    self._count(first, first + count, 1)
 
     def give_back(self) -> int | None:
         """Part with a slab whose slots are all free; None if there is none."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvcached.core.lease import FenceHold, Lease
 from kvcached.core.pool import DevicePool
-from kvcached.core.ranges import Ranges, append, no_ranges, slot_count
+from kvcached.core.ranges import Ranges, append, no_ranges, slot_count, subtract
 from kvcached.core.run import Run
 from kvcached.core.states import SESSION_TRANSITIONS, SessionState, SlotState
 from kvcached.core.tree import PrefixTree
@@ -34,6 +34,8 @@ class Session:
         quarantined: slots that it could write when it expired.
         counters: where what it does is counted.
         writes_through: what it commits is to be copied to the host pool.
+        declaring: it is of before a restart, and has not said yet what it holds. All that it could write is in
+            `quarantined` until it has.
     """
 
     id: SessionId
@@ -48,6 +50,7 @@ class Session:
     quarantined: Ranges[int] = field(default_factory=no_ranges)
     counters: Counter[str] = field(default_factory=Counter)
     writes_through: bool = False
+    declaring: bool = False
 
     def add(self, lease: Lease) -> None:
         """Put a lease on the books."""
@@ -80,8 +83,37 @@ class Session:
 
     def expire(self, cut_off: CutOff) -> None:
         """Its leases are over, but its processes may live: what they could write is quarantined."""
-        self.quarantined = self._strip(SlotState.QUARANTINED, f"expiry of session {self.id}", cut_off)
+        self.quarantined.extend(self._strip(SlotState.QUARANTINED, f"expiry of session {self.id}", cut_off))
         self._enter(SessionState.EXPIRED)
+
+    def restore(self) -> None:
+        """It is of before a restart: of an empty pool it could write every slot."""
+        pool = self.pool
+        self.quarantined = pool.take(pool.free, SlotState.QUARANTINED, f"session {self.id} of before the restart")
+        self.declaring = True
+        self._enter(SessionState.EXPIRED)
+
+    def resume(self, now_ms: int) -> None:
+        """Its engine has come back, and is about to say what it holds."""
+        self.last_heard_ms = now_ms
+        self._enter(SessionState.ACTIVE)
+
+    def take_back(self, slots: Ranges[int]) -> bool:
+        """Slots that it says are a lease's: LEASED again. False, and nothing has changed, where they are not set aside."""
+        left = subtract(self.quarantined, slots)
+        if left is None:
+            return False
+        self.pool.move(slots, SlotState.QUARANTINED, SlotState.LEASED, f"declared by session {self.id}")
+        self.quarantined = left
+        return True
+
+    def declared(self) -> int:
+        """It has said all: what it has not named is free. Returns how many slots that is."""
+        freed = self.quarantined
+        self.pool.move(freed, SlotState.QUARANTINED, SlotState.FREE, f"not declared by session {self.id}")
+        self.quarantined = no_ranges()
+        self.declaring = False
+        return slot_count(freed)
 
     def end(self, cut_off: CutOff) -> int:
         """None of its processes can write any more: everything it held is free. Returns the number of such slots."""

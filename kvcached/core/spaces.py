@@ -26,6 +26,7 @@ class Spaces:
     Attributes:
         by_root: the namespaces; the one where a session began or ended last comes last.
         retired: trees of earlier generations that something still holds.
+        version: grows whenever a namespace is made, cleared or forgotten.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Spaces:
     ) -> None:
         self.by_root: dict[bytes, Space] = {}
         self.retired: list[PrefixTree] = []
+        self.version = 0
         self._stock = stock
         self.most = most
         self._first_generation = 0  #: above those of forgotten namespaces, whose headers lie around
@@ -78,6 +80,7 @@ class Spaces:
         """Begin a new generation: nothing stored before is matched again. Returns how many blocks that is."""
         blocks = space.host.counts[SlotState.CACHED]
         self.retired.append(space.tree)
+        self.version += 1
         space.generation += 1
         space.host, space.tree = self._plant(space.spec)
         self._counters["cleared_blocks"] += blocks
@@ -99,10 +102,17 @@ class Spaces:
         if len(self.by_root) >= self.most:
             self._forget_idle()
         host, tree = self._plant(spec)
+        self.version += 1
         return Space(spec, host, tree, self._first_generation)
 
+    def restore(self, spec: SpaceSpec, generation: int) -> Space:
+        """A namespace of before a restart, at the generation that it had, without slabs; it may be above `most`."""
+        host, tree = self._plant(spec)
+        space = self.by_root[spec.root] = Space(spec, host, tree, generation)
+        return space
+
     def _plant(self, spec: SpaceSpec) -> tuple[HostPool, PrefixTree]:
-        host = HostPool(self._stock, spec.host_slots_per_slab)
+        host = HostPool(self._stock, spec.host_slots_per_slab, spec.root)
         policies: list[EvictionPolicy] = [LeastRecentlyUsed()]
         return host, PrefixTree([], policies, host, self._counters, namespace=spec.root, forgotten=self._forgotten)
 
@@ -125,6 +135,7 @@ class Spaces:
         del self.by_root[space.spec.root]
         space.tree.shed_host(f"namespace {space.spec.label!r} forgotten")
         self._first_generation = max(self._first_generation, space.generation + 1)
+        self.version += 1
         self.retired.append(space.tree)
         self.bury()
 

@@ -42,13 +42,17 @@ SLOT_TRANSITIONS: frozenset[tuple[SlotState, SlotState]] = frozenset(
         (SlotState.CACHED, SlotState.QUARANTINED),  # committed under a fence that a stopped session never signalled
         (SlotState.FENCED, SlotState.FREE),  # fence signalled
         (SlotState.QUARANTINED, SlotState.FREE),  # death confirmed
+        (SlotState.QUARANTINED, SlotState.LEASED),  # after a restart: its engine says that a lease holds it
         (SlotState.LEASED, SlotState.FILLING),  # a device slot that a load will write
         (SlotState.FREE, SlotState.FILLING),  # a host slot that a store will write
+        (SlotState.FREE, SlotState.QUARANTINED),  # after a restart: an engine of before may write it
         (SlotState.FILLING, SlotState.CACHED),  # every shard has written it
         (SlotState.FILLING, SlotState.FREE),  # some shard has not
         (SlotState.FILLING, SlotState.QUARANTINED),  # an engine that was to write it stopped answering
         (SlotState.ABSENT, SlotState.FREE),  # the host pool got a slab
         (SlotState.FREE, SlotState.ABSENT),  # and gave it back
+        (SlotState.ABSENT, SlotState.CACHED),  # found again after a restart
+        (SlotState.ABSENT, SlotState.QUARANTINED),  # the same, and somebody of before may write it
     }
 )
 
@@ -66,6 +70,7 @@ SESSION_TRANSITIONS: frozenset[tuple[SessionState, SessionState]] = frozenset(
         (SessionState.ACTIVE, SessionState.EXPIRED),
         (SessionState.ACTIVE, SessionState.ENDED),
         (SessionState.EXPIRED, SessionState.ENDED),
+        (SessionState.EXPIRED, SessionState.ACTIVE),  # of before a restart, and its engine has come back
     }
 )
 

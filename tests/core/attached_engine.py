@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvcached.core.attached import LoadPlan
 from kvcached.core.attached_state import AttachedLease, SpaceSpec
 from kvcached.core.cache import Cache
+from kvcached.core.effects import Effect, SessionEnded, SessionExpired
 from kvcached.core.exchanges import StorePlan
 from kvcached.core.host_pool import HostPool
 from kvcached.core.states import SlotState
@@ -23,6 +24,11 @@ def make_attached(*, slabs: int = 4, spaces: int = 2) -> Cache:
 def space(letter: str = "m", per_slab: int = 4, shards: int = SHARDS) -> SpaceSpec:
     """A namespace by a letter."""
     return SpaceSpec(letter.encode() * 32, f"model {letter}", BLOCK_SIZE, shards, per_slab)
+
+
+def endings(cache: Cache) -> list[Effect]:
+    """The effects that say of sessions that they are over."""
+    return [effect for effect in cache.effects if isinstance(effect, SessionEnded | SessionExpired)]
 
 
 class AttachedEngine:

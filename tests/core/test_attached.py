@@ -8,12 +8,13 @@ import pytest
 
 from kvcached.core import attached
 from kvcached.core.cache import Cache
-from kvcached.core.effects import SessionEnded, SessionExpired
+from kvcached.core.effects import SessionEnded, SessionExpired, SlabLent, SlotsHandedOut
 from kvcached.core.events import MemberLost, MembersDied, Ticked
 from kvcached.core.exchanges import EVERY_SHARD
+from kvcached.core.ranges import one_range
 from kvcached.core.states import SlotState
 from kvcached_client.types import LeaseId, SessionId, TransferId
-from tests.core.attached_engine import AttachedEngine, space
+from tests.core.attached_engine import AttachedEngine, endings, space
 from tests.core.engine import TTL_MS, keys_of, refused
 from tests.core.tier_world import slots_of
 
@@ -375,6 +376,23 @@ def silence(cache: Cache) -> None:
         cache.handle(Ticked(now_ms))
 
 
+def test_slabs_and_slots_are_told_of_before_they_are_written(cache: Cache, engine: AttachedEngine) -> None:
+    """A slab that goes to a namespace, and slots that processes are to write, are effects, in this order."""
+    root = engine.spec.root
+    engine.prepare(engine.acquire("abcde"), "abcde")
+
+    assert cache.effects == [
+        SlabLent(root, 0),
+        SlabLent(root, 1),
+        SlotsHandedOut(engine.session, root, one_range(0, 5)),
+    ]
+    version = cache.version
+    engine.prepare(engine.acquire("x"), "x")
+    assert cache.version == version  # nobody got a slab
+    engine.core.clear(engine.session)
+    assert cache.version > version
+
+
 def test_stores_of_a_silent_session_are_set_aside_until_it_is_dead(cache: Cache, engine: AttachedEngine) -> None:
     """After its TTL nobody gets the slots that its shards may write; when they are dead, everybody."""
     engine.store("ab")
@@ -382,11 +400,11 @@ def test_stores_of_a_silent_session_are_set_aside_until_it_is_dead(cache: Cache,
     silence(cache)
 
     assert engine.states == (0, 0, 2, 2)
-    assert cache.effects == [SessionExpired(engine.session, 2)]
+    assert endings(cache) == [SessionExpired(engine.session, 2)]
     other = AttachedEngine(cache)
     assert len(slots_of(other.prepare(other.acquire("0123456789ABCDEF"), "0123456789ABCDEF").slots)) == 14
     cache.handle(MembersDied(engine.session))
-    assert cache.effects[-1] == SessionEnded(engine.session, 2)
+    assert endings(cache)[-1] == SessionEnded(engine.session, 2)
     assert engine.states == (2, 14, 0, 0)
 
 
@@ -442,7 +460,7 @@ def test_session_without_copies_under_way_ends_at_once(cache: Cache, engine: Att
     engine.acquire("abcd")
     cache.handle(MemberLost(engine.session))
 
-    assert cache.effects == [SessionEnded(engine.session, 0)]
+    assert endings(cache) == [SessionEnded(engine.session, 0)]
     assert (cache.attached.sessions, cache.counters["sessions_expired"]) == ({}, 0)
 
 
@@ -451,7 +469,7 @@ def test_silent_session_without_copies_leaves_nothing(cache: Cache, engine: Atta
     engine.acquire("abcd")
     silence(cache)
 
-    assert cache.effects == [SessionExpired(engine.session, 0), SessionEnded(engine.session, 0)]
+    assert endings(cache) == [SessionExpired(engine.session, 0), SessionEnded(engine.session, 0)]
 
 
 def test_heartbeats_and_late_ticks_keep_a_session(cache: Cache, engine: AttachedEngine) -> None:
@@ -476,7 +494,7 @@ def test_goodbye_of_all_gives_everything_back(cache: Cache, engine: AttachedEngi
     cache.close_session(engine.session)
 
     assert engine.states == (2, 0, 2, 0)
-    assert cache.effects == [SessionEnded(engine.session, 2)]
+    assert endings(cache) == [SessionEnded(engine.session, 2)]
     assert engine.host.protected == 0
     assert cache.attached.exchanges == []
 

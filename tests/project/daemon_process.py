@@ -8,7 +8,7 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.project.source_tree import ROOT
@@ -19,11 +19,15 @@ STOP_TIMEOUT_S = 15
 
 @contextlib.contextmanager
 def running_daemon(
-    config: Path, directory: Path, *options: str, program: str = "kvcached"
+    config: Path,
+    directory: Path,
+    *options: str,
+    program: str = "kvcached",
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Serve `config` with `directory` as run directory; its log is `directory`.log.
 
-    `program` is the module that has the daemon's command line.
+    `program` is the module that has the daemon's command line; `variables` are added to its environment.
 
     Raises:
         AssertionError: it ended before it was ready, or was not ready in time.
@@ -43,7 +47,7 @@ def running_daemon(
     ]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices, log_path.open("wb") as log:
         notices.bind(str(notify_path))
-        environment = {**clean_environment(), "NOTIFY_SOCKET": str(notify_path)}
+        environment = {**clean_environment(), "NOTIFY_SOCKET": str(notify_path), **(variables or {})}
         with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log) as process:
             try:
                 wait_for_ready(process, notices, log_path)
@@ -57,16 +61,18 @@ def running_daemon(
 
 
 def wait_for_ready(process: subprocess.Popen[bytes], notices: socket.socket, log_path: Path) -> None:
-    """Until READY=1 arrives on `notices`."""
+    """Until READY=1 arrives on `notices`, whatever else the daemon tells there before."""
     pidfd = os.pidfd_open(process.pid)
     try:
-        readable, _, _ = select.select([notices.fileno(), pidfd], [], [], START_TIMEOUT_S)
+        ready = False
+        while not ready:
+            readable, _, _ = select.select([notices.fileno(), pidfd], [], [], START_TIMEOUT_S)
+            assert notices.fileno() in readable, (
+                f"the daemon is not ready (exit status {process.poll()}):\n{log_path.read_text()}"
+            )
+            ready = b"READY=1" in notices.recv(4096)
     finally:
         os.close(pidfd)
-    assert notices.fileno() in readable, (
-        f"the daemon is not ready (exit status {process.poll()}):\n{log_path.read_text()}"
-    )
-    assert b"READY=1" in notices.recv(4096)
 
 
 def clean_environment() -> dict[str, str]:

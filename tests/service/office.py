@@ -13,6 +13,7 @@ from kvcached.core.answers import PoolSpec
 from kvcached.core.cache import Cache
 from kvcached.core.effects import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
 from kvcached.core.states import SlotState
+from kvcached.ledger import ProcessIdentity
 from kvcached.replica import Replica, Settled
 from kvcached.service import Service
 from kvcached_client import protocol as wire
@@ -40,9 +41,13 @@ class FakePeer:
 
     pid: int
     dead: bool = False
+    identity: ProcessIdentity | None = None
 
     def is_dead(self) -> bool:
         return self.dead
+
+    def close(self) -> None:
+        pass
 
     def is_same_process(self, other: FakePeer) -> bool:
         return self is other or self.pid == other.pid != 0
@@ -64,6 +69,14 @@ class FakeWorkers:
         if self.failure:
             raise request_error(ErrorCode.WORKER_LOST, self.failure, "see the log")
         return (1000 + shard, 2000 + shard)
+
+    @property
+    def adopted(self) -> bool:
+        return False
+
+    @property
+    def processes(self) -> dict[ShardIndex, ProcessIdentity]:
+        return {}
 
     def start(self, transfer: StartTransfer, settled: Settled) -> None:
         self.transfers[transfer.transfer] = (transfer, settled)
@@ -134,6 +147,7 @@ class Office:
             for name in names
         ]
         self.forgotten: list[FakePeer] = []
+        self.watched: list[FakePeer] = []
         self.now_ms = 0
         self.service = Service(
             self.cache,
@@ -146,6 +160,9 @@ class Office:
         )
         self.service.watch = self
         self._request = 0
+
+    def watch(self, peer: FakePeer) -> None:
+        self.watched.append(peer)
 
     def forget(self, peer: FakePeer) -> None:
         self.forgotten.append(peer)

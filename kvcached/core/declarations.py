@@ -1,0 +1,137 @@
+"""After a restart an engine says what it holds: leases with the slots that it goes on working in.
+
+Its pool has outlived the daemon with all its bytes, and every slot is set aside for it. What it declares becomes its
+leases again, and findable where it had committed; what it does not declare is free when it says that this was all.
+"""
+
+from __future__ import annotations
+
+from kvcached.core.cache import LEASES_PER_SESSION_MAX, Cache
+from kvcached.core.lease import Asked, Lease
+from kvcached.core.ranges import Ranges, chained, cut, pairs, slot_count
+from kvcached.core.run import KEY_SIZE, Run
+from kvcached.core.session import Session
+from kvcached.core.states import SessionState
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.types import FenceSequence, LeaseId, SessionId
+
+
+class Declarations:
+    """Sessions of before a restart that come back."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def resume(self, session_id: SessionId, now_ms: int) -> Session:
+        """The engine of an expired session of before the restart is back.
+
+        Raises:
+            RequestError: there is no such session, or its engine is back already, or it is of after the restart.
+        """
+        session = self._cache.sessions.get(session_id)
+        if session is None or session.state is not SessionState.EXPIRED or not session.declaring:
+            raise request_error(
+                ErrorCode.NO_SESSION, f"session {session_id} cannot be resumed", "say hello, as a new engine does"
+            )
+        session.resume(now_ms)
+        session.counters = self._cache.counters
+        session.writes_through = session.tree.host is not None
+        session.counters["sessions_resumed"] += 1
+        return session
+
+    def declare(
+        self,
+        session_id: SessionId,
+        epoch: int,
+        request: str,
+        tokens: int,
+        hit: int,
+        keys: bytes,
+        held: Ranges[int],
+        own: Ranges[int],
+        fence: FenceSequence,
+    ) -> LeaseId:
+        """A request of the engine holds slots.
+
+        Args:
+            session_id: a resumed one.
+            epoch: of its pool now.
+            request: the engine's id of it.
+            tokens: of its prompt.
+            hit: blocks that the engine was promised, at least as many as `keys`; those beyond were still loading, and
+                `Cache.load` gives slots in their place.
+            keys: of the blocks that are there, committed or a hit.
+            held: where they are. Other declared leases may hold the same.
+            own: its exclusive slots, in the order of the blocks that will lie in them.
+            fence: the highest that was named for it: before that has signalled the blocks are not for others.
+
+        Raises:
+            RequestError: stale, not declaring, another lease of that name, over a limit, or slots that are not set
+                aside for the session. Nothing has changed.
+        """
+        session = self._declaring(session_id, epoch)
+        blocks = len(keys) // KEY_SIZE
+        self._check(session, request, blocks, hit, held, fence)
+        tree, pool = session.tree, session.pool
+        run, depth = tree.match(keys, blocks, pool.index)
+        shared = _common(tree.path_slots(run, 0, depth, pool.index), held)
+        rest = cut(held, shared)[1]
+        mine = chained(rest, own)
+        if not session.take_back(mine):
+            raise request_error(
+                ErrorCode.UNKNOWN_SLOT,
+                f"request {request!r} declares slots that are not set aside for session {session_id}",
+                "declare each slot of the pool for one lease, or as the same block of the same chain",
+            )
+        asked = Asked(tokens, blocks, keys[-KEY_SIZE:], 0, full=False)
+        at: Run = tree.resolve(run, shared)
+        lease = Lease(self._cache.next_lease(), request, asked, shared, mine[:], at, shared, mine)
+        tree.pin(at, shared, pool.index)
+        session.add(lease)
+        self._cache.commit(session_id, epoch, lease.id, shared, keys[shared * KEY_SIZE :], rest, fence)
+        lease.hit = max(hit, lease.depth)
+        session.counters["leases_declared"] += 1
+        return lease.id
+
+    def over(self, session_id: SessionId, epoch: int) -> int:
+        """The engine has declared all that it holds. Returns how many slots are free by that."""
+        return self._declaring(session_id, epoch).declared()
+
+    def _declaring(self, session_id: SessionId, epoch: int) -> Session:
+        session = self._cache.checks.session_at(session_id, epoch)
+        if not session.declaring:
+            raise request_error(
+                ErrorCode.OUT_OF_ORDER,
+                f"session {session_id} has declared what it holds, or had nothing to declare",
+                "declare after a resumed hello, before anything else",
+            )
+        return session
+
+    def _check(
+        self, session: Session, request: str, blocks: int, hit: int, held: Ranges[int], fence: FenceSequence
+    ) -> None:
+        if request in session.requests:
+            raise request_error(
+                ErrorCode.REQUEST_CONFLICT, f"request {request!r} is declared already", "declare each lease once"
+            )
+        if slot_count(held) != blocks or hit < blocks:
+            raise request_error(
+                ErrorCode.BAD_VALUE,
+                f"{blocks} keys, {slot_count(held)} slots of them, and a hit of {hit}",
+                "name one slot per key, and a hit of at least as many",
+            )
+        if len(session.leases) >= LEASES_PER_SESSION_MAX:
+            raise request_error(ErrorCode.LIMIT, f"{len(session.leases)} leases are held", "release what has finished")
+        self._cache.checks.fence(session, fence)
+
+
+def _common(one: Ranges[int], other: Ranges[int]) -> int:
+    """How many of the first slots are the same."""
+    same = 0
+    slots = (slot for first, count in pairs(other) for slot in range(first, first + count))
+    for first, count in pairs(one):
+        for slot in range(first, first + count):
+            if next(slots, None) != slot:
+                return same
+            same += 1
+    return same

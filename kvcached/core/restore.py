@@ -1,0 +1,174 @@
+"""The index anew from what lies in the host pool: blocks that say which one comes before them, as one tree of runs.
+
+After a restart every block's header names its key, its parent's key and its depth. A block counts if all before it are
+there; of two copies of one key the newer one does. All steps but the last work on whole arrays: the last one makes an
+object for each run.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise, repeat
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached.core.host_pool import HostPool
+from kvcached.core.ranges import Ranges, no_ranges, pairs
+from kvcached.core.run import KEY_SIZE, Run, Segment
+from kvcached.core.run_tree import resident
+from kvcached.core.tree import HOST, PrefixTree
+
+_Ints = npt.NDArray[np.int64]
+
+
+class StoredBlocks(NamedTuple):
+    """Complete copies in the host pool, one row for each, in any order.
+
+    Attributes:
+        keys, parents: 16 bytes each, uint8; parents of first blocks are zero.
+        depths: blocks before it in its chain.
+        slots: where it lies; each is named once.
+        ages: the larger, the later it was stored.
+    """
+
+    keys: npt.NDArray[np.uint8]
+    parents: npt.NDArray[np.uint8]
+    depths: _Ints
+    slots: _Ints
+    ages: _Ints
+
+
+def restore(
+    tree: PrefixTree, pool: HostPool, slabs: list[int], found: StoredBlocks, set_aside: Ranges[int], cause: str
+) -> int:
+    """Fill an empty tree and its empty host pool, which gets these slabs. Returns how many blocks are in the tree.
+
+    Args:
+        tree: without runs.
+        pool: its host pool, without slabs.
+        slabs: those that hold the blocks; nobody has them.
+        found: their blocks. Those whose chain has a gap before them are left out.
+        set_aside: slots that somebody may still write, and that hold no block: QUARANTINED.
+        cause: for the journal.
+
+    Raises:
+        ValueError: a slot is in none of the slabs.
+    """
+    parents, rows = _linked(found)
+    heads = _run_heads(parents, rows)
+    depths = found.depths
+    order = rows[np.lexsort((depths[rows], heads[rows], depths[heads[rows]]))]
+    used = np.sort(found.slots[order])
+    pool.restore(slabs, _others(pool, slabs, used, set_aside), ranges_of(used), set_aside, cause)
+    if len(order):
+        _grow(tree, found, order, parents, np.flatnonzero(np.diff(heads[order], prepend=-1)))
+    return len(order)
+
+
+def ranges_of(slots: _Ints) -> Ranges[int]:
+    """Slots as ranges, in their order."""
+    ranges, _ = _packed(slots, np.zeros(0, np.int64))
+    return ranges
+
+
+def _others(pool: HostPool, slabs: list[int], used: _Ints, set_aside: Ranges[int]) -> Ranges[int]:
+    """The slots of the slabs that are neither used nor set aside."""
+    free = np.zeros(pool.slots, np.bool)
+    for slab in slabs:
+        free[slab * pool.slots_per_slab : (slab + 1) * pool.slots_per_slab] = True
+    for first, count in pairs(set_aside):
+        free[first : first + count] = False
+    free[used] = False
+    return ranges_of(np.flatnonzero(free))
+
+
+def _linked(found: StoredBlocks) -> tuple[_Ints, _Ints]:
+    """The row of every block's parent, and the rows whose chains are whole.
+
+    Beyond the rows stand two more: the root, which is its own parent, and what is lost.
+    """
+    count = len(found.slots)
+    root, lost = count, count + 1
+    newest_last = np.argsort(found.ages, kind="stable")
+    keys: list[bytes] = found.keys[newest_last].view(f"V{KEY_SIZE}").ravel().tolist()
+    row_of = dict(zip(keys, newest_last.tolist(), strict=True))
+    chosen = np.fromiter(row_of.values(), np.int64, len(row_of))
+    above: list[bytes] = found.parents[chosen].view(f"V{KEY_SIZE}").ravel().tolist()
+    known = np.fromiter(map(row_of.get, above, repeat(lost)), np.int64, len(above))
+    depths = np.append(found.depths, (-1, -2))  # of the root, and of nothing
+    parents = np.full(count + 2, lost)
+    parents[root] = root
+    first = found.depths[chosen] == 0
+    known[first] = np.where(found.parents[chosen[first]].any(axis=1), lost, root)
+    parents[chosen] = np.where(depths[known] == found.depths[chosen] - 1, known, lost)
+    return parents, np.flatnonzero(_followed(parents)[:count] == root)
+
+
+def _run_heads(parents: _Ints, rows: _Ints) -> _Ints:
+    """The first row of the run that each row is in: a run goes on where a block is its parent's only child."""
+    root = len(parents) - 2
+    children = np.bincount(parents[rows], minlength=len(parents))
+    starts = np.ones(len(parents), np.bool)
+    starts[rows] = (parents[rows] == root) | (children[parents[rows]] > 1)
+    return _followed(np.where(starts, np.arange(len(parents)), parents))
+
+
+def _followed(pointers: _Ints) -> _Ints:
+    """Where each row gets by following pointers, all of which end in a row that points at itself."""
+    while True:
+        further = pointers[pointers]
+        if np.array_equal(further, pointers):
+            return pointers
+        pointers = further
+
+
+def _grow(tree: PrefixTree, found: StoredBlocks, order: _Ints, parents: _Ints, starts: _Ints) -> None:
+    """Make the runs. `order` has a run's rows together, runs after those above them; `starts` is where each begins."""
+    bounds = [*starts.tolist(), len(order)]
+    stamps = np.empty(len(starts), np.int64)
+    stamps[np.argsort(np.maximum.reduceat(found.ages[order], starts), kind="stable")] = np.arange(1, len(starts) + 1)
+    run_at = np.zeros(len(parents), np.int64)  # of a row, counted from 1; 0 = the root
+    run_at[order] = np.repeat(np.arange(1, len(starts) + 1), np.diff(bounds))
+    above = run_at[parents[order[starts]]].tolist()
+    depths = found.depths[order[starts]].tolist()
+    keys = found.keys[order].tobytes()
+    ranges, places = _packed(found.slots[order], starts)
+    segments = [resident(tree.root, HOST)]
+    members = len(tree.members)
+    for (first, end), start, parent, stamp, (begin, stop) in zip(
+        pairwise(bounds), depths, above, stamps.tolist(), pairwise([*places, len(ranges)]), strict=True
+    ):
+        upper = segments[parent]
+        run = Run(keys[first * KEY_SIZE : end * KEY_SIZE], start, upper.run, members)
+        if upper.run.children is None:
+            upper.run.children = {}
+        upper.run.children[keys[first * KEY_SIZE : (first + 1) * KEY_SIZE]] = run
+        upper.resident_children += 1
+        segment = run.segments[HOST] = Segment(run, upper, ranges[begin:stop], end - first, stamp)
+        segments.append(segment)
+    tree.run_count = len(starts)
+    tree.members[HOST].clock = len(starts)
+    for segment in sorted(segments[1:], key=attrgetter("last_used")):
+        if not segment.resident_children:
+            tree.policies[HOST].add(segment)
+
+
+def _packed(slots: _Ints, starts: _Ints) -> tuple[Ranges[int], list[int]]:
+    """Slots as ranges, none of which reaches over a start; and where in the ranges each start's first one is."""
+    breaks = np.diff(slots, prepend=-2) != 1
+    breaks[starts] = True
+    at = np.flatnonzero(breaks)
+    pairs = np.empty((len(at), 2), np.int32)
+    pairs[:, 0] = slots[at]
+    pairs[:, 1] = np.diff(at, append=len(slots))
+    ranges = no_ranges()
+    ranges.frombytes(pairs.tobytes())
+    return ranges, (2 * np.searchsorted(at, starts)).tolist()
+
+
+def no_blocks() -> StoredBlocks:
+    """None at all."""
+    none = np.zeros(0, np.int64)
+    return StoredBlocks(np.zeros((0, KEY_SIZE), np.uint8), np.zeros((0, KEY_SIZE), np.uint8), none, none, none)

@@ -1,0 +1,210 @@
+"""An engine of before a restart says what it holds, and goes on with it."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from kvcached.core.cache import Cache
+from kvcached.core.declarations import Declarations
+from kvcached.core.events import MembersDied, Ticked
+from kvcached.core.ranges import Ranges
+from kvcached.core.revival import Revival
+from kvcached.core.states import SessionState
+from kvcached_client.types import FenceSequence, LeaseId, SessionId
+from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, keys_of, refused, snapshot, states
+
+
+class Returned:
+    """A session of before the restart, on a pool of 16 slots."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.core = Declarations(cache)
+        self.session: SessionId = Revival(cache).pool_session("a")
+        self.core.resume(self.session, 0)
+
+    def declare(
+        self,
+        text: str,
+        held: list[int],
+        own: list[int],
+        *,
+        request: str = "",
+        hit: int | None = None,
+        fence: int = 0,
+        tokens: int = 0,
+    ) -> LeaseId:
+        """A lease on the blocks of `text`, in these slots, with others of its own."""
+        return self.core.declare(
+            self.session,
+            EPOCH,
+            request or text,
+            tokens or len(text) * BLOCK_SIZE,
+            len(text) if hit is None else hit,
+            keys_of(text),
+            ranges(held),
+            ranges(own),
+            FenceSequence(fence),
+        )
+
+    def over(self) -> int:
+        return self.core.over(self.session, EPOCH)
+
+    def hit(self, text: str) -> int:
+        keys = keys_of(text)
+        return self.cache.match(self.session, EPOCH, keys, len(text) * BLOCK_SIZE, full=True)[0]
+
+    def release(self, lease: LeaseId) -> None:
+        self.cache.release(self.session, EPOCH, lease, FenceSequence(0))
+
+
+def ranges(slots: list[int]) -> Ranges[int]:
+    return array("i", [number for slot in slots for number in (slot, 1)])
+
+
+@pytest.fixture
+def returned(cache: Cache) -> Returned:
+    return Returned(cache)
+
+
+def test_declared_leases_go_on(cache: Cache, returned: Returned) -> None:
+    """A declared lease commits, allocates and releases as before; its blocks are found, and nothing is left set aside."""
+    lease = returned.declare("abc", [5, 2, 9], [7, 8])
+    assert states(cache) == (0, 2, 3, 0, 11)
+    assert returned.over() == 11
+
+    keys = keys_of("abcd")[48:]
+    done = cache.commit(returned.session, EPOCH, lease, 3, keys, ranges([7]), FenceSequence(0))
+    assert (done.depth, returned.hit("abcd")) == (4, 4)
+    assert array("i", cache.allocate(returned.session, EPOCH, lease, 2))[1] == 2
+    returned.release(lease)
+    assert states(cache) == (12, 0, 4, 0, 0)
+
+
+def test_leases_share_what_they_shared(cache: Cache, returned: Returned) -> None:
+    """Two leases on one prefix declare the same slots for it; both pin it."""
+    one = returned.declare("abc", [1, 2, 3], [4])
+    other = returned.declare("abx", [1, 2, 6], [])
+    returned.over()
+
+    assert [returned.hit(text) for text in ("abc", "abx")] == [3, 3]
+    assert states(cache) == (11, 1, 4, 0, 0)
+    returned.release(one)
+    returned.release(other)
+    assert states(cache) == (12, 0, 4, 0, 0)
+
+
+def test_lease_keeps_its_own_copy_of_a_block(cache: Cache, returned: Returned) -> None:
+    """Where two leases have computed one block each keeps its slot; the first that is declared is found."""
+    returned.declare("ab", [1, 2], [], request="first")
+    second = returned.declare("ab", [1, 5], [6], request="second")
+    returned.over()
+
+    assert states(cache) == (12, 2, 2, 0, 0)
+    returned.release(second)
+    assert states(cache) == (14, 0, 2, 0, 0)
+
+
+def test_hit_that_was_loading_is_shorter(cache: Cache, returned: Returned) -> None:
+    """Blocks that were on their way when the daemon died get slots of the lease's own when their end is asked for."""
+    lease = returned.declare("ab", [1, 2], [9], hit=4, tokens=20)
+    returned.over()
+    loaded = cache.load(returned.session, EPOCH, lease)
+
+    assert loaded is not None
+    assert loaded.hit == 2
+    assert sum(array("i", loaded.ranges)[1::2]) == 2
+    assert states(cache) == (11, 3, 2, 0, 0)
+
+
+def test_blocks_behind_a_fence_are_not_found_by_others(cache: Cache, returned: Returned) -> None:
+    """What was committed under a fence counts once that has signalled; till then it is pinned."""
+    lease = returned.declare("ab", [1, 2], [], fence=5)
+    returned.over()
+    returned.release(lease)
+    assert states(cache) == (14, 0, 2, 0, 0)
+    assert cache.pools["a"].evictable == 0
+
+    cache.heartbeat(returned.session, FenceSequence(5), 0)
+    assert cache.pools["a"].evictable == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "held", "own"),
+    [
+        ("cd", [1, 3], []),  # 1 is another lease's
+        ("cd", [3, 3], []),
+        ("cd", [3, 4], [4]),
+        ("c", [16], []),
+        ("c", [3], [-1]),
+        ("abx", [1, 4, 2], []),  # 2 is another block's
+    ],
+)
+def test_slots_are_declared_once(cache: Cache, returned: Returned, text: str, held: list[int], own: list[int]) -> None:
+    """A slot that is another lease's, named twice, or not there is refused, and nothing has changed."""
+    returned.declare("ab", [1, 2], [])
+    before = snapshot(cache)
+
+    with refused("unknown_slot"):
+        returned.declare(text, held, own)
+    assert snapshot(cache) == before
+
+
+def test_contradictions_are_refused(returned: Returned) -> None:
+    """A name twice, keys and slots that do not pair, a hit below what is there: refused."""
+    returned.declare("ab", [1, 2], [])
+    with refused("request_conflict"):
+        returned.declare("ab", [3, 4], [])
+    with refused("bad_value"):
+        returned.declare("cd", [3], [])
+    with refused("bad_value"):
+        returned.declare("cd", [3, 4], [], hit=1)
+
+
+def test_nothing_is_granted_before_all_is_declared(cache: Cache, returned: Returned) -> None:
+    """Until the engine has said that this was all, no slot of the pool is anybody's."""
+    returned.declare("ab", [1, 2], [])
+    with refused("no_capacity"):
+        cache.acquire(returned.session, EPOCH, "r", keys_of("x"), 4, 0, full=True)
+    returned.over()
+    assert cache.acquire(returned.session, EPOCH, "r", keys_of("x"), 4, 0, full=True).hit == 0
+
+
+def test_declaring_ends_once(returned: Returned) -> None:
+    """After the end nothing more is declared, and a session that is active is not resumed again."""
+    returned.over()
+    with refused("out_of_order"):
+        returned.declare("ab", [1, 2], [])
+    with refused("out_of_order"):
+        returned.over()
+    with refused("no_session"):
+        returned.core.resume(returned.session, 0)
+
+
+def test_sessions_of_now_declare_nothing(cache: Cache) -> None:
+    """An engine of this daemon's own, active or expired, has nothing to declare."""
+    engine = Engine(cache)
+    core = Declarations(cache)
+    with refused("out_of_order"):
+        core.over(engine.session, EPOCH)
+    for now_ms in (1, 500, 1000, TTL_MS + 1):
+        cache.handle(Ticked(now_ms))
+    assert cache.sessions[engine.session].state is SessionState.EXPIRED
+    with refused("no_session"):
+        core.resume(engine.session, 0)
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_engine_that_goes_silent_again(cache: Cache, returned: Returned, *, is_declared: bool) -> None:
+    """A session that was resumed expires like any other, in the middle of its declarations or after, and ends."""
+    returned.declare("ab", [1, 2], [3])
+    if is_declared:
+        returned.over()
+    for now_ms in (1, 500, 1000, TTL_MS + 1):
+        cache.handle(Ticked(now_ms))
+
+    assert states(cache) == ((13, 0, 2, 0, 1) if is_declared else (0, 0, 2, 0, 14))
+    cache.handle(MembersDied(returned.session))
+    assert states(cache) == (14, 0, 2, 0, 0)

@@ -1,0 +1,207 @@
+"""A daemon that is SIGKILLed comes back with the host pool as it was, and knows who may still write into it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvcached_client import Admin
+from kvcached_client.attached import new_instance
+from kvcached_client.protocol import HostStats
+from tests.daemon.attached_process import Scheduler, ShardMemory
+from tests.daemon.supervised import Supervised, supervised
+from tests.daemon.test_attached import PAGE_BYTES, SHARDS, Processes, config, kill, nothing_held, seconds_until
+
+
+class Engine:
+    """An engine in this process that connects anew, under the same name, as often as it is told to."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._instance = new_instance()
+        self._client = ExitStack()
+        self.shards = [ShardMemory(shard, PAGE_BYTES) for shard in range(SHARDS)]
+        self.connect()
+        self.join()
+
+    def connect(self) -> None:
+        """Say hello."""
+        self._client.close()
+        self.scheduler = Scheduler(self._run_dir, self._instance, SHARDS, PAGE_BYTES)
+        self._client.callback(self.scheduler.client.close)
+
+    def join(self) -> None:
+        """Have the shards enter the session."""
+        for shard in self.shards:
+            shard.join(self.scheduler.client.session)
+
+    def close(self) -> None:
+        self._client.close()
+        for shard in self.shards:
+            if shard.link is not None:
+                shard.link.close()
+
+    def store(self, name: str, blocks: int) -> set[int]:
+        """Compute a prompt and copy it to the host pool; the slots that it got."""
+        plan, order = self.scheduler.prepare_store(name, blocks)
+        for shard in self.shards if plan.transfer else ():
+            shard.store(order)
+        return set(order.slots)
+
+    def load(self, name: str, blocks: int) -> int:
+        """Copy a prompt back; how many blocks were hit, all of which are what they must be."""
+        if not self.scheduler.hit(name, blocks):
+            return 0
+        order = self.scheduler.prepare_load(name, blocks)
+        assert [shard.load(order) for shard in self.shards] == [([], True)] * SHARDS
+        return len(order.slots)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Supervised]:
+    """A daemon without a replica, whose memory is kept."""
+    with supervised(tmp_path, config()) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(daemon: Supervised) -> Iterator[Engine]:
+    made = Engine(daemon.run_dir)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def processes(daemon: Supervised) -> Iterator[Processes]:
+    made = Processes(daemon)
+    yield made
+    made.end()
+
+
+def host_of(daemon: Supervised) -> HostStats:
+    """Where the only namespace's slots are; nothing is wrong with it."""
+    with Admin.connect(daemon.run_dir, deadline_ms=10_000) as admin:
+        assert admin.check().violations == ()
+        (host,) = admin.stats().hosts
+    return host
+
+
+def test_host_pool_outlives_the_daemon(daemon: Supervised, engine: Engine) -> None:
+    """What was stored before a SIGKILL is hit after it, byte for byte, by the same engine and by another one."""
+    engine.store("a", 5)
+    engine.store("b", 3)
+    daemon.kill_and_wait()
+
+    engine.connect()
+    engine.join()
+    other = Engine(daemon.run_dir)
+    assert [each.load(name, 5) for each in (engine, other) for name in "ab"] == [5, 3, 5, 3]
+    other.close()
+    engine.store("a-longer", 4)
+    assert engine.load("a-longer", 4) == 4
+    assert nothing_held(host_of(daemon))
+
+
+def test_host_pool_outlives_daemon_after_daemon(daemon: Supervised, engine: Engine) -> None:
+    """What one daemon took over the next one takes over, too, with what was stored in between."""
+    for number in range(3):
+        engine.store(f"prompt {number}", 2)
+        daemon.kill_and_wait()
+        engine.connect()
+        engine.join()
+
+    assert [engine.load(f"prompt {number}", 2) for number in range(3)] == [2, 2, 2]
+
+
+def test_cleared_blocks_stay_cleared(daemon: Supervised, engine: Engine) -> None:
+    """A clear that was answered holds after a SIGKILL: nothing of before is hit, what came after it is."""
+    engine.store("a", 5)
+    engine.scheduler.client.clear()
+    engine.store("b", 2)
+    daemon.kill_and_wait()
+    engine.connect()
+    engine.join()
+
+    assert (engine.load("a", 5), engine.load("b", 2)) == (0, 2)
+    assert host_of(daemon).generation == 1
+
+
+def test_slots_of_a_living_engine_are_set_aside(daemon: Supervised, processes: Processes) -> None:
+    """Slots that an engine was given before the SIGKILL, and may be writing, are nobody's until its processes are dead."""
+    scheduler, _ = processes.scheduler(0, 1)
+    given = set(json.loads(scheduler.ask("prepare mine 4"))["slots"])
+    daemon.kill_and_wait()
+
+    assert host_of(daemon).states["quarantined"] == 4
+    crowd = Engine(daemon.run_dir)
+    got = crowd.store("crowd", 30)
+    assert not got & given
+    kill(scheduler)
+    assert seconds_until(daemon.run_dir, nothing_held) <= 1
+    assert host_of(daemon).states["quarantined"] == 0
+    crowd.close()
+
+
+def test_engine_that_connects_anew_has_its_slots_back(daemon: Supervised, processes: Processes) -> None:
+    """An engine that lives on gets back what it had claimed once its shards have joined its next session."""
+    scheduler, grant = processes.scheduler()
+    shards = [processes.shard(shard, grant) for shard in range(SHARDS)]
+    scheduler.ask("prepare mine 4")
+    daemon.kill_and_wait()
+    grant = scheduler.ask("reconnect")
+
+    left = []
+    for shard in shards:
+        left.append(host_of(daemon).states["quarantined"])
+        assert shard.ask(f"join {grant}") == "done"
+    assert left == [4, 4]
+    assert nothing_held(host_of(daemon))
+
+
+def test_stopped_engine_writes_into_nobodys_blocks(daemon: Supervised, processes: Processes) -> None:
+    """An engine that is stopped in a copy, while its daemon is killed and others fill the pool, harms nobody after."""
+    scheduler, _ = processes.scheduler(0, 1)
+    scheduler.ask("prepare mine 4")
+    os.kill(scheduler.process.pid, signal.SIGSTOP)
+    daemon.kill_and_wait()
+    crowd = Engine(daemon.run_dir)
+    crowd.store("crowd", 30)
+    os.kill(scheduler.process.pid, signal.SIGCONT)
+    scheduler.say("copy")
+    assert scheduler.hear() == "begins"
+    scheduler.hear()  # the daemon that it asks is another one: it fails, or its word is not taken
+
+    hit = crowd.scheduler.hit("crowd", 30)
+    assert hit
+    assert crowd.load("crowd", hit) == hit
+    crowd.close()
+
+
+def test_dead_engine_is_not_waited_for(daemon: Supervised, processes: Processes) -> None:
+    """What an engine had claimed that died together with the daemon is free at once."""
+    scheduler, _ = processes.scheduler(0, 1)
+    scheduler.ask("prepare mine 4")
+    daemon.kill()
+    kill(scheduler)
+    daemon.await_ready()
+
+    assert nothing_held(host_of(daemon))
+
+
+def test_another_pool_size_starts_empty(tmp_path: Path) -> None:
+    """With another host pool in the configuration the start is cold, and the log says so in one line."""
+    with supervised(tmp_path, config()) as daemon:
+        engine = Engine(daemon.run_dir)
+        engine.store("a", 5)
+        (tmp_path / "kvcached.toml").write_text(config(2 * PAGE_BYTES))
+        daemon.kill_and_wait()
+        engine.connect()
+        assert engine.scheduler.hit("a", 5) == 0
+        assert "its blocks are lost" in daemon.log
+        engine.close()
