@@ -61,7 +61,7 @@ class _Device(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerTensor:
+class LayerTensor:
     """Bytes ``[blocks, page]``, in the words of a torch tensor."""
 
     address: int
@@ -70,12 +70,15 @@ class _LayerTensor:
     device: _Device = field(default=_Device())
 
     def stride(self) -> Sequence[int]:
+        """See `kvcached_client.engine_pages.Tensor`, as for the others."""
         return self.shape[1], 1
 
     def element_size(self) -> int:
+        """Of a byte."""
         return 1
 
     def data_ptr(self) -> int:
+        """Where the tensor begins."""
         return self.address
 
 
@@ -185,10 +188,10 @@ class AttachedRig(AbstractContextManager["AttachedRig"]):
     def _layer_bytes(self) -> int:
         return self._engine_blocks * self.shape.page_bytes
 
-    def _layers(self) -> list[tuple[str, _LayerTensor]]:
+    def _layers(self) -> list[tuple[str, LayerTensor]]:
         shape = self._engine_blocks, self.shape.page_bytes
         return [
-            (f"layer.{layer}", _LayerTensor(self._tensors_address + layer * self._layer_bytes, shape))
+            (f"layer.{layer}", LayerTensor(self._tensors_address + layer * self._layer_bytes, shape))
             for layer in range(self.shape.layers)
         ]
 

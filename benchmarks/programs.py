@@ -50,16 +50,28 @@ def daemon(config: str, directory: Path) -> Iterator[Path]:
     Raises:
         RuntimeError: it ended or was not ready in time; carries the end of its log.
     """
-    run_dir = directory / "run"
+    with daemon_process(config, directory):
+        yield directory / "run"
+
+
+@contextlib.contextmanager
+def daemon_process(config: str, directory: Path, *, command: str = "serve") -> Iterator[subprocess.Popen[bytes]]:
+    """The same, as a process whose run directory is ``<directory>/run``. `command` is the one that starts it.
+
+    Raises:
+        RuntimeError: as `daemon`.
+    """
+    directory.mkdir(exist_ok=True)
     file = directory / "kvcached.toml"
-    file.write_text(f'run_dir = "{run_dir}"\n{config}', encoding="utf-8")
-    address = str(directory / "notify.sock")
+    file.write_text(f'run_dir = "{directory / "run"}"\n{config}', encoding="utf-8")
+    address = directory / "notify.sock"
+    address.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
-        notices.bind(address)
-        arguments = ["kvcached", "serve", "--config", str(file)]
-        with running("daemon", arguments, directory, **{notify.VARIABLE: address}) as program:
+        notices.bind(str(address))
+        arguments = ["kvcached", command, "--config", str(file)]
+        with running("daemon", arguments, directory, **{notify.VARIABLE: str(address)}) as program:
             _wait_until_ready(program, notices, directory / "daemon.log")
-            yield run_dir
+            yield program
 
 
 def _wait_until_ready(program: subprocess.Popen[bytes], notices: socket.socket, log: Path) -> None:

@@ -5,7 +5,7 @@ A pool has one engine at a time. Another one gets it once nobody of the old one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvcached.core.cache import Cache
 from kvcached.core.events import MembersDied
@@ -54,7 +54,7 @@ class Admission:
         group = self._membership.open(session.id, connection, peer)
         if replaced is not None:  # after the new group is there: its process must stay watched
             self._cache.handle(MembersDied(replaced.id))
-        return self._welcome(request, session, group, replica), peer
+        return self._welcome(request.id, request.capabilities, session, group), peer
 
     def join(
         self, peer: Peer, session_id: SessionId, token: bytes, shard: ShardIndex
@@ -83,16 +83,34 @@ class Admission:
         )
         return joined, descriptors
 
+    def find_earlier(self, connection: bytes, request: wire.Rejoin) -> tuple[Group, Peer]:
+        """The group of a session of before a restart, and the process that comes back to it over a connection.
+
+        Raises:
+            RequestError: another version or layout, no living process, or nothing is left of that session.
+        """
+        check_version(request.version_min, request.version_max)
+        check_connection(connection)
+        peer = self._membership.claim(request.member)
+        if self._membership.of_connection(connection) is not None:
+            raise request_error(ErrorCode.POOL_BUSY, "this connection has a session", "use a connection for each")
+        group = self._membership.find_earlier((request.daemon_epoch, request.session), request.token)
+        if (session := self._cache.sessions.get(group.session)) is None:
+            raise request_error(
+                ErrorCode.NO_SESSION, "the session was not on a device pool", "say hello, as a new engine does"
+            )
+        check_layout(request.layout, self._replicas[session.pool.name])
+        return group, peer
+
+    def welcome_back(self, request: wire.Rejoin, session: Session, group: Group) -> wire.Welcome:
+        """The answer to a `Rejoin` that is granted."""
+        return self._welcome(request.id, (), session, group)
+
     def _replica(self, request: wire.Hello) -> Replica:
         replica = self._replicas.get(request.replica)
         if replica is None:
             raise unknown_replica(request.replica, self._replicas)
-        if request.layout and request.layout != replica.layout.fingerprint():
-            raise request_error(
-                ErrorCode.WRONG_LAYOUT,
-                f"the engine was built for layout {request.layout}, the pool has {replica.layout.fingerprint()}",
-                "give daemon and engine the same model, block size, shards and dtype",
-            )
+        check_layout(request.layout, replica)
         return replica
 
     def _replaced_session(self, replica: str, connection: bytes, peer: Peer) -> Session | None:
@@ -117,9 +135,12 @@ class Admission:
             return session
         return None
 
-    def _welcome(self, request: wire.Hello, session: Session, group: Group, replica: Replica) -> wire.Welcome:
+    def _welcome(
+        self, request_id: int, capabilities: Sequence[str], session: Session, group: Group
+    ) -> wire.Welcome:
+        replica = self._replicas[session.pool.name]
         return wire.Welcome(
-            id=request.id,
+            id=request_id,
             version=wire.PROTOCOL_VERSION,
             session=session.id,
             token=group.token,
@@ -132,7 +153,7 @@ class Admission:
             slots=replica.slots,
             heartbeat_interval_ms=self._heartbeat_interval_ms,
             session_ttl_ms=self._cache.session_ttl_ms,
-            capabilities=tuple(name for name in CAPABILITIES if name in request.capabilities),
+            capabilities=tuple(name for name in CAPABILITIES if name in capabilities),
         )
 
     def _active_session(self, group: Group) -> Session:
@@ -151,6 +172,16 @@ def check_version(version_min: int, version_max: int) -> None:
             ErrorCode.UNSUPPORTED_VERSION,
             f"the client speaks {version_min} to {version_max}, the daemon {wire.PROTOCOL_VERSION}",
             "client and daemon must be at most one version apart: upgrade the older",
+        )
+
+
+def check_layout(fingerprint: str, replica: Replica) -> None:
+    """Refuse an engine that was built for another layout than the pool has; "" takes whatever there is."""
+    if fingerprint and fingerprint != replica.layout.fingerprint():
+        raise request_error(
+            ErrorCode.WRONG_LAYOUT,
+            f"the engine was built for layout {fingerprint}, the pool has {replica.layout.fingerprint()}",
+            "give daemon and engine the same model, block size, shards and dtype",
         )
 
 

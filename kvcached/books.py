@@ -6,6 +6,7 @@ cannot be written it is removed: a cold start is safe, one from an outdated ledg
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class Books:
 
     def _session(self, group: Group) -> SessionRecord | None:
         attached, managed = self._cache.attached.sessions.get(group.session), self._cache.sessions.get(group.session)
+        digest = hashlib.sha256(group.token).hexdigest()
         members = tuple(
             MemberRecord(process=member.identity, shard=group.shard_of.get(member)) for member in group.members
         )
@@ -124,11 +126,19 @@ class Books:
                 mode="attached",
                 place=attached.space.spec.root.hex(),
                 instance=group.instance.hex(),
+                token_digest=digest,
                 members=members,
             )
         if managed is not None:
             place = managed.pool.name
-            return SessionRecord(id=group.session, epoch=self._cache.epoch, mode="device", place=place, members=members)
+            return SessionRecord(
+                id=group.session,
+                epoch=self._cache.epoch,
+                mode="device",
+                place=place,
+                token_digest=digest,
+                members=members,
+            )
         return None
 
 

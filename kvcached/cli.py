@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvcached import VERSION
+from kvcached import VERSION, cli_admin
 from kvcached.cli_common import (
     EPILOG,
     ExitCode,
@@ -75,6 +75,8 @@ def main() -> None:
 main.add_command(explain)
 main.add_command(doctor)
 main.add_command(supervise)
+for each in cli_admin.COMMANDS:
+    main.add_command(each)
 
 
 def _overlay_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -36,7 +36,8 @@ class ExitCode(IntEnum):
 
 _MEANINGS = {
     ExitCode.OK: "done; what was asked about is in order",
-    ExitCode.UNHEALTHY: "something is wrong: unhealthy, violations, differing outputs, a check of doctor that failed",
+    ExitCode.UNHEALTHY: "something is wrong: unhealthy, violations, differing outputs, a check of doctor that failed,"
+    " something left at a deadline",
     ExitCode.USAGE: "wrong usage or configuration; nothing was started",
     ExitCode.START_FAILED: "the start failed; everything that was started has ended",
     ExitCode.UNREACHABLE: "no daemon answered in time",

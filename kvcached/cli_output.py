@@ -16,6 +16,7 @@ def print_stats(report: StatsReport) -> None:
     _print_facts(
         "",
         {
+            "state": report.state + (", attached engines paused" if report.attached_paused else ""),
             "up": f"{report.uptime_ms / 1000:.0f} s",
             "sessions": report.sessions,
             "cached blocks": report.cached_blocks,
@@ -27,6 +28,7 @@ def print_stats(report: StatsReport) -> None:
             f"replica {pool.replica}",
             {
                 "healthy": "yes" if pool.healthy else "NO",
+                "paused": "YES" if pool.paused else "no",
                 "session": pool.session or "none",
                 "leases": pool.leases,
                 "epoch": pool.epoch,
@@ -59,6 +61,7 @@ def print_description(report: Description) -> None:
         {
             "version": report.version,
             "protocol": f"{report.protocol_min} to {report.protocol_max}",
+            "state": report.state,
             "pid": report.pid,
             "daemon epoch": report.daemon_epoch,
         },
@@ -68,6 +71,8 @@ def print_description(report: Description) -> None:
             f"replica {replica.name}",
             {
                 "model": replica.model,
+                "weights": replica.weights_version or "as configured",
+                "generation": replica.generation,
                 "device": replica.device,
                 "shards": replica.layout.shards,
                 "slots": replica.slots,

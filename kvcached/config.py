@@ -176,11 +176,14 @@ class ReplicaConfig(Table):
         """Slots to keep free ahead of need."""
         return self.slot_count * self.free_watermark_percent // 100
 
-    def namespace(self, generation: int) -> bytes:
-        """The 32-byte root of its keys: replicas that share it share their prefixes."""
+    def namespace(self, generation: int, weights_version: str = "") -> bytes:
+        """The 32-byte root of its keys: replicas that share it share their prefixes.
+
+        A `weights_version` stands in place of `revision`.
+        """
         return namespace_root(
             model=self.model,
-            revision=self.revision,
+            revision=weights_version or self.revision,
             layout_fingerprint=self._layout.fingerprint(),
             block_size=self.block_size,
             shards=self.shards,
@@ -274,12 +277,19 @@ class Config(Table):
         description="All workers are ready by then or the start fails. Touching memory takes about 0.7 s per GiB, up to"
         " 1 GiB.",
     )
+    worker_grace_ms: int = Field(
+        default=30_000,
+        ge=0,
+        le=600_000,
+        description="Workers keep device pools for so long after the death of a daemon that was not stopped in order,"
+        " for the next one to take over. 0: they end at once.",
+    )
     shutdown_deadline_ms: int = Field(
         default=5000,
         ge=100,
         le=60_000,
-        description="On a clean stop, workers that have not ended by then are killed. Below the 10 s that container"
-        " runtimes grant.",
+        description="On a clean stop engines have this long to give back what they hold; workers that have not ended by"
+        " then, or a second later, are killed. Below the 10 s that container runtimes grant.",
     )
     replies_kept_per_session: int = Field(
         default=1024,

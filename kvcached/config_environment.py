@@ -7,17 +7,20 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvcached.config_error import Location, dotted
+from kvcached_client import failpoints
 
 ENVIRONMENT_PREFIX: Final = "KVCACHED_"
 #: Names the file itself, so it is no key of it.
 CONFIG_VARIABLE: Final = "KVCACHED_CONFIG"
+#: Variables that are no keys.
+_OTHERS: Final = (CONFIG_VARIABLE, failpoints.VARIABLE, failpoints.LOG_VARIABLE)
 
 
 def overlay_environment(settings: dict[str, Any], environment: Mapping[str, str]) -> dict[Location, str]:
     """Put every variable's value over `settings`. Returns where each went, and what it is called in messages."""
     overlays: dict[Location, str] = {}
     for name, value in sorted(environment.items()):
-        if name.startswith(ENVIRONMENT_PREFIX) and name != CONFIG_VARIABLE and value:
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in _OTHERS and value:
             location = _overlay(settings, _environment_location(name), _environment_value(value))
             overlays[location] = f"environment {name}"
     return overlays

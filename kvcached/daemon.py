@@ -14,6 +14,7 @@ import resource
 import signal
 import stat
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,12 +29,14 @@ from kvcached.config_host import HostConfig
 from kvcached.core.answers import PoolSpec
 from kvcached.core.cache import Cache
 from kvcached.core.events import Event, PoolRestored, Ticked, WorkerDied
+from kvcached.generations import FIRST_GENERATION, Generation, generation_of
 from kvcached.inheritance import Inheritance, inherit, ledger_file, take_over_timed
 from kvcached.ledger import boot_id
 from kvcached.notify import READY, STOPPING, notify
 from kvcached.replica import Replica
 from kvcached.rpc.server import RpcServer
 from kvcached.service import Service
+from kvcached.stopping import Stop
 from kvcached.takeover import Takeover
 from kvcached.worker.available import NotEnoughMemory, check_available
 from kvcached.worker.geometry import pool_geometry
@@ -51,10 +54,6 @@ log = logging.getLogger(__name__)
 
 #: Memory made resident before ready, all replicas together; the rest is touched when it is first used.
 PRETOUCH_BYTES_MAX = 1 << 30
-#: No verb clears a namespace yet, so every namespace is in its first generation.
-FIRST_GENERATION = 0
-
-
 
 
 class StartError(Exception):
@@ -76,26 +75,21 @@ def _now_ms() -> int:
 
 async def _serve(config: Config) -> int:
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    stop = Stop(config.shutdown_deadline_ms)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, stop)
+        loop.add_signal_handler(number, stop.on_signal)
     async with AsyncExitStack() as parts:
         epoch = _claim_run_dir(config.run_dir, parts)
         _raise_descriptor_limit()
-        await _start(config, epoch, parts)
+        service = await _start(config, epoch, stop, parts)
         log.info("ready: %s in %s", ", ".join(_pools(config)), config.run_dir)
         notify(READY)
-        await stop.wait()
+        await stop.asked.wait()
         log.info("stopping: up to %d ms; a second signal ends it at once", config.shutdown_deadline_ms)
         notify(STOPPING)
+        await stop.wind_down(service)
     log.info("stopped")
     return 0
-
-
-def _on_signal(stop: asyncio.Event) -> None:
-    if stop.is_set():
-        os._exit(1)  # workers see the daemon's end and go by themselves
-    stop.set()
 
 
 def _claim_run_dir(run_dir: Path, parts: AsyncExitStack) -> int:
@@ -127,7 +121,7 @@ def _raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
+async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) -> Service:
     news = _News()
     try:
         inherited = parts.enter_context(ExitStack())
@@ -136,7 +130,8 @@ async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
         _check_memory(config, inheritance)
         groups = {replica.name: _groups(config, replica, host, news) for replica in config.replica}
         for each in groups.values():
-            parts.push_async_callback(each.stop, config.shutdown_deadline_ms / 1000)
+            parts.push_async_callback(stop.end_workers, each)
+            stop.at_once.append(each.kill)
         starts = (each.start(inheritance.workers_of(name)) for name, each in groups.items())
         started = await asyncio.gather(*starts, return_exceptions=True)
         for error in started:
@@ -144,10 +139,12 @@ async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
                 raise error
         # What an earlier daemon has stored is verified whenever it is read: it may not have ended in order.
         verify_loads = config.host is not None and (config.host.verify_loads or inheritance.is_kept)
+        generations = {each.name: generation_of(each, inheritance.ledger) for each in config.replica}
         replicas = [
-            _replica(config, each, groups[each.name], epoch, verify_loads=verify_loads) for each in config.replica
+            _replica(config, each, generations[each.name], groups[each.name], epoch, verify_loads=verify_loads)
+            for each in config.replica
         ]
-        cache = _cache(config, epoch)
+        cache = _cache(config, generations, epoch)
         headers = None if host is None else HostHeaders(host)
         taken = take_over_timed(inheritance, cache, replicas, headers)
         share = None if host is None or config.attached is None else _share(host, verify_loads=verify_loads)
@@ -158,6 +155,7 @@ async def _start(config: Config, epoch: int, parts: AsyncExitStack) -> None:
     except (RequestError, NotEnoughMemory, OSError) as error:
         raise StartError(str(error)) from error
     _start_clock(service, config.heartbeat_interval_ms / 1000, parts)
+    return service
 
 
 def _pools(config: Config) -> list[str]:
@@ -190,6 +188,7 @@ def _groups(config: Config, replica: ReplicaConfig, host: HostMemory | None, new
         host,
         pretouch_bytes=PRETOUCH_BYTES_MAX // len(config.replica),
         ready_deadline_s=config.worker_ready_deadline_ms / 1000,
+        grace_ms=config.worker_grace_ms,
     )
     return ReplicaGroups(
         pool,
@@ -200,7 +199,13 @@ def _groups(config: Config, replica: ReplicaConfig, host: HostMemory | None, new
 
 
 def _replica(
-    config: Config, replica: ReplicaConfig, groups: ReplicaGroups, epoch: int, *, verify_loads: bool
+    config: Config,
+    replica: ReplicaConfig,
+    generation: Generation,
+    groups: ReplicaGroups,
+    epoch: int,
+    *,
+    verify_loads: bool,
 ) -> Replica:
     return Replica(
         name=replica.name,
@@ -209,13 +214,15 @@ def _replica(
         key_algorithm=replica.key_algorithm,
         layout=replica.layout,
         slots=replica.slot_count,
-        namespace=replica.namespace(FIRST_GENERATION),
-        generation=FIRST_GENERATION,
+        namespace=generation.namespace,
+        generation=generation.number,
+        weights_version=generation.weights_version,
+        root_of=replica.namespace,
         workers=ReplicaWorkers(
             groups,
             shards=replica.shards,
             epoch=epoch,
-            generation=FIRST_GENERATION,
+            generation=generation.number,
             verify_loads=verify_loads,
         ),
         header_namespace=replica.namespace(FIRST_GENERATION)[:NAMESPACE_BYTES],
@@ -228,9 +235,9 @@ def _host_geometry(host: HostConfig, replica: ReplicaConfig) -> HostGeometry:
     return HostGeometry(slabs=host.slabs, slab_bytes=host.slab_bytes, shards=replica.shards, block_bytes=block_bytes)
 
 
-def _cache(config: Config, epoch: int) -> Cache:
+def _cache(config: Config, generations: Mapping[str, Generation], epoch: int) -> Cache:
     return Cache(
-        [_pool_spec(config, replica) for replica in config.replica],
+        [_pool_spec(config, replica, generations[replica.name]) for replica in config.replica],
         epoch=epoch,
         session_ttl_ms=config.session_ttl_ms,
         host_slabs=0 if config.host is None else config.host.slabs,
@@ -263,11 +270,11 @@ def _share(host: HostMemory, *, verify_loads: bool) -> HostShare:
     return HostShare(host.descriptor, host.slabs, host.slab_bytes, verify_loads=verify_loads)
 
 
-def _pool_spec(config: Config, replica: ReplicaConfig) -> PoolSpec:
+def _pool_spec(config: Config, replica: ReplicaConfig, generation: Generation) -> PoolSpec:
     host = config.host
     return PoolSpec(
         replica.name,
-        replica.namespace(FIRST_GENERATION),
+        generation.namespace,
         replica.block_size,
         replica.slot_count,
         shards=replica.shards,
@@ -288,6 +295,8 @@ def _open_sockets(config: Config, service: Service, taken: Takeover, parts: Asyn
     service.take_in(taken.shapes, taken.sessions)
     rpc = RpcServer(Path(socket_path(config.run_dir, RPC_SOCKET_NAME)), service)
     parts.callback(rpc.close)
+    parts.callback(service.close)
+    parts.callback(rpc.serve_rest)
     rpc.start(loop)
 
 

@@ -69,6 +69,19 @@ class DeferredAnswers:
         self._ask_again(self._loads, session)
         self._ask_again(self._vacancies, session)
 
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return sum(len(each) for place in (self._loads, self._vacancies) for each in place.values())
+
+    def close(self, error: RequestError) -> None:
+        """The daemon ends: everything that waits is answered with an error."""
+        for place in (self._loads, self._vacancies):
+            waiting = [deferred for each in place.values() for deferred in each]
+            place.clear()
+            for deferred in waiting:
+                deferred.respond(Answer(error_reply(deferred.request.id, self._refused(error))))
+
     def vacancy_changed(self) -> None:
         """Slots may have become free, or a copy may have ended."""
         for session in list(self._vacancies):

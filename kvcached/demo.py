@@ -1,9 +1,10 @@
 """`kvcached demo`: what the cache does for an engine, for its successor, and for another replica.
 
-Five rounds over the same prompts. On replica A: cold; again (device hit); again after other prompts took their place
-(host hit); and after SIGKILL of the whole engine group and a restart. Then on replica B, whose engine computed none of
-them. The engine is the example of the repository, run as a program: nothing here imports torch. However the demo ends,
-by a signal too, its programs end with it.
+Rounds over the same prompts. On replica A: cold; again (device hit); again after other prompts took their place (host
+hit); and after SIGKILL of the whole engine group and a restart. Then on replica B, whose engine computed none of them.
+Last an engine that keeps its own device memory: cold, from the host pool, while the daemon is dead by a SIGKILL, and
+again when it is back. The engine is the example of the repository, run as a program: nothing here imports torch.
+However the demo ends, by a signal too, its programs end with it.
 """
 
 from __future__ import annotations
@@ -56,16 +57,21 @@ shards = {{shards}}
 slots = {_SLOTS}
 device = "cpu"
 """
-#: The host pool holds everything that the demo computes: about 340 blocks of 192 KiB.
+#: The host pool holds everything that the demo computes: about 480 blocks of 192 KiB, in two namespaces.
 _CONFIG: Final = f"""
 run_dir = "{{run_dir}}"
 
 [host]
-size_bytes = {128 << 20}
+size_bytes = {176 << 20}
 slab_bytes = {8 << 20}
+
+[attached]
 """
 
 _ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+#: In place of a replica's name: an engine that keeps its own device memory.
+ATTACHED: Final = "-"
 
 #: Where a round's blocks are expected.
 Source = Literal["computed", "device", "host"]
@@ -197,7 +203,7 @@ def _run(directory: Path, tp: int, console: Console) -> Report:
     with contextlib.ExitStack() as stack:
         with show.step("starting the daemon"):
             daemon = stack.enter_context(demo_programs.daemon(directory, _configuration(directory, tp)))
-        show.line(f"daemon ready, pid {daemon.process.pid}: replicas a and b, each {_SLOTS} slots, {_shards(tp)}")
+        show.line(f"daemon ready, pid {daemon.daemon_pid}: replicas a and b, each {_SLOTS} slots, {_shards(tp)}")
 
         with contextlib.ExitStack() as first_life:
             engine = _start(first_life, directory, tp, "a", show)
@@ -213,8 +219,18 @@ def _run(directory: Path, tp: int, console: Console) -> Report:
             engine = _start(second_life, directory, tp, "a", show)
             restart_ms = (time.monotonic_ns() - killed_ns) / 1e6
             ask(engine, "a", "A restarted", "device")
-        engine = _start(stack, directory, tp, "b", show)
-        ask(engine, "b", "replica B", "host")
+        with contextlib.ExitStack() as life:
+            engine = _start(life, directory, tp, "b", show)
+            ask(engine, "b", "replica B", "host")
+        engine = _start(stack, directory, tp, ATTACHED, show)
+        ask(engine, ATTACHED, "own memory", "computed")
+        ask(engine, ATTACHED, "its host hit", "host")
+        show.line(f"SIGKILL to the daemon, pid {daemon.kill_daemon()}")
+        ask(engine, ATTACHED, "no daemon", "computed")
+        with show.step("waiting for the next daemon"):
+            daemon.wait_ready()
+        show.line(f"the next daemon is ready, pid {daemon.daemon_pid}")
+        ask(engine, ATTACHED, "daemon back", "host")
     return Report(
         tp=tp,
         prompt_tokens=[len(prompt) for prompt in prompts],
@@ -251,14 +267,16 @@ def _configuration(directory: Path, tp: int) -> str:
 
 def _start(life: contextlib.ExitStack, directory: Path, tp: int, replica: str, show: _Progress) -> Program:
     """An engine that ends with `life`."""
+    where = f"--attached --block-size {_BLOCK_TOKENS}" if replica == ATTACHED else f"--replica {replica}"
     options = [
-        *(f"--replica {replica} --tp {tp} --chunk-tokens {_CHUNK_TOKENS}".split()),
+        *(f"{where} --tp {tp} --chunk-tokens {_CHUNK_TOKENS}".split()),
         *("--run-dir", str(directory / "run")),
         *("--model", str(_MODEL)),
     ]
-    with show.step(f"starting the engine of replica {replica}"):
+    name = "engine with its own memory" if replica == ATTACHED else f"engine of replica {replica}"
+    with show.step(f"starting the {name}"):
         engine = life.enter_context(demo_programs.engine(directory, options))
-    show.line(f"engine of replica {replica} ready, process group {engine.process.pid}")
+    show.line(f"{name} ready, process group {engine.process.pid}")
     return engine
 
 

@@ -16,6 +16,8 @@ from typing import IO, Final, cast
 import msgspec
 
 from kvcached import notify
+from kvcached.seqpacket import peer_credentials
+from kvcached_client.rundir import ATTACH_SOCKET_NAME
 
 #: The directory that holds the `kvcached` package, and in a checkout `examples` beside it.
 _ROOT: Final = Path(__file__).resolve().parents[1]
@@ -101,21 +103,56 @@ class Program:
         self.process.communicate()
 
 
+class SupervisedDaemon(Program):
+    """`kvcached supervise`, and the daemon that it keeps running."""
+
+    def __init__(self, configuration: Path, directory: Path, notices: socket.socket) -> None:
+        self._notices = notices
+        self._attach = str(directory / "run" / ATTACH_SOCKET_NAME)
+        arguments = ["kvcached", "supervise", "--config", str(configuration)]
+        super().__init__("daemon", arguments, directory, **{notify.VARIABLE: notices.getsockname()})
+
+    @property
+    def daemon_pid(self) -> int:
+        """Whoever serves the attach socket."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(self._attach)
+            return peer_credentials(connection).pid
+
+    def kill_daemon(self) -> int:
+        """SIGKILL to the daemon alone; returns its pid when it is dead."""
+        pid = self.daemon_pid
+        pidfd = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            select.select([pidfd], [], [], _STOP_TIMEOUT_S)
+        finally:
+            os.close(pidfd)
+        return pid
+
+    def wait_ready(self) -> None:
+        """Until a daemon says that it is ready.
+
+        Raises:
+            DemoError: none did in time, or the supervisor gave up.
+        """
+        notice = b""
+        while notice != notify.READY.encode():
+            self.wait_readable(self._notices.fileno(), _START_TIMEOUT_S)
+            notice = self._notices.recv(4096)
+
+
 @contextlib.contextmanager
-def daemon(directory: Path, configuration: str) -> Iterator[Program]:
-    """A daemon whose sockets are in `directory`/run, from ready to stopped."""
+def daemon(directory: Path, configuration: str) -> Iterator[SupervisedDaemon]:
+    """A supervised daemon whose sockets are in `directory`/run, from ready to stopped."""
     (directory / "run").mkdir(mode=0o750)
     path = directory / "kvcached.toml"
     path.write_text(configuration)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
         notices.bind(str(directory / "notify.sock"))
-        arguments = ["kvcached", "serve", "--config", str(path)]
-        program = Program("daemon", arguments, directory, **{notify.VARIABLE: str(directory / "notify.sock")})
+        program = SupervisedDaemon(path, directory, notices)
         try:
-            notice = b""
-            while notice != notify.READY.encode():
-                program.wait_readable(notices.fileno(), _START_TIMEOUT_S)
-                notice = notices.recv(4096)
+            program.wait_ready()
             yield program
         finally:
             program.stop()

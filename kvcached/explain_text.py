@@ -44,6 +44,10 @@ _MEANINGS: Final = {
         "is in host memory, but as many blocks are being loaded as may be",
         "load_quota of the replica in the configuration",
     ),
+    MissReason.PAUSED: (
+        "is in host memory, but copies of the replica are paused",
+        "who has paused them: `kvcached resume` ends that",
+    ),
     MissReason.OTHER_REPLICA: (
         "is in the device pool of another replica only",
         "the [host] table of the configuration: replicas share blocks through host memory",

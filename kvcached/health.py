@@ -15,6 +15,7 @@ from kvcached.answers import Answer, Respond, internal_error
 from kvcached.core.cache import Cache
 from kvcached.core.invariants import check_counts
 from kvcached.core.session import Session
+from kvcached.modes import Modes
 from kvcached.replica import Replica
 from kvcached_client.errors import ErrorCode, NoCapacity, RequestError, request_error
 from kvcached_client.protocol import Health, HealthPart, HealthReport, error_reply
@@ -37,6 +38,7 @@ class HealthRequests:
     Args:
         settle: lets the core, and whoever it speaks to, do what the checks have left to do.
         refused: counts an error.
+        modes: whether the daemon takes new work, which is told along.
     """
 
     def __init__(
@@ -47,14 +49,21 @@ class HealthRequests:
         *,
         settle: Callable[[], None],
         refused: Callable[[RequestError], RequestError],
+        modes: Modes,
     ) -> None:
         self._cache = cache
         self._replicas = replicas
         self._now_ms = now_ms
         self._settle = settle
         self._refused = refused
+        self._modes = modes
         self._checks = HealthChecks(cache)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], tuple[Health, Respond]] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Checks that are not answered."""
+        return len(self._tasks)
 
     def start(self, _: bytes, request: Health, respond: Respond) -> None:
         """Begin a check, which answers by itself.
@@ -67,8 +76,15 @@ class HealthRequests:
                 ErrorCode.LIMIT, f"{len(self._tasks)} health checks are under way", "wait for one of them"
             )
         task = asyncio.get_running_loop().create_task(self._answer(request, respond))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = request, respond
+        task.add_done_callback(lambda task: self._tasks.pop(task, None))
+
+    def close(self, error: RequestError) -> None:
+        """The daemon ends: every check that is under way is answered with an error."""
+        for task, (request, respond) in list(self._tasks.items()):
+            task.cancel()
+            respond(Answer(error_reply(request.id, self._refused(error))))
+        self._tasks.clear()
 
     async def _answer(self, request: Health, respond: Respond) -> None:
         try:
@@ -77,11 +93,21 @@ class HealthRequests:
             self._settle()
             violations = check_counts(self._cache)
             parts.append(HealthPart(part="counts", ok=not violations, detail="; ".join(violations[:3])))
+            parts += self._held_back()
             report = HealthReport(id=request.id, ok=all(part.ok for part in parts), parts=tuple(parts))
             respond(Answer(report))
         except Exception:
             log.exception("internal error during a health check")
             respond(Answer(error_reply(request.id, self._refused(internal_error()))))
+
+
+    def _held_back(self) -> list[HealthPart]:
+        """What people have told the daemon not to do, which is no illness."""
+        what = [] if self._modes.takes_work else [str(self._modes.state)]
+        paused = [name for name, pool in self._cache.pools.items() if pool.paused]
+        paused += ["engines in attached mode"] if self._cache.attached.paused else []
+        what += [f"paused: {', '.join(paused)}"] if paused else []
+        return [HealthPart(part="mode", ok=True, detail="; ".join(what))] if what else []
 
 
 class HealthChecks:
@@ -98,18 +124,22 @@ class HealthChecks:
         It works in a session of its own beside the engine's, on slots that it acquires as an engine does, under keys
         that nobody else has, and leaves nothing behind. A pool whose slots are all leased is busy, not ill.
         """
+        if self._cache.pools[replica.name].clearing:
+            return [_part(replica, "acquire", "skipped: the namespace is being cleared")]
         if replica.name in self._unanswered:
             return [_part(replica, "workers", "the probe of an earlier check is still unanswered", ok=False)]
         try:
             session = self._cache.open_session(replica.name, now_ms, counted=False)
         except RequestError as error:
             return [_part(replica, "workers", f"{error.message}; {error.fix}", ok=False)]
+        cleared = self._cache.clearings.version
         keys = secrets.token_bytes(_BLOCKS * KEY_SIZE_BYTES)
         parts: list[HealthPart] = []
         try:
             await self._exercise(replica, session, keys, parts)
         except RequestError as error:
-            busy = isinstance(error, NoCapacity)
+            busy = isinstance(error, NoCapacity) or self._cache.clearings.version != cleared
+            busy = busy or self._cache.pools[replica.name].clearing
             step = _STEPS[len(parts)]
             parts.append(_part(replica, step, ("skipped: " if busy else "") + error.message, ok=busy))
         finally:

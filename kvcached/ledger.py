@@ -16,6 +16,8 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
+from kvcached_client.failpoints import failpoint
+
 FORMAT: Final = 1
 #: Of the file. A ledger has a few hundred bytes for each session and about six for each slab.
 LEDGER_BYTES_MAX: Final = 64 << 20
@@ -129,6 +131,7 @@ class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         mode: on a replica's device pool, or attached.
         place: the replica's name, or the root of the namespace in hex.
         instance: in attached mode, what the engine calls itself in every hello.
+        token_digest: sha256 of the session's token; who shows that token after a restart is its engine.
     """
 
     id: Count
@@ -136,6 +139,7 @@ class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     mode: Literal["device", "attached"]
     place: str
     instance: Hex = ""
+    token_digest: Hex = ""
     members: tuple[MemberRecord, ...] = ()
 
 
@@ -183,7 +187,9 @@ class LedgerFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(self._new, flags, _MODE), "wb") as file:
             file.write(data)
+        failpoint("daemon.ledger.write")
         self._new.replace(self._path)
+        failpoint("daemon.ledger.written")
 
     def remove(self) -> None:
         """There is nothing to hand on any more. Does nothing where there is no ledger."""

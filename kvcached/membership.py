@@ -6,6 +6,7 @@ token. One of them dying ends the group; its slots are free once all of them are
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class Group:
         members: every process that can touch the pool, dead ones included until the end.
         instance: in attached mode, what the engine calls itself in every hello.
         shard_of: in attached mode, which shard a member is.
+        found: what it was before a restart; None for one that was opened since.
     """
 
     session: SessionId
@@ -58,6 +60,7 @@ class Group:
     members: list[Peer] = field(default_factory=list)
     instance: bytes = b""
     shard_of: dict[Peer, ShardIndex] = field(default_factory=dict)
+    found: FoundSession | None = None
 
     def living(self, *, beside: Peer | None = None) -> list[Peer]:
         """Members that are not dead, and not surely the same process as `beside`."""
@@ -73,11 +76,15 @@ class FoundSession(NamedTuple):
 
     Attributes:
         id: of its session here, which is expired.
+        earlier: what it was: the epoch of the daemon that opened it, and its id there.
+        token_digest: sha256 of its token there.
         instance: in attached mode, what it calls itself.
         members: its living processes; which shard each is, None for the scheduler.
     """
 
     id: SessionId
+    earlier: tuple[int, int]
+    token_digest: bytes
     instance: bytes
     members: list[tuple[Peer, ShardIndex | None]]
 
@@ -134,11 +141,38 @@ class Membership:
         """
         peers = [peer for peer, _ in found.members]
         scheduler = next((peer for peer, shard in found.members if shard is None), peers[0])
-        group = Group(found.id, secrets.token_bytes(TOKEN_SIZE_BYTES), b"", scheduler, peers, found.instance)
+        group = Group(
+            found.id, secrets.token_bytes(TOKEN_SIZE_BYTES), b"", scheduler, peers, found.instance, found=found
+        )
         group.shard_of = {peer: shard for peer, shard in found.members if shard is not None}
         self._groups[found.id] = group
         self.version += 1
         return group
+
+    def find_earlier(self, earlier: tuple[int, int], token: bytes) -> Group:
+        """The group of a session of before a restart, for who shows the token that it had.
+
+        Raises:
+            Stale: nothing is left of it, or its token was another. Both read the same to a peer that guesses.
+        """
+        digest = hashlib.sha256(token).digest()
+        for group in self._groups.values():
+            found = group.found
+            if found is not None and found.earlier == earlier and hmac.compare_digest(found.token_digest, digest):
+                return group
+        raise request_error(
+            ErrorCode.NO_SESSION,
+            f"nothing is left of session {earlier[1]} of epoch {earlier[0]}, or its token was another",
+            "say hello, as a new engine does",
+        )
+
+    def resume(self, group: Group, connection: bytes, peer: Peer) -> None:
+        """The scheduler of a group of before a restart is back, over a connection that owns it from now on."""
+        group.connection, group.scheduler, group.found = connection, peer, None
+        if peer not in group.members:
+            group.members.append(peer)
+        self._of_connection[connection] = group
+        self.version += 1
 
     def join(self, group: Group, peer: Peer, shard: ShardIndex | None = None) -> None:
         """A shard process enters a group whose token it has shown; twice is once. `shard`: see `Group.shard_of`."""

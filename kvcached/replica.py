@@ -19,7 +19,13 @@ Settled = Callable[[ShardIndex, str, tuple[int, ...]], None]
 
 
 class Workers(Protocol):
-    """What the service needs of a replica's workers."""
+    """What the service needs of a replica's workers.
+
+    Attributes:
+        generation: of the namespace, for what is ordered from now on.
+    """
+
+    generation: int
 
     def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
         """What a shard process maps: sealed pool memory, sealed progress page, an eventfd for each of its entries.
@@ -55,13 +61,14 @@ class Workers(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Replica:
-    """What does not change while the daemon runs.
+    """What is served under a name. Only clearing it changes anything: namespace, generation, weights version.
 
     Attributes:
         namespace: 32 bytes, root of every chain of keys; replicas that share it share their prefixes.
         generation: of the namespace.
+        root_of: the namespace of a generation and a weights version.
         weights_version: what was set for it; empty = what the configuration says.
         header_namespace: what headers of its blocks in the host pool say, 16 bytes, the same in every generation.
         host_geometry: the host pool as its blocks lie in it; None without a host tier.
@@ -76,6 +83,7 @@ class Replica:
     namespace: bytes
     generation: int
     workers: Workers
+    root_of: Callable[[int, str], bytes]
     weights_version: str = ""
     header_namespace: bytes = bytes(16)
     host_geometry: HostGeometry | None = None
@@ -92,4 +100,6 @@ class Replica:
             model=self.model,
             key_algorithm=self.key_algorithm,
             namespace=self.namespace.hex(),
+            generation=self.generation,
+            weights_version=self.weights_version,
         )

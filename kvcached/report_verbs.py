@@ -9,6 +9,7 @@ from kvcached.admission import unknown_replica
 from kvcached.answers import Answer
 from kvcached.core.cache import Cache
 from kvcached.core.invariants import check
+from kvcached.modes import Modes
 from kvcached.replica import Replica
 from kvcached.reports import description, explained, inspect_report, stats_report, tree_report
 from kvcached_client import protocol as wire
@@ -20,6 +21,7 @@ class ReportVerbs:
     Args:
         attached: what engines in attached mode are offered.
         now_ms: the clock; the daemon is up since now.
+        modes: its state.
 
     Attributes:
         by_type: what serves each verb.
@@ -31,11 +33,13 @@ class ReportVerbs:
         replicas: Mapping[str, Replica],
         attached: wire.AttachedInfo | None,
         now_ms: Callable[[], int],
+        modes: Modes,
     ) -> None:
         self._cache = cache
         self._replicas = replicas
         self._attached = attached
         self._now_ms = now_ms
+        self._modes = modes
         self._started_ms = now_ms()
         self.by_type: dict[type[wire.Header], Callable[[bytes, Any, list[bytes]], Answer]] = {
             wire.Stats: self._stats,
@@ -47,14 +51,16 @@ class ReportVerbs:
         }
 
     def _stats(self, _: bytes, request: wire.Stats, __: list[bytes]) -> Answer:
-        return Answer(stats_report(request.id, self._cache, self._replicas, self._now_ms() - self._started_ms))
+        uptime_ms = self._now_ms() - self._started_ms
+        return Answer(stats_report(request.id, self._cache, self._replicas, uptime_ms, self._modes.state))
 
     def _check(self, _: bytes, request: wire.Check, __: list[bytes]) -> Answer:
         violations = tuple(check(self._cache))
         return Answer(wire.CheckReport(id=request.id, ok=not violations, violations=violations))
 
     def _describe(self, _: bytes, request: wire.Describe, __: list[bytes]) -> Answer:
-        return Answer(description(request.id, self._cache.epoch, list(self._replicas.values()), self._attached))
+        replicas = list(self._replicas.values())
+        return Answer(description(request.id, self._cache.epoch, self._modes.state, replicas, self._attached))
 
     def _tree(self, _: bytes, request: wire.Tree, __: list[bytes]) -> Answer:
         self._check_replica(request.replica)

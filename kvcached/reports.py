@@ -14,7 +14,7 @@ from kvcached.core.effects import TransferKind
 from kvcached.core.host_pool import HostPool
 from kvcached.core.misses import explain
 from kvcached.core.pool import DevicePool, SlotPool
-from kvcached.core.states import SlotState, TransferState
+from kvcached.core.states import DaemonState, SlotState, TransferState
 from kvcached.core.survey import RunView, block_count, find, survey, trees_of
 from kvcached.core.tree import PrefixTree
 from kvcached.replica import Replica
@@ -37,11 +37,15 @@ _HOST_STATES: Final = (
 Replicas = Mapping[str, Replica]
 
 
-def stats_report(request_id: int, cache: Cache, replicas: Replicas, uptime_ms: int) -> wire.StatsReport:
+def stats_report(
+    request_id: int, cache: Cache, replicas: Replicas, uptime_ms: int, state: DaemonState
+) -> wire.StatsReport:
     """Counters and gauges of every pool."""
     return wire.StatsReport(
         id=request_id,
         daemon_epoch=cache.epoch,
+        state=state,
+        attached_paused=cache.attached.paused,
         uptime_ms=uptime_ms,
         sessions=len(cache.sessions) + len(cache.attached.sessions),
         runs=sum(tree.run_count for tree in cache.trees),
@@ -64,6 +68,7 @@ def _pool_stats(cache: Cache, pool: DevicePool) -> wire.PoolStats:
         leases=sum(len(session.leases) for session in sessions),
         session=sessions[0].id if sessions else 0,
         healthy=pool.healthy,
+        paused=pool.paused,
     )
 
 
@@ -74,13 +79,20 @@ def _host_stats(cache: Cache, tree: PrefixTree, host: HostPool, replicas: Replic
         namespace=_namespace(cache, tree, replicas)[:NAMESPACE_SHOWN_BYTES].hex(),
         replicas=tuple(pool.name for pool in tree.pools),
         label="" if space is None else space.spec.label,
-        generation=0 if space is None else space.generation,
+        generation=_generation(tree, space, replicas),
         sessions=len(sessions),
         leases=sum(len(session.leases) for session in sessions),
         slots=host.slots,
         slabs=len(host.slabs),
         states=_states(host, _HOST_STATES),
     )
+
+
+def _generation(tree: PrefixTree, space: Space | None, replicas: Replicas) -> int:
+    """Of a tree's namespace; 0 for one that is there no more."""
+    if tree.pools:
+        return replicas[tree.pools[0].name].generation
+    return 0 if space is None else space.generation
 
 
 def _space_of(cache: Cache, tree: PrefixTree) -> Space | None:
@@ -168,10 +180,12 @@ def explained(request: wire.Explain, keys: bytes, cache: Cache, replicas: Replic
     for name, replica in replicas.items():
         if request.replica in {"", name} and replica.namespace.hex().startswith(request.namespace):
             (tree,) = trees_of(cache, name)
-            found.append(_explanation(request, keys, cache, tree, replica.layout.block_size, pool=cache.pools[name]))
+            size, pool = replica.layout.block_size, cache.pools[name]
+            found.append(_explanation(request, keys, cache, tree, size, replica.generation, pool=pool))
     for root, space in cache.attached.spaces.by_root.items():
         if not request.replica and root.hex().startswith(request.namespace):
-            found.append(_explanation(request, keys, cache, space.tree, space.spec.block_size, space=space))
+            size = space.spec.block_size
+            found.append(_explanation(request, keys, cache, space.tree, size, space.generation, space=space))
     return wire.Explained(id=request.id, explanations=tuple(found))
 
 
@@ -181,6 +195,7 @@ def _explanation(
     cache: Cache,
     tree: PrefixTree,
     block_size: int,
+    generation: int,
     *,
     pool: DevicePool | None = None,
     space: Space | None = None,
@@ -193,7 +208,7 @@ def _explanation(
         namespace=tree.namespace[:NAMESPACE_SHOWN_BYTES].hex(),
         replica="" if pool is None else pool.name,
         label="" if space is None else space.spec.label,
-        generation=0 if space is None else space.generation,
+        generation=generation,
         block_size=block_size,
         device=miss.device,
         host=miss.host,
@@ -205,7 +220,11 @@ def _explanation(
 
 
 def description(
-    request_id: int, daemon_epoch: int, replicas: list[Replica], attached: wire.AttachedInfo | None
+    request_id: int,
+    daemon_epoch: int,
+    state: DaemonState,
+    replicas: list[Replica],
+    attached: wire.AttachedInfo | None,
 ) -> wire.Description:
     """Versions, replicas and limits."""
     return wire.Description(
@@ -214,6 +233,7 @@ def description(
         protocol_min=wire.PROTOCOL_VERSION_MIN,
         protocol_max=wire.PROTOCOL_VERSION,
         daemon_epoch=daemon_epoch,
+        state=state,
         pid=os.getpid(),
         replicas=tuple(replica.info() for replica in replicas),
         attached=attached,

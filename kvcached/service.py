@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+from kvcached.admin_verbs import AdminVerbs, Left
 from kvcached.admission import Admission
 from kvcached.answers import Answer, KeptAnswers, Respond, internal_error
 from kvcached.attached_admission import AttachedAdmission, HostShare, Shape
 from kvcached.attached_verbs import AttachedVerbs
+from kvcached.awaiting import Awaiting, Later, later
 from kvcached.books import Books, Shelf
 from kvcached.core.cache import Cache
 from kvcached.core.effects import (
@@ -25,6 +27,7 @@ from kvcached.core.effects import (
     Effect,
     HurryTransfer,
     LoadsEnded,
+    NamespaceCleared,
     SessionEnded,
     SessionExpired,
     SlabLent,
@@ -36,9 +39,12 @@ from kvcached.deferred import DeferredAnswers
 from kvcached.health import HealthRequests
 from kvcached.host_notes import Headers, HostNotes
 from kvcached.membership import FoundSession, Group, Membership, Peer
+from kvcached.modes import Modes
+from kvcached.renewals import Renewals
 from kvcached.replica import Replica
 from kvcached.report_verbs import ReportVerbs
 from kvcached.reports import NAMESPACE_SHOWN_BYTES
+from kvcached.return_verbs import ReturnVerbs
 from kvcached_client import protocol as wire
 from kvcached_client.attach_protocol import Identified, Joined, JoinedHost
 from kvcached_client.errors import ErrorCode, RequestError, request_error
@@ -52,6 +58,9 @@ log = logging.getLogger(__name__)
 _KEPT = (
     wire.Hello,
     wire.HelloAttached,
+    wire.Rejoin,
+    wire.Declare,
+    wire.DeclareOver,
     wire.Allocate,
     wire.Commit,
     wire.Release,
@@ -86,6 +95,7 @@ class Service:
         share: HostShare | None = None,
         headers: Headers | None = None,
         shelf: Shelf | None = None,
+        later: Later = later,
     ) -> None:
         self._cache = cache
         self._replicas = {replica.name: replica for replica in replicas}
@@ -95,10 +105,19 @@ class Service:
         self._admission = Admission(cache, self._replicas, self._membership, heartbeat_interval_ms)
         self._attached_admission = AttachedAdmission(cache, self._membership, share, heartbeat_interval_ms)
         self._attached = AttachedVerbs(cache, self._membership, self._attached_admission, now_ms)
+        self._returns = ReturnVerbs(cache, self._membership, self._admission, now_ms)
         self._answers = KeptAnswers(answers_kept_per_session)
         self._deferred = DeferredAnswers(self.refused)
-        self._health = HealthRequests(cache, self._replicas, now_ms, settle=self._settle, refused=self.refused)
-        reports = ReportVerbs(cache, self._replicas, self._attached_admission.info(), now_ms)
+        self._modes = Modes()
+        self._health = HealthRequests(
+            cache, self._replicas, now_ms, settle=self._settle, refused=self.refused, modes=self._modes
+        )
+        self._awaiting = Awaiting(self.refused, later)
+        self._renewals = Renewals(cache, self._replicas, self._awaiting, self._modes)
+        self._admin = AdminVerbs(
+            cache, self._replicas, self._modes, self._awaiting, self._renewals, self._waiting_requests
+        )
+        reports = ReportVerbs(cache, self._replicas, self._attached_admission.info(), now_ms, self._modes)
         self._host_notes = HostNotes(headers, self._replicas, self._attached_admission, cache.epoch)
         self._books = Books(cache, self._replicas, self._membership, self._attached_admission, shelf)
         self.watch: PeerWatch | None = None
@@ -112,13 +131,17 @@ class Service:
             wire.Heartbeat: self._heartbeat,
             wire.Bye: self._bye,
             wire.HelloAttached: self._hello_attached,
+            wire.Rejoin: self._rejoin,
+            **self._returns.by_type,
             **self._attached.by_type,
             **reports.by_type,
+            **self._admin.by_type,
         }
         self._late_verbs: dict[type[wire.Header], Callable[[bytes, Any, Respond], Answer | None]] = {
             wire.Load: self._load,
             wire.Vacancy: self._vacancy,
             wire.Health: self._health.start,
+            **self._admin.late_by_type,
         }
 
     # --- the line from a request to its reply -----------------------------------------------------------------------
@@ -148,6 +171,19 @@ class Service:
             failpoint("daemon.reply")
             respond(answer)
         self._settle()
+
+    def stop(self, deadline_ms: int, stopped: Callable[[Left], None]) -> None:
+        """Take no new work, and say when nothing is held and under way, or at the deadline what is left."""
+        self._admin.stop(deadline_ms, stopped)
+
+    def close(self) -> None:
+        """Answer every request that waits: nothing more will come about."""
+        self._deferred.close(self._modes.refusal())
+        self._health.close(self._modes.refusal())
+        self._awaiting.close()
+
+    def _waiting_requests(self) -> int:
+        return self._deferred.waiting + self._health.waiting
 
     def refused(self, error: RequestError) -> RequestError:
         """Count an error by its code."""
@@ -206,6 +242,8 @@ class Service:
                 self._replicas[effect.pool].workers.hurry(effect)
             case AbandonLoad():
                 self._replicas[effect.pool].workers.abandon(effect)
+            case NamespaceCleared():
+                self._renewals.finish(effect)
             case LoadsEnded():
                 self._deferred.lease_changed(effect.session, effect.lease)
             case SessionExpired():
@@ -231,6 +269,7 @@ class Service:
             self.carry_out()
             self._deferred.vacancy_changed()
             self.carry_out()
+            self._awaiting.look()
         except Exception:
             log.exception("internal error between two requests")
             self.count("errors_internal")
@@ -311,12 +350,20 @@ class Service:
     # --- verbs ------------------------------------------------------------------------------------------------------
 
     def _hello(self, connection: bytes, request: wire.Hello, _: list[bytes]) -> Answer:
+        self._modes.check()
         welcome, peer = self._admission.hello(connection, request, self._now_ms())
         self._answers.open(SessionId(welcome.session))
         log.info("session %d: process %d on replica %s", welcome.session, peer.pid, request.replica)
         return Answer(welcome)
 
+    def _rejoin(self, connection: bytes, request: wire.Rejoin, _: list[bytes]) -> Answer:
+        welcome, peer = self._returns.rejoin(connection, request)
+        self._answers.open(SessionId(welcome.session))
+        log.info("session %d: process %d is back with what it held before the restart", welcome.session, peer.pid)
+        return Answer(welcome)
+
     def _hello_attached(self, connection: bytes, request: wire.HelloAttached, _: list[bytes]) -> Answer:
+        self._modes.check()
         welcome, peer = self._attached_admission.hello(connection, request, self._now_ms())
         self._answers.open(SessionId(welcome.session))
         self._forget_departed()
@@ -343,6 +390,8 @@ class Service:
 
     def _acquire(self, peer: bytes, request: wire.Acquire, frames: list[bytes]) -> Answer:
         group = self._group(peer)
+        if not self._holds(group.session, request.request):
+            self._modes.check()
         if self._attached.owns(group.session):
             return self._attached.acquire(group, request, frames[0])
         grant = self._cache.acquire(
@@ -357,6 +406,11 @@ class Service:
         loads = tuple(wire.LoadTicket(transfer, progress) for transfer, progress in grant.loads)
         header = wire.Acquired(id=request.id, lease=grant.lease, hit=grant.hit, ready=grant.ready, loads=loads)
         return Answer(header, (grant.hit_ranges, grant.ranges))
+
+    def _holds(self, session: SessionId, request: str) -> bool:
+        """Whether a request has a lease already, so that its acquire is a retry."""
+        found = self._cache.sessions.get(session) or self._cache.attached.sessions.get(session)
+        return found is not None and request in found.requests
 
     def _allocate(self, peer: bytes, request: wire.Allocate, _: list[bytes]) -> Answer:
         group = self._group(peer)

@@ -70,7 +70,8 @@ def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers
         elif record.mode == "attached" and bytes.fromhex(record.place) in taken.shapes:
             session = revival.attached_session(owner, bytes.fromhex(record.place))
         if session is not None:
-            taken.sessions.append(FoundSession(session, bytes.fromhex(record.instance), peers))
+            digest, instance = bytes.fromhex(record.token_digest), bytes.fromhex(record.instance)
+            taken.sessions.append(FoundSession(session, owner, digest, instance, peers))
         else:  # whatever it writes into is nobody's any more
             for peer, _ in peers:
                 peer.close()

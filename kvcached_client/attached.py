@@ -20,6 +20,7 @@ from kvcached_client.attach import SessionGrant, identify
 from kvcached_client.block_table import expand_ranges
 from kvcached_client.channel import SessionChannel
 from kvcached_client.errors import DeadlineExceeded, ErrorCode, KvcachedError, RequestError, request_error
+from kvcached_client.failpoints import failpoint
 from kvcached_client.heartbeat import Heartbeat
 from kvcached_client.protocol import (
     EVERY_SHARD,
@@ -256,6 +257,7 @@ class AttachedClient:
         """
         request = PrepareLoad(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start, blocks=blocks)
         reply, frames = self._prepare(request, LoadPrepared)
+        failpoint("attached.load.prepared")
         return PreparedLoad(TransferId(reply.transfer), reply.generation, _slots(frames[0], blocks))
 
     def cancel_load(self, transfer: TransferId) -> None:
@@ -281,6 +283,7 @@ class AttachedClient:
         """
         request = PrepareStore(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start)
         reply, frames = self._prepare(request, StorePrepared, (keys,))
+        failpoint("attached.store.prepared")
         pieces = tuple(Piece(*pair) for pair in unpack_ranges(frames[0]))
         slots = _slots(frames[1], sum(piece.blocks for piece in pieces))
         return PreparedStore(TransferId(reply.transfer), reply.depth, reply.generation, pieces, slots)

@@ -27,6 +27,7 @@ from kvcached_client.errors import (
     KvcachedError,
     request_error,
 )
+from kvcached_client.failpoints import failpoint
 from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.host_header import NAMESPACE_BYTES
 from kvcached_client.mapping import map_sealed, unusable
@@ -101,6 +102,7 @@ class AttachedShard:
         except BaseException as error:
             self._tell_failure(self._commit(job, error=_words(error)), (), error)
             raise
+        failpoint("attached.store.written")
         self._settle(self._commit(job))
 
     def load(self, job: BlockJob) -> list[int]:
@@ -120,6 +122,7 @@ class AttachedShard:
             self._tell_failure(self._complete(job, error=_words(error)), (b"",), error)
             raise
         depths = [depth for span in job.spans for depth in range(span.depth, span.depth + len(span.blocks))]
+        failpoint("attached.load.copied")
         told = np.array([depths[index] - job.start for index in bad], "<i4")
         self._settle(self._complete(job), (told.tobytes(),))
         return bad

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvcached_client.block_job import BlockJob, JobSpan
 from kvcached_client.engine_pages import EnginePages
 from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.failpoints import failpoint
 from kvcached_client.header_table import BlockNames, HeaderTable, Rows, pack, stored_checksums
 from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.host_header import KEY_BYTES, HeaderKind
@@ -73,7 +74,9 @@ class BlockTransfers:
         """
         work = self._check(job)
         self._table.invalidate(work.headers)
+        failpoint("attached.store.cleared")
         checksums = self._copier.to_host(work.blocks, work.places)
+        failpoint("attached.store.copied")
         headers = pack(self._kind(job), work.names, checksums, self._epoch, job.transfer)
         self._table.write(work.headers, headers)
 

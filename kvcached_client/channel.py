@@ -70,7 +70,7 @@ class Channel:
         self.is_closed = False
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.is_gone = False  #: the daemon closed the attach connection; this channel is of no more use
-        self._deadline_ms = deadline_ms
+        self.deadline_ms = deadline_ms
         self._attached = attached
         self._process_id = os.getpid()
         self._session = ClientSession()
@@ -84,7 +84,7 @@ class Channel:
 
     def deadline_ns(self) -> int:
         """When a call that starts now has to be over, on the monotonic clock."""
-        return time.monotonic_ns() + self._deadline_ms * 1_000_000
+        return time.monotonic_ns() + self.deadline_ms * 1_000_000
 
     def attach_fileno(self) -> int:
         """The descriptor of the attach connection: it turns readable when the daemon ends it.
@@ -193,7 +193,7 @@ class Channel:
             except zmq.Again:
                 if not self._poll(self._writable, deadline_ns):
                     raise DaemonUnreachable(
-                        f"{self.endpoint} took no request for {self._deadline_ms} ms; is the daemon running?"
+                        f"{self.endpoint} took no request for {self.deadline_ms} ms; is the daemon running?"
                     ) from None
 
     def _wait_for_reply(self, request_id: RequestId) -> tuple[Header, list[bytes]]:
@@ -205,7 +205,7 @@ class Channel:
             if answer is not None:
                 return raise_for_error(answer.reply), answer.frames
             if request_id in self._session.expire(time.monotonic_ns()):
-                raise DeadlineExceeded(f"no reply from {self.endpoint} within {self._deadline_ms} ms")
+                raise DeadlineExceeded(f"no reply from {self.endpoint} within {self.deadline_ms} ms")
 
     def _poll(self, poller: zmq.Poller, deadline_ns: int) -> bool:
         """Whether the socket is ready before the deadline.

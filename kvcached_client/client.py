@@ -7,7 +7,8 @@ import os
 import weakref
 from typing import Final, Self, get_args
 
-from kvcached_client.attach import SessionGrant, identify
+from kvcached_client.admin_calls import AdminCalls
+from kvcached_client.attach import SessionGrant
 from kvcached_client.channel import Channel, Failures, SessionChannel
 from kvcached_client.errors import ErrorCode, KvcachedError, request_error
 from kvcached_client.heartbeat import Heartbeat
@@ -42,6 +43,9 @@ from kvcached_client.protocol import (
     unpack_tree_nodes,
 )
 from kvcached_client.protocol import Heartbeat as HeartbeatRequest
+from kvcached_client.protocol_fields import RESERVE_REQUEST_PREFIX
+from kvcached_client.reserve import Reserve
+from kvcached_client.returning import check_namespace, declare, open_channel, rejoin
 from kvcached_client.rundir import default_run_dir, rpc_endpoint
 from kvcached_client.types import FenceSequence
 
@@ -104,8 +108,8 @@ class _Reports:
         return self._channel.ask(request, Explained, (keys,))[0].explanations
 
 
-class Admin(_Reports):
-    """Questions to a daemon, without a session. A context manager. Not thread-safe."""
+class Admin(_Reports, AdminCalls):
+    """Questions and orders to a daemon, without a session. A context manager. Not thread-safe."""
 
     def __init__(self, channel: Channel) -> None:
         """Use `connect`."""
@@ -141,6 +145,10 @@ class Client(_Reports):
 
     A fork takes no client along: in the child its methods raise `RuntimeError`, and the parent's goes on.
 
+    Where the daemon is killed its workers, and with them the pool, outlive it for a while. An engine then goes on with
+    the slots of its leases, and takes those of its reserve for new requests; when a daemon is back, `rejoin` goes on
+    with all of them.
+
     Attributes:
         session: what shard processes need for `map_pool`.
         layout: the shape of a block.
@@ -161,24 +169,13 @@ class Client(_Reports):
         self._key_algorithm = welcome.key_algorithm
         self._channel = channel
         self._channel.epoch = welcome.epoch
+        self._daemon_epoch = welcome.daemon_epoch
         self._process_id = os.getpid()
         self._is_closed = False
         self._signalled = FenceSequence(0)
-        self._heartbeat = (
-            Heartbeat(
-                channel.context,
-                channel.endpoint,
-                self.session,
-                epoch=welcome.epoch,
-                generation=welcome.generation,
-                interval_ms=welcome.heartbeat_interval_ms,
-            )
-            if heartbeat
-            else None
-        )
-        if self._heartbeat is not None:
-            # Not at exit: the thread dies with the process.
-            weakref.finalize(self, self._heartbeat.stop).atexit = False
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._reserve: Reserve | None = None
+        self._heartbeat = self._beat(welcome) if heartbeat else None
 
     @classmethod
     def connect(
@@ -190,6 +187,7 @@ class Client(_Reports):
         failures: Failures = "raise",
         layout: Layout | None = None,
         heartbeat: bool = True,
+        reserve_blocks: int = 0,
     ) -> Self:
         """Open a session on a replica's pool.
 
@@ -202,9 +200,12 @@ class Client(_Reports):
                 `failure_count` counts them; the first of each kind is logged. `connect` always raises.
             layout: what the engine was built for; another one on the daemon's side is refused.
             heartbeat: send heartbeats from a thread. Without them the session expires; for tests and short tools.
+            reserve_blocks: slots to hold for the time when the daemon is away: `acquire` and `allocate` take from them
+                then, and everything is computed. The pool is smaller by them at all other times.
 
         Raises:
             ValueError: `failures` is neither of the two, or `deadline_ms` is less than 1.
+            NoCapacity: there are not as many slots as `reserve_blocks`.
             DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not answer.
             Refused: unknown replica; another layout; another session, be it an earlier one of this process that was
                 not closed, holds the pool; or what listens in `run_dir` belongs to neither root nor this user.
@@ -215,30 +216,31 @@ class Client(_Reports):
         if deadline_ms < 1:
             raise ValueError(f"deadline_ms is {deadline_ms}, at least 1 is needed")
         directory = os.fspath(default_run_dir() if run_dir is None else run_dir)
-        attached, identified = identify(directory, client="kvcached_client", deadline_ms=deadline_ms)
-        try:
-            channel = SessionChannel(identified.endpoint, deadline_ms=deadline_ms, attached=attached, failures=failures)
-        except BaseException:
-            attached.close()
-            raise
+        channel, member = open_channel(directory, deadline_ms=deadline_ms, failures=failures)
         try:
             fingerprint = "" if layout is None else layout.fingerprint()
             hello = Hello(
                 id=channel.next_id(),
                 version_min=PROTOCOL_VERSION_MIN,
                 version_max=PROTOCOL_VERSION,
-                member=identified.member,
+                member=member,
                 replica=replica,
                 layout=fingerprint,
                 client="kvcached_client",
             )
             welcome, _ = channel.ask(hello, Welcome)
             _check_welcome(welcome, fingerprint)
-            return cls(channel, welcome, directory, heartbeat=heartbeat)
+            client = cls(channel, welcome, directory, heartbeat=heartbeat)
         except BaseException:
             # The daemon may have opened the session, and would keep the pool for it as long as this process lives.
             channel.hang_up()
             raise
+        try:
+            client._hold_reserve(reserve_blocks)
+        except BaseException:
+            client.close()
+            raise
+        return client
 
     @property
     def is_alive(self) -> bool:
@@ -306,7 +308,43 @@ class Client(_Reports):
             BadRequest: the prompt is empty (with either setting of ``failures``) or longer than a message may be.
             RequestError, TransportError: see `kvcached_client.errors`.
         """
-        return acquire_lease(self._channel, request, chain, reserve_tokens=reserve_tokens, cache=cache, full=full)
+        lease = acquire_lease(
+            self._channel,
+            request,
+            chain,
+            reserve_tokens=reserve_tokens,
+            cache=cache,
+            full=full,
+            reserve=self._reserve,
+        )
+        self._leases.add(lease)
+        return lease
+
+    def rejoin(self) -> None:
+        """Go on with a daemon that was started anew after this client's was killed: the session and all leases do.
+
+        Leases keep their slots; what they had committed is findable again, and blocks that were on their way from host
+        memory are asked for by `Lease.wait_loaded` as if the load had failed. `session`, `epoch` and the leases' ids
+        are new ones. Shard processes go on with the memory that they have mapped; to wait for loads they map it again
+        with the new `session`. Call it once `is_alive` is False; where it raises, the client is as it was, and calling
+        it again may help.
+
+        Raises:
+            DaemonUnreachable, DeadlineExceeded: no daemon is there yet.
+            Stale: the pool, or the namespace, is not there any more: close the client and connect again.
+            RequestError: see `kvcached_client.errors`; the same.
+        """
+        grant, layout = self.session, self.layout.fingerprint()
+        channel, member = open_channel(grant.run_dir, deadline_ms=self._channel.deadline_ms, failures="raise")
+        try:
+            welcome = rejoin(channel, member, grant, self._daemon_epoch, layout)
+            _check_welcome(welcome, layout)
+            check_namespace(welcome, self.namespace)
+            declare(channel, [*self._leases] if self._reserve is None else [self._reserve, *self._leases])
+        except BaseException:
+            channel.close()  # without a goodbye: leases are being written
+            raise
+        self._go_on(channel, welcome)
 
     def signal_fence(self, sequence: FenceSequence) -> None:
         """Say that the engine's queued work up to a fence is over, and with it the use of what was released under it.
@@ -358,6 +396,45 @@ class Client(_Reports):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _go_on(self, channel: SessionChannel, welcome: Welcome) -> None:
+        """The session is another one now, over another connection."""
+        old, beats = self._channel, self._heartbeat
+        if beats is not None:
+            beats.close()
+        old.close()
+        channel.misses = old.misses
+        self._channel = channel
+        self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=self.session.run_dir)
+        self.epoch, self._daemon_epoch = welcome.epoch, welcome.daemon_epoch
+        if beats is not None:
+            self._heartbeat = self._beat(welcome)
+            self._heartbeat.signalled = self._signalled
+        if self._reserve is not None:
+            self._reserve.refill()
+
+    def _beat(self, welcome: Welcome) -> Heartbeat:
+        """Heartbeats of the present session."""
+        heartbeat = Heartbeat(
+            self._channel.context,
+            self._channel.endpoint,
+            self.session,
+            epoch=welcome.epoch,
+            generation=welcome.generation,
+            interval_ms=welcome.heartbeat_interval_ms,
+        )
+        # Not at exit: the thread dies with the process.
+        weakref.finalize(self, heartbeat.stop).atexit = False
+        return heartbeat
+
+    def _hold_reserve(self, blocks: int) -> None:
+        if blocks:
+            tokens = (blocks - 1) * self.layout.block_size
+            name = f"{RESERVE_REQUEST_PREFIX}session {self.session.id}"
+            keeper = acquire_lease(
+                self._channel, name, self.chain((0,)), reserve_tokens=tokens, cache="nothing", full=False
+            )
+            self._reserve = Reserve(keeper) if keeper.granted else None
 
     def _say_goodbye(self) -> None:
         try:

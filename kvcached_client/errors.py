@@ -8,7 +8,7 @@
     │   ├── Refused             fault "caller":  well formed, not allowed (credentials, foreign lease, …)
     │   ├── Stale               fault "epoch":   the daemon, pool or session it speaks of is gone: attach again
     │   ├── NoCapacity          fault "load":    nothing free and nothing evictable; release, or try later
-    │   └── DaemonFailure       fault "daemon":  kvcached or one of its workers failed; not the caller's doing
+    │   └── DaemonFailure       fault "daemon":  kvcached failed, or does not serve this now; not the caller's doing
     ├── TransportError          no answer came
     │   ├── DaemonUnreachable   nothing listens there, or the attach socket closed
     │   └── DeadlineExceeded    the deadline of the call passed
@@ -51,13 +51,15 @@ class ErrorCode(StrEnum):
     # the world moved on
     STALE_EPOCH = "stale_epoch"
     SESSION_EXPIRED = "session_expired"
-    DRAINING = "draining"
     # load
     NO_CAPACITY = "no_capacity"
     CAPACITY_PENDING = "capacity_pending"
     # ours
     WORKER_LOST = "worker_lost"
     DEADLINE = "deadline"
+    DRAINING = "draining"
+    PAUSED = "paused"
+    CLEARING = "clearing"
     INTERNAL = "internal"
 
 
@@ -117,7 +119,7 @@ class NoCapacity(RequestError):
 
 
 class DaemonFailure(RequestError):
-    """kvcached itself or one of its workers failed. The request had no effect that outlives it."""
+    """kvcached or one of its workers failed, or does not serve this at present. Nothing of the request outlives it."""
 
     fault = Fault.DAEMON
 
@@ -161,11 +163,13 @@ _CLASS_OF: dict[ErrorCode, type[RequestError]] = {
     ErrorCode.LIMIT: Refused,
     ErrorCode.STALE_EPOCH: Stale,
     ErrorCode.SESSION_EXPIRED: Stale,
-    ErrorCode.DRAINING: Stale,
     ErrorCode.NO_CAPACITY: NoCapacity,
     ErrorCode.CAPACITY_PENDING: NoCapacity,
     ErrorCode.WORKER_LOST: DaemonFailure,
     ErrorCode.DEADLINE: DaemonFailure,
+    ErrorCode.DRAINING: DaemonFailure,
+    ErrorCode.PAUSED: DaemonFailure,
+    ErrorCode.CLEARING: DaemonFailure,
     ErrorCode.INTERNAL: DaemonFailure,
 }
 

@@ -19,12 +19,19 @@ from kvcached_client.protocol import (
     CheckReport,
     Clear,
     Cleared,
+    ClearReplica,
     Commit,
     CommitStore,
     Committed,
     CompleteLoad,
+    Declare,
+    Declared,
+    DeclareEnded,
+    DeclareOver,
     Describe,
     Description,
+    Drain,
+    Drained,
     ErrorReply,
     Explain,
     Explained,
@@ -43,13 +50,20 @@ from kvcached_client.protocol import (
     LoadPrepared,
     Match,
     Matched,
+    Pause,
+    Paused,
     PrepareLoad,
     PrepareStore,
+    Rejoin,
     Release,
     Released,
+    ReplicaCleared,
     Reply,
     Request,
+    Resume,
+    Resumed,
     Settled,
+    SetWeights,
     Stats,
     StatsReport,
     StorePrepared,
@@ -77,6 +91,9 @@ REQUEST_FRAMES: Final[dict[type[Header], tuple[int, int]]] = {
     Vacancy: (0, 0),
     Heartbeat: (0, 0),
     Bye: (0, 0),
+    Rejoin: (0, 0),
+    Declare: (3, 3),
+    DeclareOver: (0, 0),
     HelloAttached: (0, 0),
     PrepareLoad: (0, 0),
     PrepareStore: (1, 1),
@@ -90,6 +107,11 @@ REQUEST_FRAMES: Final[dict[type[Header], tuple[int, int]]] = {
     Tree: (0, 0),
     Inspect: (0, 0),
     Explain: (1, 1),
+    Pause: (0, 0),
+    Resume: (0, 0),
+    Drain: (0, 0),
+    ClearReplica: (0, 0),
+    SetWeights: (0, 0),
 }
 
 #: Frames after the header of a reply, by its type.
@@ -104,6 +126,8 @@ REPLY_FRAMES: Final[dict[type[Header], int]] = {
     Vacant: 0,
     Alive: 0,
     Goodbye: 0,
+    Declared: 0,
+    DeclareEnded: 0,
     WelcomeAttached: 0,
     Held: 0,
     LoadPrepared: 1,
@@ -117,6 +141,10 @@ REPLY_FRAMES: Final[dict[type[Header], int]] = {
     TreeReport: 1,
     InspectReport: 0,
     Explained: 0,
+    Paused: 0,
+    Resumed: 0,
+    Drained: 0,
+    ReplicaCleared: 0,
     ErrorReply: 0,
 }
 
@@ -151,7 +179,8 @@ def check_frames(request: Request, frames: Sequence[bytes | memoryview]) -> None
                 f"keys frame of {keys_size} bytes",
                 f"a multiple of {KEY_SIZE_BYTES}, at most {BLOCKS_PER_MESSAGE_MAX} keys",
             )
-    for frame, unit in zip(frames[1:], (RANGE_SIZE_BYTES, _TOKEN_ID_SIZE_BYTES), strict=False):
+    last = RANGE_SIZE_BYTES if isinstance(request, Declare) else _TOKEN_ID_SIZE_BYTES
+    for frame, unit in zip(frames[1:], (RANGE_SIZE_BYTES, last), strict=False):
         if len(frame) % unit:
             raise request_error(ErrorCode.BAD_FRAMES, f"frame of {len(frame)} bytes", f"a multiple of {unit} bytes")
 

@@ -13,6 +13,7 @@ import zmq
 from kvcached_client.attach import SessionGrant
 from kvcached_client.channel import open_dealer
 from kvcached_client.errors import KvcachedError, Stale
+from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol import Alive, decode_reply, encode, raise_for_error
 from kvcached_client.protocol import Heartbeat as HeartbeatRequest
 from kvcached_client.types import FenceSequence
@@ -73,6 +74,7 @@ class Heartbeat:
         with open_dealer(context, endpoint, queue_length=_QUEUE_LENGTH) as dealer:
             while not self._stopped.wait(self._interval_s):
                 beat_count += 1
+                failpoint("client.heartbeat")
                 self._read_replies(dealer)
                 self._send(dealer, beat_count)
 

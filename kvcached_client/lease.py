@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from operator import index
-from typing import Final, Literal, NamedTuple, Self, get_args
+from typing import Final, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.block_table import compress_slots, expand_ranges
+from kvcached_client.block_table import compress_slots
 from kvcached_client.channel import SessionChannel
-from kvcached_client.errors import ErrorCode, RequestError, Stale, request_error
+from kvcached_client.errors import DaemonUnreachable, ErrorCode, RequestError, Stale, request_error
+from kvcached_client.failpoints import failpoint
+from kvcached_client.grants import NOTHING, Declaration, Grant, Slots, blocks_of, grant_of, slots_of
 from kvcached_client.keys import KeyChain
 from kvcached_client.protocol import (
     INTEGER_MAX,
@@ -22,10 +24,10 @@ from kvcached_client.protocol import (
     Committed,
     Load,
     Loaded,
-    LoadTicket,
     Release,
     Released,
 )
+from kvcached_client.reserve import Reserve
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
 from kvcached_client.vacancy import with_vacancies
 
@@ -39,19 +41,6 @@ _REPLY_TO: Final[dict[type, type[Committed | Allocated | Released]]] = {
 }
 #: Answers after which there is nothing to give back, as after every `Stale` one.
 _NOT_OURS: Final = frozenset({ErrorCode.ALREADY_RELEASED, ErrorCode.UNKNOWN_LEASE, ErrorCode.FOREIGN_LEASE})
-
-
-class Grant(NamedTuple):
-    """What the daemon granted."""
-
-    id: LeaseId
-    hit_blocks: int
-    ready_blocks: int
-    loads: tuple[LoadTicket, ...]
-    table: npt.NDArray[np.int32]  #: the hit's slots, then exclusive ones
-
-
-_NOTHING: Final = Grant(LeaseId(0), 0, 0, (), np.empty(0, np.int32))
 
 
 class Lease:
@@ -76,12 +65,27 @@ class Lease:
         depth: leading blocks that are committed or were cached: where the next commit starts.
     """
 
-    def __init__(self, channel: SessionChannel, chain: KeyChain, cache: CachePolicy, grant: Grant | None) -> None:
-        """Use `Client.acquire`. Without a grant the lease is not granted."""
+    def __init__(
+        self,
+        channel: SessionChannel,
+        chain: KeyChain,
+        cache: CachePolicy,
+        grant: Grant | None,
+        name: str,
+        reserve: Reserve | None = None,
+    ) -> None:
+        """Use `Client.acquire`. Without a grant the lease is not granted.
+
+        `reserve` is where slots may come from while the daemon is away; a lease without id has all of its own there.
+        """
         self.granted = grant is not None
-        self.id, self.hit_blocks, self.ready_blocks, self.loads, table = grant or _NOTHING
+        self.id, self.hit_blocks, self.ready_blocks, self.loads, table = grant or NOTHING
         self.depth = self.hit_blocks
         self._channel = channel
+        self._name = name
+        self._reserve = reserve
+        #: Slots that came from the reserve since the daemon is away.
+        self._borrowed = table if grant is not None and not self.id else NOTHING.table
         self._chain = chain
         self._cacheable_blocks = {"all": None, "prompt": chain.token_count // chain.block_size, "nothing": 0}[cache]
         self._set_table(table)
@@ -128,6 +132,7 @@ class Lease:
             RequestError, TransportError: see `kvcached_client.errors`.
         """
         if self.is_loading:
+            failpoint("client.load")
             with self._channel.misses:
                 with_vacancies(self._channel, self._wait_for_loads)
         return self.ready_blocks * self._chain.block_size
@@ -176,6 +181,7 @@ class Lease:
                     start=self.depth,
                     fence=named,
                 )
+                failpoint("client.commit")
                 self._perform(request, self._blocks(stop))
 
     def finish(self, computed_tokens: int, *, fence: FenceSequence = NO_FENCE) -> None:
@@ -212,6 +218,25 @@ class Lease:
             self._note_fence(fence)
             if not self._settle_release():
                 self._release(())
+
+    def declaration(self) -> Declaration | None:
+        """What a daemon that was started anew has to know of it; None where it is given back, or never was granted."""
+        if not self._is_held:
+            return None
+        there, own = (self.ready_blocks, self.hit_blocks) if self.loads else (self.depth, self.depth)
+        held, exclusive = compress_slots(self._table[:there]), compress_slots(self._table[own:])
+        frames = (self._chain.key_range(0, there), held, exclusive)
+        return Declaration(self._name, self._chain.token_count, own, self._fence, frames)
+
+    def hold_only(self, slots: Slots) -> None:
+        """Other leases have the rest of its slots."""
+        self._set_table(slots)
+
+    def take_up(self, channel: SessionChannel, lease_id: LeaseId) -> None:
+        """It goes on over another connection, under another id. What was not answered before has not happened."""
+        self._channel, self.id = channel, lease_id
+        self._unsettled = self._unsettled_load = None
+        self._borrowed = NOTHING.table
 
     def __enter__(self) -> Self:
         return self
@@ -259,7 +284,7 @@ class Lease:
     def _shorten_hit(self, hit: int, packed: bytes) -> None:
         """Take over what became of the loads: the hit, and the slots of what is no longer part of it."""
         cut_blocks = self.hit_blocks - hit
-        replacements = _slots(packed, cut_blocks)
+        replacements = slots_of(packed, cut_blocks)
         if cut_blocks:
             table = self._table.copy()
             table[hit : self.hit_blocks] = replacements
@@ -268,11 +293,23 @@ class Lease:
         self.loads = ()
 
     def _grow(self, tokens: int, deadline_ns: int) -> None:
+        if self._channel.is_gone and self._grow_from_reserve(self._missing(tokens)):
+            return
         self._settle(deadline_ns)
-        blocks = blocks_of(tokens, self._chain.block_size) - len(self._table)
-        if blocks > 0:
+        if (blocks := self._missing(tokens)) > 0:
             request = Allocate(id=self._channel.next_id(), epoch=self._channel.epoch, lease=self.id, blocks=blocks)
             self._perform(request, deadline_ns=deadline_ns)
+
+    def _missing(self, tokens: int) -> int:
+        return blocks_of(tokens, self._chain.block_size) - len(self._table)
+
+    def _grow_from_reserve(self, blocks: int) -> bool:
+        slots = None if self._reserve is None or not self._is_held or blocks < 1 else self._reserve.take(blocks)
+        if slots is None:
+            return False
+        self._borrowed = np.concatenate((self._borrowed, slots))
+        self._set_table(np.concatenate((self._table, slots)))
+        return True
 
     def _blocks(self, stop: int) -> tuple[bytes, bytes]:
         """Frames that name the blocks [depth, stop)."""
@@ -306,6 +343,13 @@ class Lease:
         if not self._is_held:
             raise request_error(ErrorCode.ALREADY_RELEASED, f"lease {self.id} is released", "acquire again")
 
+    def _note_gone(self) -> None:
+        """A release finds no daemon: there is nothing to give back to. The next one is not told of the lease."""
+        if self._channel.is_gone and self._is_held:
+            self._is_held = False
+            if self._reserve is not None:
+                self._reserve.give(self._borrowed)
+
     def _note_refusal(self, error: RequestError) -> None:
         if isinstance(error, Stale) or error.code in _NOT_OURS:
             self._is_held = False
@@ -318,10 +362,15 @@ class Lease:
         deadline_ns: int | None = None,
     ) -> None:
         """Ask, and take over what the answer says."""
-        self._channel.send(request, frames, deadline_ns=deadline_ns)
-        self._unsettled = (request, frames)
         try:
+            self._channel.send(request, frames, deadline_ns=deadline_ns)
+            self._unsettled = (request, frames)
+            failpoint("client.sent")
             reply, reply_frames = self._channel.receive(request, _REPLY_TO[type(request)])
+        except DaemonUnreachable:
+            if isinstance(request, Release):
+                self._note_gone()
+            raise
         except RequestError as error:
             self._unsettled = None
             self._note_refusal(error)
@@ -330,13 +379,20 @@ class Lease:
         if isinstance(reply, Committed):
             self.depth = reply.depth
         elif isinstance(reply, Allocated):
-            self._set_table(np.concatenate((self._table, _slots(reply_frames[0], reply.blocks))))
+            self._set_table(np.concatenate((self._table, slots_of(reply_frames[0], reply.blocks))))
         else:
             self._is_held = False
 
 
 def acquire_lease(
-    channel: SessionChannel, name: str, chain: KeyChain, *, reserve_tokens: int, cache: CachePolicy, full: bool
+    channel: SessionChannel,
+    name: str,
+    chain: KeyChain,
+    *,
+    reserve_tokens: int,
+    cache: CachePolicy,
+    full: bool,
+    reserve: Reserve | None = None,
 ) -> Lease:
     """A lease for a request whose prompt is what `chain` holds now. See `Client.acquire`."""
     tokens = chain.token_count
@@ -347,45 +403,23 @@ def acquire_lease(
             f"at least one token; cache is one of {', '.join(get_args(CachePolicy))}",
         )
     prompt_blocks = blocks_of(tokens, chain.block_size)
-    reserve = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
+    more = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
 
     def attempt(deadline_ns: int) -> Grant:
         request = Acquire(
-            id=channel.next_id(), epoch=channel.epoch, request=name, tokens=tokens, reserve=reserve, full=full
+            id=channel.next_id(), epoch=channel.epoch, request=name, tokens=tokens, reserve=more, full=full
         )
         reply, frames = channel.ask(request, Acquired, (chain.keys,), deadline_ns=deadline_ns)
-        return _grant(reply, frames, prompt_blocks + reserve)
+        return grant_of(reply, frames, prompt_blocks + more)
 
     with channel.misses:
-        return Lease(channel, chain, cache, with_vacancies(channel, attempt))
-    return Lease(channel, chain, cache, None)
-
-
-def _grant(reply: Acquired, frames: list[bytes], blocks: int) -> Grant:
-    if not reply.ready <= reply.hit <= blocks or (reply.ready < reply.hit and not reply.loads):
-        raise _strange(
-            f"a hit of {reply.hit} of {blocks} blocks, {reply.ready} of them ready, and {len(reply.loads)} loads"
-        )
-    table = _slots(frames[1], blocks - reply.hit)
-    if reply.hit or frames[0]:
-        table = np.concatenate((_slots(frames[0], reply.hit), table))
-    return Grant(LeaseId(reply.lease), reply.hit, reply.ready, reply.loads, table)
-
-
-def blocks_of(tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens, the last one perhaps in part."""
-    return int(-(-tokens // block_size))
-
-
-def _slots(packed: bytes, blocks: int) -> npt.NDArray[np.int32]:
-    try:
-        slots = expand_ranges(packed)
-    except ValueError as error:
-        raise _strange(str(error)) from None
-    if len(slots) != blocks:
-        raise _strange(f"{len(slots)} slots for {blocks} blocks")
-    return slots
-
-
-def _strange(what: str) -> RequestError:
-    return request_error(ErrorCode.MALFORMED, f"the daemon replied with {what}", "client and daemon differ in version")
+        try:
+            grant = with_vacancies(channel, attempt)
+        except DaemonUnreachable:
+            slots = reserve.take(prompt_blocks + more) if reserve is not None and channel.is_gone else None
+            if slots is None:
+                raise
+            grant = NOTHING._replace(table=slots)
+        failpoint("client.acquired")
+        return Lease(channel, chain, cache, grant, name, reserve)
+    return Lease(channel, chain, cache, None, name)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvcached_client.batch_copy import copy_all, copy_summed
 from kvcached_client.engine_pages import EnginePages
+from kvcached_client.failpoints import failpoint
 from kvcached_client.mapping import Buffer
 
 #: Planned at once, so that the plan of a large job stays small.
@@ -71,4 +72,5 @@ class PageCopier:
             pieces[:, :, host] = self._host + places[some, None] + self._insides
             pieces[:, :, engine] = self._addresses + blocks[some, None] * self._strides
             pieces[:, :, 2] = self._sizes
+            failpoint("attached.copy")
             yield pieces.reshape(-1).data

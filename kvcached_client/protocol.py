@@ -20,6 +20,19 @@ import msgspec
 
 from kvcached_client.errors import ErrorCode, Fault, RequestError, request_error
 from kvcached_client.layout import Layout
+from kvcached_client.protocol_admin import (
+    ADMIN_DEADLINE_MS_MAX,
+    WEIGHTS_VERSION_LENGTH_MAX,
+    ClearReplica,
+    Drain,
+    Drained,
+    Pause,
+    Paused,
+    ReplicaCleared,
+    Resume,
+    Resumed,
+    SetWeights,
+)
 from kvcached_client.protocol_attached import (
     EVERY_SHARD,
     Clear,
@@ -84,6 +97,7 @@ from kvcached_client.protocol_reports import (
     pack_tree_nodes,
     unpack_tree_nodes,
 )
+from kvcached_client.protocol_return import Declare, Declared, DeclareEnded, DeclareOver, Rejoin
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -188,6 +202,9 @@ Request = (
     | Vacancy
     | Heartbeat
     | Bye
+    | Rejoin
+    | Declare
+    | DeclareOver
     | HelloAttached
     | PrepareLoad
     | PrepareStore
@@ -201,6 +218,11 @@ Request = (
     | Tree
     | Inspect
     | Explain
+    | Pause
+    | Resume
+    | Drain
+    | ClearReplica
+    | SetWeights
 )
 
 
@@ -316,6 +338,8 @@ Reply = (
     | Vacant
     | Alive
     | Goodbye
+    | Declared
+    | DeclareEnded
     | WelcomeAttached
     | Held
     | LoadPrepared
@@ -329,6 +353,10 @@ Reply = (
     | TreeReport
     | InspectReport
     | Explained
+    | Paused
+    | Resumed
+    | Drained
+    | ReplicaCleared
     | ErrorReply
 )
 

@@ -20,6 +20,8 @@ TOKENS_PER_MESSAGE_MAX: Final = 1 << 20
 #: A commit of the longest prompt: keys + ranges of one slot each + tokens.
 FRAME_SIZE_BYTES_MAX: Final = 4 * TOKENS_PER_MESSAGE_MAX
 REQUEST_NAME_LENGTH_MAX: Final = 256
+#: A request whose id begins so holds slots for later: a daemon that drains or stops does not wait for its release.
+RESERVE_REQUEST_PREFIX: Final = "reserve of "
 NAME_LENGTH_MAX: Final = 128
 TOKEN_SIZE_BYTES: Final = 32
 #: Loads under way in one pool: the entries of a shard's progress page.

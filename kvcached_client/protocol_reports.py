@@ -88,12 +88,15 @@ class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     leases: int
     session: int
     healthy: bool
+    paused: bool  #: no copies are started
 
 
 class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):
     """Answer to `Stats`. Counters only grow."""
 
     daemon_epoch: Id
+    state: str  #: serving, draining, or stopping
+    attached_paused: bool  #: engines in attached mode start no copies
     uptime_ms: Id
     sessions: Id
     runs: Id
@@ -138,6 +141,8 @@ class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     model: str
     key_algorithm: str
     namespace: str  #: root of its keys, 64 hex digits
+    generation: int  #: of the namespace; grows when it is cleared
+    weights_version: str  #: as it was set; "" = what the configuration says
 
 
 class AttachedInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -156,6 +161,7 @@ class Description(Header, frozen=True, kw_only=True, tag="description"):
     protocol_min: Id
     protocol_max: Id
     daemon_epoch: Id
+    state: str  #: serving, draining, or stopping
     pid: Id
     replicas: tuple[ReplicaInfo, ...]
     attached: AttachedInfo | None  #: None: it serves no such engines

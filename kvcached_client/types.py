@@ -40,6 +40,7 @@ class MissReason(StrEnum):
     FILLING = "filling"  #: it is being stored right now
     BELOW_THRESHOLD = "below_threshold"  #: host memory has it, but too few blocks to be worth a load
     OVER_QUOTA = "over_quota"  #: host memory has it, but as many blocks are being loaded as may be
+    PAUSED = "paused"  #: host memory has it, but copies are paused
     OTHER_REPLICA = "other_replica"  #: only the device pool of another replica has it
     UNKNOWN_NAMESPACE = "unknown_namespace"  #: nobody has declared the namespace
 

@@ -11,13 +11,14 @@ from benchmarks.result import Result
 #: Name on the command line and in results, and the module behind it.
 SUITES: Final[dict[str, str]] = {
     "copy": "benchmarks.suites.copy",
+    "faults": "benchmarks.suites.faults",
     "hash": "benchmarks.suites.block_keys",
     "index": "benchmarks.suites.index",
     "rpc": "benchmarks.suites.rpc",
     "vllm": "benchmarks.suites.vllm",
 }
-#: Those that need nothing but the development environment.
-DEFAULT_SUITES: Final = tuple(name for name in SUITES if name != "vllm")
+#: Those that need nothing but the development environment, and wait for nothing: `faults` does little but wait.
+DEFAULT_SUITES: Final = tuple(name for name in SUITES if name not in {"faults", "vllm"})
 
 
 def load_suite(name: str) -> Callable[[int], Iterator[Result]]:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvcached_client.attached import AttachedClient
-from kvcached_client.errors import KvcachedError, RequestError
+from kvcached_client.errors import DeadlineExceeded, KvcachedError, RequestError
 
-#: Between tries to reach a daemon. One that hangs costs a deadline each.
+#: Before the next try after one that took its whole deadline: a daemon that hangs must not cost every request one.
 RETRY_PAUSE_S = 2.0
 
 T = TypeVar("T")
@@ -74,5 +74,6 @@ class DaemonLink:
             client.close()
 
     def _fail(self, error: KvcachedError) -> None:
-        self._next_try_s = time.monotonic() + RETRY_PAUSE_S
+        if isinstance(error, DeadlineExceeded):
+            self._next_try_s = time.monotonic() + RETRY_PAUSE_S
         _log.warning("going on without a cache: %s", error)

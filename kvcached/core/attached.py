@@ -53,6 +53,7 @@ class Attached:
     Attributes:
         sessions: active and expired ones.
         spaces: namespaces.
+        paused: no copies are started, because somebody has asked for that.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Attached:
         self._effects = effects
         self._counters = counters
         self._last_lease = 0
+        self.paused = False
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -225,6 +227,8 @@ class Attached:
             raise request_error(
                 ErrorCode.HIT_GONE, f"the namespace was cleared after lease {lease.id}", "compute the prompt"
             )
+        if self.paused:
+            raise request_error(ErrorCode.PAUSED, "copies are paused", "compute the prompt")
         self._check_room(session)
         tree, run = lease.tree, lease.tree.resolve(lease.run, start + blocks)
         slots = tree.path_slots(run, start, start + blocks, HOST)
@@ -268,6 +272,8 @@ class Attached:
                 f"the store starts at block {start}, lease {lease.id} is at {lease.depth}",
                 "offer blocks in the order of the chain, each once",
             )
+        if self.paused:  # as where there is no room: what is offered behind the lease's depth may be offered again
+            return StorePlan(TransferId(0), start, lease.generation, [], no_ranges())
         self._check_room(session)
         tree, end = lease.tree, start + len(keys) // KEY_SIZE
         run = tree.extend_host(tree.resolve(lease.run, start), start, keys)

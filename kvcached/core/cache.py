@@ -12,6 +12,7 @@ from kvcached.core.answers import Commitment, Grant, Loaded, PoolSpec
 from kvcached.core.attached import Attached
 from kvcached.core.attached_state import AttachedSession, SpaceSpec
 from kvcached.core.checks import Checks
+from kvcached.core.clearing import Clearings
 from kvcached.core.effects import Effect, SessionEnded, SessionExpired
 from kvcached.core.events import Event, MemberLost, MembersDied, PoolRestored, ShardSettled, Ticked, WorkerDied
 from kvcached.core.forgotten import ForgottenKeys
@@ -20,13 +21,14 @@ from kvcached.core.lease import Asked, FenceHold, Lease
 from kvcached.core.policy import EvictionPolicy, LeastRecentlyUsed
 from kvcached.core.pool import DevicePool, SlotPool
 from kvcached.core.ranges import Ranges, append, chained, cut, no_ranges, slot_count
+from kvcached.core.room import take_slots
 from kvcached.core.run import KEY_SIZE
 from kvcached.core.session import Session
 from kvcached.core.states import SessionState, SlotState
 from kvcached.core.tiers import Tiers
 from kvcached.core.transfer import Transfer
-from kvcached.core.tree import SLACK_DIVISOR, PrefixTree
-from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached.core.tree import PrefixTree
+from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.types import FenceSequence, LeaseId, MissReason, SessionId, TransferId
 
 #: A scheduler runs hundreds of requests at once and queues thousands; beyond that something does not release.
@@ -34,8 +36,6 @@ LEASES_PER_SESSION_MAX = 16_384
 #: A tick that comes later than this part of the TTL says that the daemon itself stood still. Ticks are at least three
 #: times as frequent as the TTL, and heartbeats that arrived meanwhile have not been read yet.
 LATE_TICK_DIVISOR = 2
-#: An eviction frees at least this share of a pool: what goes together leaves ranges that stay together (decision 0008).
-BATCH_DIVISOR = 64
 
 
 class Cache:
@@ -49,6 +49,7 @@ class Cache:
         effects: what the world is asked to do; the service takes them after each call.
         counters: totals since the start, by name.
         forgotten: what left the trees lately.
+        clearings: namespaces of replicas that are being cleared.
         checks: what requests must satisfy.
     """
 
@@ -63,6 +64,7 @@ class Cache:
         self.counters: Counter[str] = Counter()
         self.forgotten = ForgottenKeys()
         self._tiers = Tiers(self.sessions, self.effects, self.counters)
+        self.clearings = Clearings(self.sessions, self._tiers, self.effects, self.counters, self._expire)
         self._trees: dict[str, PrefixTree] = {}
         self._block_sizes = {spec.name: spec.block_size for spec in pools}
         self.checks = Checks(self.sessions, self._block_sizes, session_ttl_ms)
@@ -106,7 +108,7 @@ class Cache:
     @property
     def version(self) -> int:
         """Grows with what a successor has to know of this cache: who has which slab, and namespaces."""
-        return self._stock.version + self.attached.spaces.version
+        return self._stock.version + self.attached.spaces.version + self.clearings.version
 
     @property
     def transfers(self) -> dict[TransferId, Transfer]:
@@ -135,6 +137,10 @@ class Cache:
                 ErrorCode.WORKER_LOST,
                 f"replica {replica!r} lost a worker; its workers are being restarted",
                 "try again in some seconds; the daemon's log says why",
+            )
+        if pool.clearing:
+            raise request_error(
+                ErrorCode.CLEARING, f"the namespace of replica {replica!r} is being cleared", "try again in a moment"
             )
         session = Session(SessionId(self._next_session), self._trees[replica], pool, now_ms)
         if counted:
@@ -209,9 +215,10 @@ class Cache:
     def settle(self) -> None:
         """Decide what nobody waits for: what is stored, and what makes room. Call it after each request and event."""
         self.forgotten.trim()
+        self.clearings.advance()
         for name, pool in self.pools.items():
             tree = self._trees[name]
-            if tree.host is not None and pool.healthy:
+            if tree.host is not None and pool.copies:
                 self._tiers.stores.store_unstored(tree, pool)
                 self._tiers.stores.demote(tree, pool)
 
@@ -256,7 +263,7 @@ class Cache:
         tree.pin(run, depth, pool.index)
         try:
             tree.touch(run, pool.index)
-            ranges = self._take(session, need, cause)
+            ranges = take_slots(session, self._tiers.book, need, cause)
             lease = Lease(self.next_lease(), request, asked, depth, ranges, run, depth, ranges[:])
             session.add(lease)
         except BaseException:
@@ -304,7 +311,7 @@ class Cache:
         """More exclusive slots for a lease, packed."""
         session = self.checks.session_at(session_id, epoch)
         lease = self.checks.lease(session, lease_id, self._last_lease)
-        ranges = self._take(session, blocks, f"allocate for lease {lease.id}")
+        ranges = take_slots(session, self._tiers.book, blocks, f"allocate for lease {lease.id}")
         append(lease.open, ranges)
         return ranges.tobytes()
 
@@ -428,39 +435,9 @@ class Cache:
         missing = lease.hit - lease.depth
         if missing <= 0:
             return
-        ranges = self._take(session, missing, f"replacement for lease {lease.id}")
+        ranges = take_slots(session, self._tiers.book, missing, f"replacement for lease {lease.id}")
         lease.hit, lease.replacement = lease.depth, ranges
         lease.granted, lease.open = chained(ranges, lease.granted), chained(ranges, lease.open)
-
-    def _take(self, session: Session, count: int, cause: str) -> Ranges[int]:
-        """Grant slots, evicting what is missing, or change nothing."""
-        if not count:
-            return no_ranges()
-        pool = session.pool
-        shortage = count - pool.free
-        if shortage > 0:
-            if shortage > pool.evictable:
-                raise self._no_capacity(session, count)
-            if session.tree.host is None:  # with a host pool the watermark does the same, and loses nothing
-                shortage = max(shortage, min(pool.slots // BATCH_DIVISOR, pool.evictable))
-            slack = pool.slots // SLACK_DIVISOR
-            session.tree.evict(shortage, pool.index, f"eviction for {cause}", slack=slack)
-        return pool.take(count, SlotState.LEASED, cause)
-
-    def _no_capacity(self, session: Session, count: int) -> RequestError:
-        pool = session.pool
-        session.counters["no_capacity"] += 1
-        reachable = pool.free + pool.counts[SlotState.CACHED] + pool.counts[SlotState.FILLING]
-        message = f"{count} slots wanted; of {pool.slots} are {pool.free} free and {pool.evictable} evictable"
-        copying = len(self._tiers.book.of_pool(pool))
-        if copying and count <= reachable:
-            return request_error(
-                ErrorCode.CAPACITY_PENDING,
-                f"{message}; {copying} copies under way hold others",
-                "send vacancy and try again when it is answered",
-            )
-        fix = "release leases and try again, or configure more slots"
-        return request_error(ErrorCode.NO_CAPACITY, message, fix)
 
     def _end(self, session: Session) -> None:
         """The one way out: everything a session holds is given back, however it went."""
@@ -508,5 +485,5 @@ class Cache:
         tree.policies[pool.index].clear()
         pool.reset(pool.epoch + 1)
         pool.healthy = False
-        self._tiers.fail_queued(pool)
+        self._tiers.fail_queued(pool, f"pool {pool.name} was lost")
         self.counters["workers_lost"] += 1

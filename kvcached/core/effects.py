@@ -103,6 +103,16 @@ class SlotsHandedOut:
     slots: Ranges[int]
 
 
+@dataclass(frozen=True, slots=True)
+class NamespaceCleared:
+    """Pools and their host copies are empty, and their keys have another root: whoever waits for that may go on."""
+
+    pools: tuple[str, ...]
+    namespace: bytes
+    blocks: int
+
+
 Effect = (
     SessionExpired | SessionEnded | StartTransfer | HurryTransfer | AbandonLoad | LoadsEnded | SlabLent | SlotsHandedOut
+    | NamespaceCleared
 )

@@ -19,7 +19,7 @@ from kvcached.core.pool import DevicePool, SlotPool
 from kvcached.core.ranges import Ranges, has_holes, no_ranges, pairs, slot_count, without_holes
 from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached.core.session import Session
-from kvcached.core.states import SlotState, TransferState
+from kvcached.core.states import SessionState, SlotState, TransferState
 from kvcached.core.transfer import Transfer
 from kvcached.core.tree import HOST, PrefixTree
 from kvcached_client.types import FenceSequence
@@ -58,6 +58,8 @@ def _violations(cache: Cache) -> Iterator[str]:
         for pool in tree.pools:
             sessions = [session for session in cache.sessions.values() if session.pool is pool]
             mine = [each for each in transfers if each.pool is pool and each.is_current]
+            if pool.clearing and any(session.state is SessionState.ACTIVE for session in sessions):
+                yield f"pool {pool.name} is being cleared, and somebody has a session on it"
             yield from _residency(tree, runs, pool, pool.index)
             yield from _slots(pool, _device_claims(runs, pool, sessions, mine))
             leases = [lease for session in sessions for lease in session.leases.values()]

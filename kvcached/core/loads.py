@@ -65,6 +65,8 @@ class Loads:
     def start(self, session: Session, lease: Lease, keys: bytes, limit: int) -> None:
         """Start to load what the host pool has behind a new lease's hit, into the first of its exclusive slots."""
         tree, pool = session.tree, session.pool
+        if not pool.copies:
+            return
         _, end = tree.match_host(lease.run, lease.depth, keys, limit)
         session.counters["host_hit_blocks"] += end - lease.depth
         loads = self._book.of_pool(pool, TransferKind.LOAD)

@@ -67,6 +67,8 @@ def _loaded(cache: Cache, pool: DevicePool, device: int, host: int) -> tuple[int
     """How far an acquire would get by loading, and why it loads no more, as `Loads.start` decides."""
     if not host:
         return device, None
+    if not pool.copies:
+        return device, MissReason.PAUSED
     loads = [load for load in cache.transfers.values() if load.pool is pool and load.kind is TransferKind.LOAD]
     blocks = min(host, pool.load_quota - sum(load.blocks for load in loads))
     if blocks < max(pool.load_threshold, 1):

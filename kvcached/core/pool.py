@@ -148,12 +148,15 @@ class DevicePool(SlotPool):
         load_threshold: fewer blocks than this are computed rather than loaded.
         load_quota: blocks that loads may be writing at any time.
         orphaned: FILLING slots that are not in the tree any more, because a load before theirs failed.
+        paused: no copies are started, because somebody has asked for that.
+        clearing: its namespace is being cleared: nobody gets a session, and no copies are started.
         stores_paused: a store failed or was refused: demotion starts no further one before the next tick.
         failed_stores: paths whose store failed, tried once more at the next tick.
         unstored: ends of committed paths that the host pool is to get, oldest first, as (run, depth).
     """
 
     __slots__ = (
+        "clearing",
         "epoch",
         "failed_stores",
         "healthy",
@@ -161,6 +164,7 @@ class DevicePool(SlotPool):
         "load_quota",
         "load_threshold",
         "orphaned",
+        "paused",
         "shards",
         "stores_paused",
         "unstored",
@@ -188,6 +192,8 @@ class DevicePool(SlotPool):
         self.load_threshold = load_threshold
         self.load_quota = max(slots // 2, load_threshold) if load_quota is None else load_quota
         self.orphaned = 0
+        self.paused = False
+        self.clearing = False
         self.stores_paused = False
         self.failed_stores: deque[tuple[Run, int]] = deque(maxlen=FAILED_STORES_MAX)
         self.unstored: deque[tuple[Run, int]] = deque(maxlen=UNSTORED_MAX)
@@ -197,6 +203,11 @@ class DevicePool(SlotPool):
         """Slots of the index that eviction can free."""
         counts = self.counts
         return counts[SlotState.CACHED] + counts[SlotState.FILLING] - self.orphaned - self.protected
+
+    @property
+    def copies(self) -> bool:
+        """Whether copies may be started."""
+        return self.healthy and not (self.paused or self.clearing)
 
     def note_unstored(self, run: Run, depth: int) -> int:
         """The host pool is to get the path ``[0, depth)``. Returns how many older paths were forgotten for it."""

@@ -99,7 +99,7 @@ class Session:
         self._enter(SessionState.ACTIVE)
 
     def take_back(self, slots: Ranges[int]) -> bool:
-        """Slots that it says are a lease's: LEASED again. False, and nothing has changed, where they are not set aside."""
+        """Slots that it says are a lease's: LEASED again. Where they are not set aside: False, nothing has changed."""
         left = subtract(self.quarantined, slots)
         if left is None:
             return False

@@ -80,11 +80,11 @@ class Spaces:
         """Begin a new generation: nothing stored before is matched again. Returns how many blocks that is."""
         blocks = space.host.counts[SlotState.CACHED]
         self.retired.append(space.tree)
-        self.version += 1
         space.generation += 1
         space.host, space.tree = self._plant(space.spec)
         self._counters["cleared_blocks"] += blocks
         self.bury()
+        self.version += 1
         return blocks
 
     def bury(self) -> None:
@@ -132,10 +132,10 @@ class Spaces:
         self._forget(idle[0])
 
     def _forget(self, space: Space) -> None:
+        self.version += 1
         del self.by_root[space.spec.root]
         space.tree.shed_host(f"namespace {space.spec.label!r} forgotten")
         self._first_generation = max(self._first_generation, space.generation + 1)
-        self.version += 1
         self.retired.append(space.tree)
         self.bury()
 

@@ -75,6 +75,24 @@ SESSION_TRANSITIONS: frozenset[tuple[SessionState, SessionState]] = frozenset(
 )
 
 
+class DaemonState(StrEnum):
+    """What the daemon does for engines."""
+
+    SERVING = "serving"  #: everything
+    DRAINING = "draining"  #: no new sessions and leases; what is held goes on
+    STOPPING = "stopping"  #: the same, and it ends when nothing is held any more
+
+
+DAEMON_TRANSITIONS: frozenset[tuple[DaemonState, DaemonState]] = frozenset(
+    {
+        (DaemonState.SERVING, DaemonState.DRAINING),
+        (DaemonState.DRAINING, DaemonState.SERVING),
+        (DaemonState.SERVING, DaemonState.STOPPING),
+        (DaemonState.DRAINING, DaemonState.STOPPING),
+    }
+)
+
+
 class TransferState(StrEnum):
     """State of a copy between tiers, over all shards."""
 

@@ -56,11 +56,11 @@ class Tiers:
             if transfer.is_current and not transfer.orphaned:
                 tree.unpin(tree.resolve(transfer.run, transfer.end), transfer.end, pool.index)
 
-    def fail_queued(self, pool: DevicePool) -> None:
-        """End the loads of a lost pool that no shard knows of."""
+    def fail_queued(self, pool: DevicePool, why: str) -> None:
+        """End the loads of a pool that no shard knows of."""
         for transfer in self.book.of_pool(pool):
             if transfer.state is TransferState.QUEUED:
-                transfer.failure = transfer.failure or f"pool {pool.name} was lost"
+                transfer.failure = transfer.failure or why
                 self._end(transfer)
 
     def cut_off(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> None:

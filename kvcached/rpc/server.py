@@ -60,6 +60,8 @@ DRAIN_BATCH_MAX = 256
 SEND_QUEUE_LENGTH_MAX = 1024
 #: Messages of one peer that wait in the socket; beyond it the peer's own sends block.
 RECEIVE_QUEUE_LENGTH_MAX = 1024
+#: For the last replies, which wait for nobody but this machine. A peer that does not read loses its own.
+CLOSE_LINGER_MS = 200
 #: A peer that opens a connection and says nothing.
 HANDSHAKE_TIMEOUT_MS = 2000
 
@@ -108,14 +110,19 @@ class RpcServer:
         loop.call_soon(self._drain)
         loop.call_soon(self._drain_monitor)
 
+    def serve_rest(self) -> None:
+        """Serve what has been received, for there will be nobody to do it later."""
+        for _ in range(RECEIVE_QUEUE_LENGTH_MAX // DRAIN_BATCH_MAX):
+            self._drain()
+
     def close(self) -> None:
-        """Stop serving and remove the socket."""
+        """Stop serving and remove the socket. Replies that are on their way have a moment to leave."""
         if self._loop is not None and self._monitor is not None:
             self._loop.remove_reader(_descriptor(self._socket))
             self._loop.remove_reader(_descriptor(self._monitor))
             self._loop = None
             self._socket.disable_monitor()
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=CLOSE_LINGER_MS)
         self._path.unlink(missing_ok=True)
 
     def _drain(self) -> None:

@@ -7,9 +7,15 @@
     its socket   worker → WorkerReady + the pool's memfd, the progress page's, and the eventfds of its entries
                  daemon → Command …          worker → one Ack for each, as each is over
 
-Sequence numbers of commands grow by one; acks come in another order where one command overtakes another. Failing is an
-answer, too: the ack then says why. Only a command that cannot be decoded has no ack: the worker ends, and the daemon
-sees that.
+A daemon that finds the workers of one that died has no inherited connection, and speaks first::
+
+    its socket   daemon → Adopt + a pidfd of its own, and the host pool's memfd, if there is one
+                                             worker → WorkerReady as above, or WorkerRefusal, then closed
+                 daemon → Command …          worker → Ack …
+
+Sequence numbers of commands grow by one, from one on each connection; acks come in another order where one command
+overtakes another. Failing is an answer, too: the ack then says why. Only a command that cannot be decoded has no ack:
+the worker ends, and the daemon sees that.
 """
 
 from __future__ import annotations
@@ -50,7 +56,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         geometry: where a slot's bytes are.
         socket_path: where it listens.
         pretouch_bytes: how much of the pool to make resident before it is ready.
-        daemon_pidfd: number of an inherited descriptor that turns readable when the daemon is gone.
+        daemon_pidfd: number of an inherited descriptor that turns readable when the daemon is gone; of no meaning to a
+            worker that is adopted, which gets the descriptor itself.
+        grace_ms: how long to keep the memory for the next daemon after the death of this one; 0 for not at all.
         host: where a host slot's bytes are in the memory that comes along; None where there is no host pool.
         namespace: first 16 bytes of the namespace, for the headers of stored blocks.
         fingerprint: the layout's, 16 bytes, for the same.
@@ -63,9 +71,25 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     socket_path: str
     pretouch_bytes: _Count
     daemon_pidfd: _Count
+    grace_ms: _Count
     host: HostGeometry | None
     namespace: _Name
     fingerprint: _Name
+
+
+#: What a worker cannot change any more: with another value it is of no use to whoever asks for it.
+_FIXED: Final = ("replica", "shard", "device", "geometry", "host", "namespace", "fingerprint")
+
+
+def differences(held: WorkerConfig, wanted: WorkerConfig) -> tuple[str, ...]:
+    """What keeps a worker with one configuration from serving as one with another."""
+    return tuple(name for name in _FIXED if getattr(held, name) != getattr(wanted, name))
+
+
+class Adopt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="adopt"):
+    """First message of a daemon to a worker that another one left. Ancillary data: its pidfd, the host pool's memfd."""
+
+    config: WorkerConfig  #: as this daemon would start it
 
 
 class WorkerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op"):
@@ -78,6 +102,12 @@ class WorkerListening(WorkerMessage, frozen=True, tag="listening"):
 
 class WorkerReady(WorkerMessage, frozen=True, tag="ready"):
     """First message on the worker's socket. Ancillary data: sealed pool memory, sealed progress page, its eventfds."""
+
+
+class WorkerRefusal(WorkerMessage, frozen=True, tag="refusal"):
+    """Why this worker serves another daemon, or is of no use to this one. The connection is closed after it."""
+
+    reason: str
 
 
 class Ack(WorkerMessage, frozen=True, tag="ack"):
@@ -160,9 +190,10 @@ class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 encode = msgspec.msgpack.Encoder().encode
 #: Each raises msgspec.DecodeError (msgspec.ValidationError is one) on anything else.
 decode_config: Callable[[bytes], WorkerConfig] = msgspec.msgpack.Decoder(WorkerConfig).decode
+decode_adopt: Callable[[bytes], Adopt] = msgspec.msgpack.Decoder(Adopt).decode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
 decode_worker_message: Callable[[bytes], WorkerMessage] = msgspec.msgpack.Decoder(
-    WorkerListening | WorkerReady | Ack
+    WorkerListening | WorkerReady | WorkerRefusal | Ack
 ).decode
 
 

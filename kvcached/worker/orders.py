@@ -8,11 +8,14 @@ import secrets
 from typing import Final
 
 from kvcached.core.effects import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
+from kvcached.ledger import ProcessIdentity
 from kvcached.replica import Settled
+from kvcached.worker.commands import ShardResult
+from kvcached.worker.lifecycle import WorkersState
 from kvcached.worker.messages import Abandon, BlockSpan, Hurry, Load, Probe, Store
 from kvcached.worker.restart import ReplicaGroups
-from kvcached.worker.supervisor import ShardResult
 from kvcached_client.errors import RequestError
+from kvcached_client.failpoints import failpoint
 from kvcached_client.types import ShardIndex
 
 #: A worker that gets on with none of its commands for this long is hung, and is killed.
@@ -30,6 +33,9 @@ class ReplicaWorkers:
         epoch: of the daemon.
         generation: of the replica's namespace.
         verify_loads: whether loads compare checksums.
+
+    Attributes:
+        generation: that of the orders from now on.
     """
 
     def __init__(
@@ -45,10 +51,30 @@ class ReplicaWorkers:
         self._groups = groups
         self._shards = shards
         self._epoch = epoch
-        self._generation = generation
+        self.generation = generation
         self._verify_loads = verify_loads
         self._deadline_s = deadline_s
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def state(self) -> WorkersState:
+        """What the workers do; the device pool serves while they are running or on probation."""
+        return self._groups.state
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether they die again and again, so that they are started as rarely as possible, or are on probation."""
+        return self._groups.is_degraded
+
+    @property
+    def adopted(self) -> bool:
+        """Whether they are an earlier daemon's, with what its engines had written."""
+        return self._groups.adopted
+
+    @property
+    def processes(self) -> dict[ShardIndex, ProcessIdentity]:
+        """Each shard's worker, to be written down for the next daemon; empty where none run."""
+        return self._groups.processes
 
     def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
         """What a shard process maps: pool memory, progress page, eventfds.
@@ -65,6 +91,7 @@ class ReplicaWorkers:
             settled(result.shard, result.error, result.corrupt)
 
         try:
+            failpoint("daemon.order")
             self._groups.current.order(self._command(transfer), tell, deadline_s=self._deadline_s)
         except RequestError as error:
             _log.warning("transfer %d was not ordered: %s", transfer.transfer, error.message)
@@ -97,13 +124,13 @@ class ReplicaWorkers:
             return Store(
                 transfer=transfer.transfer,
                 epoch=self._epoch,
-                generation=self._generation,
+                generation=self.generation,
                 spans=spans,
                 urgent=transfer.urgent,
             )
         return Load(
             transfer=transfer.transfer,
-            generation=self._generation,
+            generation=self.generation,
             spans=spans,
             progress=transfer.progress,
             verify=self._verify_loads,

@@ -1,4 +1,4 @@
-"""One worker process as the daemon sees it: start, handshake, messages, death. Decides nothing about its fellows."""
+"""One worker process as the daemon sees it: start or adoption, messages, death. Decides nothing about its fellows."""
 
 from __future__ import annotations
 
@@ -8,40 +8,39 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from kvcached.seqpacket import Packet, receive, send
+from kvcached.ledger import ProcessIdentity, identity_of
+from kvcached.seqpacket import peer_credentials, send
+from kvcached.worker.adoption import remove_socket
+from kvcached.worker.connection import READY_DESCRIPTORS, WorkerConnection, next_message
 from kvcached.worker.messages import (
-    REPLY_SIZE_BYTES_MAX,
     Ack,
+    Adopt,
     WorkerConfig,
     WorkerListening,
     WorkerMessage,
     WorkerReady,
-    decode_worker_message,
+    WorkerRefusal,
     encode,
 )
 from kvcached_client.errors import ErrorCode, RequestError, request_error
-from kvcached_client.protocol import PROGRESS_SLOTS
 
 #: The number of the inherited descriptor follows; nothing that is secret or needs quoting is on the command line.
 WORKER_COMMAND: Final = (sys.executable, "-m", "kvcached.worker.main")
-#: A worker without a connection is ending; if it does not, it is killed.
+#: A worker without a connection may be ending; if it does not, it is killed.
 _DISCONNECTED_GRACE_S: Final = 0.5
-#: What `WorkerReady` brings: the pool's memory, the progress page, and an eventfd for each entry of it.
-READY_DESCRIPTORS: Final = 2 + PROGRESS_SLOTS
 _TAIL_LINES: Final = 20
 _TAIL_BYTES_MAX: Final = 16 * 1024
 
 
 class WorkerProcess:
-    """Starts one worker and tells about it through two callbacks, both in the loop's thread.
+    """Starts or adopts one worker and tells about it through two callbacks, both in the loop's thread.
 
     Args:
         config: `daemon_pidfd` is filled in at the start.
@@ -69,11 +68,11 @@ class WorkerProcess:
         self._on_ack = on_ack
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._identity: ProcessIdentity | None = None
+        self._child: subprocess.Popen[bytes] | None = None  #: None for one that an earlier daemon started
         self._pidfd = -1
         self._exited: asyncio.Future[None] = self._loop.create_future()
-        self._connection: socket.socket | None = None
-        self._outbox: deque[bytes] = deque()  # bounded by the commands in flight
+        self._connection: WorkerConnection | None = None
         self._ready = False
         self._kill_reason = ""
 
@@ -83,16 +82,20 @@ class WorkerProcess:
         return f"worker {self._config.replica}/{self._config.shard}"
 
     @property
-    def pid(self) -> int:
-        """Its process id."""
-        if self._process is None:
+    def identity(self) -> ProcessIdentity:
+        """Which process it is.
+
+        Raises:
+            ValueError: it was not started.
+        """
+        if self._identity is None:
             raise ValueError(f"{self.name} was not started")
-        return self._process.pid
+        return self._identity
 
     @property
     def is_alive(self) -> bool:
         """Whether it was started and has not been seen to end."""
-        return self._process is not None and not self._exited.done()
+        return self._identity is not None and not self._exited.done()
 
     async def start(self, deadline_s: float) -> None:
         """Start the process and wait until it is ready. After an error or a cancellation, `kill` and `close` it.
@@ -105,36 +108,34 @@ class WorkerProcess:
         except OSError as error:
             failure = f"{self.name} cannot be started: {error}"
             raise request_error(ErrorCode.INTERNAL, failure, "correct what it names, then start again") from error
-        try:
-            async with asyncio.timeout(deadline_s):
-                if not await self._handshake(control) or self._exited.done():
-                    await asyncio.shield(self._exited)
-                    raise self._failure(ErrorCode.WORKER_LOST, f"{self.name} {self._ending()} before it was ready")
-        except TimeoutError:
-            failure = f"{self.name} was not ready within {deadline_s:g} s"
-            raise self._failure(ErrorCode.DEADLINE, failure) from None
-        except (OSError, ValueError) as error:  # msgspec.DecodeError is a ValueError
-            raise self._failure(ErrorCode.INTERNAL, f"{self.name}: {error}") from error
-        finally:
-            control.close()
-        self._ready = True
-        if self._connection is not None:
-            self._loop.add_reader(self._connection.fileno(), self._on_readable)
+        with control:
+            await self._greet(self._await_start(control), deadline_s)
+
+    def take(self, process: ProcessIdentity, pidfd: int) -> None:
+        """Make this object that of a worker which another daemon started; `kill` and `close` it in the end.
+
+        Args:
+            process: the worker.
+            pidfd: of it; from now on this object's to close.
+        """
+        self._identity, self._pidfd = process, pidfd
+        self._loop.add_reader(pidfd, self._on_dead)
+        with suppress(OSError):  # no log yet; this is where its tail starts
+            self._log_start = Path(self._log_path).stat().st_size
+
+    async def adopt(self, deadline_s: float) -> None:
+        """Wait until a worker that was taken is ready. It finishes first what it copies for a daemon that is dead.
+
+        Raises:
+            DaemonFailure: it holds something else, serves a daemon that is alive, ended, or was not ready within
+                `deadline_s`, as a stopped process never is.
+        """
+        await self._greet(self._introduce(), deadline_s)
 
     def send(self, message: bytes) -> None:
         """Send a message, or queue it until the worker has read those before. Does nothing when it has ended."""
-        if self._connection is None:
-            return
-        if self._outbox:
-            self._outbox.append(message)
-            return
-        try:
-            send(self._connection, message)
-        except BlockingIOError:
-            self._outbox.append(message)
-            self._loop.add_writer(self._connection.fileno(), self._on_writable)
-        except OSError:
-            self._on_disconnected()
+        if self._connection is not None:
+            self._connection.send(message)
 
     def kill(self, reason: str = "") -> None:
         """End it by SIGKILL; `reason` says why in what `on_exit` is told. Does nothing when it has ended."""
@@ -147,14 +148,15 @@ class WorkerProcess:
 
     async def wait_exit(self, deadline_s: float) -> bool:
         """Wait for its end; returns whether it has ended."""
-        if self._process is None:
+        if self._identity is None:
             return True
         await asyncio.wait([self._exited], timeout=deadline_s)
         return self._exited.done()
 
     def close(self) -> None:
-        """Give back every descriptor and the socket's path. Does nothing the second time."""
-        self._disconnect()
+        """Give back every descriptor, and the socket's path if it is this worker's. Does nothing the second time."""
+        if self._connection is not None:
+            self._connection.close()
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -162,9 +164,8 @@ class WorkerProcess:
         descriptors, self.descriptors = self.descriptors, ()
         for descriptor in descriptors:
             os.close(descriptor)
-        path = Path(self._config.socket_path)
-        if path.is_socket():
-            path.unlink()
+        if self._child is not None or self._ready:
+            remove_socket(self._config.socket_path)
 
     def _spawn(self) -> socket.socket:
         """Start the process with its configuration waiting in the socket that it inherits. Returns our end."""
@@ -190,123 +191,95 @@ class WorkerProcess:
             )
             try:
                 self._pidfd = os.pidfd_open(process.pid)
+                self._identity = _child_identity(process.pid)
             except OSError:
                 process.kill()
                 process.wait()
                 raise
-            self._process = process
+            self._child = process
             self._loop.add_reader(self._pidfd, self._on_dead)
             ours.pop_all()
             return control
 
-    async def _handshake(self, control: socket.socket) -> bool:
-        """Returns False where the worker closed a connection instead of speaking.
+    async def _greet(self, greeting: Coroutine[Any, Any, bool], deadline_s: float) -> None:
+        """Carry out a greeting, which returns False where the worker closed a connection instead of speaking."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                if not await greeting or self._exited.done():
+                    await asyncio.shield(self._exited)
+                    raise self._failure(ErrorCode.WORKER_LOST, f"{self.name} {self._ending()} before it was ready")
+        except TimeoutError:
+            failure = f"{self.name} was not ready within {deadline_s:g} s"
+            raise self._failure(ErrorCode.DEADLINE, failure) from None
+        except (OSError, ValueError) as error:  # msgspec.DecodeError is a ValueError
+            raise self._failure(ErrorCode.INTERNAL, f"{self.name}: {error}") from error
+        self._ready = True
+        if self._connection is not None:
+            self._connection.listen(self._on_message, self._on_disconnected, self.kill)
 
-        Raises:
-            ValueError: it said something else than it should.
-        """
-        if await self._expect(control, WorkerListening, descriptors=0) is None:
+    async def _await_start(self, control: socket.socket) -> bool:
+        if await _expect(control, WorkerListening, descriptors=0) is None:
             return False
+        connection = self._connect()
+        return connection is not None and await self._await_ready(connection)
+
+    async def _introduce(self) -> bool:
+        connection = self._connect()
+        if connection is None:
+            raise ValueError(f"it does not listen at {self._config.socket_path}")
+        if (listening := peer_credentials(connection).pid) != self.identity.pid:
+            raise ValueError(f"process {listening} listens in its place")
+        own = os.pidfd_open(os.getpid())
+        try:
+            send(connection, encode(Adopt(config=self._config)), (own, *self._host_memory))
+        except ConnectionError:
+            return False
+        finally:
+            os.close(own)
+        return await self._await_ready(connection)
+
+    def _connect(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._connection = connection
+        self._connection = WorkerConnection(connection)
         try:
             connection.connect(self._config.socket_path)
         except (ConnectionError, FileNotFoundError):
-            return False
-        received = await self._expect(connection, WorkerReady, descriptors=READY_DESCRIPTORS)
+            return None
+        return connection
+
+    async def _await_ready(self, connection: socket.socket) -> bool:
+        received = await _expect(connection, WorkerReady, descriptors=READY_DESCRIPTORS)
         self.descriptors = received or ()
         return received is not None
 
-    async def _expect(
-        self, connection: socket.socket, kind: type[WorkerMessage], *, descriptors: int
-    ) -> tuple[int, ...] | None:
-        """The descriptors that come with a message of `kind`; None where the worker closed the connection."""
-        packet = await self._next_packet(connection)
-        if packet is None:
-            return None
-        with ExitStack() as unwanted:
-            unwanted.callback(packet.close)
-            message = decode_worker_message(packet.data)
-            if not isinstance(message, kind) or packet.cut or len(packet.descriptors) != descriptors:
-                raise ValueError(f"it sent {type(message).__name__} with {len(packet.descriptors)} descriptors")
-            unwanted.pop_all()
-        return tuple(packet.descriptors)
-
-    async def _next_packet(self, connection: socket.socket) -> Packet | None:
-        readable: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(connection.fileno(), _set, readable)
-        try:
-            await readable
-        finally:
-            self._loop.remove_reader(connection.fileno())
-        try:
-            return receive(connection, REPLY_SIZE_BYTES_MAX, READY_DESCRIPTORS)
-        except ConnectionError:
-            return None
-
-    def _on_readable(self) -> None:
-        try:
-            while self._connection is not None:
-                packet = receive(self._connection, REPLY_SIZE_BYTES_MAX, 0)
-                if packet is None:
-                    break
-                message = decode_worker_message(packet.data)
-                if isinstance(message, Ack):
-                    self._on_ack(message)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            pass
-        except msgspec.DecodeError as error:
-            self.kill(f"it sent what cannot be decoded: {error}")
-        self._on_disconnected()
-
-    def _on_writable(self) -> None:
-        connection = self._connection
-        if connection is None:
-            return
-        try:
-            while self._outbox:
-                send(connection, self._outbox[0])
-                self._outbox.popleft()
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            self._on_disconnected()
-            return
-        self._loop.remove_writer(connection.fileno())
+    def _on_message(self, message: WorkerMessage) -> None:
+        if isinstance(message, Ack):
+            self._on_ack(message)
 
     def _on_disconnected(self) -> None:
-        self._disconnect()
         self._loop.call_later(_DISCONNECTED_GRACE_S, self.kill, "it closed its connection")
 
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        self._loop.remove_reader(connection.fileno())
-        self._loop.remove_writer(connection.fileno())
-        connection.close()
-        self._outbox.clear()
-
     def _on_dead(self) -> None:
-        if self._process is None:
-            return
         self._loop.remove_reader(self._pidfd)
-        self._process.wait()
+        if self._child is not None:
+            self._child.wait()
         self._exited.set_result(None)
         if self._ready:
-            self._on_readable()
+            if self._connection is not None:
+                self._connection.read()
             self._on_exit(f"{self.name} {self._ending()}", self._log_tail())
 
     def _signal(self, number: signal.Signals) -> None:
         if self.is_alive and self._pidfd >= 0:
-            signal.pidfd_send_signal(self._pidfd, number)
+            with suppress(ProcessLookupError):  # dead, and its parent has seen it before us
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def _ending(self) -> str:
-        status = self._process.returncode if self._process is not None else None
-        if status is None or not self._exited.done():
+        if not self._exited.done():
             return "did not end"
+        if self._child is None:  # how it ended is told to its parent only
+            return f"was killed: {self._kill_reason}" if self._kill_reason else "ended"
+        status = self._child.returncode
         if self._kill_reason and status == -signal.SIGKILL:
             return f"was killed: {self._kill_reason}"
         return f"ended with status {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
@@ -327,6 +300,27 @@ class WorkerProcess:
         return "\n".join([f"{self._log_path} ends:", *lines])
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+async def _expect(connection: socket.socket, kind: type[WorkerMessage], *, descriptors: int) -> tuple[int, ...] | None:
+    """The descriptors that come with a message of `kind`; None where the worker closed the connection.
+
+    Raises:
+        ValueError: it said something else.
+    """
+    received = await next_message(connection)
+    if received is None:
+        return None
+    message, came = received
+    if isinstance(message, kind) and len(came) == descriptors:
+        return came
+    for descriptor in came:
+        os.close(descriptor)
+    what = f"it sent {type(message).__name__} with {len(came)} descriptors"
+    raise ValueError(f"it refuses: {message.reason}" if isinstance(message, WorkerRefusal) else what)
+
+
+def _child_identity(pid: int) -> ProcessIdentity:
+    """Which process a child is that has not been waited for."""
+    identity = identity_of(pid)
+    if identity is None:
+        raise OSError(f"process {pid} is not visible in /proc")
+    return identity

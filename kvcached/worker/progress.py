@@ -103,6 +103,14 @@ class ProgressPage:
         self._short[_short(entry) + _STATE] = FAILED
         self._tell(entry)
 
+    def reset(self) -> None:
+        """Forget every load, for the next ones are counted from the start. None may be under way.
+
+        To whoever waits for an earlier load it has not come yet: they learn otherwise from their daemon's death.
+        """
+        for entry in range(PROGRESS_ENTRIES):
+            self.begin(entry, 0)
+
     def close(self) -> None:
         """Unmap and close everything. Does nothing the second time."""
         self._made.close()

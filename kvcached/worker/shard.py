@@ -23,6 +23,7 @@ class Shard:
 
     Attributes:
         progress: how far loads are.
+        host_identity: what tells the host pool's memory from all others: device and inode of its memfd; None without.
 
     Raises:
         NotEnoughMemory: the pool is larger than what is left.
@@ -37,6 +38,7 @@ class Shard:
         self.progress = ProgressPage(f"{name}-progress")
         try:
             host = _map_host(config.host, descriptors)
+            self.host_identity = memory_identity(descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -84,6 +86,18 @@ class Shard:
         if self._transfers is None:
             raise ValueError("this worker has no host pool")
         return self._transfers
+
+
+def memory_identity(descriptors: Sequence[int]) -> tuple[int, int] | None:
+    """Device and inode of the first of them; None where there is none.
+
+    Raises:
+        OSError: it is no open descriptor.
+    """
+    if not descriptors:
+        return None
+    status = os.fstat(descriptors[0])
+    return status.st_dev, status.st_ino
 
 
 def _map_host(geometry: HostGeometry | None, descriptors: Sequence[int]) -> SharedMemory | None:

@@ -4,6 +4,8 @@ A command goes to every shard under one number and is over when no shard works o
 or is dead. So slots named by a failed command are as free of writers as those of a finished one. A worker that misses a
 command's deadline is killed to make that true. With one worker the whole group is lost: what the others hold is of no
 use without it, and they are killed. A lost group is not started again; `kvcached.worker.restart` makes a new one.
+
+Workers that an earlier daemon left are taken over with their memory, all of a replica's or none of them.
 """
 
 from __future__ import annotations
@@ -11,42 +13,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
+from kvcached.ledger import ProcessIdentity
+from kvcached.worker.adoption import (
+    ADOPTION_DEADLINE_S,
+    KILL_DEADLINE_S,
+    Adoptable,
+    end_workers,
+    listening_workers,
+    open_adoptable,
+    worker_socket,
+)
 from kvcached.worker.available import NotEnoughMemory, check_available
+from kvcached.worker.commands import CommandsInFlight, Joined, ShardResult
 from kvcached.worker.geometry import pool_geometry
 from kvcached.worker.host_memory import HostMemory
 from kvcached.worker.memory import PRETOUCH_BYTES_MAX
-from kvcached.worker.messages import (
-    COMMANDS_IN_FLIGHT_MAX,
-    MESSAGE_SIZE_BYTES_MAX,
-    Abandon,
-    Ack,
-    Command,
-    Hurry,
-    Shutdown,
-    Work,
-    WorkerConfig,
-    encode,
-)
+from kvcached.worker.messages import MESSAGE_SIZE_BYTES_MAX, Command, Shutdown, Work, WorkerConfig, encode
 from kvcached.worker.process import WorkerProcess
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.layout import Layout
-from kvcached_client.rundir import socket_path
 from kvcached_client.types import ShardIndex
 
 READY_DEADLINE_S: Final = 10.0
 COMMAND_DEADLINE_S: Final = 30.0
 STOP_DEADLINE_S: Final = 4.0
-#: After SIGKILL only the kernel's own work is left, which is the freeing of the pool.
-_KILL_DEADLINE_S: Final = 5.0
-#: Carried out when they are read, not in their turn: they do not show that the worker gets on with its copies, and have
-#: a limit of their own in flight.
-_AT_ONCE: Final = (Hurry, Abandon)
 #: As much of a namespace as the header of a stored block has room for.
 HEADER_NAMESPACE_BYTES: Final = 16
 #: It becomes part of file names.
@@ -67,6 +63,7 @@ class ReplicaPool:
         host: the host pool, or None where there is none.
         pretouch_bytes: memory made resident at the start, all shards together; at most 1 GiB counts.
         ready_deadline_s: how long the start of all shards may take.
+        grace_ms: how long the workers keep their memory for the next daemon after this one's death; 0 for not at all.
     """
 
     replica: str
@@ -76,27 +73,7 @@ class ReplicaPool:
     host: HostMemory | None = None
     pretouch_bytes: int = 0
     ready_deadline_s: float = READY_DEADLINE_S
-
-
-class ShardResult(NamedTuple):
-    """What became of a command on one shard. Nothing of it goes on there any more."""
-
-    shard: ShardIndex
-    error: str = ""  #: why it failed; empty where it was carried out
-    corrupt: tuple[int, ...] = ()  #: of a load: blocks, counted through its spans, that are not what was stored
-    is_lost: bool = False  #: the worker died before it acknowledged
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A command that some shard still works on."""
-
-    on_settled: Callable[[ShardResult], None]
-    waiting: set[int]  #: shards that have neither acknowledged it nor died
-    sent_s: float
-    deadline_s: float
-    at_once: bool
-    timer: asyncio.TimerHandle | None = None
+    grace_ms: int = 0
 
 
 class WorkerGroup:
@@ -117,31 +94,42 @@ class WorkerGroup:
         self._loop = asyncio.get_running_loop()
         self._workers: list[WorkerProcess] = []
         self._loss = ""  #: how the first worker ended that was lost
-        self._in_flight: dict[int, _InFlight] = {}
-        self._acknowledged_s: dict[int, float] = {}  #: by shard, when it was last seen to get on with its commands
-        self._sequence = 0
+        self._commands = CommandsInFlight(self._kill)
         self._running = False
+        self._adopted = False
 
-    async def start(self) -> None:
-        """Start all workers in parallel and wait until each is ready. On an error none is left.
+    @property
+    def adopted(self) -> bool:
+        """Whether these workers are an earlier daemon's, with what its engines had written."""
+        return self._adopted
+
+    @property
+    def processes(self) -> dict[ShardIndex, ProcessIdentity]:
+        """Each shard's worker, to be written down for the next daemon; empty where the group does not run."""
+        if self._loss or not self._running:
+            return {}
+        return {ShardIndex(shard): worker.identity for shard, worker in enumerate(self._workers)}
+
+    async def start(self, adoptable: Adoptable | None = None) -> None:
+        """Adopt all workers or start all of them, in parallel, and wait until each is ready. On an error none is left.
+
+        Args:
+            adoptable: what an earlier daemon wrote down of this replica's workers. Where not all of them can be
+                adopted they are killed, and others are started once the kernel has said that they are dead. So are
+                those of which nothing is written down.
 
         Raises:
             BadRequest: the replica's name cannot be a file name, or a socket's path is too long.
             DaemonFailure: the memory is not there, or a worker ended or was late; the message has the end of its log.
         """
-        self._workers = [self._worker(config) for config in self._configs()]
-        starts = [asyncio.ensure_future(worker.start(self._pool.ready_deadline_s)) for worker in self._workers]
-        try:
-            await asyncio.gather(*starts)
-        except BaseException:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
-            await self._end()
-            raise
-        if self._loss:
-            await self._end()
-            raise self._not_running()
+        configs = self._configs()
+        if adoptable:
+            self._adopted = await self._adopt(configs, adoptable)
+        if not self._adopted:
+            await self._end_earlier(adoptable or {})
+            self._check_memory()
+            self._workers = [self._worker(config) for config in configs]
+            await self._all_ready([worker.start(self._pool.ready_deadline_s) for worker in self._workers])
         self._running = True
 
     def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
@@ -160,13 +148,18 @@ class WorkerGroup:
             )
         return self._workers[shard].descriptors
 
+    def kill(self) -> None:
+        """End every worker by SIGKILL, now: for a daemon that has no time to stop them in order."""
+        for worker in self._workers:
+            worker.kill("the daemon ends at once")
+
     def pid(self, shard: ShardIndex) -> int:
         """Process id of a shard's worker.
 
         Raises:
             IndexError: there is no such worker.
         """
-        return self._workers[shard].pid
+        return self._workers[shard].identity.pid
 
     def submit(self, work: Work, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
         """Send a command to every shard and join the results. As `order` otherwise.
@@ -176,7 +169,7 @@ class WorkerGroup:
             shard failed or died. To cancel it stops nothing.
         """
         self._check_room(work)
-        joined = _Joined(self._loop.create_future(), f"{type(work).__name__} on replica {self._pool.replica}")
+        joined = Joined(f"{type(work).__name__} on replica {self._pool.replica}")
         joined.waiting = self._send(work, joined.settle, deadline_s)
         return joined.done
 
@@ -225,10 +218,61 @@ class WorkerGroup:
 
         It waits as long as it takes: until then something may write into the host pool.
         """
-        while not await self._all_ended(_KILL_DEADLINE_S):
+        while not await self._all_ended(KILL_DEADLINE_S):
             self._log_survivors()
         await self._end()
         self._running = False
+
+    async def _adopt(self, configs: Sequence[WorkerConfig], adoptable: Adoptable) -> bool:
+        """Whether all workers were adopted. If not, none is served, and they are to be ended."""
+        replica, shards = self._pool.replica, len(configs)
+        opened = open_adoptable(adoptable, shards)
+        reason = f"not one for each of {shards} shards lives"
+        if opened is not None:
+            self._workers = [self._worker(config) for config in configs]
+            for shard, pidfd in opened.items():
+                self._workers[shard].take(adoptable[shard], pidfd)
+            try:
+                await self._all_ready([worker.adopt(ADOPTION_DEADLINE_S) for worker in self._workers])
+            except RequestError as error:
+                reason = error.message
+            else:
+                _log.info("replica %s: the workers of an earlier daemon are adopted", replica)
+                return True
+        _log.warning("replica %s: workers of an earlier daemon are not adopted, but ended: %s", replica, reason)
+        self._workers, self._loss = [], ""
+        return False
+
+    async def _end_earlier(self, adoptable: Adoptable) -> None:
+        """End workers that an earlier daemon wrote down, and those that it did not come to write down."""
+        replica, shards = self._pool.replica, self._pool.layout.shards
+        unwritten = listening_workers(self._run_dir, replica, shards)  # before the sockets are removed
+        for workers in (adoptable, unwritten):
+            await end_workers(self._run_dir, replica, workers)
+
+    async def _all_ready(self, greetings: Sequence[Coroutine[Any, Any, None]]) -> None:
+        """Wait until every worker is ready. On an error none is left."""
+        tasks = [asyncio.ensure_future(greeting) for greeting in greetings]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._end()
+            raise
+        if self._loss:
+            await self._end()
+            raise self._not_running()
+
+    def _check_memory(self) -> None:
+        pool = self._pool
+        shards = pool.layout.shards
+        size_bytes = pool_geometry(pool.layout, pool.slots).size_bytes
+        try:
+            check_available(shards * size_bytes, f"replica {pool.replica} ({shards} shards)")
+        except NotEnoughMemory as error:
+            raise request_error(ErrorCode.INTERNAL, str(error), "see the replica's slots") from None
 
     def _configs(self) -> list[WorkerConfig]:
         pool = self._pool
@@ -245,19 +289,16 @@ class WorkerGroup:
             host = HostGeometry(
                 slabs=pool.host.slabs, slab_bytes=pool.host.slab_bytes, shards=shards, block_bytes=geometry.slot_bytes
             )
-        try:
-            check_available(shards * geometry.size_bytes, f"replica {pool.replica} ({shards} shards)")
-        except NotEnoughMemory as error:
-            raise request_error(ErrorCode.INTERNAL, str(error), "see the replica's slots") from None
         return [
             WorkerConfig(
                 replica=pool.replica,
                 shard=shard,
                 device="cpu",
                 geometry=geometry,
-                socket_path=socket_path(self._run_dir, f"worker-{pool.replica}-{shard}.sock"),
+                socket_path=worker_socket(self._run_dir, pool.replica, shard),
                 pretouch_bytes=min(pool.pretouch_bytes, PRETOUCH_BYTES_MAX) // shards,
                 daemon_pidfd=0,
+                grace_ms=pool.grace_ms,
                 host=host,
                 namespace=pool.namespace[:HEADER_NAMESPACE_BYTES],
                 fingerprint=bytes.fromhex(pool.layout.fingerprint()),
@@ -272,76 +313,40 @@ class WorkerGroup:
             config,
             () if self._pool.host is None else (self._pool.host.descriptor,),
             str(log_path),
-            on_ack=lambda ack: self._on_ack(shard, ack),
+            on_ack=lambda ack: self._commands.acknowledge(shard, ack),
             on_exit=lambda ending, log_tail: self._on_exit(ShardIndex(shard), ending, log_tail),
         )
 
     def _check_room(self, work: Work) -> None:
         if self._loss or not self._running:
             raise self._not_running()
-        at_once = isinstance(work, _AT_ONCE)
-        if sum(command.at_once is at_once for command in self._in_flight.values()) >= COMMANDS_IN_FLIGHT_MAX:
-            raise request_error(
-                ErrorCode.NO_CAPACITY, f"{COMMANDS_IN_FLIGHT_MAX} commands are in flight", "wait for one to end"
-            )
+        self._commands.check_room(work)
 
     def _send(self, work: Work, on_settled: Callable[[ShardResult], None], deadline_s: float) -> set[int]:
         """Send a command to the shards that live; returns which."""
-        message = encode(Command(sequence=self._sequence + 1, work=work))
+        message = encode(Command(sequence=self._commands.next_sequence, work=work))
         if len(message) > MESSAGE_SIZE_BYTES_MAX:
             raise request_error(
                 ErrorCode.LIMIT, f"a command of {len(message)} bytes; {MESSAGE_SIZE_BYTES_MAX} are possible", "split it"
             )
-        self._sequence += 1
         alive = {shard for shard, worker in enumerate(self._workers) if worker.is_alive}
-        command = _InFlight(on_settled, set(alive), self._loop.time(), deadline_s, at_once=isinstance(work, _AT_ONCE))
-        command.timer = self._loop.call_later(deadline_s, self._on_overdue, self._sequence)
-        self._in_flight[self._sequence] = command
+        self._commands.add(work, alive, on_settled, deadline_s)
         for shard in alive:
             self._workers[shard].send(message)
         return alive
 
-    def _on_ack(self, shard: int, ack: Ack) -> None:
-        command = self._in_flight.get(ack.sequence)
-        if command is None or shard not in command.waiting:
-            self._workers[shard].kill(f"it acknowledged command {ack.sequence}, which it was not given")
-            return
-        if not command.at_once:
-            self._acknowledged_s[shard] = self._loop.time()
-        self._settle(ack.sequence, ShardResult(ShardIndex(shard), ack.error, ack.corrupt))
+    def _kill(self, shard: int, reason: str) -> None:
+        self._workers[shard].kill(reason)
 
     def _on_exit(self, shard: ShardIndex, ending: str, log_tail: str) -> None:
         first, self._loss = not self._loss, self._loss or ending
-        for sequence in [number for number, command in self._in_flight.items() if shard in command.waiting]:
-            self._settle(sequence, ShardResult(shard, ending, is_lost=True))
+        self._commands.lose(shard, ending)
         if not first or not self._running:
             return
         for worker in self._workers:
             worker.kill(f"its group has lost shard {shard}")
         # Those who wait for commands hear of it later, from the loop.
         self._on_lost(shard, f"{ending}; {log_tail}")
-
-    def _on_overdue(self, sequence: int) -> None:
-        command, now_s = self._in_flight[sequence], self._loop.time()
-        due_s = {
-            shard: max(command.sent_s, self._acknowledged_s.get(shard, 0)) + command.deadline_s
-            for shard in command.waiting
-        }
-        late = [shard for shard, at_s in due_s.items() if at_s <= now_s]
-        if not late:
-            command.timer = self._loop.call_at(min(due_s.values()), self._on_overdue, sequence)
-        for shard in late:
-            self._workers[shard].kill(f"it had not acknowledged command {sequence} after {command.deadline_s:g} s")
-
-    def _settle(self, sequence: int, result: ShardResult) -> None:
-        """One shard is through with a command."""
-        command = self._in_flight[sequence]
-        command.waiting.discard(result.shard)
-        if not command.waiting:
-            del self._in_flight[sequence]
-            if command.timer is not None:
-                command.timer.cancel()
-        command.on_settled(result)
 
     def _not_running(self) -> RequestError:
         reason = self._loss or "its workers do not run"
@@ -353,35 +358,11 @@ class WorkerGroup:
     async def _end(self) -> None:
         for worker in self._workers:
             worker.kill()
-        if not await self._all_ended(_KILL_DEADLINE_S):
+        if not await self._all_ended(KILL_DEADLINE_S):
             self._log_survivors()
         for worker in self._workers:
             worker.close()
 
     def _log_survivors(self) -> None:
         names = [worker.name for worker in self._workers if worker.is_alive]
-        _log.error("%s did not end %g s after SIGKILL", ", ".join(names), _KILL_DEADLINE_S)
-
-
-class _Joined:
-    """The results of all shards as one future."""
-
-    def __init__(self, done: asyncio.Future[None], what: str) -> None:
-        self.done = done
-        self.waiting: set[int] = set()
-        self._what = what
-        self._failures: list[ShardResult] = []
-
-    def settle(self, result: ShardResult) -> None:
-        """One shard is through."""
-        self.waiting.discard(result.shard)
-        if result.error:
-            self._failures.append(result)
-        if self.waiting or self.done.done():
-            return
-        if not self._failures:
-            self.done.set_result(None)
-            return
-        reasons = "; ".join(f"shard {failure.shard}: {failure.error}" for failure in self._failures)
-        code = ErrorCode.WORKER_LOST if self._failures[0].is_lost else ErrorCode.INTERNAL
-        self.done.set_exception(request_error(code, f"{self._what}: {reasons}", "see the worker's log"))
+        _log.error("%s did not end %g s after SIGKILL", ", ".join(names), KILL_DEADLINE_S)

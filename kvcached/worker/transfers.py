@@ -17,6 +17,7 @@ from kvcached.worker.geometry import PoolGeometry
 from kvcached.worker.messages import CORRUPT_BLOCKS_MAX, BlockSpan, Load, Store, unpack_slot_ranges
 from kvcached.worker.progress import ProgressPage
 from kvcached_client import host_header
+from kvcached_client.failpoints import failpoint
 from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.host_header import KEY_BYTES, BlockName, HeaderKind
 from kvcached_client.slabs import HEADER_BYTES
@@ -80,16 +81,22 @@ class HostTransfers:
         runs = self._runs(work.spans)
         blocks = list(self._blocks(work.spans))
         kind = self._kind(work.generation)
+        failpoint("worker.store.begin")
         for block in blocks:
             host_header.invalidate(block.header)
+        failpoint("worker.store.cleared")
         for strip in plan_copies(self._pool, self._host, self._shard, runs, to_host=True):
+            failpoint("worker.store.copying")
             self._copier.to_host(strip)
+        failpoint("worker.store.copied")
         headers = [
             host_header.pack(kind, block.name, xxhash.xxh3_128_digest(block.content), work.epoch, work.transfer)
             for block in blocks
         ]
         for block, header in zip(blocks, headers, strict=True):
+            failpoint("worker.store.header")
             host_header.write(block.header, header)
+        failpoint("worker.store.written")
 
     def load(self, work: Load) -> tuple[int, ...]:
         """Copy blocks out of the host pool, up to the first that is not the one that was stored there.
@@ -104,7 +111,9 @@ class HostTransfers:
         """
         self._progress.begin(work.progress, work.transfer)
         try:
+            failpoint("worker.load.begin")
             bad = self._copy_good_blocks(work)
+            failpoint("worker.load.copied")
         except BaseException:
             self._progress.fail(work.progress, work.transfer)
             raise
@@ -120,6 +129,7 @@ class HostTransfers:
         if bad:
             runs = first_blocks(runs, bad[0])
         for strip in plan_copies(self._pool, self._host, self._shard, runs, to_host=False):
+            failpoint("worker.load.copying")
             self._copier.to_device(strip)
             if not bad:
                 self._progress.advance(work.progress)

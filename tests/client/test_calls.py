@@ -348,6 +348,8 @@ def test_admin_asks_without_a_session(daemon: FakeDaemon) -> None:
     replies: list[Header] = [
         StatsReport(
             id=1,
+            state="serving",
+            attached_paused=False,
             daemon_epoch=1,
             uptime_ms=2,
             sessions=0,
@@ -366,6 +368,7 @@ def test_admin_asks_without_a_session(daemon: FakeDaemon) -> None:
             protocol_min=1,
             protocol_max=1,
             daemon_epoch=1,
+            state="serving",
             pid=9,
             replicas=(),
             attached=None,

@@ -161,6 +161,7 @@ def test_daemon_for_replicas_only_is_told(sockets: Path, monkeypatch: pytest.Mon
             protocol_min=1,
             protocol_max=1,
             daemon_epoch=1,
+            state="serving",
             pid=1,
             replicas=(),
             attached=None,
@@ -194,6 +195,7 @@ def test_daemon_of_another_protocol_is_told(sockets: Path, monkeypatch: pytest.M
                 protocol_min=8,
                 protocol_max=9,
                 daemon_epoch=1,
+                state="serving",
                 pid=1,
                 replicas=(),
                 attached=None,
@@ -225,6 +227,8 @@ def test_round_trip_is_left_out_where_it_would_cost_others(slabs: list[int], lab
     )
     stats = StatsReport(
         id=1,
+        state="serving",
+        attached_paused=False,
         daemon_epoch=1,
         uptime_ms=1,
         sessions=0,

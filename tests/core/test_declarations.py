@@ -70,7 +70,7 @@ def returned(cache: Cache) -> Returned:
 
 
 def test_declared_leases_go_on(cache: Cache, returned: Returned) -> None:
-    """A declared lease commits, allocates and releases as before; its blocks are found, and nothing is left set aside."""
+    """A declared lease commits, allocates and releases as before; its blocks are found, nothing is left set aside."""
     lease = returned.declare("abc", [5, 2, 9], [7, 8])
     assert states(cache) == (0, 2, 3, 0, 11)
     assert returned.over() == 11

@@ -29,6 +29,7 @@ SEEN = {
     "host_dropped_blocks",
     "evicted_blocks",
     "workers_lost",
+    "cleared_blocks",
     "sessions_expired",
 }
 

@@ -38,6 +38,7 @@ class Accounts:
         self.on_device, self.on_host = self._present()
         self.cached = self._cached_on_devices()
         self.excused: set[tuple[bytes, bytes]] = set()  #: what the step may take from devices without counting it
+        self.excused_copies = 0  #: the same where a step may take several copies of one block
 
     # --- what a step is about to do ---------------------------------------------------------------------------------
 
@@ -54,6 +55,11 @@ class Accounts:
     def losing(self, name: str) -> None:
         """A pool's memory goes."""
         self.excused.update((NAMESPACES[name], key) for key in self.world.index(name, self.cache.pools[name].index))
+
+    def clearing(self, name: str) -> None:
+        """A pool's namespace is being cleared."""
+        self.losing(name)
+        self.excused_copies += len(self.world.index(name, self.cache.pools[name].index))
 
     def cutting(self, name: str, first: bytes) -> None:
         """A load may fail, whose first block this is: what continues it goes with it."""
@@ -88,7 +94,7 @@ class Accounts:
         came = grown["committed_blocks"] + grown["loaded_blocks"]
         went = grown["evicted_blocks"] + grown["demoted_blocks"]
         uncounted = self.cached + came - went - self._cached_on_devices()
-        assert 0 <= uncounted <= len(self.excused)
+        assert 0 <= uncounted <= len(self.excused) + self.excused_copies
         cached = sum(tree.members[HOST].counts[SlotState.CACHED] for tree in self.cache.trees)
         punched = counters["stored_blocks"] - cached - counters["host_evicted_blocks"] - counters["host_dropped_blocks"]
         assert 0 <= punched <= counters["corrupt_blocks"]

@@ -53,6 +53,9 @@ class TierDriver(TierSessions):
             (self.die, 1),
             (self.lose_member, 1),
             (self.lose_worker, 1),
+            (self.pause, 1),
+            (self.resume, 4),
+            (self.clear, 1),
         ]
 
     # --- one step ---------------------------------------------------------------------------------------------------
@@ -66,7 +69,7 @@ class TierDriver(TierSessions):
                 break
             index -= weight
         if self.choose(6):
-            self.do(self.cache.settle)
+            self.do(self.settle)
 
     def do(self, operation: Callable[[], None]) -> None:
         """Do it, carry out what the cache asks for, and check everything."""
@@ -93,11 +96,12 @@ class TierDriver(TierSessions):
 
     def end(self) -> None:
         """Everybody leaves and every copy ends: nothing is pinned or under way, and nobody was left waiting."""
+        self.do(self.resume)
         while self.sessions:
             self.do(self.leave)
         while self.world.copies:
             self.do(self.settle_shard)
-        self.do(self.cache.settle)
+        self.do(self.settle)
         while self.world.copies:
             self.do(self.settle_shard)
         assert self.cache.transfers == {}
@@ -170,7 +174,7 @@ class TierDriver(TierSessions):
             return
         loaded = min(further, room - sum(each.blocks for each in queued))
         if evicted == self.cache.counters["evicted_blocks"]:  # else it may have cost what lay in the host pool
-            assert grant.hit == here + (loaded if loaded >= pool.load_threshold else 0)
+            assert grant.hit == here + (loaded if loaded >= pool.load_threshold and not pool.paused else 0)
         lease = HeldLease(grant.lease, request, chain, (tokens, reserve, full), 0, 0, 0, [], [], loading=False)
         session.leases[lease.id] = lease
         self.granted(session, lease, grant)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvcached.core import pauses
 from kvcached.core.answers import PoolSpec
 from kvcached.core.cache import Cache
+from kvcached.core.effects import NamespaceCleared
 from kvcached.core.events import MemberLost, MembersDied, PoolRestored, Ticked, WorkerDied
+from kvcached.core.states import SlotState
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.types import FenceSequence, LeaseId, SessionId
 from tests.core.model import BLOCK_SIZE, Choose, chain_keys
@@ -104,7 +107,9 @@ class TierSessions:
         try:
             session = self.cache.open_session(name, 0)
         except RequestError as error:
-            assert (error.code, self.cache.pools[name].healthy) == (ErrorCode.WORKER_LOST, False)
+            pool = self.cache.pools[name]
+            assert pool.clearing if error.code is ErrorCode.CLEARING else not pool.healthy
+            assert error.code in {ErrorCode.CLEARING, ErrorCode.WORKER_LOST}
             return
         self.sessions[session.id] = HeldSession(session.id, name, session.pool.epoch)
 
@@ -162,6 +167,44 @@ class TierSessions:
         if any(copy.lost and copy.order.pool == name for copy in self.world.copies.values()):
             return
         self.cache.handle(PoolRestored(name))
+
+    # --- what people ask for ----------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        pauses.pause(self.cache, ("", "a", "c")[self.choose(3)])
+
+    def resume(self) -> None:
+        pauses.resume(self.cache)
+
+    def clear(self) -> None:
+        """All sessions of a namespace are over, at once; its blocks when its copies have ended."""
+        tree = self.cache.tree_of("ac"[self.choose(2)])
+        if tree.pools[0].clearing:
+            return
+        names = {pool.name for pool in tree.pools}
+        for name in names:
+            self.accounts.stripping(name)
+            self.accounts.clearing(name)  # loads that wait for others fail, and with them what continues them
+        self.cache.clearings.begin(tree, b"anew")
+        for session in self.sessions.values():
+            if session.pool in names:
+                session.expired = True
+                session.leases.clear()
+
+    def settle(self) -> None:
+        """What the cache decides by itself."""
+        for name, pool in self.cache.pools.items():
+            if pool.clearing:
+                self.accounts.clearing(name)
+        self.cache.settle()
+        for effect in self.cache.effects:
+            if isinstance(effect, NamespaceCleared):
+                for name in effect.pools:
+                    assert self.cache.tree_of(name).run_count == 0
+                    assert self.cache.pools[name].counts[SlotState.CACHED] == 0
+        for name, pool in self.cache.pools.items():
+            tree = self.cache.tree_of(name)
+            assert not pool.clearing or any(each.tree is tree for each in self.cache.transfers.values())
 
     def tick(self) -> None:
         self.cache.handle(Ticked(1))  # nobody's time runs out here: `tests.core.model` has that

@@ -75,6 +75,7 @@ def supervised(directory: Path, config: str) -> Iterator[Supervised]:
     path, run_dir, log_path = directory / "kvcached.toml", directory / "run", directory / "run.log"
     path.write_text(config)
     command = [sys.executable, "-m", "kvcached", "supervise", "--config", str(path), "--run-dir", str(run_dir)]
+    (directory / "notify").unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices, log_path.open("wb") as log:
         notices.bind(str(directory / "notify"))
         environment = {**clean_environment(), "NOTIFY_SOCKET": str(directory / "notify")}

@@ -88,8 +88,8 @@ def test_stopped_engine_is_quarantined_until_it_is_dead(daemon: RunningDaemon, e
 
 
 def test_killed_daemon_unblocks_its_client_and_ends_its_workers(tmp_path: Path) -> None:
-    """After SIGKILL of the daemon a call fails within a second, and its workers go by themselves."""
-    with started(tmp_path) as daemon:
+    """After SIGKILL of the daemon a call fails within a second, and after their grace period its workers go."""
+    with started(tmp_path, f"worker_grace_ms = 500\n{CONFIG}") as daemon:
         client = Client.connect(daemon.run_dir, deadline_ms=30_000)
         workers = children(daemon.process.pid)
         daemon.process.kill()

@@ -133,7 +133,7 @@ def test_cleared_blocks_stay_cleared(daemon: Supervised, engine: Engine) -> None
 
 
 def test_slots_of_a_living_engine_are_set_aside(daemon: Supervised, processes: Processes) -> None:
-    """Slots that an engine was given before the SIGKILL, and may be writing, are nobody's until its processes are dead."""
+    """Slots that an engine was given before the SIGKILL, and may be writing, are nobody's until it is dead."""
     scheduler, _ = processes.scheduler(0, 1)
     given = set(json.loads(scheduler.ask("prepare mine 4"))["slots"])
     daemon.kill_and_wait()

@@ -18,7 +18,7 @@ from examples.llama_engine.messages import Channel, CopyOrder
 from examples.llama_engine.scheduler import Scheduler
 from examples.llama_engine.shard_group import ShardDied
 from kvcached_client.attached import AttachedClient
-from kvcached_client.errors import DaemonUnreachable, ErrorCode, NoCapacity, request_error
+from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, NoCapacity, request_error
 from kvcached_client.layout import KvGroup, Layout
 from tests.engine.counting_runner import CountingRunner, drain, request
 from tests.engine.fake_copies import FakeAttachedClient, FakePipes
@@ -166,12 +166,20 @@ def test_lease_of_a_lost_session_is_not_asked_for_in_the_next() -> None:
 
 
 def test_daemon_is_not_asked_for_at_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failed try there is a pause, so that a daemon that hangs does not cost every request a deadline."""
+    """After a try that took its deadline there is a pause: a daemon that hangs does not cost every request one."""
     monkeypatch.setattr(daemon_link, "RETRY_PAUSE_S", 3600.0)
     client = FakeAttachedClient({})
-    bench = Bench(GONE, client)
+    bench = Bench(DeadlineExceeded("no answer"), client)
     bench.acquire(4)
     assert (bench.cache.link.session, client.calls) == (0, [])
+
+
+def test_daemon_that_is_not_there_is_asked_for_at_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody listens a try costs nothing: the first request after the daemon is back has a session."""
+    monkeypatch.setattr(daemon_link, "RETRY_PAUSE_S", 3600.0)
+    bench = Bench(GONE, FakeAttachedClient({}))
+    bench.acquire(4)
+    assert bench.cache.link.session == 1
 
 
 @pytest.mark.parametrize(

@@ -23,22 +23,24 @@ def running_daemon(
     directory: Path,
     *options: str,
     program: str = "kvcached",
+    command: str = "serve",
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Serve `config` with `directory` as run directory; its log is `directory`.log.
 
-    `program` is the module that has the daemon's command line; `variables` are added to its environment.
+    `program` is the module that has the daemon's command line, `command` its subcommand; `variables` are added to the
+    environment.
 
     Raises:
         AssertionError: it ended before it was ready, or was not ready in time.
     """
     log_path = directory.with_suffix(".log")
     notify_path = directory.with_suffix(".notify")
-    command = [
+    arguments = [
         sys.executable,
         "-m",
         program,
-        "serve",
+        command,
         "--config",
         str(config),
         "--run-dir",
@@ -48,7 +50,7 @@ def running_daemon(
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices, log_path.open("wb") as log:
         notices.bind(str(notify_path))
         environment = {**clean_environment(), "NOTIFY_SOCKET": str(notify_path), **(variables or {})}
-        with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log) as process:
+        with subprocess.Popen(arguments, cwd=ROOT, env=environment, stderr=log) as process:
             try:
                 wait_for_ready(process, notices, log_path)
                 yield process

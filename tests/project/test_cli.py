@@ -41,6 +41,8 @@ REPLIES: dict[str, Any] = {
     "check": CheckReport(id=1, ok=True, violations=()),
     "stats": StatsReport(
         id=1,
+        state="serving",
+        attached_paused=False,
         daemon_epoch=1,
         uptime_ms=1,
         sessions=1,
@@ -56,6 +58,7 @@ REPLIES: dict[str, Any] = {
                 leases=0,
                 session=1,
                 healthy=True,
+                paused=False,
             ),
         ),
         hosts=(
@@ -80,6 +83,7 @@ REPLIES: dict[str, Any] = {
         protocol_min=1,
         protocol_max=1,
         daemon_epoch=1,
+        state="serving",
         pid=1,
         replicas=(
             ReplicaInfo(
@@ -92,6 +96,8 @@ REPLIES: dict[str, Any] = {
                 model="m",
                 key_algorithm="blake3",
                 namespace="01" * 32,
+                generation=0,
+                weights_version="",
             ),
         ),
         attached=None,

@@ -40,6 +40,8 @@ class FakeDaemon:
     def describe(self) -> Description:
         replicas = tuple(
             ReplicaInfo(
+                generation=0,
+                weights_version="",
                 name=name,
                 layout=Layout(block_size=4, shards=1, groups=(GROUP,)),
                 fingerprint="",
@@ -58,6 +60,7 @@ class FakeDaemon:
             protocol_min=1,
             protocol_max=1,
             daemon_epoch=1,
+            state="serving",
             pid=1,
             replicas=replicas,
             attached=None,

@@ -19,8 +19,8 @@ BLOCK_BYTES = 4096
 class AttachedOffice(Office):
     """A service with one replica, and a host pool of four slabs of eight blocks, which engines may use."""
 
-    def __init__(self) -> None:
-        super().__init__("a", host_slabs=4, spaces=2)
+    def __init__(self, **parts: Any) -> None:
+        super().__init__("a", host_slabs=4, spaces=2, **parts)
 
     def hello_attached(self, process: FakePeer, *, version: int = 1, **fields: Any) -> wire.HelloAttached:
         """The hello of an engine of two shards."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvcached.answers import Answer
 from kvcached.attached_admission import HostShare
+from kvcached.books import Shelf
 from kvcached.core.answers import PoolSpec
 from kvcached.core.cache import Cache
 from kvcached.core.effects import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
 from kvcached.core.states import SlotState
+from kvcached.host_notes import Headers
 from kvcached.ledger import ProcessIdentity
 from kvcached.replica import Replica, Settled
 from kvcached.service import Service
@@ -59,6 +62,7 @@ class FakeWorkers:
 
     failure: str = ""
     answers: bool = True
+    generation: int = 0
     pending: list[asyncio.Future[None]] = field(default_factory=list)
     probes: list[tuple[int, int]] = field(default_factory=list)
     transfers: dict[TransferId, tuple[StartTransfer, Settled]] = field(default_factory=dict)
@@ -113,13 +117,32 @@ class FakeWorkers:
         return answer
 
 
+@dataclass(eq=False)
+class FakeTimer:
+    """Rings when told to."""
+
+    delay_s: float
+    ring: Callable[[], None]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
 class Office:
     """One service, its cache, and a clock that stands still. With `host_slabs`, a host pool of slabs of 8 blocks.
 
     With `spaces`, that many namespaces of engines in attached mode may use it.
     """
 
-    def __init__(self, *names: str, host_slabs: int = 0, spaces: int = 0) -> None:
+    def __init__(
+        self,
+        *names: str,
+        host_slabs: int = 0,
+        spaces: int = 0,
+        shelf: Shelf | None = None,
+        headers: Headers | None = None,
+    ) -> None:
         names = names or ("a",)
         self.workers = {name: FakeWorkers() for name in names}
         self.cache = Cache(
@@ -143,12 +166,14 @@ class Office:
                 namespace=b"n" * 32,
                 generation=0,
                 workers=self.workers[name],
+                root_of=root_of,
             )
             for name in names
         ]
         self.forgotten: list[FakePeer] = []
         self.watched: list[FakePeer] = []
         self.now_ms = 0
+        self.timers: list[FakeTimer] = []
         self.service = Service(
             self.cache,
             replicas,
@@ -157,6 +182,9 @@ class Office:
             heartbeat_interval_ms=100,
             answers_kept_per_session=16,
             share=HostShare(HOST_MEMORY, host_slabs, SLAB_BYTES, verify_loads=True) if spaces else None,
+            later=self._later,
+            headers=headers,
+            shelf=shelf,
         )
         self.service.watch = self
         self._request = 0
@@ -166,6 +194,10 @@ class Office:
 
     def forget(self, peer: FakePeer) -> None:
         self.forgotten.append(peer)
+
+    def _later(self, delay_s: float, call: Callable[[], None]) -> FakeTimer:
+        self.timers.append(FakeTimer(delay_s, call))
+        return self.timers[-1]
 
     def count(self, replica: str, state: SlotState) -> int:
         """Slots of a replica's pool in a state."""
@@ -222,6 +254,11 @@ class Office:
         assert isinstance(header, wire.Acquired)
         release = wire.Release(id=self.next_id(), epoch=EPOCH, lease=header.lease, start=header.hit)
         self.expect(wire.Released, release, keys[16 * header.hit :], ranges, peer=peer)
+
+
+def root_of(generation: int, weights_version: str) -> bytes:
+    """Another namespace for each."""
+    return f"{weights_version} {generation}".encode().ljust(32, b"n")
 
 
 def key_chain(blocks: int, seed: int = 0) -> bytes:

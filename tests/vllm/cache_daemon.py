@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from kvcached_client import Admin
 from kvcached_client.protocol import HostStats, StatsReport
-from tests.project.daemon_process import running_daemon
+from tests.daemon.supervised import Supervised, supervised
 
 SLAB_BYTES = 1 << 20
 CONFIG = """
@@ -33,38 +32,40 @@ PAUSE_S = 0.02
 
 
 class CacheDaemon:
-    """A daemon with a host pool of so many slabs. Started by `start`, not before."""
+    """A supervised daemon with a host pool of so many slabs. Started by `start`, not before."""
 
     def __init__(self, directory: Path, *, slabs: int = 64) -> None:
         self.run_dir = directory / "run"
-        self._config = directory / "kvcached.toml"
-        self._config.write_text(CONFIG.format(size_bytes=slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES))
-        self._running = contextlib.ExitStack()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._directory = directory
+        self._config = CONFIG.format(size_bytes=slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES)
+        self._parts = contextlib.ExitStack()
+        self._supervised: Supervised | None = None
+        self._was_killed = False
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
-        """The daemon, while it runs."""
-        assert self._process is not None
-        return self._process
+    def pid(self) -> int:
+        """Of the daemon."""
+        assert self._supervised is not None
+        return self._supervised.daemon_pid
 
     def start(self) -> None:
-        """Start it, also again after its end; nothing if it runs."""
-        if self._process is not None:
-            return
-        self.run_dir.with_suffix(".notify").unlink(missing_ok=True)
-        self._process = self._running.enter_context(running_daemon(self._config, self.run_dir))
+        """Start it; after a `kill`, wait until the next one is ready. Nothing if it runs."""
+        if self._supervised is None:
+            self._supervised = self._parts.enter_context(supervised(self._directory, self._config))
+        elif self._was_killed:
+            self._supervised.await_ready()
+        self._was_killed = False
 
     def kill(self) -> None:
-        """SIGKILL; it is dead on return."""
-        self.process.kill()
-        self.process.wait()
-        self.stop()
+        """SIGKILL; it is dead on return, and the next one on its way."""
+        assert self._supervised is not None
+        self._supervised.kill()
+        self._was_killed = True
 
     def stop(self) -> None:
         """End it in order, if it is there."""
-        self._running.close()
-        self._process = None
+        self._parts.close()
+        self._supervised = None
 
     # --- what it says ------------------------------------------------------------------------------------------------
 

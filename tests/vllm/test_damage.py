@@ -24,7 +24,7 @@ def test_requests_finish_though_every_load_fails(
     cold = [reference.complete(tokens) for tokens in prompts]
     assert [server.complete(tokens) for tokens in prompts] == cold
     server.forget()
-    with HostBlocks(daemon.process.pid) as host:
+    with HostBlocks(daemon.pid) as host:
         host.damage(host.stored())
     corrupt, acquires = daemon.count("corrupt_blocks"), daemon.count("acquires")
 
@@ -46,7 +46,7 @@ def test_hit_is_cut_at_a_damaged_block(
 ) -> None:
     """Of a hit with one damaged block what lies before it is used, and the rest is computed and stored anew."""
     tokens = prompt(8)
-    with HostBlocks(daemon.process.pid) as host:
+    with HostBlocks(daemon.pid) as host:
         before = {block.key for block in host.stored()}
         assert_same(server.complete(tokens), reference.complete(tokens))
         server.forget()

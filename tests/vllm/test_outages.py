@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -20,7 +21,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 def test_daemon_is_killed_under_load(
     server: VllmServer, other: VllmServer, reference: VllmServer, daemon: CacheDaemon, prompt: Prompts
 ) -> None:
-    """Requests finish as ever when the daemon is killed; with a new one hits come back, and no server is restarted."""
+    """Requests finish as ever when the daemon is killed; the next one has what was stored. No server is restarted."""
+    before = prompt(8, "before")
+    server.complete(before)
+    reference.complete(before)
     prompts = [prompt(8, number // 2) for number in range(24)]
     expected = [reference.complete(tokens, tokens=40) for tokens in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -37,6 +41,10 @@ def test_daemon_is_killed_under_load(
     tokens = prompt(8, "afterwards")
     for each in (server, other):
         each.forget()
+    for each in (server, other):  # of before the SIGKILL, also for the server that has never computed it
+        hit = each.complete(before)
+        assert hit.cached_tokens
+        assert_same(hit, reference.complete(before))
     assert_same(server.complete(tokens), reference.complete(tokens))
     server.forget()
     for each in (server, other):
@@ -78,12 +86,13 @@ def test_daemon_hangs_under_load(
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(server.complete, tokens, tokens=40) for tokens in prompts]
         wait(answers, return_when=FIRST_COMPLETED)
-        daemon.process.send_signal(signal.SIGSTOP)
+        pid = daemon.pid
+        os.kill(pid, signal.SIGSTOP)
         try:
             assert results(answers) == expected
             assert server.complete(prompts[0], tokens=40) == expected[0]
         finally:
-            daemon.process.send_signal(signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
 
     tokens = prompt(8, "afterwards")
     reference.complete(tokens)

@@ -27,6 +27,8 @@ PLAN = PreparedStore(TransferId(9), 2, 1, (Piece(0, 2),), np.arange(2, dtype=np.
 LOAD = PreparedLoad(TransferId(8), 1, np.arange(2, dtype=np.int32))
 REFUSED = request_error(ErrorCode.LIMIT, "too many", "fewer")
 CLEARED = request_error(ErrorCode.STALE_EPOCH, "the namespace was cleared", "compute")
+PAUSED = request_error(ErrorCode.PAUSED, "copies are paused", "compute")
+DRAINING = request_error(ErrorCode.DRAINING, "the daemon is draining", "wait")
 EXPIRED = request_error(ErrorCode.SESSION_EXPIRED, "the session is over", "connect again")
 GONE = DaemonUnreachable("gone")
 SLOW = DeadlineExceeded("slow")

@@ -24,9 +24,11 @@ from kvcached_client.vllm.commands import (
 from kvcached_client.vllm.link import COMMANDS_MAX, Link
 from tests.vllm_connector.link_rig import (
     CLEARED,
+    DRAINING,
     EXPIRED,
     GONE,
     LOAD,
+    PAUSED,
     PLAN,
     REFUSED,
     SLOW,
@@ -74,7 +76,7 @@ def test_seek_for_storing_prepares_no_load(rig: Rig) -> None:
     assert client.calls == [("acquire", "r~1", bytes(32), 9, True)]
 
 
-@pytest.mark.parametrize("error", [REFUSED, CLEARED])
+@pytest.mark.parametrize("error", [REFUSED, CLEARED, PAUSED])
 def test_load_that_is_refused_leaves_the_lease(rig: Rig, error: KvcachedError) -> None:
     """Where only the load is refused the session goes on, and the answer is a lease without load."""
     connected(rig, FakeClient(1, acquire=Hold(LeaseId(5), 2), prepare_load=error))
@@ -84,9 +86,10 @@ def test_load_that_is_refused_leaves_the_lease(rig: Rig, error: KvcachedError) -
     assert rig.wait(1) == [Planned(2, PLAN)]
 
 
-def test_refusals_are_answers(rig: Rig) -> None:
-    """A refused seek or offer is answered, and the next ones are carried out."""
-    connected(rig, FakeClient(1, acquire=[REFUSED, Hold(LeaseId(5), 0)], prepare_store=[REFUSED, PLAN]))
+@pytest.mark.parametrize("error", [REFUSED, DRAINING])
+def test_refusals_are_answers(rig: Rig, error: KvcachedError) -> None:
+    """A refused seek or offer is answered, and the next ones are carried out in the same session."""
+    connected(rig, FakeClient(1, acquire=[error, Hold(LeaseId(5), 0)], prepare_store=[error, PLAN]))
     for command in (seek(1), offer(2), seek(3), offer(4)):
         rig.link.submit(command)
     assert rig.wait(4) == [NotFound(1), Unplanned(2), Found(3, 1, LeaseId(5), 0, None), Planned(4, PLAN)]

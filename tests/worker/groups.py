@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvcached.worker.host_memory import HostMemory
-from kvcached.worker.restart import BackOff, ReplicaGroups
+from kvcached.worker.lifecycle import BackOff
+from kvcached.worker.restart import ReplicaGroups
 from kvcached.worker.supervisor import ReplicaPool, WorkerGroup
 from kvcached_client.layout import KvGroup, Layout, PageOrder
 from kvcached_client.types import ShardIndex
@@ -42,10 +43,11 @@ def tiny_pool(
     order: PageOrder = "layer_first",
     ready_deadline_s: float = 20,
     host: HostMemory | None = None,
+    grace_ms: int = 0,
 ) -> ReplicaPool:
     """A replica with a pool of `SLOTS` tiny blocks per shard."""
     layout = tiny_layout(order, shards)
-    return ReplicaPool("default", layout, SLOTS, NAMESPACE, host, ready_deadline_s=ready_deadline_s)
+    return ReplicaPool("default", layout, SLOTS, NAMESPACE, host, ready_deadline_s=ready_deadline_s, grace_ms=grace_ms)
 
 
 class Told(list[T]):

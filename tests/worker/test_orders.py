@@ -119,6 +119,26 @@ def test_store_and_load_bring_every_byte_back(run: RunLoop, run_dir: str) -> Non
     run(main())
 
 
+def test_blocks_of_an_earlier_generation_are_not_loaded(run: RunLoop, run_dir: str) -> None:
+    """Orders carry the generation of their time: what was stored under an earlier one is not found under the next."""
+
+    async def main() -> None:
+        async with place(run_dir) as at:
+            for shard in range(SHARDS):
+                at.write(shard)
+            assert await at.finish(TransferKind.STORE) == DONE
+            at.workers.generation = 2
+            all_of_them = tuple(range(BLOCKS))
+
+            assert await at.finish(TransferKind.LOAD, device_slot=10) == [
+                (SHARD_0, "", all_of_them), (SHARD_1, "", all_of_them)
+            ]  # fmt: skip
+            assert await at.finish(TransferKind.STORE) == DONE
+            assert await at.finish(TransferKind.LOAD, device_slot=10) == DONE
+
+    run(main())
+
+
 def test_flipped_bit_is_named_by_its_shard(run: RunLoop, run_dir: str) -> None:
     """A load tells which block of which shard is not what was stored."""
 

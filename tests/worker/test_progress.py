@@ -77,6 +77,18 @@ def test_failed_load_says_so(page: ProgressPage, begun: bool) -> None:
     assert (entry(page, 0), events_told(page, 0)) == ((71, 0, FAILED), 1)
 
 
+def test_reset_page_tells_of_no_load(page: ProgressPage) -> None:
+    """After a reset a load with a small id has not come yet, whatever ids there were before."""
+    page.begin(3, 70)
+    page.advance(3)
+    page.succeed(3)
+    page.fail(9, 71)
+
+    page.reset()
+
+    assert not any(os.pread(page.descriptor, PAGE_BYTES, 0))
+
+
 def test_new_load_never_shows_the_state_of_the_one_before(page: ProgressPage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever sees the new transfer sees neither layers nor the end of the old one, however few writes were made."""
     seen = []

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from kvcached.worker.commands import ShardResult
+from kvcached.worker.lifecycle import BackOff, Lifecycle, WorkersState
 from kvcached.worker.messages import Probe
-from kvcached.worker.restart import BackOff, ReplicaGroups
-from kvcached.worker.supervisor import ShardResult
+from kvcached.worker.restart import ReplicaGroups
 from kvcached_client.errors import DaemonFailure
 from kvcached_client.types import ShardIndex
 from tests.worker.groups import (
+    PATIENCE_S,
     SLOTS,
     RunLoop,
     Story,
@@ -35,17 +38,6 @@ SHARD_0, SHARD_1 = ShardIndex(0), ShardIndex(1)
 COMMAND = "kvcached.worker.process.WORKER_COMMAND"
 PROBE = Probe(source=0, target=1, seed=3)
 FAILS = (sys.executable, "-c", "print('no luck', flush=True); raise SystemExit(7)")
-
-
-def test_back_off_doubles_and_begins_anew_after_health() -> None:
-    """Pauses go from half a second to half a minute, and from the start again only after a minute of life."""
-    back_off = BackOff()
-
-    assert [back_off.pause_s() for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    back_off.lived(59)
-    assert back_off.pause_s() == 30
-    back_off.lived(60)
-    assert [back_off.pause_s() for _ in range(2)] == [0.5, 1]
 
 
 def test_lost_group_is_replaced_with_new_memory(run: RunLoop, run_dir: str) -> None:
@@ -146,6 +138,96 @@ def test_failed_restarts_are_tried_again(run: RunLoop, run_dir: str, monkeypatch
                 assert line.startswith(f"replica default: no workers, the next try is in {pause} s: worker_lost: ")
                 assert "no luck" in line
             assert "workers run again" in lines[-1]
+
+    run(main())
+
+
+def test_crash_loop_degrades_a_replica_until_its_workers_live(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After five short lives in a row pauses are the longest; then workers are on probation until they have lived."""
+    back_off = BackOff(first_s=0, longest_s=0.2, healthy_after_s=2)
+
+    async def main() -> None:
+        states: Told[WorkersState] = Told()
+        go = Lifecycle.go
+
+        def note(self: Lifecycle, state: WorkersState) -> None:
+            go(self, state)
+            states.append(state)
+
+        monkeypatch.setattr(Lifecycle, "go", note)
+        async with kept_running(tiny_pool(), run_dir, back_off) as (groups, story):
+            with log_lines() as lines:
+                for lives in range(1, 6):
+                    assert (groups.state, groups.is_degraded) == (WorkersState.RUNNING, False)
+                    os.kill(groups.current.pid(SHARD_0), signal.SIGKILL)
+                    await story.until(2 * lives)
+                assert (groups.state, groups.is_degraded) == (WorkersState.PROBATION, True)
+                await groups.current.submit(PROBE)
+                await states.until(2 + 4 * 5 + 1)
+            assert (groups.state, groups.is_degraded) == (WorkersState.RUNNING, False)
+
+        assert [state.value for state in states] == [
+            "starting", "running",
+            *["lost", "waiting", "starting", "running"] * 4,
+            "lost", "degraded", "starting", "probation", "running",
+            "stopping", "stopped",
+        ]  # fmt: skip
+        assert [line.rpartition(" in ")[2] for line in lines if "started again" in line] == ["0 s"] * 4 + ["0.2 s"]
+        assert "replica default is degraded: its workers have died again and again" in lines
+
+    asyncio.run(main())
+
+
+def test_loss_on_probation_is_waited_out_the_longest(run_dir: str) -> None:
+    """A degraded replica whose workers die again stays degraded, and its probation begins anew."""
+    back_off = BackOff(first_s=0, longest_s=1.2, healthy_after_s=1)
+
+    async def main() -> None:
+        async with kept_running(tiny_pool(), run_dir, back_off) as (groups, story):
+            with log_lines() as lines:
+                for lives in range(1, 7):
+                    os.kill(groups.current.pid(SHARD_0), signal.SIGKILL)
+                    await story.until(2 * lives)
+            assert (groups.state, groups.is_degraded) == (WorkersState.PROBATION, True)
+            assert sum("started again in 1.2 s" in line for line in lines) == 2
+
+    asyncio.run(main())
+
+
+def test_failed_starts_degrade_a_replica(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss and four starts that fail are five short lives in a row."""
+    back_off = BackOff(first_s=0, longest_s=60, healthy_after_s=60)
+
+    async def main() -> None:
+        async with kept_running(tiny_pool(), run_dir, back_off) as (groups, _):
+            with log_lines() as lines:
+                monkeypatch.setattr(COMMAND, FAILS)
+                os.kill(groups.current.pid(SHARD_0), signal.SIGKILL)
+                await lines.until(6)
+            assert groups.state is WorkersState.DEGRADED
+            assert lines[4] == "replica default is degraded: its workers have died again and again"
+            assert lines[5].startswith("replica default: no workers, the next try is in 60 s: worker_lost: ")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["the stop in order", "at once"])
+def test_killed_groups_leave_nothing_for_the_next_daemon(run: RunLoop, run_dir: str, end: str) -> None:
+    """A daemon that ends takes its workers along, whatever their grace period: with `stop`, or at once with `kill`."""
+
+    async def main() -> None:
+        story = Story()
+        groups = ReplicaGroups(tiny_pool(2, grace_ms=600_000), run_dir, story.note_lost, story.note_restored)
+        await groups.start()
+        pidfds = [os.pidfd_open(process.pid) for process in groups.processes.values()]
+        if end == "at once":
+            groups.kill()
+        else:
+            await groups.stop()
+        assert all(select.select([pidfd], [], [], PATIENCE_S)[0] for pidfd in pidfds)
+        for pidfd in pidfds:
+            os.close(pidfd)
+        await groups.stop()
 
     run(main())
 

@@ -22,6 +22,7 @@ CONFIG = WorkerConfig(
     geometry=pool_geometry(tiny_layout("layer_first", SHARDS), SLOTS),
     socket_path="",
     pretouch_bytes=0,
+    grace_ms=0,
     daemon_pidfd=0,
     host=HOST,
     namespace=NAMESPACE,

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvcached.worker.commands import ShardResult
 from kvcached.worker.messages import COMMANDS_IN_FLIGHT_MAX, Abandon, BlockSpan, Hurry, Probe, Store
-from kvcached.worker.supervisor import ReplicaPool, ShardResult, WorkerGroup
+from kvcached.worker.supervisor import ReplicaPool, WorkerGroup
 from kvcached_client.errors import BadRequest, DaemonFailure, ErrorCode, NoCapacity, RequestError
 from kvcached_client.protocol import PROGRESS_SLOTS
 from kvcached_client.types import ShardIndex

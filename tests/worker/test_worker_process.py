@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvcached.seqpacket import receive, send
+from kvcached.worker.connection import READY_DESCRIPTORS
 from kvcached.worker.geometry import PoolGeometry, pool_geometry
 from kvcached.worker.host_memory import create_host_memory
 from kvcached.worker.messages import (
@@ -28,7 +29,6 @@ from kvcached.worker.messages import (
     decode_worker_message,
     encode,
 )
-from kvcached.worker.process import READY_DESCRIPTORS
 from kvcached_client.host_geometry import HostGeometry
 from tests.worker.groups import NAMESPACE, SLOTS, tiny_layout
 
@@ -39,25 +39,32 @@ class Worker:
     """A worker process of this one, spoken to by hand."""
 
     def __init__(
-        self, run_dir: str, geometry: PoolGeometry, daemon: int, host: HostGeometry | None, descriptors: tuple[int, ...]
+        self,
+        run_dir: str,
+        geometry: PoolGeometry,
+        daemon: int,
+        host: HostGeometry | None,
+        descriptors: tuple[int, ...],
+        grace_ms: int,
     ) -> None:
         self.socket_path = f"{run_dir}/worker.sock"
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.settimeout(PATIENCE_S)
         daemon_pidfd = os.pidfd_open(daemon)
-        config = WorkerConfig(
+        self.config = WorkerConfig(
             replica="default",
             shard=0,
             device="cpu",
             geometry=geometry,
             socket_path=self.socket_path,
             pretouch_bytes=0,
+            grace_ms=grace_ms,
             daemon_pidfd=daemon_pidfd,
             host=host,
             namespace=NAMESPACE[:16],
             fingerprint=bytes(16),
         )
-        send(self.control, encode(config), descriptors)
+        send(self.control, encode(self.config), descriptors)
         with Path(f"{run_dir}/worker.log").open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvcached.worker.main", str(theirs.fileno())],
@@ -94,8 +101,9 @@ def worker_in(
     daemon: int | None = None,
     host: HostGeometry | None = None,
     descriptors: tuple[int, ...] = (),
+    grace_ms: int = 0,
 ) -> Iterator[Worker]:
-    worker = Worker(run_dir, pool_geometry(tiny_layout(), slots), daemon or os.getpid(), host, descriptors)
+    worker = Worker(run_dir, pool_geometry(tiny_layout(), slots), daemon or os.getpid(), host, descriptors, grace_ms)
     try:
         yield worker
     finally:
@@ -106,14 +114,20 @@ def worker_in(
 def ready(worker: Worker) -> Iterator[tuple[socket.socket, int]]:
     """A connection past its greeting, and the pool's memory."""
     worker.wait_listening()
-    with worker.connect() as connection:
-        select.select([connection], [], [], PATIENCE_S)
-        packet = receive(connection, 1000, READY_DESCRIPTORS + 1)
-        assert packet is not None
-        assert isinstance(decode_worker_message(packet.data), WorkerReady)
-        assert len(packet.descriptors) == READY_DESCRIPTORS
-        yield connection, packet.descriptors[0]
-        packet.close()
+    with worker.connect() as connection, greeted(connection) as descriptors:
+        yield connection, descriptors[0]
+
+
+@contextmanager
+def greeted(connection: socket.socket) -> Iterator[list[int]]:
+    """What the greeting on a connection brings."""
+    select.select([connection], [], [], PATIENCE_S)
+    packet = receive(connection, 1000, READY_DESCRIPTORS + 1)
+    assert packet is not None
+    assert isinstance(decode_worker_message(packet.data), WorkerReady)
+    assert len(packet.descriptors) == READY_DESCRIPTORS
+    yield packet.descriptors
+    packet.close()
 
 
 def ask(connection: socket.socket, sequence: int, work: Work) -> Ack:
@@ -165,12 +179,6 @@ def test_worker_shows_nothing_on_its_command_line(run_dir: str) -> None:
 
     assert [argument.isdigit() for argument in arguments[1:-1]] == [False, False, True]
     assert arguments[1:3] == [b"-m", b"kvcached.worker.main"]
-
-
-def test_worker_serves_one_daemon(run_dir: str) -> None:
-    """While a daemon is connected nobody else can connect."""
-    with worker_in(run_dir) as worker, ready(worker), pytest.raises(ConnectionRefusedError):
-        worker.connect()
 
 
 def test_worker_acknowledges_a_command_out_of_sequence_as_failed(run_dir: str) -> None:

@@ -68,6 +68,7 @@ class Worker:
             geometry=pool_geometry(LAYOUT, SLOTS),
             socket_path=f"{run_dir}/worker.sock",
             pretouch_bytes=0,
+            grace_ms=0,
             daemon_pidfd=daemon,
             host=HOST,
             namespace=NAMESPACE,

@@ -1,0 +1,98 @@
+"""Nothing that a namespace holds is matched again: its sessions expire, its copies end, then all of it goes at once.
+
+Between the first step and the last one nobody gets a session on these pools, so that nothing of before is mixed with
+what comes after. What an engine of before may still write is set aside until it says hello anew or is dead, as always.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcached.core.effects import Effect, NamespaceCleared
+from kvcached.core.session import Session
+from kvcached.core.states import SessionState, SlotState
+from kvcached.core.tiers import Tiers
+from kvcached.core.tree import PrefixTree
+from kvcached_client.types import MissReason, SessionId
+
+_CAUSE = "namespace cleared"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Clearing:
+    tree: PrefixTree
+    namespace: bytes
+
+
+class Clearings:
+    """Namespaces of replicas that are being cleared.
+
+    Args:
+        sessions: on device pools.
+        tiers: their copies.
+        expire: ends a session as if it had gone silent.
+
+    Attributes:
+        version: grows with every namespace that has been cleared.
+    """
+
+    def __init__(
+        self,
+        sessions: dict[SessionId, Session],
+        tiers: Tiers,
+        effects: list[Effect],
+        counters: Counter[str],
+        expire: Callable[[Session], None],
+    ) -> None:
+        self.version = 0
+        self._sessions = sessions
+        self._tiers = tiers
+        self._effects = effects
+        self._counters = counters
+        self._expire = expire
+        self._under_way: list[_Clearing] = []
+
+    def begin(self, tree: PrefixTree, namespace: bytes) -> None:
+        """Clear the namespace of a tree; `NamespaceCleared` follows when all copies under way have ended.
+
+        Args:
+            tree: of replicas, and not being cleared.
+            namespace: root of the keys from then on.
+        """
+        for pool in tree.pools:
+            pool.clearing = True
+        for session in list(self._sessions.values()):
+            if session.tree is tree:
+                session.declaring = False  # what it held is void
+                if session.state is SessionState.ACTIVE:
+                    self._expire(session)
+                for hold in session.holds:
+                    hold.unstored.clear()
+        for pool in tree.pools:
+            self._tiers.fail_queued(pool, f"the namespace of {pool.name} is being cleared")
+        self._under_way.append(_Clearing(tree, namespace))
+
+    def advance(self) -> None:
+        """Finish what nothing is under way for any more."""
+        for clearing in self._under_way[:]:
+            if not any(each.tree is clearing.tree for each in self._tiers.book.transfers.values()):
+                self._under_way.remove(clearing)
+                self._finish(clearing.tree, clearing.namespace)
+
+    def _finish(self, tree: PrefixTree, namespace: bytes) -> None:
+        blocks = sum(run.length for run in tree.runs())
+        tree.namespace = namespace  # first, so that who asks for what went now is told why it did
+        for pool in tree.pools:
+            pool.unstored.clear()
+            pool.failed_stores.clear()
+            dropped = tree.drop(tree.root, 0, pool.index, MissReason.CLEARED)
+            pool.move(dropped, SlotState.CACHED, SlotState.FREE, _CAUSE)
+            pool.clearing = False
+        if tree.host is not None:
+            tree.host.namespace = namespace
+            tree.shed_host(_CAUSE, reason=MissReason.CLEARED)
+        self._counters["cleared_blocks"] += blocks
+        self.version += 1
+        self._effects.append(NamespaceCleared(tuple(pool.name for pool in tree.pools), namespace, blocks))

@@ -1,0 +1,73 @@
+"""How the daemon ends: in order at the first signal, at once at the second.
+
+In order: no new work, until nothing is held and under way or the deadline has come; then every request that was
+received is answered, and everything is stopped. Workers get what is left of the deadline, or a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+from kvcached.admin_verbs import Left
+from kvcached.service import Service
+from kvcached.worker.restart import ReplicaGroups
+
+#: What workers get to end in order when engines have used up the deadline. They take some milliseconds.
+WORKERS_STOP_S_MIN: Final = 1.0
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Stop:
+    """The end of one daemon.
+
+    Args:
+        deadline_ms: how long engines may go on after the first signal.
+
+    Attributes:
+        asked: set by the first signal.
+        at_once: called before the process ends at the second one. They must not wait.
+    """
+
+    def __init__(self, deadline_ms: int) -> None:
+        self.asked = asyncio.Event()
+        self.at_once: list[Callable[[], None]] = []
+        self._deadline_ms = deadline_ms
+        self._loop = asyncio.get_running_loop()
+        self._ends_s: float | None = None
+
+    def on_signal(self) -> None:
+        """Somebody wants the daemon to end."""
+        if self.asked.is_set():
+            self._end_at_once()
+        self.asked.set()
+
+    async def wind_down(self, service: Service) -> None:
+        """Wait until engines hold nothing any more, or the deadline has come."""
+        self._ends_s = self._loop.time() + self._deadline_ms / 1000
+        ended: asyncio.Future[Left] = self._loop.create_future()
+        service.stop(self._deadline_ms, ended.set_result)
+        left = await ended
+        if any(left):
+            _log.warning(
+                "%d leases, %d copies and %d requests are left at the deadline and end now",
+                left.leases,
+                left.copies,
+                left.requests,
+            )
+
+    async def end_workers(self, groups: ReplicaGroups) -> None:
+        """End a replica's workers, by force where they take longer than what is left of the deadline."""
+        left_s = self._deadline_ms / 1000 if self._ends_s is None else self._ends_s - self._loop.time()
+        await groups.stop(max(left_s, WORKERS_STOP_S_MIN))
+
+    def _end_at_once(self) -> NoReturn:
+        for each in self.at_once:
+            with contextlib.suppress(Exception):
+                each()
+        os._exit(1)

@@ -1,0 +1,77 @@
+"""What people and tools have a daemon do: pause and resume copies, drain, clear a replica, set its weights."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvcached_client.channel import Channel
+from kvcached_client.protocol import (
+    ClearReplica,
+    Drain,
+    Drained,
+    Pause,
+    Paused,
+    ReplicaCleared,
+    Resume,
+    Resumed,
+    SetWeights,
+)
+
+_NS_PER_MS: Final = 1_000_000
+
+
+class AdminCalls:
+    """Requests that change what the daemon does, without a session. Each may be repeated.
+
+    Each raises `RequestError` where the daemon refuses, `DaemonUnreachable` where none answers, and `DeadlineExceeded`.
+    """
+
+    _channel: Channel
+
+    def pause(self, replica: str = "", *, deadline_ms: int = 5000) -> Paused:
+        """Have no copies started between device and host memory, and wait until none is under way.
+
+        Args:
+            replica: whose copies; "" for all, those of engines in attached mode included.
+            deadline_ms: past it the answer says how many are still under way. The pause holds all the same.
+        """
+        request = Pause(id=self._channel.next_id(), replica=replica, deadline_ms=deadline_ms)
+        return self._channel.ask(request, Paused, deadline_ns=self._deadline_ns(deadline_ms))[0]
+
+    def resume(self, replica: str = "") -> Resumed:
+        """End a pause; for all, "", the draining, too."""
+        return self._channel.ask(Resume(id=self._channel.next_id(), replica=replica), Resumed)[0]
+
+    def drain(self, *, deadline_ms: int = 5000) -> Drained:
+        """Have no new sessions and leases admitted, and wait until no lease, copy or waiting request is left.
+
+        Args:
+            deadline_ms: past it the answer says what is left. The draining goes on all the same.
+        """
+        request = Drain(id=self._channel.next_id(), deadline_ms=deadline_ms)
+        return self._channel.ask(request, Drained, deadline_ns=self._deadline_ns(deadline_ms))[0]
+
+    def clear(self, replica: str, *, deadline_ms: int = 60_000) -> ReplicaCleared:
+        """Have nothing matched any more of what the namespace of a replica holds; its engines have to connect anew.
+
+        Args:
+            replica: by its name; all replicas that share its namespace are cleared with it.
+            deadline_ms: copies under way are awaited. Past it, the clear will be made all the same.
+        """
+        request = ClearReplica(id=self._channel.next_id(), replica=replica)
+        return self._channel.ask(request, ReplicaCleared, deadline_ns=self._deadline_ns(deadline_ms))[0]
+
+    def set_weights(self, replica: str, version: str, *, deadline_ms: int = 60_000) -> ReplicaCleared:
+        """As `clear`, and other weights from then on; nothing happens where the replica has these already.
+
+        Args:
+            replica: by its name; all replicas that share its namespace have the same weights.
+            version: stands in place of the configuration's `revision` in the root of all keys, 256 characters at most.
+            deadline_ms: as of `clear`.
+        """
+        request = SetWeights(id=self._channel.next_id(), replica=replica, version=version)
+        return self._channel.ask(request, ReplicaCleared, deadline_ns=self._deadline_ns(deadline_ms))[0]
+
+    def _deadline_ns(self, deadline_ms: int) -> int:
+        """When a call is over that the daemon may take so long for."""
+        return self._channel.deadline_ns() + deadline_ms * _NS_PER_MS

@@ -1,0 +1,87 @@
+"""Messages of people and tools that change what the daemon does. They need no session.
+
+Each is answered when it has happened, or at its deadline with what is left. Sending one again changes nothing more.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from kvcached_client.protocol_fields import NAME_LENGTH_MAX, Header, Id, Name
+
+#: Ten minutes: whoever waits for longer asks again.
+ADMIN_DEADLINE_MS_MAX: Final = 600_000
+#: As long as `revision` in the configuration, in whose place it stands.
+WEIGHTS_VERSION_LENGTH_MAX: Final = 256
+
+_AnyReplica = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
+_Deadline = Annotated[int, msgspec.Meta(ge=0, le=ADMIN_DEADLINE_MS_MAX)]
+
+
+class Pause(Header, frozen=True, kw_only=True, tag="pause"):
+    """Start no copies between device and host memory until `Resume`. Frames: none."""
+
+    replica: _AnyReplica = ""  #: "" = all, and engines in attached mode
+    deadline_ms: _Deadline = 5000  #: past it the answer says how many copies are still under way
+
+
+class Resume(Header, frozen=True, kw_only=True, tag="resume"):
+    """The end of `Pause`, and, for all, of `Drain`. Frames: none."""
+
+    replica: _AnyReplica = ""  #: "" = all, and engines in attached mode
+
+
+class Drain(Header, frozen=True, kw_only=True, tag="drain"):
+    """No new sessions and leases until `Resume`; what is held goes on. Frames: none."""
+
+    deadline_ms: _Deadline = 5000  #: past it the answer says what is left
+
+
+class ClearReplica(Header, frozen=True, kw_only=True, tag="clear_replica"):
+    """Nothing that a replica's namespace holds is matched again, by any replica that shares it. Frames: none."""
+
+    replica: Name
+
+
+class SetWeights(Header, frozen=True, kw_only=True, tag="set_weights"):
+    """A replica's namespace has other weights: as `ClearReplica`, unless it has them already. Frames: none."""
+
+    replica: Name
+    version: Annotated[str, msgspec.Meta(min_length=1, max_length=WEIGHTS_VERSION_LENGTH_MAX)]
+
+
+# --- replies --------------------------------------------------------------------------------------------------------
+
+
+class Paused(Header, frozen=True, kw_only=True, tag="paused"):
+    """Answer to `Pause`."""
+
+    under_way: Id  #: copies that have not ended; 0 unless the deadline passed, or the pause was ended
+    holds: bool  #: false: somebody has ended it meanwhile
+
+
+class Resumed(Header, frozen=True, kw_only=True, tag="resumed"):
+    """Answer to `Resume`."""
+
+    state: str  #: of the daemon: serving, draining, or stopping, which nothing ends
+
+
+class Drained(Header, frozen=True, kw_only=True, tag="drained"):
+    """Answer to `Drain`: what is left. Zeros unless the deadline passed, or the draining was ended."""
+
+    leases: Id
+    copies: Id
+    requests: Id  #: that wait for an answer
+    holds: bool  #: false: somebody has ended it meanwhile
+
+
+class ReplicaCleared(Header, frozen=True, kw_only=True, tag="replica_cleared"):
+    """Answer to `ClearReplica` and `SetWeights`. What it says outlives the daemon."""
+
+    replicas: tuple[str, ...]  #: all that share the namespace
+    generation: Id
+    namespace: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  #: root of every chain of keys from now on
+    weights_version: str  #: "" = what the configuration says
+    blocks: Id  #: that were found before and are not any more

@@ -1,0 +1,79 @@
+"""What `Admin` has a daemon do, and what engines make of a daemon that is drained."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvcached_client import Admin, DaemonFailure, DeadlineExceeded, ErrorCode
+from kvcached_client.protocol import (
+    Acquire,
+    ClearReplica,
+    Drain,
+    Drained,
+    Header,
+    Pause,
+    Paused,
+    ReplicaCleared,
+    Resume,
+    Resumed,
+    SetWeights,
+)
+from tests.client.fake_daemon import FakeDaemon
+from tests.client.test_calls import Connect, failing, silent_on
+
+
+def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
+    """Each call is one request with what was given, and returns the daemon's answer."""
+    cleared = ReplicaCleared(
+        id=4, replicas=("default",), generation=1, namespace=bytes(32), weights_version="", blocks=3
+    )
+    replies: list[Header] = [
+        Paused(id=1, under_way=2, holds=True),
+        Resumed(id=2, state="serving"),
+        Drained(id=3, leases=1, copies=0, requests=0, holds=True),
+        cleared,
+        ReplicaCleared(id=5, replicas=(), generation=2, namespace=bytes(32), weights_version="v", blocks=0),
+    ]
+    daemon.script = lambda request, _: (replies[request.id - 1], [])
+    with Admin.connect(daemon.run_dir) as admin:
+        done = [
+            admin.pause("default", deadline_ms=70),
+            admin.resume("default"),
+            admin.drain(deadline_ms=80),
+            admin.clear("default"),
+            admin.set_weights("default", "v"),
+        ]
+
+    assert done == replies
+    assert [request for request, _ in daemon.requests] == [
+        Pause(id=1, replica="default", deadline_ms=70),
+        Resume(id=2, replica="default"),
+        Drain(id=3, deadline_ms=80),
+        ClearReplica(id=4, replica="default"),
+        SetWeights(id=5, replica="default", version="v"),
+    ]
+
+
+def test_admin_waits_for_longer_than_the_daemon(daemon: FakeDaemon) -> None:
+    """What the daemon may take for its answer comes on top of what a call may take, so its answer is heard."""
+    daemon.script = silent_on(Pause)
+    start_s = time.monotonic()
+    with Admin.connect(daemon.run_dir, deadline_ms=100) as admin, pytest.raises(DeadlineExceeded):
+        admin.pause(deadline_ms=300)
+
+    assert time.monotonic() - start_s >= 0.4
+
+
+def test_draining_daemon_is_a_miss_and_keeps_the_session(daemon: FakeDaemon, connect: Connect) -> None:
+    """A refused acquire is an error, or a lease that is not granted; the session lives on either way."""
+    daemon.script = failing(ErrorCode.DRAINING, Acquire)
+    strict, lenient = connect(), connect(failures="miss")
+    with pytest.raises(DaemonFailure):
+        strict.acquire("r", strict.chain(range(40)))
+    lease = lenient.acquire("r", lenient.chain(range(40)))
+
+    assert (lease.hit_blocks, lenient.failure_count) == (0, 1)
+    assert strict.is_alive
+    assert lenient.is_alive

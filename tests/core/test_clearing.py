@@ -1,0 +1,245 @@
+"""Clearing a namespace of replicas: whatever is under way, afterwards nothing of before is found, and no slot lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvcached.core.cache import Cache
+from kvcached.core.declarations import Declarations
+from kvcached.core.effects import NamespaceCleared, SessionExpired
+from kvcached.core.events import MembersDied, Ticked, WorkerDied
+from kvcached.core.misses import explain
+from kvcached.core.states import SessionState, SlotState
+from kvcached_client.types import MissReason
+from tests.core.engine import Engine, healthy, keys_of, refused, states
+from tests.core.host_tier import Workers, crowd_out, host_counts, host_of, loading, stored
+
+ANEW = b"another root"
+
+
+def begin(cache: Cache, replica: str = "a") -> None:
+    """The first step."""
+    cache.clearings.begin(cache.tree_of(replica), ANEW)
+    assert healthy(cache)
+
+
+def cleared(cache: Cache) -> NamespaceCleared | None:
+    """What the cache says of the last step, once it has decided what it decides by itself."""
+    cache.settle()
+    assert healthy(cache)
+    return next((each for each in cache.effects if isinstance(each, NamespaceCleared)), None)
+
+
+def assert_empty(cache: Cache, replica: str = "a") -> None:
+    """Nothing is in the index, and nothing of the pools is in use but what is set aside."""
+    assert cache.tree_of(replica).run_count == 0
+    assert states(cache, replica)[SlotState.CACHED] == 0
+    if cache.tree_of(replica).host is not None:
+        assert host_counts(cache, replica)[1:] == (0, 0)
+
+
+def test_idle_namespace_is_cleared_at_once(new_tiers: Callable[..., Cache]) -> None:
+    """Where nothing is under way one step does it: both tiers are empty, and the root and the version are others."""
+    cache = new_tiers("ab")
+    stored(cache, "abcd")
+    version = cache.version
+    begin(cache)
+
+    assert cleared(cache) == NamespaceCleared(("a", "b"), ANEW, 4)
+    assert_empty(cache)
+    assert (cache.tree_of("a").namespace, host_of(cache).namespace) == (ANEW, ANEW)
+    assert cache.version > version
+    assert cache.counters["cleared_blocks"] == 4
+
+
+def test_other_namespaces_are_left_alone(new_tiers: Callable[..., Cache]) -> None:
+    """What another namespace has cached is hit as before, and its session goes on."""
+    cache = new_tiers("aB")
+    stored(cache, "abcd")
+    other = Engine(cache, "B")
+    other.store("abc")
+    begin(cache)
+
+    assert cleared(cache) is not None
+    assert other.hit("abc") == 3
+
+
+def test_sessions_expire_and_what_they_may_write_is_set_aside(new_tiers: Callable[..., Cache]) -> None:
+    """Leases on every replica of the namespace end; their slots are nobody's until the engine is dead."""
+    cache = new_tiers("ab")
+    one, two = Engine(cache, "a"), Engine(cache, "b")
+    one.store("abc")
+    one.acquire("abcde")
+    two.acquire("xy")
+    begin(cache)
+
+    assert [each.session for each in cache.effects if isinstance(each, SessionExpired)] == [one.session, two.session]
+    assert (states(cache, "a")[SlotState.QUARANTINED], states(cache, "b")[SlotState.QUARANTINED]) == (2, 2)
+    with refused("session_expired"):
+        one.acquire("abc")
+    Workers(cache).answer_all()
+    assert cleared(cache) is None  # told already
+    cache.handle(MembersDied(one.session))
+    cache.handle(MembersDied(two.session))
+    assert cache.pools["a"].free == cache.pools["a"].slots
+    assert cache.pools["b"].free == cache.pools["b"].slots
+
+
+def test_fenced_slots_stay_fenced(cache: Cache) -> None:
+    """Slots that queued work may still touch outlast the clear, and come back with the engine's death."""
+    engine = Engine(cache)
+    grant = engine.acquire("abc")
+    engine.commit(grant, "abc", fence=3)
+    engine.release(engine.acquire("", reserve=2), fence=4)
+    begin(cache)
+
+    assert cleared(cache) is not None
+    assert (states(cache)[SlotState.FENCED], states(cache)[SlotState.QUARANTINED]) == (2, 3)
+    cache.handle(MembersDied(engine.session))
+    assert cache.pools["a"].free == cache.pools["a"].slots
+
+
+def test_no_session_while_copies_run(new_tiers: Callable[..., Cache]) -> None:
+    """A store under way is awaited; until it has ended nobody gets in, and then it has left nothing behind."""
+    cache = new_tiers("ab")
+    workers = Workers(cache)
+    Engine(cache).store("abcd")
+    (store,) = workers.started()
+    begin(cache)
+
+    assert cleared(cache) is None
+    for name in "ab":
+        with refused("clearing"):
+            Engine(cache, name)
+    workers.answer(store)
+    assert cleared(cache) == NamespaceCleared(("a", "b"), ANEW, 4)
+    assert_empty(cache)
+    assert Engine(cache, "b").hit("abcd") == 0
+
+
+@pytest.mark.parametrize("error", ["", "copy failed"])
+def test_running_load_is_awaited(new_tiers: Callable[..., Cache], error: str) -> None:
+    """A load that runs, and one that has joined it, leave nothing behind, however it ends."""
+    cache = new_tiers()
+    engine = stored(cache, "abcdef")
+    crowd_out(engine)
+    workers = Workers(cache)
+    _, (load,) = loading(engine, workers, "abcd")
+    engine.acquire("abcd", request="joined")
+    begin(cache)
+
+    assert cleared(cache) is None
+    assert cache.pools["a"].counts[SlotState.FILLING] == 4
+    workers.answer(load, error)
+    assert cleared(cache) is not None
+    assert_empty(cache)
+
+
+def test_load_that_waits_for_a_store_fails_at_once(new_tiers: Callable[..., Cache]) -> None:
+    """A queued load is not started any more: only the store that it waits for is awaited."""
+    cache = new_tiers("ab")
+    workers = Workers(cache)
+    Engine(cache, "a").store("abcd")
+    (store,) = workers.started()
+    other = Engine(cache, "b")
+    assert other.acquire("abcd").loads
+    assert len(cache.transfers) == 2
+    begin(cache)
+
+    assert list(cache.transfers) == [store.transfer]
+    workers.answer(store)
+    assert cleared(cache) is not None
+    assert workers.started() == []
+    assert_empty(cache)
+
+
+def test_nothing_of_before_is_stored_later(new_tiers: Callable[..., Cache]) -> None:
+    """What waited to be copied to the host pool, behind a fence or after a failure, is forgotten."""
+    cache = new_tiers()
+    workers = Workers(cache)
+    engine = Engine(cache)
+    engine.commit(engine.acquire("xyz"), "xyz", fence=1)
+    engine.store("abcd")
+    (store,) = workers.started()
+    begin(cache)
+    workers.answer(store, "copy failed")
+    assert cleared(cache) is not None
+    cache.close_session(engine.session)  # a goodbye signals every fence
+    cache.handle(Ticked(1))  # when failed stores are tried again
+
+    assert workers.started() == []
+    assert_empty(cache)
+
+
+def test_late_acknowledgement_changes_nothing(new_tiers: Callable[..., Cache]) -> None:
+    """A store of before that is acknowledged a second time, after the clear, puts nothing into the index."""
+    cache = new_tiers()
+    workers = Workers(cache)
+    Engine(cache).store("abcd")
+    (store,) = workers.started()
+    begin(cache)
+    workers.answer(store)
+    assert cleared(cache) is not None
+    workers.under_way[store.transfer] = store
+    workers.answer(store)
+
+    assert healthy(cache)
+    assert_empty(cache)
+
+
+def test_lost_workers_do_not_hold_it_up(new_tiers: Callable[..., Cache]) -> None:
+    """The pool's workers die meanwhile: when their copies are settled the clear is made, before others run again."""
+    cache = new_tiers("ab")
+    workers = Workers(cache)
+    Engine(cache).store("abcd")
+    (store,) = workers.started()
+    begin(cache)
+    cache.handle(WorkerDied("a"))
+    assert cleared(cache) is None
+    workers.answer(store, "worker died")
+
+    assert cleared(cache) is not None
+    assert_empty(cache)
+    with refused("worker_lost"):
+        Engine(cache, "a")
+
+
+def test_expired_session_of_before_a_restart_cannot_come_back(cache: Cache) -> None:
+    """An engine that has not declared itself yet since a restart has nothing to declare any more."""
+    session = cache.restore_session("a")
+    begin(cache)
+    assert cleared(cache) is not None
+
+    with refused("no_session"):
+        Declarations(cache).resume(session.id, 0)
+    assert session.state is SessionState.EXPIRED
+    cache.handle(MembersDied(session.id))
+
+
+def test_cleared_blocks_are_told_of(new_tiers: Callable[..., Cache]) -> None:
+    """Who asks why a prompt missed is told that its blocks were cleared."""
+    cache = new_tiers()
+    stored(cache, "abcd")
+    begin(cache)
+    assert cleared(cache) is not None
+
+    miss = explain(cache, cache.tree_of("a"), cache.pools["a"], keys_of("abcd"), 4)
+    assert (miss.hit, miss.reason) == (0, MissReason.CLEARED)
+
+
+def test_replica_works_after_it(new_tiers: Callable[..., Cache]) -> None:
+    """The next engine stores, loses its device copies and loads them back, as in a new pool."""
+    cache = new_tiers()
+    engine = stored(cache, "abcd")
+    begin(cache)
+    assert cleared(cache) is not None
+    cache.handle(MembersDied(engine.session))
+    engine = stored(cache, "abcdef")
+    crowd_out(engine)
+    workers = Workers(cache)
+    grant, (load,) = loading(engine, workers, "abcdef")
+    workers.answer(load)
+
+    assert (grant.hit, engine.hit("abcdef")) == (6, 6)

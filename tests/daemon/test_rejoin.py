@@ -1,0 +1,241 @@
+"""An engine on a device pool goes on while its daemon is SIGKILLed and comes back: its leases, and new requests too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvcached_client import Admin, Client, DaemonUnreachable, KeyChain, Lease, MappedPool, map_pool
+from kvcached_client.errors import RequestError, Stale
+from kvcached_client.protocol import PoolStats
+from tests.daemon.conftest import CONFIG
+from tests.daemon.supervised import Supervised, supervised
+from tests.project.source_tree import ROOT
+
+HOST = "[host]\nsize_bytes = 4194304\nslab_bytes = 1048576\n"
+RESERVE = 3
+
+
+class Engine:
+    """A client and its one shard in this process. A block's bytes are its own: the key's first byte."""
+
+    def __init__(self, run_dir: Path, parts: ExitStack, *, failures: str = "miss", reserve: int = RESERVE) -> None:
+        self.client = parts.enter_context(
+            Client.connect(run_dir, deadline_ms=10_000, failures=failures, reserve_blocks=reserve)  # type: ignore[arg-type]
+        )
+        self.pool: MappedPool = map_pool(self.client.session, 0, deadline_ms=10_000)
+        parts.callback(self.pool.close)
+        self.pages = self.pool.pages(1)
+
+    def chain(self, start: int, blocks: int) -> KeyChain:
+        return self.client.chain(range(start, start + 4 * blocks))
+
+    def compute(self, lease: Lease, chain: KeyChain, first: int = 0) -> None:
+        """Write the blocks from `first` on."""
+        for depth in range(first, chain.block_count):
+            self.pages[lease.block_table[depth]] = chain.key_range(depth, depth + 1)[0]
+
+    def is_right(self, lease: Lease, chain: KeyChain) -> bool:
+        """Whether every block of the hit has its bytes."""
+        return all(
+            (self.pages[lease.block_table[depth]] == chain.key_range(depth, depth + 1)[0]).all()
+            for depth in range(lease.hit_blocks)
+        )
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Supervised]:
+    with supervised(tmp_path, CONFIG + HOST) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(daemon: Supervised) -> Iterator[Engine]:
+    with ExitStack() as parts:
+        yield Engine(daemon.run_dir, parts)
+
+
+def pool_of(daemon: Supervised) -> PoolStats:
+    """The only pool; nothing is wrong."""
+    with Admin.connect(daemon.run_dir, deadline_ms=10_000) as admin:
+        assert admin.check().violations == ()
+        (pool,) = admin.stats().pools
+    return pool
+
+
+def test_leases_go_on_over_a_restart(daemon: Supervised, engine: Engine) -> None:
+    """A request that runs while the daemon is killed goes on in its slots, and is found when it is committed after."""
+    chain = engine.chain(0, 4)
+    lease = engine.client.acquire("r", chain)
+    engine.compute(lease, chain)
+    lease.commit(8)
+    daemon.kill()
+    lease.commit(12)  # a miss
+    assert not engine.client.is_alive
+    daemon.await_ready()
+    engine.client.rejoin()
+
+    assert engine.client.is_alive
+    lease.commit(16)
+    lease.allocate(20)
+    assert len(lease.block_table) == 5
+    lease.release()
+    again = engine.client.acquire("s", chain, full=True)
+    assert (again.hit_blocks, engine.is_right(again, chain)) == (4, True)
+    again.release()
+    assert (pool_of(daemon).leases, pool_of(daemon).states["quarantined"]) == (1, 0)  # the reserve's
+
+
+def test_new_requests_use_the_reserve(daemon: Supervised, engine: Engine) -> None:
+    """While the daemon is away requests are computed in reserved slots, which are their leases' when it is back."""
+    daemon.kill()
+    one, other = engine.chain(100, 2), engine.chain(200, 1)
+    first, second = engine.client.acquire("one", one), engine.client.acquire("other", other)
+    assert (first.granted, first.hit_blocks, len(first.block_table)) == (True, 0, 2)
+    assert not engine.client.acquire("none left", one).granted
+    engine.compute(first, one)
+    second.release()  # back to the reserve
+    third = engine.client.acquire("other again", other)
+    assert third.block_table.tolist() == second.block_table.tolist()
+    third.release()
+    daemon.await_ready()
+    engine.client.rejoin()
+
+    first.commit(8)
+    first.release()
+    hit = engine.client.acquire("hit", one, full=True)
+    assert (hit.hit_blocks, engine.is_right(hit, one)) == (2, True)
+    hit.release()
+    daemon.kill()
+    assert len(engine.client.acquire("full again", engine.chain(300, RESERVE)).block_table) == RESERVE
+    daemon.await_ready()
+
+
+def test_growth_uses_the_reserve(daemon: Supervised, engine: Engine) -> None:
+    """A running request gets slots from the reserve while the daemon is away."""
+    lease = engine.client.acquire("r", engine.chain(0, 1))
+    daemon.kill()
+    engine.client.match(engine.chain(0, 1))
+    lease.allocate(12)
+    assert len(lease.block_table) == 3
+    daemon.await_ready()
+    engine.client.rejoin()
+    lease.allocate(24)
+    assert len(set(lease.block_table.tolist())) == 6
+
+
+def test_released_while_away_is_not_declared(daemon: Supervised, engine: Engine) -> None:
+    """What an engine gave back while nobody heard it is free after the restart."""
+    lease = engine.client.acquire("r", engine.chain(0, 5))
+    daemon.kill()
+    lease.release()
+    daemon.await_ready()
+    engine.client.rejoin()
+
+    assert pool_of(daemon).states["leased"] == RESERVE
+
+
+def test_host_copies_are_hits_after_the_restart(daemon: Supervised, engine: Engine) -> None:
+    """What nobody had a lease on comes back from the host pool, byte for byte."""
+    chain = engine.chain(0, 4)
+    lease = engine.client.acquire("r", chain)
+    engine.compute(lease, chain)
+    lease.finish(16)
+    with Admin.connect(daemon.run_dir) as admin:
+        while admin.stats().counters.get("stored_blocks", 0) < 4:
+            admin.health()
+    daemon.kill_and_wait()
+    engine.client.rejoin()
+    engine.pages[:] = 0
+
+    again = engine.client.acquire("s", chain, full=True)
+    assert again.is_loading
+    again.wait_loaded()
+    assert (again.hit_blocks, engine.is_right(again, chain)) == (4, True)
+
+
+def test_nothing_is_granted_before_the_engine_is_back(daemon: Supervised, engine: Engine) -> None:
+    """Another engine gets nothing of the pool while the one of before lives and has not declared itself."""
+    engine.client.acquire("r", engine.chain(0, 2))
+    daemon.kill_and_wait()
+
+    assert pool_of(daemon).states["quarantined"] == 16
+    code = "from kvcached_client import Client; import sys; Client.connect(sys.argv[1])"
+    other = subprocess.run(
+        [sys.executable, "-c", code, str(daemon.run_dir)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "pool_busy" in other.stderr
+    engine.client.rejoin()
+    assert pool_of(daemon).states["quarantined"] == 0
+
+
+def test_shards_of_another_process_stay_members(daemon: Supervised) -> None:
+    """With shard processes of its own an engine rejoins as well: they need not end, and their deaths still count."""
+    with ExitStack() as parts:
+        client = parts.enter_context(Client.connect(daemon.run_dir, deadline_ms=10_000))
+        code = (
+            "import sys; from kvcached_client import SessionGrant, map_pool\n"
+            "pool = map_pool(SessionGrant.from_bytes(bytes.fromhex(sys.argv[1])), 0); print('joined', flush=True)\n"
+            "sys.stdin.read()"
+        )
+        command = [sys.executable, "-c", code, client.session.to_bytes().hex()]
+        shard = parts.enter_context(subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        parts.callback(shard.kill)
+        assert shard.stdout is not None
+        assert shard.stdout.readline() == b"joined\n"
+        daemon.kill_and_wait()
+        client.rejoin()
+        assert client.acquire("r", client.chain(range(8))).granted
+
+        shard.kill()
+        shard.wait()
+        with pytest.raises(Stale):
+            match_for_ever(client)
+
+
+def test_without_the_pool_there_is_nothing_to_rejoin(daemon: Supervised, engine: Engine) -> None:
+    """Where the workers died, too, the client is told that nothing is left, and connects anew."""
+    lease = engine.client.acquire("r", engine.chain(0, 2))
+    worker = _worker_pid(daemon)
+    daemon.kill()
+    os.kill(worker, signal.SIGKILL)
+    daemon.await_ready()
+    with pytest.raises(Stale):
+        engine.client.rejoin()
+    engine.client.close()
+    lease.release()
+
+    with ExitStack() as parts:
+        assert Engine(daemon.run_dir, parts).client.acquire("r", engine.chain(0, 2)).granted
+
+
+def test_rejoining_needs_a_daemon(daemon: Supervised, engine: Engine) -> None:
+    """While no daemon is there the client says so and can be asked again; with the daemon it had, nothing is left."""
+    with pytest.raises(RequestError):
+        engine.client.rejoin()  # its session is open
+    daemon.kill()
+    try:
+        engine.client.rejoin()
+    except DaemonUnreachable:
+        daemon.await_ready()
+        engine.client.rejoin()
+    assert engine.client.acquire("r", engine.chain(0, 2)).granted
+
+
+def match_for_ever(client: Client) -> None:
+    """Until the daemon has heard of a death, which takes it milliseconds."""
+    while True:
+        client.match(client.chain(range(8)))
+
+
+def _worker_pid(daemon: Supervised) -> int:
+    children = Path(f"/proc/{daemon.daemon_pid}/task/{daemon.daemon_pid}/children").read_text().split()
+    (worker,) = (int(pid) for pid in children if b"kvcached.worker.main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return worker

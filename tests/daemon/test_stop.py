@@ -1,0 +1,121 @@
+"""SIGTERM: engines finish what they hold, new work is refused; a deadline ends it, and a second signal at once."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvcached_client import Admin, Client, DaemonFailure, DaemonUnreachable, ErrorCode
+from tests.daemon.conftest import CONFIG, EngineProcess, RunningDaemon, started
+from tests.daemon.test_deaths import children
+
+PATIENCE_S = 20
+#: Of a daemon that would wait for longer than any test if it waited to the end.
+LONG_MS = 60_000
+
+
+def config(deadline_ms: int) -> str:
+    """The usual daemon with another deadline."""
+    return f"shutdown_deadline_ms = {deadline_ms}\n{CONFIG}"
+
+
+@contextmanager
+def client_of(daemon: RunningDaemon) -> Iterator[Client]:
+    with Client.connect(daemon.run_dir, deadline_ms=PATIENCE_S * 1000) as client:
+        yield client
+
+
+def state(daemon: RunningDaemon) -> str:
+    """What the daemon says that it does."""
+    with Admin.connect(daemon.run_dir) as admin:
+        return admin.stats().state
+
+
+def until_stopping(daemon: RunningDaemon) -> None:
+    """Until the daemon has seen its signal."""
+    deadline = time.monotonic() + PATIENCE_S
+    while state(daemon) != "stopping":
+        assert time.monotonic() < deadline
+
+
+def dead(pidfds: list[int]) -> bool:
+    """Whether all of these processes end before patience does."""
+    deadline = time.monotonic() + PATIENCE_S
+    return all(select.select([each], [], [], max(0, deadline - time.monotonic()))[0] for each in pidfds)
+
+
+def test_daemon_waits_for_leases_and_answers_until_the_end(tmp_path: Path) -> None:
+    """After SIGTERM an engine commits and releases as before, gets no new lease, and its release ends the daemon."""
+    with started(tmp_path, config(LONG_MS)) as daemon, client_of(daemon) as client:
+        chain = client.chain(range(16))
+        lease = client.acquire("held", chain)
+        daemon.process.terminate()
+        until_stopping(daemon)
+        with pytest.raises(DaemonFailure) as refused:
+            client.acquire("new", chain)
+        assert refused.value.code is ErrorCode.DRAINING
+        with pytest.raises(DaemonFailure):
+            Client.connect(daemon.run_dir)
+        assert client.is_alive
+        lease.commit(16)
+        lease.release()
+
+        assert daemon.process.wait(PATIENCE_S) == 0
+        with pytest.raises(DaemonUnreachable):
+            client.match(chain)
+
+
+def test_idle_session_does_not_keep_the_daemon_up(tmp_path: Path) -> None:
+    """An engine that holds no lease is not waited for, and it learns of the end at once."""
+    with started(tmp_path, config(LONG_MS)) as daemon, client_of(daemon) as client:
+        client.acquire("over", client.chain(range(16))).release()
+        daemon.process.terminate()
+
+        assert daemon.process.wait(PATIENCE_S) == 0
+
+
+def test_daemon_ends_at_its_deadline(tmp_path: Path) -> None:
+    """A lease that nobody gives back keeps the daemon up until the deadline, not longer; the status is 0."""
+    with started(tmp_path, config(700)) as daemon:
+        engine = EngineProcess(daemon.run_dir)
+        start_s = time.monotonic()
+        daemon.process.terminate()
+        status = daemon.process.wait(PATIENCE_S)
+        took_s = time.monotonic() - start_s
+        engine.end()
+
+    assert (status, took_s >= 0.7) == (0, True)
+    assert "1 leases, 0 copies and 0 requests are left" in (tmp_path / "run.log").read_text()
+
+
+def test_death_of_the_last_engine_ends_a_stopping_daemon(tmp_path: Path) -> None:
+    """A lease whose engine is killed meanwhile is not waited for."""
+    with started(tmp_path, config(LONG_MS)) as daemon:
+        engine = EngineProcess(daemon.run_dir)
+        daemon.process.terminate()
+        until_stopping(daemon)
+        engine.end()
+
+        assert daemon.process.wait(PATIENCE_S) == 0
+
+
+def test_second_signal_ends_daemon_and_workers_at_once(tmp_path: Path) -> None:
+    """With a lease held and a minute left, a second SIGTERM ends the daemon with status 1, and its workers."""
+    with started(tmp_path, config(LONG_MS)) as daemon, client_of(daemon) as client:
+        client.acquire("held", client.chain(range(16)))
+        workers = [os.pidfd_open(pid) for pid in children(daemon.process.pid)]
+        daemon.process.terminate()
+        until_stopping(daemon)
+        daemon.process.terminate()
+
+        assert daemon.process.wait(PATIENCE_S) == 1
+        assert workers
+        assert dead(workers)
+        for each in workers:
+            os.close(each)

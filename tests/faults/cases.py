@@ -1,0 +1,110 @@
+"""Which workload passes which failpoint, and at which pass something is to happen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.faults.harness import ACTIONS
+
+
+class Case(NamedTuple):
+    """A failpoint in the workload of `engine.py`.
+
+    Attributes:
+        kind: of the engine.
+        at: which pass.
+        quick: actions that the default run has, too; all of them are slow tests.
+    """
+
+    failpoint: str
+    kind: str
+    at: int = 1
+    quick: tuple[str, ...] = ()
+
+
+#: In an engine's process.
+ENGINE_CASES = (
+    Case("client.acquired", "managed"),
+    Case("client.commit", "managed", quick=("stop",)),
+    Case("client.sent", "managed", quick=("kill",)),
+    Case("client.sent", "managed", 2),
+    Case("client.load", "managed"),
+    Case("client.heartbeat", "managed"),
+    Case("client.heartbeat", "attached", quick=("raise",)),
+    Case("attached.store.prepared", "attached"),
+    Case("attached.store.cleared", "attached"),
+    Case("attached.copy", "attached", 2, quick=("kill", "stop")),
+    Case("attached.store.copied", "attached"),
+    Case("attached.store.written", "attached"),
+    Case("attached.load.prepared", "attached"),
+    Case("attached.copy", "attached", 6),
+    Case("attached.load.copied", "attached"),
+)
+#: In a worker of the daemon. Commands are those of one store and one load, both of two layers and four blocks.
+WORKER_CASES = (
+    Case("worker.store.begin", "managed"),
+    Case("worker.store.cleared", "managed"),
+    Case("worker.store.copying", "managed", 2, quick=("kill",)),
+    Case("worker.store.copied", "managed"),
+    Case("worker.store.header", "managed", 2),
+    Case("worker.store.written", "managed"),
+    Case("worker.ack", "managed"),
+    Case("worker.load.begin", "managed"),
+    Case("worker.load.copying", "managed", 2),
+    Case("worker.load.copied", "managed"),
+    Case("worker.ack", "managed", 2),
+)
+#: In the daemon. The third request of an engine is its commit, or in attached mode `prepare_store`; the fifth is
+#: `commit_store`. A second attach request is that of the shard.
+DAEMON_CASES = (
+    Case("daemon.attach", "managed", 2),
+    Case("daemon.attach", "attached", 2),
+    Case("daemon.request", "managed", 3, quick=("raise",)),
+    Case("daemon.request", "attached", 3),
+    Case("daemon.reply", "managed", 3),
+    Case("daemon.reply", "attached", 3),
+    Case("daemon.reply", "attached", 5),
+    Case("daemon.order", "managed"),
+    Case("daemon.order", "managed", 2),
+    Case("daemon.ledger.write", "attached", 2),
+    Case("daemon.ledger.written", "attached", 2),
+)
+#: In a supervised daemon, which is killed behind what one engine has stored in peace: six requests, two attach
+#: requests, five ledgers. The others are `acquire`, `prepare_store`, `commit_store` and `prepare_load` of the next one.
+SUPERVISED_CASES = (
+    Case("daemon.attach", "attached", 4),
+    *(Case("daemon.request", "attached", at) for at in (8, 9, 11, 14)),
+    Case("daemon.reply", "attached", 8),
+    Case("daemon.reply", "attached", 9, quick=("kill",)),
+    *(Case("daemon.reply", "attached", at) for at in (11, 14)),
+    Case("daemon.ledger.write", "attached", 7),
+    Case("daemon.ledger.written", "attached", 7),
+    Case("daemon.reply", "managed", 9),
+    Case("daemon.order", "managed", 1),
+    Case("daemon.order", "managed", 2),
+)
+
+
+#: The core is not told that a copy was never ordered, and waits for its end for ever.
+KNOWN_BUGS = {("daemon.order", "raise")}
+
+
+def parameters(cases: Iterable[Case], actions: Sequence[str] = ACTIONS) -> list[Any]:
+    """Every case with every action; those that are not quick are slow tests."""
+    return [
+        pytest.param(
+            case,
+            action,
+            f"{number}{action[0]}",
+            id=f"{case.failpoint}@{case.at}-{case.kind}-{action}",
+            marks=[
+                *([] if action in case.quick else [pytest.mark.slow]),
+                *([pytest.mark.xfail] if (case.failpoint, action) in KNOWN_BUGS else []),
+            ],
+        )
+        for number, case in enumerate(cases)
+        for action in actions
+    ]

@@ -1,0 +1,124 @@
+"""Scenarios of docs/faults.md that no other test shows: idleness, clocks, storms, impatience."""
+
+from __future__ import annotations
+
+import ast
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvcached.core.events import Ticked
+from kvcached_client import protocol as wire
+from kvcached_client.attach import identify
+from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
+from tests.daemon.conftest import RunningDaemon
+from tests.daemon.test_deaths import children
+from tests.daemon.test_transfer_faults import stopped
+from tests.faults.harness import daemon_with, footprint, stats_of, wait_footprint, wait_nothing_held, warm_up
+from tests.project.source_tree import modules
+from tests.service.office import FakePeer, Office, key_chain
+
+DAY_MS = 24 * 3600 * 1000
+DEADLINE_MS = 20_000
+
+
+def test_idle_engine_stays_for_a_day() -> None:
+    """A day of nothing but heartbeats leaves a session and its lease as they were; a second of silence more ends it."""
+    office = Office()
+    welcome = office.enter(FakePeer(10))
+    lease = office.ask(office.acquire(key_chain(4)), key_chain(4)).header
+    assert isinstance(lease, wire.Acquired)
+    beat = wire.Heartbeat(id=1, session=welcome.session, token=welcome.token)
+    while office.now_ms < DAY_MS:
+        office.now_ms += 900
+        office.expect(wire.Alive, beat)
+        office.service.on_event(Ticked(office.now_ms))
+
+    assert office.cache.counters["sessions_expired"] == 0
+    release = wire.Release(id=office.next_id(), epoch=welcome.epoch, lease=lease.lease)
+    assert office.expect(wire.Released, release).adopted == 0
+    for _ in range(4):
+        office.now_ms += 400
+        office.service.on_event(Ticked(office.now_ms))
+    assert office.cache.counters["sessions_expired"] == 1
+
+
+def test_daemon_looks_at_the_wall_clock_in_one_place() -> None:
+    """Setting the clock changes no deadline: it is read for the epoch of a start, and for the times in the log."""
+    readers = {
+        path: {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        & {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now"}
+        for path, tree in modules("kvcached", "kvcached_client")
+    }
+
+    assert {path: calls for path, calls in readers.items() if calls} == {"kvcached/daemon.py": {"time.time_ns"}}
+
+
+def test_epoch_grows_though_the_wall_clock_was_set_back(tmp_path: Path) -> None:
+    """A start on a clock that is a day behind that of the start before has a larger epoch all the same."""
+    tomorrow = time.time_ns() // 1_000_000 + DAY_MS
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "run" / "daemon.lock").write_text(f"{tomorrow:<20}")
+    with daemon_with(tmp_path) as daemon:
+        assert stats_of(daemon.run_dir).daemon_epoch > tomorrow
+
+
+def test_second_signal_ends_the_daemon_at_once(tmp_path: Path) -> None:
+    """While a first SIGTERM waits for workers that do not react, a second one ends the daemon, and then its workers."""
+    with daemon_with(tmp_path) as daemon, stopped(*children(daemon.process.pid)):
+        daemon.process.terminate()
+        _wait_log(tmp_path, "a second signal ends it at once")
+        start = time.monotonic()
+        daemon.process.send_signal(signal.SIGTERM)
+
+        assert daemon.process.wait(DEADLINE_MS / 1000) == 1
+        assert time.monotonic() - start <= 1
+
+
+def _wait_log(directory: Path, words: str) -> None:
+    start = time.monotonic()
+    while words not in (directory / "run.log").read_text():
+        assert time.monotonic() - start < DEADLINE_MS / 1000
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """Room for two hundred clients in this process."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def _client(daemon: RunningDaemon) -> AttachedClient:
+    return AttachedClient.connect(
+        daemon.run_dir,
+        engine="storm",
+        instance=new_instance(),
+        keyspace=b"k" * 32,
+        label="tiny",
+        layout=AttachedLayout(4, 1, 4096, b"f" * 16),
+        deadline_ms=DEADLINE_MS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("clients", "comings"), [(10, 50), pytest.param(200, 1000, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_storm_leaves_nothing(tmp_path: Path, many_descriptors: None, clients: int, comings: int) -> None:
+    """Two hundred engines at once, and a thousand processes that come and go, leave no descriptor and no thread."""
+    with daemon_with(tmp_path) as daemon:
+        warm_up(daemon, tmp_path)
+        before = footprint(daemon.process.pid)
+        with ExitStack() as parts:
+            for _ in range(clients):
+                parts.enter_context(_client(daemon))
+            for _ in range(comings):
+                identify(daemon.run_dir, deadline_ms=DEADLINE_MS)[0].close()
+        wait_nothing_held(daemon.run_dir)
+        wait_footprint(daemon.process.pid, before)

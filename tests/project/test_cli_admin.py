@@ -1,0 +1,125 @@
+"""The commands that change what a daemon does, against an `Admin` that answers as told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from click.testing import CliRunner, Result
+
+import kvcached_client
+from kvcached.cli import ExitCode, main
+from kvcached_client import DaemonFailure, ErrorCode
+from kvcached_client.protocol import Drained, Paused, ReplicaCleared, Resumed
+
+CLEARED = ReplicaCleared(
+    id=1, replicas=("a", "b"), generation=3, namespace=b"n" * 32, weights_version="step 9", blocks=40
+)
+PAUSED = Paused(id=1, under_way=0, holds=True)
+DRAINED = Drained(id=1, leases=0, copies=0, requests=0, holds=True)
+
+
+class FakeAdmin:
+    """What commands take for an `Admin`."""
+
+    def __init__(self) -> None:
+        self.reply: Any = None
+        self.asked: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def connect(self, _: Path | None, *, deadline_ms: int) -> Self:
+        assert deadline_ms
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        def answer(*arguments: Any, **options: Any) -> Any:
+            self.asked.append((name, arguments, options))
+            if isinstance(self.reply, Exception):
+                raise self.reply
+            return self.reply
+
+        return answer
+
+
+@pytest.fixture
+def admin(monkeypatch: pytest.MonkeyPatch) -> FakeAdmin:
+    fake = FakeAdmin()
+    monkeypatch.setattr(kvcached_client, "Admin", fake)
+    return fake
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reply", "asked", "printed"),
+    [
+        (["pause"], PAUSED, ("pause", ("",), {"deadline_ms": 5000}), "paused; copies under way: 0"),
+        (
+            ["pause", "--replica", "a", "--deadline-ms", "70"],
+            PAUSED,
+            ("pause", ("a",), {"deadline_ms": 70}),
+            "paused; copies under way: 0",
+        ),
+        (["resume"], Resumed(id=1, state="serving"), ("resume", ("",), {}), "resumed; the daemon is serving"),
+        (
+            ["drain"],
+            DRAINED,
+            ("drain", (), {"deadline_ms": 5000}),
+            "draining; left: 0 leases, 0 copies, 0 requests that wait",
+        ),
+        (["clear", "a"], CLEARED, ("clear", ("a",), {"deadline_ms": 60_000}), "40 blocks of a, b; generation 3"),
+        (
+            ["set-weights", "a", "step 9"],
+            CLEARED,
+            ("set_weights", ("a", "step 9"), {"deadline_ms": 60_000}),
+            "weights step 9 of a, b; 40 blocks; generation 3",
+        ),
+    ],
+    ids=lambda value: "-".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_cli_asks_and_tells_what_was_done(
+    arguments: list[str], reply: Any, asked: object, printed: str, admin: FakeAdmin
+) -> None:
+    """Each command asks for what it says, prints it in a line, and with --json prints the reply."""
+    admin.reply = reply
+    result, as_json = run(*arguments), run(*arguments, "--json")
+
+    assert admin.asked == [asked, asked]
+    assert (result.exit_code, result.stdout) == (ExitCode.OK, f"{printed}\n")
+    assert set(json.loads(as_json.stdout)) == set(reply.__struct_fields__) - {"id"}
+
+
+@pytest.mark.parametrize("output", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("command", "reply"),
+    [
+        ("pause", Paused(id=1, under_way=2, holds=True)),
+        ("pause", Paused(id=1, under_way=0, holds=False)),
+        ("drain", Drained(id=1, leases=1, copies=0, requests=0, holds=True)),
+        ("drain", Drained(id=1, leases=0, copies=0, requests=0, holds=False)),
+    ],
+)
+def test_cli_exit_code_tells_that_something_is_left(
+    command: str, reply: Any, output: list[str], admin: FakeAdmin
+) -> None:
+    """What is still held at the deadline, and a pause or drain that somebody has ended, make the exit code 1."""
+    admin.reply = reply
+
+    assert run(command, *output).exit_code == ExitCode.UNHEALTHY
+
+
+def test_cli_set_weights_says_why_it_was_refused(admin: FakeAdmin) -> None:
+    """A refusal is on stderr with what to do, and the exit code is 1: the same command again may work."""
+    admin.reply = DaemonFailure(ErrorCode.CLEARING, "the namespace is being cleared", "try again in a moment")
+    result = run("set-weights", "a", "step 9")
+
+    assert (result.exit_code, result.stdout) == (ExitCode.UNHEALTHY, "")
+    assert "try again in a moment" in result.stderr

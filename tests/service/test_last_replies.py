@@ -1,0 +1,57 @@
+"""What a server has received when it is closed is served, and its replies leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from kvcached.answers import Answer
+from kvcached.rpc.server import RpcServer
+from kvcached_client.errors import RequestError
+from kvcached_client.protocol import Bye, Goodbye, Request, decode_reply, encode
+
+REQUESTS = 300
+PATIENCE_MS = 20_000
+
+
+class Handler:
+    """Answers every request at once."""
+
+    def __init__(self) -> None:
+        self.served: list[int] = []
+
+    def submit(self, _: bytes, request: Request, __: list[bytes], respond: Callable[[Answer], None]) -> None:
+        self.served.append(request.id)
+        respond(Answer(Goodbye(id=request.id)))
+
+    def refused(self, error: RequestError) -> RequestError:
+        return error
+
+    def count(self, _: str) -> None: ...
+
+
+def test_requests_in_the_socket_are_answered_before_it_closes(tmp_path: Path) -> None:
+    """Requests that came while the loop did something else are served at the end, and all replies arrive."""
+    handler = Handler()
+    context = zmq.Context[zmq.Socket[bytes]]()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
+
+    async def close_with_requests_waiting() -> None:
+        server = RpcServer(tmp_path / "rpc.sock", handler)
+        server.start(asyncio.get_running_loop())
+        dealer.connect(server.endpoint)
+        for number in range(REQUESTS):
+            dealer.send(encode(Bye(id=number)))
+        assert server._socket.poll(PATIENCE_MS)  # the loop does not run, so nobody has served them
+        server.serve_rest()
+        server.close()
+
+    asyncio.run(close_with_requests_waiting())
+    assert handler.served
+    assert [decode_reply(dealer.recv()).id for _ in handler.served] == handler.served
+    dealer.close(linger=0)
+    context.term()

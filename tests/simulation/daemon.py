@@ -1,0 +1,276 @@
+"""The daemon of the simulation: the real cache, service and codec, with virtual time and without sockets.
+
+Everything in here goes with the daemon. The memory of the host pool, the processes of engines and what they believe
+belong to the `World`, and outlive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvcached.answers import Answer
+from kvcached.attached_admission import HostShare
+from kvcached.core.cache import Cache
+from kvcached.core.events import Ticked
+from kvcached.core.states import SessionState
+from kvcached.replica import Replica
+from kvcached.rpc.codec import decode
+from kvcached.service import Service
+from kvcached_client import protocol as wire
+from kvcached_client.host_header import NAMESPACE_BYTES
+from kvcached_client.types import SessionId, unpack_ranges
+from tests.simulation.attachment import Attachment, Crew
+from tests.simulation.checks import Checks, effect_of_requests
+from tests.simulation.line import in_words
+from tests.simulation.memory import Span
+from tests.simulation.network import Connection
+from tests.simulation.restart import headers_of, take_over
+from tests.simulation.scheduler import MS, Broken
+from tests.simulation.workers import SimulatedWorkers, WorkerShard
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+HEARTBEAT_INTERVAL_MS: Final = 250
+SESSION_TTL_MS: Final = 1000
+#: The host pool's descriptor.
+HOST_HANDLE: Final = 3
+#: Requests whose retries must get the same answer, byte for byte.
+_KEPT: Final = (
+    wire.Hello,
+    wire.HelloAttached,
+    wire.Allocate,
+    wire.Commit,
+    wire.Release,
+    wire.PrepareLoad,
+    wire.PrepareStore,
+    wire.Clear,
+)
+_LATE: Final = (wire.Load, wire.Vacancy)
+
+
+@dataclass
+class _Delivery:
+    """A request as it arrived once."""
+
+    request: wire.Request
+    connection: Connection
+    replies: int = 0
+
+
+class Daemon:
+    """The real parts, put together as `kvcached.daemon` does it.
+
+    Attributes:
+        process: it may be stopped; then messages wait.
+        attachments: connections to its attach socket.
+        crews: who is behind each session that was ever opened.
+        watched: processes whose deaths it is told of.
+        unanswered: requests that wait for their reply.
+    """
+
+    def __init__(self, world: World, epoch: int, adopted: Mapping[str, list[WorkerShard]]) -> None:
+        self._world = world
+        plan = world.plan
+        self.process = world.new_process("daemon")
+        self.attachments: dict[Attachment, None] = {}
+        self.crews: dict[int, Crew] = {}
+        self.watched: dict[Attachment, None] = {}
+        self.workers = {
+            name: SimulatedWorkers(world, self, name, world.shapes[namespace], plan.slots, adopted.get(name))
+            for name, namespace in plan.replicas.items()
+        }
+        self.cache = Cache(
+            plan.pool_specs(), epoch=epoch, session_ttl_ms=SESSION_TTL_MS, host_slabs=plan.slabs, spaces_max=plan.spaces
+        )
+        replicas = [
+            Replica(
+                name=name,
+                device="cpu",
+                model="tiny",
+                key_algorithm="blake3",
+                layout=plan.layout,
+                slots=plan.slots,
+                namespace=namespace,
+                generation=0,
+                workers=self.workers[name],
+                root_of=lambda generation, weights: f"{weights} {generation}".encode().ljust(32, b"n"),
+                header_namespace=namespace[:NAMESPACE_BYTES],
+                host_geometry=world.shapes[namespace].geometry,
+            )
+            for name, namespace in plan.replicas.items()
+        ]
+        headers = headers_of(world.host)
+        taken = take_over(world, self, replicas, headers)
+        self.service = Service(
+            self.cache,
+            replicas,
+            now_ms=self._now_ms,
+            endpoint="ipc:///simulation",
+            heartbeat_interval_ms=HEARTBEAT_INTERVAL_MS,
+            answers_kept_per_session=1024,
+            share=HostShare(HOST_HANDLE, plan.slabs, plan.slab_bytes, verify_loads=True),
+            headers=headers,
+            shelf=world.shelf,
+        )
+        self.service.watch = self
+        self.unanswered: dict[int, _Delivery] = {}
+        self._deliveries = 0
+        self._answers: dict[tuple[bytes, type[wire.Header], int], tuple[int | None, bytes]] = {}
+        self._checks = Checks(world, self)
+        self._ticked_ms = 0
+        self.service.take_in(taken.shapes, taken.sessions)
+        self._checks.look()
+        self.process.after(0, "ticks", self._tick)
+
+    def die(self) -> None:
+        """SIGKILL: what was on its way to it is lost, and its sockets are closed."""
+        self.process.kill()
+        for attachment in self.attachments:
+            attachment.dropped("the daemon is dead")
+
+    def _now_ms(self) -> int:
+        return self._world.scheduler.now_us // MS + 1
+
+    # --- what happens to it -----------------------------------------------------------------------------------------
+
+    def checked(self, action: Callable[[], None]) -> Callable[[], None]:
+        """The same, with a look at everything afterwards."""
+
+        def act() -> None:
+            action()
+            self._checks.look()
+
+        return act
+
+    def look_at_the_end(self) -> None:
+        """Everybody has left: nothing is held.
+
+        Raises:
+            Broken: something is.
+        """
+        self._checks.look_at_the_end()
+
+    def is_active(self, session: int, epoch: int) -> bool:
+        """Whether a session that the daemon of an epoch has opened is alive for this one at this moment."""
+        if epoch != self.cache.epoch or self.process.dead:
+            return False
+        number = SessionId(session)
+        found = self.cache.sessions.get(number) or self.cache.attached.sessions.get(number)
+        return found is not None and found.state is SessionState.ACTIVE
+
+    def forget(self, peer: Attachment) -> None:
+        """`PeerWatch`, as the attach server does it: who joined sees its connection closed."""
+        self.watched.pop(peer, None)
+        if peer.joined:
+            peer.dropped("no session needs it")
+
+    def watch(self, peer: Attachment) -> None:
+        """`PeerWatch`: tell of its death."""
+        self.watched[peer] = None
+
+    def see_death(self, peer: Attachment) -> None:
+        """A pidfd turned readable."""
+        if peer in self.watched:
+            self.forget(peer)
+            self.service.peer_lost(peer)
+
+    def _tick(self) -> None:
+        self.process.after(HEARTBEAT_INTERVAL_MS * MS, "ticks", self._tick)
+        now_ms, before = self._now_ms(), self.cache.counters["sessions_expired"]
+        late = bool(self._ticked_ms) and now_ms - self._ticked_ms > SESSION_TTL_MS // 2
+        self._ticked_ms = now_ms
+        self.service.on_event(Ticked(now_ms))
+        expired = self.cache.counters["sessions_expired"] - before
+        if late and expired:
+            raise Broken(f"{expired} sessions expired at a tick that was late itself")
+        self._world.seen["session expired in silence"] += expired
+        self._world.seen["late tick"] += late
+        self._checks.look()
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def receive(self, connection: Connection, parts: list[bytes]) -> None:
+        """A message arrives: decoded, served, and answered at once or later, but once."""
+        request, frames = decode(parts)
+        key = connection.id, type(request), request.id
+        session = self._session_of(connection)
+        known = self._answers.get(key)
+        repeated = known is not None and isinstance(request, _KEPT) and session is not None and known[0] == session
+        before = effect_of_requests(self.cache) if repeated else ()
+        self._deliveries += 1
+        number, delivery = self._deliveries, _Delivery(request, connection)
+        self.unanswered[number] = delivery
+
+        def respond(answer: Answer) -> None:
+            delivery.replies += 1
+            if delivery.replies > 1 or not getattr(request, "reply", True):
+                raise Broken(f"reply {delivery.replies} to {in_words(request)}")
+            self.unanswered.pop(number)
+            self._answer(connection, request, answer)
+
+        self.service.submit(connection.id, request, frames, respond)
+        if repeated and before != effect_of_requests(self.cache):
+            raise Broken(f"a retry has an effect: {in_words(request)}: {before}, then {effect_of_requests(self.cache)}")
+        self._world.seen["retry of a kept request"] += repeated
+        if not getattr(request, "reply", True):
+            self.unanswered.pop(number)
+        elif not delivery.replies:
+            if not isinstance(request, _LATE):
+                raise Broken(f"no reply to {in_words(request)}")
+            self._world.seen[f"deferred: {type(request).__name__}"] += 1
+        self._checks.look()
+
+    def _session_of(self, connection: Connection) -> int | None:
+        group = self.service._membership.of_connection(connection.id)
+        return None if group is None else group.session
+
+    def _answer(self, connection: Connection, request: wire.Request, answer: Answer) -> None:
+        parts = [wire.encode(answer.header), *answer.frames]
+        key, whole = (connection.id, type(request), request.id), b"|".join(parts)
+        session, known = self._session_of(connection), self._answers.get(key)
+        if known is not None and isinstance(request, _KEPT) and known[0] == session is not None and known[1] != whole:
+            raise Broken(f"a retry of {in_words(request)} gets another answer: {in_words(answer.header)}")
+        if known is None or known[1] != whole:
+            self._answers[key] = (session, whole)
+            self._give_rights(connection, request, answer)
+        name = type(answer.header).__name__
+        if isinstance(answer.header, wire.ErrorReply):
+            name = f"refusal: {answer.header.code}"
+            self._world.seen[name] += 1
+        else:
+            self._world.seen[f"verb: {type(request).__name__}"] += 1
+        self._world.network.to_client(connection.id, parts, in_words(answer.header))
+
+    def _give_rights(self, connection: Connection, request: wire.Request, answer: Answer) -> None:
+        """What this answer gives to somebody, nobody else may have."""
+        header, session = answer.header, self._session_of(connection)
+        if isinstance(header, wire.Welcome | wire.WelcomeAttached):
+            before = [crew for crew in self.crews.values() if connection.process in crew.processes]
+            self._world.seen["session taken over"] += bool(before)
+            self.crews[header.session] = Crew([connection.process])
+        elif isinstance(header, wire.Acquired):
+            self._give_device(session, header.lease, answer.frames[1])
+        elif isinstance(header, wire.Allocated | wire.Loaded) and isinstance(request, wire.Allocate | wire.Load):
+            self._give_device(session, request.lease, answer.frames[0])
+        elif isinstance(header, wire.StorePrepared) and session is not None:
+            shape = self._world.shapes[self.cache.attached.sessions[SessionId(session)].space.spec.root]
+            slots = _slots(answer.frames[1])
+            for shard in range(shape.geometry.shards):
+                writers = self.crews[session].shards.setdefault(shard, [])
+                holder = "session", self.cache.epoch, session, shard, header.transfer
+                self._world.host.claim(holder, shape.spans(slots, shard), writers)
+
+    def _give_device(self, session: int | None, lease: int, ranges: bytes) -> None:
+        if session is None or (held := self.cache.sessions.get(SessionId(session))) is None:
+            return
+        holder = "session", self.cache.epoch, session, lease
+        for shard in self.workers[held.pool.name].shards:
+            spans: list[Span] = [shard.memory.block(slot) for slot in _slots(ranges)]
+            shard.memory.claim(holder, spans, self.crews[session].processes)
+
+
+def _slots(ranges: bytes) -> list[int]:
+    return [slot for first, count in unpack_ranges(ranges) for slot in range(first, first + count)]

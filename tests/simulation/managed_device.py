@@ -1,0 +1,204 @@
+"""What the shards of an engine in managed mode do to the device pool, in the order in which it was queued."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvcached_client import protocol as wire
+from kvcached_client.keys import KeyChain
+from kvcached_client.types import KEY_SIZE_BYTES
+from tests.simulation.engine import EngineSession
+from tests.simulation.line import Line
+from tests.simulation.memory import DeviceMemory, Holder, Shape
+from tests.simulation.process import Mailbox, Outcome, Process, every
+from tests.simulation.scheduler import MS, Broken
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+_WRITE_US = (100, 3 * MS)
+#: What a device has to do before it comes to a write that nobody waits for.
+_COMPUTE_US = (1 * MS, 60 * MS)
+#: Of one write in six: a device does other things, too.
+_SLOWNESS = (1, 1, 1, 1, 1, 30)
+
+
+@dataclass(eq=False)
+class DeviceShard:
+    """A shard process, or a thread of the only process: it does what is queued, in order, as a device does."""
+
+    index: int
+    process: Process
+    memory: DeviceMemory
+    queue: Mailbox[Callable[[], Awaitable[None]]] = field(default_factory=Mailbox)
+    pending: Counter[int] = field(default_factory=Counter)  #: how often slots are queued to be written
+    fence: int = 0
+
+
+class ManagedSession(EngineSession):
+    """Attributes: shards; next_fence; cancelled: what is queued will not be done."""
+
+    def __init__(self, welcome: wire.Welcome, line: Line) -> None:
+        super().__init__(welcome.session, welcome.token, welcome.epoch, line)
+        self.welcome = welcome
+        self.shards: list[DeviceShard] = []
+        self.last_fence = 0
+        self.cancelled = False
+
+    @property
+    def signalled(self) -> int:
+        return min((shard.fence for shard in self.shards), default=0)
+
+    @property
+    def holder(self) -> Holder:
+        return "session", self.welcome.daemon_epoch, self.number
+
+
+@dataclass
+class HeldLease:
+    """What a request holds: slots by position in the prompt; `depth` of them are committed or were cached."""
+
+    id: int
+    chain: KeyChain
+    table: list[int]
+    hit: int
+    depth: int = 0
+    written: int = 0
+    fence: int = 0
+
+
+class Device:
+    """All shards of an engine."""
+
+    def __init__(self, world: World, shape: Shape, name: str) -> None:
+        self._world = world
+        self._shape = shape
+        self._name = name
+
+    async def write(self, session: ManagedSession, lease: HeldLease, stop: int, *, wait: bool) -> None:
+        """Queue blocks up to `stop` on every shard; `wait` until they are written."""
+        holder: Holder = (*session.holder, lease.id)
+        full = lease.chain.block_count
+        start = lease.written if stop <= full else full
+        for shard in session.shards:
+            if start < stop and not wait:
+                shard.queue.put(self._computing(shard))
+            for index in range(start, stop):
+                key = lease.chain.key_range(index, index + 1) if index < full else bytes(KEY_SIZE_BYTES)
+                data = self._shape.expected(session.welcome.generation, key, shard.index)
+                shard.pending[lease.table[index]] += 1
+                shard.queue.put(self._writing(session, shard, holder, lease.table[index], data))
+        if start < stop:
+            self._signal(session, lease)
+        if stop <= full:
+            lease.written = max(lease.written, stop)
+        if wait:
+            await self.written(session)
+
+    def _writing(
+        self, session: ManagedSession, shard: DeviceShard, holder: Holder, slot: int, data: bytes
+    ) -> Callable[[], Awaitable[None]]:
+        async def write() -> None:
+            memory, (start, end) = shard.memory, shard.memory.block(slot)
+            middle = (end - start) // 2
+            if session.cancelled:
+                return
+            memory.write(holder, start, data[:middle])
+            pause_us = self._world.chance.spread(*_WRITE_US) * self._world.chance.among(_SLOWNESS)
+            await shard.process.sleep(pause_us, f"has written half of slot {slot}")
+            if session.cancelled:
+                return
+            memory.write(holder, start + middle, data[middle:])
+            shard.pending[slot] -= 1
+            if not shard.pending[slot]:
+                memory.unwritten.discard(slot)
+            if not self._world.daemon.is_active(session.number, session.welcome.daemon_epoch):
+                self._world.seen["zombie wrote to a device slot"] += 1
+
+        return write
+
+    def _computing(self, shard: DeviceShard) -> Callable[[], Awaitable[None]]:
+        async def compute() -> None:
+            await shard.process.sleep(self._world.chance.spread(*_COMPUTE_US), "has computed")
+
+        return compute
+
+    def _signal(self, session: ManagedSession, lease: HeldLease) -> None:
+        """A fence behind what is queued."""
+        session.last_fence += 1
+        fence = lease.fence = session.last_fence
+        for shard in session.shards:
+
+            async def pass_by(shard: DeviceShard = shard) -> None:
+                shard.fence = fence
+
+            shard.queue.put(pass_by)
+
+    async def written(self, session: ManagedSession) -> None:
+        """Wait until everything that is queued is done."""
+        marks: list[Outcome[None]] = []
+        for shard in session.shards:
+            mark: Outcome[None] = Outcome()
+            marks.append(mark)
+
+            async def reach(mark: Outcome[None] = mark) -> None:
+                mark.set(None)
+
+            shard.queue.put(reach)
+        await every(marks)
+
+    def stop_writing(self, session: ManagedSession, slots: list[int], fence: int) -> None:
+        """What is about to be committed is not written again, once the fence has signalled."""
+        for shard in session.shards:
+            shard.memory.unwritten.update(slot for slot in slots if shard.pending[slot])
+            if fence <= session.signalled:
+                shard.memory.give_up_spans(session.holder, [shard.memory.block(slot) for slot in slots])
+            else:
+
+                async def stop(shard: DeviceShard = shard) -> None:
+                    shard.memory.give_up_spans(session.holder, [shard.memory.block(slot) for slot in slots])
+
+                shard.queue.put(stop)
+
+    def end_lease(self, session: ManagedSession, lease: int, fence: int) -> None:
+        """Nothing of a lease is written any more, once the fence has signalled."""
+        holder: Holder = (*session.holder, lease)
+        for shard in session.shards:
+            if fence <= session.signalled:
+                shard.memory.give_up(holder)
+            else:
+
+                async def stop(shard: DeviceShard = shard) -> None:
+                    shard.memory.give_up(holder)
+
+                shard.queue.put(stop)
+
+    async def read(self, session: ManagedSession, lease: HeldLease, blocks: int) -> None:
+        """The first blocks of a lease, on every shard."""
+        for index in range(blocks):
+            key, slot = lease.chain.key_range(index, index + 1), lease.table[index]
+            for shard in session.shards:
+                shard.queue.put(self._reading(session, shard, lease.id, slot, key))
+        await self.written(session)
+
+    def _reading(
+        self, session: ManagedSession, shard: DeviceShard, lease: int, slot: int, key: bytes
+    ) -> Callable[[], Awaitable[None]]:
+        async def read() -> None:
+            found = shard.memory.read(shard.memory.block(slot))
+            good = found == self._shape.expected(session.welcome.generation, key, shard.index)
+            if self._world.daemon.is_active(session.number, session.welcome.daemon_epoch):
+                self._world.seen["device blocks read"] += 1
+                if not good:
+                    raise Broken(f"{self._name} reads other bytes than its block's: slot {slot}, lease {lease}")
+            elif not good:
+                self._world.seen["other bytes read in a session that was over"] += 1
+
+        return read
+
+    async def work(self, shard: DeviceShard) -> None:
+        while True:
+            await (await shard.queue.get())()

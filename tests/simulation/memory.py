@@ -1,0 +1,160 @@
+"""Memory of the simulated machine: real bytes, and who may write which of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.host_header import NAMESPACE_BYTES, HeaderKind
+from kvcached_client.slabs import HEADER_BYTES
+from tests.simulation.process import Process
+from tests.simulation.scheduler import Broken
+
+#: Who has a right: what it is, ids, and in the end a shard. A shorter one stands for all that begin with it.
+Holder = tuple[str | int, ...]
+Span = tuple[int, int]
+
+
+@lru_cache(maxsize=16_384)
+def content(root: bytes, generation: int, key: bytes, shard: int, size: int) -> bytes:
+    """The bytes that a block has to have: those of its key, of its namespace at its generation, on its shard."""
+    return hashlib.shake_128(root + key + bytes([generation & 255, shard])).digest(size)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How one namespace lies in the host pool."""
+
+    root: bytes
+    fingerprint: bytes
+    geometry: HostGeometry
+
+    def header(self, slot: int, shard: int) -> Span:
+        start = self.geometry.header_offset(slot, shard)
+        return start, start + HEADER_BYTES
+
+    def block(self, slot: int, shard: int) -> Span:
+        start = self.geometry.block_offset(slot, shard)
+        return start, start + self.geometry.block_bytes
+
+    def spans(self, slots: Iterable[int], shard: int) -> list[Span]:
+        """All that belongs to slots on a shard."""
+        return [span for slot in slots for span in (self.header(slot, shard), self.block(slot, shard))]
+
+    def kind(self, generation: int) -> HeaderKind:
+        return HeaderKind(self.root[:NAMESPACE_BYTES], self.fingerprint, generation)
+
+    def expected(self, generation: int, key: bytes, shard: int) -> bytes:
+        return content(self.root, generation, key, shard, self.geometry.block_bytes)
+
+
+@dataclass
+class _Claim:
+    holder: Holder
+    spans: list[Span]
+    writers: Sequence[Process]  #: who could use it; nobody if all are dead
+
+
+class Memory:
+    """Bytes that several processes have mapped.
+
+    A right to write begins when the daemon gives it to somebody, and ends with the writer's own word or its death. Two
+    living writers never have a right to the same byte.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.bytes = bytearray(size)
+        #: Bytes that changed by themselves since they were written.
+        self.rotten: list[Span] = []
+        self._claims: list[_Claim] = []
+        self._given_up: set[Holder] = set()
+
+    def claim(self, holder: Holder, spans: Iterable[Span], writers: Sequence[Process]) -> None:
+        """Somebody may write these bytes from now on, unless it has said before that it will not."""
+        if any(holder[:length] in self._given_up for length in range(len(holder) + 1)):
+            return
+        wanted = list(spans)
+        self._claims = [each for each in self._claims if not all(writer.dead for writer in each.writers)]
+        for other in self._claims:
+            if other.holder != holder and (span := _common(other.spans, wanted)) is not None:
+                raise Broken(f"{self.name}: bytes {span} were given to {holder}, and {other.holder} may write them yet")
+        self._claims.append(_Claim(holder, wanted, writers))
+
+    def give_up(self, holder: Holder) -> None:
+        """Somebody will not write any more, nor what an answer gives it that is still on its way."""
+        self._given_up.add(holder)
+        self._claims = [each for each in self._claims if each.holder[: len(holder)] != holder]
+
+    def give_up_spans(self, holder: Holder, spans: Iterable[Span]) -> None:
+        """Somebody will not write these bytes any more."""
+        given = set(spans)
+        for claim in self._claims:
+            if claim.holder[: len(holder)] == holder:
+                claim.spans = [span for span in claim.spans if span not in given]
+
+    def write(self, holder: Holder, start: int, data: bytes) -> None:
+        """Write, with a right to do so."""
+        end = start + len(data)
+        self.touch(holder, (start, end))
+        self.bytes[start:end] = data
+
+    def touch(self, holder: Holder, span: Span) -> None:
+        """Somebody is about to write these bytes.
+
+        Raises:
+            Broken: without a right to.
+        """
+        start, end = span
+        mine = [each for claim in self._claims if claim.holder == holder for each in claim.spans]
+        if not any(first <= start and end <= last for first, last in mine):
+            raise Broken(f"{self.name}: {holder} writes bytes {start} to {end} without a right to")
+        self.rotten = [each for each in self.rotten if _common([each], [span]) is None]
+
+    def read(self, span: Span) -> bytes:
+        return bytes(self.bytes[span[0] : span[1]])
+
+    def view(self, span: Span) -> memoryview:
+        return memoryview(self.bytes)[span[0] : span[1]]
+
+    def rot(self, at: int) -> None:
+        """A bit changes by itself."""
+        self.bytes[at] ^= 1
+        self.rotten.append((at, at + 1))
+
+    def is_rotten(self, span: Span) -> bool:
+        return _common(self.rotten, [span]) is not None
+
+    def is_claimed(self, span: Span) -> bool:
+        """Whether somebody may be writing there, who may be dead by now."""
+        return any(_common(claim.spans, [span]) is not None for claim in self._claims)
+
+
+class DeviceMemory(Memory):
+    """One shard's part of a device pool, as long as its worker lives.
+
+    Attributes:
+        handle: the descriptor by which it is passed on.
+        unwritten: slots that were committed before they were written; the fence of that has not signalled.
+    """
+
+    def __init__(self, name: str, handle: int, slots: int, block_bytes: int) -> None:
+        super().__init__(name, slots * block_bytes)
+        self.handle = handle
+        self.unwritten: set[int] = set()
+        self._block_bytes = block_bytes
+
+    def block(self, slot: int) -> Span:
+        return slot * self._block_bytes, (slot + 1) * self._block_bytes
+
+
+def _common(one: Iterable[Span], other: Sequence[Span]) -> Span | None:
+    """Bytes that are in both."""
+    for start, end in one:
+        for first, last in other:
+            if start < last and first < end:
+                return max(start, first), min(end, last)
+    return None

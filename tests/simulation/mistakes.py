@@ -1,0 +1,166 @@
+"""Deliberate mistakes in the product, each of which the simulation has to find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvcached import takeover
+from kvcached.admission import Admission
+from kvcached.answers import KeptAnswers
+from kvcached.core import cache as core_cache
+from kvcached.core.attached_state import Exchange
+from kvcached.core.exchanges import Exchanges
+from kvcached.core.loads import Loads
+from kvcached.core.session import Session
+from kvcached.core.states import SessionState, SlotState
+from kvcached.core.stores import Stores
+from kvcached.core.tiers import Tiers
+from kvcached.core.transfer import Transfer
+from kvcached.deferred import DeferredAnswers
+from kvcached.membership import Group
+from kvcached.worker.host_memory import HostHeaders
+
+Make = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake.
+
+    Attributes:
+        make: puts it into the product.
+        seeds: some that find it; one of them has to.
+    """
+
+    name: str
+    make: Make
+    seeds: tuple[int, ...]
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """While the block runs."""
+        with pytest.MonkeyPatch.context() as patch:
+            self.make(patch)
+            yield
+
+
+def _pool_given_away(patch: pytest.MonkeyPatch) -> None:
+    """An expired session's pool goes to whoever asks, though its processes live."""
+
+    def replaced(self: Admission, replica: str, *_: object) -> Session | None:
+        sessions = [each for each in self._cache.sessions.values() if each.pool.name == replica]
+        return sessions[0] if sessions and sessions[0].state is SessionState.EXPIRED else None
+
+    patch.setattr(Admission, "_replaced_session", replaced)
+
+
+def _quarantine_skipped(patch: pytest.MonkeyPatch) -> None:
+    """Host slots that an expired engine's shards are writing are free at once."""
+    drop = Exchanges.drop_store
+
+    def drop_store(self: Exchanges, session: Any, store: Exchange, target: SlotState) -> None:
+        drop(self, session, store, SlotState.FREE)
+
+    patch.setattr(Exchanges, "drop_store", drop_store)
+
+
+def _retry_executed_twice(patch: pytest.MonkeyPatch) -> None:
+    """No answer is kept."""
+    patch.setattr(KeptAnswers, "find", lambda *_: None)
+
+
+def _one_shard_counts_for_all(patch: pytest.MonkeyPatch) -> None:
+    """A copy by workers is over with its first acknowledgement."""
+    settle = Tiers.on_shard_settled
+
+    def on_shard_settled(self: Tiers, event: Any) -> None:
+        transfer = self.book.transfers.get(event.transfer)
+        if transfer is not None:
+            transfer.waiting = {event.shard}
+        settle(self, event)
+
+    patch.setattr(Tiers, "on_shard_settled", on_shard_settled)
+
+
+def _one_attached_shard_counts_for_all(patch: pytest.MonkeyPatch) -> None:
+    """A copy by an engine is over with its first acknowledgement."""
+
+    def settled(self: Exchanges, exchange: Exchange, shard: int, error: str) -> bool:
+        exchange.failure = exchange.failure or error
+        exchange.waiting.clear()
+        return True
+
+    patch.setattr(Exchanges, "settled", settled)
+
+
+def _failed_store_believed(patch: pytest.MonkeyPatch) -> None:
+    """What a shard says of a copy that failed is not heard."""
+    settled = Exchanges.settled
+
+    def believe(self: Exchanges, exchange: Exchange, shard: int, error: str) -> bool:
+        return settled(self, exchange, shard, "" if shard >= 0 else error)
+
+    patch.setattr(Exchanges, "settled", believe)
+
+
+def _epoch_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    """Copies of a pool's lost memory count for the new one."""
+    patch.setattr(Transfer, "is_current", property(lambda _: True))
+
+
+def _fence_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are stored while they are still written."""
+    patch.setattr(Stores, "_unsignalled", lambda *_: None)
+
+
+def _reply_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Who waits in a session that is over is not told."""
+    patch.setattr(DeferredAnswers, "session_changed", lambda *_: None)
+
+
+def _one_death_counts_for_all(patch: pytest.MonkeyPatch) -> None:
+    """Where one process of a session is dead, nobody asks for the others."""
+    patch.setattr(Group, "living", lambda *_, **__: [])
+
+
+def _late_tick_expires(patch: pytest.MonkeyPatch) -> None:
+    """After the daemon has stood still it takes everybody for silent."""
+    patch.setattr(core_cache, "LATE_TICK_DIVISOR", 1e-6)
+
+
+def _load_does_not_wait_for_its_store(patch: pytest.MonkeyPatch) -> None:
+    """A load begins while the store that writes what it reads is under way."""
+    patch.setattr(Loads, "_stores_of", lambda *_: set())
+
+
+def _claims_not_written(patch: pytest.MonkeyPatch) -> None:
+    """Nothing beside the host slots tells the next daemon who may be writing them."""
+    patch.setattr(HostHeaders, "claim", lambda *_: None)
+
+
+def _engine_of_before_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """After a restart nobody asks whether engines of before live."""
+    patch.setattr(takeover, "_living", lambda _: [])
+
+
+MISTAKES = [
+    Mistake("pool given away", _pool_given_away, (7, 2, 8)),
+    Mistake("quarantine skipped", _quarantine_skipped, (11, 24, 3, 21)),
+    Mistake("retry executed twice", _retry_executed_twice, (0, 1)),
+    Mistake("one shard counts for all", _one_shard_counts_for_all, (1, 0)),
+    Mistake("one shard of an engine counts for all", _one_attached_shard_counts_for_all, (0, 1)),
+    Mistake("failed store believed", _failed_store_believed, (4, 6, 3)),
+    Mistake("epoch not looked at", _epoch_not_looked_at, (1, 2, 10)),
+    Mistake("fence not waited for", _fence_not_waited_for, (23, 10, 25)),
+    Mistake("reply forgotten", _reply_forgotten, (1, 14)),
+    Mistake("one death counts for all", _one_death_counts_for_all, (16, 27, 2)),
+    Mistake("late tick expires sessions", _late_tick_expires, (1, 2)),
+    Mistake("load does not wait for its store", _load_does_not_wait_for_its_store, (0,)),
+    Mistake("claims not written", _claims_not_written, (0,)),
+    Mistake("engine of before forgotten", _engine_of_before_forgotten, (0,)),
+]

@@ -1,0 +1,153 @@
+"""What a seed's machine looks like: sizes, replicas, models, and which faults are likely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvcached.attached_admission import HostShare, _space
+from kvcached.core.answers import PoolSpec
+from kvcached_client import protocol as wire
+from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.layout import KvGroup, Layout
+from kvcached_client.slabs import PAGE_BYTES
+from tests.simulation.memory import Shape
+from tests.simulation.scheduler import Chance
+
+LAYOUT = Layout(
+    block_size=4, shards=2, groups=(KvGroup(layers=1, kv_heads=1, head_dim=32, v_head_dim=32, dtype="float32"),)
+)
+#: A page of headers and a page of blocks for each of two shards.
+SLAB_BYTES = 4 * PAGE_BYTES
+#: Of blocks of engines in attached mode, in bytes, with the number of their shards.
+_ATTACHED_BLOCKS = ((2, 1024), (2, 1300), (1, 2048), (2, 700))
+FAULTS = (
+    "engine process killed",
+    "engine process stopped",
+    "engine stopped",
+    "worker killed",
+    "worker hangs",
+    "worker is slow",
+    "copy fails",
+    "bit rots",
+    "machine suspended",
+    "daemon stalls",
+    "daemon killed",
+    "weather changes",
+)
+#: Those that take a while to show what they do.
+_OFTEN = ("engine process stopped", "engine stopped", "engine process killed", "worker hangs", "bit rots")
+#: Those after which nobody expires for a while.
+_SELDOM = ("machine suspended", "daemon stalls")
+_WEIGHTS = (0.0, 1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class AttachedModel:
+    """A namespace that engines in attached mode may declare."""
+
+    number: int
+    label: str
+    keyspace: bytes
+    block_size: int
+    shape: Shape
+
+
+@dataclass
+class Plan:
+    """Drawn once for each seed.
+
+    Attributes:
+        replicas: namespaces by replica; those that share one share its host slots.
+        fault_weights: how likely each fault is among all; 0 where this seed has none of it.
+        copy_failures: how likely it is that a shard of an engine gives up a copy.
+    """
+
+    replicas: dict[str, bytes]
+    slots: int
+    slabs: int
+    spaces: int
+    watermark: int
+    load_threshold: int
+    load_quota: int | None
+    models: list[AttachedModel]
+    rival: bool
+    attached_engines: int
+    copy_failures: float
+    fault_weights: dict[str, float]
+    layout: Layout = LAYOUT
+    slab_bytes: int = SLAB_BYTES
+    shapes: dict[bytes, Shape] = field(default_factory=dict)
+
+    def pool_specs(self) -> list[PoolSpec]:
+        return [
+            PoolSpec(
+                name,
+                namespace,
+                self.layout.block_size,
+                self.slots,
+                self.layout.shards,
+                self.shapes[namespace].geometry.slots_per_slab,
+                self.watermark,
+                self.load_threshold,
+                self.load_quota,
+            )
+            for name, namespace in self.replicas.items()
+        ]
+
+
+def draw(chance: Chance) -> Plan:
+    """A machine."""
+    spaces, slabs = 2, chance.number(5, 10)
+    second = chance.among([b"one", b"two"]).ljust(32, b".")
+    replicas = {"a": b"one".ljust(32, b"."), "b": second}
+    managed = HostGeometry(
+        slabs=slabs, slab_bytes=SLAB_BYTES, shards=LAYOUT.shards, block_bytes=LAYOUT.bytes_per_block()
+    )
+    models = [_model(number, slabs) for number in range(chance.number(1, spaces + 1))]
+    plan = Plan(
+        replicas=replicas,
+        slots=chance.among([12, 20, 32]),
+        slabs=slabs,
+        spaces=spaces,
+        watermark=chance.among([0, 2, 4]),
+        load_threshold=chance.among([1, 1, 2]),
+        load_quota=chance.among([None, 3]),
+        models=models,
+        rival=chance.happens(0.5),
+        attached_engines=chance.number(1, 3),
+        copy_failures=chance.among([0.0, 0.05]),
+        fault_weights={name: _weight(chance, name) for name in FAULTS},
+    )
+    fingerprint = bytes.fromhex(LAYOUT.fingerprint())
+    plan.shapes = {root: Shape(root, fingerprint, managed) for root in replicas.values()}
+    plan.shapes.update({model.shape.root: model.shape for model in models})
+    return plan
+
+
+def _weight(chance: Chance, fault: str) -> float:
+    if fault in _OFTEN:
+        return chance.among([1.0, 3.0, 6.0])
+    return chance.among(_WEIGHTS) * (0.6 if fault in _SELDOM else 1.0)
+
+
+def _model(number: int, slabs: int) -> AttachedModel:
+    shards, block_bytes = _ATTACHED_BLOCKS[number % len(_ATTACHED_BLOCKS)]
+    geometry = HostGeometry(slabs=slabs, slab_bytes=SLAB_BYTES, shards=shards, block_bytes=block_bytes)
+    hello = wire.HelloAttached(
+        id=1,
+        version_min=1,
+        version_max=1,
+        member=bytes(wire.TOKEN_SIZE_BYTES),
+        engine="simulated",
+        instance=bytes(16),
+        label=f"model {number}",
+        keyspace=bytes([number]) * 32,
+        block_size=4,
+        shards=shards,
+        block_bytes=block_bytes,
+        fingerprint=bytes([number]) * 16,
+    )
+    root = _space(hello, HostShare(0, slabs, SLAB_BYTES, verify_loads=True)).root
+    return AttachedModel(
+        number, hello.label, hello.keyspace, hello.block_size, Shape(root, hello.fingerprint, geometry)
+    )

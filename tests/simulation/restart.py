@@ -1,0 +1,64 @@
+"""What outlives a daemon and is found by the next one: ledger, host pool, workers, and engines that live."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import msgspec
+
+from kvcached import takeover
+from kvcached.ledger import Ledger, LedgerFile, ProcessIdentity
+from kvcached.replica import Replica
+from kvcached.takeover import Takeover
+from kvcached.worker.host_memory import HostHeaders
+from kvcached_client.header_table import HeaderTable
+from tests.simulation.attachment import Attachment
+from tests.simulation.memory import Memory
+
+if TYPE_CHECKING:
+    from tests.simulation.daemon import Daemon
+    from tests.simulation.world import World
+
+
+class KeptLedger(LedgerFile):
+    """The ledger as bytes that no process can lose.
+
+    Attributes:
+        data: of the ledger; empty where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, ledger: Ledger) -> None:
+        self.data = msgspec.json.encode(ledger)
+
+    def remove(self) -> None:
+        self.data = b""
+
+
+def headers_of(host: Memory) -> HostHeaders:
+    """The daemon's own view of the host pool, which needs no mapping here."""
+    headers = HostHeaders.__new__(HostHeaders)
+    headers.table = HeaderTable(memoryview(host.bytes))
+    return headers
+
+
+def take_over(world: World, daemon: Daemon, replicas: list[Replica], headers: HostHeaders) -> Takeover:
+    """Fill a new daemon's cache with what the one before has left, by the product's own code."""
+    if not world.ledger.data:
+        return Takeover()
+    ledger = msgspec.json.decode(world.ledger.data, type=Ledger)
+
+    def find(process: ProcessIdentity) -> Attachment | None:
+        found = world.process_of(process)
+        return None if found is None or found.dead else Attachment(world, found, daemon)
+
+    with patch.object(takeover, "_peer", find):
+        taken = takeover.take_over(ledger, daemon.cache, replicas, headers)
+    world.seen["daemon started again"] += 1
+    world.seen["host blocks found after a restart"] += taken.blocks
+    world.seen["engine found after a restart"] += len(taken.sessions)
+    world.seen["workers adopted"] += sum(replica.workers.adopted for replica in replicas)
+    return taken

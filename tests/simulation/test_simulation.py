@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from kvcached_client import protocol as wire
+from tests.simulation.__main__ import main
+from tests.simulation.mistakes import MISTAKES, Mistake
+from tests.simulation.plan import FAULTS
+from tests.simulation.run import Result, run
+
+STEPS = 2800
+#: In every run of the tests.
+SEEDS = range(8)
+#: In those of `-m slow`.
+SLOW_SEEDS = range(100, 130)
+SLOW_STEPS = 7000
+#: What engines say. The other verbs are those of people and tools.
+VERBS = (
+    wire.Acquire,
+    wire.Allocate,
+    wire.Bye,
+    wire.Clear,
+    wire.Commit,
+    wire.CommitStore,
+    wire.CompleteLoad,
+    wire.Heartbeat,
+    wire.Hello,
+    wire.HelloAttached,
+    wire.Load,
+    wire.Match,
+    wire.PrepareLoad,
+    wire.PrepareStore,
+    wire.Release,
+    wire.Vacancy,
+)
+#: What has to have happened at some time, or the seeds do not test what they are there for.
+EXPECTED = (
+    *(f"fault: {name}" for name in FAULTS),
+    "fault: message lost",
+    "fault: message doubled",
+    "fault: message late",
+    "fault: message out of order",
+    "attached loaded blocks",
+    "attached stored blocks",
+    "worker loaded blocks",
+    "worker stored blocks",
+    "device blocks read",
+    "counter: demoted_blocks",
+    "counter: evicted_blocks",
+    "counter: host_evicted_blocks",
+    "counter: duplicate_blocks",
+    "counter: store_failed_blocks",
+    "counter: load_failed_blocks",
+    "counter: sessions_expired",
+    "counter: workers_lost",
+    "deferred: Load",
+    "deferred: Vacancy",
+    "engine found corrupt blocks",
+    "worker found corrupt blocks",
+    "events with FENCED slots in a",
+    "events with QUARANTINED slots in a",
+    "events with QUARANTINED slots in host",
+    "events with a retired tree",
+    "hit cut short",
+    "late copy called off",
+    "late tick",
+    "lease granted too late",
+    "refusal: pool_busy",
+    "refusal: session_expired",
+    "refusal: worker_lost",
+    "request sent again",
+    "retry of a kept request",
+    "session expired in silence",
+    "session found to be over",
+    "session taken over",
+    "worker died with commands waiting",
+    "worker killed by its deadline",
+    "workers adopted",
+    "daemon started again",
+    "engine found after a restart",
+    "host blocks found after a restart",
+    "workers restored",
+    "zombie stored in the host pool",
+    "zombie wrote to a device slot",
+)
+
+
+@cache
+def played(seed: int) -> Result:
+    return run(seed, STEPS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_wrong_and_everything_ends(seed: int) -> None:
+    """Whatever fails, nobody reads other bytes or writes without a right; when faults cease, nothing is held."""
+    result = played(seed)
+
+    assert not result.failure, result.report()
+
+
+def test_a_seed_is_one_history() -> None:
+    """The same seed gives the same events at the same times, in another process, too, whatever its hashes are."""
+    seed = SEEDS[0]
+    program = f"from tests.simulation.run import run; print(run({seed}, {STEPS}).digest)"
+    again = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert again.stdout.strip() == played(seed).digest
+    assert played(seed).digest != played(SEEDS[1]).digest
+
+
+def test_the_seeds_show_what_they_are_for() -> None:
+    """Over the seeds of the default run each fault, each verb and each rare state has occurred."""
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        seen += played(seed).seen
+
+    assert [name for name in EXPECTED if not seen[name]] == []
+    assert [verb for verb in VERBS if not seen[f"verb: {verb.__name__}"]] == []
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_mistakes_are_found(mistake: Mistake) -> None:
+    """A mistake in the product makes a seed fail."""
+    with mistake.made():
+        found = any(run(seed, STEPS).failure for seed in mistake.seeds)
+
+    assert found
+
+
+def test_a_failure_is_told_with_its_reproduction(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failing seed prints one line that shows it again, and playing it again fails at the same event."""
+    mistake = next(each for each in MISTAKES if each.name == "retry executed twice")
+    with mistake.made():
+        assert main(["--seed", str(mistake.seeds[0]), "--steps", str(STEPS), "--trace", "3"]) == 1
+        out, err = capsys.readouterr()
+        again = run(mistake.seeds[0], STEPS)
+
+    summary = json.loads(out)
+    found = re.search(r"fails at event (\d+)", err)
+    assert summary["failed"] == [f"python -m tests.simulation --seed {mistake.seeds[0]} --steps {STEPS}"]
+    assert found is not None
+    assert int(found[1]) == again.events
+    assert summary["failed"][0] in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SLOW_SEEDS)
+def test_more_seeds(seed: int) -> None:
+    """The same holds for longer runs of other seeds."""
+    result = run(seed, SLOW_STEPS)
+
+    assert not result.failure, result.report()

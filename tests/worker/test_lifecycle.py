@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+
+from kvcached.worker.lifecycle import BREAKER_LOSSES, BackOff, Breaker, IllegalTransition, Lifecycle, WorkersState
+
+S = WorkersState
+
+
+def lifecycle_in(*states: WorkersState) -> Lifecycle:
+    """One that has passed through these states."""
+    lifecycle = Lifecycle("default")
+    for state in states:
+        lifecycle.go(state)
+    return lifecycle
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        (S.STARTING, S.RUNNING, S.LOST, S.WAITING, S.STARTING, S.RUNNING, S.STOPPING, S.STOPPED),
+        (S.STARTING, S.RUNNING, S.LOST, S.DEGRADED, S.STARTING, S.DEGRADED, S.STARTING, S.PROBATION, S.RUNNING),
+        (S.STARTING, S.PROBATION, S.LOST, S.DEGRADED, S.STOPPING),
+        (S.STOPPING, S.STOPPED),
+        (S.STARTING, S.STOPPING, S.STOPPED),
+    ],
+)
+def test_lives_of_workers(path: tuple[WorkersState, ...]) -> None:
+    """Workers start, are lost, wait and start again, on probation after many losses, and can be stopped meanwhile."""
+    assert lifecycle_in(*path).state is path[-1]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        (S.RUNNING,),
+        (S.STARTING, S.LOST),
+        (S.STARTING, S.RUNNING, S.STARTING),
+        (S.STARTING, S.RUNNING, S.WAITING),
+        (S.STARTING, S.RUNNING, S.LOST, S.STARTING),
+        (S.STARTING, S.RUNNING, S.LOST, S.RUNNING),
+        (S.STARTING, S.RUNNING, S.LOST, S.WAITING, S.RUNNING),
+        (S.STARTING, S.RUNNING, S.STOPPING, S.LOST),
+        (S.STARTING, S.RUNNING, S.STOPPING, S.RUNNING),
+        (S.STOPPING, S.STOPPED, S.STARTING),
+    ],
+)
+def test_what_cannot_follow_is_refused(path: tuple[WorkersState, ...]) -> None:
+    """A group is never started before the last one is confirmed dead, nor after a stop; such a step is a bug."""
+    lifecycle = lifecycle_in(*path[:-1])
+    before = lifecycle.state
+    with pytest.raises(IllegalTransition, match=f"replica default: {before.value} to {path[-1].value}"):
+        lifecycle.go(path[-1])
+    assert lifecycle.state is before
+
+
+def test_back_off_doubles_and_begins_anew_after_health() -> None:
+    """Pauses go from half a second to half a minute, and from the start again only after a minute of life."""
+    back_off = BackOff()
+
+    assert [back_off.pause_s() for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    back_off.lived(59)
+    assert back_off.pause_s() == 30
+    back_off.lived(60)
+    assert [back_off.pause_s() for _ in range(2)] == [0.5, 1]
+
+
+def test_breaker_opens_after_short_lives_in_a_row() -> None:
+    """Five short lives in a row open it, failed starts counted; a long one among them starts the count anew."""
+    breaker = Breaker()
+    for lived_s in (0, 59, 3, 60, 0, 0, 0):
+        breaker.ended(lived_s)
+    assert not breaker.is_open
+    breaker.ended(0)
+    assert breaker.is_open
+    breaker.ended(59)
+    assert breaker.is_open
+    breaker.close()
+    assert not breaker.is_open
+    for _ in range(BREAKER_LOSSES):
+        assert not breaker.is_open
+        breaker.ended(0)
+    assert breaker.is_open
