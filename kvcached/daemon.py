@@ -38,6 +38,7 @@ from kvcached.rpc.server import RpcServer
 from kvcached.service import Service
 from kvcached.stopping import Stop
 from kvcached.takeover import Takeover
+from kvcached.worker.adoption import end_workers
 from kvcached.worker.available import NotEnoughMemory, check_available
 from kvcached.worker.geometry import pool_geometry
 from kvcached.worker.host_memory import HostHeaders, HostMemory
@@ -132,6 +133,8 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         for each in groups.values():
             parts.push_async_callback(stop.end_workers, each)
             stop.at_once.append(each.kill)
+        for name in inheritance.replicas - groups.keys():  # not configured any more: nobody may write for them
+            await end_workers(str(config.run_dir), name, inheritance.workers_of(name))
         starts = (each.start(inheritance.workers_of(name)) for name, each in groups.items())
         started = await asyncio.gather(*starts, return_exceptions=True)
         for error in started:

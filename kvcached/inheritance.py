@@ -43,6 +43,11 @@ class Inheritance:
     host: HostMemory | None
     is_kept: bool
 
+    @property
+    def replicas(self) -> set[str]:
+        """Those that had workers."""
+        return set() if self.ledger is None else {each.replica for each in self.ledger.workers}
+
     def workers_of(self, replica: str) -> dict[ShardIndex, ProcessIdentity]:
         """The workers that a replica had, which may live on."""
         recorded = () if self.ledger is None else self.ledger.workers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -233,6 +234,20 @@ def match_for_ever(client: Client) -> None:
     """Until the daemon has heard of a death, which takes it milliseconds."""
     while True:
         client.match(client.chain(range(8)))
+
+
+def test_workers_of_a_replica_that_is_not_configured_any_more_end(tmp_path: Path) -> None:
+    """A replica that was taken out of the configuration has no workers after a restart: nobody writes for it."""
+    with supervised(tmp_path, CONFIG + HOST) as daemon:
+        worker = os.pidfd_open(_worker_pid(daemon))
+        (tmp_path / "kvcached.toml").write_text((CONFIG + HOST).replace('name = "default"', 'name = "other"'))
+        daemon.kill_and_wait()
+
+        readable, _, _ = select.select([worker], [], [], 0)
+        os.close(worker)
+        assert readable
+        with Admin.connect(daemon.run_dir) as admin:
+            assert admin.health().ok
 
 
 def _worker_pid(daemon: Supervised) -> int:
