@@ -24,7 +24,9 @@ Kind = Literal["managed", "attached"]
 
 _PATIENCE_S: Final = 60
 _SLAB_BYTES: Final = 1 << 20
+#: Workers that outlive a killed daemon end soon: nobody comes for them.
 CONFIG: Final = f"""
+worker_grace_ms = 0
 [[replica]]
 name = "default"
 model = "benchmark"

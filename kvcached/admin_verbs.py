@@ -67,9 +67,8 @@ class AdminVerbs:
 
     def left(self) -> Left:
         """What is held and under way now."""
-        held = [session.requests for session in self._cache.sessions.values()]
-        attached = [session.requests for session in self._cache.attached.sessions.values()]
-        names = [name for requests in (*held, *attached) for name in requests]
+        names = [name for session in self._cache.sessions.values() for name in session.requests]
+        names += [name for session in self._cache.attached.sessions.values() for name in session.requests]
         return Left(
             leases=sum(not name.startswith(RESERVE_REQUEST_PREFIX) for name in names),
             copies=copies_under_way(self._cache),

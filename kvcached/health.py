@@ -100,7 +100,6 @@ class HealthRequests:
             log.exception("internal error during a health check")
             respond(Answer(error_reply(request.id, self._refused(internal_error()))))
 
-
     def _held_back(self) -> list[HealthPart]:
         """What people have told the daemon not to do, which is no illness."""
         what = [] if self._modes.takes_work else [str(self._modes.state)]

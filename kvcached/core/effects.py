@@ -113,6 +113,13 @@ class NamespaceCleared:
 
 
 Effect = (
-    SessionExpired | SessionEnded | StartTransfer | HurryTransfer | AbandonLoad | LoadsEnded | SlabLent | SlotsHandedOut
+    SessionExpired
+    | SessionEnded
+    | StartTransfer
+    | HurryTransfer
+    | AbandonLoad
+    | LoadsEnded
+    | SlabLent
+    | SlotsHandedOut
     | NamespaceCleared
 )

@@ -61,11 +61,12 @@ def test_host_slot_moves_only_along_the_table(actual: SlotState, source: SlotSta
 
 
 def test_host_edges_are_those_of_the_host_tier() -> None:
-    """A host slot is lent, filled, cached, freed and given back; no other edge joins two of its states."""
+    """A host slot is lent, filled, cached, freed and given back, or found again; no other edge joins its states."""
     absent, free, filling, cached = HOST_STATES
 
     edges = {
         (absent, free),
+        (absent, cached),  # after a restart
         (free, absent),
         (free, filling),
         (filling, cached),

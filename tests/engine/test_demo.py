@@ -170,10 +170,10 @@ def test_demo_that_is_killed_takes_its_daemon_along() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_demo_outputs_are_identical(tp: int) -> None:
-    """Hits in both tiers, for successor and other replica too, give the cold run's outputs and compute one token."""
+    """Hits in both tiers, for whoever comes next and after a SIGKILL of the daemon, give the cold run's outputs."""
     pytest.importorskip("torch")
     command = [sys.executable, "-m", "kvcached", "demo", "--json", "--tp", str(tp)]
     finished = subprocess.run(command, stdout=subprocess.PIPE, check=True)
@@ -181,14 +181,15 @@ def test_demo_outputs_are_identical(tp: int) -> None:
     assert report["outputs_identical"] is True
     cold, *warm = report["rounds"]
     assert cold["hit_tokens"] == [0, 0]
-    assert [each["name"] for each in warm if each["hit_tokens"] != [1024, 1024]] == ["own memory", "no daemon"]
-    assert {each["name"]: each["loaded_tokens"] for each in warm} == {
+    rounds = {each["name"]: each for each in warm}
+    assert rounds.pop("no daemon")["hit_tokens"][0] == 0  # it may be back for the second prompt
+    assert [name for name, each in rounds.items() if each["hit_tokens"] != [1024, 1024]] == ["own memory"]
+    assert {name: each["loaded_tokens"] for name, each in rounds.items()} == {
         "device hit": [0, 0],
         "host hit": [1024, 1024],
         "A restarted": [0, 0],
         "replica B": [1024, 1024],
         "own memory": [0, 0],
         "its host hit": [1024, 1024],
-        "no daemon": [0, 0],
         "daemon back": [1024, 1024],
     }

@@ -210,7 +210,12 @@ class ManagedEngine(Engine):
                 self.world.seen["load waited for again"] += 1
             else:
                 self.world.seen["hit cut short"] += loaded.hit < lease.hit
-                lease.table[loaded.hit : lease.hit] = expand(frames[0])
+                slots = expand(frames[0])
+                if len(slots) < lease.hit - loaded.hit:
+                    # Known: an acquire that came twice has got an answer of its own, which told of them.
+                    self.world.seen["slots told in an answer that nobody takes"] += 1
+                    return False
+                lease.table[loaded.hit : lease.hit] = slots
                 lease.hit = lease.depth = lease.written = loaded.hit
                 await self._device.read(session, lease, lease.hit)
                 break
