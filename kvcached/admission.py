@@ -99,7 +99,14 @@ class Admission:
             raise request_error(
                 ErrorCode.NO_SESSION, "the session was not on a device pool", "say hello, as a new engine does"
             )
-        check_layout(request.layout, self._replicas[session.pool.name])
+        replica = self._replicas[session.pool.name]
+        check_layout(request.layout, replica)
+        if request.namespace != replica.namespace:
+            raise request_error(
+                ErrorCode.STALE_EPOCH,
+                "the namespace was cleared, or has other weights, since the session was opened",
+                "say hello, as a new engine does",
+            )
         return group, peer
 
     def welcome_back(self, request: wire.Rejoin, session: Session, group: Group) -> wire.Welcome:
@@ -135,9 +142,7 @@ class Admission:
             return session
         return None
 
-    def _welcome(
-        self, request_id: int, capabilities: Sequence[str], session: Session, group: Group
-    ) -> wire.Welcome:
+    def _welcome(self, request_id: int, capabilities: Sequence[str], session: Session, group: Group) -> wire.Welcome:
         replica = self._replicas[session.pool.name]
         return wire.Welcome(
             id=request_id,

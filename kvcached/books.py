@@ -88,6 +88,7 @@ class Books:
             boot=shelf.boot,
             epoch=self._cache.epoch,
             host=None if shelf.host is None else _with_lent(shelf.host, self._cache),
+            first_generation=self._cache.attached.spaces.first_generation,
             spaces=tuple(self._spaces()),
             replicas=tuple(_replica(replica) for replica in self._replicas.values()),
             workers=tuple(self._workers()),

@@ -151,12 +151,14 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         boot: which boot of the machine it is of.
         epoch: of the daemon that wrote it.
         host: None without a host tier.
+        first_generation: of namespaces that engines in attached mode declare anew; above those of forgotten ones.
     """
 
     format: Literal[1] = FORMAT
     boot: str
     epoch: Count
     host: HostPoolRecord | None = None
+    first_generation: Count = 0
     spaces: tuple[SpaceRecord, ...] = ()
     replicas: tuple[ReplicaRecord, ...] = ()
     workers: tuple[WorkerRecord, ...] = ()

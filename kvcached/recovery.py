@@ -36,8 +36,15 @@ _SEAL: Final = 15
 _COMMON: Final = (slice(0, 10), slice(12, 15))
 
 
+#: Epoch and session of a claim whose seal does not fit: its writer was about to put a block's header in its place.
+UNKNOWN_OWNER: Final = (0, 0)
+
+
 class FoundClaims(NamedTuple):
-    """Who may be writing: a row for each slot, or several where its shards name several. In no order."""
+    """Who may be writing: a row for each slot, or several where its shards name several. In no order.
+
+    Some may be of `UNKNOWN_OWNER`.
+    """
 
     slots: npt.NDArray[np.int64]
     epochs: npt.NDArray[np.uint64]
@@ -143,8 +150,8 @@ def _good_blocks(headers: list[Words], kind: HeaderKind) -> npt.NDArray[np.int64
 def _claims(slots: npt.NDArray[np.int64], headers: Words) -> FoundClaims:
     start = np.frombuffer(host_header.CLAIM_START, _WORD)[0]
     claimed = np.flatnonzero(headers[:, 0] == start)
-    claimed = claimed[_sealed(headers[claimed])]
-    return FoundClaims(slots[claimed], headers[claimed, _EPOCH], headers[claimed, _TRANSFER])
+    is_whole = _sealed(headers[claimed]).astype(np.uint64)  # 1, or 0: then what it says is the unknown owner's
+    return FoundClaims(slots[claimed], headers[claimed, _EPOCH] * is_whole, headers[claimed, _TRANSFER] * is_whole)
 
 
 def _distinct(claims: list[FoundClaims]) -> FoundClaims:

@@ -7,9 +7,9 @@ whose slots wait until it has introduced itself anew or is dead. Whatever does n
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,15 @@ from kvcached.core.restore import StoredBlocks
 from kvcached.core.revival import Owner, Revival
 from kvcached.ledger import HostPoolRecord, Ledger, ProcessIdentity, SessionRecord, SpaceRecord
 from kvcached.membership import FoundSession, Peer
-from kvcached.recovery import FoundBlocks, FoundClaims, scan
+from kvcached.recovery import UNKNOWN_OWNER, FoundBlocks, FoundClaims, scan
 from kvcached.replica import Replica
 from kvcached.worker.host_memory import HostHeaders
 from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.host_header import NAMESPACE_BYTES, HeaderKind
 from kvcached_client.types import ShardIndex
+
+_Member: TypeAlias = tuple[Peer, ShardIndex | None]
+_Living: TypeAlias = Mapping[Owner, tuple[SessionRecord, list[_Member]]]
 
 _log: Final = logging.getLogger(__name__)
 
@@ -57,11 +60,12 @@ def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers
         headers: of the host pool; None where that is none of what the ledger is about.
     """
     revival, taken = Revival(cache), Takeover()
+    cache.attached.spaces.first_generation = ledger.first_generation
     living = {(record.epoch, record.id): (record, peers) for record in ledger.sessions if (peers := _living(record))}
     if headers is not None:
         _take_replicas(ledger, replicas, headers, revival)
         if cache.attached.spaces.most:
-            _take_spaces(ledger, headers, revival, taken, set(living))
+            _take_spaces(ledger, headers, revival, taken, living)
     adopted = {replica.name for replica in replicas if replica.workers.adopted}
     for owner, (record, peers) in living.items():
         session = None
@@ -95,24 +99,39 @@ def _take_replicas(ledger: Ledger, replicas: Iterable[Replica], headers: HostHea
         revival.replica(replica.name, slabs, stored(scan(headers.table, geometry, kind, slabs)))
 
 
-def _take_spaces(ledger: Ledger, headers: HostHeaders, revival: Revival, taken: Takeover, living: set[Owner]) -> None:
-    for record in ledger.spaces:
+def _take_spaces(ledger: Ledger, headers: HostHeaders, revival: Revival, taken: Takeover, living: _Living) -> None:
+    for number, record in enumerate(ledger.spaces):
         if ledger.host is None or _geometry(ledger.host, record).slots_per_slab != record.slots_per_slab:
             _log.warning("namespace %r is left behind: its blocks would be laid out otherwise now", record.label)
             continue
-        _take_space(record, ledger.host, headers, revival, living)
-        taken.shapes[bytes.fromhex(record.root)] = Shape(bytes.fromhex(record.fingerprint), record.block_bytes)
+        engines = {owner: peers for owner, (session, peers) in living.items() if session.place == record.root}
+        root = bytes.fromhex(record.root)
+        taken.shapes[root] = Shape(bytes.fromhex(record.fingerprint), record.block_bytes)
+        unknown = (0, number)
+        claimants = _take_space(record, ledger.host, headers, revival, engines, unknown)
+        if unknown in claimants:  # one of the engines is writing: which, nobody can say
+            session_id = revival.attached_session(unknown, root)
+            everybody = [member for peers in engines.values() for member in peers]
+            taken.sessions.append(FoundSession(session_id, unknown, b"", b"", everybody))
 
 
 def _take_space(
-    record: SpaceRecord, host: HostPoolRecord, headers: HostHeaders, revival: Revival, living: set[Owner]
-) -> None:
+    record: SpaceRecord,
+    host: HostPoolRecord,
+    headers: HostHeaders,
+    revival: Revival,
+    engines: Collection[Owner],
+    unknown: Owner,
+) -> Collection[Owner]:
+    """Returns who may still be writing."""
     root = bytes.fromhex(record.root)
     spec = SpaceSpec(root, record.label, record.block_size, record.shards, record.slots_per_slab)
     kind = HeaderKind(root[:NAMESPACE_BYTES], bytes.fromhex(record.fingerprint), record.generation)
     slabs = list(host.lent.get(record.root, ()))
     found = scan(headers.table, _geometry(host, record), kind, slabs)
-    revival.space(spec, record.generation, slabs, stored(found), _claims(found.claims, living))
+    claims = _claims(found.claims, engines, unknown)
+    revival.space(spec, record.generation, slabs, stored(found), claims)
+    return claims.keys()
 
 
 def _geometry(host: HostPoolRecord, space: SpaceRecord) -> HostGeometry:
@@ -121,7 +140,7 @@ def _geometry(host: HostPoolRecord, space: SpaceRecord) -> HostGeometry:
     )
 
 
-def _living(record: SessionRecord) -> list[tuple[Peer, ShardIndex | None]]:
+def _living(record: SessionRecord) -> list[_Member]:
     found = ((_peer(each.process), each.shard) for each in record.members)
     return [(peer, None if shard is None else ShardIndex(shard)) for peer, shard in found if peer is not None]
 
@@ -130,14 +149,19 @@ def _peer(process: ProcessIdentity | None) -> Peer | None:
     return UnseenProcess() if process is None else PeerProcess.found(process)
 
 
-def _claims(claims: FoundClaims, living: set[Owner]) -> dict[Owner, npt.NDArray[np.int64]]:
-    """The slots of each living owner. Where the shards of a slot name several, any: only one was told of it."""
+def _claims(claims: FoundClaims, engines: Collection[Owner], unknown: Owner) -> dict[Owner, npt.NDArray[np.int64]]:
+    """The slots of each living owner. Where the shards of a slot name several, any: only one was told of it.
+
+    While any engine lives, slots of an owner whom no shard names are those of `unknown`.
+    """
     owner_of: dict[int, Owner] = {}
     for slot, epoch, session in zip(
         claims.slots.tolist(), claims.epochs.tolist(), claims.sessions.tolist(), strict=True
     ):
-        if (epoch, session) in living:
+        if (epoch, session) in engines:
             owner_of[slot] = (epoch, session)
+        elif (epoch, session) == UNKNOWN_OWNER and engines:
+            owner_of.setdefault(slot, unknown)
     slots: dict[Owner, list[int]] = {}
     for slot, owner in owner_of.items():
         slots.setdefault(owner, []).append(slot)

@@ -45,7 +45,7 @@ from kvcached_client.protocol import (
 from kvcached_client.protocol import Heartbeat as HeartbeatRequest
 from kvcached_client.protocol_fields import RESERVE_REQUEST_PREFIX
 from kvcached_client.reserve import Reserve
-from kvcached_client.returning import check_namespace, declare, open_channel, rejoin
+from kvcached_client.returning import declare, open_channel, rejoin
 from kvcached_client.rundir import default_run_dir, rpc_endpoint
 from kvcached_client.types import FenceSequence
 
@@ -337,9 +337,8 @@ class Client(_Reports):
         grant, layout = self.session, self.layout.fingerprint()
         channel, member = open_channel(grant.run_dir, deadline_ms=self._channel.deadline_ms, failures="raise")
         try:
-            welcome = rejoin(channel, member, grant, self._daemon_epoch, layout)
+            welcome = rejoin(channel, member, grant, self._daemon_epoch, layout, self.namespace)
             _check_welcome(welcome, layout)
-            check_namespace(welcome, self.namespace)
             declare(channel, [*self._leases] if self._reserve is None else [self._reserve, *self._leases])
         except BaseException:
             channel.close()  # without a goodbye: leases are being written

@@ -25,6 +25,7 @@ class Rejoin(Header, frozen=True, kw_only=True, tag="rejoin"):
     daemon_epoch: Id  #: of the earlier daemon
     token: Secret  #: of the session
     layout: Annotated[str, msgspec.Meta(max_length=64)]  #: fingerprint of what the engine has mapped
+    namespace: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  #: root of the keys of what it holds
 
 
 class Declare(Header, frozen=True, kw_only=True, tag="declare"):

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from kvcached_client.attach import SessionGrant, identify
 from kvcached_client.channel import Failures, SessionChannel
-from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.grants import Declaration
 from kvcached_client.protocol import (
     PROTOCOL_VERSION,
@@ -47,11 +46,13 @@ def open_channel(run_dir: str, *, deadline_ms: int, failures: Failures) -> tuple
     return channel, identified.member
 
 
-def rejoin(channel: SessionChannel, member: bytes, grant: SessionGrant, daemon_epoch: int, layout: str) -> Welcome:
+def rejoin(
+    channel: SessionChannel, member: bytes, grant: SessionGrant, daemon_epoch: int, layout: str, namespace: bytes
+) -> Welcome:
     """Ask to go on with a session of the daemon before.
 
     Raises:
-        Stale: nothing is left of it.
+        Stale: nothing is left of it, or the namespace was cleared since.
         RequestError, TransportError: see `kvcached_client.errors`.
     """
     request = Rejoin(
@@ -63,24 +64,11 @@ def rejoin(channel: SessionChannel, member: bytes, grant: SessionGrant, daemon_e
         daemon_epoch=daemon_epoch,
         token=grant.token,
         layout=layout,
+        namespace=namespace,
     )
     welcome, _ = channel.ask(request, Welcome)
     channel.epoch = welcome.epoch
     return welcome
-
-
-def check_namespace(welcome: Welcome, namespace: bytes) -> None:
-    """Refuse to go on where what the engine holds is of another generation or model.
-
-    Raises:
-        Stale: the namespace is another one now.
-    """
-    if welcome.namespace != namespace:
-        raise request_error(
-            ErrorCode.STALE_EPOCH,
-            "the namespace was cleared, or has other weights, since the session was opened",
-            "close the client and connect again",
-        )
 
 
 def declare(channel: SessionChannel, leases: Iterable[Declarable]) -> None:

@@ -27,6 +27,7 @@ class Spaces:
         by_root: the namespaces; the one where a session began or ended last comes last.
         retired: trees of earlier generations that something still holds.
         version: grows whenever a namespace is made, cleared or forgotten.
+        first_generation: of new namespaces; above those of forgotten ones, whose headers lie around.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Spaces:
         self.version = 0
         self._stock = stock
         self.most = most
-        self._first_generation = 0  #: above those of forgotten namespaces, whose headers lie around
+        self.first_generation = 0
         self._sessions = sessions
         self._counters = counters
         self._forgotten = forgotten
@@ -103,7 +104,7 @@ class Spaces:
             self._forget_idle()
         host, tree = self._plant(spec)
         self.version += 1
-        return Space(spec, host, tree, self._first_generation)
+        return Space(spec, host, tree, self.first_generation)
 
     def restore(self, spec: SpaceSpec, generation: int) -> Space:
         """A namespace of before a restart, at the generation that it had, without slabs; it may be above `most`."""
@@ -135,7 +136,7 @@ class Spaces:
         self.version += 1
         del self.by_root[space.spec.root]
         space.tree.shed_host(f"namespace {space.spec.label!r} forgotten")
-        self._first_generation = max(self._first_generation, space.generation + 1)
+        self.first_generation = max(self.first_generation, space.generation + 1)
         self.retired.append(space.tree)
         self.bury()
 

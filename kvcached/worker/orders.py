@@ -95,8 +95,14 @@ class ReplicaWorkers:
             self._groups.current.order(self._command(transfer), tell, deadline_s=self._deadline_s)
         except RequestError as error:
             _log.warning("transfer %d was not ordered: %s", transfer.transfer, error.message)
-            for shard in range(self._shards):
-                self._loop.call_soon(settled, ShardIndex(shard), error.message, ())
+            self._fail(settled, error.message)
+        except Exception as error:  # noqa: BLE001  whatever it was, the core has to hear that no shard copies
+            _log.exception("transfer %d was not ordered", transfer.transfer)
+            self._fail(settled, f"{type(error).__name__}: {error}")
+
+    def _fail(self, settled: Settled, error: str) -> None:
+        for shard in range(self._shards):
+            self._loop.call_soon(settled, ShardIndex(shard), error, ())
 
     def hurry(self, transfer: HurryTransfer) -> None:
         """Raise the priority of a started copy."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvcached.attach import server as server_module
-from kvcached.worker.process import READY_DESCRIPTORS
+from kvcached.worker.connection import READY_DESCRIPTORS
 from kvcached_client.attach_protocol import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
     AttachRefused,

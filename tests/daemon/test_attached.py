@@ -88,8 +88,8 @@ def engine_on(
 class Processes:
     """An engine's processes as children, which end with the test."""
 
-    def __init__(self, daemon: RunningDaemon, page_bytes: int = PAGE_BYTES) -> None:
-        self._run_dir = str(daemon.run_dir)
+    def __init__(self, run_dir: Path, page_bytes: int = PAGE_BYTES) -> None:
+        self._run_dir = str(run_dir)
         self._page_bytes = str(page_bytes)
         self._all: list[LineProcess] = []
 
@@ -117,7 +117,7 @@ class Processes:
 
 @contextmanager
 def children_of(daemon: RunningDaemon, page_bytes: int = PAGE_BYTES) -> Iterator[Processes]:
-    made = Processes(daemon, page_bytes)
+    made = Processes(daemon.run_dir, page_bytes)
     try:
         yield made
     finally:

@@ -79,7 +79,7 @@ def engine(daemon: Supervised) -> Iterator[Engine]:
 
 @pytest.fixture
 def processes(daemon: Supervised) -> Iterator[Processes]:
-    made = Processes(daemon)
+    made = Processes(daemon.run_dir)
     yield made
     made.end()
 

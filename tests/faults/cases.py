@@ -88,10 +88,6 @@ SUPERVISED_CASES = (
 )
 
 
-#: The core is not told that a copy was never ordered, and waits for its end for ever.
-KNOWN_BUGS = {("daemon.order", "raise")}
-
-
 def parameters(cases: Iterable[Case], actions: Sequence[str] = ACTIONS) -> list[Any]:
     """Every case with every action; those that are not quick are slow tests."""
     return [
@@ -100,10 +96,7 @@ def parameters(cases: Iterable[Case], actions: Sequence[str] = ACTIONS) -> list[
             action,
             f"{number}{action[0]}",
             id=f"{case.failpoint}@{case.at}-{case.kind}-{action}",
-            marks=[
-                *([] if action in case.quick else [pytest.mark.slow]),
-                *([pytest.mark.xfail] if (case.failpoint, action) in KNOWN_BUGS else []),
-            ],
+            marks=[] if action in case.quick else [pytest.mark.slow],
         )
         for number, case in enumerate(cases)
         for action in actions

@@ -182,6 +182,7 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
             daemon_epoch=300,
             token=TOKEN,
             layout="00112233445566778899aabbccddeeff",
+            namespace=NAMESPACE,
         ),
         [],
     ),

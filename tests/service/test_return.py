@@ -34,7 +34,13 @@ class Afterwards(Office):
         self.service.take_in({}, [FoundSession(session, BEFORE, digest, b"", members)])
 
     def rejoin(self, process: FakePeer | None = None, **fields: Any) -> wire.Rejoin:
-        given: dict[str, Any] = {"session": BEFORE[1], "daemon_epoch": BEFORE[0], "token": TOKEN, "layout": ""}
+        given: dict[str, Any] = {
+            "session": BEFORE[1],
+            "daemon_epoch": BEFORE[0],
+            "token": TOKEN,
+            "layout": "",
+            "namespace": b"n" * 32,
+        }
         return wire.Rejoin(
             id=self.next_id(),
             version_min=1,
@@ -94,6 +100,12 @@ def test_engine_of_another_layout_is_refused(office: Afterwards) -> None:
     """What it has mapped must be what the pool is."""
     assert office.error(office.rejoin(layout="other")) is ErrorCode.WRONG_LAYOUT
     office.expect(wire.Welcome, office.rejoin(layout=LAYOUT.fingerprint()))
+
+
+def test_engine_of_a_cleared_namespace_is_refused(office: Afterwards) -> None:
+    """What it holds is of another generation: nobody would find it, and it would take room."""
+    assert office.error(office.rejoin(namespace=b"o" * 32)) is ErrorCode.STALE_EPOCH
+    office.expect(wire.Welcome, office.rejoin())
 
 
 def test_it_comes_back_once(office: Afterwards) -> None:

@@ -111,12 +111,6 @@ class World:
         self.daemon = Daemon(self, self.daemon.cache.epoch + _EPOCH, adopted)
         self.network.daemon = self.daemon
         self.network.reconnect()
-        # Known: a namespace that the daemon before had forgotten begins at generation 0 again, whatever it had reached.
-        known = self.daemon.cache.attached.spaces.by_root
-        for model in self.plan.models:
-            if model.shape.root not in known:
-                del self.generations[model.shape.root]
-                self.epochs.pop(model.shape.root.hex(), None)
 
     # --- making things ----------------------------------------------------------------------------------------------
 
