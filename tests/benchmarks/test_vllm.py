@@ -24,6 +24,7 @@ from benchmarks.vllm_copies import copies
 from benchmarks.vllm_environment import MODELS
 from benchmarks.vllm_hooks import made_up_steps
 from benchmarks.vllm_server import VllmServer
+from kvcached_client.vllm.scheduler import GENERATED_BLOCKS_PER_OFFER
 
 
 @pytest.fixture
@@ -65,11 +66,11 @@ def test_paired_ratio_needs_whole_pairs() -> None:
 
 
 def test_made_up_requests_store_every_block_once() -> None:
-    """In as many steps as a block has tokens, every request fills one block, and it is offered."""
+    """In as many steps as a block has tokens every request fills one block, and they are offered some at a time."""
     rig = SchedulerRig(8)
     before = rig.offered_blocks
-    assert all(rig.step_ns() > 0 for _ in range(2 * BLOCK_SIZE))
-    assert rig.offered_blocks - before == 2 * 8
+    assert all(rig.step_ns() > 0 for _ in range(2 * GENERATED_BLOCKS_PER_OFFER * BLOCK_SIZE))
+    assert rig.offered_blocks - before == 2 * GENERATED_BLOCKS_PER_OFFER * 8
 
 
 def test_made_up_steps_have_their_target() -> None:

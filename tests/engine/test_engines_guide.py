@@ -72,7 +72,7 @@ def test_fragments_store_and_load(tmp_path: Path) -> None:
 
 def test_guide_starts_the_configuration_that_is_shipped() -> None:
     """The command for the daemon names a configuration that serves engines in attached mode, and nothing else."""
-    (path,) = set(re.findall(r"kvcached serve --config (\S+)", GUIDE))
+    (path,) = set(re.findall(r"kvcached supervise --config (\S+)", GUIDE))
     config = load_config(ROOT / path, environment={})
 
     assert config.attached is not None
