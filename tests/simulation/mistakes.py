@@ -151,9 +151,9 @@ MISTAKES = [
     Mistake("failed store believed", _failed_store_believed, (4, 6, 3)),
     Mistake("epoch not looked at", _epoch_not_looked_at, (1, 2, 10)),
     Mistake("fence not waited for", _fence_not_waited_for, (23, 10, 25)),
-    Mistake("reply forgotten", _reply_forgotten, (17, 23)),
+    Mistake("reply forgotten", _reply_forgotten, (1, 14)),
     Mistake("one death counts for all", _one_death_counts_for_all, (16, 27, 2)),
     Mistake("late tick expires sessions", _late_tick_expires, (1, 2)),
     Mistake("claims not written", _claims_not_written, (0, 19)),
-    Mistake("engine of before forgotten", _engine_of_before_forgotten, (26, 25)),
+    Mistake("engine of before forgotten", _engine_of_before_forgotten, (11, 9)),
 ]
