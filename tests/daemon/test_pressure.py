@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from kvcached_client import Admin
 from kvcached_client.host_geometry import HostGeometry
 from tests.daemon.conftest import CONFIG, started
 from tests.daemon.test_host_tier import Engine, content, engine_on, is_sound, wait_until
+
+pytestmark = pytest.mark.slow
 
 SLAB_BYTES = 65_536
 PROMPT_BLOCKS = 4

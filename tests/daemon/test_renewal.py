@@ -17,6 +17,8 @@ from tests.daemon.supervised import Supervised, supervised
 from tests.daemon.test_host_tier import HOST_CONFIG, LARGE_BLOCKS, LARGE_CONFIG, PATIENCE_S, SLOTS, Engine
 from tests.project.source_tree import ROOT
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = "step 2000"
 
 

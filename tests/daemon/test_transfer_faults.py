@@ -34,6 +34,8 @@ from tests.daemon.test_host_tier import (
     worker_of,
 )
 
+pytestmark = pytest.mark.slow
+
 FAULTY = "tests.daemon.faulty_daemon"
 TWO_SHARDS = HOST_CONFIG.replace("shards = 1", "shards = 2")
 STATES = dict.fromkeys(("free", "leased", "filling", "cached", "fenced", "quarantined"), 0)

@@ -23,6 +23,8 @@ from tests.daemon.conftest import seconds_until
 from tests.engine.engine_process import EngineProcess
 from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, prompt
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 run_dir = "{directory}"
 

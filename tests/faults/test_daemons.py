@@ -30,6 +30,8 @@ from tests.faults.harness import (
     wait_nothing_held,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("case", "action", "name"), parameters(DAEMON_CASES))
 def test_daemon_faults(tmp_path: Path, case: Case, action: str, name: str) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.host_header import BLOCK_START
 from kvcached_client.slabs import HEADER_BYTES
 from tests.vllm.cache_daemon import SLAB_BYTES
 
 #: Of the tiny model: layers x K and V x heads x tokens x elements x bytes.
 BLOCK_BYTES = 2 * 2 * 2 * 32 * 32 * 4
 
-_MAGIC = b"KVCH"
 _KEY = slice(48, 64)
 _DEPTH = struct.Struct("<I")
 _DEPTH_OFFSET = 112
@@ -55,7 +55,7 @@ class HostBlocks:
         for slot in range(self._geometry.slots):
             start = self._geometry.header_offset(slot, 0)
             header = self._memory[start : start + HEADER_BYTES]
-            if header.startswith(_MAGIC):
+            if header.startswith(BLOCK_START):
                 found.append(StoredBlock(_DEPTH.unpack_from(header, _DEPTH_OFFSET)[0], header[_KEY], slot))
         return sorted(found)
 
@@ -67,7 +67,12 @@ class HostBlocks:
 
 def _memfd_of(pid: int) -> Path:
     """The descriptor of the host pool in the daemon."""
-    (found,) = (
-        entry for entry in Path(f"/proc/{pid}/fd").iterdir() if str(entry.readlink()).startswith("/memfd:kvcached-host")
-    )
+    (found,) = (entry for entry in Path(f"/proc/{pid}/fd").iterdir() if _is_host_pool(entry))
     return found
+
+
+def _is_host_pool(descriptor: Path) -> bool:
+    try:
+        return str(descriptor.readlink()).startswith("/memfd:kvcached-host")
+    except FileNotFoundError:  # closed since it was listed
+        return False
