@@ -80,8 +80,14 @@ class Books:
             self._shelf.file.write(self._ledger(self._shelf))
         except OSError as error:
             _log.error("the ledger cannot be written, so that a crash would lose the cache: %s", error)
-            self._shelf.file.remove()
+            self._remove(self._shelf)
         self._written = version
+
+    def _remove(self, shelf: Shelf) -> None:
+        try:
+            shelf.file.remove()
+        except OSError as error:
+            _log.critical("nor removed; stop the daemon in order and delete it before the next start: %s", error)
 
     def _ledger(self, shelf: Shelf) -> Ledger:
         return Ledger(

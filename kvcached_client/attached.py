@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.attach import SessionGrant, identify
-from kvcached_client.block_table import expand_ranges
 from kvcached_client.channel import SessionChannel
 from kvcached_client.errors import DeadlineExceeded, ErrorCode, KvcachedError, RequestError, request_error
 from kvcached_client.failpoints import failpoint
+from kvcached_client.grants import slots_of
 from kvcached_client.heartbeat import Heartbeat
 from kvcached_client.protocol import (
     EVERY_SHARD,
@@ -258,7 +258,7 @@ class AttachedClient:
         request = PrepareLoad(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start, blocks=blocks)
         reply, frames = self._prepare(request, LoadPrepared)
         failpoint("attached.load.prepared")
-        return PreparedLoad(TransferId(reply.transfer), reply.generation, _slots(frames[0], blocks))
+        return PreparedLoad(TransferId(reply.transfer), reply.generation, slots_of(frames[0], blocks))
 
     def cancel_load(self, transfer: TransferId) -> None:
         """No shard will read the slots of a load."""
@@ -285,7 +285,7 @@ class AttachedClient:
         reply, frames = self._prepare(request, StorePrepared, (keys,))
         failpoint("attached.store.prepared")
         pieces = tuple(Piece(*pair) for pair in unpack_ranges(frames[0]))
-        slots = _slots(frames[1], sum(piece.blocks for piece in pieces))
+        slots = slots_of(frames[1], sum(piece.blocks for piece in pieces))
         return PreparedStore(TransferId(reply.transfer), reply.depth, reply.generation, pieces, slots)
 
     def cancel_store(self, transfer: TransferId, why: str) -> None:
@@ -369,16 +369,6 @@ class AttachedClient:
             self._channel.ask(Bye(id=self._channel.next_id()), Goodbye)
         except KvcachedError as error:
             _log.info("kvcached session %d closed without the daemon's answer: %s", self.session.id, error)
-
-
-def _slots(packed: bytes, blocks: int) -> npt.NDArray[np.int32]:
-    try:
-        slots = expand_ranges(packed)
-    except ValueError as error:
-        raise _strange(str(error)) from None
-    if len(slots) != blocks:
-        raise _strange(f"{len(slots)} slots for {blocks} blocks")
-    return slots
 
 
 def _strange(what: str) -> RequestError:

@@ -148,6 +148,21 @@ def test_ledger_that_cannot_be_written_is_removed(
     assert "cannot be written" in caplog.text
 
 
+def test_ledger_that_cannot_be_removed_either_stops_nobody(
+    office: AttachedOffice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a file system that takes nothing any more engines are served on, and the log says what to do."""
+
+    def fail(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(LedgerFile, "write", fail)
+    monkeypatch.setattr(LedgerFile, "remove", fail)
+    office.attach(process(1))
+    office.expect(wire.Cleared, wire.Clear(id=office.next_id(), epoch=EPOCH))
+    assert "delete it before the next start" in caplog.text
+
+
 def test_end_of_a_session_is_written_down(office: AttachedOffice, path: Path) -> None:
     """A session that is over is not in the ledger any more."""
     ledger_at_reply(office, path, office.hello_attached(process(1)))
