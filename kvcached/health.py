@@ -93,12 +93,23 @@ class HealthRequests:
             self._settle()
             violations = check_counts(self._cache)
             parts.append(HealthPart(part="counts", ok=not violations, detail="; ".join(violations[:3])))
+            parts += self._degraded()
             parts += self._held_back()
             report = HealthReport(id=request.id, ok=all(part.ok for part in parts), parts=tuple(parts))
             respond(Answer(report))
         except Exception:
             log.exception("internal error during a health check")
             respond(Answer(error_reply(request.id, self._refused(internal_error()))))
+
+    def _degraded(self) -> list[HealthPart]:
+        """Replicas whose workers die again and again: also where they run just now."""
+        return [
+            _part(
+                replica, "restarts", "degraded: its workers have died again and again; see the daemon's log", ok=False
+            )
+            for replica in self._replicas.values()
+            if replica.workers.is_degraded
+        ]
 
     def _held_back(self) -> list[HealthPart]:
         """What people have told the daemon not to do, which is no illness."""

@@ -37,6 +37,10 @@ class Workers(Protocol):
         """
 
     @property
+    def is_degraded(self) -> bool:
+        """Whether they die again and again, so that they are started as rarely as possible, or are on probation."""
+
+    @property
     def adopted(self) -> bool:
         """Whether they are an earlier daemon's, with what its engines had written."""
 

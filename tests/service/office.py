@@ -63,6 +63,7 @@ class FakeWorkers:
     failure: str = ""
     answers: bool = True
     generation: int = 0
+    is_degraded: bool = False
     pending: list[asyncio.Future[None]] = field(default_factory=list)
     probes: list[tuple[int, int]] = field(default_factory=list)
     transfers: dict[TransferId, tuple[StartTransfer, Settled]] = field(default_factory=dict)

@@ -404,6 +404,17 @@ def test_health_does_not_wait_for_a_hung_worker(monkeypatch: pytest.MonkeyPatch)
     assert office.cache.pools["a"].free == SLOTS
 
 
+def test_health_tells_of_workers_that_die_again_and_again() -> None:
+    """A degraded replica is ill, though its workers answer just now, and is so named."""
+    office = Office("a", "b")
+    office.workers["b"].is_degraded = True
+    report = health(office)
+    assert not report.ok
+    assert [part.part for part in report.parts if not part.ok] == ["b/restarts"]
+    office.workers["b"].is_degraded = False
+    assert health(office).ok
+
+
 def test_health_counts_nowhere() -> None:
     """Checks leave the engines' counters alone."""
     office = Office()

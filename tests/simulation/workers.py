@@ -84,6 +84,7 @@ class SimulatedWorkers:
         self._ordered: set[TransferId] = set()
         self._lost = False
         self.generation = 0
+        self.is_degraded = False
         self.adopted = adopted is not None
         self.shards = self._new_shards() if adopted is None else [self._adopt(shard) for shard in adopted]
 
