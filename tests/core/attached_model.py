@@ -330,10 +330,13 @@ class AttachedPlayers:
         index = self._index()
         wanted = [(held.edition, key) for key in held.chain[start : start + count]]
         there = [index.places.get(block, (0, SlotState.FREE)) for block in wanted]
-        stale = held.edition != self._edition(player) or any(state is not SlotState.CACHED for _, state in there)
+        is_cleared = held.edition != self._edition(player)
+        is_lost = is_cleared or any(state is not SlotState.CACHED for _, state in there)
+        is_paused = self.core.paused and not is_cleared
         with self._refused(ErrorCode.BAD_VALUE):
             self.core.prepare_load(player.id, held.id, start, held.hit - start + 1)
-        with self._refused(ErrorCode.HIT_GONE, unless=not stale):
+        code = ErrorCode.PAUSED if is_paused else ErrorCode.HIT_GONE
+        with self._refused(code, unless=not (is_lost or is_paused)):
             plan = self.core.prepare_load(player.id, held.id, start, count)
             assert slots_of(plan.slots) == [slot for slot, _ in there]
             assert plan.generation == held.edition[1]

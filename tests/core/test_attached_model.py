@@ -82,6 +82,7 @@ def test_mixed_engines_agree_with_the_models_over_long_histories() -> None:
         "demoted_blocks",
         "joined_loads",
         "workers_lost",
+        "refused: paused",
     }
 
 
