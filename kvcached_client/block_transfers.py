@@ -83,6 +83,9 @@ class BlockTransfers:
     def load(self, job: BlockJob, *, verify: bool) -> list[int]:
         """Copy blocks out of the host pool.
 
+        Headers are read before and after the copy. A daemon that takes the pool over from one that was killed does not
+        know of loads that it granted, and may give their slots to others: then the headers have changed.
+
         Args:
             job: what to copy.
             verify: compare bytes with checksums, too, and not only what headers say of the blocks.
@@ -95,16 +98,18 @@ class BlockTransfers:
             BadRequest: as `store`.
         """
         work = self._check(job)
-        held, stored = stored_checksums(self._table.read(work.headers), self._kind(job), work.names)
-        bad: list[int] = np.flatnonzero(~held).tolist()
-        chosen = np.flatnonzero(held)
+        before = self._table.read(work.headers)
+        good, stored = stored_checksums(before, self._kind(job), work.names)
+        chosen = np.flatnonzero(good)
         blocks, places = work.blocks[chosen], work.places[chosen]
         if verify:
             found = _rows(self._copier.to_engine_summed(blocks, places))
-            bad += chosen[(found != stored[chosen]).any(axis=1)].tolist()
+            good[chosen] = (found == stored[chosen]).all(axis=1)
         else:
             self._copier.to_engine(blocks, places)
-        return sorted(bad)
+        good &= (self._table.read(work.headers) == before).all(axis=1)
+        bad: list[int] = np.flatnonzero(~good).tolist()
+        return bad
 
     def _kind(self, job: BlockJob) -> HeaderKind:
         return HeaderKind(self._namespace, self._fingerprint, job.generation)

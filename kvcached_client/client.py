@@ -373,7 +373,8 @@ class Client(_Reports):
     def close(self) -> None:
         """End the session: its leases end, its slots go back to the pool.
 
-        Stop the shard processes before, and let no work on the mapped pool be queued. A process of the session that
+        Stop the shard processes before, let no work on the mapped pool be queued, and signal the last fence: blocks
+        committed under one that has not signalled are dropped. A process of the session that
         still lives could write, so the daemon then frees nothing: the slots are quarantined, and the pool is busy for
         the next session, until that process is dead.
 

@@ -184,12 +184,14 @@ class Cache:
         return session
 
     def close_session(self, session_id: SessionId) -> None:
-        """Its processes say that none of them will touch the pool again: all its work is over."""
+        """Its processes say that none of them will touch the pool again.
+
+        That does not tell what became of work whose fence has not signalled: blocks committed under it are dropped.
+        """
         attached, session = self.attached.sessions.get(session_id), self.sessions.get(session_id)
         if attached is not None:
             self.attached.end(attached)
         elif session is not None:
-            session.signal(max((hold.fence for hold in session.holds), default=session.fence))
             self._end(session)
 
     def handle(self, event: Event) -> None:

@@ -201,6 +201,25 @@ def test_headers_are_gone_while_blocks_are_overwritten(
     assert rig.transfers.load(elsewhere(stored), verify=True) == []
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_block_that_is_overwritten_while_it_is_read_is_reported(
+    rig: EngineRig, stored: BlockJob, monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    """Whoever writes into a slot takes its header away before: a reader that was stopped in between notices."""
+    name = "copy_summed" if verify else "copy_all"
+    copy = getattr(page_copier, name)
+
+    def overtaken(pieces: memoryview, *arguments: int) -> object:
+        with monkeypatch.context() as patch:
+            patch.setattr(page_copier, name, copy)
+            rig.transfers.store(job(JobSpan(1, key_of(0), key_of(77), np.array([2]), np.array([3]))))
+        return copy(pieces, *arguments)
+
+    monkeypatch.setattr(page_copier, name, overtaken)
+
+    assert rig.transfers.load(elsewhere(stored), verify=verify) == [1]
+
+
 def test_store_that_fails_leaves_no_header(rig: EngineRig, stored: BlockJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that ends in the middle leaves slots without headers, so that nobody finds half a block."""
 

@@ -423,8 +423,6 @@ class Driver:
             return
         session = list(self.sessions.values())[self.choose(len(self.sessions))]
         self.cache.close_session(session.id)
-        if not session.expired:
-            session.holds = []
         self._strip(session, quarantine=False)
         del self.sessions[session.id]
 

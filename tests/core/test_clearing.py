@@ -166,7 +166,7 @@ def test_nothing_of_before_is_stored_later(new_tiers: Callable[..., Cache]) -> N
     begin(cache)
     workers.answer(store, "copy failed")
     assert cleared(cache) is not None
-    cache.close_session(engine.session)  # a goodbye signals every fence
+    cache.close_session(engine.session)
     cache.handle(Ticked(1))  # when failed stores are tried again
 
     assert workers.started() == []

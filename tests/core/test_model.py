@@ -24,7 +24,7 @@ def test_cache_agrees_with_the_model_over_long_histories(seed: int) -> None:
         done[name] = done.get(name, 0) + 1
 
     assert len(done) == 15
-    assert min(done.values()) > 5
+    assert min(done.values()) >= 5
 
 
 @settings(max_examples=60, deadline=None)

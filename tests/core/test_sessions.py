@@ -27,15 +27,16 @@ def test_dead_engine_leaves_its_blocks_and_nothing_else(cache: Cache) -> None:
     assert Engine(cache).acquire("abcdefgh").hit == 4
 
 
-def test_goodbye_gives_everything_back(cache: Cache) -> None:
-    """A session that says goodbye has no work queued: its fences count as signalled and its blocks stay."""
+def test_goodbye_gives_everything_back_but_what_was_written(cache: Cache) -> None:
+    """After a goodbye nothing is held, and what was committed stays, but for blocks whose fence had not signalled."""
     engine = Engine(cache)
-    grant = engine.acquire("abcd")
-    engine.commit(grant, "abcd", fence=5)
+    engine.commit(engine.acquire("ab"), "ab", fence=5)
+    cache.heartbeat(engine.session, FenceSequence(5), 0)
+    engine.commit(engine.acquire("abcd"), "abcd", fence=6)
     cache.close_session(engine.session)
 
-    assert states(cache) == (12, 0, 4, 0, 0)
-    assert Engine(cache).hit("abcd") == 4
+    assert states(cache) == (14, 0, 2, 0, 0)
+    assert Engine(cache).hit("abcd") == 2
 
 
 def test_silent_session_is_quarantined_not_freed(cache: Cache) -> None:

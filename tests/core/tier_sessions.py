@@ -118,8 +118,6 @@ class TierSessions:
 
     def leave(self) -> None:
         if (session := self.pick_any_session()) is not None:
-            if not session.expired:  # goodbye means that everything is written
-                self.written(session, session.next_fence)
             self.gone(session, self.cache.close_session)
 
     def die(self) -> None:
