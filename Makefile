@@ -24,6 +24,11 @@ VLLM_STAMP := $(VLLM_VENV)/.complete
 VLLM_LOCK := $(wildcard tests/vllm/environment/*.lock.txt)
 CLIENT := $(shell find kvcached_client -name build -prune -o -name '*.py' -print -o -name '*.c' -print) kvcached_client/pyproject.toml
 
+# A module is compiled once, not at every start of a daemon, whatever the shell that calls says.
+unexport PYTHONDONTWRITEBYTECODE
+# The tests' tensors are tiny: threads that wait for each other cost more than they compute.
+test slow: export OMP_NUM_THREADS := 1
+
 .DEFAULT_GOAL := help
 .PHONY: help env demo test slow mutants lint format bench vllm vllm-env bench-vllm replay clean
 
@@ -51,8 +56,9 @@ $(STAMP): pyproject.toml kvcached_client/pyproject.toml
 demo: env
 	@$(BIN)/kvcached demo
 
+# A daemon's start keeps one core waiting for the other; a file's tests stay together, for they share daemons.
 test: env
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 slow: env
 	@$(BIN)/python -m pytest -m slow

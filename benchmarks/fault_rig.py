@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import IO, Final, Literal, cast
 
+from benchmarks.configurations import small_replica
 from benchmarks.fault_engine import BLOCK_BYTES, BLOCK_SIZE, BLOCKS, hold_slots, hold_store
 from benchmarks.programs import daemon_process
 from kvcached_client import Admin
@@ -27,19 +28,7 @@ _SLAB_BYTES: Final = 1 << 20
 #: Workers that outlive a killed daemon end soon: nobody comes for them.
 CONFIG: Final = f"""
 worker_grace_ms = 0
-[[replica]]
-name = "default"
-model = "benchmark"
-block_size = {BLOCK_SIZE}
-slots = {4 * BLOCKS}
-
-[[replica.group]]
-layers = 1
-kv_heads = 1
-head_dim = 8
-v_head_dim = 8
-dtype = "float32"
-
+{small_replica("default", model="benchmark", block_size=BLOCK_SIZE, slots=4 * BLOCKS)}
 [host]
 size_bytes = {16 * _SLAB_BYTES}
 slab_bytes = {_SLAB_BYTES}

@@ -17,12 +17,15 @@ from kvcached import notify
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _START_TIMEOUT_S: Final = 60
 _STOP_TIMEOUT_S: Final = 10
+#: Variables of ours that they do not get: configuration, and that modules are compiled at every start, as those of an
+#: installed program are not.
+_LEFT_OUT: Final = ("KVCACHED_", "PYTHONDONTWRITEBYTECODE")
 
 
 @contextlib.contextmanager
 def running(name: str, arguments: list[str], directory: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """``python -m`` with `arguments`, from its start to its end; its output goes to ``<directory>/<name>.log``."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVCACHED_")}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_LEFT_OUT)}
     with (directory / f"{name}.log").open("wb") as log:
         program = subprocess.Popen(
             [sys.executable, "-m", *arguments],

@@ -12,9 +12,10 @@ from kvcached.admission import unknown_replica
 from kvcached.answers import Answer, Respond
 from kvcached.awaiting import Awaiting
 from kvcached.core.cache import Cache
-from kvcached.core.pauses import copies_under_way, pause, resume
+from kvcached.core.pauses import copies_under_way, is_paused, pause, resume
 from kvcached.core.states import DaemonState
 from kvcached.modes import Modes
+from kvcached.policy_verbs import PolicyVerbs
 from kvcached.renewals import Renewals
 from kvcached.replica import Replica
 from kvcached_client import protocol as wire
@@ -57,6 +58,7 @@ class AdminVerbs:
         self._waiting_requests = waiting_requests
         self.by_type: dict[type[wire.Header], Callable[[bytes, Any, list[bytes]], Answer]] = {
             wire.Resume: self._resume,
+            **PolicyVerbs(cache, replicas).by_type,
         }
         self.late_by_type: dict[type[wire.Header], Callable[[bytes, Any, Respond], Answer | None]] = {
             wire.Pause: self._pause,
@@ -92,7 +94,7 @@ class AdminVerbs:
         pause(self._cache, request.replica)
 
         def ask(*, is_last: bool) -> Answer | None:
-            holds, under_way = self._is_paused(request.replica), copies_under_way(self._cache, request.replica)
+            holds, under_way = is_paused(self._cache, request.replica), copies_under_way(self._cache, request.replica)
             if under_way and holds and not is_last:
                 return None
             return Answer(wire.Paused(id=request.id, under_way=under_way, holds=holds))
@@ -116,9 +118,6 @@ class AdminVerbs:
             return Answer(_drained(request.id, left, holds=holds))
 
         self._awaiting.answer(request, ask, respond, request.deadline_ms)
-
-    def _is_paused(self, replica: str) -> bool:
-        return self._cache.pools[replica].paused if replica else self._cache.attached.paused
 
     def _check_replica(self, name: str) -> None:
         if name and name not in self._replicas:

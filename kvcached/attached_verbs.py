@@ -58,7 +58,9 @@ class AttachedVerbs:
             raise request_error(
                 ErrorCode.BAD_VALUE, "in attached mode there are no slots to reserve", "leave reserve at 0"
             )
-        lease = self._core.acquire(group.session, request.request, keys, request.tokens, full=request.full)
+        lease = self._core.acquire(
+            group.session, request.request, keys, request.tokens, full=request.full, priority=request.priority
+        )
         return Answer(wire.Held(id=request.id, lease=lease.id, hit=lease.hit))
 
     def release(self, group: Group, request: wire.Release, frames: list[bytes]) -> Answer:

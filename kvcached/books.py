@@ -14,6 +14,7 @@ from typing import Final
 
 from kvcached.attached_admission import AttachedAdmission
 from kvcached.core.cache import Cache
+from kvcached.core.tree import PrefixTree
 from kvcached.ledger import (
     HostPoolRecord,
     Ledger,
@@ -96,7 +97,7 @@ class Books:
             host=None if shelf.host is None else _with_lent(shelf.host, self._cache),
             first_generation=self._cache.attached.spaces.first_generation,
             spaces=tuple(self._spaces()),
-            replicas=tuple(_replica(replica) for replica in self._replicas.values()),
+            replicas=tuple(_replica(each, self._cache.tree_of(each.name)) for each in self._replicas.values()),
             workers=tuple(self._workers()),
             sessions=tuple(filter(None, map(self._session, self._membership.groups))),
         )
@@ -113,6 +114,8 @@ class Books:
                 block_bytes=shape.block_bytes,
                 slots_per_slab=space.spec.host_slots_per_slab,
                 generation=space.generation,
+                write_policy=space.tree.write_policy,
+                configured_policy=self._cache.attached.spaces.write_policy,
             )
 
     def _workers(self) -> Iterable[WorkerRecord]:
@@ -160,7 +163,7 @@ def _with_lent(record: HostPoolRecord, cache: Cache) -> HostPoolRecord:
     )
 
 
-def _replica(replica: Replica) -> ReplicaRecord:
+def _replica(replica: Replica, tree: PrefixTree) -> ReplicaRecord:
     return ReplicaRecord(
         name=replica.name,
         fingerprint=replica.layout.fingerprint(),
@@ -168,4 +171,6 @@ def _replica(replica: Replica) -> ReplicaRecord:
         generation=replica.generation,
         weights_version=replica.weights_version,
         slots=replica.slots,
+        write_policy=tree.write_policy,
+        configured_policy=replica.write_policy,
     )

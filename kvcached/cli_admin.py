@@ -1,4 +1,4 @@
-"""The commands that change what a daemon does: pause, resume, drain, clear, set-weights."""
+"""The commands that change what a daemon does: pause, resume, drain, clear, set-weights, set-policy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from kvcached.cli_common import EPILOG, ExitCode, ask, fields_of, json_option, print_json, run_dir_option
+from kvcached_client.types import WritePolicy
 
 #: For the daemon's answer, on top of what a command lets the daemon wait.
 _ANSWER_MS = 5000
@@ -102,4 +103,19 @@ def set_weights(replica: str, version: str, run_dir: Path | None, deadline_ms: i
         click.echo(f"weights {done.weights_version} of {names}; {done.blocks} blocks; generation {done.generation}")
 
 
-COMMANDS = (pause, resume, drain, clear, set_weights)
+@click.command(epilog=EPILOG)
+@click.argument("target", metavar="REPLICA-OR-NAMESPACE")
+@click.argument("policy", type=click.Choice([policy.value for policy in WritePolicy]))
+@run_dir_option
+@json_option
+def set_policy(target: str, policy: str, run_dir: Path | None, *, as_json: bool) -> None:
+    """Copy blocks to host memory by another write policy from now on. Does nothing where it is that already."""
+    done = ask(run_dir, _ANSWER_MS, lambda admin: admin.set_policy(target, WritePolicy(policy)))
+    if as_json:
+        print_json(fields_of(done))
+    else:
+        name = ", ".join(done.replicas) or done.label
+        click.echo(f"write policy of {name} ({done.namespace}): {done.policy}, was {done.before}")
+
+
+COMMANDS = (pause, resume, drain, clear, set_weights, set_policy)

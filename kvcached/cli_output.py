@@ -28,6 +28,8 @@ def print_stats(report: StatsReport) -> None:
             f"replica {pool.replica}",
             {
                 "healthy": "yes" if pool.healthy else "NO",
+                "degraded": "YES" if pool.degraded else "no",
+                "restarts": pool.restarts,
                 "paused": "YES" if pool.paused else "no",
                 "session": pool.session or "none",
                 "leases": pool.leases,
@@ -44,6 +46,7 @@ def print_stats(report: StatsReport) -> None:
                 "namespace": host.namespace,
                 **({} if host.replicas else {"generation": host.generation}),
                 **({} if host.replicas else {"engines": host.sessions, "leases": host.leases}),
+                "write policy": host.write_policy,
                 "slabs": host.slabs,
                 "slots": host.slots,
                 **host.states,

@@ -23,6 +23,8 @@ from kvcached.config_environment import overlay_environment
 from kvcached.config_error import ConfigError, Problem, mistake, problems_of
 from kvcached.config_host import AttachedConfig, HostConfig
 from kvcached.config_layout import SLOTS_MAX, GroupConfig, Table, layout_of_model
+from kvcached.config_policy import EvictionPolicyName, WritePolicyName, check_policies
+from kvcached.config_storage import StorageConfig
 from kvcached_client.keys import KeyAlgorithm, namespace_root
 from kvcached_client.layout import POOL_SIZE_BYTES_MAX, DType, KvGroup, Layout, PageOrder
 from kvcached_client.rundir import SOCKET_PATH_BYTES_MAX, default_run_dir
@@ -35,7 +37,7 @@ REPLICA_NAME_LENGTH_MAX: Final = 32
 #: Stands beside the names of replicas wherever tiers are told apart.
 HOST_TIER_NAME: Final = "host"
 #: Keys of a replica that speak of the host tier.
-HOST_KEYS: Final = ("free_watermark_percent", "load_threshold_blocks", "load_quota_blocks")
+HOST_KEYS: Final = ("free_watermark_percent", "load_threshold_blocks", "load_quota_blocks", "write_policy")
 #: Fewer beats than this in a session's lifetime, and one late thread ends a healthy session.
 HEARTBEATS_PER_TTL_MIN: Final = 3
 
@@ -152,6 +154,14 @@ class ReplicaConfig(Table):
         description="Blocks that loads may be writing at once; a longer hit is cut. Default: half the pool,"
         " or the threshold where that is more. Only with"
         " `[host]`.",
+    )
+    write_policy: WritePolicyName = Field(
+        default="write_through",
+        description="When blocks are copied to the host pool: docs/policies.md. The same for replicas that share their"
+        " prefixes. Only with `[host]`.",
+    )
+    eviction_policy: EvictionPolicyName = Field(
+        default="lru", description="Which blocks leave the pool first when others need room: docs/policies.md."
     )
     group: tuple[GroupConfig, ...] = Field(
         default=(),
@@ -303,6 +313,9 @@ class Config(Table):
         description="Engines that keep their own device memory, as vLLM does, share the host pool; without this table"
         " there are none.",
     )
+    storage: StorageConfig | None = Field(
+        default=None, description="A tier below the host pool; without this table there is none."
+    )
     replica: Annotated[tuple[ReplicaConfig, ...], AfterValidator(_not_too_many)] = Field(
         default=(),
         strict=False,
@@ -319,6 +332,8 @@ class Config(Table):
             )
         if self.attached is not None and self.host is None:
             raise mistake("does nothing without [host]", "add [host], or remove it", ("attached",))
+        if self.storage is not None and self.host is None:
+            raise mistake("does nothing without [host]", "add [host], or remove it", ("storage",))
         return self
 
     @model_validator(mode="after")
@@ -354,6 +369,7 @@ class Config(Table):
                         raise mistake("does nothing without [host]", "add [host], or remove it", at, value)
         else:
             layouts = {replica.name: replica.layout for replica in self.replica}
+            check_policies([(replica.name, replica.namespace(0), replica.write_policy) for replica in self.replica])
             namespaces = {replica.namespace(0) for replica in self.replica}
             self.host.check(layouts, namespaces=len(namespaces) + (self.attached is not None))
         return self

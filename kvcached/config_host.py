@@ -8,6 +8,7 @@ from pydantic import Field
 
 from kvcached.config_error import mistake
 from kvcached.config_layout import SLOTS_MAX, Table
+from kvcached.config_policy import EvictionPolicyName, WritePolicyName
 from kvcached_client.layout import POOL_SIZE_BYTES_MAX, Layout
 from kvcached_client.slabs import PAGE_BYTES, slots_per_slab, smallest_slab
 
@@ -31,6 +32,10 @@ class HostConfig(Table):
     verify_loads: bool = Field(
         default=True,
         description="Compare each loaded block's checksum with that of what was stored. Keys are compared always.",
+    )
+    eviction_policy: EvictionPolicyName = Field(
+        default="lru",
+        description="Which blocks of a namespace leave the host pool first when others need room: docs/policies.md.",
     )
 
     @property
@@ -84,4 +89,9 @@ class AttachedConfig(Table):
         le=256,
         description="Models, with their layouts, that engines may bring at a time. One that no engine uses any more"
         " makes room for the next.",
+    )
+    write_policy: WritePolicyName = Field(
+        default="write_through",
+        description="Which blocks that engines offer are copied to the host pool: docs/policies.md. write_back is"
+        " write_through here.",
     )

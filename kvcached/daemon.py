@@ -29,7 +29,7 @@ from kvcached.config_host import HostConfig
 from kvcached.core.answers import PoolSpec
 from kvcached.core.cache import Cache
 from kvcached.core.events import Event, PoolRestored, Ticked, WorkerDied
-from kvcached.generations import FIRST_GENERATION, Generation, generation_of
+from kvcached.generations import FIRST_GENERATION, Generation, generation_of, write_policy_of
 from kvcached.inheritance import Inheritance, inherit, ledger_file, take_over_timed
 from kvcached.ledger import boot_id
 from kvcached.notify import READY, STOPPING, notify
@@ -37,6 +37,8 @@ from kvcached.replica import Replica
 from kvcached.rpc.server import RpcServer
 from kvcached.service import Service
 from kvcached.stopping import Stop
+from kvcached.storage.process import end_earlier
+from kvcached.storage_start import EARLIER_STORAGE_DEADLINE_S, start_storage, storage_spec
 from kvcached.takeover import Takeover
 from kvcached.worker.adoption import end_workers
 from kvcached.worker.available import NotEnoughMemory, check_available
@@ -49,7 +51,7 @@ from kvcached_client.errors import RequestError
 from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.host_header import NAMESPACE_BYTES
 from kvcached_client.rundir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAME, rpc_endpoint, socket_path
-from kvcached_client.types import ShardIndex
+from kvcached_client.types import ShardIndex, WritePolicy
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +128,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
     news = _News()
     try:
         inherited = parts.enter_context(ExitStack())
+        await end_earlier(config.run_dir, EARLIER_STORAGE_DEADLINE_S)
         inheritance = inherit(config.run_dir, config.host, inherited)
         host = inheritance.host
         _check_memory(config, inheritance)
@@ -147,13 +150,17 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
             _replica(config, each, generations[each.name], groups[each.name], epoch, verify_loads=verify_loads)
             for each in config.replica
         ]
-        cache = _cache(config, generations, epoch)
+        policies = {
+            each.name: write_policy_of(each, generations[each.name], inheritance.ledger) for each in config.replica
+        }
+        cache = _cache(config, generations, policies, epoch)
         headers = None if host is None else HostHeaders(host)
         taken = take_over_timed(inheritance, cache, replicas, headers)
         share = None if host is None or config.attached is None else _share(host, verify_loads=verify_loads)
         shelf = Shelf(ledger_file(config.run_dir), boot_id(), inheritance.host_record())
         service = _service(config, cache, replicas, share, shelf, headers)
         news.tell_to(service)
+        await start_storage(config, host, service, epoch, parts)
         _open_sockets(config, service, taken, parts)
     except (RequestError, NotEnoughMemory, OSError) as error:
         raise StartError(str(error)) from error
@@ -230,6 +237,7 @@ def _replica(
         ),
         header_namespace=replica.namespace(FIRST_GENERATION)[:NAMESPACE_BYTES],
         host_geometry=None if config.host is None else _host_geometry(config.host, replica),
+        write_policy=WritePolicy(replica.write_policy),
     )
 
 
@@ -238,14 +246,21 @@ def _host_geometry(host: HostConfig, replica: ReplicaConfig) -> HostGeometry:
     return HostGeometry(slabs=host.slabs, slab_bytes=host.slab_bytes, shards=replica.shards, block_bytes=block_bytes)
 
 
-def _cache(config: Config, generations: Mapping[str, Generation], epoch: int) -> Cache:
-    return Cache(
-        [_pool_spec(config, replica, generations[replica.name]) for replica in config.replica],
+def _cache(
+    config: Config, generations: Mapping[str, Generation], policies: Mapping[str, WritePolicy], epoch: int
+) -> Cache:
+    cache = Cache(
+        [_pool_spec(config, each, generations[each.name], policies[each.name]) for each in config.replica],
         epoch=epoch,
         session_ttl_ms=config.session_ttl_ms,
         host_slabs=0 if config.host is None else config.host.slabs,
         spaces_max=0 if config.attached is None else config.attached.namespaces_max,
+        host_eviction_policy="lru" if config.host is None else config.host.eviction_policy,
+        storage=storage_spec(config),
     )
+    if config.attached is not None:
+        cache.attached.spaces.write_policy = WritePolicy(config.attached.write_policy)
+    return cache
 
 
 def _service(
@@ -273,7 +288,7 @@ def _share(host: HostMemory, *, verify_loads: bool) -> HostShare:
     return HostShare(host.descriptor, host.slabs, host.slab_bytes, verify_loads=verify_loads)
 
 
-def _pool_spec(config: Config, replica: ReplicaConfig, generation: Generation) -> PoolSpec:
+def _pool_spec(config: Config, replica: ReplicaConfig, generation: Generation, write_policy: WritePolicy) -> PoolSpec:
     host = config.host
     return PoolSpec(
         replica.name,
@@ -286,6 +301,8 @@ def _pool_spec(config: Config, replica: ReplicaConfig, generation: Generation) -
         watermark=0 if host is None else replica.watermark_slots,
         load_threshold=replica.load_threshold_blocks,
         load_quota=replica.load_quota_blocks,
+        write_policy=write_policy,
+        eviction_policy=replica.eviction_policy,
     )
 
 

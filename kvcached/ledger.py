@@ -17,6 +17,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 
 from kvcached_client.failpoints import failpoint
+from kvcached_client.types import WritePolicy
 
 FORMAT: Final = 1
 #: Of the file. A ledger has a few hundred bytes for each session and about six for each slab.
@@ -75,6 +76,8 @@ class SpaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         root: 32 bytes as hex; `HostPoolRecord.lent` names it so.
         fingerprint: of the layout, as headers have it.
         block_bytes: size of a block on one shard.
+        write_policy, configured_policy: the present one, and that of the configuration then: one that was set holds as
+            long as the configuration does not change.
     """
 
     root: Hex
@@ -85,6 +88,8 @@ class SpaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     block_bytes: Positive
     slots_per_slab: Count
     generation: Count
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    configured_policy: WritePolicy = WritePolicy.WRITE_THROUGH
 
 
 class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -93,6 +98,7 @@ class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     Attributes:
         fingerprint: of its layout.
         namespace: root of its blocks' names, in its present generation.
+        write_policy, configured_policy: as of `SpaceRecord`.
     """
 
     name: str
@@ -101,6 +107,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     generation: Count
     weights_version: str
     slots: Positive
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    configured_policy: WritePolicy = WritePolicy.WRITE_THROUGH
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -17,6 +17,7 @@ from kvcached.modes import Modes
 from kvcached.replica import Replica
 from kvcached_client import protocol as wire
 from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.failpoints import failpoint
 
 #: Requests whose outcome is kept for retries, the latest of all connections.
 RENEWALS_KEPT: Final = 256
@@ -156,6 +157,7 @@ class Renewals:
             return answer
 
         def told(answer: Answer) -> None:
+            failpoint("daemon.renewed")
             self.waiting -= 1
             respond(answer)
 

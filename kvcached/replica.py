@@ -12,7 +12,7 @@ from kvcached.ledger import ProcessIdentity
 from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.layout import Layout
 from kvcached_client.protocol import ReplicaInfo
-from kvcached_client.types import ShardIndex
+from kvcached_client.types import ShardIndex, WritePolicy
 
 #: A shard is through with a transfer: (shard, error or "", corrupt blocks).
 Settled = Callable[[ShardIndex, str, tuple[int, ...]], None]
@@ -39,6 +39,10 @@ class Workers(Protocol):
     @property
     def is_degraded(self) -> bool:
         """Whether they die again and again, so that they are started as rarely as possible, or are on probation."""
+
+    @property
+    def restarts(self) -> int:
+        """How often they were replaced since the daemon's start."""
 
     @property
     def adopted(self) -> bool:
@@ -75,6 +79,7 @@ class Replica:
         root_of: the namespace of a generation and a weights version.
         weights_version: what was set for it; empty = what the configuration says.
         header_namespace: what headers of its blocks in the host pool say, 16 bytes, the same in every generation.
+        write_policy: that the configuration says; another one may have been set since.
         host_geometry: the host pool as its blocks lie in it; None without a host tier.
     """
 
@@ -91,6 +96,7 @@ class Replica:
     weights_version: str = ""
     header_namespace: bytes = bytes(16)
     host_geometry: HostGeometry | None = None
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
 
     def info(self) -> ReplicaInfo:
         """The replica as `describe` tells it."""

@@ -50,14 +50,14 @@ def stats_report(
         sessions=len(cache.sessions) + len(cache.attached.sessions),
         runs=sum(tree.run_count for tree in cache.trees),
         cached_blocks=sum(pool.counts[SlotState.CACHED] for pool in cache.pools.values()),
-        pools=tuple(_pool_stats(cache, pool) for _, pool in sorted(cache.pools.items())),
+        pools=tuple(_pool_stats(cache, pool, replicas[name]) for name, pool in sorted(cache.pools.items())),
         hosts=tuple(_host_stats(cache, tree, tree.host, replicas) for tree in cache.trees if tree.host is not None),
         transfers=_transfer_counts(cache),
         counters=dict(sorted(cache.counters.items())),
     )
 
 
-def _pool_stats(cache: Cache, pool: DevicePool) -> wire.PoolStats:
+def _pool_stats(cache: Cache, pool: DevicePool, replica: Replica) -> wire.PoolStats:
     sessions = [session for session in cache.sessions.values() if session.pool is pool]
     return wire.PoolStats(
         replica=pool.name,
@@ -68,6 +68,8 @@ def _pool_stats(cache: Cache, pool: DevicePool) -> wire.PoolStats:
         leases=sum(len(session.leases) for session in sessions),
         session=sessions[0].id if sessions else 0,
         healthy=pool.healthy,
+        degraded=replica.workers.is_degraded,
+        restarts=replica.workers.restarts,
         paused=pool.paused,
     )
 
@@ -84,6 +86,7 @@ def _host_stats(cache: Cache, tree: PrefixTree, host: HostPool, replicas: Replic
         leases=sum(len(session.leases) for session in sessions),
         slots=host.slots,
         slabs=len(host.slabs),
+        write_policy=tree.write_policy,
         states=_states(host, _HOST_STATES),
     )
 

@@ -45,6 +45,7 @@ from kvcached.replica import Replica
 from kvcached.report_verbs import ReportVerbs
 from kvcached.reports import NAMESPACE_SHOWN_BYTES
 from kvcached.return_verbs import ReturnVerbs
+from kvcached.storage_verbs import StorageVerbs
 from kvcached_client import protocol as wire
 from kvcached_client.attach_protocol import Identified, Joined, JoinedHost
 from kvcached_client.errors import ErrorCode, RequestError, request_error
@@ -54,7 +55,8 @@ from kvcached_client.types import FenceSequence, LeaseId, SessionId, ShardIndex,
 log = logging.getLogger(__name__)
 
 #: Requests whose answers are kept, so that a retry has one effect. `Acquire` is idempotent by its own request id, and
-#: its answers are large; so is `Load` by its lease.
+#: its answers are large; so is `Load` by its lease. What `Acquire` answers while loads are under way is kept, too: when
+#: one has failed it would be another.
 _KEPT = (
     wire.Hello,
     wire.HelloAttached,
@@ -119,6 +121,7 @@ class Service:
         )
         reports = ReportVerbs(cache, self._replicas, self._attached_admission.info(), now_ms, self._modes)
         self._host_notes = HostNotes(headers, self._replicas, self._attached_admission, cache.epoch)
+        self.storage = StorageVerbs(cache, self._membership, self._replicas, self._attached_admission, later)
         self._books = Books(cache, self._replicas, self._membership, self._attached_admission, shelf)
         self.watch: PeerWatch | None = None
         self._verbs: dict[type[wire.Header], Callable[[bytes, Any, list[bytes]], Answer]] = {
@@ -142,6 +145,7 @@ class Service:
             wire.Vacancy: self._vacancy,
             wire.Health: self._health.start,
             **self._admin.late_by_type,
+            **self.storage.late_by_type,
         }
 
     # --- the line from a request to its reply -----------------------------------------------------------------------
@@ -157,7 +161,10 @@ class Service:
         try:
             failpoint("daemon.request")
             late = self._late_verbs.get(type(request))
-            if late is not None:
+            if isinstance(request, wire.Prefetch):
+                answer = self.storage.prefetch(peer, request, frames[0], respond)
+                self.carry_out()
+            elif late is not None:
                 answer = late(peer, request, respond)
             else:
                 answer = self._kept_answer(peer, request) or self._serve(peer, request, frames)
@@ -181,6 +188,7 @@ class Service:
         self._deferred.close(self._modes.refusal())
         self._health.close(self._modes.refusal())
         self._awaiting.close()
+        self.storage.close()
 
     def _waiting_requests(self) -> int:
         return self._deferred.waiting + self._health.waiting
@@ -195,14 +203,15 @@ class Service:
         self._cache.counters[what] += 1
 
     def _serve(self, peer: bytes, request: wire.Request, frames: list[bytes]) -> Answer:
-        if not isinstance(request, _KEPT):
-            return self._verbs[type(request)](peer, request, frames)
         try:
             answer = self._verbs[type(request)](peer, request, frames)
         except RequestError as error:
+            if not isinstance(request, _KEPT):
+                raise
             answer = Answer(wire.error_reply(request.id, self.refused(error)))
         group = self._membership.of_connection(peer)
-        if group is not None:
+        is_kept = isinstance(request, _KEPT) or (isinstance(answer.header, wire.Acquired) and answer.header.loads)
+        if is_kept and group is not None:
             self._answers.keep(group.session, request, answer)
         return answer
 
@@ -227,7 +236,9 @@ class Service:
         """Do what the core has asked for."""
         effects = self._cache.effects
         while effects:
-            self._carry_out(effects.pop(0))
+            effect = effects.pop(0)
+            if not self.storage.takes(effect):
+                self._carry_out(effect)
         self._books.keep()
 
     def _carry_out(self, effect: Effect) -> None:
@@ -394,15 +405,8 @@ class Service:
             self._modes.check()
         if self._attached.owns(group.session):
             return self._attached.acquire(group, request, frames[0])
-        grant = self._cache.acquire(
-            group.session,
-            request.epoch,
-            request.request,
-            frames[0],
-            request.tokens,
-            request.reserve,
-            full=request.full,
-        )
+        asked = (request.epoch, request.request, frames[0], request.tokens, request.reserve)
+        grant = self._cache.acquire(group.session, *asked, full=request.full, priority=request.priority)
         loads = tuple(wire.LoadTicket(transfer, progress) for transfer, progress in grant.loads)
         header = wire.Acquired(id=request.id, lease=grant.lease, hit=grant.hit, ready=grant.ready, loads=loads)
         return Answer(header, (grant.hit_ranges, grant.ranges))

@@ -20,6 +20,7 @@ from kvcached.core.attached_state import SpaceSpec
 from kvcached.core.cache import Cache
 from kvcached.core.restore import StoredBlocks
 from kvcached.core.revival import Owner, Revival
+from kvcached.generations import recorded_policy
 from kvcached.ledger import HostPoolRecord, Ledger, ProcessIdentity, SessionRecord, SpaceRecord
 from kvcached.membership import FoundSession, Peer
 from kvcached.recovery import UNKNOWN_OWNER, FoundBlocks, FoundClaims, scan
@@ -130,7 +131,8 @@ def _take_space(
     slabs = list(host.lent.get(record.root, ()))
     found = scan(headers.table, _geometry(host, record), kind, slabs)
     claims = _claims(found.claims, engines, unknown)
-    revival.space(spec, record.generation, slabs, stored(found), claims)
+    policy = recorded_policy(record, revival.spaces_policy)
+    revival.space(spec, record.generation, slabs, stored(found), claims, policy)
     return claims.keys()
 
 

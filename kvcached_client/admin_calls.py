@@ -11,11 +11,17 @@ from kvcached_client.protocol import (
     Drained,
     Pause,
     Paused,
+    PolicySet,
     ReplicaCleared,
     Resume,
     Resumed,
+    SetPolicy,
     SetWeights,
+    StorageControl,
+    StorageReport,
 )
+from kvcached_client.protocol_storage import StorageAction
+from kvcached_client.types import WritePolicy
 
 _NS_PER_MS: Final = 1_000_000
 
@@ -71,6 +77,27 @@ class AdminCalls:
         """
         request = SetWeights(id=self._channel.next_id(), replica=replica, version=version)
         return self._channel.ask(request, ReplicaCleared, deadline_ns=self._deadline_ns(deadline_ms))[0]
+
+    def set_policy(self, target: str, policy: WritePolicy) -> PolicySet:
+        """Have blocks of a namespace copied to the host pool by another policy from now on.
+
+        Args:
+            target: a replica by its name, or the namespace of engines in attached mode: by the first hex digits of its
+                root, four or more, or by what they call it.
+            policy: see `docs/policies.md`.
+        """
+        return self._channel.ask(SetPolicy(id=self._channel.next_id(), target=target, policy=policy), PolicySet)[0]
+
+    def storage(self, action: StorageAction = "status") -> StorageReport:
+        """What storage does; start it, end it, or have it forget all that it holds.
+
+        Args:
+            action: status, attach, detach, or clear.
+
+        Raises:
+            BadRequest: none is configured, or it cannot do that now.
+        """
+        return self._channel.ask(StorageControl(id=self._channel.next_id(), action=action), StorageReport)[0]
 
     def _deadline_ns(self, deadline_ms: int) -> int:
         """When a call is over that the daemon may take so long for."""

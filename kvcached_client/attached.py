@@ -22,6 +22,7 @@ from kvcached_client.errors import DeadlineExceeded, ErrorCode, KvcachedError, R
 from kvcached_client.failpoints import failpoint
 from kvcached_client.grants import slots_of
 from kvcached_client.heartbeat import Heartbeat
+from kvcached_client.prefetch import PrefetchResult, ask_prefetch
 from kvcached_client.protocol import (
     EVERY_SHARD,
     PROTOCOL_VERSION,
@@ -46,6 +47,7 @@ from kvcached_client.protocol import (
     StorePrepared,
     WelcomeAttached,
 )
+from kvcached_client.protocol_storage import StopPolicy
 from kvcached_client.rundir import default_run_dir
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId, unpack_ranges
 
@@ -234,7 +236,7 @@ class AttachedClient:
         request = Match(id=self._channel.next_id(), epoch=self.epoch, tokens=tokens, full=full)
         return self._channel.ask(request, Matched, (keys,))[0].host
 
-    def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Hold:
+    def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False, priority: int = 0) -> Hold:
         """Pin the longest prefix of a prompt that the host pool holds. Asking again gives the same lease.
 
         Args:
@@ -242,12 +244,42 @@ class AttachedClient:
             keys: 16 bytes for each full block of the prompt.
             tokens: of the prompt. One at least is left to compute, unless `full`.
             full: also use the block with the last token.
+            priority: -8 to 7; blocks that only requests of lower ones use are evicted first.
         """
-        asked = Acquire(id=self._channel.next_id(), epoch=self.epoch, request=request, tokens=tokens, full=full)
+        asked = Acquire(
+            id=self._channel.next_id(),
+            epoch=self.epoch,
+            request=request,
+            tokens=tokens,
+            full=full,
+            priority=priority,
+        )
         held = self._channel.ask(asked, Held, (keys,))[0]
         if held.hit > len(keys) // KEY_SIZE_BYTES:
             raise _strange(f"a hit of {held.hit} blocks for {len(keys)} bytes of keys")
         return Hold(LeaseId(held.lease), held.hit)
+
+    def prefetch(
+        self,
+        keys: bytes,
+        tokens: int,
+        *,
+        stop: StopPolicy = "timeout",
+        deadline_ms: int | None = None,
+        prefill_tokens_per_s: float = 0.0,
+        full: bool = False,
+    ) -> PrefetchResult:
+        """Bring a prompt's blocks from storage into the host pool, where `acquire` hits them. See `Client.prefetch`."""
+        return ask_prefetch(
+            self._channel,
+            0,
+            keys,
+            tokens,
+            stop=stop,
+            deadline_ms=deadline_ms,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            full=full,
+        )
 
     def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
         """The shards are about to read blocks of a lease's hit. Each of them has to say when it is through.

@@ -44,6 +44,7 @@ FAILPOINTS: Final[dict[str, str]] = {
     "daemon.ledger.write": "a new ledger is written, and the old one is in its place",
     "daemon.ledger.written": "a new ledger is in its place, and nobody has heard of what it says",
     "daemon.order": "the core wants a copy, and no worker knows",
+    "daemon.renewed": "a namespace is cleared or has other weights, the ledger says so, and nobody has been told",
     "daemon.reply": "a request has had its effect, and there is no reply",
     "daemon.request": "a request has been read, and nothing is done about it",
     "worker.ack": "a command is over in a worker, and the daemon does not know",

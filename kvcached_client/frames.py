@@ -52,6 +52,9 @@ from kvcached_client.protocol import (
     Matched,
     Pause,
     Paused,
+    PolicySet,
+    Prefetch,
+    Prefetched,
     PrepareLoad,
     PrepareStore,
     Rejoin,
@@ -62,10 +65,13 @@ from kvcached_client.protocol import (
     Request,
     Resume,
     Resumed,
+    SetPolicy,
     Settled,
     SetWeights,
     Stats,
     StatsReport,
+    StorageControl,
+    StorageReport,
     StorePrepared,
     Tree,
     TreeReport,
@@ -112,6 +118,9 @@ REQUEST_FRAMES: Final[dict[type[Header], tuple[int, int]]] = {
     Drain: (0, 0),
     ClearReplica: (0, 0),
     SetWeights: (0, 0),
+    SetPolicy: (0, 0),
+    Prefetch: (1, 1),
+    StorageControl: (0, 0),
 }
 
 #: Frames after the header of a reply, by its type.
@@ -145,6 +154,9 @@ REPLY_FRAMES: Final[dict[type[Header], int]] = {
     Resumed: 0,
     Drained: 0,
     ReplicaCleared: 0,
+    PolicySet: 0,
+    Prefetched: 0,
+    StorageReport: 0,
     ErrorReply: 0,
 }
 

@@ -5,11 +5,13 @@ A header is a row of 128 bytes here; its fields are those of `host_header`.
 
 from __future__ import annotations
 
+import struct
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_digest
+from xxhash import xxh3_64_intdigest
 
 from kvcached_client import host_header
 from kvcached_client.host_header import KEY_BYTES, BlockName, HeaderKind
@@ -26,6 +28,8 @@ _WRITER: Final = slice(96, 112)  #: epoch and transfer: which store it was, whic
 _DEPTH: Final = slice(112, 116)
 _BODY_BYTES: Final = 120
 _SEAL: Final = slice(_BODY_BYTES, HEADER_BYTES)
+#: All of a header before its seal.
+_BODY: Final = struct.Struct(f"{_BODY_BYTES}s{HEADER_BYTES - _BODY_BYTES}x")
 _WORD: Final = np.dtype("<u8")
 _CLAIM_START: Final = np.frombuffer(host_header.CLAIM_START, _WORD)[0]
 
@@ -110,9 +114,9 @@ def _bodies(kind: HeaderKind, names: BlockNames, epoch: int, transfer: int) -> R
 
 def seals(headers: Rows) -> Rows:
     """What the seals of these headers ought to be, as their last eight bytes."""
-    data = memoryview(headers.tobytes())
-    digests = b"".join([xxh3_64_digest(data[at : at + _BODY_BYTES]) for at in range(0, len(data), HEADER_BYTES)])
-    return _rows_of(digests, _WORD.itemsize)[:, ::-1]  # digests are big-endian
+    bodies = map(itemgetter(0), _BODY.iter_unpack(headers.tobytes()))
+    digests = np.fromiter(map(xxh3_64_intdigest, bodies), _WORD, len(headers))
+    return digests.view(np.uint8).reshape(-1, _WORD.itemsize)
 
 
 def _rows_of(data: bytes, size: int) -> Rows:

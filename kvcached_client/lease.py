@@ -27,6 +27,7 @@ from kvcached_client.protocol import (
     Release,
     Released,
 )
+from kvcached_client.protocol_fields import PRIORITY_MAX, PRIORITY_MIN
 from kvcached_client.reserve import Reserve
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
 from kvcached_client.vacancy import with_vacancies
@@ -392,22 +393,31 @@ def acquire_lease(
     reserve_tokens: int,
     cache: CachePolicy,
     full: bool,
+    priority: int = 0,
     reserve: Reserve | None = None,
 ) -> Lease:
     """A lease for a request whose prompt is what `chain` holds now. See `Client.acquire`."""
     tokens = chain.token_count
-    if tokens < 1 or reserve_tokens < 0 or cache not in get_args(CachePolicy):
+    is_valued = PRIORITY_MIN <= priority <= PRIORITY_MAX
+    if tokens < 1 or reserve_tokens < 0 or cache not in get_args(CachePolicy) or not is_valued:
         raise request_error(
             ErrorCode.BAD_VALUE,
-            f"a prompt of {tokens} tokens, a reserve of {reserve_tokens}, cache {cache!r}",
-            f"at least one token; cache is one of {', '.join(get_args(CachePolicy))}",
+            f"a prompt of {tokens} tokens, a reserve of {reserve_tokens}, cache {cache!r}, priority {priority}",
+            f"at least one token; cache is one of {', '.join(get_args(CachePolicy))}; priorities go from"
+            f" {PRIORITY_MIN} to {PRIORITY_MAX}",
         )
     prompt_blocks = blocks_of(tokens, chain.block_size)
     more = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
 
     def attempt(deadline_ns: int) -> Grant:
         request = Acquire(
-            id=channel.next_id(), epoch=channel.epoch, request=name, tokens=tokens, reserve=more, full=full
+            id=channel.next_id(),
+            epoch=channel.epoch,
+            request=name,
+            tokens=tokens,
+            reserve=more,
+            full=full,
+            priority=priority,
         )
         reply, frames = channel.ask(request, Acquired, (chain.keys,), deadline_ns=deadline_ns)
         return grant_of(reply, frames, prompt_blocks + more)

@@ -28,9 +28,11 @@ from kvcached_client.protocol_admin import (
     Drained,
     Pause,
     Paused,
+    PolicySet,
     ReplicaCleared,
     Resume,
     Resumed,
+    SetPolicy,
     SetWeights,
 )
 from kvcached_client.protocol_attached import (
@@ -68,6 +70,7 @@ from kvcached_client.protocol_fields import (
     Header,
     Id,
     Name,
+    Priority,
     RequestName,
     Secret,
 )
@@ -98,6 +101,7 @@ from kvcached_client.protocol_reports import (
     unpack_tree_nodes,
 )
 from kvcached_client.protocol_return import Declare, Declared, DeclareEnded, DeclareOver, Rejoin
+from kvcached_client.protocol_storage import Prefetch, Prefetched, StorageControl, StorageReport
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -135,6 +139,7 @@ class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
     tokens: Count
     reserve: Count = 0  #: further exclusive slots, for output to come
     full: bool = False
+    priority: Priority = 0  #: blocks that only requests of lower ones use are evicted first
 
 
 class Allocate(Header, frozen=True, kw_only=True, tag="allocate"):
@@ -223,6 +228,9 @@ Request = (
     | Drain
     | ClearReplica
     | SetWeights
+    | SetPolicy
+    | Prefetch
+    | StorageControl
 )
 
 
@@ -357,6 +365,9 @@ Reply = (
     | Resumed
     | Drained
     | ReplicaCleared
+    | PolicySet
+    | Prefetched
+    | StorageReport
     | ErrorReply
 )
 

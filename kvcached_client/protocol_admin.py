@@ -10,6 +10,7 @@ from typing import Annotated, Final
 import msgspec
 
 from kvcached_client.protocol_fields import NAME_LENGTH_MAX, Header, Id, Name
+from kvcached_client.types import WritePolicy
 
 #: Ten minutes: whoever waits for longer asks again.
 ADMIN_DEADLINE_MS_MAX: Final = 600_000
@@ -52,6 +53,13 @@ class SetWeights(Header, frozen=True, kw_only=True, tag="set_weights"):
     version: Annotated[str, msgspec.Meta(min_length=1, max_length=WEIGHTS_VERSION_LENGTH_MAX)]
 
 
+class SetPolicy(Header, frozen=True, kw_only=True, tag="set_policy"):
+    """Blocks of a namespace are copied to the host pool by another policy from now on. Frames: none."""
+
+    target: Name  #: a replica, the first hex digits of a namespace, or what engines in attached mode call it
+    policy: WritePolicy
+
+
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
@@ -85,3 +93,13 @@ class ReplicaCleared(Header, frozen=True, kw_only=True, tag="replica_cleared"):
     namespace: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  #: root of every chain of keys from now on
     weights_version: str  #: "" = what the configuration says
     blocks: Id  #: that were found before and are not any more
+
+
+class PolicySet(Header, frozen=True, kw_only=True, tag="policy_set"):
+    """Answer to `SetPolicy`. What it says outlives the daemon, until the configuration says something else."""
+
+    replicas: tuple[str, ...]  #: that share the namespace; none for engines in attached mode
+    namespace: str  #: first 16 hex digits
+    label: str  #: what engines in attached mode call it
+    policy: WritePolicy
+    before: WritePolicy

@@ -40,7 +40,12 @@ _Name = msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)
 _RequestName = msgspec.Meta(min_length=1, max_length=REQUEST_NAME_LENGTH_MAX)
 _Secret = msgspec.Meta(min_length=TOKEN_SIZE_BYTES, max_length=TOKEN_SIZE_BYTES)
 
+#: Of a request: blocks of a lower one are evicted first. Few, for each has an order of its own.
+PRIORITY_MIN: Final = -8
+PRIORITY_MAX: Final = 7
+
 Id = Annotated[int, _Id]
+Priority = Annotated[int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX)]
 Count = Annotated[int, _Count]
 Name = Annotated[str, _Name]
 RequestName = Annotated[str, _RequestName]

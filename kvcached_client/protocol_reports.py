@@ -74,6 +74,7 @@ class HostStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     leases: int  #: of theirs
     slots: int
     slabs: int  #: slabs that the namespace has now
+    write_policy: str
     states: dict[str, int]
 
 
@@ -88,6 +89,8 @@ class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     leases: int
     session: int
     healthy: bool
+    degraded: bool  #: its workers have died again and again
+    restarts: int  #: of all its workers, since the daemon's start
     paused: bool  #: no copies are started
 
 

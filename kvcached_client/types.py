@@ -45,6 +45,15 @@ class MissReason(StrEnum):
     UNKNOWN_NAMESPACE = "unknown_namespace"  #: nobody has declared the namespace
 
 
+class WritePolicy(StrEnum):
+    """When blocks of a namespace are copied to the host pool. Values never change."""
+
+    WRITE_THROUGH = "write_through"  #: when they are committed
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"  #: when a second request has them
+    WRITE_BACK = "write_back"  #: when their device slots are needed
+    NEVER = "never"
+
+
 KEY_SIZE_BYTES = 16
 RANGE_SIZE_BYTES = 8
 

@@ -15,6 +15,7 @@ SUITES: Final[dict[str, str]] = {
     "hash": "benchmarks.suites.block_keys",
     "index": "benchmarks.suites.index",
     "rpc": "benchmarks.suites.rpc",
+    "storage": "benchmarks.suites.storage",
     "vllm": "benchmarks.suites.vllm",
 }
 #: Those that need nothing but the development environment, and wait for nothing: `faults` does little but wait.

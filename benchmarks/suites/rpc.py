@@ -14,6 +14,7 @@ from typing import Final, cast
 import numpy as np
 import zmq
 
+from benchmarks.configurations import small_replica
 from benchmarks.programs import daemon, running
 from benchmarks.result import Result, Target, judge
 from kvcached_client import Client
@@ -46,20 +47,7 @@ _PAIRS_PER_ROUND: Final = 20
 _WARM_UP_ROUNDS: Final = 10
 _DEADLINE_MS: Final = 10_000
 _CONFIG: Final = "".join(
-    f"""
-[[replica]]
-name = "{name}"
-model = "benchmark-{name}"
-block_size = {_BLOCK_SIZE}
-slots = {2 * _BLOCKS}
-
-[[replica.group]]
-layers = 1
-kv_heads = 1
-head_dim = 8
-v_head_dim = 8
-dtype = "float32"
-"""
+    small_replica(name, model=f"benchmark-{name}", block_size=_BLOCK_SIZE, slots=2 * _BLOCKS)
     for name in ("client", "wire")
 )
 

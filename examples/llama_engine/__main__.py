@@ -33,6 +33,9 @@ def main() -> int:
     serve_parser.add_argument("--run-dir", type=Path, help="the daemon's run directory (default: the daemon's default)")
     serve_parser.add_argument("--model", type=Path, required=True, help="directory: config.json [, *.safetensors]")
     serve_parser.add_argument("--replica", default="default", help="replica of the daemon (default: %(default)s)")
+    serve_parser.add_argument(
+        "--reserve-blocks", type=int, default=0, help="for while the daemon is away (default: %(default)s)"
+    )
     serve_parser.add_argument("--tp", type=_positive, default=1, help="shard processes (default: %(default)s)")
     serve_parser.add_argument("--seed", type=int, default=0, help="of random weights (default: %(default)s)")
     serve_parser.add_argument(
@@ -57,6 +60,7 @@ def main() -> int:
         model_dir=arguments.model,
         run_dir=arguments.run_dir,
         replica=arguments.replica,
+        reserve_blocks=arguments.reserve_blocks,
         attached=own if arguments.attached else None,
         tp=arguments.tp,
         seed=arguments.seed,

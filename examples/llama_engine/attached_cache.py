@@ -92,6 +92,14 @@ class AttachedCache:
         while self.copies:
             self.copies.collect(wait=True)
 
+    def go_on(self) -> bool:
+        """No: the next request looks for the daemon."""
+        return False
+
+    def await_daemon(self) -> bool:
+        """No: the blocks are the engine's own."""
+        return False
+
     def close(self) -> None:
         """End the session."""
         self.link.close()

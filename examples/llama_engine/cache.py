@@ -1,4 +1,4 @@
-"""What the scheduler needs of a cache: in managed mode that is `kvcached_client.Client`, else `AttachedCache`."""
+"""What the scheduler needs of a cache: in managed mode that is a `ManagedCache`, else an `AttachedCache`."""
 
 from __future__ import annotations
 
@@ -64,6 +64,12 @@ class Cache(Protocol):
 
     def acquire(self, request: str, chain: KeyChain, *, cache: CachePolicy = "all") -> BlockLease:
         """Blocks for a prompt. Raises NoCapacity."""
+
+    def go_on(self) -> bool:
+        """Between two steps: go on with a daemon that was started anew, if there is one. Whether there was."""
+
+    def await_daemon(self) -> bool:
+        """Where blocks are short because the daemon is away, wait for it. False: it is not away."""
 
     def close(self) -> None:
         """Leave the daemon. No shard is left that could copy."""

@@ -93,6 +93,8 @@ class EngineSettings:
     run_dir: Path | None = None
     #: Of the daemon, whose pool is the engine's memory.
     replica: str = "default"
+    #: Slots of that pool that are kept for requests which begin while the daemon is away.
+    reserve_blocks: int = 0
     #: Given, the engine has memory of its own instead, and of the daemon it uses the host pool.
     attached: AttachedSettings | None = None
     tp: int = 1

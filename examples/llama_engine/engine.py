@@ -10,6 +10,7 @@ from examples.llama_engine.attached_cache import AttachedCache, open_attached
 from examples.llama_engine.cache import Cache
 from examples.llama_engine.config import EngineSettings, LlamaConfig, read_config
 from examples.llama_engine.generation import GenerationRequest, GenerationResult, InvalidRequest
+from examples.llama_engine.managed_cache import ManagedCache
 from examples.llama_engine.scheduler import Scheduler
 from examples.llama_engine.shard_group import ShardGroup
 from kvcached_client import Client
@@ -70,11 +71,12 @@ class Engine:
         self.close()
 
 
-def _open_managed(settings: EngineSettings, config: LlamaConfig) -> tuple[Client, ShardGroup]:
-    client = Client.connect(settings.run_dir, replica=settings.replica)
+def _open_managed(settings: EngineSettings, config: LlamaConfig) -> tuple[ManagedCache, ShardGroup]:
+    client = Client.connect(settings.run_dir, replica=settings.replica, reserve_blocks=settings.reserve_blocks)
     try:
         config.check_pool(client.layout, settings.tp)
-        return client, ShardGroup(settings, client.session)
+        shards = ShardGroup(settings, client.session)
+        return ManagedCache(client, shards.remap), shards
     except BaseException:
         client.close()
         raise

@@ -1,7 +1,8 @@
 """What scheduler and shards say to each other, and the pipe they say it through.
 
 A socket pair carries length-prefixed MessagePack. The scheduler sends `Setup`, the shard answers `Ready`; then every
-`Step` is answered by one `StepDone`. End of file is the only goodbye: whichever side sees it, the other is gone.
+`Step` is answered by one `StepDone`, every `Remap` by another `Ready`. End of file is the only goodbye: whichever side
+sees it, the other is gone.
 
 In attached mode a shard has a second pipe, to its copy thread: `JoinSession` is not answered, and every `CopyOrder` by
 one `CopyDone`.
@@ -60,6 +61,12 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="step"):
     items: list[StepItem]
 
 
+class Remap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="remap"):
+    """Map the same memory in this session, which goes on for an earlier one; answered by `Ready`."""
+
+    session: SessionGrant
+
+
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
     """The shard has its weights and its memory."""
 
@@ -115,9 +122,9 @@ class CopyDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cop
     bad: list[int]  #: of a load: its blocks, by index, that are not what was stored
 
 
-Message = Setup | Step | Ready | StepDone | JoinSession | CopyOrder | CopyDone
+Message = Setup | Step | Remap | Ready | StepDone | JoinSession | CopyOrder | CopyDone
 
-_to_shard = msgspec.msgpack.Decoder(Setup | Step)
+_to_shard = msgspec.msgpack.Decoder(Setup | Step | Remap)
 _from_shard = msgspec.msgpack.Decoder(Ready | StepDone)
 _to_copier = msgspec.msgpack.Decoder(JoinSession | CopyOrder)
 _from_copier = msgspec.msgpack.Decoder(CopyDone)
@@ -149,9 +156,9 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed from error
 
-    def receive_order(self) -> Setup | Step:
+    def receive_order(self) -> Setup | Step | Remap:
         """The scheduler's next message. Raises ChannelClosed."""
-        order: Setup | Step = _to_shard.decode(self._receive())
+        order: Setup | Step | Remap = _to_shard.decode(self._receive())
         return order
 
     def receive_answer(self) -> Ready | StepDone:

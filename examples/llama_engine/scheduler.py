@@ -92,6 +92,8 @@ class Scheduler:
             KvcachedError: the daemon is gone or the session has ended.
             ShardDied: the shards cannot go on.
         """
+        if self._cache.go_on():
+            self._pool_full = False
         results = self._admit()
         self._start_arrived()
         batch = self._plan(results)
@@ -112,6 +114,9 @@ class Scheduler:
             try:
                 self._running.append(self._acquire(sequence))
             except NoCapacity:
+                if not self._running and self._cache.await_daemon():
+                    self._waiting.appendleft(sequence)
+                    continue
                 if not self._running:
                     rejected.append(sequence.result("no_capacity"))
                     continue
@@ -165,6 +170,8 @@ class Scheduler:
                 running.lease.allocate(end)
                 return True
             except NoCapacity:
+                if self._cache.await_daemon():
+                    continue  # nobody loses what it has because of a restart
                 if self._running == [running]:
                     results.append(self._finish(running, "no_capacity"))
                 else:

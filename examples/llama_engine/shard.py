@@ -7,6 +7,7 @@ the copy thread. It does what the scheduler says and decides nothing.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -25,13 +26,16 @@ from examples.llama_engine.config import read_config
 from examples.llama_engine.copier import Copier
 from examples.llama_engine.kv_tensors import KvMemory, mapped_memory, own_memory
 from examples.llama_engine.layer_waits import LayerWaits, WaitLayer
-from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Sample, Setup, Step, StepDone, StepItem
+from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Remap, Sample, Setup, Step, StepDone, StepItem
 from examples.llama_engine.model import AllReduce, Llama
 from examples.llama_engine.weights import load_weights, weight_source
+from kvcached_client.errors import KvcachedError
 from kvcached_client.memory import map_pool
 
 _PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
+
+_log = logging.getLogger("llama_engine")
 
 
 class ShardExecutor:
@@ -51,6 +55,10 @@ class ShardExecutor:
         self._pool = pool
         self._wait_layer = wait_layer
         self._samples = samples
+
+    def use(self, memory: KvMemory) -> None:
+        """The next steps use this mapping of the same memory."""
+        self._pool, self._wait_layer = memory.layers, memory.wait_layer
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepDone:
@@ -125,6 +133,14 @@ def prepare(setup: Setup, copies: Channel) -> tuple[ShardExecutor, Ready]:
     raise ValueError("a shard needs a session or blocks of its own")
 
 
+def remap(executor: ShardExecutor, order: Remap, shard: int) -> None:
+    """Map the pool in another session. Where that fails the old mapping is as good, but for waiting for loads."""
+    try:
+        executor.use(mapped_memory(map_pool(order.session, shard)))
+    except KvcachedError as error:
+        _log.warning("shard %d cannot wait for loads: %s", shard, error)
+
+
 def _die_with_the_scheduler() -> None:
     """Ask the kernel for SIGKILL at the scheduler's death.
 
@@ -150,10 +166,14 @@ def main() -> None:
         executor, ready = prepare(setup, copies)
         channel.send(ready)
         while True:
-            step = channel.receive_order()
-            if not isinstance(step, Step):
-                raise TypeError(f"expected Step, got {type(step).__name__}")
-            channel.send(executor.run(step))
+            order = channel.receive_order()
+            if isinstance(order, Step):
+                channel.send(executor.run(order))
+            elif isinstance(order, Remap):
+                remap(executor, order, setup.shard)
+                channel.send(Ready())
+            else:
+                raise TypeError(f"expected Step or Remap, got {type(order).__name__}")
     except ChannelClosed:
         return
 

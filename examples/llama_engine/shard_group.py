@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from examples.llama_engine.config import EngineSettings
 from examples.llama_engine.copy_pipes import CopyPipes
-from examples.llama_engine.messages import Channel, ChannelClosed, OwnBlocks, Ready, Setup, Step, StepDone
+from examples.llama_engine.messages import Channel, ChannelClosed, OwnBlocks, Ready, Remap, Setup, Step, StepDone
 from kvcached_client.attach import SessionGrant
 
 Answer = TypeVar("Answer", Ready, StepDone)
@@ -86,6 +86,16 @@ class ShardGroup:
             self._send(index, step)
         return join_answers(self._collect(StepDone))
 
+    def remap(self, session: SessionGrant) -> None:
+        """Have every shard map its pool in a session that goes on for an earlier one.
+
+        Raises:
+            ShardDied: as `run`.
+        """
+        for index in range(len(self._shards)):
+            self._send(index, Remap(session))
+        self._collect(Ready)
+
     def close(self) -> None:
         """End all shards and wait until they are gone: only then is nobody left who could write into the pool."""
         for shard in self._shards:
@@ -98,7 +108,7 @@ class ShardGroup:
                 shard.process.kill()
                 shard.process.wait()
 
-    def _send(self, index: int, message: Setup | Step) -> None:
+    def _send(self, index: int, message: Setup | Step | Remap) -> None:
         try:
             self._shards[index].channel.send(message)
         except ChannelClosed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcached_client.types import LeaseId, TransferId
+from kvcached_client.types import LeaseId, TransferId, WritePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,8 @@ class PoolSpec:
     Attributes:
         host_slots_per_slab: blocks of this layout in a slab of the host pool; the same for a whole namespace.
         watermark, load_threshold, load_quota: see `DevicePool`.
+        write_policy: the same for a whole namespace.
+        eviction_policy: of this pool; see `kvcached.core.eviction`.
     """
 
     name: str
@@ -25,6 +27,8 @@ class PoolSpec:
     watermark: int = 0
     load_threshold: int = 1
     load_quota: int | None = None
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    eviction_policy: str = "lru"
 
 
 @dataclass(frozen=True, slots=True)

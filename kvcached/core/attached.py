@@ -21,11 +21,12 @@ from kvcached.core.lease import Asked
 from kvcached.core.pool import SlotPool
 from kvcached.core.ranges import Ranges, no_ranges, pairs, slot_count
 from kvcached.core.run import KEY_SIZE, Run
+from kvcached.core.sightings import Sightings
 from kvcached.core.spaces import Spaces
 from kvcached.core.states import SessionState, SlotState
 from kvcached.core.tree import HOST, Piece, PrefixTree
 from kvcached_client.errors import ErrorCode, request_error
-from kvcached_client.types import LeaseId, MissReason, SessionId, TransferId
+from kvcached_client.types import LeaseId, MissReason, SessionId, TransferId, WritePolicy
 
 #: As for engines on device pools.
 ATTACHED_LEASES_MAX = 16_384
@@ -73,6 +74,7 @@ class Attached:
         self._effects = effects
         self._counters = counters
         self._last_lease = 0
+        self._sightings = Sightings()
         self.paused = False
 
     @property
@@ -169,7 +171,9 @@ class Attached:
         session = self._active(session_id)
         return longest_hit(session.space.tree, keys, _hit_limit(session, keys, tokens, full=full))[1]
 
-    def acquire(self, session_id: SessionId, request: str, keys: bytes, tokens: int, *, full: bool) -> AttachedLease:
+    def acquire(
+        self, session_id: SessionId, request: str, keys: bytes, tokens: int, *, full: bool, priority: int = 0
+    ) -> AttachedLease:
         """Pin the longest prefix that the host pool holds complete. Asking again gives the same lease.
 
         Raises:
@@ -179,7 +183,7 @@ class Attached:
         asked = Asked(tokens, len(keys) // KEY_SIZE, keys[-KEY_SIZE:], 0, full)
         held = session.requests.get(request)
         if held is not None:
-            if held.asked != asked or held.depth > held.hit:
+            if held.asked != asked or held.reached > held.hit:
                 raise request_error(
                     ErrorCode.REQUEST_CONFLICT,
                     f"request {request!r} already holds lease {held.id}, acquired for something else or in use",
@@ -191,10 +195,20 @@ class Attached:
         tree = session.space.tree
         run, depth = longest_hit(tree, keys, _hit_limit(session, keys, tokens, full=full))
         tree.pin(run, depth, HOST)
-        tree.touch(run, HOST)
+        tree.touch(run, HOST, hit=depth, priority=priority)
+        if tree.listener is not None:
+            tree.listener.sighted(tree, run, depth)
         self._last_lease += 1
         lease = AttachedLease(
-            LeaseId(self._last_lease), request, asked, tree, session.space.generation, depth, run, depth
+            LeaseId(self._last_lease),
+            request,
+            asked,
+            tree,
+            session.space.generation,
+            depth,
+            run,
+            depth,
+            priority=priority,
         )
         session.leases[lease.id] = session.requests[request] = lease
         self._counters["acquires"] += 1
@@ -257,24 +271,34 @@ class Attached:
         """The engine has computed the lease's next blocks: which of its path lack a copy, and slots for them.
 
         The lease reaches as far as there is room: blocks behind that may be offered again. Earlier blocks whose copy
-        was lost meanwhile are asked for, too.
+        was lost meanwhile are asked for, too. Blocks that the write policy does not have copied are passed over: they,
+        and those behind them, wait for another request.
 
         Raises:
-            RequestError: not the session's lease, `start` is not its depth, or over a limit. Nothing has changed.
+            RequestError: not the session's lease, `start` is not where it is, or over a limit. Nothing has changed.
         """
         session = self._active(session_id)
         lease = self._lease(session, lease_id)
         if lease.tree is not session.space.tree:  # what continues a cleared prefix is of no use
             return StorePlan(TransferId(0), start + len(keys) // KEY_SIZE, lease.generation, [], no_ranges())
-        if start != lease.depth:
+        if start != lease.reached:
             raise request_error(
                 ErrorCode.OUT_OF_ORDER,
-                f"the store starts at block {start}, lease {lease.id} is at {lease.depth}",
+                f"the store starts at block {start}, lease {lease.id} is at {lease.reached}",
                 "offer blocks in the order of the chain, each once",
             )
         if self.paused:  # as where there is no room: what is offered behind the lease's depth may be offered again
             return StorePlan(TransferId(0), start, lease.generation, [], no_ranges())
+        wanted = self._wanted(lease, keys)
+        if not wanted and keys:
+            return self._pass_over(lease, keys)
         self._check_room(session)
+        plan = self._plan_store(session, lease, start, keys[: wanted * KEY_SIZE])
+        if plan.depth < start + wanted or wanted == len(keys) // KEY_SIZE:
+            return plan
+        return plan._replace(depth=self._pass_over(lease, keys[wanted * KEY_SIZE :]).depth)
+
+    def _plan_store(self, session: AttachedSession, lease: AttachedLease, start: int, keys: bytes) -> StorePlan:
         tree, end = lease.tree, start + len(keys) // KEY_SIZE
         run = tree.extend_host(tree.resolve(lease.run, start), start, keys)
         tree.pin(run, end, HOST)  # or the room would be made by evicting what this continues
@@ -303,10 +327,30 @@ class Attached:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
+    def _wanted(self, lease: AttachedLease, keys: bytes) -> int:
+        """How many leading blocks of an offer the write policy has copied.
+
+        The daemon does not see such an engine's device memory, so that write-back is write-through here.
+        """
+        policy = lease.tree.write_policy
+        if lease.passed or policy is WritePolicy.NEVER:
+            return 0
+        if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            return self._sightings.depth(lease.tree.namespace, lease.generation, keys)
+        return len(keys) // KEY_SIZE
+
+    def _pass_over(self, lease: AttachedLease, keys: bytes) -> StorePlan:
+        """The policy does not have the next blocks copied: there is nothing to do for the engine."""
+        if lease.tree.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            self._sightings.note(lease.tree.namespace, lease.generation, keys)
+        lease.passed += len(keys) // KEY_SIZE
+        self._counters["store_declined_blocks"] += len(keys) // KEY_SIZE
+        return StorePlan(TransferId(0), lease.reached, lease.generation, [], no_ranges())
+
     def _release(self, session: AttachedSession, lease: AttachedLease) -> None:
         del session.leases[lease.id], session.requests[lease.request]
         run = lease.tree.resolve(lease.run, lease.depth)
-        lease.tree.touch(run, HOST)
+        lease.tree.touch(run, HOST, priority=lease.priority)
         lease.tree.unpin_host(run, lease.depth)
         lease.tree.drop_lost(run)
 

@@ -66,6 +66,8 @@ class AttachedLease:
         hit: depth that the engine was told.
         run: the deepest run it reaches; `RunTree.resolve` finds where it is after splits.
         depth: blocks ``[0, depth)`` of its chain are in the tree and pinned. Some may be holes: copies that failed.
+        priority: of the request: blocks that it uses are evicted after those of lower ones.
+        passed: blocks behind those that were offered and, by the write policy, not taken in. Nothing behind them is.
     """
 
     id: LeaseId
@@ -76,6 +78,13 @@ class AttachedLease:
     hit: int
     run: Run
     depth: int
+    passed: int = 0
+    priority: int = 0
+
+    @property
+    def reached(self) -> int:
+        """Where its next offer starts."""
+        return self.depth + self.passed
 
 
 @dataclass(slots=True, eq=False)

@@ -16,20 +16,21 @@ from kvcached.core.clearing import Clearings
 from kvcached.core.effects import Effect, SessionEnded, SessionExpired
 from kvcached.core.events import Event, MemberLost, MembersDied, PoolRestored, ShardSettled, Ticked, WorkerDied
 from kvcached.core.forgotten import ForgottenKeys
-from kvcached.core.host_pool import HostPool, SlabStock
+from kvcached.core.host_pool import SlabStock
 from kvcached.core.lease import Asked, FenceHold, Lease
-from kvcached.core.policy import EvictionPolicy, LeastRecentlyUsed
+from kvcached.core.planting import plant_all
 from kvcached.core.pool import DevicePool, SlotPool
 from kvcached.core.ranges import Ranges, append, chained, cut, no_ranges, slot_count
 from kvcached.core.room import take_slots
 from kvcached.core.run import KEY_SIZE
 from kvcached.core.session import Session
 from kvcached.core.states import SessionState, SlotState
+from kvcached.core.storage import StorageSpec, StorageTier
 from kvcached.core.tiers import Tiers
 from kvcached.core.transfer import Transfer
 from kvcached.core.tree import PrefixTree
 from kvcached_client.errors import ErrorCode, request_error
-from kvcached_client.types import FenceSequence, LeaseId, MissReason, SessionId, TransferId
+from kvcached_client.types import FenceSequence, LeaseId, MissReason, SessionId, TransferId, WritePolicy
 
 #: A scheduler runs hundreds of requests at once and queues thousands; beyond that something does not release.
 LEASES_PER_SESSION_MAX = 16_384
@@ -50,11 +51,21 @@ class Cache:
         counters: totals since the start, by name.
         forgotten: what left the trees lately.
         clearings: namespaces of replicas that are being cleared.
+        policy_changes: how often a namespace got another write policy.
+        storage: the tier below the host pool.
         checks: what requests must satisfy.
     """
 
     def __init__(
-        self, pools: list[PoolSpec], *, epoch: int, session_ttl_ms: int, host_slabs: int = 0, spaces_max: int = 0
+        self,
+        pools: list[PoolSpec],
+        *,
+        epoch: int,
+        session_ttl_ms: int,
+        host_slabs: int = 0,
+        spaces_max: int = 0,
+        host_eviction_policy: str = "lru",
+        storage: StorageSpec | None = None,
     ) -> None:
         self.epoch = epoch
         self.session_ttl_ms = session_ttl_ms
@@ -63,6 +74,7 @@ class Cache:
         self.effects: list[Effect] = []
         self.counters: Counter[str] = Counter()
         self.forgotten = ForgottenKeys()
+        self.policy_changes = 0
         self._tiers = Tiers(self.sessions, self.effects, self.counters)
         self.clearings = Clearings(self.sessions, self._tiers, self.effects, self.counters, self._expire)
         self._trees: dict[str, PrefixTree] = {}
@@ -71,44 +83,30 @@ class Cache:
         self._now_ms = 0
         self._next_session = 1
         self._last_lease = 0
-        by_namespace: dict[bytes, list[PoolSpec]] = {}
-        for spec in pools:
-            by_namespace.setdefault(spec.namespace, []).append(spec)
-        self._stock = stock = SlabStock(host_slabs, self.effects)
+        self._stock = stock = SlabStock(host_slabs, self.effects, host_eviction_policy)
         self.attached = Attached(
             stock, spaces_max, session_ttl_ms, self._tiers.book.next_id, self.effects, self.counters, self.forgotten
         )
-        for specs in by_namespace.values():
-            self._plant(specs, stock)
-
-    def _plant(self, specs: list[PoolSpec], stock: SlabStock) -> None:
-        """A tree for the pools of one namespace."""
-        members = [
-            DevicePool(
-                spec.name,
-                index,
-                spec.slots,
-                self.epoch,
-                shards=spec.shards,
-                watermark=spec.watermark,
-                load_threshold=spec.load_threshold,
-                load_quota=spec.load_quota,
-            )
-            for index, spec in enumerate(specs)
-        ]
-        host = HostPool(stock, specs[0].host_slots_per_slab, specs[0].namespace) if stock.count else None
-        policies: list[EvictionPolicy] = [LeastRecentlyUsed() for _ in range(len(members) + 1)]
-        tree = PrefixTree(
-            members, policies, host, self.counters, namespace=specs[0].namespace, forgotten=self.forgotten
+        self.storage = StorageTier(
+            storage or StorageSpec(), self._tiers.book.next_id, self._generation_of, self.effects, self.counters
         )
-        for pool in members:
-            self.pools[pool.name] = pool
-            self._trees[pool.name] = tree
+        self.clearings.holds = self.storage.holds
+        listener = self.attached.spaces.listener = self.storage.backups.candidates
+        for tree in plant_all(
+            pools, stock, epoch=epoch, counters=self.counters, forgotten=self.forgotten, listener=listener
+        ):
+            for pool in tree.pools:
+                self.pools[pool.name] = pool
+                self._trees[pool.name] = tree
+
+    def _generation_of(self, tree: PrefixTree) -> int | None:
+        """Of a tree's namespace, as headers say it: replicas have another namespace instead."""
+        return 0 if tree.pools else self.attached.spaces.generation_of(tree)
 
     @property
     def version(self) -> int:
-        """Grows with what a successor has to know of this cache: who has which slab, and namespaces."""
-        return self._stock.version + self.attached.spaces.version + self.clearings.version
+        """Grows with what a successor has to know of this cache: who has which slab, namespaces, their policies."""
+        return self._stock.version + self.attached.spaces.version + self.clearings.version + self.policy_changes
 
     @property
     def transfers(self) -> dict[TransferId, Transfer]:
@@ -213,6 +211,9 @@ class Cache:
                 self._on_worker_died(self.pools[event.pool])
             case PoolRestored():
                 self.pools[event.pool].healthy = True
+            case _:
+                self.storage.handle(event)
+                self.attached.spaces.bury()
 
     def settle(self) -> None:
         """Decide what nobody waits for: what is stored, and what makes room. Call it after each request and event."""
@@ -223,6 +224,7 @@ class Cache:
             if tree.host is not None and pool.copies:
                 self._tiers.stores.store_unstored(tree, pool)
                 self._tiers.stores.demote(tree, pool)
+        self.storage.settle(self.trees)
 
     def next_lease(self) -> LeaseId:
         """An id that no lease on a device pool has had."""
@@ -241,7 +243,16 @@ class Cache:
         return depth, session.tree.match_host(run, depth, keys, limit)[1] - depth
 
     def acquire(
-        self, session_id: SessionId, epoch: int, request: str, keys: bytes, tokens: int, reserve: int, *, full: bool
+        self,
+        session_id: SessionId,
+        epoch: int,
+        request: str,
+        keys: bytes,
+        tokens: int,
+        reserve: int,
+        *,
+        full: bool,
+        priority: int = 0,
     ) -> Grant:
         """Match, pin the hit, and reserve slots for the rest of the prompt and `reserve` blocks more.
 
@@ -264,9 +275,9 @@ class Cache:
         ranges = no_ranges()
         tree.pin(run, depth, pool.index)
         try:
-            tree.touch(run, pool.index)
-            ranges = take_slots(session, self._tiers.book, need, cause)
-            lease = Lease(self.next_lease(), request, asked, depth, ranges, run, depth, ranges[:])
+            tree.touch(run, pool.index, hit=depth, priority=priority)
+            ranges = take_slots(session, self._tiers, need, cause)
+            lease = Lease(self.next_lease(), request, asked, depth, ranges, run, depth, ranges[:], priority=priority)
             session.add(lease)
         except BaseException:
             pool.move(ranges, SlotState.LEASED, SlotState.FREE, f"rollback of {cause}")
@@ -277,6 +288,7 @@ class Cache:
         try:
             if tree.host is not None:
                 self._acquire_from_host(session, lease, keys, limit)
+                self.storage.backups.candidates.sighted(tree, lease.run, lease.depth)
             grant = self._grant(session, lease)
         except BaseException:
             session.release(lease, session.fence)
@@ -301,19 +313,13 @@ class Cache:
     def vacancy(self, session_id: SessionId, epoch: int, blocks: int) -> int | None:
         """How many slots can be granted now; None if that is too few and transfers under way may change it."""
         session = self.checks.session_at(session_id, epoch)
-        available = session.pool.free + session.pool.evictable
-        under_way = self._tiers.book.of_pool(session.pool)
-        if available >= blocks or not under_way:
-            return available
-        for transfer in under_way:
-            self._tiers.book.hurry(transfer)
-        return None
+        return self._tiers.vacancy(session.tree, session.pool, blocks)
 
     def allocate(self, session_id: SessionId, epoch: int, lease_id: LeaseId, blocks: int) -> bytes:
         """More exclusive slots for a lease, packed."""
         session = self.checks.session_at(session_id, epoch)
         lease = self.checks.lease(session, lease_id, self._last_lease)
-        ranges = take_slots(session, self._tiers.book, blocks, f"allocate for lease {lease.id}")
+        ranges = take_slots(session, self._tiers, blocks, f"allocate for lease {lease.id}")
         append(lease.open, ranges)
         return ranges.tobytes()
 
@@ -346,7 +352,7 @@ class Cache:
         count = self._tiers.loads.settled_blocks(session, lease, keys)
         if count < len(keys) // KEY_SIZE:
             keys, (slots, later) = keys[: count * KEY_SIZE], cut(slots, count)
-            append(left, later)
+            left = chained(later, left)  # in the order of their blocks, so that ranges may be named across the two
         if not count:
             return Commitment(lease.depth, 0, 0)
         held = tree.resolve(lease.run, lease.depth)
@@ -354,16 +360,18 @@ class Cache:
         depth = lease.depth + count
         tree.pin(run, depth, pool.index)
         tree.unpin(tree.resolve(held, lease.depth), lease.depth, pool.index)
-        tree.touch(run, pool.index)
+        tree.touch(run, pool.index, priority=lease.priority)
         scratch, adopted = cut(slots, duplicates)
         pool.move(adopted, SlotState.LEASED, SlotState.CACHED, f"commit by lease {lease.id}")
-        stores = bool(adopted) and session.writes_through
+        stores = bool(adopted) and session.writes_through and tree.write_policy is WritePolicy.WRITE_THROUGH
         if fence > session.fence and adopted:
             tree.pin(run, depth, pool.index)
             unstored = {run: depth} if stores else {}
             session.holds.append(FenceHold(fence, run, depth, lease.depth + duplicates, no_ranges(), unstored))
         elif stores:
             session.counters["stores_forgotten"] += pool.note_unstored(run, depth)
+        if duplicates:
+            self._tiers.stores.note_hit(session, run, lease.depth + duplicates)
         lease.run, lease.depth, lease.open = run, depth, left
         append(lease.scratch, scratch)
         session.counters["committed_blocks"] += count - duplicates
@@ -407,9 +415,10 @@ class Cache:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def _acquire_from_host(self, session: Session, lease: Lease, keys: bytes, limit: int) -> None:
-        session.tree.touch_host(lease.run)
+        self._tiers.stores.note_hit(session, lease.run, lease.depth)
         self._tiers.loads.join(session, lease)
         self._tiers.loads.start(session, lease, keys, limit)
+        session.tree.touch_host(lease.run, hit=lease.depth, priority=lease.priority)
         lease.hit, lease.granted = lease.depth, lease.open[:]
 
     def _grant(self, session: Session, lease: Lease) -> Grant:
@@ -437,7 +446,7 @@ class Cache:
         missing = lease.hit - lease.depth
         if missing <= 0:
             return
-        ranges = take_slots(session, self._tiers.book, missing, f"replacement for lease {lease.id}")
+        ranges = take_slots(session, self._tiers, missing, f"replacement for lease {lease.id}")
         lease.hit, lease.replacement = lease.depth, ranges
         lease.granted, lease.open = chained(ranges, lease.granted), chained(ranges, lease.open)
 
@@ -457,13 +466,10 @@ class Cache:
 
     def _on_ticked(self, now_ms: int) -> None:
         """Expire sessions that went silent. A tick that comes late itself (a suspended machine) expires nobody."""
-        for pool in self.pools.values():
-            pool.stores_paused = False
-            for run, depth in pool.failed_stores:
-                self.counters["stores_forgotten"] += pool.note_unstored(run, depth)
-            pool.failed_stores.clear()
+        self._tiers.stores.try_again(self.pools.values())
         late = bool(self._now_ms) and now_ms - self._now_ms > self.session_ttl_ms // LATE_TICK_DIVISOR
         self._now_ms = now_ms
+        self.storage.tick(now_ms)
         self.attached.on_ticked(now_ms, late=late)
         for session in list(self.sessions.values()):
             if late:

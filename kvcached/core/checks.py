@@ -25,7 +25,7 @@ class Checks:
 
     def __init__(self, sessions: dict[SessionId, Session], block_sizes: dict[str, int], session_ttl_ms: int) -> None:
         self._sessions = sessions
-        self._block_sizes = block_sizes
+        self.block_sizes = block_sizes
         self._session_ttl_ms = session_ttl_ms
 
     def session(self, session_id: SessionId) -> Session:
@@ -62,7 +62,7 @@ class Checks:
 
     def hit_limit(self, session: Session, keys: bytes, tokens: int, *, full: bool) -> int:
         """How many blocks of a prompt may be a hit: one token is left to compute, unless `full`."""
-        return hit_limit(len(keys) // KEY_SIZE, self._block_sizes[session.pool.name], tokens, full=full)
+        return hit_limit(len(keys) // KEY_SIZE, self.block_sizes[session.pool.name], tokens, full=full)
 
     def commit(
         self, session: Session, lease: Lease, start: int, keys: bytes, slots: Ranges[int], fence: FenceSequence

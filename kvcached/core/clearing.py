@@ -36,6 +36,7 @@ class Clearings:
 
     Attributes:
         version: grows with every namespace that has been cleared.
+        holds: whether something else has slots of a tree that are to be waited for.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Clearings:
         expire: Callable[[Session], None],
     ) -> None:
         self.version = 0
+        self.holds: Callable[[PrefixTree], bool] | None = None
         self._sessions = sessions
         self._tiers = tiers
         self._effects = effects
@@ -77,12 +79,15 @@ class Clearings:
     def advance(self) -> None:
         """Finish what nothing is under way for any more."""
         for clearing in self._under_way[:]:
-            if not any(each.tree is clearing.tree for each in self._tiers.book.transfers.values()):
+            is_copied = any(each.tree is clearing.tree for each in self._tiers.book.transfers.values())
+            if not is_copied and not (self.holds is not None and self.holds(clearing.tree)):
                 self._under_way.remove(clearing)
                 self._finish(clearing.tree, clearing.namespace)
 
     def _finish(self, tree: PrefixTree, namespace: bytes) -> None:
         blocks = sum(run.length for run in tree.runs())
+        if tree.listener is not None:
+            tree.listener.cleared(tree.namespace, 0)
         tree.namespace = namespace  # first, so that who asks for what went now is told why it did
         for pool in tree.pools:
             pool.unstored.clear()

@@ -6,10 +6,12 @@ leases again, and findable where it had committed; what it does not declare is f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvcached.core.cache import LEASES_PER_SESSION_MAX, Cache
 from kvcached.core.lease import Asked, Lease
-from kvcached.core.ranges import Ranges, chained, cut, pairs, slot_count
-from kvcached.core.run import KEY_SIZE, Run
+from kvcached.core.ranges import Ranges, append, chained, cut, no_ranges, one_range, pairs, slot_count
+from kvcached.core.run import KEY_SIZE
 from kvcached.core.session import Session
 from kvcached.core.states import SessionState
 from kvcached_client.errors import ErrorCode, request_error
@@ -74,22 +76,21 @@ class Declarations:
         self._check(session, request, blocks, hit, held, fence)
         tree, pool = session.tree, session.pool
         run, depth = tree.match(keys, blocks, pool.index)
-        shared = _common(tree.path_slots(run, 0, depth, pool.index), held)
-        rest = cut(held, shared)[1]
-        mine = chained(rest, own)
-        if not session.take_back(mine):
+        known, rest = cut(held, depth)
+        copies, mine = _other_slots(known, tree.path_slots(run, 0, depth, pool.index)), chained(rest, own)
+        if not session.take_back(chained(copies, mine)):
             raise request_error(
                 ErrorCode.UNKNOWN_SLOT,
                 f"request {request!r} declares slots that are not set aside for session {session_id}",
                 "declare each slot of the pool for one lease, or as the same block of the same chain",
             )
         asked = Asked(tokens, blocks, keys[-KEY_SIZE:], 0, full=False)
-        at: Run = tree.resolve(run, shared)
-        lease = Lease(self._cache.next_lease(), request, asked, shared, mine[:], at, shared, mine)
-        tree.pin(at, shared, pool.index)
+        lease = Lease(self._cache.next_lease(), request, asked, depth, mine[:], run, depth, mine, copies, fence)
+        tree.pin(run, depth, pool.index)
         session.add(lease)
-        self._cache.commit(session_id, epoch, lease.id, shared, keys[shared * KEY_SIZE :], rest, fence)
+        self._cache.commit(session_id, epoch, lease.id, depth, keys[depth * KEY_SIZE :], rest, fence)
         lease.hit = max(hit, lease.depth)
+        session.counters["duplicate_blocks"] += slot_count(copies)
         session.counters["leases_declared"] += 1
         return lease.id
 
@@ -125,13 +126,14 @@ class Declarations:
         self._cache.checks.fence(session, fence)
 
 
-def _common(one: Ranges[int], other: Ranges[int]) -> int:
-    """How many of the first slots are the same."""
-    same = 0
-    slots = (slot for first, count in pairs(other) for slot in range(first, first + count))
-    for first, count in pairs(one):
-        for slot in range(first, first + count):
-            if next(slots, None) != slot:
-                return same
-            same += 1
-    return same
+def _other_slots(held: Ranges[int], path: Ranges[int]) -> Ranges[int]:
+    """Those of `held` that are not the same block's in `path`: copies of the lease's own."""
+    copies = no_ranges()
+    for mine, theirs in zip(_slots(held), _slots(path), strict=True):
+        if mine != theirs:
+            append(copies, one_range(mine, 1))
+    return copies
+
+
+def _slots(ranges: Ranges[int]) -> Iterator[int]:
+    return (slot for first, count in pairs(ranges) for slot in range(first, first + count))

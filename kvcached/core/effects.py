@@ -103,6 +103,60 @@ class SlotsHandedOut:
     slots: Ranges[int]
 
 
+class StorageSpan(NamedTuple):
+    """Consecutive blocks of one chain, and their host slots."""
+
+    depth: int  #: of the first
+    parent: bytes  #: key of the block before it; empty for the first of a chain
+    keys: bytes
+    slots: Ranges[int]
+
+
+@dataclass(frozen=True, slots=True)
+class QueryStorage:
+    """Ask storage how many of the first of these blocks it has, and tell by a `StorageAnswered`."""
+
+    query: int
+    namespace: bytes
+    generation: int
+    keys: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StartFetch:
+    """Copy blocks from storage into host slots, and tell by a `FetchSettled`."""
+
+    transfer: TransferId
+    namespace: bytes
+    generation: int
+    span: StorageSpan
+
+
+@dataclass(frozen=True, slots=True)
+class StartBackup:
+    """Copy blocks from host slots to storage, as far as it lacks them, and tell by a `BackupSettled`."""
+
+    transfer: TransferId
+    namespace: bytes
+    generation: int
+    spans: tuple[StorageSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetStored:
+    """A generation of a namespace is over: storage need not keep its blocks, and must not give them back ever."""
+
+    namespace: bytes
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchOver:
+    """Nothing more will come of a prefetch: answer who waits for it."""
+
+    prefetch: int
+
+
 @dataclass(frozen=True, slots=True)
 class NamespaceCleared:
     """Pools and their host copies are empty, and their keys have another root: whoever waits for that may go on."""
@@ -121,5 +175,10 @@ Effect = (
     | LoadsEnded
     | SlabLent
     | SlotsHandedOut
+    | QueryStorage
+    | StartFetch
+    | StartBackup
+    | PrefetchOver
+    | ForgetStored
     | NamespaceCleared
 )

@@ -58,4 +58,46 @@ class PoolRestored:
     pool: str
 
 
-Event = Ticked | MemberLost | MembersDied | ShardSettled | WorkerDied | PoolRestored
+@dataclass(frozen=True, slots=True)
+class StorageReady:
+    """There is storage, and it works."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSuspended:
+    """Storage fails too often to be asked. What is under way ends by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageLost:
+    """The storage process is confirmed dead: nothing of it reads or writes host slots any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageAnswered:
+    """Storage has the first `found` of the blocks of a query; below 0: it cannot say. Monotonic microseconds."""
+
+    query: int
+    found: int
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSettled:
+    """Nothing writes the slots of a fetch any more; its first `good` blocks are what had been stored."""
+
+    transfer: TransferId
+    good: int
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackupSettled:
+    """Nothing reads the slots of a backup any more; storage has its first `written` blocks."""
+
+    transfer: TransferId
+    written: int
+
+
+StorageEvent = StorageReady | StorageSuspended | StorageLost | StorageAnswered | FetchSettled | BackupSettled
+Event = Ticked | MemberLost | MembersDied | ShardSettled | WorkerDied | PoolRestored | StorageEvent

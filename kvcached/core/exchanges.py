@@ -165,6 +165,8 @@ class Exchanges:
         self._close(session, store, TransferState.DONE)
         host_of(store.tree).move(store.host, SlotState.FILLING, SlotState.CACHED, f"end of store {store.id}")
         self._counters["stored_blocks"] += store.blocks
+        if store.tree.listener is not None:
+            store.tree.listener.stored(store.tree, store.run, store.end)
         store.tree.drop_lost(store.run)  # a store of what it continues may have failed
 
 

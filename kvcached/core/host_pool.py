@@ -24,17 +24,24 @@ class SlabStock:
         effects: told of each slab that a namespace gets.
 
     Attributes:
+        eviction_policy: of every namespace's host slots; see `kvcached.core.eviction`.
         version: grows whenever a slab changes hands.
     """
 
-    def __init__(self, count: int, effects: list[Effect] | None = None) -> None:
+    def __init__(self, count: int, effects: list[Effect] | None = None, eviction_policy: str = "lru") -> None:
         self.count = count
+        self.eviction_policy = eviction_policy
         self.version = 0
         self._effects: list[Effect] = [] if effects is None else effects
         self.pools: list[HostPool] = []
         #: Asked for room when no slab is to be had: evicts where nobody minds; False where there is no such place.
         self.make_room: Callable[[], bool] | None = None
         self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def unlent(self) -> int:
+        """Slabs that nobody has."""
+        return len(self._free)
 
     def claim(self, slab: int) -> None:
         """A slab that nobody has is somebody's again, with what is in it.
@@ -101,6 +108,11 @@ class HostPool(SlotPool):
         self._used = [0] * stock.count  #: slots that are not free, by slab
         self._stock = stock
         stock.pools.append(self)
+
+    @property
+    def room(self) -> int:
+        """Slots that can be had without an eviction."""
+        return self.free + self._stock.unlent * self.slots_per_slab
 
     def grow(self) -> bool:
         """Get one slab more; False if there is none to have."""

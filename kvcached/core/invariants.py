@@ -20,6 +20,7 @@ from kvcached.core.ranges import Ranges, has_holes, no_ranges, pairs, slot_count
 from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached.core.session import Session
 from kvcached.core.states import SessionState, SlotState, TransferState
+from kvcached.core.storage_state import StorageCopy
 from kvcached.core.transfer import Transfer
 from kvcached.core.tree import HOST, PrefixTree
 from kvcached_client.types import FenceSequence
@@ -73,8 +74,10 @@ def _violations(cache: Cache) -> Iterator[str]:
             attached = list(cache.attached.sessions.values())
             counting = [lease for each in attached for lease in each.leases.values() if lease.tree is tree]
             yield from _residency(tree, runs, tree.host, HOST)
-            yield from _slots(tree.host, _host_claims(tree, runs, [*transfers, *exchanges], attached))
-            yield from _pins(tree, runs, tree.host, HOST, [*_ends(transfers), *_ends(exchanges), *counting])
+            stored = _storage_claims(cache, tree)
+            yield from _slots(tree.host, [*_host_claims(tree, runs, [*transfers, *exchanges], attached), *stored])
+            backed = _ends([copy for copy in cache.storage.backups.copies.values() if copy.tree is tree])
+            yield from _pins(tree, runs, tree.host, HOST, [*_ends(transfers), *_ends(exchanges), *counting, *backed])
             yield from _candidates(runs, tree.host, HOST)
             yield from _copies(runs)
 
@@ -119,9 +122,20 @@ def _exchanges(exchanges: list[Exchange]) -> Iterator[str]:
             yield f"exchange {exchange.id} of {exchange.blocks} blocks has {slot_count(exchange.host)} slots"
 
 
-def _ends(transfers: Sequence[Transfer | Exchange]) -> list[FenceHold]:
+def _ends(transfers: Sequence[Transfer | Exchange | StorageCopy]) -> list[FenceHold]:
     """What transfers pin, in the form in which fences do."""
-    return [FenceHold(FenceSequence(0), each.run, each.end, each.end, no_ranges()) for each in transfers]
+    ends = [(each.run or Run(b"", 0, None, 0), each.end) for each in transfers]
+    return [FenceHold(FenceSequence(0), run, end, end, no_ranges()) for run, end in ends]
+
+
+def _storage_claims(cache: Cache, tree: PrefixTree) -> Iterator[_Claim]:
+    """Host slots that storage writes, and those that it has written, and that no index knows yet."""
+    for prefetch in cache.storage.prefetches.under_way.values():
+        if prefetch.tree is tree:
+            for copy in prefetch.copies.values():
+                yield SlotState.FILLING, f"fetch {copy.id}", pairs(copy.slots)
+            for arrival in prefetch.arrived.values():
+                yield SlotState.FILLING, f"prefetch {prefetch.id}", pairs(arrival.slots)
 
 
 def _copies(runs: list[Run]) -> Iterator[str]:

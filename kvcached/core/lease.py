@@ -40,6 +40,7 @@ class Lease:
         fence: the latest fence of its commits: until it has signalled, none of its slots is free of queued work.
         loads: transfers that part of the hit waits for.
         replacement: slots for blocks of the hit that could not be loaded.
+        priority: of the request: blocks that it uses are evicted after those of lower ones.
     """
 
     id: LeaseId
@@ -54,6 +55,7 @@ class Lease:
     fence: FenceSequence = NO_FENCE
     loads: set[TransferId] = field(default_factory=set)
     replacement: Ranges[int] = field(default_factory=no_ranges)
+    priority: int = 0
 
 
 @dataclass(slots=True)

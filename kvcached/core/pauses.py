@@ -21,18 +21,23 @@ def resume(cache: Cache, replica: str = "") -> None:
     _set(cache, replica, is_paused=False)
 
 
+def is_paused(cache: Cache, replica: str = "") -> bool:
+    """Whether a pause of these holds: for "" of all, so that the end of one replica's is the end of it."""
+    return all(pool.paused for pool in _pools(cache, replica)) and (bool(replica) or cache.attached.paused)
+
+
 def copies_under_way(cache: Cache, replica: str = "") -> int:
     """Copies of a replica that have not ended; for "" all, those of engines in attached mode included."""
     pools = {id(pool) for pool in _pools(cache, replica)}
     transfers = sum(id(transfer.pool) in pools for transfer in cache.transfers.values())
-    return transfers + (0 if replica else len(cache.attached.exchanges))
+    return transfers + (0 if replica else len(cache.attached.exchanges) + len(cache.storage.copies))
 
 
 def _set(cache: Cache, replica: str, *, is_paused: bool) -> None:
     for pool in _pools(cache, replica):
         pool.paused = is_paused
     if not replica:
-        cache.attached.paused = is_paused
+        cache.attached.paused = cache.storage.paused = is_paused
 
 
 def _pools(cache: Cache, replica: str) -> Iterable[DevicePool]:

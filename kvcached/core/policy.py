@@ -23,6 +23,9 @@ class EvictionPolicy(Protocol):
     def pop(self) -> Segment | None:
         """The next victim, removed from the order; None when no tail is evictable."""
 
+    def most(self, segment: Segment) -> int:
+        """How many of a victim's evictable blocks may go before another victim is asked for; one or more."""
+
     def touch(self, segment: Segment) -> None:
         """The segment was used now: `last_used` is the newest of the pool. It may not be a tail."""
 
@@ -90,6 +93,10 @@ class LeastRecentlyUsed:
                 return segment
             self.add(segment)
         return None
+
+    def most(self, segment: Segment) -> int:
+        """All of them: they were used at one time, as far as is known."""
+        return segment.evictable_tail
 
     def touch(self, segment: Segment) -> None:
         """Move its entry to the end, if it has one."""

@@ -151,12 +151,14 @@ class DevicePool(SlotPool):
         paused: no copies are started, because somebody has asked for that.
         clearing: its namespace is being cleared: nobody gets a session, and no copies are started.
         stores_paused: a store failed or was refused: demotion starts no further one before the next tick.
+        demand: slots that somebody waits for while blocks are written back; 0 where nobody does.
         failed_stores: paths whose store failed, tried once more at the next tick.
         unstored: ends of committed paths that the host pool is to get, oldest first, as (run, depth).
     """
 
     __slots__ = (
         "clearing",
+        "demand",
         "epoch",
         "failed_stores",
         "healthy",
@@ -192,6 +194,7 @@ class DevicePool(SlotPool):
         self.load_threshold = load_threshold
         self.load_quota = max(slots // 2, load_threshold) if load_quota is None else load_quota
         self.orphaned = 0
+        self.demand = 0
         self.paused = False
         self.clearing = False
         self.stores_paused = False
@@ -219,6 +222,7 @@ class DevicePool(SlotPool):
         """Forget every slot: the memory behind them is gone or new."""
         self.epoch = epoch
         self.orphaned = 0
+        self.demand = 0
         self.failed_stores.clear()
         self.unstored.clear()
         self._set_all(SlotState.FREE)

@@ -7,7 +7,7 @@ object for each run.
 
 from __future__ import annotations
 
-from itertools import pairwise, repeat
+from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -91,12 +91,11 @@ def _linked(found: StoredBlocks) -> tuple[_Ints, _Ints]:
     """
     count = len(found.slots)
     root, lost = count, count + 1
-    newest_last = np.argsort(found.ages, kind="stable")
-    keys: list[bytes] = found.keys[newest_last].view(f"V{KEY_SIZE}").ravel().tolist()
-    row_of = dict(zip(keys, newest_last.tolist(), strict=True))
-    chosen = np.fromiter(row_of.values(), np.int64, len(row_of))
-    above: list[bytes] = found.parents[chosen].view(f"V{KEY_SIZE}").ravel().tolist()
-    known = np.fromiter(map(row_of.get, above, repeat(lost)), np.int64, len(above))
+    index = _NewestRows(found.keys, found.ages)
+    chosen = index.rows
+    known = _row_before(found, chosen, lost)
+    unknown = np.flatnonzero(known == lost)
+    known[unknown] = index.find(found.parents[chosen[unknown]], lost)
     depths = np.append(found.depths, (-1, -2))  # of the root, and of nothing
     parents = np.full(count + 2, lost)
     parents[root] = root
@@ -104,6 +103,58 @@ def _linked(found: StoredBlocks) -> tuple[_Ints, _Ints]:
     known[first] = np.where(found.parents[chosen[first]].any(axis=1), lost, root)
     parents[chosen] = np.where(depths[known] == found.depths[chosen] - 1, known, lost)
     return parents, np.flatnonzero(_followed(parents)[:count] == root)
+
+
+def _row_before(found: StoredBlocks, chosen: _Ints, missing: int) -> _Ints:
+    """The parent of each chosen row where that is the row before, as it mostly is: slots are taken in order."""
+    keys, parents = found.keys.view(np.uint64), found.parents.view(np.uint64)
+    is_next = np.diff(chosen, prepend=-2) == 1
+    same = keys[chosen - 1] == parents[chosen]
+    return np.where(is_next & same[:, 0] & same[:, 1], chosen - 1, missing)
+
+
+class _NewestRows:
+    """Which row has a key; of several rows with one key the newest.
+
+    Rows are sorted by the first halves of their keys. The few that share theirs, copies of one key mostly, are told
+    apart by a dictionary.
+
+    Attributes:
+        rows: the newest row of each key.
+    """
+
+    def __init__(self, keys: npt.NDArray[np.uint8], ages: _Ints) -> None:
+        halves = keys.view(np.uint64)
+        order = np.argsort(halves[:, 0])
+        self._heads, self._tails, self._order = halves[order, 0], halves[order, 1], order
+        same = self._heads[1:] == self._heads[:-1]
+        self._is_shared = np.zeros(len(order), np.bool)
+        self._is_shared[1:] = same
+        self._is_shared[:-1] |= same
+        shared = np.sort(order[self._is_shared])
+        shared = shared[np.argsort(ages[shared], kind="stable")]
+        self._told_apart = dict(zip(_as_bytes(keys[shared]), shared.tolist(), strict=True))
+        others = np.fromiter(self._told_apart.values(), np.int64, len(self._told_apart))
+        self.rows = np.sort(np.concatenate((order[~self._is_shared], others)))
+
+    def find(self, keys: npt.NDArray[np.uint8], missing: int) -> _Ints:
+        """The row of each key, `missing` where there is none."""
+        halves = np.ascontiguousarray(keys).view(np.uint64)
+        ascending = np.argsort(halves[:, 0])  # near each other in memory: many times as fast as in any order
+        heads = halves[ascending, 0]
+        at = np.minimum(np.searchsorted(self._heads, heads), len(self._heads) - 1)
+        is_same = self._heads[at] == heads
+        rows = np.where(is_same & (self._tails[at] == halves[ascending, 1]), self._order[at], missing)
+        shared = np.flatnonzero(is_same & self._is_shared[at])
+        rows[shared] = [self._told_apart.get(key, missing) for key in _as_bytes(keys[ascending[shared]])]
+        found = np.empty_like(rows)
+        found[ascending] = rows
+        return found
+
+
+def _as_bytes(keys: npt.NDArray[np.uint8]) -> list[bytes]:
+    one_by_one: list[bytes] = keys.view(f"V{KEY_SIZE}").ravel().tolist()
+    return one_by_one
 
 
 def _run_heads(parents: _Ints, rows: _Ints) -> _Ints:

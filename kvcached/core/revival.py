@@ -18,7 +18,7 @@ from kvcached.core.pool import SlotPool
 from kvcached.core.ranges import Ranges, no_ranges
 from kvcached.core.restore import StoredBlocks, ranges_of, restore
 from kvcached.core.tree import PrefixTree
-from kvcached_client.types import SessionId
+from kvcached_client.types import SessionId, WritePolicy
 
 #: A session of an earlier daemon: that one's epoch, and the id there.
 Owner: TypeAlias = tuple[int, int]
@@ -33,18 +33,28 @@ class Revival:
 
     Attributes:
         blocks: host copies that are in the index again.
+        spaces_policy: write policy of new namespaces of engines in attached mode.
     """
 
     def __init__(self, cache: Cache) -> None:
         self.blocks = 0
         self._cache = cache
+        self.spaces_policy = cache.attached.spaces.write_policy
         self._claimed: dict[Owner, list[tuple[SlotPool, Ranges[int]]]] = {}
 
     def replica(self, name: str, slabs: list[int], found: StoredBlocks) -> None:
         """The host copies of a replica's namespace; once for all replicas that share it."""
         self._fill(self._cache.tree_of(name), slabs, found, {})
 
-    def space(self, spec: SpaceSpec, generation: int, slabs: list[int], found: StoredBlocks, claims: Claims) -> None:
+    def space(
+        self,
+        spec: SpaceSpec,
+        generation: int,
+        slabs: list[int],
+        found: StoredBlocks,
+        claims: Claims,
+        write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+    ) -> None:
         """A namespace of engines in attached mode.
 
         Args:
@@ -53,8 +63,9 @@ class Revival:
             slabs: that it had, those of earlier generations included.
             found: its blocks of this generation.
             claims: slots that living sessions may still write. None of them holds a block.
+            write_policy: that it has.
         """
-        self._fill(self._cache.attached.spaces.restore(spec, generation).tree, slabs, found, claims)
+        self._fill(self._cache.attached.spaces.restore(spec, generation, write_policy).tree, slabs, found, claims)
 
     def attached_session(self, owner: Owner, root: bytes) -> SessionId:
         """A session in a namespace that is there again, whose processes may live: expired, with what it had claimed."""

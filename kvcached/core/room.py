@@ -5,40 +5,50 @@ from __future__ import annotations
 from kvcached.core.ranges import Ranges, no_ranges
 from kvcached.core.session import Session
 from kvcached.core.states import SlotState
-from kvcached.core.transfer_book import TransferBook
+from kvcached.core.tiers import Tiers
 from kvcached.core.tree import SLACK_DIVISOR
 from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.types import WritePolicy
 
 #: An eviction frees at least this share of a pool: what goes together leaves ranges that stay together (decision 0008).
 BATCH_DIVISOR = 64
+#: Under these policies demotion keeps slots free, and what it drops has a copy: nothing is evicted ahead of need.
+_DEMOTED = frozenset({WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK})
 
 
-def take_slots(session: Session, book: TransferBook, count: int, cause: str) -> Ranges[int]:
-    """Grant slots of a session's pool, evicting what is missing, or change nothing.
+def take_slots(session: Session, tiers: Tiers, count: int, cause: str) -> Ranges[int]:
+    """Grant slots of a session's pool, evicting what is missing, or refuse without any loss.
 
     Raises:
-        NoCapacity: nothing free and nothing evictable; `CAPACITY_PENDING` where transfers under way may change that.
+        NoCapacity: nothing free and nothing evictable; `CAPACITY_PENDING` where transfers under way may change that,
+            and under write-back where they are about to make room without loss.
     """
     if not count:
         return no_ranges()
-    pool = session.pool
-    shortage = count - pool.free
-    if shortage > 0:
-        if shortage > pool.evictable:
-            raise _no_capacity(session, book, count)
-        if session.tree.host is None:  # with a host pool the watermark does the same, and loses nothing
-            shortage = max(shortage, min(pool.slots // BATCH_DIVISOR, pool.evictable))
-        slack = pool.slots // SLACK_DIVISOR
-        session.tree.evict(shortage, pool.index, f"eviction for {cause}", slack=slack)
+    tree, pool = session.tree, session.pool
+    if count > pool.free:
+        if count - pool.free > pool.evictable or tiers.stores.write_back(tree, pool, count):
+            raise _no_capacity(session, tiers, count)
+        _evict(session, count - pool.free, f"eviction for {cause}")
+    pool.demand = 0
     return pool.take(count, SlotState.LEASED, cause)
 
 
-def _no_capacity(session: Session, book: TransferBook, count: int) -> RequestError:
+def _evict(session: Session, shortage: int, cause: str) -> None:
+    tree, pool = session.tree, session.pool
+    if shortage <= 0:
+        return
+    if tree.host is None or tree.write_policy not in _DEMOTED:
+        shortage = max(shortage, min(pool.slots // BATCH_DIVISOR, pool.evictable))
+    tree.evict(shortage, pool.index, cause, slack=pool.slots // SLACK_DIVISOR)
+
+
+def _no_capacity(session: Session, tiers: Tiers, count: int) -> RequestError:
     pool = session.pool
     session.counters["no_capacity"] += 1
     reachable = pool.free + pool.counts[SlotState.CACHED] + pool.counts[SlotState.FILLING]
     message = f"{count} slots wanted; of {pool.slots} are {pool.free} free and {pool.evictable} evictable"
-    copying = len(book.of_pool(pool))
+    copying = len(tiers.book.of_pool(pool))
     if copying and count <= reachable:
         return request_error(
             ErrorCode.CAPACITY_PENDING,

@@ -33,18 +33,26 @@ class Segment:
         locked_children: child segments with something protected.
         resident_children: child segments of the same pool.
         last_used: logical time of the last touch of this run or, once they are gone, of its children.
+        hit_end: depth up to which its blocks were found by a request after the one that brought them here.
+        priority: the highest of the requests that used it, as far as is known; None stands for 0.
         queued: the eviction policy has an entry for it.
+        filed_priority: the priority that this entry is filed under.
         holed: of the host pool: its ranges may have holes.
+        backed: of the host pool: leading blocks that need not be written to storage any more.
     """
 
     __slots__ = (
         "above",
+        "backed",
+        "filed_priority",
+        "hit_end",
         "holed",
         "last_used",
         "length",
         "locked_children",
         "pinned",
         "pins",
+        "priority",
         "protected",
         "queued",
         "ranges",
@@ -63,8 +71,12 @@ class Segment:
         self.locked_children = 0
         self.resident_children = 0
         self.last_used = last_used
+        self.hit_end = 0
+        self.priority: int | None = None
         self.queued = False
+        self.filed_priority = 0
         self.holed = False
+        self.backed = 0
 
     @property
     def evictable_tail(self) -> int:

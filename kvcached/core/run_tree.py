@@ -187,12 +187,23 @@ class RunTree:
             segment.pinned = max(pins, default=0)
             self._reprotect(segment, pool)
 
-    def touch(self, run: Run, pool: int) -> None:
-        """The path down to `run` was used now. Its ancestors learn of it when they become tails themselves."""
+    def touch(self, run: Run, pool: int, *, hit: int = 0, priority: int | None = None) -> None:
+        """The path down to `run` was used now. Its ancestors learn of it when they become tails themselves.
+
+        `hit` is the depth up to which a request has found it, 0 where none looked for it; `priority` is the request's.
+        """
         owner, segment = self.members[pool], resident(run, pool)
         owner.clock += 1
         segment.last_used = owner.clock
+        if hit > segment.hit_end:
+            segment.hit_end = min(hit, run.start + segment.length)
+        segment.priority = _higher(segment.priority, priority)
         self.policies[pool].touch(segment)
+
+    def share_priority(self, run: Run, source: int, target: int) -> None:
+        """A run is in two pools: in `target`, where it is pinned or about to be, it gets no less priority."""
+        segment = resident(run, target)
+        segment.priority = _higher(segment.priority, resident(run, source).priority)
 
     def _reprotect(self, segment: Segment, pool: int) -> None:
         """Carry a change of pins up, as far as it changes anything."""
@@ -315,6 +326,7 @@ class RunTree:
         if count < segment.length:
             freed = pop_tail(segment.ranges, count)
             segment.length -= count
+            segment.backed = min(segment.backed, segment.length)
         else:
             freed = segment.ranges
             segment.length = 0
@@ -322,6 +334,9 @@ class RunTree:
             self.policies[pool].remove(segment)
             above.resident_children -= 1
             above.last_used = max(above.last_used, segment.last_used)
+            above.priority = _higher(above.priority, segment.priority)
+            if segment.hit_end > run.start:
+                above.hit_end = run.start
             if not above.resident_children and above.length > above.protected:
                 self.policies[pool].add(above)
         self._forget_keys(run)
@@ -366,12 +381,19 @@ def resident(run: Run, pool: int) -> Segment:
     return segment
 
 
+def _higher(one: int | None, other: int | None) -> int | None:
+    """The higher of two priorities; None is none."""
+    return other if one is None else one if other is None else max(one, other)
+
+
 def _split_segment(segment: Segment, head: Run, offset: int) -> Segment:
     """The new segment of a split run's first `offset` blocks; `segment` keeps the rest and its deeper pins."""
     ranges, segment.ranges = cut(segment.ranges, offset)
     front = Segment(head, segment.above, ranges, offset, segment.last_used)
     front.resident_children = 1
     front.holed = segment.holed
+    front.hit_end, front.priority = min(segment.hit_end, head.end), segment.priority
+    front.backed, segment.backed = min(segment.backed, offset), max(segment.backed - offset, 0)
     segment.length -= offset
     if segment.pins:
         shallow = {depth: count for depth, count in segment.pins.items() if depth <= head.end}

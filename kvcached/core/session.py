@@ -33,7 +33,7 @@ class Session:
         holds: what later fences hold.
         quarantined: slots that it could write when it expired.
         counters: where what it does is counted.
-        writes_through: what it commits is to be copied to the host pool.
+        writes_through: what it commits is to be copied to the host pool, when the policy says so.
         declaring: it is of before a restart, and has not said yet what it holds. All that it could write is in
             `quarantined` until it has.
     """

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from kvcached.core.attached_state import AttachedSession, Space, SpaceSpec
+from kvcached.core.eviction import make_policy
 from kvcached.core.forgotten import ForgottenKeys
 from kvcached.core.host_pool import HostPool, SlabStock
-from kvcached.core.policy import EvictionPolicy, LeastRecentlyUsed
 from kvcached.core.states import SlotState
-from kvcached.core.tree import PrefixTree
+from kvcached.core.tree import Listener, PrefixTree
 from kvcached_client.errors import ErrorCode, request_error
-from kvcached_client.types import MissReason, SessionId
+from kvcached_client.types import MissReason, SessionId, WritePolicy
 
 
 class Spaces:
@@ -27,7 +27,9 @@ class Spaces:
         by_root: the namespaces; the one where a session began or ended last comes last.
         retired: trees of earlier generations that something still holds.
         version: grows whenever a namespace is made, cleared or forgotten.
+        write_policy: of new namespaces.
         first_generation: of new namespaces; above those of forgotten ones, whose headers lie around.
+        listener: of every tree.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class Spaces:
         self._stock = stock
         self.most = most
         self.first_generation = 0
+        self.write_policy = WritePolicy.WRITE_THROUGH
+        self.listener: Listener | None = None
         self._sessions = sessions
         self._counters = counters
         self._forgotten = forgotten
@@ -80,9 +84,11 @@ class Spaces:
     def clear(self, space: Space) -> int:
         """Begin a new generation: nothing stored before is matched again. Returns how many blocks that is."""
         blocks = space.host.counts[SlotState.CACHED]
+        if self.listener is not None:
+            self.listener.cleared(space.spec.root, space.generation)
         self.retired.append(space.tree)
         space.generation += 1
-        space.host, space.tree = self._plant(space.spec)
+        space.host, space.tree = self._plant(space.spec, space.tree.write_policy)
         self._counters["cleared_blocks"] += blocks
         self.bury()
         self.version += 1
@@ -102,20 +108,27 @@ class Spaces:
             )
         if len(self.by_root) >= self.most:
             self._forget_idle()
-        host, tree = self._plant(spec)
+        host, tree = self._plant(spec, self.write_policy)
         self.version += 1
         return Space(spec, host, tree, self.first_generation)
 
-    def restore(self, spec: SpaceSpec, generation: int) -> Space:
+    def restore(self, spec: SpaceSpec, generation: int, write_policy: WritePolicy = WritePolicy.WRITE_THROUGH) -> Space:
         """A namespace of before a restart, at the generation that it had, without slabs; it may be above `most`."""
-        host, tree = self._plant(spec)
+        host, tree = self._plant(spec, write_policy)
         space = self.by_root[spec.root] = Space(spec, host, tree, generation)
         return space
 
-    def _plant(self, spec: SpaceSpec) -> tuple[HostPool, PrefixTree]:
+    def _plant(self, spec: SpaceSpec, write_policy: WritePolicy) -> tuple[HostPool, PrefixTree]:
         host = HostPool(self._stock, spec.host_slots_per_slab, spec.root)
-        policies: list[EvictionPolicy] = [LeastRecentlyUsed()]
-        return host, PrefixTree([], policies, host, self._counters, namespace=spec.root, forgotten=self._forgotten)
+        policies = [make_policy(self._stock.eviction_policy, host.slots)]
+        tree = PrefixTree([], policies, host, self._counters, namespace=spec.root, forgotten=self._forgotten)
+        tree.listener = self.listener
+        tree.write_policy = write_policy
+        return host, tree
+
+    def generation_of(self, tree: PrefixTree) -> int | None:
+        """The generation that a tree is of; None for one that was cleared or forgotten."""
+        return next((space.generation for space in self.by_root.values() if space.tree is tree), None)
 
     def _forget_idle(self) -> None:
         """Make room for one namespace more.

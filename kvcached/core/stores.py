@@ -1,4 +1,7 @@
-"""Copies from device pools to the host pool: write-through of what was committed, and demotion under the watermark.
+"""Copies from device pools to the host pool: of what was committed or hit, and of what is about to leave a device.
+
+Which of these, the namespace's write policy says. Under write-back nothing leaves a device before its copy has ended;
+whoever needs its slots waits for that, unless no copy can be made.
 
 A store is planned when it can start: blocks that are still there and still lack a host copy. From then on they are in
 the host index, so a load may count on it and depend on it. Where it fails they are taken out again.
@@ -6,15 +9,19 @@ the host index, so a load may count on it and depend on it. Where it fails they 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvcached.core.effects import TransferKind
 from kvcached.core.lease import FenceHold
 from kvcached.core.pool import DevicePool
 from kvcached.core.ranges import Ranges, join, slot_count
 from kvcached.core.run import Run, Segment
+from kvcached.core.session import Session
 from kvcached.core.states import SlotState, TransferState
 from kvcached.core.transfer import Transfer
 from kvcached.core.transfer_book import TransferBook
 from kvcached.core.tree import HOST, SLACK_DIVISOR, Piece, PrefixTree, first_blocks
+from kvcached_client.types import WritePolicy
 
 #: Stores under way in one pool: one to copy, and the next ones to be on the way to the workers.
 STORES_MAX = 8
@@ -24,6 +31,8 @@ STORE_BLOCKS_MAX = 256
 UNSTORED_PER_FENCE_MAX = 256
 #: Tails without a host copy that one demotion looks behind.
 UNSTORED_TAILS_PASSED_MAX = 16
+#: Under these policies a tail is stored, if it has not been, before it leaves a device ahead of need.
+_STORE_TAILS = frozenset({WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK})
 
 
 class Stores:
@@ -33,13 +42,22 @@ class Stores:
         self._book = book
 
     def store_unstored(self, tree: PrefixTree, pool: DevicePool) -> None:
-        """Start stores of what was committed, as many as may be under way."""
+        """Start stores of what was committed or hit, as many as may be under way."""
+        if tree.write_policy is WritePolicy.NEVER:
+            pool.unstored.clear()  # of before the policy was set, or a failed copy that was to be made again
         if not pool.unstored:
             return
         room = STORES_MAX - len(self._book.of_pool(pool, TransferKind.STORE))
         while room > 0 and pool.unstored:
             run, depth = pool.unstored.popleft()
             room -= self.store(tree, pool, run, depth)
+
+    def note_hit(self, session: Session, run: Run, depth: int) -> None:
+        """A second request has the path ``[0, depth)``: reason enough to copy it where the policy waits for one."""
+        tree = session.tree
+        is_wanted = session.writes_through and tree.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        if is_wanted and tree.missing_in_host(run, depth):
+            self._book.counters["stores_forgotten"] += session.pool.note_unstored(run, depth)
 
     def store(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> bool:
         """Start to copy what the host pool lacks of the path ``[0, depth)``; False if nothing was started."""
@@ -84,6 +102,7 @@ class Stores:
             self._book.next_id(), TransferKind.STORE, tree, pool, pool.epoch, run, pieces, device, slots
         )
         tree.put_host(run, pieces, slots)
+        tree.share_priority(run, pool.index, HOST)
         self._book.pin(transfer)
         self._book.start(transfer)
 
@@ -108,18 +127,20 @@ class Stores:
         return None
 
     def demote(self, tree: PrefixTree, pool: DevicePool) -> None:
-        """Keep the pool's watermark free: drop the device copy of the least valuable tails that the host pool holds.
+        """Keep slots free: the watermark, or as many as somebody waits for.
 
-        Others are stored first, and go when that has ended.
+        The device copy of the least valuable tails that the host pool holds is dropped. Others are stored first where
+        the policy has them stored, and go when that has ended.
         """
-        wanted = pool.watermark - pool.free
+        wanted = max(pool.watermark, pool.demand) - pool.free
         if wanted <= 0:
+            pool.demand = 0
             return
         policy, slack = tree.policies[pool.index], pool.slots // SLACK_DIVISOR
         freed: list[Ranges[int]] = []
         passed: list[Segment] = []
         while wanted > 0 and len(passed) < UNSTORED_TAILS_PASSED_MAX and (segment := policy.pop()) is not None:
-            stored = tree.stored_tail(segment)
+            stored = min(tree.stored_tail(segment), policy.most(segment))
             if stored:
                 freed.append(tree.trim_tail(segment, stored, wanted, pool.index, slack=slack))
                 wanted -= slot_count(freed[-1])
@@ -128,11 +149,52 @@ class Stores:
         slots = join(freed)
         pool.move(slots, SlotState.CACHED, SlotState.FREE, "demotion")
         self._book.counters["demoted_blocks"] += slot_count(slots)
-        room = STORES_MAX - len(self._book.of_pool(pool, TransferKind.STORE))
-        for segment in passed:
-            policy.add(segment)
-            if room > 0 and not pool.stores_paused:
+        self._store_tails(tree, pool, passed, wanted)
+
+    def _store_tails(self, tree: PrefixTree, pool: DevicePool, tails: list[Segment], wanted: int) -> None:
+        """File tails without a host copy again, and start to store those that the policy has stored.
+
+        Under write-back those are no more than it takes to free `wanted` slots, with what is being stored already.
+        """
+        under_way = self._book.of_pool(pool, TransferKind.STORE)
+        room = STORES_MAX - len(under_way)
+        is_on_need = tree.write_policy is WritePolicy.WRITE_BACK
+        wanted -= sum(store.blocks for store in under_way)
+        for segment in tails:
+            tree.policies[pool.index].add(segment)
+            is_due = tree.write_policy in _STORE_TAILS and (wanted > 0 or not is_on_need)
+            if is_due and room > 0 and not pool.stores_paused:
+                wanted -= segment.evictable_tail
                 room -= self.store(tree, pool, segment.run, segment.run.start + segment.length)
+
+    def write_back(self, tree: PrefixTree, pool: DevicePool, count: int) -> bool:
+        """Somebody needs `count` slots, more than are free: whether to wait for blocks that are being written back.
+
+        False without that policy, where nothing can be stored, and where the slots are free now.
+        """
+        if tree.write_policy is not WritePolicy.WRITE_BACK or tree.host is None or not pool.copies:
+            return False
+        pool.demand = max(pool.demand, count)
+        self.demote(tree, pool)
+        under_way = self._book.of_pool(pool, TransferKind.STORE) if pool.free < count else []
+        for store in under_way:
+            self._book.hurry(store)
+        return bool(under_way)
+
+    def try_again(self, pools: Iterable[DevicePool]) -> None:
+        """Some time has passed: what failed is stored anew, and nobody waits any more who did not ask again."""
+        for pool in pools:
+            pool.stores_paused, pool.demand = False, 0
+            for run, depth in pool.failed_stores:
+                self._book.counters["stores_forgotten"] += pool.note_unstored(run, depth)
+            pool.failed_stores.clear()
+
+    def available(self, tree: PrefixTree, pool: DevicePool) -> int:
+        """How many slots can be granted now: what is being written back cannot, nor what would have to be."""
+        waits = tree.write_policy is WritePolicy.WRITE_BACK and pool.copies
+        if waits and tree.host is not None and self._book.of_pool(pool, TransferKind.STORE):
+            return pool.free
+        return pool.free + pool.evictable
 
     def end(self, store: Transfer) -> None:
         """Every shard is through with a store, and no load depends on it any more if it failed."""
@@ -142,6 +204,8 @@ class Stores:
         if store.state is TransferState.DONE:
             tree.members[HOST].move(store.host, SlotState.FILLING, SlotState.CACHED, cause)
             self._book.counters["stored_blocks"] += store.blocks
+            if tree.listener is not None:
+                tree.listener.stored(tree, store.run, store.end)
             return
         pool.stores_paused = True
         for holder in tree.pools:  # the pool itself may be lost, and another replica have the same blocks

@@ -47,6 +47,15 @@ class Tiers:
         if not transfer.waiting:
             self._end(transfer)
 
+    def vacancy(self, tree: PrefixTree, pool: DevicePool, blocks: int) -> int | None:
+        """How many slots can be granted now; None if that is too few and transfers under way may change it."""
+        available, under_way = self.stores.available(tree, pool), self.book.of_pool(pool)
+        if available >= blocks or not under_way:
+            return available
+        for transfer in under_way:
+            self.book.hurry(transfer)
+        return None
+
     def pool_lost(self, tree: PrefixTree, pool: DevicePool) -> None:
         """A pool's memory is gone: its transfers hold nothing in it any more.
 

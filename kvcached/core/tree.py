@@ -8,7 +8,7 @@ that. A block that loses its last one takes everything below it along, for no ma
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvcached.core.forgotten import ForgottenKeys
 from kvcached.core.host_pool import HostPool, SlabStock
@@ -33,7 +33,7 @@ from kvcached.core.ranges import (
 from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached.core.run_tree import RunTree, resident
 from kvcached.core.states import SlotState
-from kvcached_client.types import MissReason
+from kvcached_client.types import MissReason, WritePolicy
 
 #: Eviction may free this share of a pool more than it must where that leaves ranges of slots whole (decision 0008).
 SLACK_DIVISOR = 256
@@ -48,6 +48,19 @@ class Piece(NamedTuple):
     end: int
 
 
+class Listener(Protocol):
+    """Wants to know which paths may be worth a copy below the host pool, and which copies there are worth nothing."""
+
+    def stored(self, tree: PrefixTree, run: Run, depth: int) -> None:
+        """The host copies of a path are complete up to a depth."""
+
+    def sighted(self, tree: PrefixTree, run: Run, depth: int) -> None:
+        """A request has hit a path."""
+
+    def cleared(self, namespace: bytes, generation: int) -> None:
+        """Nothing of this generation of a namespace will be asked for again."""
+
+
 class PrefixTree(RunTree):
     """The index over device pools and a host pool.
 
@@ -55,6 +68,8 @@ class PrefixTree(RunTree):
         pools: the device pools; a pool's `index` is its place here.
         host: the host pool, at index `HOST`; None without a host tier.
         counters: where evictions are counted.
+        write_policy: when blocks are copied to the host pool.
+        listener: told of host copies that have come, and of hits; None if nobody asks.
     """
 
     def __init__(
@@ -66,12 +81,15 @@ class PrefixTree(RunTree):
         *,
         namespace: bytes = b"",
         forgotten: ForgottenKeys | None = None,
+        write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
     ) -> None:
         self._host = host or HostPool(SlabStock(0), 0)
         super().__init__([*pools, self._host], policies, namespace=namespace, forgotten=forgotten)
         self.pools = pools
         self.host = host
+        self.listener: Listener | None = None
         self.counters: Counter[str] = Counter() if counters is None else counters
+        self.write_policy = write_policy
 
     # --- device pools -----------------------------------------------------------------------------------------------
 
@@ -89,7 +107,7 @@ class PrefixTree(RunTree):
                 segment = policy.pop()
                 if segment is None:
                     raise RuntimeError(f"{owner.evictable} slots of pool {owner.name} are evictable, but no tail is")
-                left, size = count - done, segment.length - segment.protected
+                left, size = count - done, policy.most(segment)
                 if size > left:
                     size = min(size, whole_tail(segment.ranges, left, most=left + slack))
                 freed.append(self.trim(segment, size, pool))
@@ -228,11 +246,11 @@ class PrefixTree(RunTree):
         slots = cut(cut(host.ranges, segment.length)[0], segment.length - count)[1]
         return count if all(self._host.holds(*each, SlotState.CACHED) for each in pairs(slots)) else 0
 
-    def touch_host(self, run: Run) -> None:
+    def touch_host(self, run: Run, *, hit: int = 0, priority: int | None = None) -> None:
         """The path was used now: as `touch`, for the deepest part of it that the host pool covers."""
         while run.segments[HOST] is None and run.parent is not None:
             run = run.parent
-        self.touch(run, HOST)
+        self.touch(run, HOST, hit=hit, priority=priority)
 
     def unpin_host(self, run: Run, depth: int, reason: MissReason = MissReason.CORRUPT_OR_FAILED) -> None:
         """Take back a pin of the host's part of the path ``[0, depth)``.
@@ -260,6 +278,12 @@ class PrefixTree(RunTree):
             segment.holed = has_holes(segment.ranges)
             at = at.parent
         return end
+
+    def cover_host(self, run: Run, depth: int) -> None:
+        """The host pool covers the path ``[0, depth)``, by holes where it holds nothing of it; the caller pins it."""
+        if depth:
+            owner = self.resolve(run, depth)
+            self._cover(owner, depth - owner.start)
 
     def put_host(self, run: Run, pieces: list[Piece], slots: Ranges[int]) -> None:
         """Blocks of the path to `run`, which are holes now, lie in `slots`. The caller pins them at once."""
@@ -327,7 +351,7 @@ class PrefixTree(RunTree):
         try:
             while wanted > 0 and (segment := policy.pop()) is not None:
                 run = segment.run
-                freed.append(without_holes(self.trim_tail(segment, segment.evictable_tail, wanted, HOST, slack=slack)))
+                freed.append(without_holes(self.trim_tail(segment, policy.most(segment), wanted, HOST, slack=slack)))
                 wanted -= slot_count(freed[-1])
                 self._prune(run)
         finally:  # what has left the tree is free, whatever a policy did
@@ -367,6 +391,7 @@ class PrefixTree(RunTree):
             append(ranges, mine)
             append(ranges, cut(segment.ranges, last)[1])
             segment.ranges, segment.holed = ranges, has_holes(ranges)
+            segment.backed = min(segment.backed, first)
 
     def _cover(self, run: Run, length: int) -> Segment:
         """The host segment of a run, made or lengthened by holes until it has `length` blocks, those above included."""

@@ -67,6 +67,11 @@ class ReplicaWorkers:
         return self._groups.is_degraded
 
     @property
+    def restarts(self) -> int:
+        """How often they were replaced since the daemon's start."""
+        return self._groups.restarts
+
+    @property
     def adopted(self) -> bool:
         """Whether they are an earlier daemon's, with what its engines had written."""
         return self._groups.adopted

@@ -16,9 +16,10 @@ from typing import Any, Final
 import msgspec
 
 from kvcached.ledger import ProcessIdentity, identity_of
+from kvcached.packet_connection import PacketConnection
 from kvcached.seqpacket import peer_credentials, send
 from kvcached.worker.adoption import remove_socket
-from kvcached.worker.connection import READY_DESCRIPTORS, WorkerConnection, next_message
+from kvcached.worker.connection import READY_DESCRIPTORS, next_message, worker_connection
 from kvcached.worker.messages import (
     Ack,
     Adopt,
@@ -72,7 +73,7 @@ class WorkerProcess:
         self._child: subprocess.Popen[bytes] | None = None  #: None for one that an earlier daemon started
         self._pidfd = -1
         self._exited: asyncio.Future[None] = self._loop.create_future()
-        self._connection: WorkerConnection | None = None
+        self._connection: PacketConnection[WorkerMessage] | None = None
         self._ready = False
         self._kill_reason = ""
 
@@ -240,7 +241,7 @@ class WorkerProcess:
 
     def _connect(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._connection = WorkerConnection(connection)
+        self._connection = worker_connection(connection)
         try:
             connection.connect(self._config.socket_path)
         except (ConnectionError, FileNotFoundError):

@@ -36,6 +36,7 @@ class ReplicaGroups:
         back_off: pauses between tries.
 
     Attributes:
+        restarts: lost groups that were replaced, since the daemon's start.
         current: the group that runs. Between two it is one that refuses what it is asked.
     """
 
@@ -61,6 +62,7 @@ class ReplicaGroups:
         self._pause: asyncio.TimerHandle | None = None
         self._announcement: asyncio.Handle | None = None
         self._trust: asyncio.TimerHandle | None = None  #: when a group on probation has proved itself
+        self.restarts = 0
         self.current = self._new_group()
 
     @property
@@ -183,6 +185,7 @@ class ReplicaGroups:
             pause_s = self._plan()
             _log.error("replica %s: no workers, the next try is in %g s: %s", self._pool.replica, pause_s, error)
             return
+        self.restarts += 1
         self._runs()
         down_s = self._started_s - self._lost_s
         _log.info("replica %s: workers run again, %.1f s after the loss", self._pool.replica, down_s)

@@ -15,11 +15,14 @@ from kvcached_client.protocol import (
     Header,
     Pause,
     Paused,
+    PolicySet,
     ReplicaCleared,
     Resume,
     Resumed,
+    SetPolicy,
     SetWeights,
 )
+from kvcached_client.types import WritePolicy
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.test_calls import Connect, failing, silent_on
 
@@ -35,6 +38,14 @@ def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
         Drained(id=3, leases=1, copies=0, requests=0, holds=True),
         cleared,
         ReplicaCleared(id=5, replicas=(), generation=2, namespace=bytes(32), weights_version="v", blocks=0),
+        PolicySet(
+            id=6,
+            replicas=(),
+            namespace="00112233",
+            label="m",
+            policy=WritePolicy.NEVER,
+            before=WritePolicy.WRITE_THROUGH,
+        ),
     ]
     daemon.script = lambda request, _: (replies[request.id - 1], [])
     with Admin.connect(daemon.run_dir) as admin:
@@ -44,6 +55,7 @@ def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
             admin.drain(deadline_ms=80),
             admin.clear("default"),
             admin.set_weights("default", "v"),
+            admin.set_policy("00112233", WritePolicy.NEVER),
         ]
 
     assert done == replies
@@ -53,6 +65,7 @@ def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
         Drain(id=3, deadline_ms=80),
         ClearReplica(id=4, replica="default"),
         SetWeights(id=5, replica="default", version="v"),
+        SetPolicy(id=6, target="00112233", policy=WritePolicy.NEVER),
     ]
 
 

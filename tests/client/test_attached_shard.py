@@ -34,6 +34,7 @@ from kvcached_client.engine_pages import EnginePages
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import CommitStore, CompleteLoad, Header, Request, error_reply
 from tests.client.attached_rig import FINGERPRINT, NAMESPACE, job, layer, span
+from tests.client.descriptors import held_here_and_in_a_child
 from tests.client.fake_daemon import SILENCE, TOKEN, FakeDaemon
 from tests.client.progress_page import sealed_memory
 
@@ -398,22 +399,4 @@ def test_forked_child_holds_no_descriptor_of_the_host_pool(daemon: FakeDaemon) -
     shard = AttachedShard.join(offer(daemon, descriptor), 1, pages())
     os.close(descriptor)
     with shard:
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(writer, struct.pack("q", len(descriptors_of(inode))))
-            os._exit(0)
-        os.waitpid(child, 0)
-        (in_child,) = struct.unpack("q", os.read(reader, 8))
-        os.close(reader)
-        os.close(writer)
-        assert (in_child, descriptors_of(inode)) == (0, [])
-
-
-def descriptors_of(inode: int) -> list[str]:
-    found = []
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
-            if path.stat().st_ino == inode:
-                found.append(path.name)
-    return found
+        assert held_here_and_in_a_child(inode) == (0, 0)

@@ -221,7 +221,16 @@ def test_round_trip_is_left_out_where_it_would_cost_others(slabs: list[int], lab
     """It needs a slab that nobody has and none is waiting for, and room for a namespace, if it has none yet."""
     hosts = tuple(
         HostStats(
-            namespace="", replicas=(), label=label, generation=0, sessions=0, leases=0, slots=0, slabs=count, states={}
+            namespace="",
+            replicas=(),
+            label=label,
+            generation=0,
+            sessions=0,
+            leases=0,
+            slots=0,
+            slabs=count,
+            write_policy="write_through",
+            states={},
         )
         for count, label in zip(slabs, labels, strict=True)
     )

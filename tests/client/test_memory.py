@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import fcntl
 import gc
 import os
 import signal
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 from kvcached_client import DaemonFailure, Layout, RequestError, map_pool
 from kvcached_client.attach_protocol import Joined
 from kvcached_client.errors import ErrorCode
+from tests.client.descriptors import held_here_and_in_a_child
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.pools import LAYOUTS, SLOTS, mapped, offer
 from tests.client.progress_page import SEALS, sealed_memory
@@ -143,25 +142,7 @@ def test_forked_child_holds_no_descriptor_of_the_pool(daemon: FakeDaemon, memory
     pool = map_pool(offer(daemon, layout, descriptor))
     os.close(descriptor)
     with pool:
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(writer, struct.pack("q", len(descriptors_of(inode))))
-            os._exit(0)
-        os.waitpid(child, 0)
-        (in_child,) = struct.unpack("q", os.read(reader, 8))
-        os.close(reader)
-        os.close(writer)
-        assert (in_child, descriptors_of(inode)) == (0, [])
-
-
-def descriptors_of(inode: int) -> list[str]:
-    found = []
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
-            if path.stat().st_ino == inode:
-                found.append(path.name)
-    return found
+        assert held_here_and_in_a_child(inode) == (0, 0)
 
 
 @pytest.mark.parametrize("missing", [fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL])

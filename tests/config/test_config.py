@@ -246,52 +246,6 @@ def test_config_serves_somebody(text: str, tmp_path: Path) -> None:
     assert "each as [[replica]], or add [attached]" in problem
 
 
-ATTACHED = "[host]\nsize_bytes = 67108864\n[attached]\n"
-
-
-def test_config_of_attached_mode_needs_no_replica(tmp_path: Path) -> None:
-    """A host pool and the table that lets engines use it are enough."""
-    config = load(tmp_path, ATTACHED)
-
-    assert (config.replica, config.attached) == ((), AttachedConfig(namespaces_max=8))
-    assert load(tmp_path, ATTACHED + "namespaces_max = 3\n").attached == AttachedConfig(namespaces_max=3)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[attached]\n", "attached: does nothing without [host]; add [host], or remove it"),
-        (ATTACHED + "namespaces_max = 0\n", "attached.namespaces_max = 0: is too small"),
-        (ATTACHED + "model = 1\n", "attached.model"),
-        (
-            ATTACHED.replace("67108864", "67108863"),
-            "makes 0 slabs of 67108864 bytes; namespaces, which take one each: 1",
-        ),
-        (GOOD + ATTACHED, "makes 1 slabs of 67108864 bytes; namespaces, which take one each: 2; use 134217728 or more"),
-    ],
-    ids=["no host pool", "no namespace", "unknown key", "no slab", "no slab beside a replica"],
-)
-def test_config_of_attached_mode_that_serves_nobody_is_refused(text: str, expected: str, tmp_path: Path) -> None:
-    """Attached mode needs a host pool with a slab for it; namespaces of replicas have theirs."""
-    assert expected in "\n".join(problems(tmp_path, text))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("slots = = 3", "is no TOML"), (b"\xff", "cannot be read"), (None, "cannot be read: No such file")],
-)
-def test_config_error_for_unreadable_file(text: str | bytes | None, expected: str, tmp_path: Path) -> None:
-    """A file that is missing, no text or no TOML is one problem with the file's path."""
-    path = tmp_path / "kvcached.toml"
-    if text is not None:
-        path.write_bytes(text.encode() if isinstance(text, str) else text)
-
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, environment={})
-
-    assert str(caught.value).startswith(f"{path}: file: {expected}")
-
-
 def test_config_takes_environment_over_file(tmp_path: Path) -> None:
     """Variables change keys of the root and of one table of an array, and leave the other keys alone."""
     environment = {
@@ -394,7 +348,10 @@ def test_config_error_for_model_config(contents: str | None, expected: str, tmp_
         path.write_text(contents)
     text = GOOD[: GOOD.index("[[replica.group]]")] + 'model_config = "model.json"\n'
 
-    assert f':9: replica[0].model_config = "model.json": {expected}' in problems(tmp_path, text)[0]
+    problem = problems(tmp_path, text)[0]
+
+    assert ':9: replica[0].model_config = "model.' in problem  # a long path is cut
+    assert f": {expected}" in problem
 
 
 def test_config_figures(tmp_path: Path) -> None:
@@ -403,56 +360,6 @@ def test_config_figures(tmp_path: Path) -> None:
 
     assert (figures.bytes_per_block, figures.tokens) == (BYTES_PER_BLOCK, 64 * 16)
     assert (figures.pool_bytes_per_shard, figures.pool_bytes) == (64 * BYTES_PER_BLOCK, 128 * BYTES_PER_BLOCK)
-
-
-def test_config_host_tier_is_absent_unless_asked_for(tmp_path: Path) -> None:
-    """Without a table [host] there is none; with one, its size in bytes becomes whole slabs."""
-    text = GOOD.replace("[[replica]]", "[host]\nsize_bytes = 100_000_000\nslab_bytes = 8_388_608\n[[replica]]")
-
-    host = load(tmp_path, text).host
-
-    assert load(tmp_path, GOOD).host is None
-    assert host is not None
-    assert (host.slabs, host.verify_loads) == (11, True)
-
-
-def test_config_host_table_can_come_from_the_environment(tmp_path: Path) -> None:
-    """Variables can add the table that a file lacks."""
-    host = load(tmp_path, GOOD, {"KVCACHED_HOST__SIZE_BYTES": "134217728"}).host
-
-    assert host is not None
-    assert host.slabs == 2
-
-
-def test_config_counts_a_slab_for_each_namespace(tmp_path: Path) -> None:
-    """Replicas of one model need one slab together, replicas of two models one each."""
-    host = "[host]\nsize_bytes = 65536\nslab_bytes = 65536\n"
-    replica = GOOD[GOOD.index("[[replica]]") :]
-    same = replica.replace("default", "second")
-    other = same.replace('model = "m"', 'model = "n"')
-
-    assert load(tmp_path, host + replica + same).replica[1].namespace(0) == load(tmp_path, GOOD).replica[0].namespace(0)
-    (problem,) = problems(tmp_path, host + replica + other)
-    assert ":2: host.size_bytes = 65536: makes 1 slabs of 65536 bytes" in problem
-    assert "use 131072 or more" in problem
-
-
-@pytest.mark.parametrize(("percent", "slots"), [(0, 0), (2, 1), (50, 32)])
-def test_config_watermark_is_a_part_of_the_slots(percent: int, slots: int, tmp_path: Path) -> None:
-    """The watermark in slots is rounded down."""
-    text = GOOD.replace("slots = 64", f"slots = 64\nfree_watermark_percent = {percent}")
-    text += "\n[host]\nsize_bytes = 67108864\n"
-
-    assert load(tmp_path, text).replica[0].watermark_slots == slots
-
-
-@pytest.mark.parametrize("key", ["free_watermark_percent", "load_threshold_blocks", "load_quota_blocks"])
-def test_config_keys_of_the_host_tier_need_one(key: str, tmp_path: Path) -> None:
-    """A key that would do nothing without a host tier is refused there, with what to do."""
-    (problem,) = problems(tmp_path, GOOD.replace("slots = 64", f"slots = 64\n{key} = 3"))
-
-    assert f"{key} = 3: does nothing without [host]" in problem
-    assert "add [host], or remove it" in problem
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

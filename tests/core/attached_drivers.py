@@ -11,7 +11,8 @@ from kvcached.core.invariants import check
 from kvcached.core.ranges import slot_count
 from kvcached_client.types import TransferId
 from tests.core.attached_memory import SlabMemory, SlotView
-from tests.core.attached_model import SPACES_MAX, SPECS, AttachedPlayers
+from tests.core.attached_model import SPACES_MAX, AttachedPlayers
+from tests.core.attached_world import SPECS
 from tests.core.model import TTL_MS, Choose, chain_keys
 from tests.core.tier_accounts import Accounts
 from tests.core.tier_model import TierDriver

@@ -1,7 +1,6 @@
 """A second opinion on attached mode: random engines, whose shards copy when they like, and what must be true.
 
-The model does not decide what is evicted. It knows every byte of the host pool, who was handed which slots, which
-blocks every shard has written, and what each engine was promised.
+The model does not decide what is evicted. What it knows is in `attached_world.py`.
 """
 
 from __future__ import annotations
@@ -11,51 +10,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from kvcached.core.attached_state import AttachedLease, SpaceSpec
+from kvcached.core.attached_state import AttachedLease
 from kvcached.core.cache import Cache
 from kvcached.core.events import MemberLost, MembersDied, Ticked
 from kvcached.core.exchanges import EVERY_SHARD, StorePlan
 from kvcached.core.states import SlotState
-from kvcached.core.tree import HOST, PrefixTree
+from kvcached.core.tree import HOST
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.types import LeaseId, SessionId
-from tests.core.attached_books import AttachedAccounts, Edition, HeldLease, Index, Job, Player
+from tests.core.attached_books import HeldLease, Job, Player
 from tests.core.attached_memory import SlabMemory
+from tests.core.attached_world import SPECS, AttachedWorld
 from tests.core.model import BLOCK_SIZE, TTL_MS, Choose, chain_keys
 from tests.core.tier_world import slots_of
 
 T = TypeVar("T")
 PLAYERS_MAX = 4
 SPACES_MAX = 3
-#: Namespaces that engines may declare: one more than there may be, with blocks of several sizes.
-SPECS = [
-    SpaceSpec(bytes([number]) * 32, f"model {number}", BLOCK_SIZE, shards, per_slab)
-    for number, (shards, per_slab) in enumerate([(2, 4), (2, 3), (1, 6), (2, 8)])
-]
 
 
-class AttachedPlayers:
+class AttachedPlayers(AttachedWorld):
     """Engines in attached mode on a cache, which others may use too.
 
     Attributes:
         weighted: what may happen, with how often it does.
-        done: what has happened, by name.
     """
 
     def __init__(self, choose: Choose, cache: Cache, memory: SlabMemory) -> None:
+        super().__init__(cache, memory)
         self.choose = choose
-        self.cache = cache
-        self.core = cache.attached
-        self.memory = memory
         self.now_ms = 0
-        self.players: dict[SessionId, Player] = {}
-        self.editions: dict[PrefixTree, Edition] = {}
-        self.corrupt: set[tuple[Edition, int]] = set()  #: slots with bytes that were found corrupt
-        self.symbols: dict[bytes, tuple[int, ...]] = {}  #: what a key stands for
         self.requests = 0
-        self.over: list[tuple[SessionId, Job]] = []  #: copies that have ended lately
-        self.done: Counter[str] = Counter()
-        self.accounts = AttachedAccounts(cache)
         self.weighted: list[tuple[Callable[[], None], int]] = [
             (self.open, 12),
             (self.acquire, 40),
@@ -74,64 +59,6 @@ class AttachedPlayers:
             (self.die, 2),
             (self.leave, 1),
         ]
-
-    # --- before and after each step ---------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Look before a step."""
-        self.accounts.begin(self._index())
-
-    def check(self, *, alone: bool) -> None:
-        """Look after it. `alone`: nobody else makes counters grow."""
-        index = self._index()
-        for (edition, key), (slot, state) in index.places.items():
-            self._check_place(edition, key, slot, state)
-        for player in self.players.values():
-            for job in player.jobs.values():
-                self._check_job(job)
-            for lease in player.leases.values():
-                self._check_lease(lease, index)
-        self._check_quarantine()
-        if alone:
-            self.accounts.check(index)
-
-    def _check_place(self, edition: Edition, key: bytes, slot: int, state: SlotState) -> None:
-        """What the index has is there, on every shard, or about to be written by one copy."""
-        writers = [
-            job
-            for player in self.players.values()
-            for job in player.jobs.values()
-            if job.is_store and not job.orphaned and job.edition == edition and (key, slot) in job.blocks
-        ]
-        assert (state is SlotState.FILLING) == bool(writers)
-        if state is SlotState.CACHED:
-            spec = self._spec(edition)
-            contents = {self.memory.read(shard, spec.host_slots_per_slab, slot) for shard in range(spec.shards)}
-            assert contents <= {(edition, key), ("rotten", slot)}, contents
-            if (edition, slot) in self.corrupt and contents != {(edition, key)}:
-                assert self._readers(edition, slot), "known as corrupt, read by nobody, and still in the index"
-
-    def _check_job(self, job: Job) -> None:
-        """A copy's slots have the bytes that it left there, or may read."""
-        per_slab = job.spec.host_slots_per_slab
-        for key, slot in job.blocks:
-            for shard in range(job.spec.shards):
-                content = self.memory.read(shard, per_slab, slot)
-                if not job.is_store:
-                    assert content in {(job.edition, key), ("rotten", slot)}, "a load of other bytes"
-                elif shard in job.waiting:
-                    assert content == ("job", job.transfer), "somebody else wrote where a store writes"
-
-    def _check_lease(self, lease: HeldLease, index: Index) -> None:
-        """What a lease was promised stays where it is, unless it proved corrupt."""
-        for key, slot in zip(lease.chain, lease.slots, strict=False):
-            place = index.places.get((lease.edition, key))
-            assert place == (slot, SlotState.CACHED) or key in lease.lost, "evicted"
-
-    def _check_quarantine(self) -> None:
-        """Slots are set aside exactly for those who may still write them."""
-        aside = sum(len(job.blocks) for player in self.players.values() for job in player.jobs.values() if job.orphaned)
-        assert aside == sum(tree.members[HOST].counts[SlotState.QUARANTINED] for tree in self.core.spaces.trees)
 
     def end(self, do: Callable[[Callable[[], None]], None]) -> None:
         """Everybody dies, one after the other. Nothing is held then."""
@@ -480,17 +407,6 @@ class AttachedPlayers:
             if not readers and self.accounts.index.places.get((job.edition, key), (None,))[0] == slot:
                 self.accounts.punched.add((job.edition, key))
 
-    def _readers(self, edition: Edition, slot: int) -> list[tuple[Job, int]]:
-        """Loads under way that read a slot, and where in them."""
-        return [
-            (job, number)
-            for player in self.players.values()
-            for job in player.jobs.values()
-            if not job.is_store and job.edition == edition
-            for number, (_, other) in enumerate(job.blocks)
-            if other == slot
-        ]
-
     # --- choices ----------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -531,19 +447,3 @@ class AttachedPlayers:
         keys = chain_keys(symbols)
         self.symbols.update({key: symbols[: at + 1] for at, key in enumerate(keys)})
         return keys
-
-    # --- what is where ----------------------------------------------------------------------------------------------
-
-    def _index(self) -> Index:
-        for space in self.core.spaces.by_root.values():
-            edition = (space.spec.root, space.generation)
-            known = self.editions.setdefault(space.tree, edition)
-            assert known == edition
-        assert len(set(self.editions.values())) == len(self.editions), "two trees under one name"
-        return Index(self.cache, self.editions)
-
-    def _edition(self, player: Player) -> Edition:
-        return player.spec.root, self.core.spaces.by_root[player.spec.root].generation
-
-    def _spec(self, edition: Edition) -> SpaceSpec:
-        return next(spec for spec in SPECS if spec.root == edition[0])

@@ -10,6 +10,7 @@ from kvcached.core.host_pool import HostPool
 from kvcached.core.pool import SlotPool
 from kvcached.core.ranges import Ranges, pairs, slot_count
 from kvcached.core.states import SlotState
+from kvcached.core.storage import StorageSpec
 from kvcached_client.types import ShardIndex, TransferId
 from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, keys_of
 
@@ -24,6 +25,8 @@ def make_tiers(
     watermark: int = 0,
     threshold: int = 1,
     quota: int | None = None,
+    spaces: int = 0,
+    storage: StorageSpec | None = None,
 ) -> Cache:
     """A cache of pools with one-letter names: small letters in one namespace, each capital in one of its own."""
     specs = [
@@ -40,7 +43,7 @@ def make_tiers(
         )
         for name in names
     ]
-    return Cache(specs, epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=host_slabs)
+    return Cache(specs, epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=host_slabs, spaces_max=spaces, storage=storage)
 
 
 class Workers:

@@ -8,14 +8,11 @@ import pytest
 
 from kvcached.core import attached
 from kvcached.core.cache import Cache
-from kvcached.core.effects import SessionEnded, SessionExpired, SlabLent, SlotsHandedOut
-from kvcached.core.events import MemberLost, MembersDied, Ticked
 from kvcached.core.exchanges import EVERY_SHARD
-from kvcached.core.ranges import one_range
 from kvcached.core.states import SlotState
 from kvcached_client.types import LeaseId, SessionId, TransferId
-from tests.core.attached_engine import AttachedEngine, endings, space
-from tests.core.engine import TTL_MS, keys_of, refused
+from tests.core.attached_engine import AttachedEngine, space
+from tests.core.engine import keys_of, refused
 from tests.core.tier_world import slots_of
 
 MakeAttached = Callable[..., Cache]
@@ -368,135 +365,6 @@ def test_a_store_is_not_ended_as_a_load(cache: Cache, engine: AttachedEngine) ->
 
 
 # --- the end of sessions --------------------------------------------------------------------------------------------
-
-
-def silence(cache: Cache) -> None:
-    """Let every session expire."""
-    for now_ms in (1, TTL_MS // 2, TTL_MS, TTL_MS + 1):
-        cache.handle(Ticked(now_ms))
-
-
-def test_slabs_and_slots_are_told_of_before_they_are_written(cache: Cache, engine: AttachedEngine) -> None:
-    """A slab that goes to a namespace, and slots that processes are to write, are effects, in this order."""
-    root = engine.spec.root
-    engine.prepare(engine.acquire("abcde"), "abcde")
-
-    assert cache.effects == [
-        SlabLent(root, 0),
-        SlabLent(root, 1),
-        SlotsHandedOut(engine.session, root, one_range(0, 5)),
-    ]
-    version = cache.version
-    engine.prepare(engine.acquire("x"), "x")
-    assert cache.version == version  # nobody got a slab
-    engine.core.clear(engine.session)
-    assert cache.version > version
-
-
-def test_stores_of_a_silent_session_are_set_aside_until_it_is_dead(cache: Cache, engine: AttachedEngine) -> None:
-    """After its TTL nobody gets the slots that its shards may write; when they are dead, everybody."""
-    engine.store("ab")
-    engine.prepare(engine.acquire("abcd"), "abcd")
-    silence(cache)
-
-    assert engine.states == (0, 0, 2, 2)
-    assert endings(cache) == [SessionExpired(engine.session, 2)]
-    other = AttachedEngine(cache)
-    assert len(slots_of(other.prepare(other.acquire("0123456789ABCDEF"), "0123456789ABCDEF").slots)) == 14
-    cache.handle(MembersDied(engine.session))
-    assert endings(cache)[-1] == SessionEnded(engine.session, 2)
-    assert engine.states == (2, 14, 0, 0)
-
-
-def test_an_expired_session_is_told_so(cache: Cache, engine: AttachedEngine) -> None:
-    """Nothing that it says is done, and its leases are gone."""
-    engine.store("ab")
-    lease = engine.acquire("abcd")
-    store, load = engine.prepare(lease, "abcd"), engine.load(lease)
-    cache.handle(MemberLost(engine.session))
-
-    for call in (
-        lambda: engine.acquire("ab"),
-        lambda: engine.release(lease),
-        lambda: engine.commit(store.transfer),
-        lambda: engine.complete(load.transfer, 0),
-        lambda: cache.attached.heartbeat(engine.session, 0),
-        lambda: cache.attached.clear(engine.session),
-    ):
-        with refused("session_expired"):
-            call()
-    cache.handle(MembersDied(engine.session))
-    with refused("no_session"):
-        engine.acquire("ab")
-    assert AttachedEngine(cache).hit("ab") == 2
-
-
-def test_loads_of_a_lost_session_keep_their_blocks_until_it_is_dead(cache: Cache, engine: AttachedEngine) -> None:
-    """What shards may read yet is not evicted; once they are dead, it is like everything else."""
-    engine.store("ab")
-    engine.load(engine.acquire("ab"))
-    cache.handle(MemberLost(engine.session))
-    other = AttachedEngine(cache)
-    crowd = other.acquire("0123456789ABCDEF")
-
-    assert other.prepare(crowd, "0123456789ABCDEF").depth == 14
-    cache.handle(MembersDied(engine.session))
-    assert other.prepare(crowd, "0123456789ABCDEF").depth == 16
-
-
-def test_blocks_found_corrupt_by_a_session_that_dies_are_dropped(cache: Cache, engine: AttachedEngine) -> None:
-    """What one shard has told counts, though the load never ended."""
-    engine.store("ab")
-    load = engine.load(engine.acquire("ab"))
-    cache.attached.complete_load(engine.session, load.transfer, 0, "", (0,))
-    cache.handle(MembersDied(engine.session))
-
-    assert AttachedEngine(cache).hit("ab") == 0
-
-
-def test_session_without_copies_under_way_ends_at_once(cache: Cache, engine: AttachedEngine) -> None:
-    """A lost process, or a goodbye, of a session that has nothing to copy ends it: it does not expire first."""
-    engine.store("ab")
-    engine.acquire("abcd")
-    cache.handle(MemberLost(engine.session))
-
-    assert endings(cache) == [SessionEnded(engine.session, 0)]
-    assert (cache.attached.sessions, cache.counters["sessions_expired"]) == ({}, 0)
-
-
-def test_silent_session_without_copies_leaves_nothing(cache: Cache, engine: AttachedEngine) -> None:
-    """It has expired, and is over, too: there is nothing to wait for."""
-    engine.acquire("abcd")
-    silence(cache)
-
-    assert endings(cache) == [SessionExpired(engine.session, 0), SessionEnded(engine.session, 0)]
-
-
-def test_heartbeats_and_late_ticks_keep_a_session(cache: Cache, engine: AttachedEngine) -> None:
-    """A session that is heard lives, and where the daemon itself stood still nobody is blamed for silence."""
-    for now_ms in (1, 500, 1000, 1500):
-        cache.handle(Ticked(now_ms))
-        cache.attached.heartbeat(engine.session, now_ms)
-    cache.handle(Ticked(90_000))
-
-    assert engine.hit("ab") == 0
-    for now_ms in (90_500, 91_000, 91_001):
-        cache.handle(Ticked(now_ms))
-    assert cache.attached.sessions == {}
-
-
-def test_goodbye_of_all_gives_everything_back(cache: Cache, engine: AttachedEngine) -> None:
-    """Where no process of a session will copy any more, stores under way are given up and everything is free."""
-    engine.store("ab")
-    lease = engine.acquire("abcd")
-    engine.prepare(lease, "abcd")
-    engine.load(lease)
-    cache.close_session(engine.session)
-
-    assert engine.states == (2, 0, 2, 0)
-    assert endings(cache) == [SessionEnded(engine.session, 2)]
-    assert engine.host.protected == 0
-    assert cache.attached.exchanges == []
 
 
 def test_ids_are_never_used_twice(cache: Cache, engine: AttachedEngine) -> None:

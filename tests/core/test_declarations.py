@@ -107,6 +107,22 @@ def test_lease_keeps_its_own_copy_of_a_block(cache: Cache, returned: Returned) -
     assert states(cache) == (14, 0, 2, 0, 0)
 
 
+@pytest.mark.parametrize("slots", [([1, 2, 3], [4, 2, 5]), ([4, 2, 5], [1, 2, 3])], ids=["found first", "found last"])
+def test_leases_share_behind_a_copy_of_their_own(
+    cache: Cache, returned: Returned, slots: tuple[list[int], list[int]]
+) -> None:
+    """A lease that keeps its own copy of a block may share the next one with another lease."""
+    one = returned.declare("abc", slots[0], [])
+    other = returned.declare("abx", slots[1], [6])
+    returned.over()
+
+    assert [returned.hit(text) for text in ("abc", "abx")] == [3, 3]
+    assert states(cache) == (10, 2, 4, 0, 0)
+    returned.release(one)
+    returned.release(other)
+    assert states(cache) == (12, 0, 4, 0, 0)
+
+
 def test_hit_that_was_loading_is_shorter(cache: Cache, returned: Returned) -> None:
     """Blocks that were on their way when the daemon died get slots of the lease's own when their end is asked for."""
     lease = returned.declare("ab", [1, 2], [9], hit=4, tokens=20)

@@ -10,7 +10,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.effects import StartTransfer
 from kvcached.core.events import Ticked
 from kvcached.core.misses import explain
-from kvcached.core.pauses import copies_under_way, pause, resume
+from kvcached.core.pauses import copies_under_way, is_paused, pause, resume
 from kvcached_client.types import MissReason, TransferId
 from tests.core.attached_engine import AttachedEngine
 from tests.core.engine import Engine, keys_of, refused
@@ -102,6 +102,18 @@ def test_pauses_are_not_counted(new_tiers: Callable[..., Cache]) -> None:
     Engine(cache).store("abcd")
 
     assert len(Workers(cache).started()) == 1
+
+
+def test_pause_of_everything_ends_with_the_pause_of_a_part(new_tiers: Callable[..., Cache]) -> None:
+    """Who has paused everything is not told that it holds after one replica has been resumed."""
+    cache = new_tiers()
+    pause(cache)
+    assert (is_paused(cache), is_paused(cache, "a")) == (True, True)
+    resume(cache, "a")
+
+    assert (is_paused(cache), is_paused(cache, "a")) == (False, False)
+    pause(cache, "a")
+    assert is_paused(cache)
 
 
 def test_attached_engines_compute_while_paused(new_attached: Callable[..., Cache]) -> None:

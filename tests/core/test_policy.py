@@ -1,4 +1,4 @@
-"""Eviction order: the least recently used evictable tail, whatever happened to the others."""
+"""Eviction order: by priority, then the least recently used evictable tail, or first one that was never hit again."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import random
 
 import pytest
 
+from kvcached.core.eviction import POLICIES, make_policy
 from kvcached.core.policy import LeastRecentlyUsed
 from kvcached.core.ranges import no_ranges
 from kvcached.core.run import Run, Segment
+from kvcached.core.segmented import UPPER_PERCENT, SegmentedLeastRecentlyUsed
+
+#: Of the pool that policies are told of.
+SLOTS = 100
 
 
-def make_segment(stamp: int) -> Segment:
-    """A tail of one block, last used at `stamp`."""
-    return Segment(Run(bytes(16), 0, None, 1), None, no_ranges(), 1, stamp)
+def make_segment(stamp: int, length: int = 1) -> Segment:
+    """A tail of some blocks, last used at `stamp`."""
+    return Segment(Run(bytes(16 * length), 0, None, 1), None, no_ranges(), length, stamp)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -72,3 +77,215 @@ def test_entries_of_segments_that_left_do_not_pile_up() -> None:
         policy.remove(segment)
 
     assert len(policy._queue) + len(policy._between) < 200
+
+
+class Naive:
+    """Two lists, searched from end to end: what `SegmentedLeastRecentlyUsed` must do."""
+
+    def __init__(self) -> None:
+        self.lower: list[Segment] = []
+        self.upper: list[Segment] = []
+        self.blocks: dict[Segment, int] = {}
+        self.order: dict[Segment, tuple[int, int]] = {}
+        self.filed = 0
+        self.newest = 0
+
+    def add(self, segment: Segment) -> None:
+        if segment in self.blocks:
+            return
+        is_upper = segment.hit_end >= segment.run.start + segment.length
+        self.put(segment, self.upper if is_upper else self.lower, segment.last_used)
+        while self.size(self.upper) > SLOTS * UPPER_PERCENT // 100:
+            oldest = min(self.upper, key=self.order.__getitem__)
+            self.take(oldest)
+            self.put(oldest, self.lower, max(self.newest, oldest.last_used))
+
+    def put(self, segment: Segment, half: list[Segment], order: int) -> None:
+        self.filed += 1
+        half.append(segment)
+        self.blocks[segment] = segment.evictable_tail
+        self.order[segment] = order, self.filed
+        if half is self.lower:
+            self.newest = max(self.newest, order)
+
+    def take(self, segment: Segment) -> None:
+        (self.upper if segment in self.upper else self.lower).remove(segment)
+        del self.blocks[segment], self.order[segment]
+
+    def size(self, half: list[Segment]) -> int:
+        return sum(self.blocks[segment] for segment in half)
+
+    def pop(self) -> Segment | None:
+        while self.lower or self.upper:
+            victim = min(self.lower or self.upper, key=self.order.__getitem__)
+            self.take(victim)
+            if not victim.resident_children:
+                return victim
+        return None
+
+    def touch(self, segment: Segment) -> None:
+        if segment in self.blocks:
+            self.take(segment)
+            self.add(segment)
+
+    def remove(self, segment: Segment) -> None:
+        if segment in self.blocks:
+            self.take(segment)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_segmented_victims_are_those_of_a_naive_implementation(seed: int) -> None:
+    """Over random adds, hits, uses, removals and pops, each victim is the one that two searched lists name."""
+    rng, policy, naive = random.Random(seed), SegmentedLeastRecentlyUsed(SLOTS), Naive()
+    known: list[Segment] = []
+    for clock in range(1, 1501):
+        segment = rng.choice(known) if known else None
+        match rng.randrange(7):
+            case 0 | 1:
+                fresh = make_segment(clock if rng.randrange(2) else rng.randrange(clock), rng.randrange(1, 9))
+                fresh.hit_end = rng.choice((0, 0, fresh.length))
+                known.append(fresh)
+                policy.add(fresh)
+                naive.add(fresh)
+            case 2 if segment is not None:
+                segment.last_used = clock
+                segment.hit_end = max(segment.hit_end, rng.choice((0, segment.length)))
+                policy.touch(segment)
+                naive.touch(segment)
+            case 3 if segment is not None:
+                segment.resident_children ^= 1
+                if not segment.resident_children:
+                    policy.add(segment)
+                    naive.add(segment)
+            case 4 if segment is not None and rng.randrange(3) == 0:
+                policy.remove(segment)
+                naive.remove(segment)
+                known.remove(segment)
+            case 5 | 6:
+                victim = policy.pop()
+                assert victim is naive.pop()
+                if victim is not None:
+                    known.remove(victim)
+        assert policy._blocks == [naive.size(naive.lower), naive.size(naive.upper)]
+
+
+def test_tail_that_was_hit_outlives_a_scan() -> None:
+    """Tails that nobody has hit go first, however new they are."""
+    policy = SegmentedLeastRecentlyUsed(SLOTS)
+    hit = make_segment(1)
+    hit.hit_end = 1
+    for segment in (*map(make_segment, range(2, 12)), hit):
+        policy.add(segment)
+
+    assert [policy.pop() for _ in range(11)][-1] is hit
+
+
+def test_tails_that_were_hit_do_not_fill_everything() -> None:
+    """Of ever more tails that were hit once, the oldest ones go before a new one that was not."""
+    policy = SegmentedLeastRecentlyUsed(SLOTS)
+    for stamp in range(1, 101):
+        segment = make_segment(stamp)
+        segment.hit_end = 1
+        policy.add(segment)
+    policy.add(make_segment(101))
+    order = [policy.pop() for _ in range(101)]
+
+    stamps = [segment.last_used for segment in order if segment is not None]
+    assert stamps.index(101) == 100 - UPPER_PERCENT
+
+
+def test_segmented_entries_that_are_outdated_do_not_pile_up() -> None:
+    """However often tails are used without an eviction, what is kept is bounded by the tails that there are."""
+    policy = SegmentedLeastRecentlyUsed(SLOTS)
+    segments = [make_segment(stamp) for stamp in range(50)]
+    for segment in segments:
+        policy.add(segment)
+    for clock in range(50, 5000):
+        segments[clock % 50].last_used = clock
+        policy.touch(segments[clock % 50])
+
+    assert sum(map(len, policy._heaps)) < 200
+
+
+@pytest.mark.parametrize("count", [1000, 16_000])
+def test_segmented_operations_look_at_few_tails(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A use of one among n tails compares O(log n) entries: 16 times as many tails cost a few steps more."""
+    policy = SegmentedLeastRecentlyUsed(SLOTS)
+    segments = [make_segment(stamp) for stamp in range(count)]
+    for segment in segments:
+        policy.add(segment)
+    checked = 0
+
+    def counted(self: SegmentedLeastRecentlyUsed, entry: tuple[int, int, Segment]) -> bool:
+        nonlocal checked
+        checked += 1
+        return is_current(self, entry)
+
+    is_current = SegmentedLeastRecentlyUsed._is_current
+    monkeypatch.setattr(SegmentedLeastRecentlyUsed, "_is_current", counted)
+    for clock in range(count, 4 * count):
+        segments[clock % count].last_used = clock
+        policy.touch(segments[clock % count])
+
+    assert checked <= 3 * 3 * count  # sweeps, spread over the uses
+
+
+# --- priorities -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_lowest_priority_goes_first(name: str, seed: int) -> None:
+    """Over random adds, uses with changing priorities, removals and pops, no victim has a higher one than another."""
+    rng, policy = random.Random(seed), make_policy(name, SLOTS)
+    known: list[Segment] = []
+    for clock in range(1, 1001):
+        segment = rng.choice(known) if known else None
+        match rng.randrange(5):
+            case 0 | 1:
+                fresh = make_segment(clock)
+                fresh.priority = rng.choice((None, -3, 0, 2))
+                known.append(fresh)
+                policy.add(fresh)
+            case 2 if segment is not None:
+                segment.last_used, segment.priority = clock, max(segment.priority or 0, rng.randrange(4))
+                policy.touch(segment)
+            case 3 if segment is not None and rng.randrange(2):
+                policy.remove(segment)
+                known.remove(segment)
+            case 4:
+                victim = policy.pop()
+                assert (victim is None) == (not known)
+                if victim is not None:
+                    lowest = min(each.priority or 0 for each in known)
+                    assert (victim.priority or 0) == lowest
+                    known.remove(victim)
+                    if name == "lru":
+                        others = [each.last_used for each in known if (each.priority or 0) == lowest]
+                        assert victim.last_used <= min(others, default=victim.last_used)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_priority_that_rose_while_a_tail_was_none_counts(name: str) -> None:
+    """A tail that is filed is moved when it is added with another priority."""
+    policy = make_policy(name, SLOTS)
+    low, risen = make_segment(5), make_segment(1)
+    policy.add(low)
+    policy.add(risen)
+    risen.priority = 3
+    policy.add(risen)
+
+    assert [policy.pop(), policy.pop(), policy.pop()] == [low, risen, None]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_cleared_policy_has_no_victims(name: str) -> None:
+    """After a clear nothing is filed, and what was can be filed again."""
+    policy = make_policy(name, SLOTS)
+    segment = make_segment(1)
+    segment.priority = 2
+    policy.add(segment)
+    policy.clear()
+    assert policy.pop() is None
+    policy.add(segment)
+    assert policy.pop() is segment

@@ -109,6 +109,35 @@ def test_newer_copy_counts() -> None:
     assert [host.state_of(slot) for slot in (1, 5, 6)] == [SlotState.FREE, SlotState.CACHED, SlotState.CACHED]
 
 
+@given(WORDS, st.randoms())
+def test_keys_that_begin_alike_are_told_apart(words: list[str], chance: Random) -> None:
+    """Keys with the same first half are other keys: each chain is found as it lies there, older copies are not."""
+    prefixes = sorted({word[:end] for word in words for end in range(1, len(word) + 1)})
+    twice = [(prefix, age) for prefix in prefixes for age in (1, 2)][: SLABS * PER_SLAB]
+    slots = chance.sample(range(SLABS * PER_SLAB), len(twice))
+    stored = [(prefix, slot, age) for (prefix, age), slot in zip(twice, slots, strict=True)]
+    chance.shuffle(stored)
+    found = rows(stored)
+    keys, parents = found.keys.copy(), found.parents.copy()
+    keys[:, :8] = parents[found.depths > 0, :8] = 7
+    newest = {
+        key.tobytes(): int(slot) for key, slot, age in zip(keys, found.slots, found.ages, strict=True) if age == 2
+    }
+
+    cache, _ = revived(found._replace(keys=keys, parents=parents))
+
+    tree = cache.attached.spaces.by_root[ROOT].tree
+    for word in words:
+        own = [bytes([7] * 8) + key_of(word[:end])[8:] for end in range(1, len(word) + 1)]
+        there = next((depth for depth, key in enumerate(own) if key not in {k.tobytes() for k in keys}), len(own))
+        run, depth = tree.match_host(tree.root, 0, b"".join(own), len(own))
+        assert depth == there
+        places = [
+            slot for first, count in pairs(tree.path_slots(run, 0, depth, -1)) for slot in range(first, first + count)
+        ]
+        assert all(place == newest.get(key, place) for place, key in zip(places, own, strict=False))
+
+
 @pytest.mark.parametrize("parent", [b"x" * 16, key_of("b")])
 def test_block_whose_parent_is_another_is_left_out(parent: bytes) -> None:
     """A block that names a parent which is not there, or is not one block before it, is not found."""
@@ -120,6 +149,16 @@ def test_block_whose_parent_is_another_is_left_out(parent: bytes) -> None:
     _, revival = revived(found._replace(parents=parents, depths=depths))
 
     assert revival.blocks == 3
+
+
+def test_parent_that_begins_like_another_is_missing() -> None:
+    """A block whose parent is not there is left out, though another block's key has the first half of its name."""
+    found = blocks({"a": 0, "ab": 1})
+    parents = found.parents.copy()
+    parents[1, 8:] ^= 1
+    _, revival = revived(found._replace(parents=parents))
+
+    assert revival.blocks == 1
 
 
 def test_first_block_that_names_a_parent_is_left_out() -> None:

@@ -232,7 +232,7 @@ def test_killed_engine_leaves_its_blocks_and_nothing_else(daemon: RunningDaemon,
     assert is_sound(daemon)
 
 
-@pytest.mark.parametrize("delay_ms", [0, 5, 20])
+@pytest.mark.parametrize("delay_ms", [5, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0, 20))])
 def test_engine_killed_while_it_copies_leaves_no_wrong_byte(tmp_path: Path, delay_ms: int) -> None:
     """SIGKILL in the middle of a copy: its slots are free within a second, and whatever is found later is right."""
     with started(tmp_path, config(LARGE_PAGE_BYTES)) as daemon, children_of(daemon, LARGE_PAGE_BYTES) as processes:

@@ -73,6 +73,12 @@ class FakeClient:
             self._load(stored, arriving)
         return FakeLease(self, request, chain, hit + arriving, exclusive, cache)
 
+    def go_on(self) -> bool:
+        return False  # it is always there
+
+    def await_daemon(self) -> bool:
+        return False
+
     def _load(self, keys: list[bytes], slots: list[int]) -> None:
         load = self.host.start(keys, slots)
         for key, slot in zip(keys, slots, strict=True):

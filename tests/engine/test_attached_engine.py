@@ -47,7 +47,7 @@ def assert_same_bits(*results: GenerationResult) -> None:
 
 
 @pytest.mark.timeout(120)  # starts three engines
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_prefix_is_hit_by_other_engines_and_after_a_kill(daemon: RunningDaemon, tmp_path: Path, tp: int) -> None:
     """The engine that stored a prefix, another one, and one started after a SIGKILL get the same logits bit for bit."""
     write_model(tmp_path)

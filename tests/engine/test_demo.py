@@ -142,7 +142,13 @@ def demo_with_daemon() -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda value: value
+    ("number", "status"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value,
 )
 def test_demo_ended_by_a_signal_leaves_nothing(number: signal.Signals, status: int) -> None:
     """A signal that ends the demo ends its daemon and workers first and removes its files; the status names it."""

@@ -6,10 +6,10 @@ from typing import cast
 
 import pytest
 
+from examples.llama_engine.cache import Cache
 from examples.llama_engine.config import Limits
 from examples.llama_engine.generation import GenerationRequest, InvalidRequest
 from examples.llama_engine.scheduler import Scheduler
-from kvcached_client import Client
 from kvcached_client.layout import KvGroup, Layout
 from tests.engine.counting_runner import CountingRunner, drain, request
 from tests.engine.fake_host import FakeHost
@@ -23,7 +23,7 @@ LAYOUT = Layout(
 def start(slots: int = 64, host: FakeHost | None = None, **limits: int) -> tuple[FakeClient, CountingRunner, Scheduler]:
     client, runner = FakeClient(LAYOUT, slots, host), CountingRunner()
     chosen = Limits(**{"chunk_tokens": 8, "step_tokens": 16, "running_max": 4, **limits})
-    return client, runner, Scheduler(cast("Client", client), runner, chosen)
+    return client, runner, Scheduler(cast("Cache", client), runner, chosen)
 
 
 def test_prefill_chunks_end_on_absolute_multiples() -> None:

@@ -10,6 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from examples.llama_engine.cache import Cache
 from examples.llama_engine.config import Limits, LlamaConfig
 from examples.llama_engine.generation import GenerationRequest, GenerationResult
 from examples.llama_engine.kv_tensors import KvMemory
@@ -19,7 +20,6 @@ from examples.llama_engine.scheduler import Scheduler, StepRunner
 from examples.llama_engine.shard import ShardExecutor
 from examples.llama_engine.shard_group import join_answers
 from examples.llama_engine.weights import load_weights, random_source
-from kvcached_client import Client
 from kvcached_client.layout import Layout, layout_from_model_config
 from kvcached_client.tensors import layer_tensors
 from tests.engine.fake_host import FakeHost
@@ -102,6 +102,11 @@ class Executors:
             model = Llama(config, weights, lambda tensor, shard=shard: reduce(shard, tensor))  # type: ignore[misc]
             self._executors.append(ShardExecutor(model, memory.layers, memory.wait_layer, samples=shard == 0))
 
+    def use(self, memories: list[KvMemory]) -> None:
+        """The same memory, mapped anew."""
+        for executor, memory in zip(self._executors, memories, strict=True):
+            executor.use(memory)
+
     def run(self, step: Step) -> StepDone:
         """Run a step on every shard."""
         return join_answers(list(self._threads.map(ShardExecutor.run, self._executors, [step] * len(self._executors))))
@@ -111,7 +116,7 @@ def generate(
     client: FakeClient, shards: StepRunner, requests: list[GenerationRequest], limits: Limits = LIMITS
 ) -> list[GenerationResult]:
     """Run requests together through a scheduler of their own; results in their order."""
-    scheduler = Scheduler(cast("Client", client), shards, limits)
+    scheduler = Scheduler(cast("Cache", client), shards, limits)
     names = [scheduler.submit(request) for request in requests]
     results: dict[str, GenerationResult] = {}
     while not scheduler.idle:

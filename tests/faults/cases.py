@@ -28,15 +28,15 @@ class Case(NamedTuple):
 #: In an engine's process.
 ENGINE_CASES = (
     Case("client.acquired", "managed"),
-    Case("client.commit", "managed", quick=("stop",)),
+    Case("client.commit", "managed"),
     Case("client.sent", "managed", quick=("kill",)),
     Case("client.sent", "managed", 2),
     Case("client.load", "managed"),
     Case("client.heartbeat", "managed"),
-    Case("client.heartbeat", "attached", quick=("raise",)),
+    Case("client.heartbeat", "attached"),
     Case("attached.store.prepared", "attached"),
     Case("attached.store.cleared", "attached"),
-    Case("attached.copy", "attached", 2, quick=("kill", "stop")),
+    Case("attached.copy", "attached", 2, quick=("stop",)),
     Case("attached.store.copied", "attached"),
     Case("attached.store.written", "attached"),
     Case("attached.load.prepared", "attached"),
@@ -86,6 +86,8 @@ SUPERVISED_CASES = (
     Case("daemon.order", "managed", 1),
     Case("daemon.order", "managed", 2),
 )
+#: In a supervised daemon that somebody asks to clear a replica, or for other weights.
+RENEWAL_CASES = (Case("daemon.renewed", "managed"),)
 
 
 def parameters(cases: Iterable[Case], actions: Sequence[str] = ACTIONS) -> list[Any]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kvcached_client import Admin
+from kvcached_client.errors import DeadlineExceeded, KvcachedError
 from tests.daemon.conftest import RunningDaemon
-from tests.faults.cases import DAEMON_CASES, SUPERVISED_CASES, Case, parameters
-from tests.faults.engine import ATTACHED_BLOCKS, AttachedEngine
+from tests.faults.cases import DAEMON_CASES, RENEWAL_CASES, SUPERVISED_CASES, Case, parameters
+from tests.faults.engine import ATTACHED_BLOCKS, DEADLINE_MS, AttachedEngine, ManagedEngine
 from tests.faults.harness import (
     PATIENCE_S,
     PROMISE_S,
@@ -29,8 +32,6 @@ from tests.faults.harness import (
     wait_footprint,
     wait_nothing_held,
 )
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("case", "action", "name"), parameters(DAEMON_CASES))
@@ -74,6 +75,39 @@ def test_supervised_daemon_comes_back_with_what_it_had(tmp_path: Path, case: Cas
         assert_others_go_on(supervisor.run_dir, ["o"])
         assert_sound(supervisor.run_dir)
         wait_nothing_held(supervisor.run_dir)
+
+
+@pytest.mark.parametrize(
+    "weights", ["", pytest.param("step 2000", marks=pytest.mark.slow)], ids=["clear", "set-weights"]
+)
+def test_what_was_cleared_stays_cleared_though_nobody_was_told(tmp_path: Path, weights: str) -> None:
+    """Killed before the answer, a daemon comes back cleared and with the weights: no block of before is hit."""
+    (case,) = RENEWAL_CASES
+    faults = armed(tmp_path, case.failpoint, "kill", case.at)
+    with daemon_with(tmp_path, faults, supervised=True) as supervisor:
+        with closing(ManagedEngine(supervisor.run_dir)) as engine:
+            engine.store("a")
+        with Admin.connect(supervisor.run_dir, deadline_ms=0) as admin:
+            renew = partial(admin.set_weights, "default", weights) if weights else partial(admin.clear, "default")
+            with pytest.raises(DeadlineExceeded):
+                renew(deadline_ms=DEADLINE_MS)
+        assert faults.reached() == [case.failpoint]
+        until(lambda: can_work(supervisor.run_dir), "the daemon never came back")
+        with Admin.connect(supervisor.run_dir, deadline_ms=PATIENCE_S * 1000) as admin:
+            (replica,) = admin.describe().replicas
+        assert (replica.generation, replica.weights_version) == (1, weights)
+        assert read_back("managed", supervisor.run_dir, ["a"]) == [0]
+        assert_sound(supervisor.run_dir)
+
+
+def can_work(run_dir: Path) -> bool:
+    """Whether an engine can come, store and read back."""
+    try:
+        with closing(ManagedEngine(run_dir)) as engine:
+            engine.store("b")
+            return engine.read("b") > 0
+    except KvcachedError:
+        return False
 
 
 def store(name: str, run_dir: Path) -> None:

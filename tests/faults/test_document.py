@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import ast
 import re
-from functools import cache
-from pathlib import Path
 
 import pytest
 
+from tests.project.named_tests import NODE, is_test, named
 from tests.project.source_tree import ROOT
 
 DOCUMENT = (ROOT / "docs/faults.md").read_text()
-NODE = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 #: Scenarios that need a GPU or storage, which this version does not have.
 LEFT_OUT = {13, 17, 18, 19, 24, 25, 26, 27, 28, 36}
 SCENARIOS = 36
@@ -22,20 +19,10 @@ def scenarios() -> dict[int, str]:
     return dict(zip(map(int, parts[1::2]), parts[2::2], strict=True))
 
 
-@cache
-def functions(path: Path) -> set[str]:
-    """The names of a file's functions."""
-    nodes = ast.parse(path.read_text()).body
-    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
-@pytest.mark.parametrize("node", sorted(set(NODE.findall(DOCUMENT))), ids="::".join)
+@pytest.mark.parametrize("node", named(DOCUMENT), ids="::".join)
 def test_scenario_names_a_test_that_exists(node: tuple[str, str]) -> None:
     """Every test that docs/faults.md names is a function of the file that it names."""
-    file, name = node
-
-    assert name.startswith("test_")
-    assert name in functions(ROOT / file)
+    assert is_test(*node)
 
 
 def test_every_scenario_has_a_test() -> None:

@@ -12,11 +12,11 @@ from timeit import repeat
 
 import pytest
 
-from kvcached_client import failpoints
+from kvcached_client import Admin, failpoints
 from kvcached_client.failpoints import FAILPOINTS, failpoint
-from tests.faults.cases import DAEMON_CASES, ENGINE_CASES, WORKER_CASES
+from tests.faults.cases import DAEMON_CASES, ENGINE_CASES, RENEWAL_CASES, WORKER_CASES
 from tests.faults.engine import ENGINES
-from tests.faults.harness import all_noted, daemon_with, engine_process, until, wait_stopped
+from tests.faults.harness import PATIENCE_S, all_noted, daemon_with, engine_process, until, wait_stopped
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT, modules
 
@@ -51,11 +51,13 @@ def test_every_failpoint_of_the_code_is_in_the_table() -> None:
 
 def test_every_failpoint_has_a_case() -> None:
     """The crash harness lets something happen at each of them."""
-    assert {case.failpoint for case in (*ENGINE_CASES, *WORKER_CASES, *DAEMON_CASES)} == set(FAILPOINTS)
+    cases = (*ENGINE_CASES, *WORKER_CASES, *DAEMON_CASES, *RENEWAL_CASES)
+
+    assert {case.failpoint for case in cases} == set(FAILPOINTS)
 
 
 def test_every_failpoint_is_reached(tmp_path: Path) -> None:
-    """One engine of each kind passes all of them: in its own process, in the daemon, in a worker."""
+    """One engine of each kind and a clear pass all of them: in their own processes, in the daemon, in a worker."""
     noted = all_noted(tmp_path)
     with daemon_with(tmp_path, noted) as daemon, ExitStack() as parts:
         for kind in ENGINES:
@@ -64,6 +66,8 @@ def test_every_failpoint_is_reached(tmp_path: Path) -> None:
             assert answer.startswith("done ")
             assert answer != "done 0"
         until(lambda: "client.heartbeat" in noted.reached(), "no heartbeat")
+        with Admin.connect(daemon.run_dir, deadline_ms=PATIENCE_S * 1000) as admin:
+            admin.clear("default")
 
     assert sorted(noted.reached()) == sorted(FAILPOINTS)
 

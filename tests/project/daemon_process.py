@@ -36,6 +36,7 @@ def running_daemon(
     """
     log_path = directory.with_suffix(".log")
     notify_path = directory.with_suffix(".notify")
+    notify_path.unlink(missing_ok=True)  # of an earlier daemon there
     arguments = [
         sys.executable,
         "-m",

@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-import ast
 import re
-from functools import cache
-from pathlib import Path
 
 import pytest
 
+from tests.project.named_tests import NODE, is_test, named
 from tests.project.source_tree import ROOT
 
 DOCUMENT = (ROOT / "docs/behaviours.md").read_text()
 #: Families that this version covers; the document says what the missing letters stand for.
 FAMILIES = "ABCDEFGHKLNOPRTU"
-NODE = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def rows() -> list[tuple[str, str]]:
@@ -21,20 +18,10 @@ def rows() -> list[tuple[str, str]]:
     return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
-@cache
-def functions(path: Path) -> set[str]:
-    """The names of a file's functions."""
-    nodes = ast.parse(path.read_text()).body
-    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
-@pytest.mark.parametrize("node", sorted(set(NODE.findall(DOCUMENT))), ids="::".join)
+@pytest.mark.parametrize("node", named(DOCUMENT), ids="::".join)
 def test_behaviour_names_a_test_that_exists(node: tuple[str, str]) -> None:
     """Every test that docs/behaviours.md names is a function of the file that it names."""
-    file, name = node
-
-    assert name.startswith("test_")
-    assert name in functions(ROOT / file)
+    assert is_test(*node)
 
 
 def test_nothing_in_the_document_looks_like_a_test_and_is_none() -> None:

@@ -12,10 +12,19 @@ from click.testing import CliRunner, Result
 import kvcached_client
 from kvcached.cli import ExitCode, main
 from kvcached_client import DaemonFailure, ErrorCode
-from kvcached_client.protocol import Drained, Paused, ReplicaCleared, Resumed
+from kvcached_client.protocol import Drained, Paused, PolicySet, ReplicaCleared, Resumed
+from kvcached_client.types import WritePolicy
 
 CLEARED = ReplicaCleared(
     id=1, replicas=("a", "b"), generation=3, namespace=b"n" * 32, weights_version="step 9", blocks=40
+)
+POLICY = PolicySet(
+    id=1,
+    replicas=("a", "b"),
+    namespace="0011223344556677",
+    label="",
+    policy=WritePolicy.WRITE_BACK,
+    before=WritePolicy.NEVER,
 )
 PAUSED = Paused(id=1, under_way=0, holds=True)
 DRAINED = Drained(id=1, leases=0, copies=0, requests=0, holds=True)
@@ -81,6 +90,12 @@ def run(*arguments: str) -> Result:
             CLEARED,
             ("set_weights", ("a", "step 9"), {"deadline_ms": 60_000}),
             "weights step 9 of a, b; 40 blocks; generation 3",
+        ),
+        (
+            ["set-policy", "a", "write_back"],
+            POLICY,
+            ("set_policy", ("a", WritePolicy.WRITE_BACK), {}),
+            "write policy of a, b (0011223344556677): write_back, was never",
         ),
     ],
     ids=lambda value: "-".join(value[:3]) if isinstance(value, list) else "",

@@ -80,6 +80,7 @@ from kvcached_client.protocol import (
     Matched,
     Pause,
     Paused,
+    PolicySet,
     PoolStats,
     PrepareLoad,
     PrepareStore,
@@ -92,6 +93,7 @@ from kvcached_client.protocol import (
     Request,
     Resume,
     Resumed,
+    SetPolicy,
     Settled,
     SetWeights,
     Stats,
@@ -110,7 +112,8 @@ from kvcached_client.protocol import (
     pack_tree_nodes,
     unpack_tree_nodes,
 )
-from kvcached_client.types import MissReason
+from kvcached_client.types import MissReason, WritePolicy
+from tests.protocol.storage_messages import STORAGE_REPLIES, STORAGE_REQUESTS
 
 GOLDEN: dict[str, list[str]] = json.loads(Path(__file__).with_name("golden.json").read_text())
 
@@ -230,6 +233,8 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
     "drain": (Drain(id=29, deadline_ms=0), []),
     "clear_replica": (ClearReplica(id=30, replica="default"), []),
     "set_weights": (SetWeights(id=31, replica="default", version="step 2000"), []),
+    "set_policy": (SetPolicy(id=33, target="default", policy=WritePolicy.WRITE_BACK), []),
+    **STORAGE_REQUESTS,
 }
 
 REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
@@ -308,6 +313,8 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
                     leases=0,
                     session=BIG,
                     healthy=True,
+                    degraded=True,
+                    restarts=300,
                     paused=False,
                 ),
             ),
@@ -321,6 +328,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
                     leases=0,
                     slots=20,
                     slabs=2,
+                    write_policy="write_through",
                     states={"free": 15, "cached": 5},
                 ),
             ),
@@ -418,6 +426,17 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
         ),
         [],
     ),
+    "policy_set": (
+        PolicySet(
+            id=33,
+            replicas=("default",),
+            namespace="0303030303030303",
+            label="",
+            policy=WritePolicy.WRITE_BACK,
+            before=WritePolicy.WRITE_THROUGH,
+        ),
+        [],
+    ),
     "inspect_report-unknown": (InspectReport(id=18, found=False), []),
     "error": (
         ErrorReply(
@@ -425,6 +444,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
         ),
         [],
     ),
+    **STORAGE_REPLIES,
 }
 
 ATTACH_REQUESTS: dict[str, AttachRequest] = {

@@ -10,7 +10,6 @@ import pytest
 from kvcached.core.invariants import check
 from kvcached_client import protocol as wire
 from kvcached_client.errors import ErrorCode, RequestError
-from kvcached_client.protocol import EVERY_SHARD
 from kvcached_client.types import pack_ranges
 from tests.service.attached_office import (
     BLOCK_BYTES,
@@ -20,7 +19,7 @@ from tests.service.attached_office import (
     indices,
     slots_in,
 )
-from tests.service.office import EPOCH, HOST_MEMORY, ONE, SLAB_BYTES, TWO, FakePeer, Office, key_chain
+from tests.service.office import EPOCH, HOST_MEMORY, SLAB_BYTES, TWO, FakePeer, Office, key_chain
 
 THREE = b"\0\0\0\0\3"
 
@@ -309,175 +308,6 @@ def test_retries_have_one_effect(office: AttachedOffice) -> None:
     assert check(office.cache) == []
 
 
-# --- the end of sessions --------------------------------------------------------------------------------------------
-
-
-def test_goodbye_ends_a_session_without_copies_at_once(office: AttachedOffice) -> None:
-    """Nothing is left of it, though its shard processes live; it has not expired, and nobody watches it any more."""
-    scheduler, shard = FakePeer(1), FakePeer(2)
-    welcome = office.attach(scheduler)
-    office.join(shard, welcome)
-    office.store_blocks(welcome, 2)
-    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
-
-    assert office.cache.attached.sessions == {}
-    assert (office.cache.counters["sessions_ended"], office.cache.counters["sessions_expired"]) == (1, 0)
-    assert office.forgotten == [scheduler, shard]
-    assert office.error(wire.Clear(id=office.next_id(), epoch=EPOCH)) is ErrorCode.NO_SESSION
-    office.attach(scheduler)
-    assert office.hit(2) == 2
-
-
-def test_goodbye_with_copies_under_way_waits_for_the_shards_only(office: AttachedOffice) -> None:
-    """What shard processes may still write is set aside until these are dead; the scheduler may live on."""
-    scheduler, shard = FakePeer(1), FakePeer(2)
-    welcome = office.attach(scheduler)
-    office.join(shard, welcome)
-    plan = office.storing(2)
-    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
-
-    assert office.host_states() == {"free": 6, "quarantined": 2}
-    assert office.error(office.commit_store(welcome, plan.transfer, 0)) is ErrorCode.SESSION_EXPIRED
-    assert office.forgotten == [scheduler]
-    office.die(shard)
-    assert office.host_states() == {"free": 8}
-
-
-def test_slots_wait_for_the_last_process(office: AttachedOffice) -> None:
-    """A dead scheduler's stores are set aside while a shard process lives, and free when that is dead, too."""
-    scheduler, shard = FakePeer(1), FakePeer(2)
-    welcome = office.attach(scheduler)
-    office.join(shard, welcome)
-    office.storing(2)
-    office.die(scheduler)
-
-    assert office.host_states() == {"free": 6, "quarantined": 2}
-    office.die(shard)
-    assert office.host_states() == {"free": 8}
-    assert {peer.pid for peer in office.forgotten} == {1, 2}
-
-
-def test_expired_session_is_told_so_everywhere(office: AttachedOffice) -> None:
-    """After its TTL the scheduler, its shards and its heartbeat hear the same; who is heard lives on."""
-    welcome = office.attach(FakePeer(1))
-    other = office.attach(FakePeer(2), peer=TWO, instance=OTHER_INSTANCE)
-    office.join(FakePeer(3), welcome)
-    plan = office.storing(2)
-    office.now_ms = 900
-    office.expect(wire.Alive, wire.Heartbeat(id=700, session=other.session, token=other.token), peer=b"any")
-    office.let_expire()
-
-    assert office.error(office.acquire(key_chain(1)), key_chain(1)) is ErrorCode.SESSION_EXPIRED
-    for shard in (0, EVERY_SHARD):
-        assert office.error(office.commit_store(welcome, plan.transfer, shard)) is ErrorCode.SESSION_EXPIRED
-    beat = wire.Heartbeat(id=701, session=welcome.session, token=welcome.token)
-    assert office.error(beat, peer=b"any") is ErrorCode.SESSION_EXPIRED
-    assert office.host_states() == {"free": 6, "quarantined": 2}
-    assert office.hit(2, peer=TWO) == 0
-
-
-def test_hello_of_the_same_engine_replaces_its_session(office: AttachedOffice) -> None:
-    """An engine that lost its connection says hello anew: the session before is over at once."""
-    scheduler = FakePeer(1)
-    first = office.attach(scheduler)
-    office.storing(2)
-    second = office.attach(scheduler, peer=TWO)
-
-    assert list(office.cache.attached.sessions) == [second.session]
-    assert second.session > first.session
-    assert office.host_states() == {"free": 8}
-    assert office.forgotten == []  # the same process is in the new session
-    assert office.error(office.acquire(key_chain(1)), key_chain(1)) is ErrorCode.NO_SESSION
-
-
-def test_slots_of_a_replaced_session_wait_for_each_of_its_shards(office: AttachedOffice) -> None:
-    """What shards may write for the session before is set aside until each has joined the new one, or is dead."""
-    scheduler, shards = FakePeer(1), [FakePeer(2), FakePeer(3)]
-    first = office.attach(scheduler)
-    for index, process in enumerate(shards):
-        office.join(process, first, index)
-    office.storing(2)
-    second = office.attach(scheduler, peer=TWO)
-
-    assert office.host_states() == {"free": 6, "quarantined": 2}
-    office.join(FakePeer(2), second, 0)  # the same process, over another connection
-    assert office.host_states() == {"free": 6, "quarantined": 2}
-    assert office.forgotten == [shards[0]]
-    office.join(shards[1], second, 1)
-    assert office.host_states() == {"free": 8}
-    assert list(office.cache.attached.sessions) == [second.session]
-
-
-def test_shard_that_joins_as_another_one_is_not_through(office: AttachedOffice) -> None:
-    """Joining the new session says that the work of the same shard is over, of no other."""
-    scheduler, process = FakePeer(1), FakePeer(2)
-    first = office.attach(scheduler)
-    office.join(process, first, 0)
-    office.storing(2)
-    second = office.attach(scheduler, peer=TWO)
-    office.join(process, second, 1)
-
-    assert office.host_states() == {"free": 6, "quarantined": 2}
-    office.join(process, second, 0)
-    assert office.host_states() == {"free": 8}
-
-
-def test_scheduler_that_copies_itself_is_not_through_by_its_hello(office: AttachedOffice) -> None:
-    """Where the scheduler's connection has joined as a shard, too, only joining anew says that its copies are over."""
-    process = FakePeer(1)
-    first = office.attach(process)
-    office.join(process, first, 0)
-    office.storing(2)
-    second = office.attach(process, peer=TWO)
-
-    assert office.host_states() == {"free": 6, "quarantined": 2}
-    office.join(process, second, 0)
-    assert office.host_states() == {"free": 8}
-    office.storing(2, peer=TWO)
-    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()), peer=TWO)
-    assert office.host_states() == {"free": 6, "quarantined": 2}
-    office.die(process)
-    assert office.host_states() == {"free": 8}
-
-
-def test_engine_with_the_same_name_for_itself_ends_nobody_elses_session(office: AttachedOffice) -> None:
-    """An instance is the engine's word; sessions of other processes go on, whoever says hello or joins under it."""
-    one, two = office.attach(FakePeer(1)), office.attach(FakePeer(2), peer=TWO)
-    office.join(FakePeer(3), one, 0)
-    office.join(FakePeer(4), two, 0)
-    plan = office.storing(2)
-
-    assert list(office.cache.attached.sessions) == [one.session, two.session]
-    for shard in range(2):
-        office.expect(wire.Settled, office.commit_store(one, plan.transfer, shard))
-    assert office.hit(2, peer=TWO) == 2
-
-
-def test_processes_without_visible_pids_are_never_taken_for_one(office: AttachedOffice) -> None:
-    """Where the daemon sees no pids, a hello under the same instance leaves the session before to its own end."""
-    office.attach(FakePeer(0))
-    office.storing(2)
-    office.attach(FakePeer(0), peer=TWO)
-
-    assert len(office.cache.attached.sessions) == 2
-    assert office.host_states() == {"free": 6, "filling": 2}
-
-
-def test_death_of_a_process_of_a_replaced_session_is_seen(office: AttachedOffice) -> None:
-    """A shard that never joins the new session frees the slots of the old one by its death."""
-    scheduler, shard = FakePeer(1), FakePeer(2)
-    first = office.attach(scheduler)
-    office.join(shard, first)
-    office.storing(2)
-    second = office.attach(scheduler, peer=TWO)
-    office.die(shard)
-
-    assert office.host_states() == {"free": 8}
-    assert list(office.cache.attached.sessions) == [second.session]
-    office.die(scheduler)
-    assert office.cache.attached.sessions == {}
-
-
 # --- what is told ---------------------------------------------------------------------------------------------------
 
 
@@ -530,13 +360,3 @@ def test_tree_and_inspect_show_attached_engines(office: AttachedOffice) -> None:
     assert (tree.blocks, [node.tiers for node in nodes if node.level]) == (3, [{"host": 3}])
     assert welcome.namespace in [node.key for node in nodes]
     assert office.expect(wire.CheckReport, wire.Check(id=office.next_id())).ok
-
-
-def test_connection_of_a_replaced_session_belongs_to_nobody(office: AttachedOffice) -> None:
-    """After the session is over, its connection may say hello anew."""
-    scheduler = FakePeer(1)
-    office.attach(scheduler)
-    office.attach(scheduler, peer=TWO)
-    office.attach(scheduler, peer=ONE)
-
-    assert len(office.cache.attached.sessions) == 1

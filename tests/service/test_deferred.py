@@ -129,6 +129,19 @@ def test_retry_of_an_answered_load_gets_the_same_answer_and_no_more_slots(loadin
     assert loading.office.count("b", SlotState.LEASED) == leased == 4
 
 
+def test_retry_of_an_acquire_whose_load_has_failed_gets_the_same_answer(loading: Loading) -> None:
+    """The same id, the same answer, though the hit is shorter by now: slots for what is missing are named by `load`."""
+    keys = key_chain(4)
+    request = wire.Acquire(id=loading.acquired.id, epoch=EPOCH, request="r", tokens=len(keys) // 4, full=True)
+    loading.end("lost")
+    again = loading.office.expect(wire.Acquired, request, keys, peer=TWO)
+    (answer,) = loading.office.ask_late(loading.request(), peer=TWO)
+
+    assert again == loading.acquired
+    assert isinstance(answer.header, wire.Loaded)
+    assert (answer.header.hit, sum(count for _, count in unpack_ranges(answer.frames[0]))) == (0, 4)
+
+
 def test_every_message_of_a_repeated_load_is_answered(loading: Loading) -> None:
     """A retry that comes while the first one waits is answered with it, each once."""
     request = loading.request()

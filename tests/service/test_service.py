@@ -415,6 +415,14 @@ def test_health_tells_of_workers_that_die_again_and_again() -> None:
     assert health(office).ok
 
 
+def test_stats_tell_of_restarted_workers() -> None:
+    """Stats say of each replica how often its workers were replaced, and whether that is too often."""
+    office = Office("a", "b")
+    office.workers["b"].restarts, office.workers["b"].is_degraded = 5, True
+    pools = office.expect(wire.StatsReport, wire.Stats(id=77), peer=b"cli").pools
+    assert [(pool.replica, pool.restarts, pool.degraded) for pool in pools] == [("a", 0, False), ("b", 5, True)]
+
+
 def test_health_counts_nowhere() -> None:
     """Checks leave the engines' counters alone."""
     office = Office()

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvcached_client import protocol as wire
 from kvcached_client.attach_protocol import JoinedHost
-from kvcached_client.errors import DeadlineExceeded, ErrorCode, Refused, RequestError, Stale, TransportError
+from kvcached_client.errors import (
+    DaemonFailure,
+    DeadlineExceeded,
+    ErrorCode,
+    Refused,
+    RequestError,
+    Stale,
+    TransportError,
+)
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, SessionId, unpack_ranges
 from tests.core.model import chain_keys, expand
 from tests.simulation.attached_shard import Copy, Shard
@@ -27,7 +35,9 @@ P = TypeVar("P", wire.LoadPrepared, wire.StorePrepared)
 
 
 #: As many namespaces as there may be; or a hello that was repeated after the session that it opened was over again.
-_TRY_LATER = (ErrorCode.LIMIT, ErrorCode.UNAUTHENTICATED)
+_TRY_LATER = (ErrorCode.LIMIT, ErrorCode.DRAINING, ErrorCode.UNAUTHENTICATED)
+#: A load that is not to be had is computed.
+_NOT_LOADED = (ErrorCode.HIT_GONE, ErrorCode.PAUSED)
 
 
 class AttachedSession(EngineSession):
@@ -105,7 +115,7 @@ class AttachedEngine(Engine):
                 fingerprint=model.shape.fingerprint,
             )
             welcome, _ = await line.ask(hello, wire.WelcomeAttached)
-        except Refused as error:
+        except (Refused, DaemonFailure) as error:
             if error.code not in _TRY_LATER:
                 raise
             attachment.hang_up()
@@ -204,8 +214,8 @@ class AttachedEngine(Engine):
         )
         try:
             reply, frames = await self._prepare(session, request, wire.LoadPrepared)
-        except Refused as error:
-            if error.code != ErrorCode.HIT_GONE:
+        except (Refused, DaemonFailure) as error:
+            if error.code not in _NOT_LOADED:
                 raise
             return
         if reply.generation < lease.floor:

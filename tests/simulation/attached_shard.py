@@ -165,7 +165,12 @@ class Shard:
     ) -> None:
         """A block that was read is what it has to be, or known to be bad because bits have changed."""
         spans = self._shape.header(block.slot, self.index), self._shape.block(block.slot, self.index)
-        if not there:
+        if not there and self._epoch != self._world.daemon.cache.epoch:
+            # Nothing is pinned any more for who began before a restart. Nobody will hear that it is through, so that
+            # none of the blocks counts as loaded.
+            bad.append(index)
+            self._world.seen["block lost to a load of before a restart"] += 1
+        elif not there:
             if not any(self._world.host.is_rotten(span) for span in spans):
                 raise Broken(f"load {copy.transfer}: slot {block.slot} does not hold the block that it was given for")
             bad.append(index)

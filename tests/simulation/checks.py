@@ -78,6 +78,7 @@ class Checks:
         if violations := check(cache):
             raise Broken("; ".join(violations[:5]))
         self._look_at_epochs(cache)
+        self._daemon.promises.look()
         self._note(cache)
         self._looks += 1
         if self._looks % _BYTES_EVERY == 0:
@@ -104,12 +105,13 @@ class Checks:
         """What the index calls CACHED has the bytes of its key on every shard, but for what is being written yet."""
         cache, world = self._daemon.cache, self._world
         for name, pool in cache.pools.items():
-            tree, shape = cache._trees[name], world.shapes[cache._trees[name].namespace]
+            tree = cache._trees[name]
+            shape, generation = world.shapes[tree.namespace], world.roots[tree.namespace]
             for run in tree.runs():
                 for key, slot in solid_slots(run, pool.index).items():
                     if pool.state_of(slot) is SlotState.CACHED:
-                        self._look_at_device(name, shape, key, slot)
-        hosts = {id(tree): (tree, 0) for tree in cache._trees.values()}
+                        self._look_at_device(name, shape, generation, key, slot)
+        hosts = {id(tree): (tree, world.roots[tree.namespace]) for tree in cache._trees.values()}
         for space in cache.attached.spaces.by_root.values():
             hosts[id(space.tree)] = space.tree, space.generation
         for tree, generation in hosts.values():
@@ -118,10 +120,12 @@ class Checks:
                     if tree.host is not None and tree.host.state_of(slot) is SlotState.CACHED:
                         self._look_at_host(world.shapes[tree.namespace], generation, key, slot)
 
-    def _look_at_device(self, name: str, shape: Shape, key: bytes, slot: int) -> None:
+    def _look_at_device(self, name: str, shape: Shape, generation: int, key: bytes, slot: int) -> None:
         for shard in self._daemon.workers[name].shards:
             span = shard.memory.block(slot)
-            if slot not in shard.memory.unwritten and shard.memory.read(span) != shape.expected(0, key, shard.index):
+            if slot in shard.memory.unwritten:
+                continue
+            if shard.memory.read(span) != shape.expected(generation, key, shard.index):
                 raise Broken(f"{shard.memory.name}: slot {slot} has other bytes than those of {key.hex()}")
 
     def _look_at_host(self, shape: Shape, generation: int, key: bytes, slot: int) -> None:

@@ -12,9 +12,6 @@ from kvcached_client.host_header import KEY_BYTES, BlockName
 from tests.simulation.memory import Holder, Memory, Shape
 from tests.simulation.process import Process
 
-#: Whether a header that takes the place of a claim comes in two writes, as it does in truth. A daemon that finds one in
-#: between sets the slot aside for an unknown owner; the rights that are counted here know no such owner yet.
-TEARS_CLAIMS = False
 #: Of a header, what comes last and in one write.
 _FIRST_WRITE_BYTES = 8
 
@@ -69,7 +66,10 @@ class HostCopier:
     async def store(
         self, holder: Holder, blocks: list[HostBlock], read: Callable[[int], bytes], *, epoch: int, transfer: int
     ) -> None:
-        """Write blocks: headers vanish first and come back last. `read` gives the bytes of a block by its index."""
+        """Write blocks: headers vanish first and come back last, each in two writes, the second of which makes it one.
+
+        `read` gives the bytes of a block by its index.
+        """
         host, shape, shard = self._host, self._shape, self._shard
         for block in blocks:
             header_span = shape.header(block.slot, shard)
@@ -81,15 +81,19 @@ class HostCopier:
             host.write(holder, start, data[:middle])
             await self._take_time(f"store {transfer}: half of block {index} in slot {block.slot}")
             host.write(holder, start + middle, data[middle:])
-        for index, block in enumerate(blocks):
-            checksum = xxhash.xxh3_128_digest(host.view(shape.block(block.slot, shard)))
-            header = host_header.pack(shape.kind(self._generation), block.name, checksum, epoch, transfer)
-            start, _ = shape.header(block.slot, shard)
-            over_claim = host.read((start, start + _FIRST_WRITE_BYTES)) == host_header.CLAIM_START
+        starts = [shape.header(block.slot, shard)[0] for block in blocks]
+        headers = [self._header(block, epoch, transfer) for block in blocks]
+        for start, header in zip(starts, headers, strict=True):
             host.write(holder, start + _FIRST_WRITE_BYTES, header[_FIRST_WRITE_BYTES:])
-            if TEARS_CLAIMS or not over_claim:
-                await self._take_time(f"store {transfer}: most of header {index}")
+        for index, (block, start, header) in enumerate(zip(blocks, starts, headers, strict=True)):
+            await self._take_time(f"store {transfer}: header {index} but for its beginning")
             host.write(holder, start, header[:_FIRST_WRITE_BYTES])
+            # A whole header is the writer's word: a daemon that finds one on every shard takes the block for stored.
+            host.give_up_spans(holder, shape.spans([block.slot], shard))
+
+    def _header(self, block: HostBlock, epoch: int, transfer: int) -> bytes:
+        checksum = xxhash.xxh3_128_digest(self._host.view(self._shape.block(block.slot, self._shard)))
+        return host_header.pack(self._shape.kind(self._generation), block.name, checksum, epoch, transfer)
 
     async def load(self, block: HostBlock, write: Callable[[int, bytes], None], what: str) -> None:
         """Read a block: its two halves go to `write`, each with its offset."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from kvcached.answers import Answer
 from kvcached.attached_admission import HostShare
 from kvcached.core.cache import Cache
 from kvcached.core.events import Ticked
-from kvcached.core.states import SessionState
+from kvcached.core.states import SessionState, SlotState
+from kvcached.generations import Generation
 from kvcached.replica import Replica
 from kvcached.rpc.codec import decode
 from kvcached.service import Service
@@ -24,10 +26,11 @@ from kvcached_client.types import SessionId, unpack_ranges
 from tests.simulation.attachment import Attachment, Crew
 from tests.simulation.checks import Checks, effect_of_requests
 from tests.simulation.line import in_words
-from tests.simulation.memory import Span
+from tests.simulation.memory import Holder, Span
 from tests.simulation.network import Connection
-from tests.simulation.restart import headers_of, take_over
-from tests.simulation.scheduler import MS, Broken
+from tests.simulation.promises import Promises
+from tests.simulation.restart import generations_of, headers_of, take_over
+from tests.simulation.scheduler import MS, Broken, Event
 from tests.simulation.workers import SimulatedWorkers, WorkerShard
 
 if TYPE_CHECKING:
@@ -37,10 +40,13 @@ HEARTBEAT_INTERVAL_MS: Final = 250
 SESSION_TTL_MS: Final = 1000
 #: The host pool's descriptor.
 HOST_HANDLE: Final = 3
-#: Requests whose retries must get the same answer, byte for byte.
+#: Requests whose retries must get the same answer, byte for byte; so must an acquire while its hit is loading.
 _KEPT: Final = (
     wire.Hello,
     wire.HelloAttached,
+    wire.Rejoin,
+    wire.Declare,
+    wire.DeclareOver,
     wire.Allocate,
     wire.Commit,
     wire.Release,
@@ -48,7 +54,7 @@ _KEPT: Final = (
     wire.PrepareStore,
     wire.Clear,
 )
-_LATE: Final = (wire.Load, wire.Vacancy)
+_LATE: Final = (wire.Load, wire.Vacancy, wire.Pause, wire.Drain, wire.ClearReplica, wire.SetWeights)
 
 
 @dataclass
@@ -58,6 +64,24 @@ class _Delivery:
     request: wire.Request
     connection: Connection
     replies: int = 0
+
+
+class _Timer:
+    """What `Later` gives."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def cancel(self) -> None:
+        self._event.call_off()
+
+
+class _Known(NamedTuple):
+    """What a request was answered: to which session, and whether a retry has to get the same."""
+
+    session: int | None
+    whole: bytes
+    is_kept: bool
 
 
 class Daemon:
@@ -78,30 +102,30 @@ class Daemon:
         self.attachments: dict[Attachment, None] = {}
         self.crews: dict[int, Crew] = {}
         self.watched: dict[Attachment, None] = {}
+        self._earlier: dict[int, Holder] = {}  #: of sessions that came back: what they were before
+        generations = generations_of(world)
         self.workers = {
-            name: SimulatedWorkers(world, self, name, world.shapes[namespace], plan.slots, adopted.get(name))
+            name: SimulatedWorkers(
+                world,
+                self,
+                name,
+                world.shapes[namespace],
+                plan.slots,
+                adopted.get(name),
+                generations[name].number,
+            )
             for name, namespace in plan.replicas.items()
         }
         self.cache = Cache(
-            plan.pool_specs(), epoch=epoch, session_ttl_ms=SESSION_TTL_MS, host_slabs=plan.slabs, spaces_max=plan.spaces
+            plan.pool_specs({name: each.namespace for name, each in generations.items()}),
+            epoch=epoch,
+            session_ttl_ms=SESSION_TTL_MS,
+            host_slabs=plan.slabs,
+            spaces_max=plan.spaces,
         )
-        replicas = [
-            Replica(
-                name=name,
-                device="cpu",
-                model="tiny",
-                key_algorithm="blake3",
-                layout=plan.layout,
-                slots=plan.slots,
-                namespace=namespace,
-                generation=0,
-                workers=self.workers[name],
-                root_of=lambda generation, weights: f"{weights} {generation}".encode().ljust(32, b"n"),
-                header_namespace=namespace[:NAMESPACE_BYTES],
-                host_geometry=world.shapes[namespace].geometry,
-            )
-            for name, namespace in plan.replicas.items()
-        ]
+        replicas = [self._replica(name, generations[name]) for name in plan.replicas]
+        self.promises = Promises(self.cache, world.renewed)
+        self.promises.found(replicas)
         headers = headers_of(world.host)
         taken = take_over(world, self, replicas, headers)
         self.service = Service(
@@ -114,16 +138,40 @@ class Daemon:
             share=HostShare(HOST_HANDLE, plan.slabs, plan.slab_bytes, verify_loads=True),
             headers=headers,
             shelf=world.shelf,
+            later=self._later,
         )
         self.service.watch = self
         self.unanswered: dict[int, _Delivery] = {}
         self._deliveries = 0
-        self._answers: dict[tuple[bytes, type[wire.Header], int], tuple[int | None, bytes]] = {}
+        self._answers: dict[tuple[bytes, type[wire.Header], int], _Known] = {}
         self._checks = Checks(world, self)
         self._ticked_ms = 0
         self.service.take_in(taken.shapes, taken.sessions)
         self._checks.look()
         self.process.after(0, "ticks", self._tick)
+
+    def _replica(self, name: str, generation: Generation) -> Replica:
+        plan, first = self._world.plan, self._world.plan.replicas[name]
+        return Replica(
+            name=name,
+            device="cpu",
+            model="tiny",
+            key_algorithm="blake3",
+            layout=plan.layout,
+            slots=plan.slots,
+            namespace=generation.namespace,
+            generation=generation.number,
+            workers=self.workers[name],
+            root_of=partial(self._world.root, first),
+            weights_version=generation.weights_version,
+            header_namespace=first[:NAMESPACE_BYTES],
+            host_geometry=self._world.shapes[first].geometry,
+        )
+
+    def _later(self, delay_s: float, call: Callable[[], None]) -> _Timer:
+        return _Timer(
+            self.process.after(int(delay_s * 1_000_000), "somebody has waited long enough", self.checked(call))
+        )
 
     def die(self) -> None:
         """SIGKILL: what was on its way to it is lost, and its sockets are closed."""
@@ -198,7 +246,7 @@ class Daemon:
         key = connection.id, type(request), request.id
         session = self._session_of(connection)
         known = self._answers.get(key)
-        repeated = known is not None and isinstance(request, _KEPT) and session is not None and known[0] == session
+        repeated = known is not None and known.is_kept and known.session == session is not None
         before = effect_of_requests(self.cache) if repeated else ()
         self._deliveries += 1
         number, delivery = self._deliveries, _Delivery(request, connection)
@@ -209,8 +257,9 @@ class Daemon:
             if delivery.replies > 1 or not getattr(request, "reply", True):
                 raise Broken(f"reply {delivery.replies} to {in_words(request)}")
             self.unanswered.pop(number)
-            self._answer(connection, request, answer)
+            self._answer(connection, request, frames, answer)
 
+        self.promises.asked(request)
         self.service.submit(connection.id, request, frames, respond)
         if repeated and before != effect_of_requests(self.cache):
             raise Broken(f"a retry has an effect: {in_words(request)}: {before}, then {effect_of_requests(self.cache)}")
@@ -227,15 +276,17 @@ class Daemon:
         group = self.service._membership.of_connection(connection.id)
         return None if group is None else group.session
 
-    def _answer(self, connection: Connection, request: wire.Request, answer: Answer) -> None:
+    def _answer(self, connection: Connection, request: wire.Request, frames: list[bytes], answer: Answer) -> None:
         parts = [wire.encode(answer.header), *answer.frames]
+        self.promises.answered(request, answer.header)
         key, whole = (connection.id, type(request), request.id), b"|".join(parts)
         session, known = self._session_of(connection), self._answers.get(key)
-        if known is not None and isinstance(request, _KEPT) and known[0] == session is not None and known[1] != whole:
+        if known is not None and known.is_kept and known.session == session is not None and known.whole != whole:
             raise Broken(f"a retry of {in_words(request)} gets another answer: {in_words(answer.header)}")
-        if known is None or known[1] != whole:
-            self._answers[key] = (session, whole)
-            self._give_rights(connection, request, answer)
+        if known is None or known.whole != whole:
+            is_loading = isinstance(answer.header, wire.Acquired) and bool(answer.header.loads)
+            self._answers[key] = _Known(session, whole, isinstance(request, _KEPT) or is_loading)
+            self._give_rights(connection, request, frames, answer)
         name = type(answer.header).__name__
         if isinstance(answer.header, wire.ErrorReply):
             name = f"refusal: {answer.header.code}"
@@ -244,10 +295,20 @@ class Daemon:
             self._world.seen[f"verb: {type(request).__name__}"] += 1
         self._world.network.to_client(connection.id, parts, in_words(answer.header))
 
-    def _give_rights(self, connection: Connection, request: wire.Request, answer: Answer) -> None:
+    def _give_rights(self, connection: Connection, request: wire.Request, frames: list[bytes], answer: Answer) -> None:
         """What this answer gives to somebody, nobody else may have."""
         header, session = answer.header, self._session_of(connection)
-        if isinstance(header, wire.Welcome | wire.WelcomeAttached):
+        if isinstance(request, wire.Rejoin) and isinstance(header, wire.Welcome):
+            group = self.service._membership.of_session(SessionId(header.session))
+            members = [] if group is None else cast("list[Attachment]", group.members)
+            self.crews[header.session] = Crew([member.process for member in members])
+            self._earlier[header.session] = "session", request.daemon_epoch, request.session
+        elif isinstance(header, wire.Declared) and session is not None:
+            self._take_over_rights(session, header.lease, frames[1], frames[2])
+        elif isinstance(header, wire.DeclareEnded) and session is not None:
+            for worker in self._shards_of(session):
+                worker.memory.give_up(self._earlier[session])
+        elif isinstance(header, wire.Welcome | wire.WelcomeAttached):
             before = [crew for crew in self.crews.values() if connection.process in crew.processes]
             self._world.seen["session taken over"] += bool(before)
             self.crews[header.session] = Crew([connection.process])
@@ -263,11 +324,26 @@ class Daemon:
                 holder = "session", self.cache.epoch, session, shard, header.transfer
                 self._world.host.claim(holder, shape.spans(slots, shard), writers)
 
+    def _take_over_rights(self, session: int, lease: int, held: bytes, own: bytes) -> None:
+        """A declared lease: what it held it holds. Its own slots it may write as before, but under this name."""
+        pool = self.cache.sessions[SessionId(session)].pool
+        for slot in (*_slots(held), *_slots(own)):
+            if pool.state_of(slot) not in {SlotState.LEASED, SlotState.CACHED}:
+                raise Broken(f"slot {slot} was declared for lease {lease}, and is {pool.state_of(slot).name}")
+        for shard in self._shards_of(session):
+            shard.memory.give_up_spans(self._earlier[session], [shard.memory.block(slot) for slot in _slots(own)])
+        self._give_device(session, lease, own)
+
+    def _shards_of(self, session: int | None) -> list[WorkerShard]:
+        """Of the replica that a session is on."""
+        held = None if session is None else self.cache.sessions.get(SessionId(session))
+        return [] if held is None else self.workers[held.pool.name].shards
+
     def _give_device(self, session: int | None, lease: int, ranges: bytes) -> None:
-        if session is None or (held := self.cache.sessions.get(SessionId(session))) is None:
+        if session is None:
             return
         holder = "session", self.cache.epoch, session, lease
-        for shard in self.workers[held.pool.name].shards:
+        for shard in self._shards_of(session):
             spans: list[Span] = [shard.memory.block(slot) for slot in _slots(ranges)]
             shard.memory.claim(holder, spans, self.crews[session].processes)
 

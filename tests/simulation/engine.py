@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcached_client import protocol as wire
-from kvcached_client.errors import Stale, TransportError
+from kvcached_client.errors import DaemonFailure, ErrorCode, Stale, TransportError
 from tests.simulation.attachment import Attachment
 from tests.simulation.daemon import HEARTBEAT_INTERVAL_MS
 from tests.simulation.line import Line
@@ -30,6 +30,7 @@ class EngineSession:
 
     Attributes:
         over: the daemon said so, or the engine has ended it.
+        is_lost: the daemon has closed a connection of it.
         signalled: the highest fence that has signalled.
         attachments: connections to the attach socket that belong to it.
     """
@@ -40,6 +41,7 @@ class EngineSession:
         self.epoch = epoch
         self.line = line
         self.over = False
+        self.is_lost = False
         self.attachments: list[Attachment] = []
 
     @property
@@ -48,7 +50,7 @@ class EngineSession:
 
     def lost(self) -> None:
         """The daemon has closed the attach connection: it is dead."""
-        self.over = True
+        self.over = self.is_lost = True
         self.line.close()
 
 
@@ -119,6 +121,16 @@ class Engine(ABC):
     def part(self, session: Any) -> bool:
         """The session is over, and another one is to come; False where only new processes can have one."""
 
+    async def come_back(self, session: Any) -> EngineSession | None:
+        """Go on in another session with what one that is over held; None where that is not possible."""
+        del session
+        return None
+
+    def works_to_go_on_with(self, session: Any) -> list[Coroutine[Any, Any, None]]:
+        """What is left of requests that were begun in the session before."""
+        del session
+        return []
+
     # --- life -------------------------------------------------------------------------------------------------------
 
     def _falls(self) -> None:
@@ -138,18 +150,24 @@ class Engine(ABC):
             if session is None:
                 await self.scheduler.sleep(self.world.chance.spread(20 * MS, 300 * MS), "tries again later")
                 continue
-            self.scheduler.start(self._beat(session))
-            workers = [self._go(self._serve_on(session)) for _ in range(_AT_ONCE)]
-            await every(workers)
-            if session.over:
+            while session is not None:
+                await self._serve_in(session)
+                if not session.over:
+                    await self._leave(session)
+                    break
                 self.world.seen["session found to be over"] += 1
-                if not self.part(session):
+                before, session = session, await self.come_back(session)
+                if session is None and not self.part(before):
                     self._exit()
                     return
-            else:
-                await self._leave(session)
         self.left = True
         self._exit()
+
+    async def _serve_in(self, session: EngineSession) -> None:
+        """Until it is over, or enough is served."""
+        self.scheduler.start(self._beat(session))
+        works = [*self.works_to_go_on_with(session), *(self._serve_on(session) for _ in range(_AT_ONCE))]
+        await every([self._go(work) for work in works])
 
     def _is_through(self) -> bool:
         return self._to_serve is not None and self.served >= self._to_serve
@@ -173,14 +191,22 @@ class Engine(ABC):
     async def _serve_on(self, session: EngineSession) -> None:
         """Request after request."""
         while not (session.over or self._is_through()):
-            try:
-                await self.serve(session)
-                self.served += 1
-            except Stale:
-                session.over = True
-            except TransportError:
-                self.world.seen["request failed for want of an answer"] += 1
+            await self.served_one(session, self.serve(session))
             await self.think()
+
+    async def served_one(self, session: EngineSession, request: Coroutine[Any, Any, None]) -> None:
+        """One request, whatever becomes of it."""
+        try:
+            await request
+            self.served += 1
+        except Stale:
+            session.over = True
+        except TransportError:
+            self.world.seen["request failed for want of an answer"] += 1
+        except DaemonFailure as error:
+            if error.code != ErrorCode.DRAINING:
+                raise
+            self.world.seen["request not taken while the daemon drains"] += 1
 
     async def _beat(self, session: EngineSession) -> None:
         """Say that the session lives, by a connection that does nothing else."""

@@ -39,7 +39,14 @@ class DeviceShard:
 
 
 class ManagedSession(EngineSession):
-    """Attributes: shards; next_fence; cancelled: what is queued will not be done."""
+    """A session on a device pool.
+
+    Attributes:
+        shards: in their order.
+        last_fence: that was queued.
+        cancelled: what is queued will not be done.
+        held: leases of requests that are being served, by id.
+    """
 
     def __init__(self, welcome: wire.Welcome, line: Line) -> None:
         super().__init__(welcome.session, welcome.token, welcome.epoch, line)
@@ -47,6 +54,7 @@ class ManagedSession(EngineSession):
         self.shards: list[DeviceShard] = []
         self.last_fence = 0
         self.cancelled = False
+        self.held: dict[int, HeldLease] = {}
 
     @property
     def signalled(self) -> int:
@@ -59,12 +67,18 @@ class ManagedSession(EngineSession):
 
 @dataclass
 class HeldLease:
-    """What a request holds: slots by position in the prompt; `depth` of them are committed or were cached."""
+    """What a request holds: slots by position in the prompt; `depth` of them are committed or were cached.
+
+    While the hit `is_loading` the first `ready` blocks are there.
+    """
 
     id: int
+    name: str
     chain: KeyChain
     table: list[int]
     hit: int
+    ready: int
+    is_loading: bool
     depth: int = 0
     written: int = 0
     fence: int = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from tests.simulation.attachment import Attachment
 from tests.simulation.engine import Engine, run_on
 from tests.simulation.line import Line
 from tests.simulation.managed_device import Device, DeviceShard, HeldLease, ManagedSession
+from tests.simulation.managed_return import Return
 from tests.simulation.memory import Shape
 from tests.simulation.process import Outcome, Process, every
 from tests.simulation.scheduler import MS, Broken
@@ -36,7 +38,13 @@ _LOAD_PATIENCE_US = 400 * MS
 #: So often a request waits for room, then it goes without.
 _REFUSALS_MAX = 4
 #: The last one: a hello that was repeated after the session that it opened was over again.
-_TRY_LATER = (ErrorCode.POOL_BUSY, ErrorCode.WORKER_LOST, ErrorCode.UNAUTHENTICATED)
+_TRY_LATER = (
+    ErrorCode.POOL_BUSY,
+    ErrorCode.WORKER_LOST,
+    ErrorCode.CLEARING,
+    ErrorCode.DRAINING,
+    ErrorCode.UNAUTHENTICATED,
+)
 
 
 class ManagedEngine(Engine):
@@ -67,6 +75,7 @@ class ManagedEngine(Engine):
             hello = wire.Hello(
                 id=line.next_id(), version_min=1, version_max=1, member=identified.member, replica=self._replica
             )
+            renewed = self.world.renewed.get(self._replica)
             welcome, _ = await line.ask(hello, wire.Welcome)
         except (Refused, DaemonFailure) as error:
             if error.code not in _TRY_LATER:
@@ -78,6 +87,8 @@ class ManagedEngine(Engine):
             line.tell_goodbye()
             attachment.hang_up()
             return None
+        if renewed is not None and welcome.generation < renewed.generation:
+            raise Broken(f"a session of generation {welcome.generation}, though it was told that {renewed} had begun")
         session = ManagedSession(welcome, line)
         line.epoch = welcome.epoch
         line.on_give_back = lambda lease: self._device.end_lease(session, lease, 0)
@@ -129,6 +140,15 @@ class ManagedEngine(Engine):
             attachment.hang_up()
         return self._alone
 
+    async def come_back(self, session: ManagedSession) -> ManagedSession | None:
+        """Where the daemon was killed, mostly."""
+        if not session.is_lost or self.world.chance.happens(0.3):
+            return None
+        return await Return(self.world, session, self._device, self.processes).come_back()
+
+    def works_to_go_on_with(self, session: ManagedSession) -> list[Coroutine[Any, Any, None]]:
+        return [self.served_one(session, self._go_on(session, lease)) for lease in list(session.held.values())]
+
     # --- a request --------------------------------------------------------------------------------------------------
 
     async def serve(self, session: ManagedSession) -> None:
@@ -138,18 +158,24 @@ class ManagedEngine(Engine):
         if chance.happens(0.05):
             match = wire.Match(id=session.line.next_id(), epoch=session.epoch, tokens=chain.token_count, full=True)
             await session.line.ask(match, wire.Matched, (chain.keys,))
-        granted = await self._acquire(session, chain)
-        if granted is None:
+        lease = await self._acquire(session, chain)
+        if lease is None:
             self.world.seen["request without a lease"] += 1
             return
-        lease, reply = granted
+        session.held[lease.id] = lease
+        await self._go_on(session, lease)
+
+    async def _go_on(self, session: ManagedSession, lease: HeldLease) -> None:
+        """From a lease to its end."""
         try:
-            is_loaded = await self._take_hit(session, lease, reply)
+            is_loaded = await self._take_hit(session, lease)
             if is_loaded:
                 await self._use(session, lease)
+            del session.held[lease.id]
             await self._release(session, lease, commits=is_loaded)
         except TransportError:
             if not session.over:  # what it sent last may have had its effect
+                session.held.pop(lease.id, None)
                 self.scheduler.start(self._drop(session, lease))
             raise
 
@@ -160,7 +186,7 @@ class ManagedEngine(Engine):
     def _tokens(self, symbols: list[int]) -> list[int]:
         return [symbol for symbol in symbols for _ in range(self._block_size)]
 
-    async def _acquire(self, session: ManagedSession, chain: KeyChain) -> tuple[HeldLease, wire.Acquired] | None:
+    async def _acquire(self, session: ManagedSession, chain: KeyChain) -> HeldLease | None:
         """A lease; None where there is no room in time."""
         chance, line, name = self.world.chance, session.line, self.next_name()
         reserve, full = chance.number(0, 2), chance.happens(0.5)
@@ -184,7 +210,8 @@ class ManagedEngine(Engine):
                 await self._wait_for_room(session, error)
             else:
                 table = expand(frames[0]) + expand(frames[1])
-                return HeldLease(reply.lease, chain, table, reply.hit, reply.hit, reply.hit), reply
+                hit, is_loading = reply.hit, bool(reply.loads)
+                return HeldLease(reply.lease, name, chain, table, hit, reply.ready, is_loading, hit, hit)
         return None
 
     async def _wait_for_room(self, session: ManagedSession, error: RequestError) -> None:
@@ -193,11 +220,11 @@ class ManagedEngine(Engine):
             await session.line.ask(request, wire.Vacant, patience_us=_LOAD_PATIENCE_US)
         await self.think()
 
-    async def _take_hit(self, session: ManagedSession, lease: HeldLease, reply: wire.Acquired) -> bool:
+    async def _take_hit(self, session: ManagedSession, lease: HeldLease) -> bool:
         """Read what is there, and wait for the rest of the hit; False where there are no slots for what is missing."""
-        await self._device.read(session, lease, reply.ready)
+        await self._device.read(session, lease, lease.ready if lease.is_loading else lease.depth)
         refusals = 0
-        while reply.loads:
+        while lease.is_loading:
             request = wire.Load(id=session.line.next_id(), epoch=session.epoch, lease=lease.id)
             try:
                 loaded, frames = await session.line.ask(request, wire.Loaded, patience_us=_LOAD_PATIENCE_US)
@@ -211,14 +238,12 @@ class ManagedEngine(Engine):
             else:
                 self.world.seen["hit cut short"] += loaded.hit < lease.hit
                 slots = expand(frames[0])
-                if len(slots) < lease.hit - loaded.hit:
-                    # Known: an acquire that came twice has got an answer of its own, which told of them.
-                    self.world.seen["slots told in an answer that nobody takes"] += 1
-                    return False
+                if len(slots) != lease.hit - loaded.hit:
+                    raise Broken(f"lease {lease.id}: {len(slots)} slots for {lease.hit - loaded.hit} blocks of its hit")
                 lease.table[loaded.hit : lease.hit] = slots
                 lease.hit = lease.depth = lease.written = loaded.hit
+                lease.is_loading = False
                 await self._device.read(session, lease, lease.hit)
-                break
         return True
 
     async def _use(self, session: ManagedSession, lease: HeldLease) -> None:

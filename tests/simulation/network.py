@@ -145,5 +145,8 @@ class Network:
             daemon.process.do(lambda: daemon.receive(connection, parts))
 
     def _arrive_back(self, connection: Connection, parts: list[bytes]) -> None:
-        if not connection.closed:
-            connection.process.do(lambda: connection.receive(parts))
+        def take() -> None:
+            if not connection.closed:  # it may have been stopped when this arrived, and gone on since
+                connection.receive(parts)
+
+        connection.process.do(take)

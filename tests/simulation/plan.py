@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvcached.attached_admission import HostShare, _space
@@ -57,9 +58,10 @@ class Plan:
     """Drawn once for each seed.
 
     Attributes:
-        replicas: namespaces by replica; those that share one share its host slots.
+        replicas: their first namespaces; those that share one share its host slots.
         fault_weights: how likely each fault is among all; 0 where this seed has none of it.
         copy_failures: how likely it is that a shard of an engine gives up a copy.
+        operators: people who pause, drain, clear and set weights.
     """
 
     replicas: dict[str, bytes]
@@ -73,16 +75,18 @@ class Plan:
     rival: bool
     attached_engines: int
     copy_failures: float
+    operators: int
     fault_weights: dict[str, float]
     layout: Layout = LAYOUT
     slab_bytes: int = SLAB_BYTES
     shapes: dict[bytes, Shape] = field(default_factory=dict)
 
-    def pool_specs(self) -> list[PoolSpec]:
+    def pool_specs(self, namespaces: Mapping[str, bytes]) -> list[PoolSpec]:
+        """The pools, for replicas whose namespaces are these now."""
         return [
             PoolSpec(
                 name,
-                namespace,
+                namespaces[name],
                 self.layout.block_size,
                 self.slots,
                 self.layout.shards,
@@ -116,6 +120,7 @@ def draw(chance: Chance) -> Plan:
         rival=chance.happens(0.5),
         attached_engines=chance.number(1, 3),
         copy_failures=chance.among([0.0, 0.05]),
+        operators=chance.among([0, 1, 2]),
         fault_weights={name: _weight(chance, name) for name in FAULTS},
     )
     fingerprint = bytes.fromhex(LAYOUT.fingerprint())

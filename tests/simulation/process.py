@@ -129,6 +129,8 @@ class Process:
             action()
 
     def _advance(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        if coroutine not in self._coroutines:
+            return  # forgotten, while something that wakes it was on its way
         before, self._running = self._running, coroutine
         try:
             awaited: Outcome[Any] = coroutine.send(None)

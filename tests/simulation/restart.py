@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 from unittest.mock import patch
 
 import msgspec
 
 from kvcached import takeover
+from kvcached.generations import Generation, generation_of
 from kvcached.ledger import Ledger, LedgerFile, ProcessIdentity
 from kvcached.replica import Replica
 from kvcached.takeover import Takeover
@@ -17,6 +19,7 @@ from tests.simulation.attachment import Attachment
 from tests.simulation.memory import Memory
 
 if TYPE_CHECKING:
+    from kvcached.config import ReplicaConfig
     from tests.simulation.daemon import Daemon
     from tests.simulation.world import World
 
@@ -45,11 +48,35 @@ def headers_of(host: Memory) -> HostHeaders:
     return headers
 
 
+@dataclass(frozen=True)
+class _Configured:
+    """A replica as its namespaces come from its configuration."""
+
+    world: World
+    first: bytes
+
+    def namespace(self, generation: int, weights_version: str = "") -> bytes:
+        return self.world.root(self.first, generation, weights_version)
+
+
+def generations_of(world: World) -> dict[str, Generation]:
+    """In which generation the replicas are, by the product's own code."""
+    ledger = _ledger(world)
+    return {
+        name: generation_of(cast("ReplicaConfig", _Configured(world, first)), ledger)
+        for name, first in world.plan.replicas.items()
+    }
+
+
+def _ledger(world: World) -> Ledger | None:
+    return msgspec.json.decode(world.ledger.data, type=Ledger) if world.ledger.data else None
+
+
 def take_over(world: World, daemon: Daemon, replicas: list[Replica], headers: HostHeaders) -> Takeover:
     """Fill a new daemon's cache with what the one before has left, by the product's own code."""
-    if not world.ledger.data:
+    ledger = _ledger(world)
+    if ledger is None:
         return Takeover()
-    ledger = msgspec.json.decode(world.ledger.data, type=Ledger)
 
     def find(process: ProcessIdentity) -> Attachment | None:
         found = world.process_of(process)

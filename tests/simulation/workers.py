@@ -35,6 +35,7 @@ class _Command:
 
     order: StartTransfer
     settled: Settled
+    generation: int
     blocks: list[tuple[HostBlock, int]]  #: with their device slots
     waiting: set[int]
     urgent: bool
@@ -72,7 +73,14 @@ class SimulatedWorkers:
     """
 
     def __init__(
-        self, world: World, daemon: Daemon, replica: str, shape: Shape, slots: int, adopted: list[WorkerShard] | None
+        self,
+        world: World,
+        daemon: Daemon,
+        replica: str,
+        shape: Shape,
+        slots: int,
+        adopted: list[WorkerShard] | None,
+        generation: int,
     ) -> None:
         self._world = world
         self._daemon = daemon
@@ -83,8 +91,9 @@ class SimulatedWorkers:
         self._commands: dict[TransferId, _Command] = {}
         self._ordered: set[TransferId] = set()
         self._lost = False
-        self.generation = 0
+        self.generation = generation
         self.is_degraded = False
+        self.restarts = 0
         self.adopted = adopted is not None
         self.shards = self._new_shards() if adopted is None else [self._adopt(shard) for shard in adopted]
 
@@ -136,7 +145,7 @@ class SimulatedWorkers:
                 strict=True,
             )
         ]
-        command = _Command(transfer, settled, blocks, set(range(self._shard_count)), transfer.urgent)
+        command = _Command(transfer, settled, self.generation, blocks, set(range(self._shard_count)), transfer.urgent)
         self._commands[transfer.transfer] = command
         for shard in self.shards:
             self._claim(shard, command)
@@ -181,7 +190,12 @@ class SimulatedWorkers:
             command = await shard.commands.get(_most_urgent)
             shard.busy = True
             copier = HostCopier(
-                shard.process, self._world.host, self._shape, shard.index, 0, lambda: self._copy_us(shard)
+                shard.process,
+                self._world.host,
+                self._shape,
+                shard.index,
+                command.generation,
+                lambda: self._copy_us(shard),
             )
             fails, shard.fails_next = shard.fails_next, False
             if fails:
@@ -200,7 +214,8 @@ class SimulatedWorkers:
         def read(index: int) -> bytes:
             block, device = command.blocks[index]
             data = shard.memory.read(shard.memory.block(device))
-            if device in shard.memory.unwritten or data != self._shape.expected(0, block.name.key, shard.index):
+            expected = self._shape.expected(command.generation, block.name.key, shard.index)
+            if device in shard.memory.unwritten or data != expected:
                 raise Broken(f"store {command.order.transfer} reads other bytes than its block's, device slot {device}")
             return data
 
@@ -222,7 +237,7 @@ class SimulatedWorkers:
             what = f"load {command.order.transfer}: half of block {index} in device slot {device}"
             await copier.load(block, lambda offset, data, at=start: memory.write(holder, at + offset, data), what)  # type: ignore[misc]
             memory.unwritten.discard(device)
-            if memory.read((start, end)) != self._shape.expected(0, block.name.key, shard.index):
+            if memory.read((start, end)) != self._shape.expected(command.generation, block.name.key, shard.index):
                 raise Broken(f"load {command.order.transfer} copied other bytes than its block's, host {block.slot}")
         self._world.seen["worker loaded blocks"] += len(command.blocks) if not bad else bad[0]
         self._world.seen["worker found corrupt blocks"] += len(bad)

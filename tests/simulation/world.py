@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 
 from kvcached.books import Shelf
@@ -14,8 +15,10 @@ from tests.simulation.faults import Faults
 from tests.simulation.managed_engine import ManagedEngine
 from tests.simulation.memory import DeviceMemory, Memory
 from tests.simulation.network import Network
+from tests.simulation.operators import Operator
 from tests.simulation.plan import draw
 from tests.simulation.process import Process
+from tests.simulation.promises import Renewed
 from tests.simulation.restart import KeptLedger
 from tests.simulation.scheduler import MS, Broken, Scheduler
 
@@ -34,6 +37,8 @@ class World:
     Attributes:
         host: the host pool's memory.
         shapes: how each namespace lies in it, by root.
+        roots: namespaces of replicas, with their generations.
+        renewed: what was told of replicas that were cleared or got other weights.
         generations: which generation of a namespace has begun for sure, as some engine was told.
         epochs: of pools and namespaces, the last that were seen.
         ledger: what the daemon has written down.
@@ -48,6 +53,8 @@ class World:
         self.tripwire = Tripwire()
         self.plan = draw(self.chance)
         self.shapes = self.plan.shapes
+        self.roots: dict[bytes, int] = dict.fromkeys(self.plan.replicas.values(), 0)
+        self.renewed: dict[str, Renewed] = {}
         self.generations: Counter[bytes] = Counter()
         self.epochs: dict[str, int] = {}
         self.counters: Counter[str] = Counter()
@@ -60,6 +67,7 @@ class World:
         self.daemon = Daemon(self, _EPOCH, {})
         self.network.daemon = self.daemon
         self.engines = self._engines()
+        self.operators = [Operator(self, f"operator{index}") for index in range(self.plan.operators)]
         self.faults = Faults(self)
 
     def _engines(self) -> list[Engine]:
@@ -112,6 +120,14 @@ class World:
         self.network.daemon = self.daemon
         self.network.reconnect()
 
+    def root(self, first: bytes, generation: int, weights_version: str) -> bytes:
+        """The namespace of replicas whose first one that was, at a generation, with a version of weights."""
+        if not generation and not weights_version:
+            return first
+        root = hashlib.blake2b(first + f"{generation} {weights_version}".encode(), digest_size=32).digest()
+        self.shapes[root], self.roots[root] = self.shapes[first], generation
+        return root
+
     # --- making things ----------------------------------------------------------------------------------------------
 
     def new_process(self, name: str) -> Process:
@@ -139,6 +155,8 @@ class World:
         """
         for engine in self.engines:
             self.scheduler.after(self.chance.spread(1, 300 * MS), f"{engine.name} is started", engine.start)
+        for operator in self.operators:
+            operator.start()
         self.faults.begin()
         while self.scheduler.count < steps:
             self.scheduler.step()
@@ -151,13 +169,14 @@ class World:
         """
         self.scheduler.note("faults cease")
         self.faults.cease()
-        for engine in self.engines:
-            engine.finish()
+        everybody: list[Engine | Operator] = [*self.engines, *self.operators]
+        for each in everybody:
+            each.finish()
         end_us = self.scheduler.now_us + LIVENESS_US
-        while not all(engine.left for engine in self.engines):
+        while not all(each.left for each in everybody):
             self.scheduler.step()
             if self.scheduler.now_us > end_us:
-                late = [engine.name for engine in self.engines if not engine.left]
+                late = [each.name for each in everybody if not each.left]
                 raise Broken(f"{LIVENESS_US // MS} ms after the last fault {late} are not done")
         end_us = self.scheduler.now_us + AFTERWARDS_US
         while self.scheduler.now_us < end_us:

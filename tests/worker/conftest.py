@@ -11,9 +11,14 @@ import uvloop
 from tests.worker.groups import RunLoop
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.fixture(
+    params=[
+        pytest.param(asyncio.new_event_loop, id="asyncio", marks=pytest.mark.slow),
+        pytest.param(uvloop.new_event_loop, id="uvloop"),
+    ]
+)
 def run(request: pytest.FixtureRequest) -> RunLoop:
-    """Runs a coroutine to its end, once on each kind of event loop."""
+    """Runs a coroutine to its end: on the daemon's kind of event loop, and as a slow test on the plain one."""
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = request.param
 
     def run_to_end(main: Coroutine[Any, Any, None]) -> None:

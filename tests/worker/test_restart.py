@@ -164,7 +164,7 @@ def test_crash_loop_degrades_a_replica_until_its_workers_live(run_dir: str, monk
                 assert (groups.state, groups.is_degraded) == (WorkersState.PROBATION, True)
                 await groups.current.submit(PROBE)
                 await states.until(2 + 4 * 5 + 1)
-            assert (groups.state, groups.is_degraded) == (WorkersState.RUNNING, False)
+            assert (groups.state, groups.is_degraded, groups.restarts) == (WorkersState.RUNNING, False, 5)
 
         assert [state.value for state in states] == [
             "starting", "running",

@@ -1,0 +1,73 @@
+"""Tails of requests with a lower priority go first, whatever the policy says of tails of one priority."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+
+from kvcached.core.policy import EvictionPolicy
+from kvcached.core.run import Segment
+
+
+class ByPriority:
+    """One policy for each priority that is used: O(log n) as theirs, and a look at each lower priority that is empty.
+
+    Args:
+        make: the policy for the tails of one priority.
+    """
+
+    __slots__ = ("_make", "_order", "_policies")
+
+    def __init__(self, make: Callable[[], EvictionPolicy]) -> None:
+        self._make = make
+        self._policies: dict[int, EvictionPolicy] = {0: make()}
+        self._order = [0]
+
+    def add(self, segment: Segment) -> None:
+        """File a tail under its priority, or move it there."""
+        if segment.queued:
+            if segment.filed_priority == (segment.priority or 0):
+                return
+            self._policies[segment.filed_priority].remove(segment)
+        self._file(segment)
+
+    def pop(self) -> Segment | None:
+        """The next victim: of the lowest priority that has one."""
+        for priority in self._order:
+            policy = self._policies[priority]
+            while (segment := policy.pop()) is not None:
+                if (segment.priority or 0) == priority:
+                    return segment
+                self._file(segment)  # its priority has risen since
+        return None
+
+    def most(self, segment: Segment) -> int:
+        """As its policy says."""
+        return self._policies[0].most(segment)
+
+    def touch(self, segment: Segment) -> None:
+        """Tell its policy, or move it to that of its new priority."""
+        if not segment.queued:
+            return
+        if segment.filed_priority == (segment.priority or 0):
+            self._policies[segment.filed_priority].touch(segment)
+        else:
+            self.add(segment)
+
+    def remove(self, segment: Segment) -> None:
+        """Forget its place, if it has one."""
+        if segment.queued:
+            self._policies[segment.filed_priority].remove(segment)
+
+    def clear(self) -> None:
+        """Forget every place."""
+        for policy in self._policies.values():
+            policy.clear()
+
+    def _file(self, segment: Segment) -> None:
+        priority = segment.filed_priority = segment.priority or 0
+        policy = self._policies.get(priority)
+        if policy is None:
+            policy = self._policies[priority] = self._make()
+            insort(self._order, priority)
+        policy.add(segment)

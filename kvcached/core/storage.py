@@ -1,0 +1,158 @@
+"""The storage tier: what is written to storage, what is fetched from it, and whether there is any.
+
+Nothing here waits, and nothing else in the core depends on it: without storage the host pool is the lowest tier.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvcached.core.backup import Backups
+from kvcached.core.effects import Effect
+from kvcached.core.events import (
+    BackupSettled,
+    FetchSettled,
+    StorageAnswered,
+    StorageEvent,
+    StorageLost,
+    StorageReady,
+    StorageSuspended,
+)
+from kvcached.core.prefetch import Prefetches, PrefetchLimits, known_depth
+from kvcached.core.run import KEY_SIZE
+from kvcached.core.storage_state import BackupPolicy, Prefetch, PrefetchEnd, PrefetchState, StorageCopy
+from kvcached.core.tree import PrefixTree
+from kvcached_client.types import TransferId
+
+
+class StorageState(StrEnum):
+    """Whether storage can be used."""
+
+    ABSENT = "absent"  #: there is none, or it has not started yet
+    READY = "ready"
+    SUSPENDED = "suspended"  #: it fails; nothing is begun
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSpec:
+    """What the storage tier does.
+
+    Attributes:
+        backup: which blocks are written.
+        watermark_percent: part of the host pool below which, where no more of it is free, `BackupPolicy.ON_EVICTION`
+            writes the next victims.
+        prefetch: how much prefetching there may be.
+    """
+
+    backup: BackupPolicy = BackupPolicy.NEVER
+    watermark_percent: int = 0
+    prefetch: PrefetchLimits = field(default_factory=PrefetchLimits)
+
+
+class StorageTier:
+    """Decisions about storage.
+
+    Args:
+        spec: what it does.
+        next_id: gives transfer ids.
+        generation: of a tree's namespace; None for a tree that no request reaches any more.
+
+    Attributes:
+        state: whether it can be used.
+        paused: nothing is begun, because somebody has asked for that.
+        backups, prefetches: the two directions.
+    """
+
+    def __init__(
+        self,
+        spec: StorageSpec,
+        next_id: Callable[[], TransferId],
+        generation: Callable[[PrefixTree], int | None],
+        effects: list[Effect],
+        counters: Counter[str],
+    ) -> None:
+        self.state = StorageState.ABSENT
+        self.paused = False
+        self.backups = Backups(next_id, generation, effects, counters)
+        self.prefetches = Prefetches(spec.prefetch, next_id, generation, effects, counters)
+        self._spec = spec
+        self._generation = generation
+        self._now_ms = 0
+        self._last_prefetch = 0
+
+    @property
+    def copies(self) -> list[StorageCopy]:
+        """Those under way."""
+        fetches = [prefetch.copies[each] for each, prefetch in self.prefetches.copies.items()]
+        return [*self.backups.copies.values(), *fetches]
+
+    def holds(self, tree: PrefixTree) -> bool:
+        """Whether a copy under way, or one that has come, has slots of a tree."""
+        prefetches = self.prefetches.under_way.values()
+        return any(copy.tree is tree for copy in self.copies) or any(
+            each.tree is tree and bool(each.arrived) for each in prefetches
+        )
+
+    def prefetch(
+        self, tree: PrefixTree, keys: bytes, limit: int, block_tokens: int, prefill_tokens_per_s: float
+    ) -> Prefetch:
+        """Begin to fetch what the index lacks of the first `limit` blocks of a chain, or join whoever does already."""
+        known = self.prefetches.find(tree, keys, limit)
+        if known is not None:
+            return known
+        depth = known_depth(tree, keys, limit)[1]
+        self._last_prefetch += 1
+        generation = self._generation(tree)
+        prefetch = Prefetch(
+            self._last_prefetch, tree, tree.namespace, generation or 0, keys[: limit * KEY_SIZE], limit,
+            block_tokens, prefill_tokens_per_s, inserted=depth, next=depth, found=depth,
+        )  # fmt: skip
+        if self.state is StorageState.READY and not self.paused and generation is not None:
+            self.prefetches.begin(prefetch)
+        else:
+            prefetch.enter(PrefetchState.OVER)
+            prefetch.end = PrefetchEnd.UNAVAILABLE
+        return prefetch
+
+    def handle(self, event: StorageEvent) -> None:
+        """Take in what arrived. What is about a copy or question that is over changes nothing."""
+        match event:
+            case StorageReady():
+                self.state = StorageState.READY
+                self.backups.candidates.policy = self._spec.backup
+            case StorageSuspended():
+                self._halt(StorageState.SUSPENDED)
+            case StorageLost():
+                self._halt(StorageState.ABSENT)
+                for copy in list(self.backups.copies.values()):
+                    self.backups.end(copy, 0, self._now_ms)
+                self.prefetches.lost()
+            case StorageAnswered():
+                self.prefetches.answered(event.query, event.found, event.now_us)
+            case FetchSettled():
+                self.prefetches.settled(event.transfer, event.good, event.now_us)
+            case BackupSettled():
+                backup = self.backups.copies.get(event.transfer)
+                if backup is not None:
+                    self.backups.end(backup, min(max(event.written, 0), backup.blocks), self._now_ms)
+
+    def tick(self, now_ms: int) -> None:
+        """Time has passed."""
+        self._now_ms = now_ms
+        self.backups.tick(now_ms)
+        self.prefetches.tick(now_ms)
+
+    def settle(self, trees: Iterable[PrefixTree]) -> None:
+        """Start what may be started."""
+        if self.state is StorageState.READY and not self.paused and self._spec.backup is not BackupPolicy.NEVER:
+            self.backups.start(trees, self._spec.watermark_percent)
+
+    def _halt(self, state: StorageState) -> None:
+        self.state = state
+        self.backups.candidates.policy = BackupPolicy.NEVER
+        self.backups.candidates.waiting.clear()
+        for prefetch in list(self.prefetches.under_way.values()):
+            self.prefetches.stop(prefetch)

@@ -1,0 +1,269 @@
+"""Where each block is on disk, and when it was last used: a table in SQLite.
+
+The index is a convenience: labels say what slots hold. An entry that no label bears out is a miss, and an index that is
+missing, damaged or of another format is made anew from the labels. So it is never synced, not even at checkpoints: a
+commit costs no wait for the device, and what a loss of power tears is made anew.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Final, NamedTuple, cast
+
+import numpy as np
+
+#: What a block's entries in table and second index take at most: 130 bytes where pages are full.
+INDEX_BYTES_PER_BLOCK: Final = 320
+
+_FORMAT: Final = 1
+_APPLICATION: Final = 0x4B564353  # "KVCS"
+_CACHE_KIB: Final = 16 << 10
+_LOG_PAGES: Final = 256
+#: What the index takes without a block in it: most of that for its log, which is written back every MiB.
+INDEX_BYTES: Final = 2 << 20
+_SETTINGS: Final = (
+    "PRAGMA locking_mode = EXCLUSIVE",  # nobody else opens it: no shared memory beside the file
+    "PRAGMA synchronous = OFF",
+    f"PRAGMA cache_size = -{_CACHE_KIB}",
+    f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}",
+    "PRAGMA journal_size_limit = 1048576",
+)
+_TABLE: Final = """
+    CREATE TABLE block (
+        key BLOB PRIMARY KEY, place INTEGER NOT NULL, slot_bytes INTEGER NOT NULL, size INTEGER NOT NULL,
+        stored INTEGER NOT NULL, used INTEGER NOT NULL
+    ) WITHOUT ROWID
+"""
+_BY_USE: Final = "CREATE INDEX block_use ON block (slot_bytes, used)"
+_ENTRY: Final = "SELECT key, place, slot_bytes, size, stored FROM block"
+_PLACE_BITS: Final = 32
+_PACKED: Final = struct.Struct("=32sQQQQ")
+
+
+class Entry(NamedTuple):
+    """One block.
+
+    Attributes:
+        place: number of its file, and slot in it (`place_of`).
+        slot_bytes: of the file's slots.
+        size_bytes: of the value.
+        stored_ns: as its label says.
+    """
+
+    key: bytes
+    place: int
+    slot_bytes: int
+    size_bytes: int
+    stored_ns: int
+
+    @property
+    def file(self) -> int:
+        """Number of its file."""
+        return self.place >> _PLACE_BITS
+
+    @property
+    def slot(self) -> int:
+        """Its slot in it."""
+        return self.place & ((1 << _PLACE_BITS) - 1)
+
+
+def place_of(file: int, slot: int) -> int:
+    """A file's number and a slot in it, in one number."""
+    return file << _PLACE_BITS | slot
+
+
+class IndexDamaged(Exception):
+    """The index is not what was written: make it anew."""
+
+
+class DiskIndex:
+    """The open index. One caller at a time; every method raises `IndexDamaged`, or sqlite3.Error where I/O fails."""
+
+    def __init__(self, path: Path) -> None:
+        """Open what is there.
+
+        Raises:
+            IndexDamaged: nothing, or nothing that can be used.
+        """
+        if not path.exists():
+            raise IndexDamaged("there is none")
+        _read_ahead(path)
+        with _DAMAGE:
+            self._database = _connect(path)
+            try:
+                self._verify()
+            except BaseException:
+                self._database.close()
+                raise
+
+    def _verify(self) -> None:
+        found = tuple(self._number(f"PRAGMA {each}") for each in ("application_id", "user_version"))
+        if found != (_APPLICATION, _FORMAT):
+            raise IndexDamaged(f"it is of another format: {found}")
+        verdict = self._database.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if verdict != "ok":
+            raise IndexDamaged(verdict)
+        self._database.execute(f"{_ENTRY} LIMIT 0")
+
+    def _number(self, query: str) -> int:
+        return cast("int", self._database.execute(query).fetchone()[0])
+
+    @contextmanager
+    def changes(self) -> Iterator[None]:
+        """All changes within are made, or none."""
+        with _DAMAGE:
+            self._database.execute("BEGIN")
+            try:
+                yield
+                self._database.execute("COMMIT")
+            except BaseException:
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                raise
+
+    def find(self, keys: Iterable[bytes]) -> dict[bytes, Entry]:
+        """The entries of those that there are."""
+        with _DAMAGE:
+            found = (self._database.execute(f"{_ENTRY} WHERE key = ?", (key,)).fetchone() for key in keys)
+            return {row[0]: _entry(row) for row in found if row is not None}
+
+    def oldest(self, slot_bytes: int, count: int) -> list[Entry]:
+        """Of blocks in slots of that size, those that were not used for longest."""
+        return self._entries("WHERE slot_bytes = ? ORDER BY used LIMIT ?", slot_bytes, count)
+
+    def under(self, prefix: bytes, count: int) -> list[Entry]:
+        """Some of the blocks whose key begins so."""
+        return self._entries("WHERE key BETWEEN ? AND ? LIMIT ?", prefix, prefix.ljust(64, b"\xff"), count)
+
+    def stored_before(self, moment_ns: int, count: int) -> list[Entry]:
+        """Some of the blocks that are older."""
+        return self._entries("WHERE stored < ? LIMIT ?", moment_ns, count)
+
+    def _entries(self, condition: str, *values: object) -> list[Entry]:
+        with _DAMAGE:
+            return [_entry(row) for row in self._database.execute(f"{_ENTRY} {condition}", values)]
+
+    def count(self) -> int:
+        """Entries."""
+        with _DAMAGE:
+            return self._number("SELECT count(*) FROM block")
+
+    def add(self, entry: Entry) -> bool:
+        """Note a block as used just now; False where its key is there already."""
+        with _DAMAGE:
+            values = (*entry, entry.stored_ns)
+            return self._database.execute("INSERT OR IGNORE INTO block VALUES (?, ?, ?, ?, ?, ?)", values).rowcount > 0
+
+    def remove(self, entries: Iterable[Entry]) -> int:
+        """Forget blocks, unless they were stored anew meanwhile; returns how many there were."""
+        with _DAMAGE:
+            query = "DELETE FROM block WHERE key = ? AND stored = ?"
+            return self._database.executemany(query, ((each.key, each.stored_ns) for each in entries)).rowcount
+
+    def touch(self, used_ns: Iterable[tuple[bytes, int]]) -> None:
+        """Note when blocks were used last."""
+        with _DAMAGE:
+            query = "UPDATE block SET used = ? WHERE key = ?"
+            self._database.executemany(query, ((moment, key) for key, moment in used_ns))
+
+    def close(self) -> None:
+        """Write the log back and close."""
+        with _DAMAGE:
+            self._database.close()
+
+
+def create_index(path: Path, entries: Iterable[Entry]) -> DiskIndex:
+    """A new index in the place of what there is. Of entries with one key any one counts."""
+    draft = path.with_name(f"{path.name}.new")
+    for each in (*index_files(draft), *index_files(path)):
+        each.unlink(missing_ok=True)
+    os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    database = _connect(draft, journal="OFF")
+    try:
+        database.execute("BEGIN")
+        database.execute(f"PRAGMA application_id = {_APPLICATION}")
+        database.execute(_TABLE)
+        # In the order of the table, and the second index from all of them at once: pages are written one after another.
+        database.executemany("INSERT OR IGNORE INTO block VALUES (?, ?, ?, ?, ?, ?)", _sorted_rows(entries))
+        database.execute(_BY_USE)
+        database.execute(f"PRAGMA user_version = {_FORMAT}")
+        database.execute("COMMIT")
+    finally:
+        database.close()
+    draft.replace(path)
+    return DiskIndex(path)
+
+
+def _sorted_rows(entries: Iterable[Entry]) -> Iterator[tuple[object, ...]]:
+    """Rows by key, from 64 bytes a block instead of objects."""
+    packed = bytearray()
+    for each in entries:
+        packed += _PACKED.pack(*each)
+    keys = np.frombuffer(packed, np.dtype([("key", "S32"), ("rest", "V32")]))["key"]
+    for at in np.argsort(keys):
+        entry = _PACKED.unpack_from(packed, int(at) * _PACKED.size)
+        yield (*entry, entry[-1])
+
+
+def index_files(path: Path) -> list[Path]:
+    """What an index consists of, whether it is there or not."""
+    return [path, *(path.with_name(f"{path.name}-{suffix}") for suffix in ("wal", "shm", "journal"))]
+
+
+def _read_ahead(path: Path) -> None:
+    """All of it is about to be read, page by page: let the device begin with that in order."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _connect(path: Path, *, journal: str = "WAL") -> sqlite3.Connection:
+    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=32)
+    try:
+        for setting in (*_SETTINGS, f"PRAGMA journal_mode = {journal}"):
+            database.execute(setting)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _entry(row: tuple[object, ...]) -> Entry:
+    """What a row says, if a row of that kind was ever written: SQLite has no checksums."""
+    key, place, slot_bytes, size_bytes, stored_ns = row
+    if (
+        isinstance(key, bytes)
+        and isinstance(place, int)
+        and isinstance(slot_bytes, int)
+        and isinstance(size_bytes, int)
+        and isinstance(stored_ns, int)
+    ):
+        return Entry(key, place, slot_bytes, size_bytes, stored_ns)
+    raise IndexDamaged("an entry of other types")
+
+
+class _Damage:
+    """Errors of SQLite that tell of damage become `IndexDamaged`. A class, for it is entered for each block."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, sqlite3.DatabaseError):
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+            if not isinstance(error, sqlite3.OperationalError) or code in (
+                sqlite3.SQLITE_CORRUPT,
+                sqlite3.SQLITE_NOTADB,
+            ):
+                raise IndexDamaged(str(error)) from error
+
+
+_DAMAGE: Final = _Damage()

@@ -1,0 +1,141 @@
+"""A backend in front of another one that encrypts: what lies in storage tells neither blocks nor what they are called.
+
+Who reads the storage learns how many values there are, their sizes, which of them belong to one namespace, and when
+they are used. Who writes to it can make values disappear, and bring back an earlier one under the same name, which has
+the same bytes; nothing else. A value that does not prove itself is deleted and counts as absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from kvcached.storage.frame import FRAME_BYTES, SHARDS_MAX
+from kvcached.storage.interface import ABSENT, Block, Outcome, Result, Storage, StorageUnusable, Usage
+
+SECRET_BYTES: Final = 32
+_PAGE: Final = 4096
+
+
+def read_secret(path: Path) -> bytes:
+    """The key in a file: 32 bytes, or 64 hexadecimal digits.
+
+    Raises:
+        StorageUnusable: there is none, others may read the file, or it holds something else.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise StorageUnusable(f"encryption: the key file {path}: {error.strerror}") from error
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode) or state.st_mode & 0o077 or state.st_uid not in (0, os.geteuid()):
+            raise StorageUnusable(f"encryption: {path} is to be a file that its owner alone can read: chmod 600 {path}")
+        content = os.read(descriptor, 1024)
+    finally:
+        os.close(descriptor)
+    return _decoded(content, path)
+
+
+def _decoded(content: bytes, path: Path) -> bytes:
+    if len(content) == SECRET_BYTES:
+        return content
+    try:
+        secret = bytes.fromhex(content.decode("ascii").strip())
+    except ValueError:
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise StorageUnusable(
+            f"encryption: {path} holds no key of {SECRET_BYTES} bytes or {2 * SECRET_BYTES} hexadecimal digits;"
+            f" make one: openssl rand -hex {SECRET_BYTES}"
+        )
+    return secret
+
+
+class EncryptedStorage(Storage):
+    """As the inner backend, which sees encrypted values under encrypted names. Values begin with a frame."""
+
+    def __init__(self, inner: Storage, secret: bytes) -> None:
+        """Take a backend and a key of 32 bytes.
+
+        Raises:
+            StorageUnusable: the package that encrypts is not installed.
+        """
+        try:
+            from kvcached.storage.cipher import BlockCipher  # noqa: PLC0415 - needs an optional package
+        except ImportError as error:
+            raise StorageUnusable(
+                "encryption needs the package cryptography: pip install 'kvcached-daemon[encryption]'"
+            ) from error
+        if len(secret) != SECRET_BYTES:
+            raise ValueError(f"a key of {len(secret)} bytes; it has {SECRET_BYTES}")
+        self.capabilities = inner.capabilities
+        self._inner = inner
+        self._cipher = BlockCipher(secret)
+
+    def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """As inside."""
+        return self._inner.exists([self._cipher.name(key) for key in keys], timeout_s=timeout_s)
+
+    def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
+        """Read and decrypt; what is not as it was encrypted is deleted."""
+        inside = list(self._copies(blocks))
+        results = self._inner.get(inside, timeout_s=timeout_s)
+        results = [
+            self._decrypted(*each) if each[0].outcome is Outcome.DONE else each[0]
+            for each in zip(results, inside, blocks, strict=True)
+        ]
+        bad = [each.key for each, result in zip(inside, results, strict=True) if result is _FORGED]
+        if bad:
+            with contextlib.suppress(Exception):  # they count as absent, whether they can be deleted or not
+                self._inner.delete(bad, timeout_s=timeout_s)
+        return [ABSENT if result is _FORGED else result for result in results]
+
+    def _decrypted(self, result: Result, inside: Block, block: Block) -> Result:
+        return result if self._cipher.decrypt(inside.key, inside.parts, block.parts) else _FORGED
+
+    def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
+        """Encrypt and write."""
+        inside = list(self._copies(blocks))
+        for copy, block in zip(inside, blocks, strict=True):
+            self._cipher.encrypt(copy.key, block.parts, copy.parts)
+        return self._inner.put(inside, timeout_s=timeout_s)
+
+    def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
+        """As inside."""
+        return self._inner.delete([self._cipher.name(key) for key in keys], timeout_s=timeout_s)
+
+    def clear(self, prefix: bytes, *, timeout_s: float) -> int:
+        """As inside; without a prefix also what was encrypted with other keys."""
+        return self._inner.clear(self._cipher.prefix(prefix) if prefix else b"", timeout_s=timeout_s)
+
+    def usage(self) -> Usage:
+        """As inside."""
+        return self._inner.usage()
+
+    def close(self) -> None:
+        """Close the inner backend, too."""
+        self._inner.close()
+
+    def _copies(self, blocks: Sequence[Block]) -> Iterator[Block]:
+        """Memory for the encrypted form of each block, aligned as its own: every part begins on a page."""
+        for block in blocks:
+            sizes = [part.nbytes for part in block.parts]
+            if not sizes or sizes[0] != FRAME_BYTES or len(sizes) > 1 + SHARDS_MAX:
+                raise ValueError(f"a value of parts of {sizes} bytes does not begin with a frame")
+            starts = [0]
+            for size in sizes:
+                starts.append(starts[-1] + -(-size // _PAGE) * _PAGE)
+            memory = memoryview(mmap.mmap(-1, starts[-1]))
+            yield Block(
+                self._cipher.name(block.key),
+                [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)],
+            )
+
+
+_FORGED: Final = Result(Outcome.ABSENT, "it is not what was encrypted")

@@ -1,0 +1,367 @@
+"""Between the core and the storage process: effects become orders, replies become events, failures become pauses.
+
+::
+
+    detached ─▶ starting ─▶ ready ⇄ suspended        failing, or slow: nothing is begun until it answers again
+        ▲          ▲          │
+        │          │          ▼
+        └───────── waiting ◀──┘                      dead: started again, after longer and longer pauses
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Final
+
+from kvcached.core.effects import QueryStorage, StartBackup, StartFetch, StorageSpan
+from kvcached.core.events import (
+    BackupSettled,
+    FetchSettled,
+    StorageAnswered,
+    StorageEvent,
+    StorageLost,
+    StorageReady,
+    StorageSuspended,
+)
+from kvcached.storage.messages import Backup, Fetch, Forget, Kind, Look, Opened, Order, Over, Query, Reply, Span
+from kvcached.storage.messages import StorageConfig as ProcessConfig
+from kvcached.storage.process import StorageProcess
+
+#: So many failures in a row are no chance any more.
+BREAKER_FAILURES: Final = 5
+FIRST_PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 30.0
+#: A storage process that answers nothing for so many timeouts is hung, and is killed.
+HUNG_TIMEOUTS: Final = 6
+
+_log: Final = logging.getLogger(__name__)
+
+
+class LinkState(StrEnum):
+    """What the storage process does."""
+
+    DETACHED = "detached"  #: it was not started, or somebody has taken it off
+    STARTING = "starting"
+    READY = "ready"
+    SUSPENDED = "suspended"
+    WAITING = "waiting"
+
+
+_NEXT: Final[dict[LinkState, frozenset[LinkState]]] = {
+    LinkState.DETACHED: frozenset({LinkState.STARTING}),
+    LinkState.STARTING: frozenset({LinkState.READY, LinkState.WAITING, LinkState.DETACHED}),
+    LinkState.READY: frozenset({LinkState.SUSPENDED, LinkState.WAITING, LinkState.DETACHED}),
+    LinkState.SUSPENDED: frozenset({LinkState.READY, LinkState.WAITING, LinkState.DETACHED}),
+    LinkState.WAITING: frozenset({LinkState.STARTING, LinkState.DETACHED}),
+}
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An order without an answer."""
+
+    order: Order
+    began_s: float
+    tell: Callable[[Over], None]
+
+
+class StorageLink:
+    """The storage process, started and started again.
+
+    Args:
+        config: what it is told.
+        host_memory: descriptor of the host pool.
+        log_path: of its log.
+        epoch: of this daemon, for the headers of what is fetched.
+        kind_of: whose blocks a namespace's are, and where they lie; None for one that is not known any more.
+        tell: takes events.
+
+    Attributes:
+        state: see `LinkState`.
+        why: the last failure, in words.
+        usage: blocks, bytes and capacity as the backend told last; -1 where it cannot.
+        counters: what it did.
+    """
+
+    def __init__(
+        self,
+        config: ProcessConfig,
+        host_memory: int,
+        log_path: str,
+        epoch: int,
+        kind_of: Callable[[bytes, int], Kind | None],
+        tell: Callable[[StorageEvent], None],
+    ) -> None:
+        self.state = LinkState.DETACHED
+        self.why = ""
+        self.usage = (-1, -1, -1)
+        self.counters: Counter[str] = Counter()
+        self.restarts = 0
+        self._config = config
+        self._host_memory = host_memory
+        self._log_path = log_path
+        self._epoch = epoch
+        self._kind_of = kind_of
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._process: StorageProcess | None = None
+        self._pending: dict[int, _Pending] = {}
+        self._forgets: list[tuple[Kind, set[int], Callable[[Over], None]]] = []
+        self._last_sequence = 0
+        self._failures = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._timer: asyncio.TimerHandle | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._changed: asyncio.Event = asyncio.Event()
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Start it. Does nothing where it runs or is about to."""
+        if self.state is LinkState.DETACHED:
+            self._start()
+
+    async def detach(self, deadline_s: float) -> None:
+        """End it, and start it no more. What is under way fails when it is dead."""
+        self._cancel_timer()
+        process = self._process
+        self._go(LinkState.DETACHED)
+        if process is not None:
+            await process.stop(deadline_s)
+
+    async def started(self, deadline_s: float) -> bool:
+        """Wait for the outcome of a start: whether it works."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self.state is LinkState.STARTING:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            self.why = f"it was not ready within {deadline_s:g} s"
+        return self.state is LinkState.READY
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._cancel_timer()
+        if self._process is not None:
+            self._process.kill("the daemon ends")
+
+    # --- orders -----------------------------------------------------------------------------------------------------
+
+    def carry_out(self, effect: QueryStorage | StartFetch | StartBackup) -> None:
+        """Order what the core asks for; where that is not possible it hears so, later."""
+        kind = self._kind_of(effect.namespace, effect.generation) if self._process is not None else None
+        if kind is None:
+            self._loop.call_soon(self._refuse, effect)
+            return
+        sequence = self._next_sequence()
+        order: Order
+        match effect:
+            case QueryStorage():
+                order = Query(sequence=sequence, kind=kind, keys=effect.keys)
+                tell: Callable[[Over], None] = partial(self._answered, effect.query)
+            case StartFetch():
+                transfer = effect.transfer
+                order = Fetch(
+                    sequence=sequence, kind=kind, span=_span(effect.span), epoch=self._epoch, transfer=transfer
+                )
+                tell = partial(self._fetched, effect)
+            case StartBackup():
+                order = Backup(sequence=sequence, kind=kind, spans=tuple(map(_span, effect.spans)))
+                tell = partial(self._backed_up, effect)
+        self._order(order, tell)
+
+    def forget_all(self, tell: Callable[[Over], None]) -> bool:
+        """Have all blocks forgotten; False where nobody is there to be told."""
+        if self.state not in {LinkState.READY, LinkState.SUSPENDED}:
+            return False
+        self._order(Forget(sequence=self._next_sequence(), kind=None), tell)
+        return True
+
+    def forget_kind(self, kind: Kind, tell: Callable[[Over], None]) -> None:
+        """Have the blocks of a kind forgotten, as soon as somebody is there to be told.
+
+        After what is being written now: that may be of this kind, too.
+        """
+        writes = {sequence for sequence, each in self._pending.items() if isinstance(each.order, Backup)}
+        self._forgets.append((kind, writes, tell))
+        self._forget_due()
+
+    def _forget_due(self) -> None:
+        if self.state not in {LinkState.READY, LinkState.SUSPENDED}:
+            return
+        due = [each for each in self._forgets if not each[1] & self._pending.keys()]
+        self._forgets = [each for each in self._forgets if each not in due]
+        for kind, _, tell in due:
+            self._order(Forget(sequence=self._next_sequence(), kind=kind), tell)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._timer = None
+        self._go(LinkState.STARTING)
+        try:
+            self._process = StorageProcess(
+                self._config,
+                self._host_memory,
+                self._log_path,
+                on_opened=self._on_opened,
+                on_reply=self._on_reply,
+                on_exit=self._on_exit,
+            )
+        except OSError as error:
+            self._process = None
+            self._fall_back(f"it cannot be started: {error}")
+
+    def _on_opened(self, opened: Opened) -> None:
+        if self.state is LinkState.STARTING:
+            _log.info("storage %s is ready, %d calls at a time", self._config.backend, opened.threads)
+            self._go(LinkState.READY)
+            self._failures = 0
+            self._forget_due()
+            self._tell(StorageReady())
+
+    def _on_exit(self, why: str) -> None:
+        self._process = None
+        self._pending.clear()
+        self._set_watchdog()
+        self._tell(StorageLost())
+        if self.state is not LinkState.DETACHED:
+            self._fall_back(f"the storage process {why}")
+
+    def _fall_back(self, why: str) -> None:
+        self.why = why
+        self.restarts += 1
+        _log.error("storage is lost, and started again in %g s: %s", self._pause_s, why)
+        self._cancel_timer()
+        self._go(LinkState.WAITING)
+        self._timer = self._loop.call_later(self._pause_s, self._start)
+        self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+
+    def _order(self, order: Order, tell: Callable[[Over], None]) -> None:
+        if self._process is None:
+            return
+        self._pending[order.sequence] = _Pending(order, self._loop.time(), tell)
+        self._process.send(order)
+        if self._watchdog is None:
+            self._set_watchdog()
+
+    def _on_reply(self, reply: Reply) -> None:
+        if not isinstance(reply, Over):
+            return
+        pending = self._pending.pop(reply.sequence, None)
+        if pending is None:
+            return
+        self.usage = (reply.blocks, reply.size_bytes, reply.capacity_bytes)
+        self.counters["wrong_blocks"] += reply.wrong
+        self._judge(reply)
+        pending.tell(reply)
+        if self._forgets:
+            self._forget_due()
+
+    def _judge(self, reply: Over) -> None:
+        if not reply.failed:
+            self._failures = 0
+            if self.state is LinkState.SUSPENDED:
+                self._resume()
+            return
+        self.counters["failures"] += 1
+        self._failures += 1
+        self.why = reply.error
+        _log.warning("storage %s failed: %s", self._config.backend, reply.error)
+        if self._failures >= BREAKER_FAILURES:
+            self._suspend(f"{self._failures} failures in a row, the last one: {reply.error}")
+
+    def _suspend(self, why: str) -> None:
+        if self.state is LinkState.READY:
+            self.why = why
+            _log.error("storage is suspended: %s", why)
+            self._go(LinkState.SUSPENDED)
+            self._tell(StorageSuspended())
+        if self.state is LinkState.SUSPENDED and self._timer is None:
+            self._timer = self._loop.call_later(self._pause_s, self._look)
+            self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._order(Look(sequence=self._next_sequence()), lambda _: None)
+
+    def _resume(self) -> None:
+        _log.info("storage answers again")
+        self._cancel_timer()
+        self._pause_s = FIRST_PAUSE_S
+        self._go(LinkState.READY)
+        self._tell(StorageReady())
+
+    # --- deadlines --------------------------------------------------------------------------------------------------
+
+    def _set_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        if self._pending:
+            oldest = next(iter(self._pending.values()))
+            at_s = oldest.began_s + self._config.timeout_s * (1 if self.state is LinkState.READY else HUNG_TIMEOUTS)
+            self._watchdog = self._loop.call_at(at_s, self._on_late)
+
+    def _on_late(self) -> None:
+        self._watchdog = None
+        oldest = next(iter(self._pending.values()), None)
+        late_s = 0.0 if oldest is None else self._loop.time() - oldest.began_s
+        if late_s >= self._config.timeout_s * HUNG_TIMEOUTS and self._process is not None:
+            self._process.kill(f"it has not answered for {late_s:.0f} s")
+        elif late_s >= self._config.timeout_s:
+            self.counters["timeouts"] += 1
+            self._suspend(f"no answer within {self._config.timeout_s:g} s")
+        self._set_watchdog()
+
+    # --- what the core hears ----------------------------------------------------------------------------------------
+
+    def _now_us(self) -> int:
+        return int(self._loop.time() * 1e6)
+
+    def _answered(self, query: int, over: Over) -> None:
+        self._tell(StorageAnswered(query, -1 if over.failed else over.count, self._now_us()))
+
+    def _fetched(self, effect: StartFetch, over: Over) -> None:
+        self.counters["fetched_blocks"] += over.count
+        self._tell(FetchSettled(effect.transfer, over.count, self._now_us()))
+
+    def _backed_up(self, effect: StartBackup, over: Over) -> None:
+        self.counters["written_blocks"] += over.written
+        self._tell(BackupSettled(effect.transfer, over.count))
+
+    def _refuse(self, effect: QueryStorage | StartFetch | StartBackup) -> None:
+        match effect:
+            case QueryStorage():
+                self._tell(StorageAnswered(effect.query, -1, self._now_us()))
+            case StartFetch():
+                self._tell(FetchSettled(effect.transfer, 0, self._now_us()))
+            case StartBackup():
+                self._tell(BackupSettled(effect.transfer, 0))
+
+    def _next_sequence(self) -> int:
+        self._last_sequence += 1
+        return self._last_sequence
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _go(self, state: LinkState) -> None:
+        if state is not self.state:
+            if state not in _NEXT[self.state]:
+                raise RuntimeError(f"storage cannot go from {self.state} to {state}")
+            self.state = state
+            self._changed.set()
+
+
+def _span(span: StorageSpan) -> Span:
+    return Span(span.depth, span.parent, span.keys, span.slots.tobytes())

@@ -1,0 +1,147 @@
+"""The storage process: ``python -m kvcached.storage.main FD``, with an inherited connection to the daemon.
+
+It does the I/O of the storage tier, so that neither the daemon's loop nor the copies of workers and engines ever wait
+for a device. It ends when the daemon closes the connection, or dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Final, NoReturn
+
+import msgspec
+
+from kvcached.seqpacket import Packet, receive
+from kvcached.storage.backends import open_backend
+from kvcached.storage.copies import HostCopies
+from kvcached.storage.encrypted import EncryptedStorage, read_secret
+from kvcached.storage.fault import FaultSettings, FaultStorage
+from kvcached.storage.interface import Storage, StorageUnusable
+from kvcached.storage.messages import (
+    ERROR_SIZE_CHARS_MAX,
+    MESSAGE_SIZE_BYTES_MAX,
+    Opened,
+    Order,
+    Over,
+    StorageConfig,
+    decode_config,
+    decode_order,
+    encode,
+)
+from kvcached_client.errors import KvcachedError
+from kvcached_client.mapping import map_sealed
+
+_EXIT_STARTUP: Final = 3
+
+_log: Final = logging.getLogger(__name__)
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until the daemon is gone.
+
+    Returns:
+        The exit status: 3 where the backend or the host pool cannot be used; else the process ends by itself.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    connection = socket.socket(fileno=int(arguments[1]))
+    connection.settimeout(None)
+    packet = _next(connection)
+    if packet is None:
+        return 0
+    try:
+        config = decode_config(packet.data)
+        _lock(config.lock_path)
+        memory = _map(packet.descriptors[0])
+        backend = _open(config)
+    except (OSError, ValueError, StorageUnusable, KvcachedError) as error:  # msgspec.DecodeError is a ValueError
+        _log.error("%s", error)
+        return _EXIT_STARTUP
+    return serve(connection, HostCopies(memory, backend, config.timeout_s), backend)
+
+
+def _map(descriptor: int) -> memoryview:
+    size_bytes = os.fstat(descriptor).st_size
+    return memoryview(map_sealed(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)).cast("B")
+
+
+def _open(config: StorageConfig) -> Storage:
+    """The backend with its stages: what is injected happens below the encryption, as on a real device.
+
+    Raises:
+        StorageUnusable: some part of it cannot be used.
+    """
+    backend = open_backend(config.backend, config.settings)
+    if config.faults:
+        backend = FaultStorage(backend, msgspec.convert(config.faults, FaultSettings))
+    if config.key_file:
+        backend = EncryptedStorage(backend, read_secret(Path(config.key_file)))
+    return backend
+
+
+def serve(connection: socket.socket, copies: HostCopies, backend: Storage) -> NoReturn:
+    """Carry out what comes, as many at a time as the backend bears. Does not return."""
+    sending = Lock()
+
+    def answer(order: Order) -> None:
+        began = time.monotonic_ns()
+        over = copies.carry_out(order)
+        usage = backend.usage()
+        over = msgspec.structs.replace(
+            over,
+            error=over.error[:ERROR_SIZE_CHARS_MAX],
+            took_us=(time.monotonic_ns() - began) // 1000,
+            blocks=usage.blocks,
+            size_bytes=usage.size_bytes,
+            capacity_bytes=usage.capacity_bytes,
+        )
+        say(over)
+
+    def say(message: Opened | Over) -> None:
+        with sending:
+            try:
+                connection.sendmsg([encode(message)])
+            except OSError as error:
+                _log.info("ending: the daemon is gone: %s", error)
+                os._exit(0)  # other threads may be in the middle of a copy, and nobody waits for it
+
+    capabilities = backend.capabilities
+    executor = ThreadPoolExecutor(capabilities.threads, thread_name_prefix="storage")
+    say(Opened(persistent=capabilities.persistent, threads=capabilities.threads))
+    while (packet := _next(connection)) is not None:
+        executor.submit(answer, decode_order(packet.data))
+    _log.info("ending: the daemon has closed the connection")
+    os._exit(0)
+
+
+def _next(connection: socket.socket) -> Packet | None:
+    """The next message; None where the daemon is gone."""
+    try:
+        connection.recv(1, socket.MSG_PEEK)  # waits
+        return receive(connection, MESSAGE_SIZE_BYTES_MAX, 1)
+    except ConnectionError:
+        return None
+
+
+def _lock(path: str) -> None:
+    """Hold a lock while this process lives.
+
+    Raises:
+        OSError: an earlier storage process still does.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

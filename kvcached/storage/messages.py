@@ -1,0 +1,176 @@
+"""What the daemon and the storage process say to each other, over an inherited connection of SOCK_SEQPACKET.
+
+::
+
+    daemon → StorageConfig + the host pool's memfd
+                                            storage process → Opened, or it ends and its log says why
+    daemon → Query, Fetch, Backup, Forget, Look …    storage process → one Over for each, in any order
+
+Sequence numbers pair them. The storage process touches the slots of a message until it has sent its `Over`, and no
+longer. When the connection closes it ends at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from kvcached_client.host_geometry import HostGeometry
+
+#: A question has at most 1024 keys of 16 bytes; everything else is smaller.
+MESSAGE_SIZE_BYTES_MAX: Final = 64 * 1024
+REPLY_SIZE_BYTES_MAX: Final = 8 * 1024
+#: An error text beyond this is cut.
+ERROR_SIZE_CHARS_MAX: Final = 500
+
+_Name = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All that the storage process is told at its start.
+
+    Attributes:
+        backend: name of the backend.
+        settings: its own, as the configuration has them.
+        faults: what to inject, for tests; nothing where empty.
+        key_file: path of the key that encrypts; empty = none.
+        lock_path: a file that it locks while it lives, so that the next daemon knows when it is gone.
+        timeout_s: when a call of the backend has taken too long.
+    """
+
+    backend: str
+    settings: dict[str, Any]
+    faults: dict[str, Any]
+    key_file: str
+    lock_path: str
+    timeout_s: float
+
+
+class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Whose blocks a message is about, and where they lie in the host pool.
+
+    Attributes:
+        namespace: the first bytes of the keys' root, under which storage has them.
+        header_namespace, header_generation: what the headers in the host pool say instead.
+        fingerprint: of the layout.
+        generation: of the namespace.
+        geometry: of the host pool.
+    """
+
+    namespace: _Name
+    header_namespace: _Name
+    header_generation: _Count
+    fingerprint: _Name
+    generation: _Count
+    geometry: HostGeometry
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Consecutive blocks of one chain; `slots` are their host slots as packed int32 pairs (first, count)."""
+
+    depth: _Count
+    parent: bytes
+    keys: bytes
+    slots: bytes
+
+
+class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="query"):
+    """How many of the first of these blocks there are."""
+
+    sequence: _Count
+    kind: Kind
+    keys: bytes
+
+
+class Fetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="fetch"):
+    """Read blocks into host slots; `epoch` and `transfer` go into their headers."""
+
+    sequence: _Count
+    kind: Kind
+    span: Span
+    epoch: _Count
+    transfer: _Count
+
+
+class Backup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="backup"):
+    """Write the blocks in host slots, as far as storage lacks them."""
+
+    sequence: _Count
+    kind: Kind
+    spans: tuple[Span, ...]
+
+
+class Forget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="forget"):
+    """Forget all blocks of a kind, or all there are."""
+
+    sequence: _Count
+    kind: Kind | None
+
+
+class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="look"):
+    """Ask the backend something small, to see whether it answers."""
+
+    sequence: _Count
+
+
+class Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="opened"):
+    """The backend is open."""
+
+    persistent: bool
+    threads: int
+
+
+class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="over"):
+    """A message has been carried out as far as was possible.
+
+    Attributes:
+        count: of a query, blocks found; of a fetch, leading good blocks; of a backup, leading blocks that storage has;
+            of `Forget`, blocks forgotten.
+        written: of a backup: blocks that were not there before.
+        wrong: of a fetch: blocks whose bytes were not those that were stored.
+        failed: the backend failed, as opposed to not having something; the error says how.
+        took_us: how long it took, from when it was begun.
+        blocks, size_bytes, capacity_bytes: how full the backend is; -1 where that is not known.
+    """
+
+    sequence: _Count
+    count: int = 0
+    written: int = 0
+    wrong: int = 0
+    failed: bool = False
+    error: str = ""
+    took_us: int = 0
+    blocks: int = -1
+    size_bytes: int = -1
+    capacity_bytes: int = -1
+
+
+Order = Query | Fetch | Backup | Forget | Look
+Reply = Opened | Over
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_order_decoder: Final[msgspec.msgpack.Decoder[Order]] = msgspec.msgpack.Decoder(Order)
+_reply_decoder: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)
+_config_decoder: Final = msgspec.msgpack.Decoder(StorageConfig)
+
+
+def encode(message: Order | Reply | StorageConfig) -> bytes:
+    """A message as it is sent."""
+    return _encoder.encode(message)
+
+
+def decode_order(data: bytes) -> Order:
+    """What the daemon says. Raises `msgspec.DecodeError`."""
+    return _order_decoder.decode(data)
+
+
+def decode_reply(data: bytes) -> Reply:
+    """What the storage process says. Raises `msgspec.DecodeError`."""
+    return _reply_decoder.decode(data)
+
+
+def decode_config(data: bytes) -> StorageConfig:
+    """The first message. Raises `msgspec.DecodeError`."""
+    return _config_decoder.decode(data)

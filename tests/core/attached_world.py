@@ -1,0 +1,121 @@
+"""What the model of attached mode knows: every byte of the host pool, who was handed which slots, what was promised."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvcached.core.attached_state import SpaceSpec
+from kvcached.core.cache import Cache
+from kvcached.core.states import SlotState
+from kvcached.core.tree import HOST, PrefixTree
+from kvcached_client.types import SessionId
+from tests.core.attached_books import AttachedAccounts, Edition, HeldLease, Index, Job, Player
+from tests.core.attached_memory import SlabMemory
+from tests.core.model import BLOCK_SIZE
+
+#: Namespaces that engines may declare: one more than there may be, with blocks of several sizes.
+SPECS = [
+    SpaceSpec(bytes([number]) * 32, f"model {number}", BLOCK_SIZE, shards, per_slab)
+    for number, (shards, per_slab) in enumerate([(2, 4), (2, 3), (1, 6), (2, 8)])
+]
+
+
+class AttachedWorld:
+    """Engines in attached mode on a cache, the memory that they share, and what must be true of both.
+
+    Attributes:
+        done: what has happened, by name.
+    """
+
+    def __init__(self, cache: Cache, memory: SlabMemory) -> None:
+        self.cache = cache
+        self.core = cache.attached
+        self.memory = memory
+        self.players: dict[SessionId, Player] = {}
+        self.editions: dict[PrefixTree, Edition] = {}
+        self.corrupt: set[tuple[Edition, int]] = set()  #: slots with bytes that were found corrupt
+        self.symbols: dict[bytes, tuple[int, ...]] = {}  #: what a key stands for
+        self.over: list[tuple[SessionId, Job]] = []  #: copies that have ended lately
+        self.done: Counter[str] = Counter()
+        self.accounts = AttachedAccounts(cache)
+
+    def begin(self) -> None:
+        """Look before a step."""
+        self.accounts.begin(self._index())
+
+    def check(self, *, alone: bool) -> None:
+        """Look after it. `alone`: nobody else makes counters grow."""
+        index = self._index()
+        for (edition, key), (slot, state) in index.places.items():
+            self._check_place(edition, key, slot, state)
+        for player in self.players.values():
+            for job in player.jobs.values():
+                self._check_job(job)
+            for lease in player.leases.values():
+                self._check_lease(lease, index)
+        self._check_quarantine()
+        if alone:
+            self.accounts.check(index)
+
+    def _check_place(self, edition: Edition, key: bytes, slot: int, state: SlotState) -> None:
+        """What the index has is there, on every shard, or about to be written by one copy."""
+        writers = [
+            job
+            for player in self.players.values()
+            for job in player.jobs.values()
+            if job.is_store and not job.orphaned and job.edition == edition and (key, slot) in job.blocks
+        ]
+        assert (state is SlotState.FILLING) == bool(writers)
+        if state is SlotState.CACHED:
+            spec = self._spec(edition)
+            contents = {self.memory.read(shard, spec.host_slots_per_slab, slot) for shard in range(spec.shards)}
+            assert contents <= {(edition, key), ("rotten", slot)}, contents
+            if (edition, slot) in self.corrupt and contents != {(edition, key)}:
+                assert self._readers(edition, slot), "known as corrupt, read by nobody, and still in the index"
+
+    def _check_job(self, job: Job) -> None:
+        """A copy's slots have the bytes that it left there, or may read."""
+        per_slab = job.spec.host_slots_per_slab
+        for key, slot in job.blocks:
+            for shard in range(job.spec.shards):
+                content = self.memory.read(shard, per_slab, slot)
+                if not job.is_store:
+                    assert content in {(job.edition, key), ("rotten", slot)}, "a load of other bytes"
+                elif shard in job.waiting:
+                    assert content == ("job", job.transfer), "somebody else wrote where a store writes"
+
+    def _check_lease(self, lease: HeldLease, index: Index) -> None:
+        """What a lease was promised stays where it is, unless it proved corrupt."""
+        for key, slot in zip(lease.chain, lease.slots, strict=False):
+            place = index.places.get((lease.edition, key))
+            assert place == (slot, SlotState.CACHED) or key in lease.lost, "evicted"
+
+    def _check_quarantine(self) -> None:
+        """Slots are set aside exactly for those who may still write them."""
+        aside = sum(len(job.blocks) for player in self.players.values() for job in player.jobs.values() if job.orphaned)
+        assert aside == sum(tree.members[HOST].counts[SlotState.QUARANTINED] for tree in self.core.spaces.trees)
+
+    def _readers(self, edition: Edition, slot: int) -> list[tuple[Job, int]]:
+        """Loads under way that read a slot, and where in them."""
+        return [
+            (job, number)
+            for player in self.players.values()
+            for job in player.jobs.values()
+            if not job.is_store and job.edition == edition
+            for number, (_, other) in enumerate(job.blocks)
+            if other == slot
+        ]
+
+    def _index(self) -> Index:
+        for space in self.core.spaces.by_root.values():
+            edition = (space.spec.root, space.generation)
+            known = self.editions.setdefault(space.tree, edition)
+            assert known == edition
+        assert len(set(self.editions.values())) == len(self.editions), "two trees under one name"
+        return Index(self.cache, self.editions)
+
+    def _edition(self, player: Player) -> Edition:
+        return player.spec.root, self.core.spaces.by_root[player.spec.root].generation
+
+    def _spec(self, edition: Edition) -> SpaceSpec:
+        return next(spec for spec in SPECS if spec.root == edition[0])

@@ -1,0 +1,165 @@
+"""Storage for core tests: carries out what the cache asks of it when told to, and compares what lies where."""
+
+from __future__ import annotations
+
+from kvcached.core.cache import Cache
+from kvcached.core.effects import (
+    Effect,
+    QueryStorage,
+    StartBackup,
+    StartFetch,
+    StartTransfer,
+    StorageSpan,
+    TransferKind,
+)
+from kvcached.core.events import BackupSettled, FetchSettled, ShardSettled, StorageAnswered, StorageLost, StorageReady
+from kvcached.core.invariants import check
+from kvcached.core.ranges import cut, pairs
+from kvcached.core.states import SlotState
+from kvcached.core.storage_requests import prefetch
+from kvcached.core.storage_state import Prefetch
+from kvcached.core.tree import HOST, PrefixTree
+from kvcached_client.types import SessionId, ShardIndex
+from tests.core.engine import BLOCK_SIZE, keys_of
+from tests.core.tier_world import slots_of
+
+#: A block: namespace, generation, key.
+Named = tuple[bytes, int, bytes]
+
+
+class StorageWorld:
+    """Memory of the host pool by the names of the blocks in it, storage, and workers that copy at once.
+
+    Attributes:
+        held: what storage has.
+        under_way: what it was asked for and has not answered.
+        now_us: time.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.host: dict[tuple[int, int], Named] = {}
+        self.held: set[Named] = set()
+        self.under_way: list[QueryStorage | StartFetch | StartBackup] = []
+        self.now_us = 0
+        cache.handle(StorageReady())
+
+    # --- what the cache asks for ------------------------------------------------------------------------------------
+
+    def take(self) -> list[Effect]:
+        """What the cache has asked for since the last time, after it has decided what it decides by itself."""
+        self.cache.settle()
+        effects, self.cache.effects[:] = self.cache.effects[:], []
+        for effect in effects:
+            if isinstance(effect, QueryStorage | StartFetch | StartBackup):
+                self.under_way.append(effect)
+        for effect in effects:
+            if isinstance(effect, StartTransfer):
+                self._copy(effect)
+        return effects
+
+    def answer_all(self) -> None:
+        """Until nothing is under way."""
+        while self.take() or self.under_way:
+            if self.under_way:
+                self.answer(0)
+
+    def answer(self, index: int, *, good: int | None = None) -> None:
+        """Carry out one thing that was asked for, the first `good` blocks of it at least as far as they are there."""
+        self.now_us += 1000
+        asked = self.under_way.pop(index)
+        if isinstance(asked, QueryStorage):
+            found = _leading([self._name(asked, key) in self.held for key in _keys(asked.keys)])
+            self.cache.handle(StorageAnswered(asked.query, found, self.now_us))
+        elif isinstance(asked, StartFetch):
+            self._fetch(asked, good)
+        else:
+            self._back_up(asked, good)
+
+    def lose(self) -> None:
+        """The storage process dies: what it was writing may be anything."""
+        for asked in self.under_way:
+            if isinstance(asked, StartFetch):
+                self._write(asked, asked.span, torn=True)
+        self.under_way.clear()
+        self.cache.handle(StorageLost())
+
+    # --- what is where ----------------------------------------------------------------------------------------------
+
+    def wrote(self, tree: PrefixTree, generation: int, keys: bytes, slots: list[int]) -> None:
+        """An engine or worker has written blocks into host slots."""
+        for key, slot in zip(_keys(keys), slots, strict=True):
+            self.host[id(tree.host), slot] = (tree.namespace, generation, key)
+
+    def check(self) -> None:
+        """Invariants hold, and every host slot that can be hit holds its block."""
+        assert check(self.cache) == []
+        for tree in self.cache.trees:
+            generation = self._generation(tree)
+            for run in tree.runs():
+                segment = run.segments[HOST]
+                if segment is None or tree.host is None or generation is None:
+                    continue
+                position = 0
+                for first, count in pairs(segment.ranges):
+                    for at in range(count if first >= 0 else 0):
+                        key = bytes(run.keys[(position + at) * 16 : (position + at + 1) * 16])
+                        if tree.host.state_of(first + at) is SlotState.CACHED:
+                            assert self.host[id(tree.host), first + at] == (tree.namespace, generation, key)
+                    position += count
+
+    def prefetch(self, session: SessionId, text: str, *, epoch: int = 0, rate: float = 0.0) -> Prefetch:
+        return prefetch(self.cache, session, epoch, keys_of(text), len(text) * BLOCK_SIZE, rate, full=True)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _copy(self, order: StartTransfer) -> None:
+        pool = self.cache.pools[order.pool]
+        tree = self.cache.tree_of(order.pool)
+        if order.kind is TransferKind.STORE:
+            for span in order.spans:
+                self.wrote(tree, 0, span.keys, slots_of(span.host))
+        for shard in range(pool.shards):
+            self.cache.handle(ShardSettled(order.transfer, ShardIndex(shard)))
+
+    def _fetch(self, asked: StartFetch, good: int | None) -> None:
+        there = _leading([self._name(asked, key) in self.held for key in _keys(asked.span.keys)])
+        good = there if good is None else min(good, there)
+        self._write(asked, asked.span, torn=True)
+        self._write(asked, asked.span._replace(keys=asked.span.keys[: good * 16], slots=cut(asked.span.slots, good)[0]))
+        self.cache.handle(FetchSettled(asked.transfer, good, self.now_us))
+
+    def _back_up(self, asked: StartBackup, good: int | None) -> None:
+        written = 0
+        for span in asked.spans:
+            host = self._tree(asked).host
+            for key, slot in zip(_keys(span.keys), slots_of(span.slots), strict=True):
+                assert self.host[id(host), slot] == self._name(asked, key), "storage would get another block"
+                if good is None or written < good:
+                    self.held.add(self._name(asked, key))
+                    written += 1
+        self.cache.handle(BackupSettled(asked.transfer, written))
+
+    def _write(self, asked: StartFetch, span: StorageSpan, *, torn: bool = False) -> None:
+        tree = self._tree(asked)
+        for key, slot in zip(_keys(span.keys), slots_of(span.slots), strict=True):
+            assert tree.host is not None
+            assert tree.host.state_of(slot) is SlotState.FILLING, "somebody else may have this slot"
+            self.host[id(tree.host), slot] = (b"torn", 0, b"") if torn else self._name(asked, key)
+
+    def _tree(self, asked: StartFetch | StartBackup) -> PrefixTree:
+        return next(copy.tree for copy in self.cache.storage.copies if copy.id == asked.transfer)
+
+    def _generation(self, tree: PrefixTree) -> int | None:
+        return 0 if tree.pools else self.cache.attached.spaces.generation_of(tree)
+
+    def _name(self, asked: QueryStorage | StartFetch | StartBackup, key: bytes) -> Named:
+        return asked.namespace, asked.generation, key
+
+
+def _keys(keys: bytes) -> list[bytes]:
+    return [keys[at : at + 16] for at in range(0, len(keys), 16)]
+
+
+def _leading(there: list[bool]) -> int:
+    return there.index(False) if False in there else len(there)

@@ -1,0 +1,466 @@
+"""The storage tier, one decision at a time: what is written, what is fetched, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvcached.core import pauses
+from kvcached.core.cache import Cache
+from kvcached.core.effects import PrefetchOver, QueryStorage, StartBackup, StartFetch
+from kvcached.core.events import StorageAnswered, StorageReady, StorageSuspended, Ticked
+from kvcached.core.prefetch import FETCH_BLOCKS_MAX, FETCHES_PER_CHAIN, PrefetchLimits
+from kvcached.core.ranges import slot_count
+from kvcached.core.storage import StorageSpec
+from kvcached.core.storage_state import BackupPolicy, PrefetchEnd, PrefetchState
+from kvcached_client.types import MissReason
+from tests.core.attached_engine import AttachedEngine, space
+from tests.core.engine import EPOCH, TTL_MS, Engine, healthy
+from tests.core.host_tier import make_tiers
+from tests.core.storage_world import StorageWorld
+
+LONG = "abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture
+def new_world() -> Iterator[Callable[..., StorageWorld]]:
+    """Makes worlds with engines in attached mode, and checks each of them when the test is over."""
+    made: list[StorageWorld] = []
+
+    def make(
+        *, backup: BackupPolicy = BackupPolicy.EVERY, slabs: int = 4, watermark: int = 0, **limits: int
+    ) -> StorageWorld:
+        spec = StorageSpec(backup, watermark, PrefetchLimits(**limits))
+        cache = Cache([], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=slabs, spaces_max=2, storage=spec)
+        made.append(StorageWorld(cache))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.check()
+
+
+def store(world: StorageWorld, engine: AttachedEngine, text: str) -> None:
+    """Compute a prompt, whose blocks are in the host pool then."""
+    lease = engine.acquire(text)
+    plan = engine.prepare(lease, text)
+    if plan.transfer:
+        world.take()
+        tree, keys = engine.core.spaces.by_root[engine.spec.root].tree, b""
+        for piece in plan.pieces:
+            keys += tree.path_keys(lease.run, piece.start, piece.end)
+        slots = [
+            slot
+            for first, count in zip(plan.slots[::2], plan.slots[1::2], strict=True)
+            for slot in range(first, first + count)
+        ]
+        world.wrote(tree, plan.generation, keys, slots)
+        engine.commit(plan.transfer)
+    engine.release(lease)
+
+
+def forget(engine: AttachedEngine) -> None:
+    """The host pool loses all that nobody holds."""
+    engine.core.spaces.by_root[engine.spec.root].tree.shed_host("test")
+
+
+def test_every_host_copy_is_written_once(new_world: Callable[..., StorageWorld]) -> None:
+    """With `every`, a block goes to storage when its host copy is complete, and never again."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abc")
+    store(world, engine, "abcd")
+    world.answer_all()
+    store(world, engine, "abx")
+    (order,) = [effect for effect in world.take() if isinstance(effect, StartBackup)]
+    world.answer_all()
+
+    assert len(world.held) == 5
+    assert [slot_count(span.slots) for span in order.spans] == [1]
+    assert world.cache.counters["backed_up_blocks"] == 5
+
+
+def test_second_sighting_is_what_a_later_request_hits(new_world: Callable[..., StorageWorld]) -> None:
+    """With `second_sighting`, only blocks that a later request has hit are written."""
+    world = new_world(backup=BackupPolicy.SECOND_SIGHTING)
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abcd")
+    world.answer_all()
+    assert not world.held
+
+    store(world, engine, "abxy")
+    world.answer_all()
+    assert len(world.held) == 2
+
+
+def test_on_eviction_writes_the_next_victims(new_world: Callable[..., StorageWorld]) -> None:
+    """With `on_eviction`, nothing is written while there is room, and then what will have to go first."""
+    world = new_world(backup=BackupPolicy.ON_EVICTION, slabs=2, watermark=40)
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "ab")
+    world.answer_all()
+    assert not world.held
+
+    store(world, engine, "pqrst")
+    world.answer_all()
+    assert len(world.held) == 7
+    store(world, engine, "uvwxyz12")
+    world.answer_all()
+
+    assert engine.hit("ab") == 0
+    world.prefetch(engine.session, "ab")
+    world.answer_all()
+    assert engine.hit("ab") == 2
+
+
+def test_never_writes_nothing(new_world: Callable[..., StorageWorld]) -> None:
+    """With `never`, storage is read and not written."""
+    world = new_world(backup=BackupPolicy.NEVER)
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abc")
+    world.answer_all()
+
+    assert not world.held
+
+
+def test_what_the_host_pool_lost_comes_back(new_world: Callable[..., StorageWorld]) -> None:
+    """Blocks that left the host pool come back from storage, in order, and are not written there again."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abcdef")
+    world.answer_all()
+    forget(engine)
+    fetched = world.prefetch(engine.session, "abcdefgh")
+    world.answer_all()
+
+    assert (fetched.state, fetched.end, fetched.fetched) == (PrefetchState.OVER, PrefetchEnd.FETCHED, 6)
+    assert engine.hit("abcdefgh") == 6
+    assert world.cache.counters["backed_up_blocks"] == 6
+
+
+def test_only_hits_are_reserved(new_world: Callable[..., StorageWorld]) -> None:
+    """A question reserves nothing, and an answer only slots for what storage has."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "ab")
+    world.answer_all()
+    forget(engine)
+    world.prefetch(engine.session, LONG)
+    world.take()
+    assert engine.states[1] == 0
+    world.answer(0)
+    world.take()
+    assert engine.states[1] == 2
+    world.answer_all()
+
+    assert engine.hit(LONG) == 2
+
+
+def test_too_few_hits_are_not_fetched(new_world: Callable[..., StorageWorld]) -> None:
+    """Below the threshold a prefetch ends after the question, and nothing was reserved."""
+    world = new_world(threshold_blocks=3)
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "ab")
+    world.answer_all()
+    forget(engine)
+    asked = world.prefetch(engine.session, "abcdef")
+    world.answer_all()
+
+    assert asked.end is PrefetchEnd.BELOW_THRESHOLD
+    assert engine.states[1] == 0
+
+
+def test_block_that_is_not_there_after_all_ends_the_hit(new_world: Callable[..., StorageWorld]) -> None:
+    """Where a block does not come, those before it are kept, and those behind it are given back."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abcdef")
+    world.answer_all()
+    forget(engine)
+    fetched = world.prefetch(engine.session, "abcdef")
+    world.take()
+    world.answer(0)
+    world.take()
+    world.answer(0, good=2)
+    world.answer_all()
+
+    assert (fetched.end, fetched.fetched) == (PrefetchEnd.FAILED, 2)
+    assert engine.hit("abcdef") == 2
+    assert engine.states[1] == 0
+
+
+def test_batches_may_come_in_any_order(new_world: Callable[..., StorageWorld]) -> None:
+    """Several copies of one chain are under way at once; what comes early waits for what lies before it."""
+    world = new_world(slabs=64)
+    engine = AttachedEngine(world.cache, space(per_slab=4))
+    text = (LONG * 10)[: FETCH_BLOCKS_MAX * (FETCHES_PER_CHAIN + 1)]
+    store(world, engine, text)
+    world.answer_all()
+    forget(engine)
+    world.prefetch(engine.session, text)
+    world.take()
+    world.answer(0)
+    world.take()
+    assert len(world.under_way) == FETCHES_PER_CHAIN
+    world.answer(FETCHES_PER_CHAIN - 1)
+    assert engine.hit(text) == 0
+    world.answer(0)
+    assert engine.hit(text) == FETCH_BLOCKS_MAX
+    world.check()
+    world.answer_all()
+
+    assert engine.hit(text) == len(text)
+
+
+def test_stopping_keeps_what_was_begun(new_world: Callable[..., StorageWorld]) -> None:
+    """Whoever stops waiting frees no slot that storage still writes: what was begun comes, and no more is begun."""
+    world = new_world(slabs=64)
+    engine = AttachedEngine(world.cache, space(per_slab=4))
+    text = (LONG * 10)[: FETCH_BLOCKS_MAX * (FETCHES_PER_CHAIN + 1)]
+    store(world, engine, text)
+    world.answer_all()
+    forget(engine)
+    fetched = world.prefetch(engine.session, text)
+    world.take()
+    world.answer(0)
+    world.take()
+    world.cache.storage.prefetches.stop(fetched)
+    assert fetched.state is PrefetchState.FETCHING
+    world.check()
+    world.answer_all()
+
+    assert fetched.end is PrefetchEnd.STOPPED
+    assert engine.hit(text) == FETCH_BLOCKS_MAX * FETCHES_PER_CHAIN
+
+
+def test_two_requests_share_a_prefetch(new_world: Callable[..., StorageWorld]) -> None:
+    """A prompt that is on its way already is not fetched twice."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abc")
+    world.answer_all()
+    forget(engine)
+    first = world.prefetch(engine.session, "abc")
+    second = world.prefetch(AttachedEngine(world.cache).session, "abc")
+    effects = world.take()
+    world.answer_all()
+
+    assert first is second
+    assert sum(isinstance(effect, QueryStorage) for effect in effects) == 1
+
+
+def test_blocks_that_were_stored_meanwhile_are_given_back(new_world: Callable[..., StorageWorld]) -> None:
+    """Where an engine has stored the same blocks during a fetch, its copies stay, and the others' slots are free."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abc")
+    world.answer_all()
+    forget(engine)
+    fetched = world.prefetch(engine.session, "abc")
+    world.take()
+    world.answer(0)
+    world.take()
+    store(world, engine, "ab")
+    world.answer_all()
+
+    assert fetched.fetched == 1
+    assert engine.hit("abc") == 3
+    assert engine.states[1:3] == (0, 3)
+
+
+def test_prefix_that_has_gone_takes_the_fetched_along(new_world: Callable[..., StorageWorld]) -> None:
+    """Blocks whose prefix was evicted during their fetch are not put into the index."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abcd")
+    world.answer_all()
+    forget(engine)
+    store(world, engine, "ab")
+    world.answer_all()
+    fetched = world.prefetch(engine.session, "abcd")
+    world.take()
+    world.answer(0)
+    world.take()
+    forget(engine)
+    world.answer_all()
+
+    assert fetched.fetched == 0
+    assert engine.states[1:3] == (0, 0)
+
+
+def test_lost_storage_gives_everything_back(new_world: Callable[..., StorageWorld]) -> None:
+    """When the storage process is dead, prefetches are over, their slots free, and what it read is pinned no more."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abc")
+    world.answer_all()
+    forget(engine)
+    store(world, engine, "xy")
+    fetched = world.prefetch(engine.session, "abc")
+    world.take()
+    world.answer(next(at for at, asked in enumerate(world.under_way) if isinstance(asked, QueryStorage)))
+    effects = world.take()
+    world.lose()
+    forget(engine)
+
+    assert any(isinstance(effect, StartFetch) for effect in effects)
+    assert fetched.end is PrefetchEnd.UNAVAILABLE
+    assert engine.states[1:3] == (0, 0)
+    assert world.prefetch(engine.session, "abc").end is PrefetchEnd.UNAVAILABLE
+
+
+def test_suspended_storage_is_not_asked(new_world: Callable[..., StorageWorld]) -> None:
+    """While storage fails, nothing is begun; afterwards it is used again."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    world.cache.handle(StorageSuspended())
+    store(world, engine, "abc")
+    assert not [effect for effect in world.take() if isinstance(effect, StartBackup)]
+    assert world.prefetch(engine.session, "xyz").end is PrefetchEnd.UNAVAILABLE
+    world.cache.handle(StorageReady())
+    store(world, engine, "abcd")
+    world.answer_all()
+
+    assert len(world.held) == 4
+
+
+def test_failed_writes_are_tried_again_and_given_up(new_world: Callable[..., StorageWorld]) -> None:
+    """A block that could not be written is written later, and after some tries counted as failed."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abc")
+    world.take()
+    world.answer(0, good=1)
+    assert not [effect for effect in world.take() if isinstance(effect, StartBackup)]
+    world.cache.handle(Ticked(1000))
+    world.take()
+    world.answer(0, good=0)
+    world.cache.handle(Ticked(60_000))
+    world.take()
+    world.answer(0, good=0)
+    world.cache.handle(Ticked(600_000))
+    world.answer_all()
+
+    assert len(world.held) == 1
+    assert world.cache.counters["backup_failed_blocks"] == 2
+
+
+def test_cleared_namespace_gets_nothing_of_before(new_world: Callable[..., StorageWorld]) -> None:
+    """A fetch that is under way when its namespace is cleared brings nothing into the new generation."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abc")
+    world.answer_all()
+    forget(engine)
+    fetched = world.prefetch(engine.session, "abc")
+    world.take()
+    world.answer(0)
+    world.take()
+    engine.core.clear(engine.session)
+    world.answer_all()
+
+    assert fetched.end is PrefetchEnd.CLEARED
+    assert engine.hit("abc") == 0
+    assert world.prefetch(engine.session, "abc").state is PrefetchState.ASKING
+    world.answer_all()
+    assert engine.hit("abc") == 0
+    assert not world.cache.attached.spaces.retired
+
+
+def test_bytes_of_a_second_are_limited(new_world: Callable[..., StorageWorld]) -> None:
+    """Prefetches beyond the rate are refused with that reason until time has passed."""
+    world = new_world(bytes_per_s=100, slab_bytes=400)
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abc")
+    store(world, engine, "xyz")
+    world.answer_all()
+    forget(engine)
+    world.prefetch(engine.session, "abc")
+    world.answer_all()
+    refused = world.prefetch(engine.session, "xyz")
+    world.answer_all()
+    assert refused.end is PrefetchEnd.RATE_LIMITED
+    for now_ms in range(0, 3000, 500):
+        engine.core.heartbeat(engine.session, now_ms)
+        world.cache.handle(Ticked(now_ms))
+    late = world.prefetch(engine.session, "xyz")
+    world.answer_all()
+
+    assert late.end is PrefetchEnd.FETCHED
+
+
+def test_blocks_that_are_computed_sooner_are_not_fetched(new_world: Callable[..., StorageWorld]) -> None:
+    """Where fetches have taken longer than the engine says it computes, they are not made."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    for text in ("abcd", "efgh"):
+        store(world, engine, text)
+    world.answer_all()
+    forget(engine)
+    world.prefetch(engine.session, "abcd")
+    world.take()
+    (query,) = [asked for asked in world.under_way if isinstance(asked, QueryStorage)]
+    world.answer(0)
+    world.take()
+    world.now_us += 1_000_000  # a second for four blocks
+    world.answer_all()
+    fast = world.prefetch(engine.session, "efgh", rate=1000.0)
+    world.answer_all()
+    slow = world.prefetch(engine.session, "efgh", rate=1.0)
+    world.answer_all()
+
+    assert query.query
+    assert fast.end is PrefetchEnd.RECOMPUTE
+    assert slow.end is PrefetchEnd.FETCHED
+
+
+def test_pause_stops_storage_too(new_world: Callable[..., StorageWorld]) -> None:
+    """While copies are paused none to or from storage is begun, and those under way are counted."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abc")
+    world.take()
+    assert pauses.copies_under_way(world.cache) == 1
+    pauses.pause(world.cache)
+    world.answer_all()
+    assert pauses.copies_under_way(world.cache) == 0
+    assert world.prefetch(engine.session, "xyz").end is PrefetchEnd.UNAVAILABLE
+    pauses.resume(world.cache)
+
+    assert len(world.held) == 3
+
+
+def test_late_words_of_storage_change_nothing(new_world: Callable[..., StorageWorld]) -> None:
+    """An answer to a question that is over, or never was, is not listened to."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abc")
+    world.answer_all()
+    world.cache.handle(StorageAnswered(99, 5, 0))
+
+    assert [effect for effect in world.take() if isinstance(effect, PrefetchOver)] == []
+
+
+def test_device_pools_are_filled_from_storage() -> None:
+    """For engines on device pools, what comes from storage is a host hit behind what the device has."""
+    cache = make_tiers("a", slots=8, host_slabs=2, slots_per_slab=8, storage=StorageSpec(BackupPolicy.EVERY))
+    world = StorageWorld(cache)
+    engine = Engine(cache)
+    engine.store("abcdef")
+    world.answer_all()
+    assert len(world.held) == 6
+    tree = cache.tree_of("a")
+    engine.release(engine.acquire("uvwxy12", reserve=1))  # everything else leaves the device
+    tree.shed_host("test", reason=MissReason.EVICTED)
+    engine.store("ab")
+    world.answer_all()
+    fetched = world.prefetch(engine.session, "abcdefgh", epoch=engine.epoch)
+    world.answer_all()
+    world.check()
+    grant = engine.acquire("abcdefgh")
+
+    assert fetched.fetched == 4
+    assert grant.hit == 6
+    world.answer_all()
+    assert healthy(cache)

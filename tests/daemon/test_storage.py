@@ -1,0 +1,215 @@
+"""Storage below a real daemon: what outlives everything, and what happens when it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvcached_client import Admin
+from kvcached_client.prefetch import PrefetchResult
+from kvcached_client.protocol_storage import StorageReport
+from tests.daemon.attached_process import BLOCK_SIZE, keys_of
+from tests.daemon.conftest import RunningDaemon, started
+from tests.daemon.test_attached import config
+from tests.daemon.test_restart import Engine
+
+BLOCKS = 6
+WAIT_S = 30.0
+
+
+def with_storage(directory: Path, *, more: str = "", faults: str = "", settings: str = "") -> str:
+    """A configuration with the disk backend."""
+    return (
+        config()
+        + f"\n[storage]\nprefetch_threshold_blocks = 1\ntimeout_ms = 2000\n{more}\n[storage.settings]\n"
+        + f'directory = "{directory}"\ncapacity_bytes = {8 << 20}\nfree_space_floor_bytes = 0\n{settings}\n'
+        + (f"[storage.faults]\n{faults}\n" if faults else "")
+    )
+
+
+@contextmanager
+def connected(daemon: RunningDaemon) -> Iterator[Engine]:
+    """An engine with all its shards."""
+    with ExitStack() as parts:
+        engine = Engine(daemon.run_dir)
+        parts.callback(engine.close)
+        yield engine
+
+
+def fetch(engine: Engine, name: str, **how: object) -> PrefetchResult:
+    settings = {"stop": "wait_complete", "deadline_ms": 20_000, **how}
+    return engine.scheduler.client.prefetch(keys_of(name, BLOCKS), BLOCKS * BLOCK_SIZE, full=True, **settings)  # type: ignore[arg-type]
+
+
+def report(daemon: RunningDaemon) -> StorageReport:
+    with Admin.connect(daemon.run_dir, deadline_ms=10_000) as admin:
+        return admin.storage()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what happens outside this process; fails after a while."""
+    end_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def backed_up(daemon: RunningDaemon, blocks: int) -> None:
+    """Wait until storage has so many blocks."""
+    until(lambda: report(daemon).blocks >= blocks)
+
+
+def test_blocks_outlive_everything(tmp_path: Path) -> None:
+    """After a stop of everything and a start on empty memory, prompts come back from disk, byte for byte."""
+    text = with_storage(tmp_path / "disk")
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        engine.store("a", BLOCKS)
+        engine.store("b", BLOCKS)
+        backed_up(daemon, 2 * BLOCKS)
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        assert engine.load("a", BLOCKS) == 0
+        assert fetch(engine, "a") == PrefetchResult(BLOCKS, BLOCKS, is_over=True, reason="fetched")
+        assert engine.load("a", BLOCKS) == BLOCKS
+        assert engine.load("b", BLOCKS) == 0
+        assert fetch(engine, "unknown") == PrefetchResult(0, 0, is_over=True, reason="nothing")
+
+
+def test_encrypted_blocks_come_back_with_their_key_only(tmp_path: Path) -> None:
+    """With a key file nothing is found under another key, and everything under the same."""
+    pytest.importorskip("cryptography")
+    keys = [tmp_path / "one.key", tmp_path / "other.key"]
+    for path in keys:
+        path.write_bytes(os.urandom(32))
+        path.chmod(0o600)
+    texts = [with_storage(tmp_path / "disk", more=f'key_file = "{path}"') for path in keys]
+    with started(tmp_path, texts[0]) as daemon, connected(daemon) as engine:
+        engine.store("a", BLOCKS)
+        backed_up(daemon, BLOCKS)
+    with started(tmp_path, texts[1]) as daemon, connected(daemon) as engine:
+        assert fetch(engine, "a").fetched == 0
+    with started(tmp_path, texts[0]) as daemon, connected(daemon) as engine:
+        assert fetch(engine, "a").fetched == BLOCKS
+        assert engine.load("a", BLOCKS) == BLOCKS
+
+
+def test_cleared_blocks_do_not_come_back(tmp_path: Path) -> None:
+    """What was cleared is not found in storage, by a daemon that knows nothing of before either."""
+    text = with_storage(tmp_path / "disk")
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        engine.store("a", BLOCKS)
+        backed_up(daemon, BLOCKS)
+        engine.scheduler.client.clear()
+        assert fetch(engine, "a").fetched == 0
+        until(lambda: report(daemon).blocks == 0)
+    (tmp_path / "run" / "ledger.json").unlink(missing_ok=True)
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        assert fetch(engine, "a").fetched == 0
+
+
+def test_killed_storage_process_comes_back(tmp_path: Path) -> None:
+    """When the storage process is killed, requests go on without it, nothing is held, and it is started again."""
+    with started(tmp_path, with_storage(tmp_path / "disk")) as daemon, connected(daemon) as engine:
+        engine.store("a", BLOCKS)
+        backed_up(daemon, BLOCKS)
+        os.kill(int((daemon.run_dir / "storage.lock").read_text()), signal.SIGKILL)
+        until(lambda: report(daemon).restarts == 1)
+        assert engine.load("a", BLOCKS) == BLOCKS
+        until(lambda: report(daemon).state == "ready")
+        engine.store("b", BLOCKS)
+        backed_up(daemon, 2 * BLOCKS)
+        with Admin.connect(daemon.run_dir, deadline_ms=10_000) as admin:
+            assert admin.check().violations == ()
+
+
+def test_changed_bytes_are_never_used(tmp_path: Path) -> None:
+    """Whatever becomes of the files, a block is what was stored, or it is not there."""
+    text = with_storage(tmp_path / "disk")
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        engine.store("a", BLOCKS)
+        backed_up(daemon, BLOCKS)
+    for path in (tmp_path / "disk").glob("**/*"):
+        if path.is_file() and path.stat().st_size > 1 << 16:
+            with path.open("r+b") as file:
+                for at in range(0, path.stat().st_size, 4096):
+                    file.seek(at + 2500)
+                    byte = file.read(1)
+                    file.seek(at + 2500)
+                    file.write(bytes([byte[0] ^ 1]))
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        result = fetch(engine, "a")
+        assert result.fetched < BLOCKS
+        assert engine.load("a", BLOCKS) == result.fetched
+        assert report(daemon).counters["wrong_blocks"] >= 1
+
+
+@pytest.mark.parametrize("fault", ["tear", "flip", "swap", "fail", "lose", "lie"])
+def test_wrong_answers_are_misses(tmp_path: Path, fault: str) -> None:
+    """Torn, changed and exchanged values, failures and lies: a hit is right, or it is none, and every request ends."""
+    text = with_storage(tmp_path / "disk", faults=f"rates = {{ {fault} = 0.5 }}\nseed = 3")
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        for number in range(4):
+            engine.store(f"prompt {number}", BLOCKS)
+        time.sleep(0.5)
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        for number in range(4):
+            result = fetch(engine, f"prompt {number}")
+            assert result.is_over
+            assert engine.load(f"prompt {number}", BLOCKS) == result.blocks
+        with Admin.connect(daemon.run_dir, deadline_ms=10_000) as admin:
+            assert admin.check().violations == ()
+
+
+def test_hung_storage_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """A device that does not answer: prefetches end by their deadlines, and the process is replaced in the end."""
+    more, faults = "prefetch_timeout_ms = 200\n", "rates = { hang = 1.0 }"
+    text = with_storage(tmp_path / "disk", more=more, faults=faults).replace("timeout_ms = 2000", "timeout_ms = 300")
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        engine.store("a", BLOCKS)
+        assert not fetch(engine, "b", stop="timeout").is_over
+        assert not fetch(engine, "c", deadline_ms=100).fetched
+        until(lambda: report(daemon).restarts >= 1)
+        assert engine.load("a", BLOCKS) == BLOCKS
+
+
+def test_storage_is_detached_attached_and_cleared(tmp_path: Path) -> None:
+    """The command ends the process, starts it again, and has it forget everything; it says what is so."""
+    with started(tmp_path, with_storage(tmp_path / "disk")) as daemon, connected(daemon) as engine:
+
+        def command(action: str) -> tuple[int, str]:
+            call = [sys.executable, "-m", "kvcached", "storage", action, "--run-dir", str(daemon.run_dir)]
+            done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False)
+            return done.returncode, done.stdout
+
+        engine.store("a", BLOCKS)
+        backed_up(daemon, BLOCKS)
+        status = command("status")
+        assert status[0] == 0
+        assert "disk: ready; backup: every" in status[1]
+        assert "detached" in command("detach")[1]
+        assert fetch(engine, "b").reason == "unavailable"
+        command("attach")
+        until(lambda: report(daemon).state == "ready")
+        command("clear")
+        assert report(daemon).blocks == 0
+
+
+def test_storage_that_cannot_be_opened_refuses_the_start(tmp_path: Path) -> None:
+    """A backend that is not there, or settings that are wrong, end the start with what to do."""
+    path = tmp_path / "kvcached.toml"
+    for text, told in (
+        (with_storage(tmp_path / "disk", more='backend = "nosuch"'), "no storage backend 'nosuch'"),
+        (with_storage(tmp_path / "disk", settings="nonsense = 1"), "nonsense"),
+    ):
+        path.write_text(text)
+        call = [sys.executable, "-m", "kvcached", "serve", "--config", str(path), "--run-dir", str(tmp_path / "run")]
+        done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 3
+        assert told in done.stderr

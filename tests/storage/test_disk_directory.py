@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcached.storage.disk import open_disk
+from kvcached.storage.interface import DONE, StorageUnusable
+from tests.storage.disks import get, opened, put, there
+
+
+def test_nobody_else_can_read_the_directory(tmp_path: Path) -> None:
+    """The directory is its owner's alone, and so is every file in it, whatever the umask is."""
+    before = os.umask(0)
+    try:
+        with opened(tmp_path / "d") as storage:
+            put(storage, *range(100))
+            modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "d").iterdir()}
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE((tmp_path / "d").stat().st_mode) == 0o700
+    assert len(modes) > 4
+    assert set(modes.values()) == {0o600}
+
+
+def test_open_directory_is_closed_to_others(tmp_path: Path) -> None:
+    """A directory that is empty and open to others is used, and closed to them."""
+    (tmp_path / "d").mkdir(mode=0o755)
+
+    with opened(tmp_path / "d"):
+        assert stat.S_IMODE((tmp_path / "d").stat().st_mode) == 0o700
+
+
+def test_two_backends_never_share_a_directory(tmp_path: Path) -> None:
+    """The second one is told that another process uses it; when the first one is closed it may."""
+    with (
+        opened(tmp_path / "d") as storage,
+        pytest.raises(StorageUnusable, match=f"another process uses {tmp_path / 'd'}"),
+        opened(tmp_path / "d"),
+    ):
+        put(storage, 1)
+
+    with opened(tmp_path / "d"):
+        pass
+
+
+def test_directory_with_other_files_is_refused(tmp_path: Path) -> None:
+    """A directory that holds anything else is not taken, and not changed."""
+    (tmp_path / "d").mkdir(mode=0o755)
+    (tmp_path / "d" / "thesis.tex").touch()
+
+    with pytest.raises(StorageUnusable, match=r"holds other files, as thesis\.tex"), opened(tmp_path / "d"):
+        pass
+
+    assert stat.S_IMODE((tmp_path / "d").stat().st_mode) == 0o755
+
+
+def test_directory_behind_a_link_is_refused(tmp_path: Path) -> None:
+    """A symbolic link in the directory's place is not followed."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "d").symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(StorageUnusable, match="disk storage"):
+        open_disk({"directory": str(tmp_path / "d"), "capacity_bytes": 4 << 20})
+
+
+def test_rests_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
+    """Labels without slots, which are made first, and an index half made, are no hindrance."""
+    with opened(tmp_path / "d") as storage:
+        put(storage, 1)
+    (tmp_path / "d" / "00000002-20480.labels").write_bytes(bytes(640))
+    (tmp_path / "d" / "00000003-20480.slots").write_bytes(bytes(1000))
+    (tmp_path / "d" / "index.db").rename(tmp_path / "d" / "index.db.new")
+
+    with opened(tmp_path / "d") as storage:
+        put(storage, *range(2, 50))
+        assert get(storage, 49) == DONE
+        assert there(storage, range(50)) == set(range(1, 50))
+    assert not (tmp_path / "d" / "00000002-20480.labels").exists()
+
+
+def test_directory_can_be_opened_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt that fails does not keep the directory."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcached.storage.disk_catalog.DiskSpace", fail)
+        with pytest.raises(StorageUnusable, match="injected"):
+            open_disk({"directory": str(tmp_path / "d"), "capacity_bytes": 4 << 20})
+
+    with opened(tmp_path / "d"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"directory": "relative", "capacity_bytes": 4 << 20}, "directory: is not absolute"),
+        ({"directory": "/d", "capacity_bytes": 1}, "capacity_bytes: Input should be greater than or equal to 4194304"),
+        ({"directory": "/d"}, "capacity_bytes: Field required"),
+        ({"directory": "/d", "capacity_bytes": 4 << 20, "directIO": "off"}, "directIO: Extra inputs"),
+        ({"directory": "/d", "capacity_bytes": 4 << 20, "ttl_s": 0}, "ttl_s: Input should be greater"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, object], said: str) -> None:
+    """A setting that is unknown, missing or out of range is named, and nothing is opened."""
+    with pytest.raises(StorageUnusable, match=said):
+        open_disk(settings)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcached.storage.encrypted import EncryptedStorage, read_secret
+from kvcached.storage.fault import Fault, FaultStorage
+from kvcached.storage.interface import ABSENT, DONE, StorageUnusable
+from tests.storage.disks import flip, opened, put
+from tests.storage.values import KIND, TIMEOUT_S, asked, is_right, key, kind, name, stored
+
+SECRET = bytes(range(32))
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[EncryptedStorage]:
+    """An encrypted disk with blocks 1 to 3."""
+    with opened(tmp_path / "d") as inner:
+        encrypted = EncryptedStorage(inner, SECRET)
+        put(encrypted, 1, 2, 3)
+        yield encrypted
+
+
+def test_disk_tells_neither_names_nor_bytes(tmp_path: Path, storage: EncryptedStorage) -> None:
+    """No file holds a key, a prefix, the namespace, or any 16 bytes of a block; without encryption they do."""
+    canaries = [name(1), KIND.prefix(), KIND.namespace, KIND.fingerprint, b"KVCS", bytes(stored(1).parts[2][4096:4112])]
+    with opened(tmp_path / "plain") as plain:
+        put(plain, 1)
+
+    assert [found_in(tmp_path / "d", canary) for canary in canaries] == [False] * 4 + [True, False]  # of the index
+    assert all(found_in(tmp_path / "plain", canary) for canary in canaries)
+    assert found_in(tmp_path / "d", storage._cipher.name(key(1)))
+
+
+def found_in(directory: Path, canary: bytes) -> bool:
+    return any(canary in path.read_bytes() for path in directory.iterdir())
+
+
+def test_equal_values_are_not_equal_on_disk(tmp_path: Path) -> None:
+    """Two writings of one value have no byte run in common: nonces are random."""
+    contents = []
+    for attempt in ("a", "b"):
+        with opened(tmp_path / attempt) as inner:
+            put(EncryptedStorage(inner, SECRET), 1)
+        (slots,) = (tmp_path / attempt).glob("*.slots")
+        contents.append(slots.read_bytes()[:20480])
+
+    assert contents[0][:2048] != contents[1][:2048]
+    assert contents[0][4096:4112] not in contents[1]
+
+
+def test_another_key_finds_nothing(tmp_path: Path, storage: EncryptedStorage) -> None:
+    """With a wrong key everything is absent, and nothing is harmed."""
+    other = EncryptedStorage(storage._inner, bytes(32))
+
+    assert other.get([asked(1)], timeout_s=TIMEOUT_S) == [ABSENT]
+    assert other.exists([key(1)], timeout_s=TIMEOUT_S) == [False]
+    assert storage.get([asked(1)], timeout_s=TIMEOUT_S) == [DONE]
+
+
+@pytest.mark.parametrize("trials", [200, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_changed_bytes_are_absent(tmp_path: Path, storage: EncryptedStorage, trials: int) -> None:
+    """Whichever byte of a stored value changes, the block is absent and deleted, or its bytes are the right ones."""
+    draw, absent = random.Random(4), 0
+    for _ in range(trials):
+        (slots,) = (tmp_path / "d").glob("*.slots")
+        flip(slots, draw, draw.randrange(20480))
+        block = asked(1)
+        results = [storage.get([block], timeout_s=TIMEOUT_S)[0]]
+        if results == [DONE]:  # a byte behind the last tag
+            assert is_right(block, 1)
+        else:
+            assert results == [ABSENT]
+            assert storage.exists([key(1)], timeout_s=TIMEOUT_S) == [False]
+            absent += 1
+        put(storage, 1)
+    assert absent > trials * 0.8
+
+
+def test_values_cannot_change_places(tmp_path: Path) -> None:
+    """A value under another name, whole or with parts of another writing, is absent."""
+    with opened(tmp_path / "d") as inner:
+        faulty = FaultStorage(inner)
+        storage = EncryptedStorage(faulty, SECRET)
+        put(storage, 1, 2)
+        faulty.plan(Fault.SWAP)
+
+        assert storage.get([asked(1)], timeout_s=TIMEOUT_S) == [ABSENT]
+        assert storage.get([asked(2)], timeout_s=TIMEOUT_S) == [DONE]
+
+
+def test_parts_cannot_change_places(tmp_path: Path, storage: EncryptedStorage) -> None:
+    """Two parts of one value that were exchanged, with their proofs, are absent."""
+    (slots,) = (tmp_path / "d").glob("*.slots")
+    content = bytearray(slots.read_bytes())
+    content[4096:12288], content[12288:20480] = content[12288:20480], content[4096:12288]
+    content[2076:2104], content[2104:2132] = content[2104:2132], content[2076:2104]
+    slots.write_bytes(content)
+
+    assert storage.get([asked(1)], timeout_s=TIMEOUT_S) == [ABSENT]
+
+
+def test_deletion_that_fails_is_not_the_caller_s_problem(tmp_path: Path) -> None:
+    """A value that is not what was encrypted is absent, even if it cannot be deleted."""
+    with opened(tmp_path / "d") as inner:
+        faulty = FaultStorage(inner)
+        storage = EncryptedStorage(faulty, SECRET)
+        put(storage, 1)
+        faulty.plan(Fault.FLIP, Fault.RAISE)
+
+        assert storage.get([asked(1)], timeout_s=TIMEOUT_S) == [ABSENT]
+
+
+def test_one_namespace_is_cleared_under_its_encrypted_name(storage: EncryptedStorage) -> None:
+    """Clearing a prefix works without its being known inside."""
+    other = kind(generation=9)
+    storage.put([stored(1, other)], timeout_s=TIMEOUT_S)
+
+    assert storage.clear(KIND.prefix(), timeout_s=TIMEOUT_S) == 3
+    assert storage.exists([key(1, other)], timeout_s=TIMEOUT_S) == [True]
+
+
+def test_value_without_a_frame_is_a_mistake(storage: EncryptedStorage) -> None:
+    """Values that do not begin with a frame are refused: there is no room for tags in them."""
+    with pytest.raises(ValueError, match="does not begin with a frame"):
+        storage.put([stored(1)._replace(parts=[memoryview(bytearray(100))])], timeout_s=TIMEOUT_S)
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the package that encrypts, the message says how to install it."""
+    monkeypatch.setitem(sys.modules, "kvcached.storage.cipher", None)
+    with opened(tmp_path / "d") as inner, pytest.raises(StorageUnusable, match=r"kvcached-daemon\[encryption\]"):
+        EncryptedStorage(inner, SECRET)
+
+
+@pytest.mark.parametrize("content", [SECRET, SECRET.hex().encode(), SECRET.hex().upper().encode() + b"\n"])
+def test_key_is_read_from_a_file(tmp_path: Path, content: bytes) -> None:
+    """32 bytes, or 64 hexadecimal digits with or without an end of line."""
+    path = tmp_path / "key"
+    path.touch(mode=0o600)
+    path.write_bytes(content)
+
+    assert read_secret(path) == SECRET
+
+
+@pytest.mark.parametrize("content", [b"", SECRET[:31], SECRET + b"\n", b"z" * 64, SECRET.hex().encode()[:-2]])
+def test_other_contents_are_no_key(tmp_path: Path, content: bytes) -> None:
+    """Anything else is refused, and the message does not repeat it."""
+    path = tmp_path / "key"
+    path.touch(mode=0o600)
+    path.write_bytes(content)
+
+    with pytest.raises(StorageUnusable, match="holds no key") as caught:
+        read_secret(path)
+    assert not content or content.decode("latin-1") not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
+def test_key_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    """The file is its owner's alone."""
+    path = tmp_path / "key"
+    path.write_bytes(SECRET)
+    path.chmod(mode)
+
+    with pytest.raises(StorageUnusable, match="chmod 600"):
+        read_secret(path)
+
+
+def test_key_is_a_regular_file(tmp_path: Path) -> None:
+    """A pipe does not make the start wait, and a missing file is named."""
+    os.mkfifo(tmp_path / "pipe", 0o600)
+
+    with pytest.raises(StorageUnusable, match="is to be a file"):
+        read_secret(tmp_path / "pipe")
+    with pytest.raises(StorageUnusable, match="No such file"):
+        read_secret(tmp_path / "none")

@@ -1,0 +1,184 @@
+"""How a group of workers starts and stops, and what is left of one that could not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcached.worker.messages import Probe
+from kvcached.worker.supervisor import ReplicaPool, WorkerGroup
+from kvcached_client.errors import BadRequest, DaemonFailure, ErrorCode
+from kvcached_client.types import ShardIndex
+from tests.worker.groups import (
+    NAMESPACE,
+    SLOTS,
+    Losses,
+    RunLoop,
+    names_in,
+    open_descriptors,
+    process_exists,
+    running,
+    tiny_pool,
+)
+
+SHARD_0, SHARD_1 = ShardIndex(0), ShardIndex(1)
+COMMAND = "kvcached.worker.process.WORKER_COMMAND"
+PROBE = Probe(source=0, target=1, seed=3)
+
+
+def program(text: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", text)
+
+
+def test_start_fails_when_a_worker_is_never_ready(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that says nothing is a start failure after the deadline, and the message ends with its log."""
+    monkeypatch.setattr(
+        COMMAND,
+        program(
+            "import sys; print('pondering', flush=True); sys.stdin = open(0); input_fd = int"
+            "(sys.argv[1]); import signal; signal.pause()"
+        ),
+    )
+
+    async def main() -> None:
+        group = WorkerGroup(tiny_pool(ready_deadline_s=1), run_dir, Losses().note)
+        with pytest.raises(DaemonFailure) as caught:
+            await group.start()
+
+        assert caught.value.code is ErrorCode.DEADLINE
+        assert "worker default/0 was not ready within 1 s" in caught.value.message
+        assert caught.value.message.endswith("ends:\npondering")
+
+    run(main())
+
+
+def test_start_fails_when_a_worker_ends(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that ends before it is ready is a start failure at once, with its status and 20 lines of log."""
+    monkeypatch.setattr(COMMAND, program("[print('line', i) for i in range(50)]; raise SystemExit(7)"))
+
+    async def main() -> None:
+        group = WorkerGroup(tiny_pool(), run_dir, Losses().note)
+        with pytest.raises(DaemonFailure, match="default/0 ended with status 7 before it was ready") as caught:
+            await group.start()
+
+        assert caught.value.message.splitlines()[1:] == [f"line {number}" for number in range(30, 50)]
+
+    run(main())
+
+
+def test_start_failure_tells_nothing_of_earlier_runs(
+    run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log is appended to, but an error shows what this run wrote."""
+    Path(f"{run_dir}/worker-default-0.log").write_text("an old story\n")
+    monkeypatch.setattr(COMMAND, program("raise SystemExit(7)"))
+
+    async def main() -> None:
+        group = WorkerGroup(tiny_pool(), run_dir, Losses().note)
+        with pytest.raises(DaemonFailure, match="is empty"):
+            await group.start()
+
+    run(main())
+    assert Path(f"{run_dir}/worker-default-0.log").read_text() == "an old story\n"
+
+
+def test_start_failure_of_one_ends_the_others(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When one of several workers cannot start, none is left: no process, no socket, no descriptor."""
+    # The second worker finds its socket's place taken by a directory.
+    Path(f"{run_dir}/worker-default-1.sock").mkdir()
+    before = open_descriptors()
+    losses = Losses()
+
+    async def main() -> None:
+        within = open_descriptors()
+        group = WorkerGroup(tiny_pool(2), run_dir, losses.note)
+        with pytest.raises(DaemonFailure, match="default/1 ended with status 3 before it was ready"):
+            await group.start()
+
+        assert open_descriptors() == within
+        for shard in (SHARD_0, SHARD_1):
+            assert not process_exists(group.pid(shard))
+
+    run(main())
+    assert open_descriptors() == before
+    assert not losses.reasons
+    assert names_in(run_dir) == ["worker-default-0.log", "worker-default-1.log", "worker-default-1.sock"]
+
+
+def test_start_refuses_more_memory_than_there_is(run: RunLoop, run_dir: str) -> None:
+    """The memory of all shards together is checked before any process is started."""
+
+    async def main() -> None:
+        pool = ReplicaPool("default", tiny_pool(2).layout, 1 << 36, NAMESPACE)
+        with pytest.raises(DaemonFailure, match=r"replica default \(2 shards\) needs \d+ bytes, but"):
+            await WorkerGroup(pool, run_dir, Losses().note).start()
+
+    run(main())
+    assert names_in(run_dir) == []
+
+
+@pytest.mark.parametrize("name", ["../up", "", "a/b", ".hidden", "a" * 65, "a b"])
+def test_start_refuses_names_that_are_no_file_names(run: RunLoop, run_dir: str, name: str) -> None:
+    """A replica's name becomes part of paths, so that only plain names are taken."""
+
+    async def main() -> None:
+        with pytest.raises(BadRequest, match="replica name"):
+            await WorkerGroup(ReplicaPool(name, tiny_pool().layout, SLOTS, NAMESPACE), run_dir, Losses().note).start()
+
+    run(main())
+
+
+def test_stop_leaves_logs_only(run: RunLoop, run_dir: str) -> None:
+    """After a stop no process, socket or descriptor is left, no loss is told, and a second stop does nothing."""
+    losses = Losses()
+
+    async def main() -> None:
+        before = open_descriptors()
+        group = WorkerGroup(tiny_pool(2), run_dir, losses.note)
+        await group.start()
+        under_way = group.submit(PROBE)
+        await group.stop()
+        await group.stop()
+
+        assert under_way.done()
+        assert under_way.exception() is None
+        assert open_descriptors() == before
+        with pytest.raises(DaemonFailure):
+            group.submit(PROBE)
+        with pytest.raises(DaemonFailure):
+            group.descriptors(SHARD_0)
+
+    run(main())
+    assert not losses.reasons
+    assert names_in(run_dir) == ["worker-default-0.log", "worker-default-1.log"]
+
+
+def test_stop_kills_a_worker_that_does_not_react(run: RunLoop, run_dir: str) -> None:
+    """A stopped process ignores messages and SIGTERM; the stop ends it all the same and fails what it had not done."""
+
+    async def main() -> None:
+        group = WorkerGroup(tiny_pool(), run_dir, Losses().note)
+        await group.start()
+        os.kill(group.pid(SHARD_0), signal.SIGSTOP)
+        under_way = group.submit(PROBE)
+        await group.stop(0.2)
+
+        assert not process_exists(group.pid(SHARD_0))
+        with pytest.raises(DaemonFailure):
+            await under_way
+
+    run(main())
+
+
+def test_group_workers_have_a_session_of_their_own(run: RunLoop, run_dir: str) -> None:
+    """A Ctrl-C at the daemon's terminal does not reach the workers."""
+
+    async def main() -> None:
+        async with running(tiny_pool(), run_dir) as (group, _):
+            assert os.getsid(group.pid(SHARD_0)) == group.pid(SHARD_0)
+
+    run(main())
