@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks [suite ...] [--json] [--rounds N]``, ``python -m benchmarks replay``."""
+"""The command line: ``python -m benchmarks [suite ...] [--json] [--rounds N]``, and ``replay`` and ``eviction``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
-from benchmarks import replay_command
+from benchmarks import eviction_command, replay_command
 from benchmarks.result import Result
 from benchmarks.suites import DEFAULT_SUITES, SUITES, load_suite
 from benchmarks.timing import ROUNDS_DEFAULT, ROUNDS_MIN
@@ -23,10 +23,14 @@ def main(arguments: list[str] | None = None) -> None:
         replay = replay_command.parse(given[1:])
         _print(replay_command.run(replay), as_json=replay.json)
         return
+    if given[:1] == [eviction_command.NAME]:
+        eviction = eviction_command.parse(given[1:])
+        _print(eviction_command.run(eviction), as_json=eviction.json)
+        return
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure kvcached against its targets.",
-        epilog=f"python -m benchmarks {replay_command.NAME} --help tells of another command: recorded requests.",
+        epilog=f"Other commands, for recorded requests: {replay_command.NAME} --help, {eviction_command.NAME} --help.",
     )
     parser.add_argument(
         "suites",

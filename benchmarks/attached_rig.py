@@ -91,26 +91,30 @@ class AttachedRig(AbstractContextManager["AttachedRig"]):
         shape: of the pages.
         directory: for the daemon's files.
         verify: whether loads compare checksums.
+        more: tables of the daemon's configuration besides.
 
     Attributes:
         shape: of the pages.
+        run_dir: of the daemon.
+        client: the engine's session.
+        keys: of the blocks that were announced last.
     """
 
-    def __init__(self, shape: PageShape, directory: Path, *, verify: bool) -> None:
+    def __init__(self, shape: PageShape, directory: Path, *, verify: bool, more: str = "") -> None:
         self.shape = shape
         self._random = random.Random("attached")
         self._rounds = 0
         self._engine_blocks = 2 * shape.blocks
         with ExitStack() as stack:
-            run_dir = stack.enter_context(daemon(_config(shape, verify=verify), directory))
+            self.run_dir = stack.enter_context(daemon(_config(shape, verify=verify) + more, directory))
             self._tensors = stack.enter_context(_mapped(shape.layers * self._layer_bytes))
             self._tensors_address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._tensors))
             self._beside = _shared(shape.job_bytes)
             stack.callback(self._beside.close)
             pages = EnginePages.of_tensors(dict(self._layers()))
             self._fill()
-            self._client = stack.enter_context(_connect(run_dir, pages))
-            self._shard = AttachedShard.join(self._client.session, 0, pages, deadline_ms=_DEADLINE_MS)
+            self.client = stack.enter_context(_connect(self.run_dir, pages))
+            self._shard = AttachedShard.join(self.client.session, 0, pages, deadline_ms=_DEADLINE_MS)
             stack.callback(self._shard.close)
             self._stack = stack.pop_all()
 
@@ -124,21 +128,30 @@ class AttachedRig(AbstractContextManager["AttachedRig"]):
         self._rounds += 1
         places = np.array(self._random.sample(range(self._engine_blocks), self._engine_blocks))
         self._sources, self._targets = places[: self.shape.blocks], places[self.shape.blocks :]
-        self._keys = self._random.randbytes(self.shape.blocks * KEY_SIZE_BYTES)
+        self.keys = self._random.randbytes(self.shape.blocks * KEY_SIZE_BYTES)
         tokens = self.shape.blocks * _BLOCK_SIZE
-        self._lease = self._client.acquire(f"store-{self._rounds}", self._keys, tokens, full=True).lease
-        plan = self._client.prepare_store(self._lease, 0, self._keys)
+        self._lease = self.client.acquire(f"store-{self._rounds}", self.keys, tokens, full=True).lease
+        plan = self.client.prepare_store(self._lease, 0, self.keys)
         assert len(plan.slots) == self.shape.blocks
         self._job = BlockJob(plan.transfer, plan.generation, (self._span(self._sources, plan.slots),))
 
+    def give_back(self) -> None:
+        """Release the lease of `prepare_store`."""
+        self.client.release(self._lease)
+
+    @property
+    def tokens(self) -> int:
+        """Of a prompt of all announced blocks."""
+        return self.shape.blocks * _BLOCK_SIZE
+
     def prepare_load(self) -> None:
         """Ask for the blocks that were stored last, into other places."""
-        self._client.release(self._lease)
+        self.client.release(self._lease)
         tokens = self.shape.blocks * _BLOCK_SIZE
-        hold = self._client.acquire(f"load-{self._rounds}", self._keys, tokens, full=True)
+        hold = self.client.acquire(f"load-{self._rounds}", self.keys, tokens, full=True)
         assert hold.hit == self.shape.blocks
-        plan = self._client.prepare_load(hold.lease, 0, hold.hit)
-        self._client.release(hold.lease)
+        plan = self.client.prepare_load(hold.lease, 0, hold.hit)
+        self.client.release(hold.lease)
         self._job = BlockJob(plan.transfer, plan.generation, (self._span(self._targets, plan.slots),))
 
     # --- what a shard does ------------------------------------------------------------------------------------------
@@ -206,7 +219,7 @@ class AttachedRig(AbstractContextManager["AttachedRig"]):
         ctypes.memset(self._beside.address, 0, self.shape.job_bytes)
 
     def _span(self, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int32]) -> JobSpan:
-        return JobSpan(depth=0, parent=b"", keys=self._keys, blocks=blocks, slots=slots)
+        return JobSpan(depth=0, parent=b"", keys=self.keys, blocks=blocks, slots=slots)
 
 
 def _config(shape: PageShape, *, verify: bool) -> str:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.result import Result, Target, judge
+from benchmarks.storage_daemon import match_beside_writes, regret
 from benchmarks.storage_rig import RawFile, forget_cached_pages, in_threads, value_memory, write_labels
 from benchmarks.timing import interleave
 from kvcached.storage.disk import DiskStorage
@@ -39,6 +40,8 @@ def run(rounds: int) -> Iterator[Result]:
     with tempfile.TemporaryDirectory(prefix="kvcached-bench-") as name:
         yield from _throughput(Path(name), rounds)
         yield from _starts(Path(name))
+        yield from match_beside_writes(Path(name), max(rounds // 6, 10))
+        yield from regret(Path(name))
 
 
 def _throughput(directory: Path, rounds: int) -> Iterator[Result]:

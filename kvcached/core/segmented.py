@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from kvcached.core.run import Segment
 
-#: Share of the pool that may stand in the upper segment.
-UPPER_PERCENT = 80
+#: Share of the pool that tails in the upper segment may have. Blocks that others continue cannot be evicted anyway and
+#: are not counted, and most of what is hit is such: more than this costs hits (docs/policies.md).
+UPPER_PERCENT = 20
 #: Outdated entries are few enough below this not to be looked for.
 _OUTDATED_MIN = 64
 _LOWER, _UPPER = 0, 1

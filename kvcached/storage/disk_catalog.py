@@ -16,9 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-from kvcached.storage.disk_index import DiskIndex, Entry, IndexDamaged, create_index, place_of
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcached.storage.disk_index import ROW, DiskIndex, Entry, IndexDamaged, create_index, place_of
 from kvcached.storage.disk_settings import DiskSettings
-from kvcached.storage.disk_slots import Label, SlotFile
+from kvcached.storage.disk_slots import Label, Labelled, SlotFile
 from kvcached.storage.disk_space import DiskSpace, slot_bytes_for
 from kvcached.storage.interface import DONE, Block, Outcome, Result, Usage
 
@@ -122,7 +125,7 @@ class DiskCatalog:
                     slots.clear()
                 if not has_no_room(error):
                     raise
-        return [taken[each].pop() if taken[each] else None for each in classes]
+        return [taken[each].pop(0) if taken[each] else None for each in classes]
 
     def record(self, blocks: Sequence[Block], slots: Sequence[Slot | None], results: Sequence[Result]) -> list[Result]:
         """What was written gets its label and its entry; other slots are free again."""
@@ -216,7 +219,7 @@ class DiskCatalog:
     def _forget(self, entries: Iterable[Entry]) -> int:
         """Entries leave the index, and their slots are free if they are still theirs. Returns how many there were."""
         entries = list(entries)
-        count = self._index.remove(entries)
+        count = self._index.remove((each.key, each.stored_ns) for each in entries)
         for place in (self._place(each) for each in entries if self._has_slot(each)):
             try:
                 if place.file.label(place.slot) == place.label:
@@ -268,7 +271,8 @@ class DiskCatalog:
     def _retire(self, file: SlotFile) -> None:
         """Give a file back, and forget what it holds."""
         try:
-            self._index.remove(_entry(Place(file, slot, label)) for slot, label in file.labels() if label is not None)
+            for found in file.labelled():
+                self._index.remove(zip(found.labels["key"].tolist(), found.labels["stored"].tolist(), strict=True))
         except OSError as error:
             _log.warning("entries of file %d stay until somebody asks for them: %s", file.number, error)
         self._space.retire(file)
@@ -309,17 +313,16 @@ class DiskCatalog:
         """An index of all labels. Damaged ones are erased."""
         started, damaged = time.monotonic(), 0
 
-        def entries() -> Iterator[Entry]:
+        def rows() -> Iterator[NDArray[np.void]]:
             nonlocal damaged
             for file in self._space.files.values():
-                for slot, label in file.labels():
-                    if label is None:
-                        damaged += 1
+                for found in file.labelled():
+                    for slot in found.damaged:
                         file.release(slot)
-                    else:
-                        yield _entry(Place(file, slot, label))
+                    damaged += len(found.damaged)
+                    yield _rows(file, found)
 
-        index = create_index(self._index_path, entries())
+        index = create_index(self._index_path, rows())
         _log.log(
             logging.WARNING if self._space.files else logging.INFO,
             "made a new index %s in %.1f s (the old one: %s); blocks: %d, damaged labels: %d",
@@ -335,6 +338,16 @@ class DiskCatalog:
 def _entry(place: Place) -> Entry:
     key, size_bytes, stored_ns = place.label
     return Entry(key, place_of(place.file.number, place.slot), place.file.slot_bytes, size_bytes, stored_ns)
+
+
+def _rows(file: SlotFile, found: Labelled) -> NDArray[np.void]:
+    rows = np.empty(len(found.slots), ROW)
+    rows["place"] = found.slots + place_of(file.number, 0)
+    rows["slot_bytes"] = file.slot_bytes
+    for name in ("key", "size", "stored"):
+        rows[name] = found.labels[name]
+    rows["used"] = rows["stored"]
+    return rows
 
 
 def _is_labelled(place: Place) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Final, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 #: What a block's entries in table and second index take at most: 130 bytes where pages are full.
 INDEX_BYTES_PER_BLOCK: Final = 320
@@ -43,7 +43,12 @@ _TABLE: Final = """
 _BY_USE: Final = "CREATE INDEX block_use ON block (slot_bytes, used)"
 _ENTRY: Final = "SELECT key, place, slot_bytes, size, stored FROM block"
 _PLACE_BITS: Final = 32
-_PACKED: Final = struct.Struct("=32sQQQQ")
+_ROWS_AT_A_TIME: Final = 1 << 14
+
+#: A block, for many at a time: the columns of the table.
+ROW: Final = np.dtype(
+    [("key", "V32"), ("place", "<i8"), ("slot_bytes", "<i8"), ("size", "<i8"), ("stored", "<i8"), ("used", "<i8")]
+)
 
 
 class Entry(NamedTuple):
@@ -160,11 +165,11 @@ class DiskIndex:
             values = (*entry, entry.stored_ns)
             return self._database.execute("INSERT OR IGNORE INTO block VALUES (?, ?, ?, ?, ?, ?)", values).rowcount > 0
 
-    def remove(self, entries: Iterable[Entry]) -> int:
-        """Forget blocks, unless they were stored anew meanwhile; returns how many there were."""
+    def remove(self, blocks: Iterable[tuple[bytes, int]]) -> int:
+        """Forget blocks, by key and time, unless they were stored anew meanwhile; returns how many there were."""
         with _DAMAGE:
             query = "DELETE FROM block WHERE key = ? AND stored = ?"
-            return self._database.executemany(query, ((each.key, each.stored_ns) for each in entries)).rowcount
+            return self._database.executemany(query, blocks).rowcount
 
     def touch(self, used_ns: Iterable[tuple[bytes, int]]) -> None:
         """Note when blocks were used last."""
@@ -178,8 +183,8 @@ class DiskIndex:
             self._database.close()
 
 
-def create_index(path: Path, entries: Iterable[Entry]) -> DiskIndex:
-    """A new index in the place of what there is. Of entries with one key any one counts."""
+def create_index(path: Path, rows: Iterable[NDArray[np.void]]) -> DiskIndex:
+    """A new index in the place of what there is, of rows of the type `ROW`. Of those with one key any one counts."""
     draft = path.with_name(f"{path.name}.new")
     for each in (*index_files(draft), *index_files(path)):
         each.unlink(missing_ok=True)
@@ -190,7 +195,7 @@ def create_index(path: Path, entries: Iterable[Entry]) -> DiskIndex:
         database.execute(f"PRAGMA application_id = {_APPLICATION}")
         database.execute(_TABLE)
         # In the order of the table, and the second index from all of them at once: pages are written one after another.
-        database.executemany("INSERT OR IGNORE INTO block VALUES (?, ?, ?, ?, ?, ?)", _sorted_rows(entries))
+        database.executemany("INSERT OR IGNORE INTO block VALUES (?, ?, ?, ?, ?, ?)", _sorted_rows(rows))
         database.execute(_BY_USE)
         database.execute(f"PRAGMA user_version = {_FORMAT}")
         database.execute("COMMIT")
@@ -200,15 +205,12 @@ def create_index(path: Path, entries: Iterable[Entry]) -> DiskIndex:
     return DiskIndex(path)
 
 
-def _sorted_rows(entries: Iterable[Entry]) -> Iterator[tuple[object, ...]]:
-    """Rows by key, from 64 bytes a block instead of objects."""
-    packed = bytearray()
-    for each in entries:
-        packed += _PACKED.pack(*each)
-    keys = np.frombuffer(packed, np.dtype([("key", "S32"), ("rest", "V32")]))["key"]
-    for at in np.argsort(keys):
-        entry = _PACKED.unpack_from(packed, int(at) * _PACKED.size)
-        yield (*entry, entry[-1])
+def _sorted_rows(rows: Iterable[NDArray[np.void]]) -> Iterator[tuple[object, ...]]:
+    """All rows by their keys."""
+    table = np.concatenate([np.empty(0, ROW), *rows])
+    order = np.argsort(np.ascontiguousarray(table["key"]).view("S32"))
+    for first in range(0, len(order), _ROWS_AT_A_TIME):
+        yield from table[order[first : first + _ROWS_AT_A_TIME]].tolist()
 
 
 def index_files(path: Path) -> list[Path]:

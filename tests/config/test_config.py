@@ -384,7 +384,7 @@ def test_config_groups_are_the_layouts_groups() -> None:
 def test_config_documentation_has_every_key() -> None:
     """docs/configuration.md shows each key with what it takes, its default and its meaning, as the schema says."""
     text = (ROOT / "docs/configuration.md").read_text()
-    models: list[type[BaseModel]] = [Config, HostConfig, AttachedConfig, ReplicaConfig, GroupConfig]
+    models: list[type[BaseModel]] = [Config, HostConfig, AttachedConfig, StorageConfig, ReplicaConfig, GroupConfig]
 
     expected = [row for model in models for row in rows(model)]
 

@@ -45,11 +45,11 @@ def test_prompt_that_was_hit_again_outlives_a_scan() -> None:
     """Under slru a prompt with a second request stays while newer ones without one go; under lru it goes first."""
     left = {}
     for policy in POLICIES:
-        cache = make(policy)
+        cache = make(policy, slots=20)
         engine = Engine(cache)
         engine.store("abcd")
         engine.release(engine.acquire("abcd"))
-        for text in ("0123", "4567", "89xy"):
+        for text in ("0123", "4567", "89xy", "pqrs"):
             engine.store(text)
         take(engine, 4)
         left[policy] = engine.hit("abcd"), engine.hit("0123")
@@ -89,7 +89,7 @@ def test_prefix_that_branches_is_hit_and_its_branches_are_not() -> None:
 
 def test_host_pool_has_its_own_two_segments() -> None:
     """A prompt that is loaded again counts as hit in the host pool, and stays there while others go."""
-    cache = make("slru", slots=32, host_slabs=1, per_slab=8)
+    cache = make("slru", slots=32, host_slabs=1, per_slab=20)
     engine, workers = Engine(cache), Workers(cache)
     engine.store("abcd")
     workers.answer_all()
@@ -97,12 +97,12 @@ def test_host_pool_has_its_own_two_segments() -> None:
     grant = engine.acquire("abcd")
     workers.answer_all()
     engine.release(grant)
-    for text in ("0123", "xyz"):
+    for text in ("0123", "4567", "89mn", "pqrs", "xyz"):
         engine.store(text)
         workers.answer_all()
     crowd_out(engine)
 
-    assert [host_hit(engine, text)[1] for text in ("abcd", "0123", "xyz")] == [4, 1, 3]
+    assert [host_hit(engine, text)[1] for text in ("abcd", "0123", "4567", "xyz")] == [4, 1, 4, 3]
     assert check(cache) == []
 
 

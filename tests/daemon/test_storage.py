@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.protocol_storage import StorageReport
 from tests.daemon.attached_process import BLOCK_SIZE, keys_of
 from tests.daemon.conftest import RunningDaemon, started
+from tests.daemon.supervised import supervised
 from tests.daemon.test_attached import config
 from tests.daemon.test_restart import Engine
 
@@ -129,6 +131,26 @@ def test_killed_storage_process_comes_back(tmp_path: Path) -> None:
             assert admin.check().violations == ()
 
 
+@pytest.mark.parametrize("number", [signal.SIGCONT, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_next_daemon_waits_for_the_last_ones_storage_process(tmp_path: Path, number: signal.Signals) -> None:
+    """A storage process that outlives its daemon, even stopped, is dead before the next one hands out host slots."""
+    with supervised(tmp_path, with_storage(tmp_path / "disk")) as daemon:
+        running = RunningDaemon(daemon.process, daemon.run_dir)
+        with connected(running) as engine:
+            engine.store("a", BLOCKS)
+            backed_up(running, BLOCKS)
+            earlier = int((daemon.run_dir / "storage.lock").read_text())
+            pidfd = os.pidfd_open(earlier)
+            signal.pidfd_send_signal(pidfd, number)
+            daemon.kill_and_wait()
+            assert select.select([pidfd], [], [], 0)[0], "it lives"
+            os.close(pidfd)
+            engine.connect()
+            engine.join()
+            assert engine.load("a", BLOCKS) == BLOCKS
+            assert report(running).state == "ready"
+
+
 def test_changed_bytes_are_never_used(tmp_path: Path) -> None:
     """Whatever becomes of the files, a block is what was stored, or it is not there."""
     text = with_storage(tmp_path / "disk")
@@ -150,7 +172,9 @@ def test_changed_bytes_are_never_used(tmp_path: Path) -> None:
         assert report(daemon).counters["wrong_blocks"] >= 1
 
 
-@pytest.mark.parametrize("fault", ["tear", "flip", "swap", "fail", "lose", "lie"])
+@pytest.mark.parametrize(
+    "fault", ["swap", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tear", "flip", "fail", "lose", "lie"))]
+)
 def test_wrong_answers_are_misses(tmp_path: Path, fault: str) -> None:
     """Torn, changed and exchanged values, failures and lies: a hit is right, or it is none, and every request ends."""
     text = with_storage(tmp_path / "disk", faults=f"rates = {{ {fault} = 0.5 }}\nseed = 3")

@@ -130,7 +130,8 @@ def test_every_integer_field_refuses_floats_booleans_and_text(name: str) -> None
     integers = [field for field, value in fields.items() if type(value) is int]
     assert "id" in integers
     for field in integers:
-        for value in (1.0, True, "1", None, -2 if field == "shard" else -1, 1 << 63):
+        below = {"shard": -2, "priority": PRIORITY_MIN - 1}.get(field, -1)
+        for value in (1.0, True, "1", None, below, 1 << 63):
             assert refused(msgpack.packb({**fields, field: value})).code == ErrorCode.MALFORMED
 
 
