@@ -40,7 +40,11 @@ class RawFile:
 
     def __init__(self, path: Path, slot_bytes: int, slots: int) -> None:
         self._slot_bytes = slot_bytes
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            self._descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError:  # the backend then goes without, too
+            self._descriptor = os.open(path, flags, 0o600)
         os.posix_fallocate(self._descriptor, 0, slots * slot_bytes)
 
     def write(self, slot: int, parts: Sequence[memoryview]) -> None:

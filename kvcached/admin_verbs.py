@@ -15,6 +15,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.pauses import copies_under_way, is_paused, pause, resume
 from kvcached.core.states import DaemonState
 from kvcached.modes import Modes
+from kvcached.pin_verbs import PinVerbs
 from kvcached.policy_verbs import PolicyVerbs
 from kvcached.renewals import Renewals
 from kvcached.replica import Replica
@@ -59,6 +60,7 @@ class AdminVerbs:
         self.by_type: dict[type[wire.Header], Callable[[bytes, Any, list[bytes]], Answer]] = {
             wire.Resume: self._resume,
             **PolicyVerbs(cache, replicas).by_type,
+            **PinVerbs(cache, replicas).by_type,
         }
         self.late_by_type: dict[type[wire.Header], Callable[[bytes, Any, Respond], Answer | None]] = {
             wire.Pause: self._pause,

@@ -37,6 +37,7 @@ def print_stats(report: StatsReport) -> None:
                 "slots": pool.slots,
                 **pool.states,
                 "evictable": pool.evictable,
+                "pinned": pool.pinned,
             },
         )
     for host in report.hosts:
@@ -47,6 +48,7 @@ def print_stats(report: StatsReport) -> None:
                 **({} if host.replicas else {"generation": host.generation}),
                 **({} if host.replicas else {"engines": host.sessions, "leases": host.leases}),
                 "write policy": host.write_policy,
+                "pinned": host.pinned,
                 "slabs": host.slabs,
                 "slots": host.slots,
                 **host.states,

@@ -25,11 +25,7 @@ _MIB = 1 << 20
 )
 @json_option
 def storage(action: StorageAction, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
-    """Say what storage does; attach, detach or clear it. Default: status.
-
-    detach ends its process, so that its files may be moved or its device be replaced; attach starts it again. clear
-    forgets every block that it holds. Exit code 1 if storage is configured and does not work, unless it was detached.
-    """
+    """Say what storage does, or attach, detach or clear it. Exit code 1 if there is one that does not work."""
     report = ask(run_dir, deadline_ms, lambda admin: admin.storage(action))
     if as_json:
         print_json(fields_of(report))

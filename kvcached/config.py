@@ -307,6 +307,9 @@ class Config(Table):
         le=65_536,
         description="Answers kept for retries of the same request id. A client has a handful of requests in flight.",
     )
+    pin_quota_percent: int = Field(
+        default=25, ge=0, le=90, description="Part of a pool, and of a namespace's host slots, that may be pinned."
+    )
     host: HostConfig | None = Field(default=None, description="The host tier; without this table there is none.")
     attached: AttachedConfig | None = Field(
         default=None,

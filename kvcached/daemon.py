@@ -255,6 +255,7 @@ def _cache(
         session_ttl_ms=config.session_ttl_ms,
         host_slabs=0 if config.host is None else config.host.slabs,
         spaces_max=0 if config.attached is None else config.attached.namespaces_max,
+        pin_quota_percent=config.pin_quota_percent,
         host_eviction_policy="lru" if config.host is None else config.host.eviction_policy,
         storage=storage_spec(config),
     )

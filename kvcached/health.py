@@ -39,6 +39,7 @@ class HealthRequests:
         settle: lets the core, and whoever it speaks to, do what the checks have left to do.
         refused: counts an error.
         modes: whether the daemon takes new work, which is told along.
+        more: parts that others look after.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class HealthRequests:
         settle: Callable[[], None],
         refused: Callable[[RequestError], RequestError],
         modes: Modes,
+        more: Callable[[], list[HealthPart]] = list,
     ) -> None:
         self._cache = cache
         self._replicas = replicas
@@ -57,6 +59,7 @@ class HealthRequests:
         self._settle = settle
         self._refused = refused
         self._modes = modes
+        self._more = more
         self._checks = HealthChecks(cache)
         self._tasks: dict[asyncio.Task[None], tuple[Health, Respond]] = {}
 
@@ -94,6 +97,7 @@ class HealthRequests:
             violations = check_counts(self._cache)
             parts.append(HealthPart(part="counts", ok=not violations, detail="; ".join(violations[:3])))
             parts += self._degraded()
+            parts += self._more()
             parts += self._held_back()
             report = HealthReport(id=request.id, ok=all(part.ok for part in parts), parts=tuple(parts))
             respond(Answer(report))

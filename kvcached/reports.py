@@ -71,6 +71,7 @@ def _pool_stats(cache: Cache, pool: DevicePool, replica: Replica) -> wire.PoolSt
         degraded=replica.workers.is_degraded,
         restarts=replica.workers.restarts,
         paused=pool.paused,
+        pinned=cache.pins.blocks(cache.tree_of(pool.name), pool),
     )
 
 
@@ -87,6 +88,7 @@ def _host_stats(cache: Cache, tree: PrefixTree, host: HostPool, replicas: Replic
         slots=host.slots,
         slabs=len(host.slabs),
         write_policy=tree.write_policy,
+        pinned=cache.pins.blocks(tree, None),
         states=_states(host, _HOST_STATES),
     )
 

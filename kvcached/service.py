@@ -111,9 +111,11 @@ class Service:
         self._answers = KeptAnswers(answers_kept_per_session)
         self._deferred = DeferredAnswers(self.refused)
         self._modes = Modes()
+        self.storage = StorageVerbs(cache, self._membership, self._replicas, self._attached_admission, later)
         self._health = HealthRequests(
-            cache, self._replicas, now_ms, settle=self._settle, refused=self.refused, modes=self._modes
-        )
+            cache, self._replicas, now_ms, settle=self._settle, refused=self.refused, modes=self._modes,
+            more=self.storage.health,
+        )  # fmt: skip
         self._awaiting = Awaiting(self.refused, later)
         self._renewals = Renewals(cache, self._replicas, self._awaiting, self._modes)
         self._admin = AdminVerbs(
@@ -121,7 +123,6 @@ class Service:
         )
         reports = ReportVerbs(cache, self._replicas, self._attached_admission.info(), now_ms, self._modes)
         self._host_notes = HostNotes(headers, self._replicas, self._attached_admission, cache.epoch)
-        self.storage = StorageVerbs(cache, self._membership, self._replicas, self._attached_admission, later)
         self._books = Books(cache, self._replicas, self._membership, self._attached_admission, shelf)
         self.watch: PeerWatch | None = None
         self._verbs: dict[type[wire.Header], Callable[[bytes, Any, list[bytes]], Answer]] = {

@@ -156,6 +156,15 @@ class StorageVerbs:
             geometry=self._attached.geometry(namespace),
         )
 
+    def health(self) -> list[wire.HealthPart]:
+        """Whether storage works, if there is any and nobody has taken it off."""
+        link = None if self.storage is None else self.storage.link
+        if link is None or link.state is LinkState.DETACHED:
+            return []
+        is_ready = link.state is LinkState.READY
+        detail = "" if is_ready else f"{link.state}: {link.why or 'it starts'}; hits from memory go on"
+        return [wire.HealthPart(part="storage", ok=is_ready, detail=detail)]
+
     def close(self) -> None:
         """Answer everybody who waits."""
         for number in list(self._prefetches):

@@ -11,6 +11,8 @@ from kvcached_client.protocol import (
     Drained,
     Pause,
     Paused,
+    Pin,
+    Pinned,
     PolicySet,
     ReplicaCleared,
     Resume,
@@ -19,6 +21,8 @@ from kvcached_client.protocol import (
     SetWeights,
     StorageControl,
     StorageReport,
+    Unpin,
+    Unpinned,
 )
 from kvcached_client.protocol_storage import StorageAction
 from kvcached_client.types import WritePolicy
@@ -98,6 +102,27 @@ class AdminCalls:
             BadRequest: none is configured, or it cannot do that now.
         """
         return self._channel.ask(StorageControl(id=self._channel.next_id(), action=action), StorageReport)[0]
+
+    def pin(self, target: str, keys: bytes, *, ttl_ms: int) -> Pinned:
+        """Have what is cached of a prefix kept for a time, though nobody uses it: a system prompt, say.
+
+        Again with the same keys it is kept for longer, with what has been cached since.
+
+        Args:
+            target: a replica by its name, for its pool and the host pool; or a namespace as in `set_policy`, for the
+                host pool.
+            keys: of the prefix's full blocks, 16 bytes each: `KeyChain.keys`.
+            ttl_ms: for so long, a week at most.
+
+        Raises:
+            RequestError: over the quota (`limit`), or no such target.
+        """
+        request = Pin(id=self._channel.next_id(), target=target, ttl_ms=ttl_ms)
+        return self._channel.ask(request, Pinned, (keys,))[0]
+
+    def unpin(self, target: str, keys: bytes) -> bool:
+        """Keep a prefix no longer; whether it was kept. Target and keys are those of `pin`."""
+        return self._channel.ask(Unpin(id=self._channel.next_id(), target=target), Unpinned, (keys,))[0].was_pinned
 
     def _deadline_ns(self, deadline_ms: int) -> int:
         """When a call is over that the daemon may take so long for."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from kvcached_client.errors import DeadlineExceeded, ErrorCode, KvcachedError, R
 from kvcached_client.failpoints import failpoint
 from kvcached_client.grants import slots_of
 from kvcached_client.heartbeat import Heartbeat
-from kvcached_client.prefetch import PrefetchResult, ask_prefetch
+from kvcached_client.prefetch import PendingPrefetch, PrefetchResult
 from kvcached_client.protocol import (
     EVERY_SHARD,
     PROTOCOL_VERSION,
@@ -270,7 +271,27 @@ class AttachedClient:
         full: bool = False,
     ) -> PrefetchResult:
         """Bring a prompt's blocks from storage into the host pool, where `acquire` hits them. See `Client.prefetch`."""
-        return ask_prefetch(
+        return self.begin_prefetch(
+            keys,
+            tokens,
+            stop=stop,
+            deadline_ms=deadline_ms,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            full=full,
+        ).result()
+
+    def begin_prefetch(
+        self,
+        keys: bytes,
+        tokens: int,
+        *,
+        stop: StopPolicy = "timeout",
+        deadline_ms: int | None = None,
+        prefill_tokens_per_s: float = 0.0,
+        full: bool = False,
+    ) -> PendingPrefetch:
+        """As `prefetch`, and does not wait. Other calls may be made before the answer is fetched."""
+        return PendingPrefetch(
             self._channel,
             0,
             keys,
@@ -280,6 +301,10 @@ class AttachedClient:
             prefill_tokens_per_s=prefill_tokens_per_s,
             full=full,
         )
+
+    def listen(self, wake: int, timeout_s: float) -> bool:
+        """Wait until the daemon has said something, or the descriptor `wake` is readable; False after `timeout_s`."""
+        return self._channel.listen(wake, time.monotonic_ns() + int(timeout_s * 1e9))
 
     def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
         """The shards are about to read blocks of a lease's hit. Each of them has to say when it is through.

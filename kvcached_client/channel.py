@@ -138,6 +138,36 @@ class Channel:
             )
         return reply, reply_frames
 
+    def is_over(self, request: Request) -> bool:
+        """Whether `receive` would not wait for a request that was sent. Reads what has come.
+
+        Raises:
+            DaemonUnreachable, RuntimeError: as `ask`.
+        """
+        self._check_usable()
+        request_id = RequestId(request.id)
+        if self._session.is_answered(request_id):
+            return True
+        while self._poll(self._readable, 0):
+            self._session.receive(self._socket.recv_multipart(zmq.NOBLOCK))
+        self._session.expire(time.monotonic_ns())
+        return self._session.is_answered(request_id) or not self._session.is_pending(request_id)
+
+    def abandon(self, request: Request) -> None:
+        """Wait no longer for the reply to a request that was sent."""
+        self._session.abandon(RequestId(request.id))
+
+    def listen(self, wake: int, deadline_ns: int) -> bool:
+        """Wait until a message has come, or the descriptor `wake` is readable; whether that was in time.
+
+        Raises:
+            DaemonUnreachable, RuntimeError: as `ask`.
+        """
+        self._check_usable()
+        poller = self._poller(zmq.POLLIN)
+        poller.register(wake, zmq.POLLIN)
+        return self._poll(poller, deadline_ns, wake)
+
     def post(self, request: Request) -> bool:
         """Send a request whose reply nobody waits for, if it can be sent without waiting; whether it was.
 
@@ -197,25 +227,25 @@ class Channel:
                     ) from None
 
     def _wait_for_reply(self, request_id: RequestId) -> tuple[Header, list[bytes]]:
-        deadline_ns = self._session.deadline_ns(request_id)
-        while True:
-            if self._poll(self._readable, deadline_ns):
+        answer = self._session.take(request_id)  # it may have come while another one was waited for
+        while answer is None and self._session.is_pending(request_id):
+            if self._poll(self._readable, self._session.deadline_ns(request_id)):
                 self._session.receive(self._socket.recv_multipart(zmq.NOBLOCK))
             answer = self._session.take(request_id)
-            if answer is not None:
-                return raise_for_error(answer.reply), answer.frames
-            if request_id in self._session.expire(time.monotonic_ns()):
-                raise DeadlineExceeded(f"no reply from {self.endpoint} within {self.deadline_ms} ms")
+            self._session.expire(time.monotonic_ns())
+        if answer is None:
+            raise DeadlineExceeded(f"no reply from {self.endpoint} within {self.deadline_ms} ms")
+        return raise_for_error(answer.reply), answer.frames
 
-    def _poll(self, poller: zmq.Poller, deadline_ns: int) -> bool:
-        """Whether the socket is ready before the deadline.
+    def _poll(self, poller: zmq.Poller, deadline_ns: int, wake: int | None = None) -> bool:
+        """Whether the socket, or the descriptor `wake` that is polled beside it, is ready before the deadline.
 
         Raises:
             DaemonUnreachable: the socket is not ready, and the daemon closed the attach connection.
         """
         remaining_ms = max(0, -((time.monotonic_ns() - deadline_ns) // 1_000_000))
         ready = [which for which, _ in poller.poll(remaining_ms)]
-        if self._socket in ready:
+        if self._socket in ready or wake in ready:
             return True
         if ready and self._attached is not None and self._attached.is_closed_by_daemon():
             self.is_gone = True

@@ -15,7 +15,7 @@ from kvcached_client.heartbeat import Heartbeat
 from kvcached_client.keys import KeyChain, Tokens
 from kvcached_client.layout import Layout
 from kvcached_client.lease import CachePolicy, Lease, acquire_lease
-from kvcached_client.prefetch import PrefetchResult, ask_prefetch
+from kvcached_client.prefetch import PrefetchCalls
 from kvcached_client.protocol import (
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
@@ -45,7 +45,6 @@ from kvcached_client.protocol import (
 )
 from kvcached_client.protocol import Heartbeat as HeartbeatRequest
 from kvcached_client.protocol_fields import RESERVE_REQUEST_PREFIX
-from kvcached_client.protocol_storage import StopPolicy
 from kvcached_client.reserve import Reserve
 from kvcached_client.returning import declare, open_channel, rejoin
 from kvcached_client.rundir import default_run_dir, rpc_endpoint
@@ -139,7 +138,7 @@ class Admin(_Reports, AdminCalls):
         self.close()
 
 
-class Client(_Reports):
+class Client(_Reports, PrefetchCalls):
     """An engine's session on one replica's pool. A context manager. Not thread-safe.
 
     Close it: for one that is dropped instead, the heartbeats end but no bye is said, for nobody knows whether the
@@ -324,42 +323,6 @@ class Client(_Reports):
         )
         self._leases.add(lease)
         return lease
-
-    def prefetch(
-        self,
-        chain: KeyChain,
-        *,
-        stop: StopPolicy = "timeout",
-        deadline_ms: int | None = None,
-        prefill_tokens_per_s: float = 0.0,
-        full: bool = False,
-    ) -> PrefetchResult:
-        """Bring a prompt's blocks from storage into host memory, where `acquire` hits them.
-
-        Args:
-            chain: the prompt.
-            stop: how long to wait: "best_effort" not at all, "wait_complete" until all has come, "timeout" as long as
-                the daemon is configured to, which grows with the prompt.
-            deadline_ms: at most so long, whatever `stop` says.
-            prefill_tokens_per_s: how fast this engine computes. Blocks that it is predicted to compute sooner than
-                they come are not fetched; 0: all are.
-            full: also the block with the prompt's last token.
-
-        Raises:
-            RequestError, TransportError: see `kvcached_client.errors`; with ``failures="miss"`` nothing has come.
-        """
-        with self._channel.misses:
-            return ask_prefetch(
-                self._channel,
-                self.epoch,
-                chain.keys,
-                chain.token_count,
-                stop=stop,
-                deadline_ms=deadline_ms,
-                prefill_tokens_per_s=prefill_tokens_per_s,
-                full=full,
-            )
-        return PrefetchResult(0, 0, is_over=True, reason="unavailable")
 
     def rejoin(self) -> None:
         """Go on with a daemon that was started anew after this client's was killed: the session and all leases do.

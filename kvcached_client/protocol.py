@@ -28,12 +28,16 @@ from kvcached_client.protocol_admin import (
     Drained,
     Pause,
     Paused,
+    Pin,
+    Pinned,
     PolicySet,
     ReplicaCleared,
     Resume,
     Resumed,
     SetPolicy,
     SetWeights,
+    Unpin,
+    Unpinned,
 )
 from kvcached_client.protocol_attached import (
     EVERY_SHARD,
@@ -229,6 +233,8 @@ Request = (
     | ClearReplica
     | SetWeights
     | SetPolicy
+    | Pin
+    | Unpin
     | Prefetch
     | StorageControl
 )
@@ -366,6 +372,8 @@ Reply = (
     | Drained
     | ReplicaCleared
     | PolicySet
+    | Pinned
+    | Unpinned
     | Prefetched
     | StorageReport
     | ErrorReply

@@ -9,13 +9,16 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kvcached_client.protocol_fields import NAME_LENGTH_MAX, Header, Id, Name
+from kvcached_client.protocol_fields import NAME_LENGTH_MAX, Count, Header, Id, Name
 from kvcached_client.types import WritePolicy
 
 #: Ten minutes: whoever waits for longer asks again.
 ADMIN_DEADLINE_MS_MAX: Final = 600_000
 #: As long as `revision` in the configuration, in whose place it stands.
 WEIGHTS_VERSION_LENGTH_MAX: Final = 256
+
+#: A week: whoever wants longer says so again.
+PIN_TTL_MS_MAX: Final = 7 * 24 * 3_600_000
 
 _AnyReplica = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
 _Deadline = Annotated[int, msgspec.Meta(ge=0, le=ADMIN_DEADLINE_MS_MAX)]
@@ -58,6 +61,19 @@ class SetPolicy(Header, frozen=True, kw_only=True, tag="set_policy"):
 
     target: Name  #: a replica, the first hex digits of a namespace, or what engines in attached mode call it
     policy: WritePolicy
+
+
+class Pin(Header, frozen=True, kw_only=True, tag="pin"):
+    """Keep what is cached of a prefix for a time; again with the same keys for longer. Frames: keys."""
+
+    target: Name  #: a replica, for its pool and the host pool; or a namespace as in `SetPolicy`, for the host pool
+    ttl_ms: Annotated[int, msgspec.Meta(ge=1, le=PIN_TTL_MS_MAX)]
+
+
+class Unpin(Header, frozen=True, kw_only=True, tag="unpin"):
+    """The end of `Pin` with the same target and keys. Frames: keys."""
+
+    target: Name
 
 
 # --- replies --------------------------------------------------------------------------------------------------------
@@ -103,3 +119,16 @@ class PolicySet(Header, frozen=True, kw_only=True, tag="policy_set"):
     label: str  #: what engines in attached mode call it
     policy: WritePolicy
     before: WritePolicy
+
+
+class Pinned(Header, frozen=True, kw_only=True, tag="pinned"):
+    """Answer to `Pin`: how much is kept. The rest was not cached."""
+
+    device: Count  #: leading blocks in the replica's pool
+    host: Count  #: leading blocks in the host pool
+
+
+class Unpinned(Header, frozen=True, kw_only=True, tag="unpinned"):
+    """Answer to `Unpin`."""
+
+    was_pinned: bool

@@ -75,6 +75,7 @@ class HostStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     slots: int
     slabs: int  #: slabs that the namespace has now
     write_policy: str
+    pinned: int  #: blocks that people keep here
     states: dict[str, int]
 
 
@@ -92,6 +93,7 @@ class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     degraded: bool  #: its workers have died again and again
     restarts: int  #: of all its workers, since the daemon's start
     paused: bool  #: no copies are started
+    pinned: int  #: blocks that people keep here
 
 
 class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):

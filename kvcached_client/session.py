@@ -75,6 +75,14 @@ class ClientSession:
         """Requests without an answer that was taken."""
         return len(self._deadlines_ns)
 
+    def is_pending(self, request_id: RequestId) -> bool:
+        """Whether its answer is waited for, or is there and was not taken."""
+        return request_id in self._deadlines_ns
+
+    def is_answered(self, request_id: RequestId) -> bool:
+        """Whether its answer is there."""
+        return request_id in self._answers
+
     def deadline_ns(self, request_id: RequestId) -> int:
         """When a pending request is given up, on the caller's clock."""
         return self._deadlines_ns[request_id]

@@ -18,6 +18,7 @@ from kvcached.core.events import Event, MemberLost, MembersDied, PoolRestored, S
 from kvcached.core.forgotten import ForgottenKeys
 from kvcached.core.host_pool import SlabStock
 from kvcached.core.lease import Asked, FenceHold, Lease
+from kvcached.core.pinned import Pins
 from kvcached.core.planting import plant_all
 from kvcached.core.pool import DevicePool, SlotPool
 from kvcached.core.ranges import Ranges, append, chained, cut, no_ranges, slot_count
@@ -53,6 +54,7 @@ class Cache:
         clearings: namespaces of replicas that are being cleared.
         policy_changes: how often a namespace got another write policy.
         storage: the tier below the host pool.
+        pins: prefixes that people keep cached.
         checks: what requests must satisfy.
     """
 
@@ -65,6 +67,7 @@ class Cache:
         host_slabs: int = 0,
         spaces_max: int = 0,
         host_eviction_policy: str = "lru",
+        pin_quota_percent: int = 25,
         storage: StorageSpec | None = None,
     ) -> None:
         self.epoch = epoch
@@ -75,7 +78,8 @@ class Cache:
         self.counters: Counter[str] = Counter()
         self.forgotten = ForgottenKeys()
         self.policy_changes = 0
-        self._tiers = Tiers(self.sessions, self.effects, self.counters)
+        self.pins = Pins(self.counters, pin_quota_percent)
+        self._tiers = Tiers(self.sessions, self.effects, self.counters, self.pins)
         self.clearings = Clearings(self.sessions, self._tiers, self.effects, self.counters, self._expire)
         self._trees: dict[str, PrefixTree] = {}
         self._block_sizes = {spec.name: spec.block_size for spec in pools}
@@ -87,6 +91,7 @@ class Cache:
         self.attached = Attached(
             stock, spaces_max, session_ttl_ms, self._tiers.book.next_id, self.effects, self.counters, self.forgotten
         )
+        self.attached.spaces.pins = self.pins
         self.storage = StorageTier(
             storage or StorageSpec(), self._tiers.book.next_id, self._generation_of, self.effects, self.counters
         )
@@ -289,7 +294,7 @@ class Cache:
             if tree.host is not None:
                 self._acquire_from_host(session, lease, keys, limit)
                 self.storage.backups.candidates.sighted(tree, lease.run, lease.depth)
-            grant = self._grant(session, lease)
+            grant = self._tiers.book.grant(session, lease)
         except BaseException:
             session.release(lease, session.fence)
             raise
@@ -421,15 +426,6 @@ class Cache:
         session.tree.touch_host(lease.run, hit=lease.depth, priority=lease.priority)
         lease.hit, lease.granted = lease.depth, lease.open[:]
 
-    def _grant(self, session: Session, lease: Lease) -> Grant:
-        tree, pool = session.tree, session.pool
-        run = tree.resolve(lease.run, lease.hit)
-        hit_ranges = tree.path_ranges(run, lease.hit, pool.index)
-        loads = [self.transfers[transfer] for transfer in sorted(lease.loads)]
-        ready = min((load.start for load in loads), default=lease.hit)
-        tickets = tuple((load.id, load.progress) for load in loads)
-        return Grant(lease.id, lease.hit, ready, tickets, hit_ranges, lease.granted.tobytes())
-
     def _grant_again(self, session: Session, lease: Lease, asked: Asked) -> Grant:
         if lease.asked != asked or lease.depth > lease.hit:
             raise request_error(
@@ -439,7 +435,7 @@ class Cache:
             )
         self._replace_missing(session, lease)
         lease.replacement = no_ranges()  # this answer tells of them
-        return self._grant(session, lease)
+        return self._tiers.book.grant(session, lease)
 
     def _replace_missing(self, session: Session, lease: Lease) -> None:
         """Slots for blocks of the hit that could not be loaded."""
@@ -470,6 +466,7 @@ class Cache:
         late = bool(self._now_ms) and now_ms - self._now_ms > self.session_ttl_ms // LATE_TICK_DIVISOR
         self._now_ms = now_ms
         self.storage.tick(now_ms)
+        self.pins.tick(now_ms)
         self.attached.on_ticked(now_ms, late=late)
         for session in list(self.sessions.values()):
             if late:

@@ -88,6 +88,7 @@ class Clearings:
         blocks = sum(run.length for run in tree.runs())
         if tree.listener is not None:
             tree.listener.cleared(tree.namespace, 0)
+        self._tiers.pins.drop(tree)
         tree.namespace = namespace  # first, so that who asks for what went now is told why it did
         for pool in tree.pools:
             pool.unstored.clear()

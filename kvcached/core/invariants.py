@@ -15,6 +15,7 @@ from kvcached.core.attached_state import AttachedLease, AttachedSession, Exchang
 from kvcached.core.cache import Cache
 from kvcached.core.effects import TransferKind
 from kvcached.core.lease import FenceHold, Lease
+from kvcached.core.pinned import Held
 from kvcached.core.pool import DevicePool, SlotPool
 from kvcached.core.ranges import Ranges, has_holes, no_ranges, pairs, slot_count, without_holes
 from kvcached.core.run import KEY_SIZE, Run, Segment
@@ -66,7 +67,9 @@ def _violations(cache: Cache) -> Iterator[str]:
             leases = [lease for session in sessions for lease in session.leases.values()]
             holds = [hold for session in sessions for hold in session.holds]
             held = [each for each in mine if not each.orphaned]
-            yield from _pins(tree, runs, pool, pool.index, [*leases, *holds, *_ends(held)])
+            yield from _pins(
+                tree, runs, pool, pool.index, [*leases, *holds, *_ends(held), *cache.pins.held(tree, pool)]
+            )
             yield from _candidates(runs, pool, pool.index)
         if tree.host is not None:
             exchanges = [each for each in cache.attached.exchanges if each.tree is tree]
@@ -77,7 +80,8 @@ def _violations(cache: Cache) -> Iterator[str]:
             stored = _storage_claims(cache, tree)
             yield from _slots(tree.host, [*_host_claims(tree, runs, [*transfers, *exchanges], attached), *stored])
             backed = _ends([copy for copy in cache.storage.backups.copies.values() if copy.tree is tree])
-            yield from _pins(tree, runs, tree.host, HOST, [*_ends(transfers), *_ends(exchanges), *counting, *backed])
+            copying = [*_ends(transfers), *_ends(exchanges), *backed]
+            yield from _pins(tree, runs, tree.host, HOST, [*copying, *counting, *cache.pins.held(tree, None)])
             yield from _candidates(runs, tree.host, HOST)
             yield from _copies(runs)
 
@@ -253,9 +257,11 @@ def _expand(ranges: Ranges[int]) -> list[int]:
     return [slot for first, count in pairs(ranges) for slot in range(first, first + count)]
 
 
-def _pins(
-    tree: PrefixTree, runs: list[Run], pool: SlotPool, index: int, holders: Iterable[Lease | FenceHold | AttachedLease]
-) -> Iterator[str]:
+#: Whatever pins a path.
+_Holder = Lease | FenceHold | AttachedLease | Held
+
+
+def _pins(tree: PrefixTree, runs: list[Run], pool: SlotPool, index: int, holders: Iterable[_Holder]) -> Iterator[str]:
     """(6) Pins are what leases, fences and transfers hold, and protection is what follows from them."""
     due: dict[int, Counter[int]] = {}  # by identity of the run: how many holders end at which depth
     for holder in holders:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 from kvcached.core.effects import AbandonLoad, LoadsEnded, TransferKind
 from kvcached.core.lease import FenceHold, Lease
+from kvcached.core.pinned import Pins
 from kvcached.core.pool import DevicePool
 from kvcached.core.ranges import cut, pairs, place_of
 from kvcached.core.run import KEY_SIZE, Run
@@ -32,9 +33,10 @@ RELEASED_LEASES_MAX = 64
 class Loads:
     """Plans loads, and settles what follows from their end."""
 
-    def __init__(self, book: TransferBook, end: Callable[[Transfer], None]) -> None:
+    def __init__(self, book: TransferBook, end: Callable[[Transfer], None], pins: Pins) -> None:
         """`end` ends a load that no shard knows of."""
         self._book = book
+        self._pins = pins
         self._end_queued = end
 
     def join(self, session: Session, lease: Lease) -> None:
@@ -176,8 +178,9 @@ class Loads:
     def cut_off(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> None:
         """A pool's part of the path to `run` is about to end at `depth`: loads behind that hold nothing of it any more.
 
-        Their slots stay FILLING until they end. Queued ones end now.
+        Their slots stay FILLING until they end. Queued ones end now. Nor do people's pins hold more of it.
         """
+        self._pins.cut_off(tree, pool, run, depth)
         for load in self._book.of_pool(pool, TransferKind.LOAD):
             if load.is_current and not load.orphaned and _passes(tree, load.run, load.end, run, depth):
                 tree.unpin(tree.resolve(load.run, load.end), load.end, pool.index)

@@ -8,6 +8,7 @@ from kvcached.core.attached_state import AttachedSession, Space, SpaceSpec
 from kvcached.core.eviction import make_policy
 from kvcached.core.forgotten import ForgottenKeys
 from kvcached.core.host_pool import HostPool, SlabStock
+from kvcached.core.pinned import Pins
 from kvcached.core.states import SlotState
 from kvcached.core.tree import Listener, PrefixTree
 from kvcached_client.errors import ErrorCode, request_error
@@ -30,6 +31,7 @@ class Spaces:
         write_policy: of new namespaces.
         first_generation: of new namespaces; above those of forgotten ones, whose headers lie around.
         listener: of every tree.
+        pins: what people keep cached; those of a namespace that nobody uses end when others need its memory.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Spaces:
         self.first_generation = 0
         self.write_policy = WritePolicy.WRITE_THROUGH
         self.listener: Listener | None = None
+        self.pins: Pins | None = None
         self._sessions = sessions
         self._counters = counters
         self._forgotten = forgotten
@@ -83,6 +86,7 @@ class Spaces:
 
     def clear(self, space: Space) -> int:
         """Begin a new generation: nothing stored before is matched again. Returns how many blocks that is."""
+        self._let_go(space.tree)
         blocks = space.host.counts[SlotState.CACHED]
         if self.listener is not None:
             self.listener.cleared(space.spec.root, space.generation)
@@ -93,6 +97,10 @@ class Spaces:
         self.bury()
         self.version += 1
         return blocks
+
+    def _let_go(self, tree: PrefixTree) -> None:
+        if self.pins is not None:
+            self.pins.drop(tree)
 
     def bury(self) -> None:
         """Drop of retired trees what nothing holds any more."""
@@ -148,6 +156,7 @@ class Spaces:
     def _forget(self, space: Space) -> None:
         self.version += 1
         del self.by_root[space.spec.root]
+        self._let_go(space.tree)
         space.tree.shed_host(f"namespace {space.spec.label!r} forgotten")
         self.first_generation = max(self.first_generation, space.generation + 1)
         self.retired.append(space.tree)
@@ -164,6 +173,7 @@ class Spaces:
         if not idle:
             return False
         space, host = idle[0], idle[0].host
+        self._let_go(space.tree)
         for _ in range(len(host.slabs)):  # nothing of it is held, so as many rounds leave nothing
             if host.empty:
                 break

@@ -10,6 +10,7 @@ from collections import Counter
 from kvcached.core.effects import Effect, TransferKind
 from kvcached.core.events import ShardSettled
 from kvcached.core.loads import Loads
+from kvcached.core.pinned import Pins
 from kvcached.core.pool import DevicePool
 from kvcached.core.run import Run
 from kvcached.core.session import Session
@@ -27,12 +28,16 @@ class Tiers:
     Attributes:
         book: those under way.
         stores, loads: their two kinds.
+        pins: what people keep cached.
     """
 
-    def __init__(self, sessions: dict[SessionId, Session], effects: list[Effect], counters: Counter[str]) -> None:
+    def __init__(
+        self, sessions: dict[SessionId, Session], effects: list[Effect], counters: Counter[str], pins: Pins
+    ) -> None:
         self.book = TransferBook(sessions, effects, counters)
         self.stores = Stores(self.book)
-        self.loads = Loads(self.book, self._end)
+        self.pins = pins
+        self.loads = Loads(self.book, self._end, pins)
 
     def on_shard_settled(self, event: ShardSettled) -> None:
         """One shard is through with a transfer; the last one ends it. Acknowledgements of what has ended are old."""
@@ -64,6 +69,7 @@ class Tiers:
         for transfer in self.book.of_pool(pool):
             if transfer.is_current and not transfer.orphaned:
                 tree.unpin(tree.resolve(transfer.run, transfer.end), transfer.end, pool.index)
+        self.pins.pool_lost(tree, pool)
 
     def fail_queued(self, pool: DevicePool, why: str) -> None:
         """End the loads of a pool that no shard knows of."""

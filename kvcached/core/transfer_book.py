@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from kvcached.core.answers import Grant
 from kvcached.core.effects import BlockSpan, Effect, HurryTransfer, StartTransfer, TransferKind
+from kvcached.core.lease import Lease
 from kvcached.core.pool import DevicePool
 from kvcached.core.ranges import cut
 from kvcached.core.run import KEY_SIZE, Run
@@ -47,6 +49,16 @@ class TransferBook:
         """An id that no transfer of this daemon has had."""
         self._last += 1
         return TransferId(self._last)
+
+    def grant(self, session: Session, lease: Lease) -> Grant:
+        """What a lease holds, and the loads that part of its hit waits for."""
+        tree, pool = session.tree, session.pool
+        run = tree.resolve(lease.run, lease.hit)
+        hit_ranges = tree.path_ranges(run, lease.hit, pool.index)
+        loads = [self.transfers[transfer] for transfer in sorted(lease.loads)]
+        ready = min((load.start for load in loads), default=lease.hit)
+        tickets = tuple((load.id, load.progress) for load in loads)
+        return Grant(lease.id, lease.hit, ready, tickets, hit_ranges, lease.granted.tobytes())
 
     def pin(self, transfer: Transfer) -> None:
         """Pin its path in both pools."""

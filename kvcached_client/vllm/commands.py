@@ -99,6 +99,19 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetching:
+    """A seek waits for blocks from storage; its answer still comes.
+
+    Attributes:
+        ticket: of the seek.
+        most_s: how much longer than usual that may take.
+    """
+
+    ticket: int
+    most_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """A lease.
 
@@ -139,4 +152,4 @@ class Unplanned:
     ticket: int
 
 
-Event = Connected | Lost | Found | NotFound | Planned | Unplanned
+Event = Connected | Lost | Fetching | Found | NotFound | Planned | Unplanned

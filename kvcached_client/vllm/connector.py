@@ -100,7 +100,7 @@ class KvcachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         groups = kv_cache_config.kv_cache_groups
         is_full_attention = len(groups) == 1 and is_full_attention_spec(groups[0].kv_cache_spec)
         check_config(vllm_config, kv_cache_config, is_full_attention=is_full_attention)
-        self._link = Link()
+        self._link = Link(prefetch=self._settings.prefetch)
         self._scheduler: SchedulerSide | None = None
         self._was_up: bool | None = None
         self._pages: EnginePages | None = None

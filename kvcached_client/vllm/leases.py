@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvcached_client.protocol_fields import BLOCKS_PER_MESSAGE_MAX, REQUEST_NAME_LENGTH_MAX
-from kvcached_client.vllm.commands import Command, DropLoad, Event, Found, Release, Seek
+from kvcached_client.vllm.commands import Command, DropLoad, Event, Fetching, Found, Release, Seek
 from kvcached_client.vllm.jobs import pack_keys
 from kvcached_client.vllm.tracked import Tracked
 
@@ -95,6 +95,12 @@ class Leases:
         if tracked.load is not None:
             self._link.submit(DropLoad(tracked.session, tracked.load.transfer))
             tracked.load = None
+
+    def fetching(self, fetching: Fetching) -> None:
+        """The answer may take longer: blocks come from storage."""
+        tracked = self._seeking[fetching.ticket]
+        if tracked.ticket == fetching.ticket:
+            tracked.asked_at = self._clock() + fetching.most_s
 
     def found(self, found: Found) -> Tracked | None:
         """The request that has a lease now; None where it asked anew since, and this one is given back."""

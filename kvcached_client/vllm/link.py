@@ -8,12 +8,16 @@ The scheduler puts commands in and takes events out. Both are in order. Rules:
   commanded for a lost session is dropped, its offers are answered; a seek is carried out on the next one.
 * After a session that worked the next one is tried for at once, else after a pause that grows.
 * A daemon that misses a deadline keeps the session, but is not asked for anything new until a pause is over.
+* A seek that waits for blocks from storage holds up no other command. While seeks wait, a daemon that says nothing is
+  asked whether it answers.
 * A clear that could not be made is made before the next seek.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -23,6 +27,8 @@ from typing import Final, Protocol, TypeVar
 from kvcached_client.attach import SessionGrant
 from kvcached_client.attached import Hold, PreparedLoad, PreparedStore
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, KvcachedError, RequestError
+from kvcached_client.prefetch import PrefetchResult
+from kvcached_client.protocol_storage import StopPolicy
 from kvcached_client.types import LeaseId, TransferId
 from kvcached_client.vllm.commands import (
     Command,
@@ -30,6 +36,7 @@ from kvcached_client.vllm.commands import (
     DropLoad,
     DropStore,
     Event,
+    Fetching,
     Found,
     Lost,
     MakeUpClear,
@@ -40,6 +47,7 @@ from kvcached_client.vllm.commands import (
     Seek,
     Unplanned,
 )
+from kvcached_client.vllm.fetches import FETCH_MS_MAX, Fetches, Pending, PrefetchMode
 from kvcached_client.vllm.orders import SessionNote
 
 #: Seeks and offers that wait. More than vLLM admits in a step; whoever comes later goes without the cache.
@@ -49,6 +57,8 @@ PAUSE_S_MIN: Final = 0.2
 PAUSE_S_MAX: Final = 5.0
 #: How long `close` waits: for the call under way, and for a farewell.
 CLOSE_S_MAX: Final = 5.0
+#: How long the daemon may say nothing while seeks wait for storage.
+SILENCE_S_MAX: Final = 1.0
 
 _T = TypeVar("_T")
 
@@ -69,6 +79,14 @@ class Client(Protocol):
 
     def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Hold:
         """Pin what is cached of a prompt."""
+
+    def begin_prefetch(
+        self, keys: bytes, tokens: int, *, stop: StopPolicy = "timeout", deadline_ms: int | None = None
+    ) -> Pending:
+        """Bring blocks from storage into the host pool."""
+
+    def listen(self, wake: int, timeout_s: float) -> bool:
+        """Wait until the daemon has said something, or the descriptor `wake` is readable; False after `timeout_s`."""
 
     def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
         """Where blocks of a hit are."""
@@ -96,9 +114,14 @@ class Client(Protocol):
 
 
 class Link:
-    """One engine's session, kept up by a thread between `start` and `close`. Other methods: by any thread."""
+    """One engine's session, kept up by a thread between `start` and `close`. Other methods: by any thread.
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        prefetch: how long seeks wait for blocks from storage.
+        clock: in seconds.
+    """
+
+    def __init__(self, *, prefetch: PrefetchMode = "off", clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -108,6 +131,7 @@ class Link:
         self._is_closing = False
         self._owes_clear = False
         self._quiet_until = 0.0  #: no seeks and offers before that
+        self._wake: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  #: for a thread that listens
         # Appended by the thread, taken by the scheduler:
         self._events: deque[Event] = deque()
         # The thread's own:
@@ -117,6 +141,7 @@ class Link:
         self._quiet_s = 0.0
         self._is_settled = True  #: nothing was granted, as far as is known, that came too late
         self._told: set[str] = set()
+        self._fetches = Fetches(prefetch, clock)
 
     def start(self, connect: Callable[[], Client]) -> None:
         """Begin. `connect` opens a session, or raises `KvcachedError`."""
@@ -135,7 +160,7 @@ class Link:
             if not (self.is_taking if isinstance(command, (Seek, Offer)) else self._is_open):
                 return False
             self._commands.append(command)
-            self._changed.notify_all()
+            self._notify()
             return True
 
     def take(self) -> list[Event]:
@@ -148,23 +173,33 @@ class Link:
             self._owes_clear = True
             if self._is_open:
                 self._commands.append(MakeUpClear())
-                self._changed.notify_all()
+                self._notify()
                 self._changed.wait_for(lambda: not (self._owes_clear and self._is_open), timeout_s)
             return not self._owes_clear
 
     def wake(self) -> None:
         """Have the thread look whether its session still lives. Any thread may call this."""
         with self._changed:
-            self._changed.notify_all()
+            self._notify()
 
     def close(self) -> None:
         """End the session and the thread, within a bounded time. May be repeated."""
         with self._changed:
             self._is_closing = True
             self._is_open = False
-            self._changed.notify_all()
+            self._notify()
         if self._thread is not None:
             self._thread.join(CLOSE_S_MAX)
+        with self._changed:
+            if self._wake is not None and (self._thread is None or not self._thread.is_alive()):
+                os.close(self._wake)
+                self._wake = None
+
+    def _notify(self) -> None:
+        """Wake the thread; `_changed` is held."""
+        self._changed.notify_all()
+        if self._wake is not None:
+            os.eventfd_write(self._wake, 1)
 
     # --- the thread: its loop ---------------------------------------------------------------------------------------
 
@@ -182,6 +217,7 @@ class Link:
         except Exception:
             log.exception("kvcached: no link to the daemon any more, a fault of kvcached; vLLM goes on without it")
         finally:
+            self._put_back_fetching()
             self._refuse_waiting((Seek, Offer, DropLoad, DropStore, Release, MakeUpClear), is_open=False)
             self._hang_up()
 
@@ -201,6 +237,7 @@ class Link:
         self._is_settled = True
         self._number += 1
         self._told.clear()
+        self._fetches.new_session()
         grant = client.session
         log.info("kvcached: session %d of the daemon in %s", grant.id, grant.run_dir)
         self._events.append(Connected(SessionNote(self._number, grant.to_bytes())))
@@ -208,14 +245,22 @@ class Link:
             self._is_open = not self._is_closing
 
     def _serve_next(self) -> None:
+        if self._fetches:
+            self._listen()
+            self._take_fetched()
         with self._changed:
             patience_s = None if self._is_settled else max(self._quiet_until - self._clock(), 0.0)
-            self._changed.wait_for(lambda: self._commands or self._is_closing or not self._is_alive(), patience_s)
+            self._changed.wait_for(
+                lambda: self._commands or self._is_closing or not self._is_alive() or self._fetches, patience_s
+            )
             if self._is_closing:
                 return
             command = self._commands.popleft() if self._commands else None
         if not self._is_alive():
             self._lose("its heartbeats said so")
+        self._carry_out(command)
+
+    def _carry_out(self, command: Command | None) -> None:
         match command:
             case Seek():
                 self._seek(command)
@@ -233,6 +278,17 @@ class Link:
                 self._settle()
             case _:
                 pass  # of a session that is over
+
+    def _listen(self) -> None:
+        """Wait for a command, or for what the daemon says; if it says nothing, ask whether it answers."""
+        with self._changed:
+            wake = self._wake
+            if self._commands or self._is_closing or not self._is_alive() or wake is None:
+                return
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(wake)  # of commands that were carried out; under the lock none is lost
+        if self._call(lambda client: client.listen(wake, SILENCE_S_MAX), is_proof=False) is False:
+            self._call(lambda client: client.settle())
 
     def _is_alive(self) -> bool:
         return self._client is not None and self._client.is_alive
@@ -256,6 +312,39 @@ class Link:
     # --- the thread: commands ---------------------------------------------------------------------------------------
 
     def _seek(self, seek: Seek) -> None:
+        """Acquire, when storage has brought what it is waited for."""
+        if self._fetches.are_wanted(seek) and self._make_up_clear():
+            stop: StopPolicy = "timeout" if self._fetches.mode == "off" else self._fetches.mode
+            pending = self._call(
+                lambda client: client.begin_prefetch(seek.keys, seek.tokens, stop=stop, deadline_ms=FETCH_MS_MAX),
+                is_proof=False,
+            )
+            if pending is not None:
+                self._fetches.add(seek, pending)
+                self._events.append(Fetching(seek.ticket, FETCH_MS_MAX / 1000))
+                return
+        self._acquire(seek)
+
+    def _take_fetched(self) -> None:
+        """Carry on with seeks whose prefetch is over."""
+        while (fetch := self._call(lambda _: self._fetches.take_over(), is_proof=False)) is not None:
+            result = self._result(fetch.pending)
+            if result is not None:
+                self._fetches.note(result)
+            if self._clock() < self._quiet_until:
+                self._refuse(fetch.seek)
+            else:
+                self._acquire(fetch.seek)
+
+    def _result(self, pending: Pending) -> PrefetchResult | None:
+        return self._call(lambda _: pending.result())
+
+    def _put_back_fetching(self) -> None:
+        """Seeks that wait for storage are commands again."""
+        with self._changed:
+            self._commands.extendleft(reversed(self._fetches.take_all()))
+
+    def _acquire(self, seek: Seek) -> None:
         hold, load = None, None
         if self._make_up_clear():
             hold = self._call(lambda client: client.acquire(seek.name, seek.keys, seek.tokens, full=not seek.load))
@@ -294,8 +383,11 @@ class Link:
 
     # --- the thread: calls and what may come of them ----------------------------------------------------------------
 
-    def _call(self, call: Callable[[Client], _T]) -> _T | None:
-        """The result; None where it failed, or there is no session any more."""
+    def _call(self, call: Callable[[Client], _T], *, is_proof: bool = True) -> _T | None:
+        """The result; None where it failed, or there is no session any more.
+
+        What is no proof that the daemon answers shortens no pause.
+        """
         if self._client is None:
             return None
         try:
@@ -311,7 +403,8 @@ class Link:
         except DaemonUnreachable as error:
             self._lose(str(error))
         else:
-            self._pause_s = self._quiet_s = 0.0
+            if is_proof:
+                self._pause_s = self._quiet_s = 0.0
             return result
         return None
 
@@ -320,11 +413,13 @@ class Link:
         self._quiet_s = _longer(self._quiet_s)
         with self._changed:
             self._quiet_until = self._clock() + self._quiet_s
+        self._put_back_fetching()
         self._refuse_waiting((Seek, Offer), is_open=not self._is_closing)
 
     def _lose(self, why: str) -> None:
         log.warning("kvcached: the session with the daemon is over: %s", why)
         self._events.append(Lost(self._number))
+        self._put_back_fetching()
         self._hang_up()
 
     def _hang_up(self) -> None:

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvcached_client.block_job import BlockJob
 from kvcached_client.types import TransferId
-from kvcached_client.vllm.commands import Connected, DropLoad, Found, Lost, NotFound, Planned, Unplanned
+from kvcached_client.vllm.commands import Connected, DropLoad, Fetching, Found, Lost, NotFound, Planned, Unplanned
 from kvcached_client.vllm.jobs import job_span
 from kvcached_client.vllm.leases import Leases, LinkPort
 from kvcached_client.vllm.offers import Offers
@@ -51,7 +51,8 @@ class SchedulerSide:
         pool: vLLM's blocks.
         block_size: tokens of a block.
         shards: workers, each of which holds a part of every block.
-        hold_deadline_s: how long a request waits for the daemon's answer before it is computed.
+        hold_deadline_s: how long a request waits for the daemon's answer before it is computed; the time that blocks
+            take to come from storage does not count.
         clock: in seconds.
 
     Attributes:
@@ -264,6 +265,8 @@ class SchedulerSide:
                 case Lost(session=session):
                     self.session = None
                     self._offers.lose(session, self._by_id.values())
+                case Fetching():
+                    self._leases.fetching(event)
                 case Found():
                     self._answered(self._leases.found(event))
                 case NotFound(ticket=ticket):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast, get_args
+
+from kvcached_client.vllm.fetches import PrefetchMode
 
 #: vLLM is untyped here.
 VllmConfig: TypeAlias = Any
@@ -12,7 +14,8 @@ KvCacheConfig: TypeAlias = Any
 
 HOLD_DEADLINE_MS: Final = 1000
 _HOLD_DEADLINE_MS_MAX: Final = 60_000
-_KEYS: Final = ("hold_deadline_ms", "run_dir", "weights_version")
+_KEYS: Final = ("hold_deadline_ms", "prefetch", "run_dir", "weights_version")
+_PREFETCH_MODES: Final = get_args(PrefetchMode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +26,13 @@ class Settings:
         run_dir: where the daemon's sockets are; None = as `rundir.default_run_dir` says.
         weights_version: anything that changes when weights change in a way that their files do not show.
         hold_deadline_ms: how long a request waits for the daemon before it is computed without external cache.
+        prefetch: how long it waits for blocks from the daemon's storage.
     """
 
     run_dir: str | None = None
     weights_version: str = ""
     hold_deadline_ms: int = HOLD_DEADLINE_MS
+    prefetch: PrefetchMode = "timeout"
 
 
 def read_settings(extra: Mapping[str, object]) -> Settings:
@@ -52,7 +57,12 @@ def read_settings(extra: Mapping[str, object]) -> Settings:
         raise ValueError(
             f"kv_connector_extra_config: hold_deadline_ms is {deadline!r}; give 1 to {_HOLD_DEADLINE_MS_MAX}"
         )
-    return Settings(run_dir, version, deadline)
+    prefetch = extra.get("prefetch", "timeout")
+    if prefetch not in _PREFETCH_MODES:
+        raise ValueError(
+            f"kv_connector_extra_config: prefetch is {prefetch!r}; give one of {', '.join(_PREFETCH_MODES)}"
+        )
+    return Settings(run_dir, version, deadline, cast("PrefetchMode", prefetch))
 
 
 def check_config(config: VllmConfig, cache: KvCacheConfig, *, is_full_attention: bool) -> None:

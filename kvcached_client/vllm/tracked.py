@@ -125,7 +125,7 @@ class Tracked:
         preemptions: that it had when it was last looked up.
         may_load: false once a load for it failed: a second try could fail for ever.
         is_asked: its hit was asked for since it began, or was preempted.
-        asked_at: when, on the clock of deadlines.
+        asked_at: when, on the clock of deadlines; or when the time for storage is over.
         ticket: of the question whose answer is out; 0 = none. Answers to other tickets are to an earlier self of it.
         session, lease: what it holds at the daemon; no lease = None.
         wants_load: it was asked for its hit, and has no blocks yet to load it into.

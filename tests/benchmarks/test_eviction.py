@@ -17,7 +17,9 @@ def trace_of(folder: Path, *prompts: list[int]) -> Path:
     with gzip.open(path, "wt", encoding="utf-8") as file:
         for at, ids in enumerate(prompts):
             tokens = len(ids) * RECORDED_BLOCK_TOKENS
-            file.write(json.dumps({"timestamp": at, "input_length": tokens, "output_length": 1, "hash_ids": ids}) + "\n")
+            file.write(
+                json.dumps({"timestamp": at, "input_length": tokens, "output_length": 1, "hash_ids": ids}) + "\n"
+            )
     return path
 
 
@@ -32,7 +34,7 @@ def test_eviction_replay_counts_block_hits(tmp_path: Path) -> None:
 
 def test_eviction_replay_tells_each_policy_at_each_size(tmp_path: Path) -> None:
     """There is a result for every policy and size of the pool, beside that of lru."""
-    prompts = [[number, number + 1000] for number in range(600)]
+    prompts = [[number // 2, number // 2 + 1000] for number in range(1200)]  # each comes twice
     results = list(run(Options(trace_of(tmp_path, *prompts), json=False)))
 
     assert len(results) == len(POLICIES) * len(CAPACITIES_PERCENT)

@@ -230,6 +230,7 @@ def test_round_trip_is_left_out_where_it_would_cost_others(slabs: list[int], lab
             slots=0,
             slabs=count,
             write_policy="write_through",
+            pinned=0,
             states={},
         )
         for count, label in zip(slabs, labels, strict=True)

@@ -12,6 +12,7 @@ from kvcached.config_error import ConfigError, Problem, key_lines
 from kvcached.config_host import AttachedConfig, HostConfig
 from kvcached.config_layout import GroupConfig
 from kvcached.config_report import as_toml, figures_of
+from kvcached.config_storage import StorageConfig
 from kvcached_client.layout import KvGroup, PageOrder
 from tests.config.reference import rows
 
@@ -372,7 +373,9 @@ def test_config_file_loads_and_its_report_loads_to_the_same(path: Path, tmp_path
 
 def test_config_files_are_there() -> None:
     """The configurations that the documents name exist."""
-    assert {"cpu-tp1.toml", "cpu-tp2.toml", "cpu-host.toml", "attached-cpu.toml"} <= {path.name for path in CONFIGS}
+    assert {"cpu-tp1.toml", "cpu-tp2.toml", "cpu-host.toml", "attached-cpu.toml", "attached-disk.toml"} <= {
+        path.name for path in CONFIGS
+    }
 
 
 def test_config_groups_are_the_layouts_groups() -> None:

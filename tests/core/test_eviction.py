@@ -139,7 +139,7 @@ def test_blocks_of_lower_priorities_go_first(policy: str) -> None:
     engine = Engine(cache)
     for text, priority in (("abcd", 2), ("0123", 0), ("xyuv", -1)):
         acquire(engine, text, priority)
-    lost = []
+    lost: list[str] = []
     for _ in range(3):
         take(engine, 16 - 4 * (2 - len(lost)))
         lost.append(next(text for text in ("abcd", "0123", "xyuv") if not engine.hit(text) and text not in lost))

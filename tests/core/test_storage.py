@@ -325,6 +325,25 @@ def test_suspended_storage_is_not_asked(new_world: Callable[..., StorageWorld]) 
     assert len(world.held) == 4
 
 
+def test_suspended_storage_keeps_what_it_writes(new_world: Callable[..., StorageWorld]) -> None:
+    """Slots that a slow storage may still write are nobody else's, however long it takes, and come back in the end."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "abc")
+    world.answer_all()
+    forget(engine)
+    fetched = world.prefetch(engine.session, "abc")
+    world.take()
+    world.answer(0)
+    world.take()
+    world.cache.handle(StorageSuspended())
+    assert engine.states[1] == 3
+    world.answer_all()
+
+    assert fetched.state is PrefetchState.OVER
+    assert engine.hit("abc") == 3
+
+
 def test_failed_writes_are_tried_again_and_given_up(new_world: Callable[..., StorageWorld]) -> None:
     """A block that could not be written is written later, and after some tries counted as failed."""
     world = new_world()

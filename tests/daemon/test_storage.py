@@ -56,6 +56,12 @@ def report(daemon: RunningDaemon) -> StorageReport:
         return admin.storage()
 
 
+def ailing(daemon: RunningDaemon) -> set[str]:
+    """Parts that health finds something wrong with."""
+    with Admin.connect(daemon.run_dir, deadline_ms=10_000) as admin:
+        return {part.part for part in admin.health().parts if not part.ok}
+
+
 def until(holds: Callable[[], bool]) -> None:
     """Wait for what happens outside this process; fails after a while."""
     end_s = time.monotonic() + WAIT_S
@@ -199,6 +205,7 @@ def test_hung_storage_keeps_nobody_waiting(tmp_path: Path) -> None:
         engine.store("a", BLOCKS)
         assert not fetch(engine, "b", stop="timeout").is_over
         assert not fetch(engine, "c", deadline_ms=100).fetched
+        until(lambda: "storage" in ailing(daemon))
         until(lambda: report(daemon).restarts >= 1)
         assert engine.load("a", BLOCKS) == BLOCKS
 

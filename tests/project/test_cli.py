@@ -61,6 +61,7 @@ REPLIES: dict[str, Any] = {
                 degraded=False,
                 restarts=2,
                 paused=False,
+                pinned=0,
             ),
         ),
         hosts=(
@@ -74,6 +75,7 @@ REPLIES: dict[str, Any] = {
                 slots=682,
                 slabs=1,
                 write_policy="write_through",
+                pinned=0,
                 states={"free": 300, "cached": 41, "filling": 0, "quarantined": 0, "absent": 341},
             ),
         ),

@@ -45,6 +45,7 @@ from kvcached_client.protocol import (
     salvage_id,
     unpack_tree_nodes,
 )
+from kvcached_client.protocol_fields import PRIORITY_MIN
 
 GOLDEN: dict[str, list[str]] = json.loads(Path(__file__).with_name("golden.json").read_text())
 HEADERS = {name: bytes.fromhex(parts[0]) for name, parts in GOLDEN.items()}

@@ -80,6 +80,8 @@ from kvcached_client.protocol import (
     Matched,
     Pause,
     Paused,
+    Pin,
+    Pinned,
     PolicySet,
     PoolStats,
     PrepareLoad,
@@ -102,6 +104,8 @@ from kvcached_client.protocol import (
     Tree,
     TreeNode,
     TreeReport,
+    Unpin,
+    Unpinned,
     Vacancy,
     Vacant,
     Welcome,
@@ -233,6 +237,8 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
     "drain": (Drain(id=29, deadline_ms=0), []),
     "clear_replica": (ClearReplica(id=30, replica="default"), []),
     "set_weights": (SetWeights(id=31, replica="default", version="step 2000"), []),
+    "pin": (Pin(id=34, target="default", ttl_ms=3_600_000), [KEYS]),
+    "unpin": (Unpin(id=35, target="default"), [KEYS]),
     "set_policy": (SetPolicy(id=33, target="default", policy=WritePolicy.WRITE_BACK), []),
     **STORAGE_REQUESTS,
 }
@@ -316,6 +322,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
                     degraded=True,
                     restarts=300,
                     paused=False,
+                    pinned=0,
                 ),
             ),
             hosts=(
@@ -329,6 +336,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
                     slots=20,
                     slabs=2,
                     write_policy="write_through",
+                    pinned=0,
                     states={"free": 15, "cached": 5},
                 ),
             ),
@@ -426,6 +434,8 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
         ),
         [],
     ),
+    "pinned": (Pinned(id=34, device=2, host=1), []),
+    "unpinned": (Unpinned(id=35, was_pinned=True), []),
     "policy_set": (
         PolicySet(
             id=33,

@@ -13,7 +13,7 @@ from kvcached.storage.interface import DONE, Outcome, Storage
 from tests.project.source_tree import ROOT
 from tests.storage.disks import flip, get, opened, put, restore, there
 from tests.storage.putter import NUMBERS
-from tests.storage.values import TIMEOUT_S, asked, is_right, proves_itself, stored
+from tests.storage.values import TIMEOUT_S, asked, is_right, key, proves_itself, stored
 
 BLOCKS = range(60)
 
@@ -50,6 +50,17 @@ def test_block_written_before_its_entry_is_found_when_the_index_is_made_anew(tmp
     with opened(tmp_path / "d") as storage:
         assert there(storage, BLOCKS) == set(BLOCKS)
         assert all(get(storage, number) == DONE for number in BLOCKS)
+
+
+def test_deleted_blocks_stay_away_when_the_index_is_made_anew(tmp_path: Path) -> None:
+    """What was deleted or cleared does not come back with a new index."""
+    with opened(tmp_path / "d") as storage:
+        put(storage, *BLOCKS)
+        storage.delete([key(number) for number in BLOCKS if number % 2], timeout_s=TIMEOUT_S)
+    (tmp_path / "d" / "index.db").unlink()
+
+    with opened(tmp_path / "d") as storage:
+        assert there(storage, BLOCKS) == {number for number in BLOCKS if number % 2 == 0}
 
 
 def test_index_of_an_earlier_time_is_made_anew(
@@ -147,8 +158,24 @@ def test_changed_byte_of_a_value_is_never_served(tmp_path: Path, trials: int) ->
     assert served == 0
 
 
+@pytest.mark.parametrize("first", [0, 4096, 12288])
+def test_value_that_never_reached_the_disk_proves_nothing(tmp_path: Path, first: int) -> None:
+    """Label and index are there and bytes of the value are not, as after a loss of power: its frame tells."""
+    with opened(tmp_path / "d") as storage:
+        put(storage, 1)
+    (slots,) = (tmp_path / "d").glob("*.slots")
+    with slots.open("r+b") as file:
+        file.seek(first)
+        file.write(bytes(4096))
+
+    with opened(tmp_path / "d") as storage:
+        block = asked(1)
+        assert storage.get([block], timeout_s=TIMEOUT_S) == [DONE]
+        assert not proves_itself(block, 1)
+
+
 def test_changed_label_is_never_believed(tmp_path: Path) -> None:
-    """Whichever byte of a label changes, its block is absent, with the index that there is and with a new one."""
+    """Whichever byte of a label changes, its block is absent; a new index does not have it, and its slot is free."""
     draw = random.Random(2)
     for trial in range(64):
         with opened(tmp_path / "d") as storage:
@@ -160,6 +187,7 @@ def test_changed_label_is_never_believed(tmp_path: Path) -> None:
             (tmp_path / "d" / "index.db").unlink()
 
         with opened(tmp_path / "d") as storage:
+            assert storage.usage().blocks == (1 if trial % 2 else 2)
             assert get(storage, 1).outcome is Outcome.ABSENT
             assert get(storage, 2) == DONE
             assert put(storage, 1) == [Outcome.DONE]

@@ -15,13 +15,13 @@ from tests.vllm_connector.configs import cache_config, vllm_config
 
 def test_defaults() -> None:
     """Nothing needs to be said."""
-    assert read_settings({}) == Settings(run_dir=None, weights_version="", hold_deadline_ms=1000)
+    assert read_settings({}) == Settings(run_dir=None, weights_version="", hold_deadline_ms=1000, prefetch="timeout")
 
 
 def test_all_keys() -> None:
-    """There are three keys."""
-    extra: dict[str, object] = {"run_dir": "/run/x", "weights_version": "step-3", "hold_deadline_ms": 50}
-    assert read_settings(extra) == Settings("/run/x", "step-3", 50)
+    """There are four keys."""
+    extra: dict[str, object] = {"run_dir": "/run/x", "weights_version": "3", "hold_deadline_ms": 50, "prefetch": "off"}
+    assert read_settings(extra) == Settings("/run/x", "3", 50, "off")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_all_keys() -> None:
     [
         (
             {"rundir": "/x", "a": 1},
-            "a, rundir unknown to KvcachedConnector; it knows hold_deadline_ms, run_dir, weights",
+            "a, rundir unknown to KvcachedConnector; it knows hold_deadline_ms, prefetch, run_dir, w",
         ),
         ({"run_dir": ""}, "run_dir is ''"),
         ({"run_dir": 3}, "run_dir is 3"),
@@ -38,6 +38,8 @@ def test_all_keys() -> None:
         ({"hold_deadline_ms": True}, "hold_deadline_ms is True"),
         ({"hold_deadline_ms": "5"}, "hold_deadline_ms is '5'"),
         ({"hold_deadline_ms": 60_001}, "hold_deadline_ms is 60001"),
+        ({"prefetch": "no"}, "prefetch is 'no'; give one of timeout, best_effort, wait_complete, off"),
+        ({"prefetch": False}, "prefetch is False"),
     ],
 )
 def test_wrong_keys_and_values_are_refused(extra: dict[str, object], words: str) -> None:

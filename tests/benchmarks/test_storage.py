@@ -1,0 +1,39 @@
+"""The suite of storage, as far as it is about the disk alone, with few and small blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.suites import storage
+
+
+def test_disk_throughput_is_compared_with_raw_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts and gets each have a speed, a floor from the same rounds, a promise, and the median of the pairs."""
+    monkeypatch.setattr(storage, "_PART_BYTES", 4096)
+    monkeypatch.setattr(storage, "_VALUE_BYTES", 4096 + storage._SHARDS * 4096)
+
+    results = {each.metric: each for each in storage._throughput(tmp_path, 10)}
+
+    for name in ("put", "get"):
+        assert results[f"disk_{name}_gb_per_s"].floor is not None
+        assert results[f"disk_{name}_gb_per_s"].target == "ratio >= 0.8"
+        assert results[f"disk_{name}_over_raw_median_ratio"].value > 0
+
+
+def test_starts_are_measured_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory is opened without an index and with one, and all its blocks are found both times."""
+    monkeypatch.setattr(storage, "_BLOCKS", 2000)
+    monkeypatch.setattr(storage, "_STARTS", 1)
+
+    results = {each.metric: each.value for each in storage._starts(tmp_path)}
+
+    assert set(results) == {
+        "rebuild_1m_s",
+        "rebuild_1m_peak_mib",
+        "open_1m_s",
+        "open_1m_grown_mib",
+        "index_bytes_per_block",
+    }
+    assert all(value > 0 for value in results.values())
