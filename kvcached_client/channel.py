@@ -18,6 +18,7 @@ from typing import Final, Literal, TypeVar
 import zmq
 
 from kvcached_client.attach import AttachConnection
+from kvcached_client.connection_monitor import ConnectionMonitor
 from kvcached_client.errors import (
     DaemonUnreachable,
     DeadlineExceeded,
@@ -42,14 +43,20 @@ _log: Final = logging.getLogger("kvcached_client")
 
 
 def open_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, queue_length: int) -> zmq.Socket[bytes]:
-    """A DEALER socket that queues only for a peer that is there, and drops what is left when it is closed."""
+    """A connected DEALER socket that queues only for a peer that is there, and drops what is left when it is closed."""
+    dealer = make_dealer(context, queue_length=queue_length)
+    dealer.connect(endpoint)
+    return dealer
+
+
+def make_dealer(context: zmq.Context[zmq.Socket[bytes]], *, queue_length: int) -> zmq.Socket[bytes]:
+    """The same, not connected yet."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.IMMEDIATE, 1)
     dealer.setsockopt(zmq.SNDHWM, queue_length)
     dealer.setsockopt(zmq.RCVHWM, queue_length)
     dealer.setsockopt(zmq.MAXMSGSIZE, FRAME_SIZE_BYTES_MAX)
-    dealer.connect(endpoint)
     return dealer
 
 
@@ -60,7 +67,8 @@ class Channel:
         """Connect to `endpoint`; calls take at most `deadline_ms`.
 
         With `attached`, the end of that connection ends every call at once, the one that waits included. It is closed
-        with the channel.
+        with the channel. Without it, the end of the ZeroMQ connection ends the call that waits, and later ones may
+        find the next daemon.
 
         Raises:
             DaemonUnreachable: nothing listens at `endpoint`.
@@ -74,7 +82,9 @@ class Channel:
         self._attached = attached
         self._process_id = os.getpid()
         self._session = ClientSession()
-        self._socket = open_dealer(self.context, endpoint, queue_length=PENDING_MAX)
+        self._socket = make_dealer(self.context, queue_length=PENDING_MAX)
+        self._monitor = ConnectionMonitor(self._socket) if attached is None else None
+        self._socket.connect(endpoint)
         self._readable = self._poller(zmq.POLLIN)
         self._writable = self._poller(zmq.POLLOUT)
 
@@ -192,6 +202,8 @@ class Channel:
             return
         self.is_closed = True
         if os.getpid() == self._process_id:
+            if self._monitor is not None:
+                self._monitor.close()
             self._socket.close(linger=linger_ms)
             self.context.term()
         if self._attached is not None:
@@ -202,6 +214,8 @@ class Channel:
         poller.register(self._socket, event)
         if self._attached is not None:
             poller.register(self._attached.fileno(), zmq.POLLIN)
+        if self._monitor is not None and event == zmq.POLLIN:
+            poller.register(self._monitor.events, zmq.POLLIN)
         return poller
 
     def _check_usable(self) -> None:
@@ -216,15 +230,20 @@ class Channel:
             raise DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
 
     def _send(self, parts: list[bytes], deadline_ns: int) -> None:
+        # However long the answer may take: a daemon that is there takes a request at once.
+        deadline_ns = min(deadline_ns, self.deadline_ns())
         while True:
             try:
+                if self._monitor is not None and not self._monitor.await_connection(lambda: _remaining_ms(deadline_ns)):
+                    raise self._untaken()
                 self._socket.send_multipart(parts, zmq.NOBLOCK)
                 return
             except zmq.Again:
                 if not self._poll(self._writable, deadline_ns):
-                    raise DaemonUnreachable(
-                        f"{self.endpoint} took no request for {self.deadline_ms} ms; is the daemon running?"
-                    ) from None
+                    raise self._untaken() from None
+
+    def _untaken(self) -> DaemonUnreachable:
+        return DaemonUnreachable(f"{self.endpoint} took no request for {self.deadline_ms} ms; is the daemon running?")
 
     def _wait_for_reply(self, request_id: RequestId) -> tuple[Header, list[bytes]]:
         answer = self._session.take(request_id)  # it may have come while another one was waited for
@@ -241,15 +260,22 @@ class Channel:
         """Whether the socket, or the descriptor `wake` that is polled beside it, is ready before the deadline.
 
         Raises:
-            DaemonUnreachable: the socket is not ready, and the daemon closed the attach connection.
+            DaemonUnreachable: the socket is not ready, and the daemon closed the attach connection, or this one.
         """
-        remaining_ms = max(0, -((time.monotonic_ns() - deadline_ns) // 1_000_000))
-        ready = [which for which, _ in poller.poll(remaining_ms)]
+        ready = [which for which, _ in poller.poll(_remaining_ms(deadline_ns))]
         if self._socket in ready or wake in ready:
             return True
         if ready and self._attached is not None and self._attached.is_closed_by_daemon():
             self.is_gone = True
             raise DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
+        if ready and self._monitor is not None:
+            self._monitor.read()
+            if self._socket.poll(0):  # what came before the end
+                return True
+            if self._monitor.is_lost:
+                raise DaemonUnreachable(
+                    f"the daemon behind {self.endpoint} was gone before it answered; whether it did as asked is unknown"
+                )
         return False
 
 
@@ -318,6 +344,11 @@ class MissPolicy:
             self._logged.add(name)
             _log.warning("kvcached failed, going on without cached blocks (logged once per kind of failure): %s", error)
         return True
+
+
+def _remaining_ms(deadline_ns: int) -> int:
+    """Whole milliseconds until a moment of the monotonic clock, rounded up."""
+    return max(0, -((time.monotonic_ns() - deadline_ns) // 1_000_000))
 
 
 def _check_listener(endpoint: str) -> None:

@@ -54,7 +54,7 @@ class Backups:
         self._counters = counters
         self._again: list[tuple[int, Candidate]] = []  #: what is tried again, and when
 
-    def start(self, trees: Iterable[PrefixTree], watermark_percent: int) -> None:
+    def start(self, trees: Callable[[], Iterable[PrefixTree]], watermark_percent: int) -> None:
         """Start as many copies as may be under way.
 
         Args:
@@ -63,7 +63,7 @@ class Backups:
                 will have to go soon.
         """
         if self.candidates.policy is BackupPolicy.ON_EVICTION:
-            for tree in trees:
+            for tree in trees():
                 self._note_next_victims(tree, watermark_percent)
         waiting = self.candidates.waiting
         while waiting and len(self.copies) < BACKUPS_MAX:

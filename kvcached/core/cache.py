@@ -229,7 +229,7 @@ class Cache:
             if tree.host is not None and pool.copies:
                 self._tiers.stores.store_unstored(tree, pool)
                 self._tiers.stores.demote(tree, pool)
-        self.storage.settle(self.trees)
+        self.storage.settle(lambda: self.trees)
 
     def next_lease(self) -> LeaseId:
         """An id that no lease on a device pool has had."""

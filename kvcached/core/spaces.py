@@ -154,9 +154,9 @@ class Spaces:
         self._forget(idle[0])
 
     def _forget(self, space: Space) -> None:
+        self._let_go(space.tree)
         self.version += 1
         del self.by_root[space.spec.root]
-        self._let_go(space.tree)
         space.tree.shed_host(f"namespace {space.spec.label!r} forgotten")
         self.first_generation = max(self.first_generation, space.generation + 1)
         self.retired.append(space.tree)

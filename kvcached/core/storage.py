@@ -21,7 +21,7 @@ from kvcached.core.events import (
     StorageReady,
     StorageSuspended,
 )
-from kvcached.core.prefetch import Prefetches, PrefetchLimits, known_depth
+from kvcached.core.prefetch import Prefetches, PrefetchLimits
 from kvcached.core.run import KEY_SIZE
 from kvcached.core.storage_state import BackupPolicy, Prefetch, PrefetchEnd, PrefetchState, StorageCopy
 from kvcached.core.tree import PrefixTree
@@ -97,13 +97,12 @@ class StorageTier:
         )
 
     def prefetch(
-        self, tree: PrefixTree, keys: bytes, limit: int, block_tokens: int, prefill_tokens_per_s: float
+        self, tree: PrefixTree, keys: bytes, depth: int, limit: int, block_tokens: int, prefill_tokens_per_s: float
     ) -> Prefetch:
-        """Begin to fetch what the index lacks of the first `limit` blocks of a chain, or join whoever does already."""
+        """Begin to fetch blocks ``[depth, limit)`` of a chain, or join whoever fetches up to there already."""
         known = self.prefetches.find(tree, keys, limit)
         if known is not None:
             return known
-        depth = known_depth(tree, keys, limit)[1]
         self._last_prefetch += 1
         generation = self._generation(tree)
         prefetch = Prefetch(
@@ -145,14 +144,14 @@ class StorageTier:
         self.backups.tick(now_ms)
         self.prefetches.tick(now_ms)
 
-    def settle(self, trees: Iterable[PrefixTree]) -> None:
-        """Start what may be started."""
+    def settle(self, trees: Callable[[], Iterable[PrefixTree]]) -> None:
+        """Start what may be started. `trees` tells what there is, where that is asked."""
         if self.state is StorageState.READY and not self.paused and self._spec.backup is not BackupPolicy.NEVER:
             self.backups.start(trees, self._spec.watermark_percent)
 
     def _halt(self, state: StorageState) -> None:
         self.state = state
         self.backups.candidates.policy = BackupPolicy.NEVER
-        self.backups.candidates.waiting.clear()
+        self.backups.candidates.skip_all()
         for prefetch in list(self.prefetches.under_way.values()):
             self.prefetches.stop(prefetch)

@@ -31,11 +31,14 @@ def prefetch(
         check_alive(session_id, attached.state, cache.session_ttl_ms)
         tree, block_tokens = attached.space.tree, attached.space.spec.block_size
         limit = hit_limit(len(keys) // KEY_SIZE, block_tokens, tokens, full=full)
+        run, depth = tree.root, 0
     else:
         session = cache.checks.session_at(session_id, epoch)
         tree, block_tokens = session.tree, cache.checks.block_sizes[session.pool.name]
         limit = cache.checks.hit_limit(session, keys, tokens, full=full)
-    return cache.storage.prefetch(tree, keys, limit, block_tokens, rate)
+        run, depth = tree.match(keys, limit, session.pool.index)
+    depth = tree.match_host(run, depth, keys, limit)[1]
+    return cache.storage.prefetch(tree, keys, depth, limit, block_tokens, rate)
 
 
 def stop(cache: Cache, under_way: Prefetch) -> None:

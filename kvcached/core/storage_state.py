@@ -205,6 +205,11 @@ class Candidates:
         """Nothing of this generation of a namespace will be asked for again."""
         self._effects.append(ForgetStored(namespace, generation))
 
+    def skip_all(self) -> None:
+        """Storage cannot be used: nothing of what waits will be written."""
+        self._counters["backup_skipped_paths"] += len(self.waiting)
+        self.waiting.clear()
+
     def add(self, candidate: Candidate) -> None:
         """Let it wait, unless too many do."""
         if len(self.waiting) < PATHS_WAITING_MAX:

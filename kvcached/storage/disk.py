@@ -33,7 +33,7 @@ class DiskStorage(Storage):
     """One directory of blocks."""
 
     def __init__(self, settings: DiskSettings, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
-        """Open the directory; a damaged index is made anew.
+        """Open the directory. While a damaged index is made anew nothing is found and nothing stored.
 
         Raises:
             StorageUnusable: another process has the directory, or it is none of ours.
@@ -48,11 +48,15 @@ class DiskStorage(Storage):
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """As the index says."""
+        if not self._catalog.is_ready():
+            return [False] * len(keys)
         found = self._catalog.places(keys)
         return [key in found for key in keys]
 
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Read; what cannot be read, or is not what the index says, is forgotten."""
+        if not self._catalog.is_ready():
+            return [ABSENT] * len(blocks)
         found = self._catalog.places([block.key for block in blocks])
         places = [_of_size(found.get(block.key), block.size_bytes) for block in blocks]
         results = [
@@ -67,6 +71,8 @@ class DiskStorage(Storage):
 
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Write what is not there yet."""
+        if not self._catalog.is_ready():
+            return [Result(Outcome.FULL, "the index is being made anew")] * len(blocks)
         held = self._catalog.held(blocks)
         wanted = [block for block in blocks if block.key not in held]
         slots = self._catalog.reserve([block.size_bytes for block in wanted])
@@ -76,11 +82,17 @@ class DiskStorage(Storage):
 
     def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
         """Forget blocks. Their bytes stay on the disk until the slots are used again."""
+        self._catalog.wait_until_ready(timeout_s)
         return self._catalog.delete(keys)
 
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
         """Forget all such blocks. Without a prefix all files go."""
+        self._catalog.wait_until_ready(timeout_s)
         return self._catalog.clear(prefix)
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait for an index that is being made anew; TimeoutError where that takes longer."""
+        self._catalog.wait_until_ready(timeout_s)
 
     def usage(self) -> Usage:
         """Blocks being written count."""

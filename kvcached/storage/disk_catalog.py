@@ -11,17 +11,14 @@ import errno
 import logging
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvcached.storage.disk_index import ROW, DiskIndex, Entry, IndexDamaged, create_index, place_of
+from kvcached.storage.disk_index import DiskIndex, Entry, IndexDamaged, create_index, place_of
+from kvcached.storage.disk_opening import new_index, open_index
 from kvcached.storage.disk_settings import DiskSettings
-from kvcached.storage.disk_slots import Label, Labelled, SlotFile
+from kvcached.storage.disk_slots import Label, SlotFile
 from kvcached.storage.disk_space import DiskSpace, slot_bytes_for
 from kvcached.storage.interface import DONE, Block, Outcome, Result, Usage
 
@@ -30,8 +27,8 @@ _STAMPS_MAX: Final = 512
 #: Blocks that are forgotten at a time while others wait: by their prefix; by their age, which takes a scan each time.
 _CLEARED_AT_A_TIME: Final = 1 << 10
 _EXPIRED_AT_A_TIME: Final = 1 << 14
-#: Blocks by which labels and index may differ at the start, and a 64th: what was in flight when a process was killed.
-_IN_FLIGHT_MAX: Final = 2048
+#: How long opening a directory waits for the index. What takes longer goes on; nothing is found or stored meanwhile.
+_PATIENCE_S: Final = 5.0
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NS_PER_S: Final = 10**9
 
@@ -65,9 +62,27 @@ class DiskCatalog:
         self._swept_ns = 0
         self._index_path = settings.directory / "index.db"
         self._space = DiskSpace(settings)
-        self._index = self._open_index()
-        with self._locked(), self._index.changes():
-            self._give_back_excess()
+        self._failure: Exception | None = None
+        self._ready = threading.Event()
+        self._start_opening("")
+        self._ready.wait(_PATIENCE_S)
+        self.is_ready()
+
+    def is_ready(self) -> bool:
+        """Whether the index is there. While it is checked or made anew nothing is known and nothing can be written."""
+        if self._failure is not None:
+            raise self._failure
+        return self._ready.is_set()
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait for the index.
+
+        Raises:
+            TimeoutError: it takes longer.
+        """
+        if not self._ready.wait(timeout_s):
+            raise TimeoutError(f"{self._index_path} is still being made")
+        self.is_ready()
 
     def places(self, keys: Iterable[bytes]) -> dict[bytes, Place]:
         """Where blocks are, as far as the index knows."""
@@ -112,35 +127,43 @@ class DiskCatalog:
         self._sweep()
         classes = [slot_bytes_for(size) for size in sizes]
         taken: dict[int, list[Slot]] = {each: [] for each in classes}
-        with self._locked():
-            self._note_uses()
-            try:
+        try:
+            with self._locked():
+                self._note_uses()
                 with self._index.changes():
                     if self._give_back_excess():
                         for slot_bytes, slots in taken.items():
                             self._take(slot_bytes, classes.count(slot_bytes), slots)
-            except (IndexDamaged, sqlite3.OperationalError, OSError) as error:
-                for slots in taken.values():
-                    _set_free(slots)
-                    slots.clear()
-                if not has_no_room(error):
-                    raise
+        except (IndexDamaged, sqlite3.OperationalError, OSError) as error:
+            self._undo(slot for slots in taken.values() for slot in slots)
+            if not has_no_room(error):
+                raise
+            return [None] * len(sizes)
         return [taken[each].pop(0) if taken[each] else None for each in classes]
 
     def record(self, blocks: Sequence[Block], slots: Sequence[Slot | None], results: Sequence[Result]) -> list[Result]:
         """What was written gets its label and its entry; other slots are free again."""
-        recorded: list[Result] = []
-        with self._locked():
-            try:
-                with self._index.changes():
-                    for block, slot, result in zip(blocks, slots, results, strict=True):
-                        recorded.append(result if slot is None else self._record_one(block, *slot, result))
-            except (IndexDamaged, sqlite3.OperationalError, OSError) as error:
-                _set_free(slots)
-                if not has_no_room(error):
-                    raise
-                return [Result(Outcome.FULL, str(error))] * len(blocks)
-        return recorded
+        try:
+            with self._locked(), self._index.changes():
+                return [
+                    result if slot is None else self._record_one(block, *slot, result)
+                    for block, slot, result in zip(blocks, slots, results, strict=True)
+                ]
+        except (IndexDamaged, sqlite3.OperationalError, OSError) as error:
+            self._undo(slots)
+            if not has_no_room(error):
+                raise
+            return [Result(Outcome.FULL, str(error))] * len(blocks)
+
+    def _undo(self, slots: Iterable[Slot | None]) -> None:
+        """Slots that were reserved, whatever has become of them since, are free."""
+        with self._lock:
+            for file, slot in (each for each in slots if each is not None):
+                if slot not in file.free and not file.is_retired:
+                    try:
+                        file.release(slot)
+                    except OSError as error:
+                        _log.warning("slot %d of file %d stays unused: %s", slot, file.number, error)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget blocks; returns how many there were."""
@@ -166,14 +189,16 @@ class DiskCatalog:
 
     def close(self) -> None:
         """Note what was used last, and close all files."""
+        self._opener.join()
         with self._lock:
-            try:
-                self._note_uses()
-                self._index.close()
-            except IndexDamaged as damage:
-                _log.warning("the next start makes %s anew: %s", self._index_path, damage)
-                self._index.close()
-                self._index_path.unlink(missing_ok=True)
+            if self._failure is None:
+                try:
+                    self._note_uses()
+                    self._index.close()
+                except IndexDamaged as damage:
+                    _log.warning("the next start makes %s anew: %s", self._index_path, damage)
+                    self._index.close()
+                    self._index_path.unlink(missing_ok=True)
             self._space.files.clear()
 
     def _clear_all(self) -> int:
@@ -204,12 +229,34 @@ class DiskCatalog:
     def _locked(self) -> Iterator[None]:
         """Hold the lock. An index that turns out to be damaged is made anew, and this call has failed."""
         with self._lock:
+            if not self.is_ready():
+                raise IndexDamaged(f"{self._index_path} is being made anew")
             try:
                 yield
             except IndexDamaged as damage:
                 self._index.close()
-                self._index = self._new_index(str(damage))
+                self._start_opening(str(damage))
                 raise
+
+    def _start_opening(self, damage: str) -> None:
+        """Open the index, or make it anew if damage is known. In a thread: that may take longer than callers wait."""
+        self._ready.clear()
+        self._opener = threading.Thread(target=self._open, args=(damage,), name="disk index", daemon=True)
+        self._opener.start()
+
+    def _open(self, damage: str) -> None:
+        try:
+            self._index = (
+                new_index(self._index_path, self._space, damage)
+                if damage
+                else open_index(self._index_path, self._space)
+            )
+            with self._lock, self._index.changes():
+                self._give_back_excess()
+        except (IndexDamaged, sqlite3.Error, OSError) as error:
+            _log.error("the index %s can neither be opened nor made: %s", self._index_path, error)
+            self._failure = error
+        self._ready.set()
 
     # --- what follows is called with the lock held
 
@@ -298,56 +345,10 @@ class DiskCatalog:
             file.release(slot)
         return DONE
 
-    def _open_index(self) -> DiskIndex:
-        try:
-            index = DiskIndex(self._index_path)
-        except IndexDamaged as damage:
-            return self._new_index(str(damage))
-        labels, entries = self._space.blocks, index.count()
-        if abs(labels - entries) <= _IN_FLIGHT_MAX + labels // 64:
-            return index
-        index.close()
-        return self._new_index(f"it has {entries} blocks and the labels {labels}")
-
-    def _new_index(self, reason: str) -> DiskIndex:
-        """An index of all labels. Damaged ones are erased."""
-        started, damaged = time.monotonic(), 0
-
-        def rows() -> Iterator[NDArray[np.void]]:
-            nonlocal damaged
-            for file in self._space.files.values():
-                for found in file.labelled():
-                    for slot in found.damaged:
-                        file.release(slot)
-                    damaged += len(found.damaged)
-                    yield _rows(file, found)
-
-        index = create_index(self._index_path, rows())
-        _log.log(
-            logging.WARNING if self._space.files else logging.INFO,
-            "made a new index %s in %.1f s (the old one: %s); blocks: %d, damaged labels: %d",
-            self._index_path,
-            time.monotonic() - started,
-            reason,
-            index.count(),
-            damaged,
-        )
-        return index
-
 
 def _entry(place: Place) -> Entry:
     key, size_bytes, stored_ns = place.label
     return Entry(key, place_of(place.file.number, place.slot), place.file.slot_bytes, size_bytes, stored_ns)
-
-
-def _rows(file: SlotFile, found: Labelled) -> NDArray[np.void]:
-    rows = np.empty(len(found.slots), ROW)
-    rows["place"] = found.slots + place_of(file.number, 0)
-    rows["slot_bytes"] = file.slot_bytes
-    for name in ("key", "size", "stored"):
-        rows[name] = found.labels[name]
-    rows["used"] = rows["stored"]
-    return rows
 
 
 def _is_labelled(place: Place) -> bool:
@@ -355,16 +356,6 @@ def _is_labelled(place: Place) -> bool:
         return place.file.label(place.slot) == place.label
     except OSError:
         return False
-
-
-def _set_free(slots: Iterable[Slot | None]) -> None:
-    """Slots that were reserved, whatever has become of them since, are free."""
-    for file, slot in (each for each in slots if each is not None):
-        if slot not in file.free and not file.is_retired:
-            try:
-                file.release(slot)
-            except OSError as error:
-                _log.warning("slot %d of file %d stays unused: %s", slot, file.number, error)
 
 
 def has_no_room(error: Exception) -> bool:

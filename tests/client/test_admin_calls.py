@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvcached_client import Admin, DaemonFailure, DeadlineExceeded, ErrorCode
+from kvcached_client import Admin, DaemonFailure, DaemonUnreachable, DeadlineExceeded, ErrorCode
 from kvcached_client.protocol import (
     Acquire,
     ClearReplica,
@@ -15,15 +17,20 @@ from kvcached_client.protocol import (
     Header,
     Pause,
     Paused,
+    Pin,
+    Pinned,
     PolicySet,
     ReplicaCleared,
+    Request,
     Resume,
     Resumed,
     SetPolicy,
     SetWeights,
+    Unpin,
+    Unpinned,
 )
 from kvcached_client.types import WritePolicy
-from tests.client.fake_daemon import FakeDaemon
+from tests.client.fake_daemon import SILENCE, FakeDaemon
 from tests.client.test_calls import Connect, failing, silent_on
 
 
@@ -69,6 +76,20 @@ def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
     ]
 
 
+def test_admin_pins_and_unpins_by_keys(daemon: FakeDaemon) -> None:
+    """The keys of a prefix are the frame; what is kept of it is the answer."""
+    replies: list[Header] = [Pinned(id=1, device=2, host=1), Unpinned(id=2, was_pinned=True)]
+    daemon.script = lambda request, _: (replies[request.id - 1], [])
+    with Admin.connect(daemon.run_dir) as admin:
+        assert admin.pin("default", bytes(32), ttl_ms=9) == replies[0]
+        assert admin.unpin("default", bytes(32))
+
+    assert daemon.requests == [
+        (Pin(id=1, target="default", ttl_ms=9), [bytes(32)]),
+        (Unpin(id=2, target="default"), [bytes(32)]),
+    ]
+
+
 def test_admin_waits_for_longer_than_the_daemon(daemon: FakeDaemon) -> None:
     """What the daemon may take for its answer comes on top of what a call may take, so its answer is heard."""
     daemon.script = silent_on(Pause)
@@ -77,6 +98,41 @@ def test_admin_waits_for_longer_than_the_daemon(daemon: FakeDaemon) -> None:
         admin.pause(deadline_ms=300)
 
     assert time.monotonic() - start_s >= 0.4
+
+
+def test_admin_notices_that_the_daemon_dies(daemon: FakeDaemon) -> None:
+    """A call that may wait for a minute ends when the daemon does, and the next one finds the next daemon."""
+    came = threading.Event()
+
+    def script(request: Request, _: list[bytes]) -> tuple[Header, list[bytes]] | None:
+        came.set()
+        return SILENCE, []
+
+    daemon.script = script
+    with Admin.connect(daemon.run_dir, deadline_ms=10_000) as admin, ThreadPoolExecutor(1) as caller:
+        call = caller.submit(admin.clear, "default")
+        assert came.wait(10)
+        daemon.stop()
+        with pytest.raises(DaemonUnreachable, match="was gone before it answered"):
+            call.result(timeout=10)
+        (daemon.run_dir / "attach.sock").unlink()
+        successor = FakeDaemon(daemon.run_dir)
+        try:
+            successor.script = lambda request, _: (Resumed(id=request.id, state="serving"), [])
+            assert admin.resume().state == "serving"
+        finally:
+            successor.stop()
+
+
+def test_admin_waits_for_a_daemon_no_longer_than_for_a_call(daemon: FakeDaemon) -> None:
+    """A daemon that died before the call is noticed within the client's own deadline, however long a clear may take."""
+    with Admin.connect(daemon.run_dir, deadline_ms=100) as admin:
+        daemon.stop()
+        start_s = time.monotonic()
+        with pytest.raises(DaemonUnreachable):
+            admin.clear("default")
+
+    assert time.monotonic() - start_s < 10
 
 
 def test_draining_daemon_is_a_miss_and_keeps_the_session(daemon: FakeDaemon, connect: Connect) -> None:

@@ -187,6 +187,29 @@ def test_commit_behind_anothers_load_is_cut_short(new_tiers: MakeTiers) -> None:
     assert (again.depth, again.duplicates, again.adopted) == (6, 4, 2)
 
 
+def test_commit_behind_a_short_one_may_name_its_slots_as_one_range(
+    new_tiers: MakeTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots that a commit did not take in stay in the order of their blocks: one range may hold them and the next."""
+    monkeypatch.setattr("kvcached.core.loads.LOAD_BLOCKS_MAX", 2)
+    cache = new_tiers("ab")
+    engine = Engine(cache, "b")
+    grant = engine.acquire("abcdef")
+    stored(cache, "abcd", "a")
+    workers = Workers(cache)
+    _, (first, second) = loading(engine, workers, "abcd")
+    workers.answer(first)
+    short = engine.commit(grant, "abcd")
+    workers.answer(second)
+    slots = cut(array("i", grant.ranges), short.depth)[1]
+
+    rest = cache.commit(
+        engine.session, engine.epoch, grant.lease, short.depth, keys_of("abcdef")[32:], slots, FenceSequence(0)
+    )
+
+    assert (short.depth, rest.depth, len(slots)) == (2, 6, 2)
+
+
 def test_retry_of_a_request_whose_hit_was_cut_tells_what_it_holds_now(
     new_tiers: MakeTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

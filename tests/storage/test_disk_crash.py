@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.storage import disk_catalog
+from kvcached.storage import disk_opening
 from kvcached.storage.disk_index import IndexDamaged
 from kvcached.storage.interface import DONE, Outcome, Storage
 from tests.project.source_tree import ROOT
@@ -67,7 +67,7 @@ def test_index_of_an_earlier_time_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An index that knows more blocks or fewer than the labels, by more than was in flight, is not believed."""
-    monkeypatch.setattr(disk_catalog, "_IN_FLIGHT_MAX", 8)
+    monkeypatch.setattr(disk_opening, "_IN_FLIGHT_MAX", 8)
     with opened(tmp_path / "d") as storage:
         put(storage, *range(10))
     old = (tmp_path / "d" / "index.db").read_bytes()
@@ -111,6 +111,7 @@ def test_damaged_index_leads_to_no_wrong_bytes(tmp_path: Path, trials: int) -> N
                 try:
                     found += get(storage, number) == DONE
                 except IndexDamaged:  # this call has failed; the next one has a new index
+                    storage.wait_until_ready(TIMEOUT_S)
                     found += get(storage, number) == DONE
 
         with opened(tmp_path / "d") as storage:
@@ -133,6 +134,7 @@ def test_index_that_is_damaged_while_open_is_made_anew(tmp_path: Path, caplog: p
 
         with pytest.raises(IndexDamaged):
             storage.get([asked(number) for number in BLOCKS], timeout_s=TIMEOUT_S)
+        storage.wait_until_ready(TIMEOUT_S)
 
         assert all(get(storage, number) == DONE for number in BLOCKS)
     assert "made a new index" in caplog.text

@@ -25,6 +25,14 @@ verify_loads = true
 [attached]
 namespaces_max = 8
 """
+STORAGE = """
+[storage]
+
+[storage.settings]
+directory = "{directory}"
+capacity_bytes = 67108864
+free_space_floor_bytes = 0
+"""
 #: How long what must happen by itself may take: a session that ends, a link that is made again.
 CHANGE_TIMEOUT_S = 30
 #: Between two questions. Asking all the time would take a core away from vLLM.
@@ -32,12 +40,14 @@ PAUSE_S = 0.02
 
 
 class CacheDaemon:
-    """A supervised daemon with a host pool of so many slabs. Started by `start`, not before."""
+    """A supervised daemon with a host pool of so many slabs, and with storage on disk if wanted. Started by `start`, not before."""
 
-    def __init__(self, directory: Path, *, slabs: int = 64) -> None:
+    def __init__(self, directory: Path, *, slabs: int = 64, has_storage: bool = False) -> None:
         self.run_dir = directory / "run"
         self._directory = directory
         self._config = CONFIG.format(size_bytes=slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES)
+        if has_storage:
+            self._config += STORAGE.format(directory=directory / "disk")
         self._parts = contextlib.ExitStack()
         self._supervised: Supervised | None = None
         self._was_killed = False
@@ -90,6 +100,11 @@ class CacheDaemon:
             while not reached(stats := admin.stats()):
                 assert time.monotonic() < deadline, f"not {what} after {CHANGE_TIMEOUT_S} s: {stats}"
                 pause.wait(PAUSE_S)
+
+    def until_stored(self, blocks: int) -> None:
+        """Wait until storage has so many blocks."""
+        with Admin.connect(self.run_dir) as admin:
+            self.until(lambda _: admin.storage().blocks >= blocks, f"{blocks} blocks in storage")
 
     def until_sessions(self, sessions: int) -> None:
         """Wait until there are as many sessions."""

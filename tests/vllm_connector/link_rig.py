@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 from kvcached_client.attach import SessionGrant
 from kvcached_client.attached import Hold, Piece, PreparedLoad, PreparedStore
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, KvcachedError, request_error
+from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.types import LeaseId, TransferId
 from kvcached_client.vllm import link as link_module
 from kvcached_client.vllm.commands import (
@@ -21,6 +24,7 @@ from kvcached_client.vllm.commands import (
     Offer,
     Seek,
 )
+from kvcached_client.vllm.fetches import PrefetchMode
 from kvcached_client.vllm.link import Link
 
 PLAN = PreparedStore(TransferId(9), 2, 1, (Piece(0, 2),), np.arange(2, dtype=np.int32))
@@ -32,6 +36,31 @@ DRAINING = request_error(ErrorCode.DRAINING, "the daemon is draining", "wait")
 EXPIRED = request_error(ErrorCode.SESSION_EXPIRED, "the session is over", "connect again")
 GONE = DaemonUnreachable("gone")
 SLOW = DeadlineExceeded("slow")
+FETCHED = PrefetchResult(2, 2, is_over=True, reason="fetched")
+UNAVAILABLE = PrefetchResult(0, 0, is_over=True, reason="unavailable")
+
+
+class FakePending:
+    """A prefetch whose end a test says; then it is over for a reason, or fails."""
+
+    def __init__(self, client: FakeClient) -> None:
+        self.is_over = False
+        self.is_abandoned = False
+        self._client = client
+        self._end: PrefetchResult | KvcachedError = FETCHED
+
+    def end(self, end: PrefetchResult | KvcachedError = FETCHED) -> None:
+        self._end = end
+        self.is_over = True
+        self._client.say()
+
+    def result(self) -> PrefetchResult:
+        if isinstance(self._end, KvcachedError):
+            raise self._end
+        return self._end
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
 
 
 class FakeClient:
@@ -40,8 +69,12 @@ class FakeClient:
     def __init__(self, number: int, **answers: Any) -> None:
         self.session = SessionGrant(id=100 + number, token=bytes(32), run_dir="/run/kvcached")
         self.is_alive = True
+        self.is_patient = True  #: listens for as long as it is told to
         self.calls: list[tuple[Any, ...]] = []
         self.entered = threading.Event()
+        self.pending: list[FakePending] = []
+        self.listened = threading.Event()
+        self._said = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._called = threading.Semaphore(0)
         self.go_on = threading.Event()
         self.go_on.set()
@@ -72,6 +105,22 @@ class FakeClient:
 
     def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Any:
         return self._answer("acquire", request, keys, tokens, full)
+
+    def begin_prefetch(self, keys: bytes, tokens: int, *, stop: str = "timeout", deadline_ms: int | None = None) -> Any:
+        self._answer("begin_prefetch", keys, tokens, stop)
+        self.pending.append(FakePending(self))
+        return self.pending[-1]
+
+    def listen(self, wake: int, timeout_s: float) -> bool:
+        self.listened.set()
+        ready, _, _ = select.select([wake, self._said], [], [], timeout_s if self.is_patient else 0)
+        if self._said in ready:
+            os.eventfd_read(self._said)
+        return bool(ready)
+
+    def say(self) -> None:
+        """Wake a link that listens, as any message does."""
+        os.eventfd_write(self._said, 1)
 
     def prepare_load(self, lease: int, start: int, blocks: int) -> Any:
         return self._answer("prepare_load", lease, start, blocks)
@@ -113,9 +162,9 @@ class Events(deque[Event]):
 class Rig:
     """A link over sessions that a test hands out one by one."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefetch: PrefetchMode = "off") -> None:
         self.now = 0.0
-        self.link = Link(clock=lambda: self.now)
+        self.link = Link(prefetch=prefetch, clock=lambda: self.now)
         self.events = self.link._events = Events()
         self.sessions: list[FakeClient | KvcachedError] = []
         self.tries = threading.Semaphore(0)
@@ -146,6 +195,14 @@ class Rig:
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(link_module, "PAUSE_S_MIN", 0.001)
     rig = Rig()
+    yield rig
+    rig.link.close()
+
+
+@pytest.fixture
+def fetching_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(link_module, "PAUSE_S_MIN", 0.001)
+    rig = Rig("timeout")
     yield rig
     rig.link.close()
 

@@ -1,0 +1,186 @@
+"""The command without a daemon: its arguments, what it works out by itself, its ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvcached import VERSION
+from kvcached.cli import ExitCode, main
+from tests.project.daemon_process import clean_environment
+from tests.project.source_tree import ROOT
+
+GOOD = str(ROOT / "configs/cpu-tp2.toml")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_cli_capacity_needs_no_daemon() -> None:
+    """Capacity is worked out from the file: both pools, all shards, and what a slab holds."""
+    path = str(ROOT / "configs/cpu-host.toml")
+
+    printed = json.loads(run("capacity", "--config", path, "--json").stdout)
+    text = run("capacity", "--config", path).stdout
+
+    first, second = printed["replicas"]
+    assert (first["replica"], second["replica"], first["namespace"]) == ("a", "b", second["namespace"])
+    assert (first["bytes_per_block"], first["device_slots"], first["device_tokens"]) == (196608, 256, 4096)
+    assert (first["host_slots_per_slab"], first["host_slots"], first["host_tokens"]) == (341, 4 * 341, 4 * 341 * 16)
+    assert (printed["host_bytes"], printed["device_bytes"]) == (256 << 20, 2 * 256 * 196608)
+    assert printed["total_bytes"] == printed["host_bytes"] + printed["device_bytes"]
+    assert "host slots per slab: 341\n" in text
+
+
+def test_cli_capacity_counts_all_shards_and_no_host_tier() -> None:
+    """A block is as large as its parts on all shards; without a host tier there is no room in it."""
+    printed = json.loads(run("capacity", "--config", GOOD, "--json").stdout)
+
+    (replica,) = printed["replicas"]
+    assert (replica["bytes_per_block"], replica["device_bytes"]) == (196608, 256 * 196608)
+    assert (replica["host_slots_per_slab"], printed["host_slabs"], printed["host_bytes"]) == (0, 0, 0)
+
+
+def test_cli_without_a_daemon_is_unreachable(tmp_path: Path) -> None:
+    """Against a run directory without a daemon, a command ends with exit code 4 at its deadline."""
+    result = run("health", "--run-dir", str(tmp_path), "--deadline-ms", "100")
+
+    assert result.exit_code == ExitCode.UNREACHABLE
+
+
+def test_cli_with_an_impossible_run_dir_is_wrong_usage() -> None:
+    """A run directory whose sockets no path could name is wrong usage, not a missing daemon."""
+    assert run("stats", "--run-dir", f"/{'x' * 200}").exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["no-such-command"],
+        ["serve"],
+        ["serve", "--config", "/no/such/file.toml"],
+        ["check-config", "--config", GOOD, "--run-dir", "relative"],
+        ["check-config", "--config", GOOD, "--log-level", "loud"],
+        ["health", "--deadline-ms", "0"],
+        ["demo", "--tp", "3"],
+        ["tree", "--levels", "65"],
+        ["tree", "--children", "0"],
+        ["inspect"],
+        ["inspect", "0f0f"],
+        ["inspect", "0x" + "0f" * 15],
+        ["inspect", "g" * 32],
+        ["capacity"],
+        ["capacity", "--config", "/no/such/file.toml"],
+    ],
+)
+def test_cli_wrong_usage_exits_with_2(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong usage and wrong configuration exit with 2 and say why on stderr."""
+    monkeypatch.delenv("KVCACHED_CONFIG", raising=False)
+
+    result = run(*arguments)
+
+    assert (result.exit_code, result.stdout) == (ExitCode.USAGE, "")
+    assert result.stderr
+
+
+def test_cli_check_config_prints_effective_values_and_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """check-config prints what is in effect, options and variables included, and what it comes to."""
+    monkeypatch.setenv("KVCACHED_REPLICA__0__SLOTS", "32")
+
+    result = run("check-config", "--config", GOOD, "--run-dir", "/run/x", "--json")
+
+    printed = json.loads(result.stdout)
+    assert (printed["config"]["run_dir"], printed["config"]["session_ttl_ms"]) == ("/run/x", 30000)
+    assert (printed["figures"][0]["slots"], printed["figures"][0]["tokens"]) == (32, 512)
+    text = run("check-config", "--config", GOOD, "--run-dir", "/run/x").stdout
+    assert 'run_dir = "/run/x"' in text
+    assert "tokens 512" in text
+
+
+def test_cli_serve_that_cannot_start_exits_with_3(tmp_path: Path) -> None:
+    """A daemon that cannot start says why on stderr and exits with 3."""
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+
+    result = subprocess.run(
+        [sys.executable, "-m", "kvcached", "serve", "--config", GOOD, "--run-dir", str(in_the_way / "run")],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert (result.returncode, result.stdout) == (ExitCode.START_FAILED, "")
+    assert str(in_the_way) in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_cli_version_imports_neither_client_nor_configuration() -> None:
+    """`kvcached version` prints the version without loading what it does not need."""
+    code = "import sys; sys.argv[1:] = ['version']; from kvcached.cli import main; main(standalone_mode=False);"
+    code += "print([name for name in ('zmq', 'pydantic', 'numpy', 'rich', 'torch') if name in sys.modules])"
+
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert result.stdout.split("\n")[:2] == [VERSION, "[]"]
+
+
+def test_cli_has_the_option_version() -> None:
+    """`kvcached --version` prints what `kvcached version` prints."""
+    assert run("--version").stdout == run("version").stdout == f"{VERSION}\n"
+
+
+@pytest.mark.parametrize("module", ["click", "pydantic", "kvcached.daemon"])
+def test_cli_interrupted_exits_with_130(module: str, tmp_path: Path) -> None:
+    """Ctrl-C while the command is still being imported, and later, ends it with 130 and without a traceback."""
+    code = f"""
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv[1:] = ["serve", "--config", {GOOD!r}, "--run-dir", {str(tmp_path / "run")!r}]
+from kvcached.__main__ import run
+run()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=clean_environment(), capture_output=True, timeout=30, check=False
+    )
+
+    assert (result.returncode, result.stdout, result.stderr) == (ExitCode.INTERRUPTED, b"", b"")
+    assert not (tmp_path / "run").exists()
+
+
+def test_cli_help_shows_defaults_and_variables() -> None:
+    """--help shows each option's default, and the variable where there is one."""
+    text = run("health", "--help").stdout
+
+    assert "default: 5000" in text
+    assert "KVCACHED_RUN_DIR" in text
+    assert "XDG_RUNTIME_DIR" in text
+
+
+def test_cli_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kvcached demo` passes its options to the demo and exits with what the demo returns."""
+    calls: list[dict[str, object]] = []
+    import kvcached.demo  # noqa: PLC0415 - the module whose function is replaced
+
+    def fake_demo(**options: object) -> int:
+        calls.append(options)
+        return 1
+
+    monkeypatch.setattr(kvcached.demo, "run_demo", fake_demo)
+
+    assert run("demo", "--tp", "1", "--json").exit_code == 1
+    assert calls == [{"json_output": True, "tp": 1}]

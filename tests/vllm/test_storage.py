@@ -1,0 +1,59 @@
+"""What storage keeps for a server outlives every process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.cache_daemon import CacheDaemon
+from tests.vllm.completions import BLOCK_SIZE
+from tests.vllm.conftest import Prompts
+from tests.vllm.fleet import assert_same
+from tests.vllm.server import VllmServer, ended
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+BLOCKS = 8
+
+
+@pytest.fixture
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a path that is short enough for sockets."""
+    return tmp_path_factory.mktemp("disk")
+
+
+@contextlib.contextmanager
+def everything(directory: Path, model: Path) -> Iterator[tuple[CacheDaemon, VllmServer]]:
+    """A daemon with storage and a server on it; both end in order, the server first."""
+    daemon = CacheDaemon(directory, has_storage=True)
+    daemon.start()
+    try:
+        with ended(VllmServer(directory, "server", model, run_dir=daemon.run_dir)) as server:
+            server.wait_until_ready()
+            daemon.until_sessions(1)
+            yield daemon, server
+    finally:
+        daemon.stop()
+
+
+def test_hits_come_from_disk_after_all_was_stopped(directory: Path, models: Path, prompt: Prompts) -> None:
+    """After server and daemon were stopped, and started on empty memory, a prompt is hit on disk, the answer as ever.
+
+    It is compared with the one that the server gave when it had the same blocks in its own prefix cache.
+    """
+    tokens, others = prompt(BLOCKS), prompt(BLOCKS, "never stored")
+    with everything(directory, models / "model") as (daemon, server):
+        computed = server.complete(tokens)
+        expected = server.complete(tokens)
+        daemon.until_stored(BLOCKS)
+    assert (computed.cached_tokens, expected.cached_tokens) == (0, (BLOCKS - 1) * BLOCK_SIZE)
+    with everything(directory, models / "model") as (daemon, server):
+        assert daemon.stats().hosts[0].states["cached"] == 0
+        assert_same(server.complete(tokens), expected)
+        assert daemon.count("prefetched_blocks") == BLOCKS - 1
+        assert server.metric("vllm:kvcached_loaded_blocks_total") == BLOCKS - 1
+        assert server.complete(others).cached_tokens == 0
+        daemon.until_idle()
