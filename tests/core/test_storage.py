@@ -15,7 +15,7 @@ from kvcached.core.ranges import slot_count
 from kvcached.core.storage import StorageSpec
 from kvcached.core.storage_state import BackupPolicy, PrefetchEnd, PrefetchState
 from kvcached_client.types import MissReason
-from tests.core.attached_engine import AttachedEngine, space
+from tests.core.attached_engine import AttachedEngine
 from tests.core.engine import EPOCH, TTL_MS, Engine, healthy
 from tests.core.host_tier import make_tiers
 from tests.core.storage_world import StorageWorld
@@ -63,6 +63,16 @@ def store(world: StorageWorld, engine: AttachedEngine, text: str) -> None:
 def forget(engine: AttachedEngine) -> None:
     """The host pool loses all that nobody holds."""
     engine.core.spaces.by_root[engine.spec.root].tree.shed_host("test")
+
+
+def shelved(world: StorageWorld, *texts: str) -> AttachedEngine:
+    """An engine whose prompts are in storage and nowhere else."""
+    engine = AttachedEngine(world.cache)
+    for text in texts:
+        store(world, engine, text)
+    world.answer_all()
+    forget(engine)
+    return engine
 
 
 def test_every_host_copy_is_written_once(new_world: Callable[..., StorageWorld]) -> None:
@@ -127,10 +137,7 @@ def test_never_writes_nothing(new_world: Callable[..., StorageWorld]) -> None:
 def test_what_the_host_pool_lost_comes_back(new_world: Callable[..., StorageWorld]) -> None:
     """Blocks that left the host pool come back from storage, in order, and are not written there again."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
-    store(world, engine, "abcdef")
-    world.answer_all()
-    forget(engine)
+    engine = shelved(world, "abcdef")
     fetched = world.prefetch(engine.session, "abcdefgh")
     world.answer_all()
 
@@ -142,10 +149,7 @@ def test_what_the_host_pool_lost_comes_back(new_world: Callable[..., StorageWorl
 def test_only_hits_are_reserved(new_world: Callable[..., StorageWorld]) -> None:
     """A question reserves nothing, and an answer only slots for what storage has."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
-    store(world, engine, "ab")
-    world.answer_all()
-    forget(engine)
+    engine = shelved(world, "ab")
     world.prefetch(engine.session, LONG)
     world.take()
     assert engine.states[1] == 0
@@ -160,10 +164,7 @@ def test_only_hits_are_reserved(new_world: Callable[..., StorageWorld]) -> None:
 def test_too_few_hits_are_not_fetched(new_world: Callable[..., StorageWorld]) -> None:
     """Below the threshold a prefetch ends after the question, and nothing was reserved."""
     world = new_world(threshold_blocks=3)
-    engine = AttachedEngine(world.cache)
-    store(world, engine, "ab")
-    world.answer_all()
-    forget(engine)
+    engine = shelved(world, "ab")
     asked = world.prefetch(engine.session, "abcdef")
     world.answer_all()
 
@@ -174,10 +175,7 @@ def test_too_few_hits_are_not_fetched(new_world: Callable[..., StorageWorld]) ->
 def test_block_that_is_not_there_after_all_ends_the_hit(new_world: Callable[..., StorageWorld]) -> None:
     """Where a block does not come, those before it are kept, and those behind it are given back."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
-    store(world, engine, "abcdef")
-    world.answer_all()
-    forget(engine)
+    engine = shelved(world, "abcdef")
     fetched = world.prefetch(engine.session, "abcdef")
     world.take()
     world.answer(0)
@@ -193,11 +191,8 @@ def test_block_that_is_not_there_after_all_ends_the_hit(new_world: Callable[...,
 def test_batches_may_come_in_any_order(new_world: Callable[..., StorageWorld]) -> None:
     """Several copies of one chain are under way at once; what comes early waits for what lies before it."""
     world = new_world(slabs=64)
-    engine = AttachedEngine(world.cache, space(per_slab=4))
     text = (LONG * 10)[: FETCH_BLOCKS_MAX * (FETCHES_PER_CHAIN + 1)]
-    store(world, engine, text)
-    world.answer_all()
-    forget(engine)
+    engine = shelved(world, text)
     world.prefetch(engine.session, text)
     world.take()
     world.answer(0)
@@ -216,11 +211,8 @@ def test_batches_may_come_in_any_order(new_world: Callable[..., StorageWorld]) -
 def test_stopping_keeps_what_was_begun(new_world: Callable[..., StorageWorld]) -> None:
     """Whoever stops waiting frees no slot that storage still writes: what was begun comes, and no more is begun."""
     world = new_world(slabs=64)
-    engine = AttachedEngine(world.cache, space(per_slab=4))
     text = (LONG * 10)[: FETCH_BLOCKS_MAX * (FETCHES_PER_CHAIN + 1)]
-    store(world, engine, text)
-    world.answer_all()
-    forget(engine)
+    engine = shelved(world, text)
     fetched = world.prefetch(engine.session, text)
     world.take()
     world.answer(0)
@@ -237,10 +229,7 @@ def test_stopping_keeps_what_was_begun(new_world: Callable[..., StorageWorld]) -
 def test_two_requests_share_a_prefetch(new_world: Callable[..., StorageWorld]) -> None:
     """A prompt that is on its way already is not fetched twice."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
-    store(world, engine, "abc")
-    world.answer_all()
-    forget(engine)
+    engine = shelved(world, "abc")
     first = world.prefetch(engine.session, "abc")
     second = world.prefetch(AttachedEngine(world.cache).session, "abc")
     effects = world.take()
@@ -253,10 +242,7 @@ def test_two_requests_share_a_prefetch(new_world: Callable[..., StorageWorld]) -
 def test_blocks_that_were_stored_meanwhile_are_given_back(new_world: Callable[..., StorageWorld]) -> None:
     """Where an engine has stored the same blocks during a fetch, its copies stay, and the others' slots are free."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
-    store(world, engine, "abc")
-    world.answer_all()
-    forget(engine)
+    engine = shelved(world, "abc")
     fetched = world.prefetch(engine.session, "abc")
     world.take()
     world.answer(0)
@@ -272,10 +258,7 @@ def test_blocks_that_were_stored_meanwhile_are_given_back(new_world: Callable[..
 def test_prefix_that_has_gone_takes_the_fetched_along(new_world: Callable[..., StorageWorld]) -> None:
     """Blocks whose prefix was evicted during their fetch are not put into the index."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
-    store(world, engine, "abcd")
-    world.answer_all()
-    forget(engine)
+    engine = shelved(world, "abcd")
     store(world, engine, "ab")
     world.answer_all()
     fetched = world.prefetch(engine.session, "abcd")
@@ -292,10 +275,7 @@ def test_prefix_that_has_gone_takes_the_fetched_along(new_world: Callable[..., S
 def test_lost_storage_gives_everything_back(new_world: Callable[..., StorageWorld]) -> None:
     """When the storage process is dead, prefetches are over, their slots free, and what it read is pinned no more."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
-    store(world, engine, "abc")
-    world.answer_all()
-    forget(engine)
+    engine = shelved(world, "abc")
     store(world, engine, "xy")
     fetched = world.prefetch(engine.session, "abc")
     world.take()
@@ -328,10 +308,7 @@ def test_suspended_storage_is_not_asked(new_world: Callable[..., StorageWorld]) 
 def test_suspended_storage_keeps_what_it_writes(new_world: Callable[..., StorageWorld]) -> None:
     """Slots that a slow storage may still write are nobody else's, however long it takes, and come back in the end."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
-    store(world, engine, "abc")
-    world.answer_all()
-    forget(engine)
+    engine = shelved(world, "abc")
     fetched = world.prefetch(engine.session, "abc")
     world.take()
     world.answer(0)
@@ -368,10 +345,7 @@ def test_failed_writes_are_tried_again_and_given_up(new_world: Callable[..., Sto
 def test_cleared_namespace_gets_nothing_of_before(new_world: Callable[..., StorageWorld]) -> None:
     """A fetch that is under way when its namespace is cleared brings nothing into the new generation."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
-    store(world, engine, "abc")
-    world.answer_all()
-    forget(engine)
+    engine = shelved(world, "abc")
     fetched = world.prefetch(engine.session, "abc")
     world.take()
     world.answer(0)
