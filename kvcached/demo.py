@@ -2,9 +2,10 @@
 
 Rounds over the same prompts. On replica A: cold; again (device hit); again after other prompts took their place (host
 hit); and after SIGKILL of the whole engine group and a restart. Then on replica B, whose engine computed none of them.
-Last an engine that keeps its own device memory: cold, from the host pool, while the daemon is dead by a SIGKILL, and
-again when it is back. The engine is the example of the repository, run as a program: nothing here imports torch.
-However the demo ends, by a signal too, its programs end with it.
+Then an engine that keeps its own device memory: cold, from the host pool, while the daemon is dead by a SIGKILL, and
+again when it is back. Last everything is stopped and started again on empty memory: the prompts come from disk. The
+engine is the example of the repository, run as a program: nothing here imports torch. However the demo ends, by a
+signal too, its programs end with it.
 """
 
 from __future__ import annotations
@@ -57,15 +58,23 @@ shards = {{shards}}
 slots = {_SLOTS}
 device = "cpu"
 """
-#: The host pool holds everything that the demo computes: about 480 blocks of 192 KiB, in two namespaces.
+#: The host pool holds everything that the demo computes: about 480 blocks of 192 KiB, in two namespaces. So does the
+#: disk, which has the prompts long before the last round: they are written as soon as they are in the host pool.
 _CONFIG: Final = f"""
-run_dir = "{{run_dir}}"
+run_dir = "{{directory}}/run"
 
 [host]
 size_bytes = {176 << 20}
 slab_bytes = {8 << 20}
 
 [attached]
+
+[storage]
+
+[storage.settings]
+directory = "{{directory}}/disk"
+capacity_bytes = {256 << 20}
+free_space_floor_bytes = 0
 """
 
 _ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -74,7 +83,7 @@ _ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ATTACHED: Final = "-"
 
 #: Where a round's blocks are expected.
-Source = Literal["computed", "device", "host"]
+Source = Literal["computed", "device", "host", "disk"]
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -92,7 +101,7 @@ class Round(msgspec.Struct, frozen=True):
     @property
     def hits(self) -> bool:
         """Whether every prompt was found where it is expected."""
-        if self.source == "host":
+        if self.source in {"host", "disk"}:  # from disk they come by way of the host pool
             return min(self.loaded_tokens) > 0
         return self.source == "computed" or (min(self.hit_tokens) > 0 and max(self.loaded_tokens) == 0)
 
@@ -231,6 +240,13 @@ def _run(directory: Path, tp: int, console: Console) -> Report:
             daemon.wait_ready()
         show.line(f"the next daemon is ready, pid {daemon.daemon_pid}")
         ask(engine, ATTACHED, "daemon back", "host")
+    show.line("engine, daemon and supervisor stopped: no memory is left")
+    with contextlib.ExitStack() as stack:
+        with show.step("starting the daemon"):
+            daemon = stack.enter_context(demo_programs.daemon(directory, _configuration(directory, tp)))
+        show.line(f"daemon ready, pid {daemon.daemon_pid}, on empty memory")
+        engine = _start(stack, directory, tp, "a", show)
+        ask(engine, "a", "from disk", "disk")
     return Report(
         tp=tp,
         prompt_tokens=[len(prompt) for prompt in prompts],
@@ -262,7 +278,7 @@ class _Progress:
 
 def _configuration(directory: Path, tp: int) -> str:
     replicas = (_REPLICA.format(name=name, model=_MODEL, shards=tp) for name in "ab")
-    return _CONFIG.format(run_dir=directory / "run") + "".join(replicas)
+    return _CONFIG.format(directory=directory) + "".join(replicas)
 
 
 def _start(life: contextlib.ExitStack, directory: Path, tp: int, replica: str, show: _Progress) -> Program:

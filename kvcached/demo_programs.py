@@ -144,8 +144,9 @@ class SupervisedDaemon(Program):
 
 @contextlib.contextmanager
 def daemon(directory: Path, configuration: str) -> Iterator[SupervisedDaemon]:
-    """A supervised daemon whose sockets are in `directory`/run, from ready to stopped."""
-    (directory / "run").mkdir(mode=0o750)
+    """A supervised daemon whose sockets are in `directory`/run, from ready to stopped. May be had again after that."""
+    (directory / "run").mkdir(mode=0o750, exist_ok=True)
+    (directory / "notify.sock").unlink(missing_ok=True)
     path = directory / "kvcached.toml"
     path.write_text(configuration)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:

@@ -2,6 +2,7 @@
 
 Life of a request, and what happens to its blocks::
 
+    fetch        nothing                           daemon: prefetch; storage has blocks that the host pool lacks
     acquire      blocks of its own for the prompt   daemon: acquire, prepare_load; the shards copy the hit into them
     wait_loaded  all shards have copied              what did not arrive, or was damaged, is computed
     commit       blocks are full                     daemon: prepare_store; the shards copy what it lacks
@@ -27,10 +28,12 @@ from examples.llama_engine.copy_pipes import CopyPipes
 from examples.llama_engine.daemon_link import DaemonLink
 from examples.llama_engine.messages import JoinSession, OwnBlocks
 from examples.llama_engine.shard_group import ShardGroup
+from examples.llama_engine.storage import DEADLINE_MS, Fetch, Storage
 from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
 from kvcached_client.keys import KeyChain, Tokens
 from kvcached_client.layout import Layout
 from kvcached_client.lease import CachePolicy
+from kvcached_client.prefetch import PendingPrefetch
 from kvcached_client.protocol import LoadTicket
 from kvcached_client.types import LeaseId
 
@@ -44,6 +47,7 @@ class AttachedCache:
     pool: BlockPool
     copies: Copies
     link: DaemonLink
+    storage: Storage
 
     @classmethod
     def over(
@@ -61,11 +65,16 @@ class AttachedCache:
             lambda client: pipes.order(JoinSession(client.session, settings.deadline_ms)),
         )
         link.reconnect()
-        return cls(layout, root, pool, Copies(pipes, pool), link)
+        storage = Storage(partial(KeyChain, root, layout.block_size), partial(_begin_fetch, link))
+        return cls(layout, root, pool, Copies(pipes, pool), link, storage)
 
     def chain(self, tokens: Tokens = ()) -> KeyChain:
         """Keys that do not depend on a daemon: there may be none, and another one later."""
         return KeyChain(self.root, self.layout.block_size, tokens)
+
+    def fetch(self, prompt: Tokens, tokens_per_s: float) -> Fetch | None:
+        """Have blocks of a prompt brought from storage."""
+        return self.storage.fetch(prompt, tokens_per_s)
 
     def acquire(self, request: str, chain: KeyChain, *, cache: CachePolicy = "all") -> AttachedLease:
         """Blocks for a prompt; those that the host pool has are on their way when it returns.
@@ -206,6 +215,16 @@ class AttachedLease:
     def _on_loaded(self, bad: set[int]) -> None:
         self._is_loading = False
         self.hit_blocks = min(bad, default=self.hit_blocks)
+
+
+def _begin_fetch(link: DaemonLink, chain: KeyChain, tokens_per_s: float) -> PendingPrefetch | None:
+    def begin(client: AttachedClient) -> PendingPrefetch:
+        return client.begin_prefetch(
+            chain.keys, chain.token_count, deadline_ms=DEADLINE_MS, prefill_tokens_per_s=tokens_per_s
+        )
+
+    link.reconnect()
+    return link.ask(link.session, begin)
 
 
 def open_attached(settings: EngineSettings, config: LlamaConfig) -> tuple[AttachedCache, ShardGroup]:

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from examples.llama_engine.storage import Fetch
 from kvcached_client.keys import KeyChain, Tokens
 from kvcached_client.layout import Layout
 from kvcached_client.lease import CachePolicy
@@ -61,6 +62,9 @@ class Cache(Protocol):
 
     def chain(self, tokens: Tokens = ()) -> KeyChain:
         """The keys of a request's blocks."""
+
+    def fetch(self, prompt: Tokens, tokens_per_s: float) -> Fetch | None:
+        """Have blocks of a prompt brought from storage, where the engine does not compute them sooner at that rate."""
 
     def acquire(self, request: str, chain: KeyChain, *, cache: CachePolicy = "all") -> BlockLease:
         """Blocks for a prompt. Raises NoCapacity."""

@@ -14,12 +14,14 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from examples.llama_engine.storage import DEADLINE_MS, Fetch, Storage
 from kvcached_client import Client, DaemonUnreachable, DeadlineExceeded, KeyChain, Lease
 from kvcached_client.attach import SessionGrant
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.keys import Tokens
 from kvcached_client.layout import Layout
 from kvcached_client.lease import CachePolicy
+from kvcached_client.prefetch import PendingPrefetch
 from kvcached_client.protocol import LoadTicket
 
 #: Longer than a service manager takes to start a daemon with a full host pool.
@@ -41,6 +43,7 @@ class ManagedCache:
     def __init__(self, client: Client, on_rejoined: Callable[[SessionGrant], None]) -> None:
         self._client = client
         self._on_rejoined = on_rejoined
+        self._storage = Storage(self.chain, self._begin_fetch)
 
     @property
     def layout(self) -> Layout:
@@ -50,6 +53,15 @@ class ManagedCache:
     def chain(self, tokens: Tokens = ()) -> KeyChain:
         """The keys of a request's blocks."""
         return self._client.chain(tokens)
+
+    def fetch(self, prompt: Tokens, tokens_per_s: float) -> Fetch | None:
+        """Have blocks of a prompt brought from storage."""
+        return self._storage.fetch(prompt, tokens_per_s)
+
+    def _begin_fetch(self, chain: KeyChain, tokens_per_s: float) -> PendingPrefetch | None:
+        if not self._client.is_alive:
+            return None
+        return self._client.begin_prefetch(chain, deadline_ms=DEADLINE_MS, prefill_tokens_per_s=tokens_per_s)
 
     def acquire(self, request: str, chain: KeyChain, *, cache: CachePolicy = "all") -> ManagedLease:
         """Blocks for a prompt: of the reserve, and none of them cached, while the daemon is away. Raises NoCapacity."""

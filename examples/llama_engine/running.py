@@ -8,6 +8,7 @@ import numpy as np
 
 from examples.llama_engine.cache import BlockLease
 from examples.llama_engine.generation import FinishReason, GenerationRequest, GenerationResult
+from examples.llama_engine.storage import Fetch
 from kvcached_client import KeyChain
 
 
@@ -19,6 +20,7 @@ class Sequence:
     request: GenerationRequest
     submitted_ns: int
     tokens: list[int]  #: prompt, then output
+    fetch: Fetch | None = None  #: blocks that it waits for before it is admitted
     hit_tokens: int | None = None  #: of its first admission, once they can be read
     loaded_tokens: int = 0  #: so many of them came from the host pool
     first_token_ns: int | None = None

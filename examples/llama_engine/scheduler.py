@@ -2,7 +2,7 @@
 
 Life of a request, and the call of the cache that goes with each line::
 
-    waiting                                     no lease, no slots
+    waiting       cache.fetch                   no lease, no slots; blocks come from storage, if there is any
     admitted      cache.acquire                 tokens [0, hit) are cached: computed starts there
     loading       lease.wait_loaded             its first rows are computed while the hit still arrives from the host
     prefill       lease.commit after a chunk    rows [computed, next multiple of chunk_tokens)
@@ -32,6 +32,7 @@ from examples.llama_engine.config import Limits
 from examples.llama_engine.generation import FinishReason, GenerationRequest, GenerationResult
 from examples.llama_engine.messages import Sample, Step, StepDone, StepItem
 from examples.llama_engine.running import Running, Sequence
+from examples.llama_engine.storage import PrefillRate
 from kvcached_client import DeadlineExceeded, NoCapacity
 
 
@@ -72,6 +73,7 @@ class Scheduler:
         self._running: list[Running] = []  #: in order of admission
         self._pool_full = False  #: admission failed, or somebody was preempted, and nobody has ended since
         self._submitted = 0
+        self._rate = PrefillRate()
 
     @property
     def idle(self) -> bool:
@@ -82,7 +84,9 @@ class Scheduler:
         """Queue a request; returns the name its result will have."""
         self._submitted += 1
         name = f"request-{self._submitted}"
-        self._waiting.append(Sequence(name, request, time.monotonic_ns(), list(request.prompt)))
+        sequence = Sequence(name, request, time.monotonic_ns(), list(request.prompt))
+        sequence.fetch = self._cache.fetch(request.prompt, self._rate.tokens_per_s)
+        self._waiting.append(sequence)
         return name
 
     def step(self) -> list[GenerationResult]:
@@ -98,7 +102,7 @@ class Scheduler:
         self._start_arrived()
         batch = self._plan(results)
         if batch:
-            done = self._runner.run(Step([self._item(planned) for planned in batch]))
+            done = self._run(batch)
             samples = iter(done.samples)
             for index, planned in enumerate(batch):
                 sample = next(samples) if planned.samples else None
@@ -106,11 +110,32 @@ class Scheduler:
                     results.extend(self._advance(planned, sample))
         return results
 
+    def _run(self, batch: list[Planned]) -> StepDone:
+        began_s = time.monotonic()
+        done = self._runner.run(Step([self._item(planned) for planned in batch]))
+        rows = [planned.end - planned.running.computed for planned in batch]
+        if max(rows) > 1 and not done.unread:
+            self._rate.observe(sum(rows), time.monotonic() - began_s)
+        return done
+
+    def _next_waiting(self) -> Sequence | None:
+        """The first that waits for nothing from storage. If nobody runs, storage is waited for."""
+        for sequence in self._waiting:
+            if sequence.fetch is None or sequence.fetch.is_over or not self._running:
+                self._waiting.remove(sequence)
+                if sequence.fetch is not None:
+                    sequence.fetch.wait()
+                    sequence.fetch = None
+                return sequence
+        return None
+
     def _admit(self) -> list[GenerationResult]:
         """Start waiting requests, in order, while leases are granted."""
         rejected: list[GenerationResult] = []
-        while self._waiting and not self._pool_full and len(self._running) < self._limits.running_max:
-            sequence = self._waiting.popleft()
+        while not self._pool_full and len(self._running) < self._limits.running_max:
+            sequence = self._next_waiting()
+            if sequence is None:
+                break
             try:
                 self._running.append(self._acquire(sequence))
             except NoCapacity:

@@ -134,9 +134,15 @@ class DiskIndex:
 
     def find(self, keys: Iterable[bytes]) -> dict[bytes, Entry]:
         """The entries of those that there are."""
+        found = {}
         with _DAMAGE:
-            found = (self._database.execute(f"{_ENTRY} WHERE key = ?", (key,)).fetchone() for key in keys)
-            return {row[0]: _entry(row) for row in found if row is not None}
+            for key in keys:
+                row = self._database.execute(f"{_ENTRY} WHERE key = ?", (key,)).fetchone()
+                if row is not None:
+                    found[key] = _entry(row)
+                    if row[0] != key:
+                        raise IndexDamaged("an entry under another key")
+        return found
 
     def oldest(self, slot_bytes: int, count: int) -> list[Entry]:
         """Of blocks in slots of that size, those that were not used for longest."""

@@ -11,6 +11,7 @@ from examples.llama_engine.copy_pipes import CopyPipes
 from examples.llama_engine.messages import CopyDone, CopyOrder, JoinSession
 from kvcached_client.attach import SessionGrant
 from kvcached_client.attached import AttachedClient, Hold, Piece, PreparedLoad, PreparedStore
+from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
 
 
@@ -52,6 +53,22 @@ class FakePipes:
         return cast("CopyPipes", self)
 
 
+class FakePrefetch:
+    """A prefetch that is over at once, or as soon as somebody waits for it; then the host pool has its blocks."""
+
+    def __init__(self, client: FakeAttachedClient, keys: bytes) -> None:
+        self.is_over = not client.is_storage_slow
+        self._client, self._keys = client, keys
+
+    def result(self) -> PrefetchResult:
+        self._client.calls.append("fetched")
+        self.is_over = True
+        blocks = [key for key in _split(self._keys) if key in self._client.on_disk]
+        self._client.stored.update(dict.fromkeys(blocks, 1))
+        reason = "fetched" if self._client.on_disk else "unavailable"
+        return PrefetchResult(len(blocks), len(blocks), is_over=True, reason=reason)
+
+
 class FakeAttachedClient:
     """What the example uses of `AttachedClient`: a dictionary as the host pool, where every store succeeds at once."""
 
@@ -60,6 +77,9 @@ class FakeAttachedClient:
         self.stored = stored
         self.errors = errors or {}  # verb → what it raises, once
         self.calls: list[str] = []
+        self.on_disk: set[bytes] = set()  # none = it has no storage
+        self.is_storage_slow = False
+        self.rates: list[float] = []  # that prefetches were told of
         self.is_alive = True
         self.is_closed = False
         self._last = 0
@@ -72,6 +92,13 @@ class FakeAttachedClient:
                 break
             hit += 1
         return Hold(LeaseId(self._next()), hit)
+
+    def begin_prefetch(
+        self, keys: bytes, tokens: int, *, deadline_ms: int, prefill_tokens_per_s: float
+    ) -> FakePrefetch:
+        self._called("prefetch")
+        self.rates.append(prefill_tokens_per_s)
+        return FakePrefetch(self, keys)
 
     def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
         self._called(f"load {start} {blocks}")

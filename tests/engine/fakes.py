@@ -55,6 +55,9 @@ class FakeClient:
     def chain(self, tokens: Sequence[int] = ()) -> KeyChain:
         return KeyChain(bytes(32), self.layout.block_size, tokens)
 
+    def fetch(self, prompt: Sequence[int], tokens_per_s: float) -> None:
+        return None  # it has no storage
+
     def acquire(self, request: str, chain: KeyChain, *, cache: str = "all") -> FakeLease:
         self.calls.append(f"acquire {request}")
         keys = split_keys(chain, 0, (chain.token_count - 1) // chain.block_size)

@@ -106,6 +106,8 @@ def round_of(source: demo.Source, hit_tokens: list[int], loaded_tokens: list[int
         ("device", [1024, 1024], [0, 16], False),
         ("host", [1024, 1024], [1024, 16], True),
         ("host", [1024, 1024], [1024, 0], False),
+        ("disk", [1024, 1024], [1024, 1024], True),
+        ("disk", [0, 0], [0, 0], False),
     ],
 )
 def test_demo_knows_a_round_that_missed(
@@ -179,7 +181,7 @@ def test_demo_that_is_killed_takes_its_daemon_along() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_demo_outputs_are_identical(tp: int) -> None:
-    """Hits in both tiers, for whoever comes next and after a SIGKILL of the daemon, give the cold run's outputs."""
+    """Hits in all tiers, for whoever comes next, after the daemon's SIGKILL and its stop, give the cold outputs."""
     pytest.importorskip("torch")
     command = [sys.executable, "-m", "kvcached", "demo", "--json", "--tp", str(tp)]
     finished = subprocess.run(command, stdout=subprocess.PIPE, check=True)
@@ -198,4 +200,5 @@ def test_demo_outputs_are_identical(tp: int) -> None:
         "own memory": [0, 0],
         "its host hit": [1024, 1024],
         "daemon back": [1024, 1024],
+        "from disk": [1024, 1024],
     }

@@ -40,7 +40,7 @@ PAUSE_S = 0.02
 
 
 class CacheDaemon:
-    """A supervised daemon with a host pool of so many slabs, and with storage on disk if wanted. Started by `start`, not before."""
+    """A supervised daemon with a host pool of so many slabs, and storage if wanted. Started by `start`, not before."""
 
     def __init__(self, directory: Path, *, slabs: int = 64, has_storage: bool = False) -> None:
         self.run_dir = directory / "run"

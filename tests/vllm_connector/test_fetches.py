@@ -190,7 +190,7 @@ def test_so_many_seeks_wait(fetching_rig: LinkRig) -> None:
 
 
 def test_request_is_held_while_its_blocks_come_from_storage() -> None:
-    """vLLM is told to ask again for longer than the hold deadline while blocks come, and then not any more."""
+    """A scheduler is told to ask again for longer than the hold deadline while blocks come, and then not any more."""
     rig = Rig()
     request = rig.arrive("r", 4 * BLOCK + 1)
     (asked,) = rig.link.taken(Seek)
