@@ -7,7 +7,8 @@
 # Engines share the volume /run/kvcached and run as the same user id (10001): the sockets admit no other one.
 # The pools are shared memory of this container (memfd), so its memory limit must hold them; /dev/shm is not used.
 # The first process keeps the host pool while the daemon is dead, and starts it again: `docker kill --signal HUP` upgrades or
-# restarts the daemon with its cache, and a crash loses nothing of the host pool. The end of the container does.
+# restarts the daemon with its cache, and a crash loses nothing of the host pool. The end of the container does, but for what
+# [storage] has in the volume /var/cache/kvcached (-v kvcached-disk:/var/cache/kvcached).
 
 FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
@@ -17,14 +18,15 @@ RUN python -m venv /opt/kvcached \
 
 FROM python:3.12-slim
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin kvcached \
-    && install --directory --owner kvcached --mode 0750 /run/kvcached
+    && install --directory --owner kvcached --mode 0750 /run/kvcached \
+    && install --directory --owner kvcached --mode 0700 /var/cache/kvcached
 COPY --from=build /opt/kvcached /opt/kvcached
 ENV PATH=/opt/kvcached/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     KVCACHED_CONFIG=/etc/kvcached/kvcached.toml \
     KVCACHED_RUN_DIR=/run/kvcached
 USER kvcached
-VOLUME /run/kvcached
+VOLUME /run/kvcached /var/cache/kvcached
 HEALTHCHECK --interval=10s --timeout=6s --start-period=35s CMD ["kvcached", "health"]
 ENTRYPOINT ["kvcached"]
 CMD ["supervise"]

@@ -253,7 +253,7 @@ class DiskCatalog:
             )
             with self._lock, self._index.changes():
                 self._give_back_excess()
-        except (IndexDamaged, sqlite3.Error, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - whoever calls next is told
             _log.error("the index %s can neither be opened nor made: %s", self._index_path, error)
             self._failure = error
         self._ready.set()

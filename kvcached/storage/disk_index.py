@@ -265,6 +265,8 @@ class _Damage:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, UnicodeDecodeError):  # a message that quotes damaged text
+            raise IndexDamaged(str(error)) from error
         if isinstance(error, sqlite3.DatabaseError):
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
             if not isinstance(error, sqlite3.OperationalError) or code in (

@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -112,7 +113,7 @@ def test_damaged_index_leads_to_no_wrong_bytes(tmp_path: Path, trials: int) -> N
                 flip(index, draw)
         with opened(tmp_path / "d") as storage:
             for number in BLOCKS:
-                found += twice(storage, lambda number=number: get(storage, number)) == DONE
+                found += twice(storage, partial(get, storage, number)) == DONE
 
         with opened(tmp_path / "d") as storage:
             twice(storage, lambda: put(storage, *BLOCKS))
