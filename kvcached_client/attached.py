@@ -109,7 +109,8 @@ class PreparedStore(NamedTuple):
 
     Attributes:
         transfer: 0 where there is nothing to copy.
-        depth: of the lease now: where its next store starts. Blocks offered behind that found no room.
+        depth: of the lease now: where its next store starts. Blocks offered behind that found no room; some before it
+            may be none that the namespace's write policy has copied.
         generation: for the blocks' headers.
         pieces: which blocks to copy. Some may lie before what was offered: their copies were lost meanwhile.
         slots: int32, one for each block of the pieces, in their order.

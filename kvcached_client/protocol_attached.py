@@ -125,7 +125,7 @@ class StorePrepared(Header, frozen=True, kw_only=True, tag="store_prepared"):
     """Answer to `PrepareStore`. Frames: pieces as (depth, blocks), and host slots, one for each of their blocks.
 
     Pieces may lie before `start`, where a copy was lost meanwhile. Blocks behind `depth` found no room; they may be
-    offered again.
+    offered again. Before it there may be blocks in no piece, which the write policy does not have copied.
     """
 
     transfer: Id  #: 0 = there is nothing to copy

@@ -52,6 +52,8 @@ class DiskCatalog:
         IndexDamaged, sqlite3.Error, OSError: from every method.
     """
 
+    _index: DiskIndex  # when it is ready
+
     def __init__(self, settings: DiskSettings, clock_ns: Callable[[], int]) -> None:
         """Open what there is; what is more than the settings allow is given back."""
         self._settings = settings

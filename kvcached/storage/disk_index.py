@@ -43,6 +43,17 @@ _TABLE: Final = """
 _BY_USE: Final = "CREATE INDEX block_use ON block (slot_bytes, used)"
 _ENTRY: Final = "SELECT key, place, slot_bytes, size, stored FROM block"
 _PLACE_BITS: Final = 32
+#: Errors that the file is not to blame for. All others are damage: what is asked of SQLite is always the same.
+_OF_THE_SYSTEM: Final = {
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+}
 _ROWS_AT_A_TIME: Final = 1 << 14
 
 #: A block, for many at a time: the columns of the table.
@@ -269,10 +280,7 @@ class _Damage:
             raise IndexDamaged(str(error)) from error
         if isinstance(error, sqlite3.DatabaseError):
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-            if not isinstance(error, sqlite3.OperationalError) or code in (
-                sqlite3.SQLITE_CORRUPT,
-                sqlite3.SQLITE_NOTADB,
-            ):
+            if code not in _OF_THE_SYSTEM:
                 raise IndexDamaged(str(error)) from error
 
 

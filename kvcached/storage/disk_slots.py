@@ -145,7 +145,7 @@ class SlotFile:
         """Every slot that is not free, many at a time: a million labels are no million objects."""
         for first, chunk in self._chunks():
             labels = chunk.view(_LABEL)
-            data = memoryview(chunk)
+            data = chunk.data
             seals = [xxhash.xxh3_64_intdigest(data[at : at + _BODY.size]) for at in range(0, len(data), LABEL_BYTES)]
             is_held = chunk.view(np.uint64).reshape(-1, LABEL_BYTES // 8).any(axis=1)
             is_sound = (

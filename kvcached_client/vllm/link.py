@@ -248,6 +248,8 @@ class Link:
         if self._fetches:
             self._listen()
             self._take_fetched()
+            if not self._fetches or self._client is None:
+                return  # a deadline that was missed, or a session that was lost: begin anew
         with self._changed:
             patience_s = None if self._is_settled else max(self._quiet_until - self._clock(), 0.0)
             self._changed.wait_for(

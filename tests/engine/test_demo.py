@@ -156,7 +156,7 @@ def test_demo_ended_by_a_signal_leaves_nothing(number: signal.Signals, status: i
     """A signal that ends the demo ends its daemon and workers first and removes its files; the status names it."""
     with demo_with_daemon() as (process, daemon, directory):
         family = [daemon, *map(int, Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split())]
-        assert len(family) == 3
+        assert len(family) == 4  # the daemon, two workers, the storage process
 
         process.send_signal(number)
         _, said = process.communicate(timeout=30)

@@ -45,17 +45,16 @@ def test_request_that_waits_for_storage_delays_no_other() -> None:
     assert results["request-2"].hit_tokens == 12
 
 
-def test_daemon_without_storage_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the answer that there is no storage no request waits for it, for a while."""
+@pytest.mark.parametrize(("pause_s", "asked"), [(1e9, 1), (0.0, 3)])
+def test_daemon_without_storage_is_asked_seldom(monkeypatch: pytest.MonkeyPatch, pause_s: float, asked: int) -> None:
+    """After the answer that there is no storage no request waits for it, until a pause is over."""
+    monkeypatch.setattr(storage, "PAUSE_S", pause_s)
     client = FakeAttachedClient({})
     scheduler = Scheduler(Bench(client, blocks=32).cache, CountingRunner(), LIMITS)
-    for _ in range(2):
+    for _ in range(3):
         scheduler.submit(request(13, max_tokens=1))
         drain(scheduler)
-    assert client.calls.count("prefetch") == 1
-    monkeypatch.setattr(storage.time, "monotonic", lambda: float("inf"))
-    scheduler.submit(request(13, max_tokens=1))
-    assert client.calls.count("prefetch") == 2
+    assert client.calls.count("prefetch") == asked
 
 
 def test_storage_is_told_how_fast_the_engine_computes() -> None:

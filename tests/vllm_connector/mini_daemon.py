@@ -15,7 +15,8 @@ from kvcached.core.states import SessionState
 from kvcached_client.attach import SessionGrant
 from kvcached_client.attached import Hold, Piece, PreparedLoad, PreparedStore
 from kvcached_client.block_job import BlockJob
-from kvcached_client.errors import DeadlineExceeded, ErrorCode, request_error
+from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, request_error
+from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.types import LeaseId, TransferId
 
 BLOCK = 4
@@ -33,6 +34,7 @@ class MiniDaemon:
         self.memory: list[dict[int, Stored]] = [{} for _ in range(SPEC.shards)]
         self.is_dead = False
         self.is_slow = False
+        self.storage = random.Random(0)  #: says when a prefetch ends, and how
         self._rng = rng
 
     def check(self) -> None:
@@ -67,6 +69,28 @@ class MiniDaemon:
             memory[slot] = (b"damaged", 0, "")
 
 
+class MiniPrefetch:
+    """A prefetch that ends when it likes, well or not."""
+
+    def __init__(self, client: MiniClient) -> None:
+        self._client = client
+
+    @property
+    def is_over(self) -> bool:
+        if self._client.daemon.is_dead:
+            raise DaemonUnreachable("gone")
+        return self._client.daemon.storage.random() < 0.3
+
+    def result(self) -> PrefetchResult:
+        self._client._check()
+        ends = ("fetched", "nothing", "unavailable", "waiting")
+        reason = self._client.daemon.storage.choice(ends)
+        return PrefetchResult(0, 0, is_over=reason != "waiting", reason=reason)
+
+    def abandon(self) -> None:
+        pass
+
+
 class MiniClient:
     """`AttachedClient` of one session.
 
@@ -90,6 +114,16 @@ class MiniClient:
         self._check()
         lease = self.daemon.core.acquire(self.id, request, keys, tokens, full=full)
         return Hold(lease.id, lease.hit)
+
+    def begin_prefetch(
+        self, keys: bytes, tokens: int, *, stop: str = "", deadline_ms: int | None = None
+    ) -> MiniPrefetch:
+        if not self.is_alive:
+            _gone()
+        return MiniPrefetch(self)
+
+    def listen(self, wake: int, timeout_s: float) -> bool:
+        return True
 
     def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
         self._check()

@@ -148,6 +148,25 @@ def test_seeks_that_wait_are_carried_out_on_the_next_session(fetching_rig: LinkR
     assert fetching_rig.wait(1) == [found(1, 2)]
 
 
+@pytest.mark.parametrize("end", [GONE, EXPIRED])
+def test_session_that_ends_with_a_prefetch_is_lost_once(fetching_rig: LinkRig, end: KvcachedError) -> None:
+    """Where the answer to a prefetch is that the session is over, its seek and the others begin anew on the next."""
+    client, following = FakeClient(1), FakeClient(2, acquire=HIT)
+    connected(fetching_rig, client, following)
+    assert fetching_rig.link.submit(Release(1, LeaseId(5)))  # a session that worked
+    client.await_calls(1)
+    begun(fetching_rig, client, 1, 2)
+    client.is_alive = end is GONE
+    client.pending[0].end(end)
+    lost, opened, *waits = fetching_rig.wait(4)
+    assert lost == Lost(1)
+    assert isinstance(opened, Connected)
+    assert sorted(event.ticket for event in waits) == [1, 2]  # type: ignore[union-attr]
+    following.pending[1].end()
+    following.pending[0].end()
+    assert {event.ticket for event in fetching_rig.wait(2)} == {1, 2}  # type: ignore[union-attr]
+
+
 def test_daemon_that_says_nothing_is_asked_whether_it_answers(fetching_rig: LinkRig) -> None:
     """A daemon that hangs while seeks wait for storage costs them as long as any other missed deadline."""
     client = FakeClient(1, settle=SLOW)

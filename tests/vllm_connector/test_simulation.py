@@ -31,7 +31,7 @@ class SteppedLink(Link):
     """The link without its thread: a test says when it does its next thing."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(clock=lambda: world.now)
+        super().__init__(prefetch="timeout", clock=lambda: world.now)
         self._world = world
 
     def turn(self) -> None:
@@ -39,6 +39,8 @@ class SteppedLink(Link):
         if self._client is not None:
             if self._commands or not self._is_alive():
                 self._serve_next()
+            else:
+                self._take_fetched()
             return
         if self._pause_s:
             self._refuse_waiting((Seek, Offer, DropLoad, DropStore, Release, MakeUpClear), is_open=False)
