@@ -197,7 +197,8 @@ class RunTree:
         segment.last_used = owner.clock
         if hit > segment.hit_end:
             segment.hit_end = min(hit, run.start + segment.length)
-        segment.priority = _higher(segment.priority, priority)
+        if priority is not None and (segment.priority is None or priority > segment.priority):
+            segment.priority = priority
         self.policies[pool].touch(segment)
 
     def share_priority(self, run: Run, source: int, target: int) -> None:
