@@ -78,6 +78,7 @@ class StorageWorld:
 
     def lose(self) -> None:
         """The storage process dies: what it was writing may be anything."""
+        self.take()
         for asked in self.under_way:
             if isinstance(asked, StartFetch):
                 self._write(asked, asked.span, torn=True)

@@ -39,7 +39,7 @@ class History:
         self.seen: Counter[str] = Counter()
         self.steps = (
             *(self.compute,) * 6, *(self.compute_attached,) * 6, *(self.prefetch,) * 5, *(self.answer,) * 12,
-            self.time, self.lose, self.suspend, self.forget, self.clear, self.pause, self.stop,
+            *(self.time,) * 4, self.lose, self.suspend, self.forget, self.clear, self.pause, self.stop,
         )  # fmt: skip
 
     def play(self) -> Counter[str]:
