@@ -282,7 +282,7 @@ class Cache:
         try:
             tree.touch(run, pool.index, hit=depth, priority=priority)
             ranges = take_slots(session, self._tiers, need, cause)
-            lease = Lease(self.next_lease(), request, asked, depth, ranges, run, depth, ranges[:], priority=priority)
+            lease = Lease(self.next_lease(), request, asked, depth, run, depth, ranges, priority=priority)
             session.add(lease)
         except BaseException:
             pool.move(ranges, SlotState.LEASED, SlotState.FREE, f"rollback of {cause}")
@@ -294,7 +294,7 @@ class Cache:
             if tree.host is not None:
                 self._acquire_from_host(session, lease, keys, limit)
                 self.storage.backups.candidates.sighted(tree, lease.run, lease.depth)
-            grant = self._tiers.book.grant(session, lease)
+            grant = lease.answer = self._tiers.book.grant(session, lease)
         except BaseException:
             session.release(lease, session.fence)
             raise
@@ -424,7 +424,7 @@ class Cache:
         self._tiers.loads.join(session, lease)
         self._tiers.loads.start(session, lease, keys, limit)
         session.tree.touch_host(lease.run, hit=lease.depth, priority=lease.priority)
-        lease.hit, lease.granted = lease.depth, lease.open[:]
+        lease.hit = lease.depth
 
     def _grant_again(self, session: Session, lease: Lease, asked: Asked) -> Grant:
         if lease.asked != asked or lease.depth > lease.hit:
@@ -433,9 +433,8 @@ class Cache:
                 f"request {lease.request!r} already holds lease {lease.id}, acquired for something else or in use",
                 "release that lease first, or give every request an id of its own",
             )
-        self._replace_missing(session, lease)
-        lease.replacement = no_ranges()  # this answer tells of them
-        return self._tiers.book.grant(session, lease)
+        # What became of its loads is for `load` to tell, lest two answers to one request differ.
+        return lease.answer or self._tiers.book.grant(session, lease)
 
     def _replace_missing(self, session: Session, lease: Lease) -> None:
         """Slots for blocks of the hit that could not be loaded."""
@@ -444,7 +443,7 @@ class Cache:
             return
         ranges = take_slots(session, self._tiers, missing, f"replacement for lease {lease.id}")
         lease.hit, lease.replacement = lease.depth, ranges
-        lease.granted, lease.open = chained(ranges, lease.granted), chained(ranges, lease.open)
+        lease.open = chained(ranges, lease.open)
 
     def _end(self, session: Session) -> None:
         """The one way out: everything a session holds is given back, however it went."""

@@ -85,7 +85,7 @@ class Declarations:
                 "declare each slot of the pool for one lease, or as the same block of the same chain",
             )
         asked = Asked(tokens, blocks, keys[-KEY_SIZE:], 0, full=False)
-        lease = Lease(self._cache.next_lease(), request, asked, depth, mine[:], run, depth, mine, copies, fence)
+        lease = Lease(self._cache.next_lease(), request, asked, depth, run, depth, mine, copies, fence)
         tree.pin(run, depth, pool.index)
         session.add(lease)
         self._cache.commit(session_id, epoch, lease.id, depth, keys[depth * KEY_SIZE :], rest, fence)

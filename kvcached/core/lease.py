@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvcached.core.answers import Grant
 from kvcached.core.ranges import Ranges, no_ranges
 from kvcached.core.run import Run
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, TransferId
@@ -32,7 +33,6 @@ class Lease:
         request: the engine's id of the request.
         asked: what the acquire asked for, to tell a retry from another request of the same name.
         hit: depth that the engine was told.
-        granted: exclusive slots as they were granted, for a retry's reply.
         run: the deepest run it reaches; `PrefixTree.resolve` finds where it is after splits.
         depth: blocks ``[0, depth)`` of its chain are in the tree and pinned.
         open: exclusive slots that may still be committed.
@@ -41,13 +41,13 @@ class Lease:
         loads: transfers that part of the hit waits for.
         replacement: slots for blocks of the hit that could not be loaded.
         priority: of the request: blocks that it uses are evicted after those of lower ones.
+        answer: what its acquire was answered, and is again; None for a lease of before a restart.
     """
 
     id: LeaseId
     request: str
     asked: Asked
     hit: int
-    granted: Ranges[int]
     run: Run
     depth: int
     open: Ranges[int]
@@ -56,6 +56,7 @@ class Lease:
     loads: set[TransferId] = field(default_factory=set)
     replacement: Ranges[int] = field(default_factory=no_ranges)
     priority: int = 0
+    answer: Grant | None = None
 
 
 @dataclass(slots=True)

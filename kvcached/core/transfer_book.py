@@ -58,7 +58,7 @@ class TransferBook:
         loads = [self.transfers[transfer] for transfer in sorted(lease.loads)]
         ready = min((load.start for load in loads), default=lease.hit)
         tickets = tuple((load.id, load.progress) for load in loads)
-        return Grant(lease.id, lease.hit, ready, tickets, hit_ranges, lease.granted.tobytes())
+        return Grant(lease.id, lease.hit, ready, tickets, hit_ranges, lease.open.tobytes())
 
     def pin(self, transfer: Transfer) -> None:
         """Pin its path in both pools."""

@@ -192,6 +192,7 @@ class TierDriver(TierSessions):
             self.cache.release(session.id, session.epoch, grant.lease, FenceSequence(0))
 
     def granted(self, session: HeldSession, lease: HeldLease, grant: Grant) -> None:
+        lease.grant = grant
         lease.table, lease.open = expand(grant.hit_ranges), expand(grant.ranges)
         lease.hit = lease.depth = grant.hit
         lease.ready, lease.loading = grant.ready, bool(grant.loads)
@@ -204,7 +205,7 @@ class TierDriver(TierSessions):
         return any(each.pool.name == name for each in self.cache.transfers.values())
 
     def acquire_again(self) -> None:
-        """A retry of a request that has done nothing yet tells what it holds now."""
+        """A retry of a request that has done nothing yet gets the answer that it got first."""
         if (picked := self.pick_lease()) is None:
             return
         session, lease = picked
@@ -213,13 +214,11 @@ class TierDriver(TierSessions):
         try:
             grant = self.cache.acquire(session.id, session.epoch, lease.request, keys, tokens, reserve, full=full)
         except RequestError as error:
-            in_use = error.code is ErrorCode.REQUEST_CONFLICT and lease.depth > lease.hit
-            assert in_use or error.code in NO_ROOM
+            assert error.code is ErrorCode.REQUEST_CONFLICT
+            assert lease.depth > lease.hit
             return
         assert lease.depth == lease.hit
-        more = [slot for slot in lease.open if slot not in expand(grant.ranges)]  # from allocate, which it knows of
-        self.granted(session, lease, grant)
-        lease.open += more
+        assert grant == lease.grant
 
     def wait_loaded(self) -> None:
         if (picked := self.pick_lease(loading=True)) is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcached.core import pauses
-from kvcached.core.answers import PoolSpec
+from kvcached.core.answers import Grant, PoolSpec
 from kvcached.core.cache import Cache
 from kvcached.core.effects import NamespaceCleared
 from kvcached.core.events import MemberLost, MembersDied, PoolRestored, Ticked, WorkerDied
@@ -34,6 +34,7 @@ class HeldLease:
     loading: bool
     scratch: list[int] = field(default_factory=list)
     fence: int = 0
+    grant: Grant | None = None
 
 
 @dataclass
