@@ -14,7 +14,16 @@ from kvcached.attached_admission import AttachedAdmission
 from kvcached.awaiting import Later, Timer
 from kvcached.core import storage_requests
 from kvcached.core.cache import Cache
-from kvcached.core.effects import Effect, ForgetStored, PrefetchOver, QueryStorage, StartBackup, StartFetch
+from kvcached.core.effects import (
+    Effect,
+    ForgetStored,
+    PrefetchOver,
+    QueryStorage,
+    SessionEnded,
+    SessionExpired,
+    StartBackup,
+    StartFetch,
+)
 from kvcached.core.storage_state import Prefetch, PrefetchState
 from kvcached.membership import Membership
 from kvcached.replica import Replica
@@ -23,6 +32,7 @@ from kvcached.storage.messages import Kind, Over
 from kvcached_client import protocol as wire
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.host_header import NAMESPACE_BYTES
+from kvcached_client.types import SessionId
 
 #: Requests that wait for prefetches, of all engines. Beyond that they are answered at once.
 WAITING_MAX: Final = 4096
@@ -79,6 +89,7 @@ class StorageService:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
+    session: SessionId
     request: wire.Prefetch
     respond: Respond
     timer: Timer | None = None
@@ -112,6 +123,9 @@ class StorageVerbs:
 
     def takes(self, effect: Effect) -> bool:
         """Carry an effect out, if it is about storage."""
+        if isinstance(effect, SessionEnded | SessionExpired):
+            self._leave(effect.session)
+            return False  # others want to know of it, too
         if isinstance(effect, PrefetchOver):
             self._over(effect.prefetch)
         elif isinstance(effect, ForgetStored):
@@ -190,7 +204,7 @@ class StorageVerbs:
         wait_ms = self._patience_ms(request)
         if found.state is PrefetchState.OVER or not wait_ms or sum(map(len, self._waiters.values())) >= WAITING_MAX:
             return _answer(request, found)
-        waiter = _Waiter(request, respond)
+        waiter = _Waiter(group.session, request, respond)
         self._prefetches[found.id] = found
         self._waiters.setdefault(found.id, []).append(waiter)
         waiter.timer = self._later(wait_ms / 1000, partial(self._give_up, found, waiter))
@@ -220,6 +234,14 @@ class StorageVerbs:
             self._waiters.pop(prefetch.id, None)
             self._prefetches.pop(prefetch.id, None)
             storage_requests.stop(self._cache, prefetch)
+
+    def _leave(self, session: SessionId) -> None:
+        """A session is over: its engine waits no more."""
+        for number, waiters in list(self._waiters.items()):
+            for waiter in [each for each in waiters if each.session == session]:
+                if waiter.timer is not None:
+                    waiter.timer.cancel()
+                self._give_up(self._prefetches[number], waiter)
 
     def _control(self, _: bytes, request: wire.StorageControl, respond: Respond) -> Answer | None:
         storage = self.storage

@@ -157,6 +157,19 @@ def test_prefetch_goes_on_while_somebody_waits(office: StorageOffice) -> None:
     assert told(patient) == (BLOCKS, BLOCKS, True, "fetched")
 
 
+def test_session_that_ends_waits_no_more(office: StorageOffice) -> None:
+    """With an engine's session its waiting ends, and with the last one's the prefetch; another's goes on."""
+    office.attach(FakePeer(2), peer=TWO, instance=OTHER_INSTANCE)
+    leaving, staying = office.prefetch(), office.prefetch(peer=TWO, seed=1)
+    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
+    assert told(leaving) == (0, 0, False, "waiting")
+    assert staying == []
+    first = next(order for order in office.link.orders if isinstance(order, QueryStorage))
+    office.tell(StorageAnswered(first.query, BLOCKS, 0))
+
+    assert not [order for order in office.link.orders if isinstance(order, StartFetch)]
+
+
 def test_so_many_wait(office: StorageOffice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit a prefetch is begun and answered at once."""
     monkeypatch.setattr("kvcached.storage_verbs.WAITING_MAX", 1)
