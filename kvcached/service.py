@@ -55,7 +55,8 @@ from kvcached_client.types import FenceSequence, LeaseId, SessionId, ShardIndex,
 log = logging.getLogger(__name__)
 
 #: Requests whose answers are kept, so that a retry has one effect. `Acquire` is idempotent by its own request id, and
-#: its answers are large; so is `Load` by its lease.
+#: its answers are large; so is `Load` by its lease. What `Acquire` answers while loads are under way is kept, too: it
+#: may come again when the lease is over, and would make another.
 _KEPT = (
     wire.Hello,
     wire.HelloAttached,
@@ -203,14 +204,15 @@ class Service:
         self._cache.counters[what] += 1
 
     def _serve(self, peer: bytes, request: wire.Request, frames: list[bytes]) -> Answer:
-        if not isinstance(request, _KEPT):
-            return self._verbs[type(request)](peer, request, frames)
         try:
             answer = self._verbs[type(request)](peer, request, frames)
         except RequestError as error:
+            if not isinstance(request, _KEPT):
+                raise
             answer = Answer(wire.error_reply(request.id, self.refused(error)))
         group = self._membership.of_connection(peer)
-        if group is not None:
+        is_kept = isinstance(request, _KEPT) or (isinstance(answer.header, wire.Acquired) and answer.header.loads)
+        if is_kept and group is not None:
             self._answers.keep(group.session, request, answer)
         return answer
 
