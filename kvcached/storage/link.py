@@ -111,6 +111,7 @@ class StorageLink:
         self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._process: StorageProcess | None = None
+        self._is_wanted = False  #: somebody has asked for it while the one before was ending
         self._pending: dict[int, _Pending] = {}
         self._forgets: list[tuple[Kind, set[int], Callable[[Over], None]]] = []
         self._last_sequence = 0
@@ -123,14 +124,18 @@ class StorageLink:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Start it. Does nothing where it runs or is about to."""
-        if self.state is LinkState.DETACHED:
+        """Start it, when the one before is dead. Does nothing where it runs or is about to."""
+        if self.state is not LinkState.DETACHED:
+            return
+        if self._process is None:
             self._start()
+        else:
+            self._is_wanted = True
 
     async def detach(self, deadline_s: float) -> None:
         """End it, and start it no more. What is under way fails when it is dead."""
         self._cancel_timer()
-        process = self._process
+        process, self._is_wanted = self._process, False
         self._go(LinkState.DETACHED)
         if process is not None:
             await process.stop(deadline_s)
@@ -145,12 +150,6 @@ class StorageLink:
         except TimeoutError:
             self.why = f"it was not ready within {deadline_s:g} s"
         return self.state is LinkState.READY
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._cancel_timer()
-        if self._process is not None:
-            self._process.kill("the daemon ends")
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -234,6 +233,9 @@ class StorageLink:
         self._tell(StorageLost())
         if self.state is not LinkState.DETACHED:
             self._fall_back(f"the storage process {why}")
+        elif self._is_wanted:
+            self._is_wanted = False
+            self._start()
 
     def _fall_back(self, why: str) -> None:
         self.why = why

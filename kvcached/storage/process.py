@@ -92,11 +92,6 @@ class StorageProcess:
         self._loop.add_reader(self._pidfd, self._on_dead)
         self._connection.listen(self._on_message, lambda: self.kill("it closed its connection"), self.kill)
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._child.pid
-
     def send(self, order: Order) -> None:
         """Send an order; nothing happens where it has ended."""
         self._connection.send(encode(order))
