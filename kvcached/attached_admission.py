@@ -22,7 +22,7 @@ from kvcached_client import protocol as wire
 from kvcached_client.attach_protocol import JoinedHost
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.slabs import slots_per_slab
+from kvcached_client.slabs import host_parts, slots_per_slab
 from kvcached_client.types import SessionId, ShardIndex
 
 _PERSON: Final = b"kvcached attach1"
@@ -49,10 +49,12 @@ class Shape(NamedTuple):
     Attributes:
         fingerprint: of the order of bytes in a block, 16 bytes.
         block_bytes: of one block on one shard.
+        replicated: every shard holds the same bytes.
     """
 
     fingerprint: bytes
     block_bytes: int
+    replicated: bool
 
 
 class AttachedAdmission:
@@ -93,7 +95,7 @@ class AttachedAdmission:
         earlier = [group for group in self._membership.of_instance(request.instance) if _same(group.scheduler, peer)]
         spec = _space(request, share)
         session = self._cache.open_attached(spec, now_ms)
-        self._note_shape(spec.root, Shape(request.fingerprint, request.block_bytes))
+        self._note_shape(spec.root, Shape(request.fingerprint, request.block_bytes, request.replicated))
         self._hellos[session.id] = request
         group = self._membership.open(session.id, connection, peer)
         group.instance = request.instance
@@ -126,6 +128,7 @@ class AttachedAdmission:
             slabs=share.slabs,
             slab_bytes=share.slab_bytes,
             block_bytes=hello.block_bytes,
+            replicated=hello.replicated,
             namespace=session.space.spec.root,
             fingerprint=hello.fingerprint,
             verify_loads=share.verify_loads,
@@ -169,8 +172,13 @@ class AttachedAdmission:
     def geometry(self, root: bytes) -> HostGeometry:
         """The host pool as the engines of a namespace see it."""
         share, shards = self._required_share(), self._cache.attached.spaces.by_root[root].spec.shards
+        shape = self.shapes[root]
         return HostGeometry(
-            slabs=share.slabs, slab_bytes=share.slab_bytes, shards=shards, block_bytes=self.shapes[root].block_bytes
+            slabs=share.slabs,
+            slab_bytes=share.slab_bytes,
+            shards=shards,
+            block_bytes=shape.block_bytes,
+            replicated=shape.replicated,
         )
 
     def _note_shape(self, root: bytes, shape: Shape) -> None:
@@ -209,9 +217,10 @@ class AttachedAdmission:
 
 def _space(request: wire.HelloAttached, share: HostShare) -> SpaceSpec:
     """The namespace that an engine declares: other sizes or another order of bytes make another one."""
-    shape = f"{request.block_size} {request.shards} {request.block_bytes}".encode()
+    parts = host_parts(request.shards, replicated=request.replicated)
+    shape = f"{request.block_size} {request.shards} {request.block_bytes} {parts}".encode()
     root = hashlib.blake2b(request.keyspace + request.fingerprint + shape, digest_size=32, person=_PERSON).digest()
-    per_slab = slots_per_slab(share.slab_bytes, request.block_bytes, request.shards)
+    per_slab = slots_per_slab(share.slab_bytes, request.block_bytes, parts)
     if per_slab * share.slabs > SLOTS_MAX:
         raise request_error(
             ErrorCode.WRONG_LAYOUT,

@@ -112,6 +112,7 @@ class Books:
                 block_size=space.spec.block_size,
                 shards=space.spec.shards,
                 block_bytes=shape.block_bytes,
+                replicated=shape.replicated,
                 slots_per_slab=space.spec.host_slots_per_slab,
                 generation=space.generation,
                 write_policy=space.tree.write_policy,

@@ -45,7 +45,7 @@ class HostConfig(Table):
 
     def slots_per_slab(self, layout: Layout) -> int:
         """Blocks of a layout that a slab holds, with all their shards."""
-        return slots_per_slab(self.slab_bytes, layout.bytes_per_block(), layout.shards)
+        return slots_per_slab(self.slab_bytes, layout.bytes_per_block(), layout.host_parts)
 
     def check(self, layouts: Mapping[str, Layout], *, namespaces: int) -> None:
         """Refuse a pool that cannot serve every namespace.
@@ -54,13 +54,12 @@ class HostConfig(Table):
             PydanticCustomError: a slab holds no block of one of them, or there are too few slabs or too many slots.
         """
         for name, layout in layouts.items():
-            block_bytes, shards = layout.bytes_per_block(), layout.shards
+            block_bytes, parts = layout.bytes_per_block(), layout.host_parts
             per_slab = self.slots_per_slab(layout)
             if not per_slab:
                 raise mistake(
-                    f"holds no block of replica {name!r}: one takes {block_bytes} bytes and a header on each of"
-                    f" {shards} shards",
-                    f"use {smallest_slab(block_bytes, shards)} or more",
+                    f"holds no block of replica {name!r}: one takes {parts} x {block_bytes} bytes and as many headers",
+                    f"use {smallest_slab(block_bytes, parts)} or more",
                     ("host", "slab_bytes"),
                     self.slab_bytes,
                 )

@@ -36,7 +36,11 @@ class GroupConfig(Table):
     scale_bytes: int = Field(
         default=0, ge=0, le=_SIZE_MAX, description="Bytes of quantisation scales in one layer's page of one block."
     )
-    replicated: bool = Field(default=False, description="Every shard holds the same bytes (latent attention).")
+    replicated: bool = Field(
+        default=False,
+        description="Every shard holds the same bytes (latent attention). Where all groups do, the host pool and storage"
+        " hold them once.",
+    )
 
 
 def layout_of_model(path: Path, *, block_size: int, shards: int, kv_dtype: DType | None, order: PageOrder) -> Layout:

@@ -243,7 +243,13 @@ def _replica(
 
 def _host_geometry(host: HostConfig, replica: ReplicaConfig) -> HostGeometry:
     block_bytes = pool_geometry(replica.layout, replica.slot_count).slot_bytes
-    return HostGeometry(slabs=host.slabs, slab_bytes=host.slab_bytes, shards=replica.shards, block_bytes=block_bytes)
+    return HostGeometry(
+        slabs=host.slabs,
+        slab_bytes=host.slab_bytes,
+        shards=replica.shards,
+        block_bytes=block_bytes,
+        replicated=replica.layout.replicated,
+    )
 
 
 def _cache(

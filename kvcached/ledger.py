@@ -76,6 +76,7 @@ class SpaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         root: 32 bytes as hex; `HostPoolRecord.lent` names it so.
         fingerprint: of the layout, as headers have it.
         block_bytes: size of a block on one shard.
+        replicated: every shard holds the same bytes.
         write_policy, configured_policy: the present one, and that of the configuration then: one that was set holds as
             long as the configuration does not change.
     """
@@ -88,6 +89,7 @@ class SpaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     block_bytes: Positive
     slots_per_slab: Count
     generation: Count
+    replicated: bool = False
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     configured_policy: WritePolicy = WritePolicy.WRITE_THROUGH
 

@@ -1,8 +1,8 @@
 """What the headers of the host pool tell a daemon that starts: which blocks there are, and who may still be writing.
 
 Writers may be at work meanwhile, and every byte may be anything: headers are copied first and judged afterwards, and
-nothing in them is believed without its seal. A block counts where all shards hold the same one. Its bytes are not
-looked at; the first load of each does that.
+nothing in them is believed without its seal. A block counts where all parts of its slab hold the same one. Its bytes
+are not looked at; the first load of each does that.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class FoundBlocks:
 
 
 def scan(table: HeaderTable, geometry: HostGeometry, kind: HeaderKind, slabs: Iterable[int]) -> FoundBlocks:
-    """Read the headers of all slots of a namespace, on all shards. Never fails on what it finds there.
+    """Read the headers of all slots of a namespace, in all parts. Never fails on what it finds there.
 
     Args:
         table: of the host pool (`HostHeaders.table`).
@@ -116,7 +116,7 @@ def _batches(
         firsts = [slab * per_slab for slab in slabs[at : at + batch]]
         headers = [
             _joined([table.copy(geometry.header_offset(first, shard), per_slab) for first in firsts])
-            for shard in range(geometry.shards)
+            for shard in range(geometry.parts)
         ]
         yield np.concatenate([first + within for first in firsts]), headers
 

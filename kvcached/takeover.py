@@ -107,7 +107,7 @@ def _take_spaces(ledger: Ledger, headers: HostHeaders, revival: Revival, taken: 
             continue
         engines = {owner: peers for owner, (session, peers) in living.items() if session.place == record.root}
         root = bytes.fromhex(record.root)
-        taken.shapes[root] = Shape(bytes.fromhex(record.fingerprint), record.block_bytes)
+        taken.shapes[root] = Shape(bytes.fromhex(record.fingerprint), record.block_bytes, replicated=record.replicated)
         unknown = (0, number)
         claimants = _take_space(record, ledger.host, headers, revival, engines, unknown)
         if unknown in claimants:  # one of the engines is writing: which, nobody can say
@@ -138,7 +138,11 @@ def _take_space(
 
 def _geometry(host: HostPoolRecord, space: SpaceRecord) -> HostGeometry:
     return HostGeometry(
-        slabs=host.slabs, slab_bytes=host.slab_bytes, shards=space.shards, block_bytes=space.block_bytes
+        slabs=host.slabs,
+        slab_bytes=host.slab_bytes,
+        shards=space.shards,
+        block_bytes=space.block_bytes,
+        replicated=space.replicated,
     )
 
 

@@ -76,6 +76,7 @@ class JoinedHost(Attach, frozen=True, kw_only=True, tag="joined_host"):
     namespace: Digest  #: its first 16 bytes are in the header of every block, and so is
     fingerprint: Fingerprint
     verify_loads: bool  #: whether loads are to compare checksums
+    replicated: bool = False  #: every shard holds the same bytes, and the host pool holds them once
 
 
 class AttachRefused(Attach, frozen=True, kw_only=True, tag="refused"):

@@ -68,12 +68,14 @@ class AttachedLayout:
         shards: processes that hold a part of each block each.
         block_bytes: of one block on one shard, all layers.
         fingerprint: 16 bytes that two engines share only if the bytes of a block mean the same to both.
+        replicated: every shard holds the same bytes (latent attention): the daemon keeps them once, whoever wrote them.
     """
 
     block_size: int
     shards: int
     block_bytes: int
     fingerprint: bytes
+    replicated: bool = False
 
 
 class Hold(NamedTuple):
@@ -221,6 +223,7 @@ class AttachedClient:
                 shards=layout.shards,
                 block_bytes=layout.block_bytes,
                 fingerprint=layout.fingerprint,
+                replicated=layout.replicated,
             )
             welcome, _ = channel.ask(hello, WelcomeAttached)
             return cls(channel, welcome, directory, on_stale)

@@ -40,7 +40,7 @@ class BlockTransfers:
     Args:
         pages: of the engine, whose blocks are as large as the host pool's.
         host: where a host slot's bytes are.
-        shard: which part of each slab is this process's.
+        shard: which one this process is: what part of each slab it has, or what share of each store.
         memory: the host pool, writable.
         namespace, fingerprint: whose blocks these are, as headers say it; 16 bytes each.
         epoch: of the daemon, for the headers.
@@ -67,12 +67,12 @@ class BlockTransfers:
         self._epoch = epoch
 
     def store(self, job: BlockJob) -> None:
-        """Copy blocks into the host pool. After any other error than these, none of the slots holds a block.
+        """Copy this shard's blocks into the host pool. After any other error than these, none of their slots holds one.
 
         Raises:
             BadRequest: the job contradicts itself, or names what does not exist; nothing was touched.
         """
-        work = self._check(job)
+        work = self._mine(self._check(job))
         self._table.invalidate(work.headers)
         failpoint("attached.store.cleared")
         checksums = self._copier.to_host(work.blocks, work.places)
@@ -110,6 +110,11 @@ class BlockTransfers:
         good &= (self._table.read(work.headers) == before).all(axis=1)
         bad: list[int] = np.flatnonzero(~good).tolist()
         return bad
+
+    def _mine(self, work: _Blocks) -> _Blocks:
+        mine = self._host.share(len(work.blocks), self._shard)
+        names = BlockNames(*(column[mine] for column in work.names))
+        return _Blocks(names, work.blocks[mine], work.headers[mine], work.places[mine])
 
     def _kind(self, job: BlockJob) -> HeaderKind:
         return HeaderKind(self._namespace, self._fingerprint, job.generation)

@@ -7,6 +7,9 @@ each slab, so that all shards use the same slot numbers::
     slab  = part of shard 0 | part of shard 1 | …          parts of slab_bytes // shards, in whole pages
     part  = headers of all its slots, in whole pages | blocks of all its slots, back to back
 
+Where every shard holds the same bytes (latent attention), a slab is one part: a block is there once. All shards read
+it; of a store, each shard writes a share of the blocks.
+
 A block's bytes are contiguous: its pages strip after strip, in the order of `PoolGeometry`.
 """
 
@@ -18,7 +21,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from kvcached_client.slabs import HEADER_BYTES, PAGE_BYTES, header_area_bytes, part_bytes, slots_per_slab
+from kvcached_client.slabs import HEADER_BYTES, PAGE_BYTES, header_area_bytes, host_parts, part_bytes, slots_per_slab
 
 _Size = Annotated[int, msgspec.Meta(gt=0, le=1 << 46)]
 
@@ -39,17 +42,24 @@ class HostGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         slab_bytes: size of one, in whole pages.
         shards: shards of the namespace's layout.
         block_bytes: size of one of its blocks on one shard.
+        replicated: every shard holds the same bytes, and the host pool holds them once.
     """
 
     slabs: _Size
     slab_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 46, multiple_of=PAGE_BYTES)]
     shards: _Size
     block_bytes: _Size
+    replicated: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Parts of a slab, each with a header and a block for every slot of it."""
+        return host_parts(self.shards, replicated=self.replicated)
 
     @cached_property
     def slots_per_slab(self) -> int:
         """Blocks that one slab holds; 0 where a slab is too small for one."""
-        return slots_per_slab(self.slab_bytes, self.block_bytes, self.shards)
+        return slots_per_slab(self.slab_bytes, self.block_bytes, self.parts)
 
     @cached_property
     def slots(self) -> int:
@@ -68,6 +78,12 @@ class HostGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         So that slot s is at ``block_offset(0) + s * block_bytes + s // slots_per_slab * gap_bytes``.
         """
         return self.slab_bytes - self.slots_per_slab * self.block_bytes
+
+    def share(self, blocks: int, shard: int) -> slice:
+        """Which of the blocks of one store a shard writes: all of its own part, or an equal share of a common one."""
+        if not self.replicated:
+            return slice(blocks)
+        return slice(blocks * shard // self.shards, blocks * (shard + 1) // self.shards)
 
     def header_offset(self, slot: int, shard: int) -> int:
         """Where the header of a slot is, in bytes from the start of the host pool.
@@ -104,14 +120,14 @@ class HostGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @cached_property
     def _part_bytes(self) -> int:
-        return part_bytes(self.slab_bytes, self.shards)
+        return part_bytes(self.slab_bytes, self.parts)
 
     @cached_property
     def _headers_bytes(self) -> int:
         return header_area_bytes(self.slots_per_slab)
 
     def _part_offset(self, slab: int, shard: int) -> int:
-        return slab * self.slab_bytes + shard * self._part_bytes
+        return slab * self.slab_bytes + (0 if self.replicated else shard * self._part_bytes)
 
     def _place(self, slot: int, shard: int) -> tuple[int, int]:
         if not (0 <= slot < self.slots and 0 <= shard < self.shards):

@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.slabs import host_parts
 
 DTYPE_SIZE_BYTES: dict[str, int] = {
     "float32": 4,
@@ -48,7 +49,7 @@ class KvGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         v_head_dim: elements of V per head and token; 0 where there is no V (MLA).
         dtype: element type.
         scale_bytes: bytes of quantisation scales in one layer's page of one block.
-        replicated: every shard holds the same bytes (MLA); a lower tier then needs one copy only.
+        replicated: every shard holds the same bytes (MLA). Where all groups do, lower tiers hold one copy only.
     """
 
     layers: int
@@ -83,6 +84,16 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     shards: int
     groups: tuple[KvGroup, ...]
     order: PageOrder = "layer_first"
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every shard holds the same bytes, so that lower tiers hold them once."""
+        return all(group.replicated for group in self.groups)
+
+    @property
+    def host_parts(self) -> int:
+        """How many blocks of `bytes_per_block` lower tiers hold for each block: one per shard, or one for all."""
+        return host_parts(self.shards, replicated=self.replicated)
 
     def bytes_per_block(self) -> int:
         """Bytes of one block on one shard, every group, layer and scale included."""
@@ -149,7 +160,8 @@ def layout_from_model_config(
 ) -> Layout:
     """The layout of a Hugging Face ``config.json`` under tensor parallelism over `shards` shards.
 
-    Full attention splits its KV heads over the shards and repeats them where there are fewer heads than shards. Latent
+    Full attention splits its KV heads over the shards and repeats them where there are fewer heads than shards: a
+    single one is then the same on every shard. Latent
     attention (a config with ``kv_lora_rank``, as DeepSeek-V2 and V3) keeps one latent vector per token, the same on
     every shard, and no V.
 
@@ -173,7 +185,12 @@ def layout_from_model_config(
         if kv_heads % shards and shards % kv_heads:
             raise _unusable(f"num_key_value_heads {kv_heads} and {shards} shards do not divide each other")
         group = KvGroup(
-            layers=layers, kv_heads=max(1, kv_heads // shards), head_dim=head_dim, v_head_dim=head_dim, dtype=dtype
+            layers=layers,
+            kv_heads=max(1, kv_heads // shards),
+            head_dim=head_dim,
+            v_head_dim=head_dim,
+            dtype=dtype,
+            replicated=kv_heads == 1 < shards,
         )
     layout = Layout(block_size=block_size, shards=shards, groups=(group,), order=order)
     layout.check()

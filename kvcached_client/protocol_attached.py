@@ -41,6 +41,7 @@ class HelloAttached(Header, frozen=True, kw_only=True, tag="hello_attached"):
     shards: Annotated[int, msgspec.Meta(ge=1, le=64)]
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_BYTES_MAX)]  #: of one block on one shard
     fingerprint: Fingerprint  #: of the order of bytes in it
+    replicated: bool = False  #: every shard holds the same bytes, so that the host pool holds them once
 
 
 class PrepareLoad(Header, frozen=True, kw_only=True, tag="prepare_load"):

@@ -244,6 +244,12 @@ def open_attached(settings: EngineSettings, config: LlamaConfig) -> tuple[Attach
         engine="llama_engine",
         instance=new_instance(),
         label=settings.model_dir.absolute().name,
-        layout=AttachedLayout(own.block_size, settings.tp, shards.ready[0].block_bytes, shards.ready[0].fingerprint),
+        layout=AttachedLayout(
+            own.block_size,
+            settings.tp,
+            shards.ready[0].block_bytes,
+            shards.ready[0].fingerprint,
+            replicated=layout.replicated,
+        ),
     )
     return AttachedCache.over(shards.copies, connect, layout, root, own), shards

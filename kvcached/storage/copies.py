@@ -154,7 +154,7 @@ class HostCopies:
 
     def _slots(self, kind: Kind, span: Span) -> Iterator[_Slot]:
         geometry, parent = kind.geometry, span.parent
-        shards = range(geometry.shards)
+        shards = range(geometry.parts)
         for index, (key, slot) in enumerate(zip(_split(span.keys), _each(span.slots), strict=True)):
             headers = [geometry.header_offset(slot, shard) for shard in shards]
             parts = [geometry.block_offset(slot, shard) for shard in shards]
@@ -168,7 +168,7 @@ class HostCopies:
 
 def _stored_kind(kind: Kind) -> StoredKind:
     geometry = kind.geometry
-    return StoredKind(kind.namespace, kind.fingerprint, kind.generation, geometry.shards, geometry.block_bytes)
+    return StoredKind(kind.namespace, kind.fingerprint, kind.generation, geometry.parts, geometry.block_bytes)
 
 
 def _block(kind: StoredKind, slot: _Slot, page: memoryview) -> Block:

@@ -88,14 +88,15 @@ def _append(runs: list[SlotRun], run: SlotRun) -> None:
     runs.append(run)
 
 
-def first_blocks(runs: Sequence[SlotRun], blocks: int) -> list[SlotRun]:
-    """The runs of the first `blocks` blocks."""
-    kept = []
+def cut_runs(runs: Sequence[SlotRun], blocks: slice) -> list[SlotRun]:
+    """The runs of some of their blocks, which are counted through them from 0: those from `start` to `stop`."""
+    kept, first = [], 0
     for run in runs:
-        if blocks <= 0:
-            break
-        kept.append(run._replace(slots=min(run.slots, blocks)))
-        blocks -= run.slots
+        start, stop, _ = slice(blocks.start, blocks.stop).indices(first + run.slots)
+        skipped = max(0, start - first)
+        if first + skipped < stop:
+            kept.append(SlotRun(run.device + skipped, run.host + skipped, stop - first - skipped))
+        first += run.slots
     return kept
 
 

@@ -119,17 +119,17 @@ class HostHeaders:
         )
 
     def clear_slab(self, slab: int, geometry: HostGeometry) -> None:
-        """Zero the headers of a slab that is lent, on all shards: nothing is left of those who had it before.
+        """Zero the headers of a slab that is lent, in all its parts: nothing is left of those who had it before.
 
         Raises:
             ValueError: there is no such slab.
         """
         size_bytes = header_area_bytes(geometry.slots_per_slab)
-        for shard in range(geometry.shards):
-            self.table.clear(geometry.header_offset(slab * geometry.slots_per_slab, shard), size_bytes)
+        for part in range(geometry.parts):
+            self.table.clear(geometry.header_offset(slab * geometry.slots_per_slab, part), size_bytes)
 
     def claim(self, slots: npt.NDArray[np.int64], geometry: HostGeometry, epoch: int, session: int) -> None:
-        """Write who may be writing these slots into their headers on all shards, before the reply that gives them.
+        """Write who may be writing these slots into all their headers, before the reply that gives them.
 
         Raises:
             ValueError: one of the slots does not exist; nothing was touched.
@@ -140,5 +140,5 @@ class HostHeaders:
             geometry.header_offset(end, 0)
         slabs, index = np.divmod(slots, geometry.slots_per_slab)
         places = slabs * geometry.slab_bytes + index * HEADER_BYTES
-        for shard in range(geometry.shards):
-            self.table.claim(places + geometry.header_offset(0, shard), epoch, session)
+        for part in range(geometry.parts):
+            self.table.claim(places + geometry.header_offset(0, part), epoch, session)

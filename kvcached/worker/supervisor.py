@@ -287,7 +287,11 @@ class WorkerGroup:
         host = None
         if pool.host is not None:
             host = HostGeometry(
-                slabs=pool.host.slabs, slab_bytes=pool.host.slab_bytes, shards=shards, block_bytes=geometry.slot_bytes
+                slabs=pool.host.slabs,
+                slab_bytes=pool.host.slab_bytes,
+                shards=shards,
+                block_bytes=geometry.slot_bytes,
+                replicated=pool.layout.replicated,
             )
         return [
             WorkerConfig(

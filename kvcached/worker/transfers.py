@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvcached.worker.copier import Copier, SlotRun, check_runs, first_blocks, merge_runs, plan_copies
+from kvcached.worker.copier import Copier, SlotRun, check_runs, cut_runs, merge_runs, plan_copies
 from kvcached.worker.geometry import PoolGeometry
 from kvcached.worker.messages import CORRUPT_BLOCKS_MAX, BlockSpan, Load, Store, unpack_slot_ranges
 from kvcached.worker.progress import ProgressPage
@@ -37,7 +37,7 @@ class HostTransfers:
     Args:
         pool: where a device slot's bytes are.
         host: where a host slot's bytes are.
-        shard: which part of each slab is this worker's.
+        shard: which one this worker is: what part of each slab it has, or what share of each store.
         copier: copies between the two.
         memory: the host pool.
         progress: where loads tell how far they are.
@@ -73,13 +73,15 @@ class HostTransfers:
         self._fingerprint = fingerprint
 
     def store(self, work: Store) -> None:
-        """Copy blocks into the host pool. After any other error than these, none of the slots holds a block.
+        """Copy this shard's blocks into the host pool. After any other error than these, none of their slots holds one.
 
         Raises:
             ValueError: keys and slots do not pair, a slot does not exist or is named twice; nothing was touched.
         """
         runs = self._runs(work.spans)
         blocks = list(self._blocks(work.spans))
+        mine = self._host.share(len(blocks), self._shard)
+        runs, blocks = cut_runs(runs, mine), blocks[mine]
         kind = self._kind(work.generation)
         failpoint("worker.store.begin")
         for block in blocks:
@@ -127,7 +129,7 @@ class HostTransfers:
         runs = self._runs(work.spans)
         bad = tuple(islice(self._bad_blocks(work), CORRUPT_BLOCKS_MAX))
         if bad:
-            runs = first_blocks(runs, bad[0])
+            runs = cut_runs(runs, slice(bad[0]))
         for strip in plan_copies(self._pool, self._host, self._shard, runs, to_host=False):
             failpoint("worker.load.copying")
             self._copier.to_device(strip)

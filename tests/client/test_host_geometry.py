@@ -14,6 +14,7 @@ geometries = st.builds(
     slab_bytes=st.integers(2, 40).map(lambda pages: pages * 4096),
     shards=st.integers(1, 3),
     block_bytes=st.integers(1, 9000),
+    replicated=st.booleans(),
 )
 
 
@@ -23,7 +24,7 @@ def test_places_never_overlap(geometry: HostGeometry) -> None:
     places = sorted(
         (offset, size, slot // geometry.slots_per_slab)
         for slot in range(min(geometry.slots, 2 * geometry.slots_per_slab))
-        for shard in range(geometry.shards)
+        for shard in range(geometry.parts)
         for offset, size in [
             (geometry.header_offset(slot, shard), 128),
             (geometry.block_offset(slot, shard), geometry.block_bytes),
@@ -54,6 +55,23 @@ def test_contiguous_cuts_where_a_slab_ends(geometry: HostGeometry, data: st.Data
     assert offsets == [start + slot * size + slot // per_slab * geometry.gap_bytes for slot in slots]
     slabs = [piece.slot // geometry.slots_per_slab for piece in pieces]
     assert slabs == sorted(set(slabs))
+
+
+@given(geometries.filter(lambda geometry: geometry.slots > 0), st.integers(0, 50))
+def test_shards_write_each_replicated_block_once(geometry: HostGeometry, blocks: int) -> None:
+    """Where all shards have a block at one place, one of them writes it, and their shares differ by one at most."""
+    shares = [range(blocks)[geometry.share(blocks, shard)] for shard in range(geometry.shards)]
+
+    if geometry.replicated:
+        places = {
+            (geometry.header_offset(0, shard), geometry.block_offset(0, shard)) for shard in range(geometry.shards)
+        }
+        assert (len(places), geometry.parts) == (1, 1)
+        assert [block for share in shares for block in share] == list(range(blocks))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    else:
+        assert geometry.parts == geometry.shards
+        assert all(share == range(blocks) for share in shares)
 
 
 def test_places_are_as_described() -> None:

@@ -182,7 +182,7 @@ BAD = {
     "slab without room for a block": (
         "[[replica]]",
         "[host]\nsize_bytes = 65536\nslab_bytes = 4096\n[[replica]]",
-        "one takes 4096 bytes and a header on each of 1 shards; use 8192 or more",
+        "one takes 1 x 4096 bytes and as many headers; use 8192 or more",
     ),
     "host without a slab": (
         "[[replica]]",

@@ -19,6 +19,7 @@ from kvcached_client.errors import Stale
 from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.protocol import StatsReport
 from tests.daemon.conftest import CONFIG, RunningDaemon, pool_stats, seconds_until, started
+from tests.daemon.supervised import Supervised
 from tests.daemon.test_deaths import children
 
 PATIENCE_S = 20
@@ -122,7 +123,7 @@ def host_memory(daemon: RunningDaemon, size_bytes: int = SLABS * SLAB_BYTES) -> 
     raise AssertionError("the daemon has no host pool")
 
 
-def is_sound(daemon: RunningDaemon) -> bool:
+def is_sound(daemon: RunningDaemon | Supervised) -> bool:
     with Admin.connect(daemon.run_dir, deadline_ms=PATIENCE_S * 1000) as admin:
         return admin.check().violations == () and admin.health().ok
 
@@ -135,10 +136,10 @@ def worker_of(daemon: RunningDaemon, replica: str = "default", shard: int = 0) -
 
 
 @contextmanager
-def losing_a_worker(daemon: RunningDaemon) -> Iterator[int]:
+def losing_a_worker(daemon: RunningDaemon, shard: int = 0) -> Iterator[int]:
     """The pid of a worker that is killed inside; afterwards the replica's workers run again."""
     epoch = pool_stats(daemon.run_dir).epoch
-    yield worker_of(daemon)
+    yield worker_of(daemon, shard=shard)
     seconds_until(daemon.run_dir, lambda pool: pool.healthy and pool.epoch > epoch, PATIENCE_S)
     after = pool_stats(daemon.run_dir)
     assert (after.healthy, after.epoch) == (True, epoch + 1)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from examples.llama_engine.attached_cache import AttachedCache
-from examples.llama_engine.config import AttachedSettings, Limits
+from examples.llama_engine.config import AttachedSettings, Limits, LlamaConfig
 from examples.llama_engine.copier import Copier
 from examples.llama_engine.copy_pipes import CopyPipes
 from examples.llama_engine.generation import GenerationRequest, GenerationResult
@@ -44,7 +44,7 @@ DEADLINE_MS = 5000
 
 
 class AttachedEngine:
-    """Scheduler, cache and copy threads of an engine, whose model is the tiny one under any name. A context manager."""
+    """Scheduler, cache and copy threads of an engine, whose model is a tiny one under any name. A context manager."""
 
     def __init__(
         self,
@@ -55,8 +55,9 @@ class AttachedEngine:
         shards: int = 1,
         limits: Limits = LIMITS,
         connect: Callable[..., AttachedClient] = AttachedClient.connect,
+        config: LlamaConfig = TINY,
     ) -> None:
-        layout = TINY.layout(BLOCK_SIZE, shards)
+        layout = config.layout(BLOCK_SIZE, shards)
         root = namespace_root(
             model=model, revision="", layout_fingerprint=layout.fingerprint(), block_size=BLOCK_SIZE, shards=shards,
             algorithm="blake3", generation=0,
@@ -72,12 +73,14 @@ class AttachedEngine:
             Copier(far, shard, pages).start()
         connect = partial(
             connect, run_dir, engine="test", instance=new_instance(), label=model,
-            layout=AttachedLayout(BLOCK_SIZE, shards, pages.block_bytes, pages.fingerprint),
+            layout=AttachedLayout(
+                BLOCK_SIZE, shards, pages.block_bytes, pages.fingerprint, replicated=layout.replicated
+            ),
         )  # fmt: skip
         pipes = CopyPipes(ours, lambda shard: ShardDied(f"shard {shard}"))
         self.cache = AttachedCache.over(pipes, connect, layout, root, AttachedSettings(blocks, BLOCK_SIZE, DEADLINE_MS))
         self._parts.callback(self.cache.close)
-        self.scheduler = Scheduler(self.cache, Executors(TINY, memories, seed=3), limits)
+        self.scheduler = Scheduler(self.cache, Executors(config, memories, seed=3), limits)
         self._blocks = blocks
 
     def __enter__(self) -> Self:

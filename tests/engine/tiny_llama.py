@@ -37,6 +37,8 @@ TINY = LlamaConfig(
     rope_theta=10_000.0,
     tie_word_embeddings=False,
 )
+#: Its one head of K and V is the same on every shard.
+TINY_MQA = msgspec.structs.replace(TINY, num_key_value_heads=1)
 BLOCK_SIZE = 4
 LIMITS = Limits(chunk_tokens=16, step_tokens=48, running_max=8)
 

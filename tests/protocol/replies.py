@@ -329,6 +329,7 @@ ATTACH_REPLIES: dict[str, AttachReply] = {
         namespace=NAMESPACE,
         fingerprint=KEYS[16:],
         verify_loads=True,
+        replicated=True,
     ),
     "attach-refused": AttachRefused(
         code=ErrorCode.UNAUTHENTICATED, fault=Fault.CALLER, message="no pidfd", fix="send your own"

@@ -140,6 +140,7 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
             shards=2,
             block_bytes=1 << 36,
             fingerprint=KEYS[16:],
+            replicated=True,
         ),
         [],
     ),

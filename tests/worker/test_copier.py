@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcached.worker.copier import SlotRun, check_runs, first_blocks, merge_runs, plan_copies
+from kvcached.worker.copier import SlotRun, check_runs, cut_runs, merge_runs, plan_copies
 from kvcached.worker.copier_host import HostCopier
 from kvcached.worker.geometry import pool_geometry
 from kvcached_client import batch_copy
@@ -80,14 +80,16 @@ def test_merge_runs_refuses_ranges_that_do_not_pair(device: Ranges, host: Ranges
         merge_runs(device, host)
 
 
-@given(paired_ranges(), st.integers(0, 31))
-def test_first_blocks_are_the_first(ranges: tuple[Ranges, Ranges], blocks: int) -> None:
-    """The first blocks of some runs are their first pairs of slots, without empty runs."""
+@given(paired_ranges(), st.none() | st.integers(0, 31), st.none() | st.integers(0, 31))
+def test_cut_runs_have_the_blocks_of_the_slice(
+    ranges: tuple[Ranges, Ranges], start: int | None, stop: int | None
+) -> None:
+    """Some blocks of runs are the same slice of their pairs of slots, without empty runs."""
     runs = merge_runs(*ranges)
 
-    kept = first_blocks(runs, blocks)
+    kept = cut_runs(runs, slice(start, stop))
 
-    assert pairs_of(kept) == pairs_of(runs)[:blocks]
+    assert pairs_of(kept) == pairs_of(runs)[start:stop]
     assert all(run.slots > 0 for run in kept)
 
 
