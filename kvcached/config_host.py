@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvcached.config_error import mistake
 from kvcached.config_layout import SLOTS_MAX, Table
 from kvcached.config_policy import EvictionPolicyName, WritePolicyName
 from kvcached_client.layout import POOL_SIZE_BYTES_MAX, Layout
+from kvcached_client.memory_bounds import memory_bounds
 from kvcached_client.slabs import PAGE_BYTES, slots_per_slab, smallest_slab
 
 
 class HostConfig(Table):
     """``[host]``: one pool of host memory, which all replicas share. Without the table there is no host tier."""
 
-    size_bytes: int = Field(
+    size_bytes: int | None = Field(
+        default=None,
         ge=1,
         le=POOL_SIZE_BYTES_MAX,
-        description="Memory of the host pool, of all shards of all replicas together; as many slabs as fit.",
+        description="Memory of the host pool, of all shards of all replicas together; as many slabs as fit. Either this"
+        " or memory_percent is named.",
+    )
+    memory_percent: int | None = Field(
+        default=None,
+        ge=1,
+        le=90,
+        description="The same as a part of the machine's memory, or of what the daemon's cgroup is limited to where"
+        " that is less.",
     )
     slab_bytes: int = Field(
         default=64 << 20,
@@ -38,10 +49,27 @@ class HostConfig(Table):
         description="Which blocks of a namespace leave the host pool first when others need room: docs/policies.md.",
     )
 
+    _pool_bytes: int = 0
+
+    @model_validator(mode="after")
+    def _settle_size(self) -> Self:
+        if (self.size_bytes is None) == (self.memory_percent is None):
+            what = "is missing, and so is memory_percent" if self.size_bytes is None else "stands beside memory_percent"
+            raise mistake(what, "name one of the two", ("size_bytes",), self.size_bytes)
+        self._pool_bytes = self.size_bytes or self._part_of_memory()
+        return self
+
+    def _part_of_memory(self) -> int:
+        limits = [bound.limit_bytes for bound in memory_bounds()]
+        if not limits:
+            at = ("memory_percent",)
+            raise mistake("cannot be told from /proc/meminfo here", "name size_bytes", at, self.memory_percent)
+        return min(limits) * (self.memory_percent or 0) // 100
+
     @property
     def slabs(self) -> int:
         """Slabs of the pool."""
-        return self.size_bytes // self.slab_bytes
+        return self._pool_bytes // self.slab_bytes
 
     def slots_per_slab(self, layout: Layout) -> int:
         """Blocks of a layout that a slab holds, with all their shards."""
@@ -53,6 +81,9 @@ class HostConfig(Table):
         Raises:
             PydanticCustomError: a slab holds no block of one of them, or there are too few slabs or too many slots.
         """
+        by_bytes = self.memory_percent is None
+        key = "size_bytes" if by_bytes else "memory_percent"
+        value = self.size_bytes if by_bytes else self.memory_percent
         for name, layout in layouts.items():
             block_bytes, parts = layout.bytes_per_block(), layout.host_parts
             per_slab = self.slots_per_slab(layout)
@@ -66,16 +97,18 @@ class HostConfig(Table):
             if per_slab * self.slabs > SLOTS_MAX:
                 raise mistake(
                     f"holds {per_slab * self.slabs} blocks of replica {name!r}, {SLOTS_MAX} are possible",
-                    "use a smaller size_bytes, or a larger block_size",
-                    ("host", "size_bytes"),
-                    self.size_bytes,
+                    f"use a smaller {key}, or a larger block_size",
+                    ("host", key),
+                    value,
                 )
         if self.slabs < namespaces:
+            needed = namespaces * self.slab_bytes
+            more = f"use {needed} or more" if by_bytes else f"use a larger one: they take {needed} bytes"
             raise mistake(
                 f"makes {self.slabs} slabs of {self.slab_bytes} bytes; namespaces, which take one each: {namespaces}",
-                f"use {namespaces * self.slab_bytes} or more, or a smaller slab_bytes",
-                ("host", "size_bytes"),
-                self.size_bytes,
+                f"{more}, or a smaller slab_bytes",
+                ("host", key),
+                value,
             )
 
 

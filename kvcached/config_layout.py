@@ -38,8 +38,8 @@ class GroupConfig(Table):
     )
     replicated: bool = Field(
         default=False,
-        description="Every shard holds the same bytes (latent attention). Where all groups do, the host pool and storage"
-        " hold them once.",
+        description="Every shard holds the same bytes (latent attention). Where all groups do, the host pool and"
+        " storage hold them once.",
     )
 
 

@@ -226,18 +226,37 @@ def _daemon(named: str | None) -> Iterator[Finding]:
         return
     offered = description.attached
     yield Finding("attached mode", "ok", f"host pool of {offered.slabs} slabs of {offered.slab_bytes} bytes")
-    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if address_space != resource.RLIM_INFINITY:
-        size = offered.slabs * offered.slab_bytes
-        yield Finding(
-            "attached mode",
-            "warn",
-            f"ulimit -v allows {address_space} bytes, the host pool takes {size}",
-            "ulimit -v unlimited",
-        )
+    yield from _memory(offered.slabs * offered.slab_bytes)
     from kvcached_client.doctor_round_trip import round_trip  # noqa: PLC0415 - as above
 
     yield from round_trip(run_dir, offered)
+
+
+def _memory(pool_bytes: int) -> Iterator[Finding]:
+    """Whether this process may map the host pool, and be the first to write all of it."""
+    from kvcached_client.memory_bounds import memory_bounds  # noqa: PLC0415 - see the module's docstring
+
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        yield Finding(
+            "memory",
+            "warn",
+            f"ulimit -v allows {address_space} bytes, the host pool takes {pool_bytes}",
+            "ulimit -v unlimited",
+        )
+    bound = min(memory_bounds(), key=lambda bound: bound.limit_bytes, default=None)
+    if bound is None:
+        return
+    said = f"the engine may take {bound.limit_bytes} bytes ({bound.source})"
+    if pool_bytes > bound.limit_bytes:
+        yield Finding(
+            "memory",
+            "warn",
+            f"{said}, the host pool {pool_bytes}: what the engine is the first to write of it counts as the engine's",
+            "raise the limit by the size of the host pool, or configure a smaller one",
+        )
+        return
+    yield Finding("memory", "ok", f"{said}, the host pool {pool_bytes} of them")
 
 
 def _sockets(run_dir: Path) -> Iterator[Finding]:

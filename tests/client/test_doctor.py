@@ -16,9 +16,10 @@ from typing import Self
 
 import pytest
 
-from kvcached_client import doctor
+from kvcached_client import doctor, memory_bounds
 from kvcached_client.doctor import Finding
 from kvcached_client.doctor_round_trip import _why_not
+from kvcached_client.memory_bounds import MemoryBound
 from kvcached_client.protocol import AttachedInfo, Description, HostStats, StatsReport
 
 OFFERED = AttachedInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
@@ -103,6 +104,20 @@ def test_helpers_that_were_not_built_are_a_warning(monkeypatch: pytest.MonkeyPat
     assert [finding.level for finding in doctor._helpers()] == ["warn", "warn"]
 
 
+@pytest.mark.parametrize(("pool_bytes", "level"), [(1 << 30, "ok"), ((1 << 30) + 1, "warn")])
+def test_host_pool_is_compared_with_the_engines_memory(
+    pool_bytes: int, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host pool that the engine could not fill without passing its own cgroup's limit is told, with that limit."""
+    bounds = [MemoryBound(1 << 40, 5, "the machine"), MemoryBound(1 << 30, 7, "memory.max")]
+    monkeypatch.setattr(memory_bounds, "memory_bounds", lambda: bounds)
+
+    (finding,) = doctor._memory(pool_bytes)
+
+    assert (finding.check, finding.level) == ("memory", level)
+    assert "memory.max" in finding.text
+
+
 def test_limits_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few open files are a warning; locked memory is told, for copies on a CPU need none."""
     limits = {resource.RLIMIT_NOFILE: (256, 256), resource.RLIMIT_MEMLOCK: (resource.RLIM_INFINITY,) * 2}
@@ -126,7 +141,7 @@ def test_output_is_json_whatever_else_is_printed() -> None:
     """What imported packages print goes to stderr, so that every line of stdout is a finding."""
     code = """
 import os
-from kvcached_client import doctor
+from kvcached_client import doctor, memory_bounds
 out = doctor._own_stdout()
 print("noise")
 os.write(1, b"more")

@@ -166,7 +166,17 @@ BAD = {
     "no host size": (
         "[[replica]]",
         "[host]\n[[replica]]",
-        ":4: host.size_bytes: is missing; add it: an integer from 1",
+        ":4: host.size_bytes: is missing, and so is memory_percent; name one of the two",
+    ),
+    "two host sizes": (
+        "[[replica]]",
+        "[host]\nsize_bytes = 67108864\nmemory_percent = 50\n[[replica]]",
+        ":5: host.size_bytes = 67108864: stands beside memory_percent; name one of the two",
+    ),
+    "all memory": (
+        "[[replica]]",
+        "[host]\nmemory_percent = 91\n[[replica]]",
+        ":5: host.memory_percent = 91: is too large; give an integer from 1 to 90",
     ),
     "unknown host key": (
         "[[replica]]",

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from kvcached import config_host
 from kvcached.config import load_config
 from kvcached.config_error import ConfigError
 from kvcached.config_host import AttachedConfig
+from kvcached_client.memory_bounds import MemoryBound
 from tests.config.test_config import GOOD, load, problems
 
 ATTACHED = "[host]\nsize_bytes = 67108864\n[attached]\n"
@@ -74,6 +76,44 @@ def test_config_host_table_can_come_from_the_environment(tmp_path: Path) -> None
 
     assert host is not None
     assert host.slabs == 2
+
+
+@pytest.mark.parametrize(
+    ("limits_bytes", "slabs"),
+    [([4 << 30], 32), ([4 << 30, 1 << 30], 8), ([256 << 20], 2)],
+    ids=["machine", "limited cgroup", "small"],
+)
+def test_config_host_size_can_be_a_part_of_the_memory(
+    limits_bytes: list[int], slabs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A percentage is one of the machine's memory, or of the tightest limit of a cgroup, however much of it is used."""
+    bounds = [MemoryBound(limit, 1, "a file") for limit in limits_bytes]
+    monkeypatch.setattr(config_host, "memory_bounds", lambda: bounds)
+
+    host = load(tmp_path, GOOD.replace("[[replica]]", "[host]\nmemory_percent = 50\n[[replica]]")).host
+
+    assert host is not None
+    assert host.slabs == slabs
+
+
+@pytest.mark.parametrize(
+    ("limits_bytes", "expected"),
+    [
+        ([100 << 20], "host.memory_percent = 50: makes 0 slabs of 67108864 bytes; namespaces, which take one each: 1;"),
+        ([], "host.memory_percent = 50: cannot be told from /proc/meminfo here; name size_bytes"),
+    ],
+    ids=["too little", "no limit"],
+)
+def test_config_host_of_no_size_is_refused(
+    limits_bytes: list[int], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of the memory that makes no slab, or is not known, is a mistake of that key."""
+    bounds = [MemoryBound(limit, 1, "a file") for limit in limits_bytes]
+    monkeypatch.setattr(config_host, "memory_bounds", lambda: bounds)
+
+    text = GOOD.replace("[[replica]]", "[host]\nmemory_percent = 50\n[[replica]]")
+
+    assert expected in "\n".join(problems(tmp_path, text))
 
 
 def test_config_counts_a_slab_for_each_namespace(tmp_path: Path) -> None:

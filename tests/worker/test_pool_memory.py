@@ -11,6 +11,7 @@ import pytest
 
 from kvcached.worker.available import NotEnoughMemory, check_available
 from kvcached.worker.memory import PoolMemory
+from kvcached_client.memory_bounds import memory_bounds
 from tests.worker.groups import open_descriptors
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -110,18 +111,22 @@ VERSION_1 = {
 
 
 @pytest.mark.parametrize(
-    ("files", "available"),
+    ("files", "available", "limit"),
     [
-        (MACHINE, 1024000),
-        (MACHINE | {"proc/self/cgroup": "0::/a\n"} | UNLIMITED, 1024000),
-        (MACHINE | VERSION_2, 450000),
-        (MACHINE | VERSION_1, 201000),
+        (MACHINE, 1024000, 2048000),
+        (MACHINE | {"proc/self/cgroup": "0::/a\n"} | UNLIMITED, 1024000, 2048000),
+        (MACHINE | VERSION_2, 450000, 600000),
+        (MACHINE | VERSION_1, 201000, 500000),
     ],
     ids=["machine", "unlimited cgroup", "parent cgroup v2", "cgroup v1 in a container"],
 )
-def test_available_memory_is_the_tightest_limit(tmp_path: Path, files: dict[str, str], available: int) -> None:
+def test_available_memory_is_the_tightest_limit(
+    tmp_path: Path, files: dict[str, str], available: int, limit: int
+) -> None:
     """The memory of the machine and every cgroup above bound a pool; page cache that can go counts as free."""
     write_tree(tmp_path, files)
+
+    assert min(bound.limit_bytes for bound in memory_bounds(tmp_path)) == limit
 
     check_available(available, "it", root=tmp_path)
 

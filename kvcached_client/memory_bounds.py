@@ -1,0 +1,88 @@
+"""How much memory this process may take, as the machine and its cgroups say. Standard library only.
+
+The memory of a memfd counts as shared memory of the cgroup of whoever touches a page first; the size of /dev/shm does
+not bound it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+#: Version 1 says "unlimited" by a number near 2**63.
+_UNLIMITED_BYTES = 1 << 60
+
+
+class MemoryBound(NamedTuple):
+    """A limit on memory."""
+
+    limit_bytes: int  #: of all that count
+    available_bytes: int  #: what is left of it; below 0 where more is in use
+    source: str  #: the file that says so
+
+
+def memory_bounds(root: Path = Path("/")) -> list[MemoryBound]:
+    """Every limit that holds for this process: the machine's, and those of its cgroup and of all above it.
+
+    Page cache that can go counts as available.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    return [*_machine(root), *_cgroup(root)]
+
+
+def _machine(root: Path) -> Iterator[MemoryBound]:
+    path = root / "proc/meminfo"
+    sizes = {name: value * 1024 for name, value in _pairs(path)}
+    if "MemAvailable:" in sizes:
+        yield MemoryBound(sizes.get("MemTotal:", sizes["MemAvailable:"]), sizes["MemAvailable:"], str(path))
+
+
+def _cgroup(root: Path) -> Iterator[MemoryBound]:
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in memberships:
+        _, controllers, path = line.split(":", 2)
+        mounted = root / "sys/fs/cgroup"
+        if controllers == "":
+            yield from _limits(mounted, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _limits(mounted / "memory", path, *files)
+
+
+def _limits(mounted: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> Iterator[MemoryBound]:
+    """The limits of a cgroup and of all above it. Inside a container the path may be one that only the host sees."""
+    own = mounted / path.lstrip("/")
+    for group in [own, *own.parents]:
+        limit = _number(group / limit_name)
+        if limit is not None and limit < _UNLIMITED_BYTES:
+            usage = _number(group / usage_name) or 0
+            cache = sum(value for name, value in _pairs(group / "memory.stat") if name == cache_name)
+            yield MemoryBound(limit, limit - usage + cache, str(group / limit_name))
+        if group == mounted:
+            return
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _pairs(path: Path) -> Iterator[tuple[str, int]]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        name, _, rest = line.partition(" ")
+        value = rest.split()
+        if value and value[0].isdigit():
+            yield name, int(value[0])
