@@ -112,8 +112,8 @@ class BlockTransfers:
         return bad
 
     def _mine(self, work: _Blocks) -> _Blocks:
-        mine = self._host.share(len(work.blocks), self._shard)
-        names = BlockNames(*(column[mine] for column in work.names))
+        mine, names = self._host.share(len(work.blocks), self._shard), work.names
+        names = BlockNames(names.keys[mine], names.parents[mine], names.depths[mine])
         return _Blocks(names, work.blocks[mine], work.headers[mine], work.places[mine])
 
     def _kind(self, job: BlockJob) -> HeaderKind:
