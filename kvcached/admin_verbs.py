@@ -50,6 +50,7 @@ class AdminVerbs:
         awaiting: Awaiting,
         renewals: Renewals,
         waiting_requests: Callable[[], int],
+        now_ms: Callable[[], int],
     ) -> None:
         self._cache = cache
         self._replicas = replicas
@@ -60,7 +61,7 @@ class AdminVerbs:
         self.by_type: dict[type[wire.Header], Callable[[bytes, Any, list[bytes]], Answer]] = {
             wire.Resume: self._resume,
             **PolicyVerbs(cache, replicas).by_type,
-            **PinVerbs(cache, replicas).by_type,
+            **PinVerbs(cache, replicas, now_ms).by_type,
         }
         self.late_by_type: dict[type[wire.Header], Callable[[bytes, Any, Respond], Answer | None]] = {
             wire.Pause: self._pause,

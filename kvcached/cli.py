@@ -29,6 +29,7 @@ from kvcached.cli_common import (
 )
 from kvcached.cli_doctor import doctor
 from kvcached.cli_explain import explain
+from kvcached.cli_pin import pin, unpin
 from kvcached.cli_storage import storage
 from kvcached.cli_supervise import supervise
 
@@ -77,6 +78,8 @@ main.add_command(explain)
 main.add_command(doctor)
 main.add_command(supervise)
 main.add_command(storage)
+main.add_command(pin)
+main.add_command(unpin)
 for each in cli_admin.COMMANDS:
     main.add_command(each)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
-from kvcached_client.errors import ErrorCode, request_error
-from kvcached_client.keys import KeyChain
-from kvcached_client.protocol import Description, Explanation, ReplicaInfo
+from kvcached.prompt_keys import Daemon, Prompt, replica_chain, vllm_keys
+from kvcached_client.protocol import Explanation, ReplicaInfo
 from kvcached_client.types import KEY_SIZE_BYTES, MissReason
-from kvcached_client.vllm_keys import VllmHashing, block_keys
+from kvcached_client.vllm_keys import VllmHashing
 
 #: Nothing is missing, so no other name could do better.
 _COMPLETE: Final = frozenset({MissReason.HIT, MissReason.LAST_TOKEN})
@@ -22,33 +21,6 @@ _VLLM_HINT: Final = (
 
 #: A question that another name of the prompt leads to: how it differs, what must be wrong then, how to ask it.
 _Candidate = tuple[str, str, Callable[[], "Verdict"]]
-
-
-class Daemon(Protocol):
-    """What is used of `Admin`."""
-
-    def describe(self) -> Description:
-        """Replicas, and what their keys are made from."""
-
-    def explain(
-        self, keys: bytes, tokens: int, *, full: bool = False, replica: str = "", namespace: str = ""
-    ) -> tuple[Explanation, ...]:
-        """What of a prompt would be hit, and why no more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt as its engine names it.
-
-    Attributes:
-        tokens: of the prompt.
-        salt: of the tenant; "" for none.
-        lora: of the adapter, of vLLM ``name:path``; "" for none.
-    """
-
-    tokens: Sequence[int]
-    salt: str = ""
-    lora: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +71,7 @@ def explain_tokens(daemon: Daemon, prompt: Prompt, replica: str) -> list[Verdict
 
 def _on_replica(daemon: Daemon, info: ReplicaInfo, prompt: Prompt, replicas: Sequence[ReplicaInfo]) -> Verdict:
     def ask(where: ReplicaInfo, what: Prompt) -> Verdict:
-        chain = KeyChain(
-            bytes.fromhex(where.namespace),
-            where.layout.block_size,
-            what.tokens,
-            lora=what.lora,
-            salt=what.salt,
-            algorithm=where.key_algorithm,
-        )
+        chain = replica_chain(where, what)
         (explanation,) = daemon.explain(chain.keys, chain.token_count, replica=where.name)
         return Verdict(explanation, chain.block_count, chain.token_count)
 
@@ -140,7 +105,7 @@ def _in_space(daemon: Daemon, space: Explanation, prompt: Prompt, hashing: VllmH
     hashing = replace(hashing, block_size=hashing.block_size or space.block_size)
 
     def ask(what: Prompt, how: VllmHashing) -> Verdict:
-        keys = block_keys(what.tokens, how, salt=what.salt, lora=vllm_lora(what.lora))
+        keys = vllm_keys(what, how)
         found = daemon.explain(keys, len(what.tokens), namespace=space.namespace)
         attached = [each for each in found if not each.replica]
         if not attached:  # forgotten meanwhile
@@ -164,20 +129,6 @@ def explain_keys(daemon: Daemon, keys: bytes, replica: str, namespace: str) -> l
     found = daemon.explain(keys, 0, full=True, replica=replica, namespace=namespace)
     blocks = len(keys) // KEY_SIZE_BYTES
     return [Verdict(each, blocks, None) for each in found] or [unknown_namespace(namespace)]
-
-
-def vllm_lora(text: str) -> tuple[str, str] | None:
-    """Name and path of an adapter of vLLM.
-
-    Raises:
-        BadRequest: it is not ``name:path``.
-    """
-    if not text:
-        return None
-    name, colon, path = text.partition(":")
-    if not (name and colon and path):
-        raise request_error(ErrorCode.BAD_VALUE, f"adapter {text!r}", "give name:path, for which vLLM has name=path")
-    return name, path
 
 
 def unknown_namespace(namespace: str) -> Verdict:

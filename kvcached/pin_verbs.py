@@ -22,9 +22,10 @@ class PinVerbs:
         by_type: what serves which.
     """
 
-    def __init__(self, cache: Cache, replicas: Mapping[str, Replica]) -> None:
+    def __init__(self, cache: Cache, replicas: Mapping[str, Replica], now_ms: Callable[[], int]) -> None:
         self._cache = cache
         self._replicas = replicas
+        self._now_ms = now_ms
         self.by_type: dict[type[wire.Header], Callable[[bytes, Any, list[bytes]], Answer]] = {
             wire.Pin: self._pin,
             wire.Unpin: self._unpin,
@@ -32,7 +33,7 @@ class PinVerbs:
 
     def _pin(self, _: bytes, request: wire.Pin, frames: list[bytes]) -> Answer:
         tree, pool = self._place(request.target, frames[0])
-        pin = self._cache.pins.pin(tree, pool, frames[0], request.ttl_ms)
+        pin = self._cache.pins.pin(tree, pool, frames[0], self._now_ms() + request.ttl_ms)
         return Answer(wire.Pinned(id=request.id, device=pin.device.depth, host=pin.host.depth))
 
     def _unpin(self, _: bytes, request: wire.Unpin, frames: list[bytes]) -> Answer:

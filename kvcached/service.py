@@ -119,7 +119,7 @@ class Service:
         self._awaiting = Awaiting(self.refused, later)
         self._renewals = Renewals(cache, self._replicas, self._awaiting, self._modes)
         self._admin = AdminVerbs(
-            cache, self._replicas, self._modes, self._awaiting, self._renewals, self._waiting_requests
+            cache, self._replicas, self._modes, self._awaiting, self._renewals, self._waiting_requests, now_ms
         )
         reports = ReportVerbs(cache, self._replicas, self._attached_admission.info(), now_ms, self._modes)
         self._host_notes = HostNotes(headers, self._replicas, self._attached_admission, cache.epoch)

@@ -54,7 +54,6 @@ class Pins:
     def __init__(self, counters: Counter[str], quota_percent: int) -> None:
         self._counters = counters
         self._quota_percent = quota_percent
-        self._now_ms = 0
         self._pins: dict[tuple[PrefixTree, DevicePool | None, bytes], Pin] = {}
 
     def held(self, tree: PrefixTree, pool: DevicePool | None) -> list[Held]:
@@ -71,8 +70,8 @@ class Pins:
         """How many blocks of a pool may be pinned."""
         return pool.slots * self._quota_percent // 100
 
-    def pin(self, tree: PrefixTree, pool: DevicePool | None, keys: bytes, ttl_ms: int) -> Pin:
-        """Keep what is cached of a prefix for a time, instead of what an earlier call with the same keys kept.
+    def pin(self, tree: PrefixTree, pool: DevicePool | None, keys: bytes, until_ms: int) -> Pin:
+        """Keep what is cached of a prefix until then, instead of what an earlier call with the same keys kept.
 
         Raises:
             RequestError: over the quota, or too many pins. An earlier pin of the prefix is as it was.
@@ -88,7 +87,7 @@ class Pins:
         if tree.host is not None:
             host = Held(*tree.match_host(tree.root, 0, keys, count))
             self._check(tree, None, tree.host, host.depth - (before.host.depth if before else 0))
-        pin = Pin(tree, pool, self._now_ms + ttl_ms, device, host)
+        pin = Pin(tree, pool, until_ms, device, host)
         if pool is not None:
             tree.pin(device.run, device.depth, pool.index)
         tree.pin(host.run, host.depth, HOST)
@@ -106,8 +105,7 @@ class Pins:
         return pin is not None
 
     def tick(self, now_ms: int) -> None:
-        """End those whose time has come; times are counted from the last tick."""
-        self._now_ms = now_ms
+        """End those whose time has come."""
         for name, pin in list(self._pins.items()):
             if pin.until_ms <= now_ms:
                 del self._pins[name]

@@ -316,6 +316,18 @@ def test_explain_with_wrong_usage_exits_with_2(daemon: FakeDaemon, arguments: li
     assert result.stderr
 
 
+@pytest.mark.parametrize("option", ["--tokens", "--keys"])
+def test_explain_of_a_file_that_is_no_text_is_wrong_usage(daemon: FakeDaemon, option: str, tmp_path: Path) -> None:
+    """Tokens as an engine packs them are refused with a reason, and so are keys that are not in hex."""
+    path = tmp_path / "packed"
+    path.write_bytes(b"\xff" * 16)
+
+    result = explain(option, str(path))
+
+    assert (result.exit_code, result.stdout) == (ExitCode.USAGE, "")
+    assert f"{option}: 'utf-8' codec" in result.stderr
+
+
 @pytest.mark.parametrize("reason", MissReason)
 def test_explain_has_words_for_every_reason(reason: MissReason) -> None:
     """Each reason is told in at most three lines; only where all is well there is nothing to look at."""
