@@ -21,6 +21,7 @@ class Seek:
         keys: of its full blocks, 16 bytes each.
         tokens: that it has.
         load: prepare to load the hit at once; else the lease is for storing only, and its hit counts all of `keys`.
+        prefill_tokens_per_s: how fast vLLM computes prompts; 0 = not known.
     """
 
     ticket: int
@@ -28,6 +29,7 @@ class Seek:
     keys: bytes
     tokens: int
     load: bool
+    prefill_tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

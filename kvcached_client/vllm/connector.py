@@ -35,7 +35,13 @@ from kvcached_client.protocol_fields import NAME_LENGTH_MAX
 from kvcached_client.rundir import default_run_dir
 from kvcached_client.vllm.identity import Identity, identify
 from kvcached_client.vllm.link import Link
-from kvcached_client.vllm.metrics import KvcachedPromMetrics, KvcachedStats, scheduler_stats, worker_stats
+from kvcached_client.vllm.metrics import (
+    KvcachedPromMetrics,
+    KvcachedStats,
+    scheduler_state,
+    scheduler_stats,
+    worker_stats,
+)
 from kvcached_client.vllm.orders import StepOrders, StoreId
 from kvcached_client.vllm.scheduler import SchedulerSide
 from kvcached_client.vllm.settings import KvCacheConfig, Settings, VllmConfig, check_config, read_settings
@@ -102,7 +108,7 @@ class KvcachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_config(vllm_config, kv_cache_config, is_full_attention=is_full_attention)
         self._link = Link(prefetch=self._settings.prefetch)
         self._scheduler: SchedulerSide | None = None
-        self._was_up: bool | None = None
+        self._told: dict[str, float] = {}
         self._pages: EnginePages | None = None
         self._worker: WorkerSide | None = None
 
@@ -265,17 +271,25 @@ class KvcachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- statistics -------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KvcachedStats | None:
-        """What happened since the last call; None if nothing did."""
+        """What happened since the last call; None if nothing did.
+
+        vLLM asks the scheduler's side once for each step, when it has taken in the step's output, whatever that was:
+        `update_connector_output` is left out where there is nothing to report. So this is the end of a step.
+        """
         if self._worker is not None and self._pages is not None:
             counts = self._worker.take_counts()
             return None if counts is None else worker_stats(counts, self._pages.block_bytes)
         if self._scheduler is None:
             return None
-        is_up, skipped = self._scheduler.session is not None, self._scheduler.take_skipped()
-        if is_up == self._was_up and not skipped:
+        self._scheduler.step_over()
+        skipped = self._scheduler.take_skipped()
+        state = scheduler_state(
+            is_up=self._scheduler.session is not None, prefill_tokens_per_s=self._scheduler.prefill_tokens_per_s
+        )
+        if state == self._told and not skipped:
             return None
-        self._was_up = is_up
-        return scheduler_stats(is_up=is_up, skipped_blocks=skipped)
+        self._told = state
+        return scheduler_stats(state, skipped_blocks=skipped)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvcachedStats:

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 from kvcached_client.protocol_fields import BLOCKS_PER_MESSAGE_MAX, REQUEST_NAME_LENGTH_MAX
 from kvcached_client.vllm.commands import Command, DropLoad, Event, Fetching, Found, Release, Seek
 from kvcached_client.vllm.jobs import pack_keys
+from kvcached_client.vllm.prefill import PrefillRate
 from kvcached_client.vllm.tracked import Tracked
 
 _NAME_DIGEST_BYTES: Final = 16
@@ -39,12 +40,14 @@ class Leases:
         link: to the daemon.
         block_size: tokens of a block.
         clock: in seconds.
+        prefill: how fast vLLM computes prompts, which every question says.
     """
 
-    def __init__(self, link: LinkPort, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(self, link: LinkPort, block_size: int, clock: Callable[[], float], prefill: PrefillRate) -> None:
         self._link = link
         self._block_size = block_size
         self._clock = clock
+        self._prefill = prefill
         self._tickets = itertools.count(1)
         #: Those whose lease was asked for, by ticket.
         self._seeking: dict[int, Tracked] = {}
@@ -75,7 +78,7 @@ class Leases:
             blocks, tokens = BLOCKS_PER_MESSAGE_MAX, BLOCKS_PER_MESSAGE_MAX * self._block_size
         ticket = self.next_ticket()
         name = lease_name(tracked.request.request_id, ticket)
-        seek = Seek(ticket, name, pack_keys(hashes, 0, blocks), tokens, load)
+        seek = Seek(ticket, name, pack_keys(hashes, 0, blocks), tokens, load, self._prefill.tokens_per_s)
         if not self._link.submit(seek):
             return False
         tracked.ticket = seek.ticket

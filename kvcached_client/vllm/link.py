@@ -81,7 +81,13 @@ class Client(Protocol):
         """Pin what is cached of a prompt."""
 
     def begin_prefetch(
-        self, keys: bytes, tokens: int, *, stop: StopPolicy = "timeout", deadline_ms: int | None = None
+        self,
+        keys: bytes,
+        tokens: int,
+        *,
+        stop: StopPolicy = "timeout",
+        deadline_ms: int | None = None,
+        prefill_tokens_per_s: float = 0.0,
     ) -> Pending:
         """Bring blocks from storage into the host pool."""
 
@@ -318,7 +324,13 @@ class Link:
         if self._fetches.are_wanted(seek) and self._make_up_clear():
             stop: StopPolicy = "timeout" if self._fetches.mode == "off" else self._fetches.mode
             pending = self._call(
-                lambda client: client.begin_prefetch(seek.keys, seek.tokens, stop=stop, deadline_ms=FETCH_MS_MAX),
+                lambda client: client.begin_prefetch(
+                    seek.keys,
+                    seek.tokens,
+                    stop=stop,
+                    deadline_ms=FETCH_MS_MAX,
+                    prefill_tokens_per_s=seek.prefill_tokens_per_s,
+                ),
                 is_proof=False,
             )
             if pending is not None:

@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvcached_client.vllm.settings import VllmConfig
 from kvcached_client.vllm.worker import CopyCounts
 
-_UP: Final = "daemon_up"
 _SKIPPED: Final = "store_skipped_blocks"
 _COUNTERS: Final = {
     "loaded_blocks": "KV blocks loaded from kvcached's host pool, counted on every worker.",
@@ -27,20 +26,27 @@ _COUNTERS: Final = {
     "store_failed_blocks": "KV blocks whose store failed on a worker.",
     _SKIPPED: "Computed KV blocks that were not stored: no room, too many stores under way, or no daemon.",
 }
+_UP: Final = "daemon_up"
+_PREFILL: Final = "prefill_tokens_per_s"
+#: Of them the last value counts.
+_GAUGES: Final = {
+    _UP: "1 while the engine has a session with the kvcached daemon, else 0.",
+    _PREFILL: "Tokens of prompts that this engine computes in a second, as kvcached has measured; 0: not known yet.",
+}
 
 
 @dataclass
 class KvcachedStats(KVConnectorStats):  # type: ignore[misc]
-    """Sums since they were taken last, by name, and whether the daemon is there."""
+    """Sums since they were taken last, and the gauges, by name."""
 
     def reset(self) -> None:
         """Begin anew."""
         self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another one's sums; of the daemon's state the later one counts."""
+        """Add another one's sums; of gauges the later one counts."""
         for name, value in other.data.items():
-            self.data[name] = value if name == _UP else self.data.get(name, 0) + value
+            self.data[name] = value if name in _GAUGES else self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -60,13 +66,18 @@ def worker_stats(counts: CopyCounts, block_bytes: int) -> KvcachedStats:
     return KvcachedStats(data=sums)
 
 
-def scheduler_stats(*, is_up: bool, skipped_blocks: int) -> KvcachedStats:
+def scheduler_state(*, is_up: bool, prefill_tokens_per_s: float) -> dict[str, float]:
+    """The gauges. The rate has two digits, lest there be something new to tell with each step."""
+    return {_UP: int(is_up), _PREFILL: float(f"{prefill_tokens_per_s:.1e}")}
+
+
+def scheduler_stats(state: Mapping[str, float], *, skipped_blocks: int) -> KvcachedStats:
     """What the scheduler's side has to tell."""
-    return KvcachedStats(data={_UP: int(is_up), _SKIPPED: skipped_blocks})
+    return KvcachedStats(data={**state, _SKIPPED: skipped_blocks})
 
 
 class KvcachedPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The Prometheus metrics: one counter for each sum, and the gauge ``vllm:kvcached_daemon_up``."""
+    """The Prometheus metrics: a counter for each sum, and the gauges."""
 
     def __init__(
         self,
@@ -80,18 +91,21 @@ class KvcachedPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name: self._counter_cls(name=f"vllm:kvcached_{name}", documentation=words, labelnames=labelnames)
             for name, words in _COUNTERS.items()
         }
-        self._up = self._gauge_cls(
-            name=f"vllm:kvcached_{_UP}",
-            documentation="1 while the engine has a session with the kvcached daemon, else 0.",
-            labelnames=labelnames,
-            multiprocess_mode="mostrecent",
-        )
+        self._gauges = {
+            name: self._gauge_cls(
+                name=f"vllm:kvcached_{name}",
+                documentation=words,
+                labelnames=labelnames,
+                multiprocess_mode="mostrecent",
+            )
+            for name, words in _GAUGES.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what an engine reports."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
-            if name == _UP:
-                self._up.labels(*labels).set(value)
+            if name in _GAUGES:
+                self._gauges[name].labels(*labels).set(value)
             else:
                 self._counters[name].labels(*labels).inc(value)

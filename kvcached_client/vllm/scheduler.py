@@ -23,6 +23,7 @@ from kvcached_client.vllm.jobs import job_span
 from kvcached_client.vllm.leases import Leases, LinkPort
 from kvcached_client.vllm.offers import Offers
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId
+from kvcached_client.vllm.prefill import PrefillMeter, prompt_tokens
 from kvcached_client.vllm.stores import Stores
 from kvcached_client.vllm.tracked import BlockPool, Request, Step, Tracked
 
@@ -75,7 +76,8 @@ class SchedulerSide:
         self._hold_deadline_s = hold_deadline_s
         self._clock = clock
         self._by_id: dict[str, Tracked] = {}
-        self._leases = Leases(link, block_size, clock)
+        self._prefill = PrefillMeter()
+        self._leases = Leases(link, block_size, clock, self._prefill.rate)
         self._offers = Offers(link, self._leases, Stores(pool, shards))
         self._new_loads: list[LoadOrder] = []
         #: Loads under way, by request.
@@ -138,8 +140,13 @@ class SchedulerSide:
             if (tracked := self._by_id.get(request_id)) is not None:
                 self._current(tracked.request)
         self._follow(step)
+        self._prefill.begin(self._clock(), prompt_tokens(step, self._by_id))
         loads, self._new_loads = tuple(self._new_loads), []
         return StepOrders(self.session, loads, self._offers.take_orders())
+
+    def step_over(self) -> None:
+        """The output of a step was taken in: of the oldest one that was on its way."""
+        self._prefill.end(self._clock())
 
     def loaded(self, requests: Collection[str], failed: Collection[str], bad_blocks: Collection[int]) -> None:
         """Loads are over on every worker.
@@ -195,6 +202,11 @@ class SchedulerSide:
             self._leases.drop_load(tracked)  # one that is being asked for, too: its answer may tell of what was before
             tracked.is_asked = False
         return self._link.clear(RESET_S_MAX)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """How fast vLLM computes prompts; 0 = not known yet."""
+        return self._prefill.rate.tokens_per_s
 
     def take_skipped(self) -> int:
         """Blocks that were not stored since the last call."""

@@ -30,8 +30,12 @@ STORAGE = """
 
 [storage.settings]
 directory = "{directory}"
-capacity_bytes = 67108864
+capacity_bytes = 268435456
 free_space_floor_bytes = 0
+
+[storage.faults]
+rates = {{ delay = {delay_rate} }}
+delay_s = {delay_s}
 """
 #: How long what must happen by itself may take: a session that ends, a link that is made again.
 CHANGE_TIMEOUT_S = 30
@@ -40,14 +44,21 @@ PAUSE_S = 0.02
 
 
 class CacheDaemon:
-    """A supervised daemon with a host pool of so many slabs, and storage if wanted. Started by `start`, not before."""
+    """A supervised daemon with a host pool of so many slabs, and storage if wanted. Started by `start`, not before.
 
-    def __init__(self, directory: Path, *, slabs: int = 64, has_storage: bool = False) -> None:
+    Each call of the storage takes `storage_delay_s` longer.
+    """
+
+    def __init__(
+        self, directory: Path, *, slabs: int = 64, has_storage: bool = False, storage_delay_s: float = 0.0
+    ) -> None:
         self.run_dir = directory / "run"
         self._directory = directory
         self._config = CONFIG.format(size_bytes=slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES)
         if has_storage:
-            self._config += STORAGE.format(directory=directory / "disk")
+            self._config += STORAGE.format(
+                directory=directory / "disk", delay_rate=float(storage_delay_s > 0), delay_s=storage_delay_s
+            )
         self._parts = contextlib.ExitStack()
         self._supervised: Supervised | None = None
         self._was_killed = False

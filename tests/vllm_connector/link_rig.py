@@ -106,8 +106,16 @@ class FakeClient:
     def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Any:
         return self._answer("acquire", request, keys, tokens, full)
 
-    def begin_prefetch(self, keys: bytes, tokens: int, *, stop: str = "timeout", deadline_ms: int | None = None) -> Any:
-        self._answer("begin_prefetch", keys, tokens, stop)
+    def begin_prefetch(
+        self,
+        keys: bytes,
+        tokens: int,
+        *,
+        stop: str = "timeout",
+        deadline_ms: int | None = None,
+        prefill_tokens_per_s: float = 0.0,
+    ) -> Any:
+        self._answer("begin_prefetch", keys, tokens, stop, prefill_tokens_per_s)
         self.pending.append(FakePending(self))
         return self.pending[-1]
 
@@ -207,8 +215,8 @@ def fetching_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig.link.close()
 
 
-def seek(ticket: int = 1, *, load: bool = True) -> Seek:
-    return Seek(ticket, f"r~{ticket}", bytes(32), 9, load)
+def seek(ticket: int = 1, *, load: bool = True, rate: float = 0.0) -> Seek:
+    return Seek(ticket, f"r~{ticket}", bytes(32), 9, load, rate)
 
 
 def offer(ticket: int = 1, session: int = 1) -> Offer:

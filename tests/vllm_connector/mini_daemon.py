@@ -116,7 +116,13 @@ class MiniClient:
         return Hold(lease.id, lease.hit)
 
     def begin_prefetch(
-        self, keys: bytes, tokens: int, *, stop: str = "", deadline_ms: int | None = None
+        self,
+        keys: bytes,
+        tokens: int,
+        *,
+        stop: str = "",
+        deadline_ms: int | None = None,
+        prefill_tokens_per_s: float = 0.0,
     ) -> MiniPrefetch:
         if not self.is_alive:
             _gone()

@@ -336,6 +336,7 @@ class MiniVllm:
         self.side.loaded(loaded, (), bad)
         for name in loaded:
             self._loaded(self.by_name[name])
+        self.side.step_over()
 
     def _append(self, live: Live, new: list[int], rejected: int, *, is_stale: bool) -> None:
         request = live.request

@@ -54,7 +54,7 @@ def test_seek_waits_for_storage(fetching_rig: LinkRig) -> None:
     client.pending[0].end()
     assert fetching_rig.wait(1) == [found()]
     assert [call[0] for call in client.calls] == ["begin_prefetch", "acquire", "prepare_load"]
-    assert client.calls[0] == ("begin_prefetch", bytes(32), 9, "timeout")
+    assert client.calls[0] == ("begin_prefetch", bytes(32), 9, "timeout", 0.0)
 
 
 def test_seek_that_waits_holds_up_nobody(fetching_rig: LinkRig) -> None:
