@@ -185,12 +185,13 @@ def check_layout(model: str, flags: VllmFlags, offered: AttachedInfo) -> Iterato
         )
         return
     size = layout.bytes_per_block()
-    slots = slots_per_slab(offered.slab_bytes, size, shards)
-    words = f"a block of {block_size} tokens takes {size} bytes on each of {shards} shards"
+    slots = slots_per_slab(offered.slab_bytes, size, layout.host_parts)
+    alike = ", and is held once for all" if layout.host_parts < shards else ""
+    words = f"a block of {block_size} tokens takes {size} bytes on each of {shards} shards{alike}"
     if slots:
         yield Finding("layout", "ok", f"{words}; {slots} of them in a slab of {offered.slab_bytes} bytes")
     else:
-        fix = f"set slab_bytes in the daemon's [host] table to {smallest_slab(size, shards)} or more"
+        fix = f"set slab_bytes in the daemon's [host] table to {smallest_slab(size, layout.host_parts)} or more"
         yield Finding("layout", "fail", f"{words}: a slab of {offered.slab_bytes} bytes holds none", fix)
 
 

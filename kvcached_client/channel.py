@@ -121,13 +121,16 @@ class Channel:
         return self.receive(request, expected)
 
     def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
-        """The first half of `ask`. Where it raises, nothing was sent."""
+        """The first half of `ask`, with a deadline for the answer. Where it raises, nothing was sent.
+
+        To be sent it has no longer than the channel's own deadline, however long its answer may take.
+        """
         self._check_usable()
         if deadline_ns is None:
             deadline_ns = self.deadline_ns()
         parts = self._session.send(request, frames, deadline_ns=deadline_ns)
         try:
-            self._send(parts, deadline_ns)
+            self._send(parts, min(deadline_ns, self.deadline_ns()))
         except BaseException:
             self._session.abandon(RequestId(request.id))
             raise

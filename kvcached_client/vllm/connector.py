@@ -44,7 +44,14 @@ from kvcached_client.vllm.metrics import (
 )
 from kvcached_client.vllm.orders import StepOrders, StoreId
 from kvcached_client.vllm.scheduler import SchedulerSide
-from kvcached_client.vllm.settings import KvCacheConfig, Settings, VllmConfig, check_config, read_settings
+from kvcached_client.vllm.settings import (
+    KvCacheConfig,
+    Settings,
+    VllmConfig,
+    check_config,
+    is_replicated,
+    read_settings,
+)
 from kvcached_client.vllm.tracked import BlockPool
 from kvcached_client.vllm.worker import WorkerSide
 
@@ -338,7 +345,9 @@ def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> Att
             f"the workers' blocks differ ({told}): choose a tensor_parallel_size that divides the model's KV heads"
         )
     block_bytes, fingerprint = kinds.pop()
-    return AttachedLayout(config.cache_config.block_size, shards, block_bytes, fingerprint)
+    return AttachedLayout(
+        config.cache_config.block_size, shards, block_bytes, fingerprint, replicated=is_replicated(config)
+    )
 
 
 def _connect_as(

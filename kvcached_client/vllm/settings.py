@@ -103,3 +103,11 @@ def check_config(config: VllmConfig, cache: KvCacheConfig, *, is_full_attention:
     found = [reason for reason, is_so in reasons.items() if is_so]
     if found:
         raise ValueError("KvcachedConnector cannot be used here:" + "".join(f"\n- {reason}" for reason in found))
+
+
+def is_replicated(config: VllmConfig) -> bool:
+    """Whether every rank of a configuration that can be served computes the same K and V: vLLM repeats an only head."""
+    model = config.model_config
+    heads: int = 1 if model.use_mla else model.get_total_num_kv_heads()
+    ranks: int = config.parallel_config.tensor_parallel_size
+    return heads == 1 < ranks

@@ -115,3 +115,12 @@ def test_refused_prefetch_says_so(daemon: FakeDaemon, connect: Connect) -> None:
     pending = client.begin_prefetch(client.chain(range(9)))
     with pytest.raises(RequestError, match="no"):
         pending.result()
+
+
+def test_request_is_sent_within_the_channels_deadline(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that reads nothing holds up who asks it for a prefetch no longer than for anything else."""
+    client = connect(deadline_ms=200)
+    channel, deadlines = client._channel, []
+    monkeypatch.setattr(channel, "_send", lambda _, deadline_ns: deadlines.append(deadline_ns))
+    client.begin_prefetch(client.chain(range(9)), deadline_ms=60_000)
+    assert deadlines[0] <= channel.deadline_ns()

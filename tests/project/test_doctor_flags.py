@@ -129,6 +129,18 @@ def test_layout_is_compared_with_the_slabs(tmp_path: Path) -> None:
     assert layout_of(tmp_path, "--dtype=half", slab_bytes=wanted).level == "ok"
 
 
+def test_layout_that_is_the_same_on_all_shards_needs_room_once(tmp_path: Path) -> None:
+    """Of a model with one head of K and V a slab holds a block that it could not hold for each shard."""
+    block_bytes = 16384  # 32 tokens, 2 layers, K and V, of 32 floats
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
+    arguments = ("--block-size", "32", "--dtype", "float32", "-tp", "4")
+
+    finding = layout_of(tmp_path, *arguments, slab_bytes=2 * block_bytes, **heads)
+
+    assert finding.level == "ok", finding
+    assert f"takes {block_bytes} bytes on each of 4 shards, and is held once for all; 1 of them" in finding.text
+
+
 def test_layout_that_is_not_told_is_a_warning(tmp_path: Path) -> None:
     """A model whose blocks cannot be worked out, or that is not here, stops nobody."""
     assert layout_of(tmp_path, num_hidden_layers=0).level == "warn"

@@ -26,6 +26,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def one_head_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with one head of K and V."""
+    folder = tmp_path_factory.mktemp("one-head")
+    subprocess.run([interpreter(), ROOT / "tests/vllm/tiny_model.py", folder, "--kv-heads", "1"], check=True)
+    return folder / "model"
+
+
+@pytest.fixture(scope="session")
 def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheDaemon]:
     """The daemon of the fleet."""
     daemon = CacheDaemon(tmp_path_factory.mktemp("daemon"))

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.vllm.cache_daemon import CacheDaemon
+from kvcached_client.slabs import slots_per_slab
+from tests.vllm.cache_daemon import SLAB_BYTES, CacheDaemon
 from tests.vllm.completions import BLOCK_SIZE
 from tests.vllm.conftest import Prompts
 from tests.vllm.fleet import assert_same
@@ -35,11 +36,12 @@ class Settings(NamedTuple):
     tight: Setting  #: few blocks in vLLM and in the host pool; its daemon is not there at first
     uncached: Setting
     parallel: Setting
+    replicated: Setting  #: of a model whose K and V are the same on both shards
     refused: VllmServer
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Settings]:
+def settings(tmp_path_factory: pytest.TempPathFactory, models: Path, one_head_model: Path) -> Iterator[Settings]:
     """The servers, not ready yet."""
     folder = tmp_path_factory.mktemp("settings")
     with contextlib.ExitStack() as stack:
@@ -50,18 +52,27 @@ def settings(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator
             stack.callback(made.stop)
             return made
 
-        def server(name: str, run_dir: Path, *options: str, connector: object = CONNECTOR) -> VllmServer:
-            made = VllmServer(folder, name, models / "model", *options, run_dir=run_dir, connector=connector)
+        def server(
+            name: str,
+            run_dir: Path,
+            *options: str,
+            connector: object = CONNECTOR,
+            model: Path | None = None,
+        ) -> VllmServer:
+            made = VllmServer(folder, name, model or models / "model", *options, run_dir=run_dir, connector=connector)
             return stack.enter_context(ended(made))
 
-        small, large = daemon("small", 2), daemon("large", 64)
+        small, large, one_head = daemon("small", 2), daemon("large", 64), daemon("one-head", 8)
         large.start()
+        one_head.start()
+        two_shards = "--tensor-parallel-size=2"
         few_blocks = ("--num-gpu-blocks-override=28", "--max-model-len=512", "--max-num-batched-tokens=96")
         policy = "kv_load_failure_policy"
         yield Settings(
             tight=Setting(server("tight", small.run_dir, *few_blocks), small),
             uncached=Setting(server("uncached", large.run_dir, "--no-enable-prefix-caching"), large),
-            parallel=Setting(server("parallel", large.run_dir, "--tensor-parallel-size=2"), large),
+            parallel=Setting(server("parallel", large.run_dir, two_shards), large),
+            replicated=Setting(server("replicated", one_head.run_dir, two_shards, model=one_head_model), one_head),
             refused=server("refused", large.run_dir, connector={k: v for k, v in CONNECTOR.items() if k != policy}),
         )
 
@@ -109,6 +120,23 @@ def test_tensor_parallel(settings: Settings, reference: VllmServer, prompt: Prom
     server.forget()
     assert_same(server.complete(tokens), local)
     daemon.until_idle()
+
+
+def test_tensor_parallel_over_one_head(settings: Settings, prompt: Prompts) -> None:
+    """Two shards with the same K and V share one copy of each block, and a hit on it comes to the same bits."""
+    server, daemon = settings.replicated
+    tokens = prompt(9)
+    server.wait_until_ready()
+    daemon.until_sessions(1)
+    server.complete(tokens)
+    local = server.complete(tokens)
+    assert local.cached_tokens == 8 * BLOCK_SIZE
+    server.forget()
+    assert_same(server.complete(tokens), local)
+    daemon.until_idle()
+    layers, kv, head_dim, float_bytes = 2, 2, 32, 4
+    block_bytes = layers * kv * BLOCK_SIZE * head_dim * float_bytes
+    assert daemon.stats().hosts[0].slots == 8 * slots_per_slab(SLAB_BYTES, block_bytes, 1)
 
 
 def test_failing_requests_for_failed_loads_is_refused(settings: Settings) -> None:

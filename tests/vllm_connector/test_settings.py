@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_client.vllm.settings import Settings, check_config, read_settings
+from kvcached_client.vllm.settings import Settings, check_config, is_replicated, read_settings
 from kvcached_client.vllm.versions import check_version
 from tests.vllm_connector.configs import cache_config, vllm_config
 
@@ -125,3 +125,17 @@ print(sorted({"vllm", "torch"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("heads", "use_mla", "ranks", "expected"),
+    [(1, False, 2, True), (8, True, 4, True), (1, False, 1, False), (2, False, 2, False), (2, False, 4, False)],
+    ids=["one head", "latent", "one rank", "a head each", "a head for two"],
+)
+def test_blocks_are_the_same_on_all_ranks_where_there_is_one_head(
+    heads: int, use_mla: bool, ranks: int, expected: bool
+) -> None:
+    """Only an only head, or latent attention, is computed alike by every one of several ranks."""
+    config = vllm_config(model_config__use_mla=use_mla, parallel_config__tensor_parallel_size=ranks)
+    config.model_config.get_total_num_kv_heads = lambda: heads
+    assert is_replicated(config) is expected
