@@ -22,7 +22,7 @@ from tests.vllm import completions
 from tests.vllm.completions import BLOCK_SIZE, Completion
 
 #: Three processes import vLLM one after the other: 12 s each on an idle core, several times that on a busy one.
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 450
 STOP_TIMEOUT_S = 30
 #: How long stores may keep vLLM from resetting its prefix cache.
 RESET_TIMEOUT_S = 20

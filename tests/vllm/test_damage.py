@@ -13,7 +13,7 @@ from tests.vllm.fleet import assert_same
 from tests.vllm.host_blocks import HostBlocks
 from tests.vllm.server import VllmServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def test_requests_finish_though_every_load_fails(

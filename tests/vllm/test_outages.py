@@ -15,7 +15,7 @@ from tests.vllm.conftest import Prompts
 from tests.vllm.fleet import assert_same
 from tests.vllm.server import VllmServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def test_daemon_is_killed_under_load(

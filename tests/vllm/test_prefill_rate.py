@@ -17,7 +17,7 @@ from tests.vllm.completions import BLOCK_SIZE, Completion, random_tokens
 from tests.vllm.fleet import assert_same
 from tests.vllm.server import CONNECTOR, VllmServer, ended, interpreter
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 #: Large enough for a prompt to take much longer than all that a request takes beside it.
 MODEL = ("--layers=8", "--heads=8", "--kv-heads=2", "--head-dim=64")

@@ -12,7 +12,7 @@ from tests.vllm.conftest import Prompts
 from tests.vllm.fleet import Fleet, assert_same
 from tests.vllm.server import VllmServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 HITS = "vllm:external_prefix_cache_hits_total"
 QUERIES = "vllm:external_prefix_cache_queries_total"

@@ -17,7 +17,7 @@ from tests.vllm.conftest import Prompts
 from tests.vllm.fleet import assert_same
 from tests.vllm.server import CONNECTOR, VllmServer, ended
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 #: What may differ where sums are formed in another order: by two shards, or when a preempted request is computed again.
 ROUNDING = 1e-4

@@ -14,7 +14,7 @@ from tests.vllm.conftest import Prompts
 from tests.vllm.fleet import assert_same
 from tests.vllm.server import VllmServer, ended
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 BLOCKS = 8
 

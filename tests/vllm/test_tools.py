@@ -16,7 +16,7 @@ from tests.vllm.completions import BLOCK_SIZE
 from tests.vllm.conftest import Prompts
 from tests.vllm.server import CONNECTOR, VllmServer, ended, interpreter
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 HASHING = "--prefix-caching-hash-algo=sha256_cbor"
 

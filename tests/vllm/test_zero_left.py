@@ -9,7 +9,7 @@ from tests.vllm.conftest import Prompts
 from tests.vllm.fleet import Fleet
 from tests.vllm.server import VllmServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def test_nothing_is_held_after_the_servers(
