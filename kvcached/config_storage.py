@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-from pydantic.functional_validators import BeforeValidator
+from pydantic import Field, ValidationInfo
+from pydantic.functional_validators import AfterValidator, BeforeValidator
 
 from kvcached.config_layout import Table
 
 
 def _path(value: object) -> object:
     return Path(value) if isinstance(value, str) else value
+
+
+def _beside_file(path: Path | None, info: ValidationInfo) -> Path | None:
+    directory: Path = (info.context or {}).get("directory", Path())
+    return None if path is None else (directory / path).absolute()
 
 
 class StorageConfig(Table):
@@ -60,10 +65,11 @@ class StorageConfig(Table):
         description="A call of the backend that takes longer has failed. After six times as long the storage process is"
         " killed and started again.",
     )
-    key_file: Annotated[Path | None, BeforeValidator(_path)] = Field(
+    key_file: Annotated[Path | None, BeforeValidator(_path), AfterValidator(_beside_file)] = Field(
         default=None,
         description="Encrypts all that is stored, names included, with the key in this file: 32 bytes, or 64"
-        " hexadecimal digits; nobody but its owner may read it. Needs kvcached-daemon[encryption].",
+        " hexadecimal digits; nobody but its owner may read it. A relative path starts at this file's folder. Needs"
+        " kvcached-daemon[encryption].",
     )
     settings: dict[str, Any] = Field(
         default_factory=dict,

@@ -259,10 +259,17 @@ class StorageVerbs:
             task.add_done_callback(lambda _: respond(Answer(_report(request.id, storage))))
             return None
         elif request.action == "clear":
-            if link.forget_all(lambda _: respond(Answer(_report(request.id, storage)))):
+            if link.forget_all(lambda over: respond(Answer(_cleared(request.id, storage, over)))):
                 return None
             raise request_error(ErrorCode.BAD_VALUE, f"storage is {link.state}", "attach it first")
         return Answer(_report(request.id, storage))
+
+
+def _cleared(number: int, storage: StorageService, over: Over) -> wire.StorageReport | wire.ErrorReply:
+    if not over.failed:
+        return _report(number, storage)
+    error = request_error(ErrorCode.INTERNAL, f"storage did not forget everything: {over.error}", "clear it again")
+    return wire.error_reply(number, error)
 
 
 def _report(number: int, storage: StorageService | None) -> wire.StorageReport:

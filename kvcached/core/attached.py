@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcached.core.attached_state import AttachedLease, AttachedSession, Exchange, SpaceSpec
+from kvcached.core.bad_blocks import LetGo
 from kvcached.core.checks import check_alive, hit_limit
 from kvcached.core.effects import Effect, SessionEnded, SessionExpired, SlotsHandedOut, TransferKind
 from kvcached.core.exchanges import EVERY_SHARD, Exchanges, StorePlan, host_of
@@ -81,6 +82,10 @@ class Attached:
     def exchanges(self) -> list[Exchange]:
         """Copies of all sessions that are under way."""
         return self._exchanges.all()
+
+    def tell_of_bad_slots(self, let_go: LetGo) -> None:
+        """Somebody beside engines may read host slots whose blocks prove bad."""
+        self._exchanges.let_go = let_go
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from kvcached.core.effects import Effect, StartBackup, StorageSpan
-from kvcached.core.ranges import append, cut, no_ranges, pairs
+from kvcached.core.ranges import append, cut, no_ranges, one_range, pairs, place_of
 from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached.core.states import SlotState
 from kvcached.core.storage_state import BackupPolicy, Candidate, Candidates, StorageCopy
@@ -89,6 +89,24 @@ class Backups:
             self._fail(copy, run, written, now_ms)
         copy.tree.unpin_host(run, copy.end)
         copy.tree.drop_lost(run)
+        for first, count in pairs(copy.set_aside):
+            for slot in range(first, first + count):
+                self._free(copy.tree, slot, SlotState.QUARANTINED, f"end of backup {copy.id}")
+
+    def let_go(self, tree: PrefixTree, slot: int, cause: str) -> None:
+        """The CACHED block in a host slot has left the index: it is free, or will be when storage reads it no more."""
+        self._free(tree, slot, SlotState.CACHED, cause)
+
+    def _free(self, tree: PrefixTree, slot: int, state: SlotState, cause: str) -> None:
+        ranges = one_range(slot, 1)
+        reads = (each for each in self.copies.values() if each.tree is tree)
+        copy = next((each for each in reads if place_of(each.slots, slot) is not None), None)
+        if copy is None:
+            tree.members[HOST].move(ranges, state, SlotState.FREE, cause)
+            return
+        if state is SlotState.CACHED:
+            tree.members[HOST].move(ranges, state, SlotState.QUARANTINED, cause)
+        append(copy.set_aside, ranges)
 
     def _fail(self, copy: StorageCopy, run: Run, written: int, now_ms: int) -> None:
         tries = copy.attempts + 1
@@ -103,10 +121,11 @@ class Backups:
         generation = self._generation(tree)
         if generation is None:
             return False
-        pieces = _unwritten(tree, candidate.run, candidate.depth, BACKUP_BLOCKS_MAX)
+        run, depth = _still_there(tree, candidate.run, candidate.depth)
+        pieces = _unwritten(tree, run, depth, BACKUP_BLOCKS_MAX)
         if not pieces:
             return False
-        run, end = tree.resolve(candidate.run, pieces[-1].end), pieces[-1].end
+        run, end = tree.resolve(run, pieces[-1].end), pieces[-1].end
         slots = no_ranges()
         spans = []
         for begin, stop in pieces:
@@ -141,10 +160,18 @@ class Backups:
                 self.candidates.add(Candidate(tree, segment.run, segment.run.start + segment.length))
 
 
+def _still_there(tree: PrefixTree, run: Run, depth: int) -> tuple[Run, int]:
+    """As much of the path ``[0, depth)`` to a run as is in the index, for nothing has kept it there."""
+    run = tree.resolve(run, depth)
+    while run.parent is not None and not any(run.segments):
+        depth = min(depth, run.start)
+        run = tree.resolve(run.parent, depth)  # which has become longer since, or a part of what it was
+    return run, depth
+
+
 def _unwritten(tree: PrefixTree, run: Run, depth: int, most: int) -> list[Piece]:
     """The first blocks of the path ``[0, depth)`` that have complete host copies and were not handed over yet."""
     found: list[Piece] = []
-    run = tree.resolve(run, depth)
     while run.parent is not None:
         segment = run.segments[HOST]
         reach = 0 if segment is None else min(segment.length, depth - run.start)

@@ -96,6 +96,8 @@ class Cache:
             storage or StorageSpec(), self._tiers.book.next_id, self._generation_of, self.effects, self.counters
         )
         self.clearings.holds = self.storage.holds
+        self._tiers.book.let_go = self.storage.backups.let_go
+        self.attached.tell_of_bad_slots(self.storage.backups.let_go)
         listener = self.attached.spaces.listener = self.storage.backups.candidates
         for tree in plant_all(
             pools, stock, epoch=epoch, counters=self.counters, forgotten=self.forgotten, listener=listener

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcached.core.attached_state import AttachedLease, AttachedSession, Exchange
+from kvcached.core.bad_blocks import LetGo, free_now
 from kvcached.core.effects import Effect, SlotsHandedOut, TransferKind
 from kvcached.core.pool import SlotPool
 from kvcached.core.ranges import Ranges, cut, no_ranges, place_of, slot_count
@@ -46,6 +47,9 @@ class Exchanges:
         sessions: of engines in attached mode.
         next_transfer: gives transfer ids.
         effects: told of slots that processes are to write.
+
+    Attributes:
+        let_go: told of each host slot whose block has left the index because it is bad.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Exchanges:
         self._effects = effects
         self._next_transfer = next_transfer
         self._counters = counters
+        self.let_go: LetGo = free_now
 
     def all(self) -> list[Exchange]:
         """Those of all sessions."""
@@ -145,7 +150,7 @@ class Exchanges:
             return
         if tree.path_slots(run, depth, depth + 1, HOST) == slots:
             tree.punch_host(run, [Piece(depth, depth + 1)])
-            host_of(tree).move(slots, SlotState.CACHED, SlotState.FREE, f"corrupt, found by load {load.id}")
+            self.let_go(tree, slots[0], f"corrupt, found by load {load.id}")
 
     def drop_store(self, session: AttachedSession, store: Exchange, target: SlotState) -> None:
         """A store has failed, or its session is over: its blocks are holes again; the slots go to `target`."""

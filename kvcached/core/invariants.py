@@ -133,13 +133,16 @@ def _ends(transfers: Sequence[Transfer | Exchange | StorageCopy]) -> list[FenceH
 
 
 def _storage_claims(cache: Cache, tree: PrefixTree) -> Iterator[_Claim]:
-    """Host slots that storage writes, and those that it has written, and that no index knows yet."""
+    """Host slots that storage writes, or has written, and no index knows yet; or reads, and no index knows any more."""
     for prefetch in cache.storage.prefetches.under_way.values():
         if prefetch.tree is tree:
             for copy in prefetch.copies.values():
                 yield SlotState.FILLING, f"fetch {copy.id}", pairs(copy.slots)
             for arrival in prefetch.arrived.values():
                 yield SlotState.FILLING, f"prefetch {prefetch.id}", pairs(arrival.slots)
+    for backup in cache.storage.backups.copies.values():
+        if backup.tree is tree:
+            yield SlotState.QUARANTINED, f"backup {backup.id}", pairs(backup.set_aside)
 
 
 def _copies(runs: list[Run]) -> Iterator[str]:

@@ -206,7 +206,7 @@ class Loads:
             if tree.path_slots(run, depth, depth + 1, HOST) == slots:
                 tree.punch_host(run, [Piece(depth, depth + 1)])
                 self._store_again(tree, run, depth)
-                tree.members[HOST].move(slots, SlotState.CACHED, SlotState.FREE, f"corrupt, found by load {load.id}")
+                self._book.let_go(tree, slots[0], f"corrupt, found by load {load.id}")
 
     def _store_again(self, tree: PrefixTree, run: Run, depth: int) -> None:
         """Where a device still has a block that the host pool lost, it is copied again."""

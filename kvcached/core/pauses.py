@@ -37,7 +37,7 @@ def _set(cache: Cache, replica: str, *, is_paused: bool) -> None:
     for pool in _pools(cache, replica):
         pool.paused = is_paused
     if not replica:
-        cache.attached.paused = cache.storage.paused = is_paused
+        cache.attached.paused = cache.storage.paused = cache.storage.prefetches.paused = is_paused
 
 
 def _pools(cache: Cache, replica: str) -> Iterable[DevicePool]:

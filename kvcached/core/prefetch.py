@@ -57,6 +57,7 @@ class Prefetches:
         under_way: by id.
         copies: prefetches by the copies of them that are under way.
         estimate: how long fetches take.
+        paused: no copies are begun, because somebody has asked for that.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Prefetches:
         self.under_way: dict[int, Prefetch] = {}
         self.copies: dict[TransferId, Prefetch] = {}
         self.estimate = FetchEstimate()
+        self.paused = False
         self._limits = limits
         self._next_id = next_id
         self._generation = generation
@@ -170,6 +172,7 @@ class Prefetches:
         reasons = (
             (found < 0, PrefetchEnd.UNAVAILABLE),
             (not self._is_current(prefetch), PrefetchEnd.CLEARED),
+            (self.paused, PrefetchEnd.UNAVAILABLE),
             (prefetch.stopping, PrefetchEnd.STOPPED),
             (not blocks, PrefetchEnd.NOTHING if is_first else PrefetchEnd.FETCHED),
             (is_first and blocks < self._limits.threshold_blocks, PrefetchEnd.BELOW_THRESHOLD),
@@ -196,7 +199,7 @@ class Prefetches:
         """Begin what may be begun; where nothing is under way any more, ask on or end."""
         if prefetch.state is not PrefetchState.FETCHING:
             return  # the answer to its question is still to come
-        prefetch.stopping = prefetch.stopping or not self._is_current(prefetch)
+        prefetch.stopping = prefetch.stopping or self.paused or not self._is_current(prefetch)
         while (
             not prefetch.stopping
             and prefetch.next < prefetch.found

@@ -9,7 +9,8 @@ CACHED          readers under a lease; nobody writes        eviction, or a drop 
 FENCED          work that an engine has queued              the fence signals, or every process is dead
 FILLING         the workers, or in attached mode the        every shard is through with it, or its worker is dead
                 engine processes, of one transfer
-QUARANTINED     a process that is silent or lost its group  confirmed death, or its own word that it is over
+QUARANTINED     a process that is silent or lost its group, confirmed death, or its own word that it is over
+                or storage, which reads a bad block
 ABSENT          nobody: its slab is not this pool's         the pool gets the slab
 ==============  ==========================================  ================================================
 """
@@ -39,7 +40,8 @@ SLOT_TRANSITIONS: frozenset[tuple[SlotState, SlotState]] = frozenset(
         (SlotState.LEASED, SlotState.FENCED),  # released, work still queued
         (SlotState.LEASED, SlotState.QUARANTINED),  # its session stopped answering
         (SlotState.CACHED, SlotState.FREE),  # evicted or dropped
-        (SlotState.CACHED, SlotState.QUARANTINED),  # committed under a fence that a stopped session never signalled
+        # committed under a fence that a stopped session never signalled; a bad host block that storage reads yet
+        (SlotState.CACHED, SlotState.QUARANTINED),
         (SlotState.FENCED, SlotState.FREE),  # fence signalled
         (SlotState.QUARANTINED, SlotState.FREE),  # death confirmed
         (SlotState.QUARANTINED, SlotState.LEASED),  # after a restart: its engine says that a lease holds it

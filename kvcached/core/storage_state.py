@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvcached.core.effects import Effect, ForgetStored
-from kvcached.core.ranges import Ranges
+from kvcached.core.ranges import Ranges, no_ranges
 from kvcached.core.run import Run
 from kvcached.core.tree import Piece, PrefixTree
 from kvcached_client.types import TransferId
@@ -73,6 +73,7 @@ class StorageCopy:
         slots: their host slots. Those of a fetch are FILLING and in no index.
         run: of a backup: the deepest run of its path, which is pinned in the host pool up to `end`.
         attempts: of a backup: how often it has been tried before.
+        set_aside: of a backup: slots that have left the index while it reads them.
     """
 
     id: TransferId
@@ -82,6 +83,7 @@ class StorageCopy:
     slots: Ranges[int]
     run: Run | None = None
     attempts: int = 0
+    set_aside: Ranges[int] = field(default_factory=no_ranges)
 
     @property
     def start(self) -> int:

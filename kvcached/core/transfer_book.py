@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvcached.core.answers import Grant
+from kvcached.core.bad_blocks import LetGo, free_now
 from kvcached.core.effects import BlockSpan, Effect, HurryTransfer, StartTransfer, TransferKind
 from kvcached.core.lease import Lease
 from kvcached.core.pool import DevicePool
@@ -26,6 +27,7 @@ class TransferBook:
         sessions: of the cache.
         effects: of the cache.
         counters: of the cache.
+        let_go: told of each host slot whose block has left the index because it is bad.
     """
 
     def __init__(self, sessions: dict[SessionId, Session], effects: list[Effect], counters: Counter[str]) -> None:
@@ -33,6 +35,7 @@ class TransferBook:
         self.sessions = sessions
         self.effects = effects
         self.counters = counters
+        self.let_go: LetGo = free_now
         self._last = 0
 
     def of_pool(self, pool: DevicePool, kind: TransferKind | None = None) -> list[Transfer]:

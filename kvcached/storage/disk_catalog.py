@@ -26,11 +26,13 @@ from kvcached.storage.interface import DONE, Block, Outcome, Result, Usage
 _STAMPS_MAX: Final = 512
 #: Blocks that are forgotten at a time while others wait: by their prefix; by their age, which takes a scan each time.
 _CLEARED_AT_A_TIME: Final = 1 << 10
-_EXPIRED_AT_A_TIME: Final = 1 << 14
+_EXPIRED_AT_A_TIME: Final = 1 << 12
 #: How long opening a directory waits for the index. What takes longer goes on; nothing is found or stored meanwhile.
 _PATIENCE_S: Final = 5.0
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NS_PER_S: Final = 10**9
+#: No time of a use is above this, whatever damaged files say: there is always a later one.
+_USE_MAX: Final = 1 << 62
 
 _log: Final = logging.getLogger(__name__)
 
@@ -60,20 +62,29 @@ class DiskCatalog:
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
         self._used_ns: dict[bytes, int] = {}
-        self._last_stamp_ns = 0
+        self._last_stored_ns = 0
+        self._last_use_ns = 0
         self._swept_ns = 0
         self._index_path = settings.directory / "index.db"
         self._space = DiskSpace(settings)
         self._failure: Exception | None = None
+        self._failing = threading.Lock()
         self._ready = threading.Event()
         self._start_opening("")
         self._ready.wait(_PATIENCE_S)
-        self.is_ready()
-
-    def is_ready(self) -> bool:
-        """Whether the index is there. While it is checked or made anew nothing is known and nothing can be written."""
         if self._failure is not None:
             raise self._failure
+
+    def is_ready(self) -> bool:
+        """Whether the index is there. While it is checked or made anew nothing is known and nothing can be written.
+
+        What kept it from being made is raised once, to whoever comes first; then it is tried again.
+        """
+        with self._failing:
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                self._start_opening(str(failure))
+                raise failure
         return self._ready.is_set()
 
     def wait_until_ready(self, timeout_s: float) -> None:
@@ -126,10 +137,10 @@ class DiskCatalog:
 
     def reserve(self, sizes: Sequence[int]) -> list[Slot | None]:
         """A slot for each value, or None where there is no room."""
-        self._sweep()
         classes = [slot_bytes_for(size) for size in sizes]
         taken: dict[int, list[Slot]] = {each: [] for each in classes}
         try:
+            self._sweep()
             with self._locked():
                 self._note_uses()
                 with self._index.changes():
@@ -145,23 +156,24 @@ class DiskCatalog:
 
     def record(self, blocks: Sequence[Block], slots: Sequence[Slot | None], results: Sequence[Result]) -> list[Result]:
         """What was written gets its label and its entry; other slots are free again."""
+        ours = {slot for slot in slots if slot is not None}
         try:
             with self._locked(), self._index.changes():
                 return [
-                    result if slot is None else self._record_one(block, *slot, result)
+                    result if slot is None else self._record_one(block, slot, result, ours)
                     for block, slot, result in zip(blocks, slots, results, strict=True)
                 ]
         except (IndexDamaged, sqlite3.OperationalError, OSError) as error:
-            self._undo(slots)
+            self._undo(ours)
             if not has_no_room(error):
                 raise
             return [Result(Outcome.FULL, str(error))] * len(blocks)
 
-    def _undo(self, slots: Iterable[Slot | None]) -> None:
-        """Slots that were reserved, whatever has become of them since, are free."""
+    def _undo(self, slots: Iterable[Slot]) -> None:
+        """Slots that the caller has reserved are free again."""
         with self._lock:
-            for file, slot in (each for each in slots if each is not None):
-                if slot not in file.free and not file.is_retired:
+            for file, slot in slots:
+                if not file.is_retired:
                     try:
                         file.release(slot)
                     except OSError as error:
@@ -219,13 +231,12 @@ class DiskCatalog:
             return self._forget(choose(self._index))
 
     def _sweep(self) -> None:
-        """Forget what has expired, once in a 16th of that time."""
-        oldest_ns, ttl_s = self._oldest_ns(), self._settings.ttl_s
-        if ttl_s is None or self._clock_ns() - self._swept_ns < ttl_s * _NS_PER_S // 16:
+        """Forget some of what has expired; when nothing is left of it, again after a 16th of that time."""
+        oldest_ns, now_ns, ttl_s = self._oldest_ns(), self._clock_ns(), self._settings.ttl_s
+        if ttl_s is None or now_ns - self._swept_ns < ttl_s * _NS_PER_S // 16:
             return
-        self._swept_ns = self._clock_ns()
-        while self._forget_some(lambda index: index.stored_before(oldest_ns, _EXPIRED_AT_A_TIME)):
-            pass
+        if not self._forget_some(lambda index: index.stored_before(oldest_ns, _EXPIRED_AT_A_TIME)):
+            self._swept_ns = now_ns
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -247,23 +258,34 @@ class DiskCatalog:
         self._opener.start()
 
     def _open(self, damage: str) -> None:
+        index, failure = None, None
         try:
-            self._index = (
+            index = self._index = (
                 new_index(self._index_path, self._space, damage)
                 if damage
                 else open_index(self._index_path, self._space)
             )
-            with self._lock, self._index.changes():
+            with self._lock, index.changes():
+                self._last_use_ns = min(max([self._last_use_ns, *self._space.use_times()]), _USE_MAX)
                 self._give_back_excess()
         except Exception as error:  # noqa: BLE001 - whoever calls next is told
             _log.error("the index %s can neither be opened nor made: %s", self._index_path, error)
-            self._failure = error
-        self._ready.set()
+            if index is not None:
+                index.close()
+            failure = error
+        with self._failing:
+            self._failure = failure
+            self._ready.set()
 
     # --- what follows is called with the lock held
 
+    def _use_ns(self) -> int:
+        """Now, and later than every use before: a clock that is set back does not make new blocks old ones."""
+        self._last_use_ns = max(self._last_use_ns + 1, self._clock_ns())
+        return self._last_use_ns
+
     def _touch(self, place: Place) -> None:
-        place.file.used_ns = self._used_ns[place.label.key] = self._clock_ns()
+        place.file.used_ns = self._used_ns[place.label.key] = self._use_ns()
 
     def _forget(self, entries: Iterable[Entry]) -> int:
         """Entries leave the index, and their slots are free if they are still theirs. Returns how many there were."""
@@ -307,6 +329,7 @@ class DiskCatalog:
         while len(taken) < count and self._space.could_hold(slot_bytes):
             slot = self._space.take(slot_bytes)
             if slot is not None:
+                slot[0].used_ns = self._use_ns()  # a new file is not the one that was not used for longest
                 taken.append(slot)
                 continue
             cold = self._space.coldest()
@@ -334,17 +357,21 @@ class DiskCatalog:
             excess -= cold.size_bytes
         return self._space.excess_bytes() == 0
 
-    def _record_one(self, block: Block, file: SlotFile, slot: int, result: Result) -> Result:
+    def _record_one(self, block: Block, slot: Slot, result: Result, ours: set[Slot]) -> Result:
+        """`ours` are slots that nobody else may have; this one leaves them when it is given back."""
+        file, number = slot
         if file.is_retired:
             return Result(Outcome.FULL)
         if result.outcome is not Outcome.DONE:
-            file.free.insert(0, slot)  # the last to be tried again
+            ours.discard(slot)
+            file.free.insert(0, number)  # the last to be tried again
             return result
-        self._last_stamp_ns = file.used_ns = max(self._last_stamp_ns + 1, self._clock_ns())
-        place = Place(file, slot, Label(block.key, block.size_bytes, self._last_stamp_ns))
-        file.set_label(slot, place.label)
-        if not self._index.add(_entry(place)):  # another thread was faster
-            file.release(slot)
+        self._last_stored_ns, file.used_ns = max(self._last_stored_ns + 1, self._clock_ns()), self._use_ns()
+        place = Place(file, number, Label(block.key, block.size_bytes, self._last_stored_ns))
+        file.set_label(number, place.label)
+        if not self._index.add(_entry(place), file.used_ns):  # another thread was faster
+            ours.discard(slot)
+            file.release(number)
         return DONE
 
 

@@ -42,8 +42,10 @@ def _lock(directory: int, path: Path) -> int:
     lock = os.open(_LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    except OSError as error:
         os.close(lock)
+        if not isinstance(error, BlockingIOError):
+            raise
         raise StorageUnusable(
             f"disk storage: another process uses {path}; stop it, or name another directory"
         ) from error

@@ -11,6 +11,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, cast
@@ -55,7 +56,10 @@ _OF_THE_SYSTEM: Final = {
     sqlite3.SQLITE_CANTOPEN,
 }
 _ROWS_AT_A_TIME: Final = 1 << 14
+_STAMPS_AT_A_TIME: Final = 1 << 16
 
+#: What an entry and a label have in common that no other two have, and when the block was last used; of many entries.
+STAMP: Final = np.dtype([("place", "<i8"), ("stored", "<i8"), ("used", "<i8")])
 #: A block, for many at a time: the columns of the table.
 ROW: Final = np.dtype(
     [("key", "V32"), ("place", "<i8"), ("slot_bytes", "<i8"), ("size", "<i8"), ("stored", "<i8"), ("used", "<i8")]
@@ -92,6 +96,11 @@ class Entry(NamedTuple):
 def place_of(file: int, slot: int) -> int:
     """A file's number and a slot in it, in one number."""
     return file << _PLACE_BITS | slot
+
+
+def split_places(places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The contrary, for many: files, and slots in them."""
+    return places >> _PLACE_BITS, places & ((1 << _PLACE_BITS) - 1)
 
 
 class IndexDamaged(Exception):
@@ -176,10 +185,20 @@ class DiskIndex:
         with _DAMAGE:
             return self._number("SELECT count(*) FROM block")
 
-    def add(self, entry: Entry) -> bool:
-        """Note a block as used just now; False where its key is there already."""
+    def stamps(self) -> Iterator[NDArray[np.void]]:
+        """Every entry's place and times, of the type `STAMP`, many at a time."""
         with _DAMAGE:
-            values = (*entry, entry.stored_ns)
+            rows = self._database.execute("SELECT place, stored, used FROM block")
+            try:
+                while len(some := np.fromiter(islice(rows, _STAMPS_AT_A_TIME), STAMP)):
+                    yield some
+            except (TypeError, ValueError, OverflowError) as error:
+                raise IndexDamaged("an entry of other types") from error
+
+    def add(self, entry: Entry, used_ns: int) -> bool:
+        """Note a block; False where its key is there already."""
+        with _DAMAGE:
+            values = (*entry, used_ns)
             return self._database.execute("INSERT OR IGNORE INTO block VALUES (?, ?, ?, ?, ?, ?)", values).rowcount > 0
 
     def remove(self, blocks: Iterable[tuple[bytes, int]]) -> int:

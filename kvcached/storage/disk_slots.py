@@ -134,6 +134,15 @@ class SlotFile:
             self.used_ns = max(self.used_ns, int(stored.max(initial=0)) & ((1 << 63) - 1))
         self.free.reverse()  # slots are taken from the end: the first ones first
 
+    def stamps(self) -> NDArray[np.int64]:
+        """For each slot when its value was stored, as its label says, sound or not; 0 where it is free."""
+        stamps = np.zeros(self.slots, np.int64)
+        for first, chunk in self._chunks():
+            labels = chunk.reshape(-1, LABEL_BYTES)
+            stored = chunk.view(_LABEL)["stored"]
+            stamps[first : first + len(stored)] = np.where(labels.any(axis=1) & (stored == 0), -1, stored)
+        return stamps
+
     def _chunks(self) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """All labels, many at a time: the first one's slot, and their bytes."""
         for first in range(0, self.slots, _LABELS_READ):

@@ -42,6 +42,7 @@ class DiskSpace:
         self._settings = settings
         self._room_bytes = settings.capacity_bytes - INDEX_BYTES
         self._direct = settings.direct_io == "auto" and _takes_direct_io(settings.directory)
+        self._refusal = ""
         self.files: dict[int, SlotFile] = {}
         for path in slot_files(settings.directory):
             file = SlotFile(path, direct=self._direct)
@@ -83,10 +84,16 @@ class DiskSpace:
         try:
             file = create_slot_file(settings.directory, number, slot_bytes, slots, direct=self._direct)
         except OSError as error:
-            _log.warning("no room for %d bytes in %s: %s", slots * slot_bytes, settings.directory, error)
+            if str(error) != self._refusal:  # once, not for each block
+                _log.warning("no room for %d bytes in %s: %s", slots * slot_bytes, settings.directory, error)
+            self._refusal = str(error)
             return None
-        self.files[number] = file
+        self.files[number], self._refusal = file, ""
         return file
+
+    def use_times(self) -> list[int]:
+        """When each file was used last, in nanoseconds."""
+        return [file.used_ns for file in self.files.values()]
 
     def coldest(self) -> SlotFile | None:
         """The file of which no block was used for longest."""

@@ -20,6 +20,8 @@ from kvcached.storage.interface import ABSENT, Block, Outcome, Result, Storage, 
 
 SECRET_BYTES: Final = 32
 _PAGE: Final = 4096
+#: Of one call, unless one block is larger.
+_COPIES_BYTES_MAX: Final = 64 << 20
 
 
 def read_secret(path: Path) -> bytes:
@@ -84,6 +86,9 @@ class EncryptedStorage(Storage):
 
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Read and decrypt; what is not as it was encrypted is deleted."""
+        return [result for some in _portions(blocks) for result in self._get(some, timeout_s)]
+
+    def _get(self, blocks: Sequence[Block], timeout_s: float) -> list[Result]:
         inside = list(self._copies(blocks))
         results = self._inner.get(inside, timeout_s=timeout_s)
         results = [
@@ -101,6 +106,9 @@ class EncryptedStorage(Storage):
 
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Encrypt and write."""
+        return [result for some in _portions(blocks) for result in self._put(some, timeout_s)]
+
+    def _put(self, blocks: Sequence[Block], timeout_s: float) -> list[Result]:
         inside = list(self._copies(blocks))
         for copy, block in zip(inside, blocks, strict=True):
             self._cipher.encrypt(copy.key, block.parts, copy.parts)
@@ -136,6 +144,18 @@ class EncryptedStorage(Storage):
                 self._cipher.name(block.key),
                 [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)],
             )
+
+
+def _portions(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+    """Blocks of a batch that are copied at a time: large ones take no gigabytes in each thread."""
+    first = size_bytes = 0
+    for number, block in enumerate(blocks):
+        if size_bytes and size_bytes + block.size_bytes > _COPIES_BYTES_MAX:
+            yield blocks[first:number]
+            first = number
+            size_bytes = 0
+        size_bytes += block.size_bytes
+    yield blocks[first:]
 
 
 _FORGED: Final = Result(Outcome.ABSENT, "it is not what was encrypted")

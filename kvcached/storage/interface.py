@@ -112,7 +112,10 @@ class Storage(ABC):
 
     @abstractmethod
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
-        """Forget all values whose key begins with these 16 bytes; all of them for b"". Returns how many there were."""
+        """Forget all values whose key begins with these 16 bytes; all of them for b"". Returns how many there were.
+
+        Nobody waits: it may take some minutes. Where it fails it is called again.
+        """
 
     @abstractmethod
     def usage(self) -> Usage:

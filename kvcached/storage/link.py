@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Final
@@ -31,14 +31,17 @@ from kvcached.core.events import (
 )
 from kvcached.storage.messages import Backup, Fetch, Forget, Kind, Look, Opened, Order, Over, Query, Reply, Span
 from kvcached.storage.messages import StorageConfig as ProcessConfig
+from kvcached.storage.order_book import OrderBook
 from kvcached.storage.process import StorageProcess
 
 #: So many failures in a row are no chance any more.
 BREAKER_FAILURES: Final = 5
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 30.0
-#: A storage process that answers nothing for so many timeouts is hung, and is killed.
+#: A storage process that has not answered an order that it has begun for so many timeouts is hung, and is killed.
 HUNG_TIMEOUTS: Final = 6
+#: What could not be forgotten is tried again so much later.
+FORGET_PAUSE_S: Final = 1.0
 
 _log: Final = logging.getLogger(__name__)
 
@@ -60,15 +63,6 @@ _NEXT: Final[dict[LinkState, frozenset[LinkState]]] = {
     LinkState.SUSPENDED: frozenset({LinkState.READY, LinkState.WAITING, LinkState.DETACHED}),
     LinkState.WAITING: frozenset({LinkState.STARTING, LinkState.DETACHED}),
 }
-
-
-@dataclass(slots=True)
-class _Pending:
-    """An order without an answer."""
-
-    order: Order
-    began_s: float
-    tell: Callable[[Over], None]
 
 
 class StorageLink:
@@ -112,10 +106,11 @@ class StorageLink:
         self._loop = asyncio.get_running_loop()
         self._process: StorageProcess | None = None
         self._is_wanted = False  #: somebody has asked for it while the one before was ending
-        self._pending: dict[int, _Pending] = {}
+        self._pending = OrderBook()
         self._forgets: list[tuple[Kind, set[int], Callable[[Over], None]]] = []
         self._last_sequence = 0
         self._failures = 0
+        self._opened_s = math.inf  #: when the process was ready
         self._pause_s = FIRST_PAUSE_S
         self._timer: asyncio.TimerHandle | None = None
         self._watchdog: asyncio.TimerHandle | None = None
@@ -184,21 +179,26 @@ class StorageLink:
         return True
 
     def forget_kind(self, kind: Kind, tell: Callable[[Over], None]) -> None:
-        """Have the blocks of a kind forgotten, as soon as somebody is there to be told.
+        """Have the blocks of a kind forgotten, when storage works, and again until that has succeeded.
 
         After what is being written now: that may be of this kind, too.
         """
-        writes = {sequence for sequence, each in self._pending.items() if isinstance(each.order, Backup)}
-        self._forgets.append((kind, writes, tell))
+        self._forgets.append((kind, self._pending.writes(), tell))
         self._forget_due()
 
     def _forget_due(self) -> None:
-        if self.state not in {LinkState.READY, LinkState.SUSPENDED}:
+        if self.state is not LinkState.READY:
             return
-        due = [each for each in self._forgets if not each[1] & self._pending.keys()]
+        due = [each for each in self._forgets if not any(write in self._pending for write in each[1])]
         self._forgets = [each for each in self._forgets if each not in due]
         for kind, _, tell in due:
-            self._order(Forget(sequence=self._next_sequence(), kind=kind), tell)
+            self._order(Forget(sequence=self._next_sequence(), kind=kind), partial(self._forgot, kind, tell))
+
+    def _forgot(self, kind: Kind, tell: Callable[[Over], None], over: Over) -> None:
+        if over.failed:
+            self._loop.call_later(FORGET_PAUSE_S, self.forget_kind, kind, tell)
+        else:
+            tell(over)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -223,12 +223,14 @@ class StorageLink:
             _log.info("storage %s is ready, %d calls at a time", self._config.backend, opened.threads)
             self._go(LinkState.READY)
             self._failures = 0
+            self._opened_s = self._loop.time()
+            self._pending.threads = opened.threads
             self._forget_due()
             self._tell(StorageReady())
 
     def _on_exit(self, why: str) -> None:
         self._process = None
-        self._pending.clear()
+        lost = self._pending.clear()
         self._set_watchdog()
         self._tell(StorageLost())
         if self.state is not LinkState.DETACHED:
@@ -236,10 +238,16 @@ class StorageLink:
         elif self._is_wanted:
             self._is_wanted = False
             self._start()
+        for each in lost:
+            if isinstance(each.order, Forget):  # the core has been told of the end of all others
+                each.tell(Over(sequence=each.order.sequence, failed=True, error=f"the storage process {why}"))
 
     def _fall_back(self, why: str) -> None:
         self.why = why
         self.restarts += 1
+        if self._loop.time() - self._opened_s > LONGEST_PAUSE_S:
+            self._pause_s = FIRST_PAUSE_S
+        self._opened_s = math.inf
         _log.error("storage is lost, and started again in %g s: %s", self._pause_s, why)
         self._cancel_timer()
         self._go(LinkState.WAITING)
@@ -249,7 +257,7 @@ class StorageLink:
     def _order(self, order: Order, tell: Callable[[Over], None]) -> None:
         if self._process is None:
             return
-        self._pending[order.sequence] = _Pending(order, self._loop.time(), tell)
+        self._pending.add(order, tell, self._loop.time())
         self._process.send(order)
         if self._watchdog is None:
             self._set_watchdog()
@@ -257,7 +265,7 @@ class StorageLink:
     def _on_reply(self, reply: Reply) -> None:
         if not isinstance(reply, Over):
             return
-        pending = self._pending.pop(reply.sequence, None)
+        pending = self._pending.answered(reply.sequence, self._loop.time())
         if pending is None:
             return
         self.usage = (reply.blocks, reply.size_bytes, reply.capacity_bytes)
@@ -270,14 +278,14 @@ class StorageLink:
     def _judge(self, reply: Over) -> None:
         if not reply.failed:
             self._failures = 0
-            if self.state is LinkState.SUSPENDED:
+            if self.state is LinkState.SUSPENDED and not self._is_late():
                 self._resume()
             return
         self.counters["failures"] += 1
         self._failures += 1
         self.why = reply.error
         _log.warning("storage %s failed: %s", self._config.backend, reply.error)
-        if self._failures >= BREAKER_FAILURES:
+        if self._failures >= BREAKER_FAILURES or self.state is LinkState.SUSPENDED:
             self._suspend(f"{self._failures} failures in a row, the last one: {reply.error}")
 
     def _suspend(self, why: str) -> None:
@@ -299,26 +307,30 @@ class StorageLink:
         self._cancel_timer()
         self._pause_s = FIRST_PAUSE_S
         self._go(LinkState.READY)
+        self._set_watchdog()
+        self._forget_due()
         self._tell(StorageReady())
 
     # --- deadlines --------------------------------------------------------------------------------------------------
+
+    def _is_late(self, timeouts: int = 1) -> bool:
+        at_s = self._pending.late_at(self._config.timeout_s * timeouts)
+        return at_s is not None and at_s <= self._loop.time()
 
     def _set_watchdog(self) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
-        if self._pending:
-            oldest = next(iter(self._pending.values()))
-            at_s = oldest.began_s + self._config.timeout_s * (1 if self.state is LinkState.READY else HUNG_TIMEOUTS)
+        at_s = self._pending.late_at(self._config.timeout_s * (1 if self.state is LinkState.READY else HUNG_TIMEOUTS))
+        if at_s is not None:
             self._watchdog = self._loop.call_at(at_s, self._on_late)
 
     def _on_late(self) -> None:
         self._watchdog = None
-        oldest = next(iter(self._pending.values()), None)
-        late_s = 0.0 if oldest is None else self._loop.time() - oldest.began_s
-        if late_s >= self._config.timeout_s * HUNG_TIMEOUTS and self._process is not None:
-            self._process.kill(f"it has not answered for {late_s:.0f} s")
-        elif late_s >= self._config.timeout_s:
+        if self._is_late(HUNG_TIMEOUTS) and self._process is not None:
+            self._process.kill(f"it has not answered for {self._config.timeout_s * HUNG_TIMEOUTS:g} s")
+            return  # nothing is watched until it is dead, which may take as long as its device pleases
+        if self._is_late():
             self.counters["timeouts"] += 1
             self._suspend(f"no answer within {self._config.timeout_s:g} s")
         self._set_watchdog()

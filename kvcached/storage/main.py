@@ -94,18 +94,9 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage) -> No
     sending = Lock()
 
     def answer(order: Order) -> None:
-        began = time.monotonic_ns()
-        over = copies.carry_out(order)
-        usage = backend.usage()
-        over = msgspec.structs.replace(
-            over,
-            error=over.error[:ERROR_SIZE_CHARS_MAX],
-            took_us=(time.monotonic_ns() - began) // 1000,
-            blocks=usage.blocks,
-            size_bytes=usage.size_bytes,
-            capacity_bytes=usage.capacity_bytes,
-        )
-        say(over)
+        began_ns = time.monotonic_ns()
+        over = finished(copies.carry_out(order), backend)
+        say(msgspec.structs.replace(over, took_us=(time.monotonic_ns() - began_ns) // 1000))
 
     def say(message: Opened | Over) -> None:
         with sending:
@@ -123,6 +114,18 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage) -> No
         executor.submit(answer, decode_order(packet.data))
     _log.info("ending: the daemon has closed the connection")
     os._exit(0)
+
+
+def finished(over: Over, backend: Storage) -> Over:
+    """An answer that can be sent, with how full the backend is, where it says so. Without one it would seem hung."""
+    error = over.error.encode(errors="replace").decode()[:ERROR_SIZE_CHARS_MAX]  # names of files may be no UTF-8
+    over = msgspec.structs.replace(over, error=error)
+    try:
+        blocks, size_bytes, capacity_bytes = backend.usage()
+    except Exception as error:  # noqa: BLE001 - a backend may raise anything, and what was ordered is done
+        _log.warning("the backend does not say how full it is: %s", error)
+        return over
+    return msgspec.structs.replace(over, blocks=blocks, size_bytes=size_bytes, capacity_bytes=capacity_bytes)
 
 
 def _next(connection: socket.socket) -> Packet | None:

@@ -121,11 +121,11 @@ class StorageProcess:
 
     def _on_dead(self) -> None:
         self._loop.remove_reader(self._pidfd)
+        self._exited.set_result(None)  # first: nobody is to be killed any more, whatever comes of reading
         os.close(self._pidfd)
         self._child.wait()
         self._connection.read()  # what it said last
         self._connection.close()
-        self._exited.set_result(None)
         self._on_exit(self._ending())
 
     def _ending(self) -> str:
@@ -138,9 +138,12 @@ class StorageProcess:
         """The last line that it logged, where that is about a start that failed."""
         if self._is_open:
             return ""
-        with Path(self._log_path).open("rb") as log:
-            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").split("\n")
+        try:
+            with Path(self._log_path).open("rb") as log:
+                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = log.read().decode(errors="replace").split("\n")
+        except OSError:  # somebody has taken it away
+            return ""
         last = [line for line in lines if line.strip()][-1:]
         return f": {last[0]}" if last else ""
 

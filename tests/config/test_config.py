@@ -331,6 +331,19 @@ def test_config_pool_bytes_become_slots(tmp_path: Path) -> None:
     assert config.replica[0].slot_count == 2
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"), [("storage.key", "{0}/storage.key"), ("/etc/storage.key", "/etc/storage.key")]
+)
+def test_config_key_file_is_beside_the_file(tmp_path: Path, written: str, meant: str) -> None:
+    """A relative path of a key starts at the configuration's folder, wherever the daemon was started."""
+    text = GOOD + f'[host]\nsize_bytes = 67108864\n[storage]\nkey_file = "{written}"\n'
+
+    storage = load(tmp_path, text).storage
+
+    assert storage is not None
+    assert str(storage.key_file) == meant.format(tmp_path)
+
+
 def test_config_layout_from_model_config(tmp_path: Path) -> None:
     """A model's config.json beside the configuration gives the layout of one shard."""
     model = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}

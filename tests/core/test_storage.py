@@ -12,6 +12,7 @@ from kvcached.core.effects import PrefetchOver, QueryStorage, StartBackup, Start
 from kvcached.core.events import StorageAnswered, StorageReady, StorageSuspended, Ticked
 from kvcached.core.prefetch import FETCH_BLOCKS_MAX, FETCHES_PER_CHAIN, PrefetchLimits
 from kvcached.core.ranges import slot_count
+from kvcached.core.states import SlotState
 from kvcached.core.storage import StorageSpec
 from kvcached.core.storage_state import BackupPolicy, PrefetchEnd, PrefetchState
 from kvcached_client.types import MissReason
@@ -424,6 +425,23 @@ def test_pause_stops_storage_too(new_world: Callable[..., StorageWorld]) -> None
     assert len(world.held) == 3
 
 
+def test_prefetch_that_asks_begins_nothing_while_paused(new_world: Callable[..., StorageWorld]) -> None:
+    """Neither what storage answers during a pause nor what comes in it makes a prefetch begin more copies."""
+    world = new_world(slabs=80)
+    texts = "ab", LONG * 6
+    engine = shelved(world, *texts)
+    asking, fetching = (world.prefetch(engine.session, text) for text in texts)
+    world.take()
+    world.answer(1)
+    world.take()
+    pauses.pause(world.cache)
+    world.answer_all()
+    pauses.resume(world.cache)
+
+    assert (asking.end, asking.fetched) == (PrefetchEnd.UNAVAILABLE, 0)
+    assert (fetching.end, fetching.fetched) == (PrefetchEnd.STOPPED, FETCHES_PER_CHAIN * FETCH_BLOCKS_MAX)
+
+
 def test_late_words_of_storage_change_nothing(new_world: Callable[..., StorageWorld]) -> None:
     """An answer to a question that is over, or never was, is not listened to."""
     world = new_world()
@@ -457,3 +475,42 @@ def test_device_pools_are_filled_from_storage() -> None:
     assert grant.hit == 6
     world.answer_all()
     assert healthy(cache)
+
+
+def test_path_that_left_the_index_is_not_tried_again(new_world: Callable[..., StorageWorld]) -> None:
+    """What could not be written, and has left memory since, is passed over, whatever its place in the index is now."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    for text in ("abc", "abd"):
+        store(world, engine, text)
+        fail_backups(world)
+    engine.core.spaces.by_root[engine.spec.root].tree.shed_host("test", 2)
+    for text in ("abef", "abeg"):
+        store(world, engine, text)
+        fail_backups(world)
+    world.cache.handle(Ticked(10_000))
+    world.answer_all()
+
+    assert len(world.held) == 5
+
+
+def test_bad_block_is_nobodys_while_storage_reads_it(new_world: Callable[..., StorageWorld]) -> None:
+    """The slot of a block that an engine finds bad while it is written to storage is free when that is over."""
+    world = new_world()
+    engine = AttachedEngine(world.cache)
+    store(world, engine, "ab")
+    world.take()
+    lease = engine.acquire("ab")
+    engine.complete(engine.load(lease).transfer, 1)
+    engine.release(lease)
+
+    assert (engine.hit("ab"), engine.host.counts[SlotState.QUARANTINED]) == (1, 1)
+    world.answer_all()
+    assert (engine.hit("ab"), engine.host.counts[SlotState.QUARANTINED]) == (1, 0)
+
+
+def fail_backups(world: StorageWorld) -> None:
+    """Storage can write nothing of what it was given."""
+    world.take()
+    while world.under_way:
+        world.answer(0, good=0)

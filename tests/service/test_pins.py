@@ -35,6 +35,21 @@ def test_pin_of_a_replica_holds_device_and_host_blocks() -> None:
     assert pinned(office) == ([0], [0])
 
 
+def test_pin_lasts_from_when_it_is_asked_for() -> None:
+    """However long ago the last tick was: a machine that slept, or a daemon that was stopped, costs no pin its time."""
+    office = Office("a")
+    office.enter(FakePeer(1))
+    office.store(key_chain(3))
+    office.now_ms = 60_000
+    pin(office, "a", key_chain(2), ttl_ms=1000)
+
+    pinned_at = []
+    for now_ms in (60_001, 60_999, 61_000):
+        office.service.on_event(Ticked(now_ms))
+        pinned_at.append(pinned(office)[0])
+    assert pinned_at == [[2], [2], [0]]
+
+
 def test_unpin_says_whether_there_was_a_pin() -> None:
     """The second time there is none any more."""
     office = Office("a")

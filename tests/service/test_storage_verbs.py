@@ -237,6 +237,17 @@ def test_clear_is_answered_when_all_is_forgotten(office: StorageOffice) -> None:
     assert refused.header.code == ErrorCode.BAD_VALUE
 
 
+def test_clear_that_fails_is_an_error(office: StorageOffice) -> None:
+    """Nobody believes that blocks are forgotten which are not: the answer says why."""
+    answers = office.control("clear")
+    (tell,) = office.link.forgets
+    tell(Over(sequence=1, failed=True, error="TimeoutError: the index is still being made"))
+    (refused,) = answers
+
+    assert isinstance(refused.header, wire.ErrorReply)
+    assert "the index is still being made" in refused.header.message
+
+
 def test_detach_is_answered_when_the_process_is_dead(office: StorageOffice) -> None:
     """The answer tells the state after it; attach starts it again."""
 

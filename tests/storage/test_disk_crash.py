@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import io
+import os
 import random
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +24,8 @@ from tests.storage.putter import NUMBERS
 from tests.storage.values import TIMEOUT_S, asked, is_right, key, proves_itself, stored
 
 BLOCKS = range(60)
+#: Of a label, the bytes by which it is compared with the index when that is opened.
+STORED = range(48, 56)
 Answer = TypeVar("Answer")
 
 
@@ -82,7 +88,39 @@ def test_index_of_an_earlier_time_is_made_anew(
 
     with opened(tmp_path / "d") as storage:
         assert there(storage, BLOCKS) == set(BLOCKS)
-    assert f"it has 10 blocks and the labels {len(BLOCKS)}" in caplog.text
+    assert f"0 of its blocks have no label, and it lacks {len(BLOCKS) - 10} that have one" in caplog.text
+
+
+def test_index_of_other_blocks_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index of an earlier time is not believed because it has as many blocks as there are labels."""
+    monkeypatch.setattr(disk_opening, "_IN_FLIGHT_MAX", 8)
+    with opened(tmp_path / "d") as storage:
+        put(storage, *range(200))
+    old = (tmp_path / "d" / "index.db").read_bytes()
+    with opened(tmp_path / "d") as storage:
+        before = storage.usage().blocks
+        put(storage, *range(1000, 1000 + before))
+    (tmp_path / "d" / "index.db").write_bytes(old)
+
+    with opened(tmp_path / "d") as storage:
+        assert there(storage, range(1000, 1000 + before)) == set(range(1000, 1000 + before))
+        assert there(storage, range(200)) == set()
+
+
+def test_slots_that_the_index_does_not_know_are_free(tmp_path: Path) -> None:
+    """After a crash in which the last entries were lost their slots take other blocks: none is lost for ever."""
+    with opened(tmp_path / "d") as storage:
+        put(storage, *range(10))
+    old = (tmp_path / "d" / "index.db").read_bytes()
+    with opened(tmp_path / "d") as storage:
+        put(storage, *range(10, 100))
+        capacity = storage.usage().blocks
+    (tmp_path / "d" / "index.db").write_bytes(old)
+
+    with opened(tmp_path / "d") as storage:
+        assert storage.usage().blocks == 10
+        assert put(storage, *range(1000, 1000 + capacity)) == [Outcome.DONE] * capacity
+        assert len(there(storage, range(1000, 1000 + capacity))) == capacity
 
 
 def test_index_of_another_format_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -94,6 +132,22 @@ def test_index_of_another_format_is_made_anew(tmp_path: Path, caplog: pytest.Log
     with opened(tmp_path / "d") as storage:
         assert there(storage, BLOCKS) == set(BLOCKS)
     assert f"blocks: {len(BLOCKS)}, damaged labels: 0" in caplog.text
+
+
+@pytest.mark.parametrize("column", ["place", "stored", "used"])
+@pytest.mark.parametrize("value", ["'text'", "1.5e300", str((1 << 63) - 1)])
+def test_damaged_values_of_an_index_are_no_hindrance(tmp_path: Path, column: str, value: str) -> None:
+    """Whatever stands in an entry, the directory opens, blocks are right or absent, and every slot can be used."""
+    with opened(tmp_path / "d") as storage:
+        put(storage, *BLOCKS)
+    with closing(sqlite3.connect(tmp_path / "d" / "index.db")) as database, database:
+        database.execute(f"UPDATE block SET {column} = {value} WHERE key = (SELECT min(key) FROM block)")  # noqa: S608 - ours
+
+    with opened(tmp_path / "d") as storage:
+        assert sum(get(storage, number) == DONE for number in BLOCKS) >= len(BLOCKS) - 1
+        assert put(storage, *BLOCKS) == [Outcome.DONE] * len(BLOCKS)
+        assert put(storage, *range(100, 180)) == [Outcome.DONE] * 80
+        assert len(there(storage, range(100, 180))) == 80
 
 
 @pytest.mark.parametrize("trials", [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
@@ -153,15 +207,16 @@ def test_index_that_is_damaged_while_open_is_made_anew(tmp_path: Path, caplog: p
 
 @pytest.mark.parametrize("trials", [1000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_changed_byte_of_a_value_is_never_served(tmp_path: Path, trials: int) -> None:
-    """Whichever byte of a slot changes, the frame tells."""
+    """Whichever byte of a slot changes, and each of them does, the frame tells."""
     draw, served = random.Random(1), 0
     parts = {number: [bytes(part) for part in stored(number).parts[1:]] for number in (1, 2)}
     with opened(tmp_path / "d", capacity_bytes=8 << 20) as storage:
         put(storage, 1, 2)
         (slots,) = (tmp_path / "d").glob("*.slots")
-        for _ in range(trials):
-            number = draw.choice([1, 2])
-            where = flip(slots, draw, (number - 1) * 20480 + draw.randrange(20480))
+        for trial in range(trials):
+            at = trial * 4099 % 40960  # each byte once in 40960 trials, in no order
+            where = flip(slots, draw, at)
+            number = 1 + at // 20480
             block = asked(number)
             (result,) = storage.get([block], timeout_s=TIMEOUT_S)
             if result == DONE and proves_itself(block, number):
@@ -169,6 +224,79 @@ def test_changed_byte_of_a_value_is_never_served(tmp_path: Path, trials: int) ->
             restore(slots, *where)
 
     assert served == 0
+
+
+@pytest.mark.parametrize("trials", [500, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_torn_value_is_never_served(tmp_path: Path, trials: int) -> None:
+    """Wherever a value ends early, in zeros, in what was there before or with its file, it is the right one or none."""
+    draw, served = random.Random(5), 0
+    parts = {number: [bytes(part) for part in stored(number).parts[1:]] for number in (1, 2)}
+    with opened(tmp_path / "d") as storage:
+        put(storage, 1, 2)
+        (path,) = (tmp_path / "d").glob("*.slots")
+        with path.open("r+b", buffering=0) as slots:
+            whole = slots.read()
+            values = {1: whole[:20480], 2: whole[20480:40960]}
+            for _ in range(trials):
+                number, at = draw.choice([1, 2]), draw.randrange(20480)
+                tear(slots, (number - 1) * 20480, at, draw.choice([bytes(20480), values[3 - number], b""]))
+                block = asked(number)
+                (result,) = storage.get([block], timeout_s=TIMEOUT_S)
+                if result == DONE and proves_itself(block, number):
+                    served += [bytes(part) for part in block.parts[1:]] != parts[number]
+                os.pwrite(slots.fileno(), whole, 0)
+                put(storage, number)
+
+    assert served == 0
+
+
+def tear(file: io.FileIO, start: int, at: int, rest: bytes) -> None:
+    """A value that begins at `start` ends `at` bytes later: as `rest` does, or with the file where that is nothing."""
+    if rest:
+        os.pwrite(file.fileno(), rest[at:], start + at)
+    else:
+        os.ftruncate(file.fileno(), start + at)
+
+
+@pytest.mark.parametrize("trials", [4, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_loss_of_power_leaves_no_wrong_bytes(tmp_path: Path, trials: int) -> None:
+    """Of what was written lately any pages have reached the disk: blocks are right or absent, and no slot is lost."""
+    draw = random.Random(trials)
+    with opened(tmp_path / "d") as storage:
+        put(storage, *range(200))
+        capacity = storage.usage().blocks
+    for trial in range(trials):
+        with opened(tmp_path / "d") as storage:
+            before = contents(tmp_path / "d")
+            for _ in range(draw.randrange(1, 30)):
+                put(storage, *(draw.randrange(200) for _ in range(4)))
+                storage.delete([key(draw.randrange(200))], timeout_s=TIMEOUT_S)
+            after = contents(tmp_path / "d")
+        lose_power(tmp_path / str(trial), before, after, draw)
+
+        with opened(tmp_path / str(trial)) as storage:
+            blocks = [asked(number) for number in range(200)]
+            results = twice(storage, partial(storage.get, blocks, timeout_s=TIMEOUT_S))
+            for number, (block, result) in enumerate(zip(blocks, results, strict=True)):
+                assert result != DONE or is_right(block, number) or not proves_itself(block, number)
+            twice(storage, lambda: put(storage, *range(1000, 1000 + capacity)))
+            assert twice(storage, lambda: put(storage, *range(2000, 2000 + capacity))) == [Outcome.DONE] * capacity
+            assert len(there(storage, range(2000, 2000 + capacity))) == capacity
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def lose_power(directory: Path, before: dict[str, bytes], after: dict[str, bytes], draw: random.Random) -> None:
+    """A directory in which each page of each file is as it was before, or as it would have become."""
+    directory.mkdir(mode=0o700)
+    share = draw.random()
+    for name in before.keys() | after.keys():
+        old, new = before.get(name, b""), after.get(name, b"")
+        size = len(draw.choice([old, new]))
+        pages = ((new if draw.random() < share else old)[at : at + 4096] for at in range(0, size, 4096))
+        (directory / name).write_bytes(b"".join(page.ljust(4096, b"\0") for page in pages)[:size])
 
 
 @pytest.mark.parametrize("first", [0, 4096, 12288])
@@ -200,7 +328,7 @@ def test_changed_label_is_never_believed(tmp_path: Path) -> None:
             (tmp_path / "d" / "index.db").unlink()
 
         with opened(tmp_path / "d") as storage:
-            assert storage.usage().blocks == (1 if trial % 2 else 2)
+            assert storage.usage().blocks == (1 if trial % 2 or trial in STORED else 2)
             assert get(storage, 1).outcome is Outcome.ABSENT
             assert get(storage, 2) == DONE
             assert put(storage, 1) == [Outcome.DONE]

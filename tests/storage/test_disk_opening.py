@@ -8,7 +8,7 @@ import pytest
 
 from kvcached.storage import disk_catalog, disk_opening
 from kvcached.storage.disk import open_disk
-from kvcached.storage.disk_index import DiskIndex
+from kvcached.storage.disk_index import DiskIndex, IndexDamaged
 from kvcached.storage.disk_space import DiskSpace
 from kvcached.storage.interface import DONE, Outcome, StorageUnusable
 from tests.storage.disks import get, opened, put, there
@@ -57,6 +57,35 @@ def test_index_that_cannot_be_made_ends_the_start(tmp_path: Path, monkeypatch: p
 
     with opened(tmp_path / "d") as storage:
         assert put(storage, 1) == [Outcome.DONE]
+
+
+def test_index_that_could_not_be_made_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there was no room for a new index one call fails; when there is room again every block is found."""
+
+    def fail(path: Path, space: DiskSpace, reason: str) -> DiskIndex:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    def damaged(_: object) -> None:
+        raise IndexDamaged("injected")
+
+    with opened(tmp_path / "d") as storage:
+        put(storage, *BLOCKS)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_catalog, "new_index", fail)
+            patch.setattr(storage._catalog._index, "find", damaged)
+            with pytest.raises(IndexDamaged):
+                get(storage, 1)
+            for _ in range(3):
+                storage._catalog._opener.join()
+                with pytest.raises(sqlite3.OperationalError, match="full"):
+                    get(storage, 1)
+            storage._catalog._opener.join()
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            get(storage, 1)
+        storage.wait_until_ready(TIMEOUT_S)
+
+        assert there(storage, BLOCKS) == set(BLOCKS)
+        assert get(storage, 1) == DONE
 
 
 def test_index_that_cannot_be_changed_costs_no_reads(tmp_path: Path) -> None:

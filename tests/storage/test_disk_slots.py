@@ -3,11 +3,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from kvcached.storage.disk_slots import Label, create_slot_file, unpack_label
+from kvcached.storage.disk_catalog import DiskCatalog, Slot
+from kvcached.storage.disk_slots import Label, SlotFile, create_slot_file, unpack_label
 from kvcached.storage.interface import ABSENT, DONE, Block, Outcome
 from tests.storage.contract import run_in_threads
 from tests.storage.disks import get, opened, put
@@ -179,6 +181,33 @@ def test_threads_that_overwrite_each_other_find_no_wrong_bytes(tmp_path: Path) -
         run_in_threads(work, 4)
 
     assert wrong == []
+
+
+def test_slots_of_a_batch_that_fails_are_free_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that was given back before its batch failed, and that another thread has since, stays that thread's."""
+    set_label, undo = SlotFile.set_label, DiskCatalog._undo
+    others: list[list[Slot | None]] = []
+
+    def refuse(file: SlotFile, slot: int, label: Label | None) -> None:
+        if label is not None and label.key == key(3):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        set_label(file, slot, label)
+
+    def undo_late(catalog: DiskCatalog, slots: Iterable[Slot]) -> None:
+        others.append(catalog.reserve([stored(9).size_bytes]))
+        undo(catalog, slots)
+
+    with opened(tmp_path / "d") as storage:
+        monkeypatch.setattr(SlotFile, "set_label", refuse)
+        monkeypatch.setattr(DiskCatalog, "_undo", undo_late)
+        with pytest.raises(OSError, match="Input/output"):
+            storage.put([stored(1), stored(1), stored(3)], timeout_s=TIMEOUT_S)
+
+        ((other,),) = others
+        assert other is not None
+        file, number = other
+        assert number not in file.free
+        assert len(set(file.free)) == len(file.free) == file.slots - 1
 
 
 def test_label_is_the_one_that_was_packed() -> None:

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvcached.storage import disk_catalog
 from kvcached.storage.interface import Outcome
 from tests.storage.disks import MIB, VALUE_BYTES, get, opened, put, size_on_disk, there
-from tests.storage.values import TIMEOUT_S, asked, is_right, kind, stored
+from tests.storage.values import TIMEOUT_S, asked, is_right, key, kind, stored
 
 
 def file_system(free_bytes: int) -> SimpleNamespace:
@@ -57,6 +58,41 @@ def test_uses_are_known_after_a_restart(tmp_path: Path) -> None:
         left = there(storage, range(60))
         assert 0 in left
         assert left <= {0, *range(30, 60)}
+
+
+def test_clock_that_is_set_back_does_not_make_new_blocks_old(tmp_path: Path) -> None:
+    """Blocks are evicted in the order of their last use, even if that seems to have been before they were stored."""
+    now = [10**18]
+    with opened(tmp_path / "d", clock=lambda: now[0], capacity_bytes=4 * MIB) as storage:
+        put(storage, *range(200))
+        capacity = storage.usage().blocks
+        storage.clear(b"", timeout_s=TIMEOUT_S)
+        put(storage, *range(capacity))
+        now[0] -= 86_400 * 10**9
+        get(storage, 0)
+        put(storage, *range(1000, 1020))
+        assert there(storage, range(30)) == {0, *range(21, 30)}
+        assert len(there(storage, range(1000, 1020))) == 20
+
+    with opened(tmp_path / "d", clock=lambda: now[0], capacity_bytes=4 * MIB) as storage:
+        put(storage, *range(2000, 2010))
+        assert len(there(storage, range(1000, 1020))) == 20
+        assert there(storage, range(40)) == {0, *range(31, 40)}
+
+
+def test_files_know_their_uses_after_a_restart(tmp_path: Path) -> None:
+    """Of two sizes the one whose blocks were read last stays, though they were stored before the other's."""
+    large = kind(part_bytes=65536)
+    with opened(tmp_path / "d") as storage:
+        put(storage, 1)
+        storage.put([stored(2, large)], timeout_s=TIMEOUT_S)
+        get(storage, 1)
+    with opened(tmp_path / "d") as storage:
+        huge = kind(part_bytes=131072)
+        storage.put([stored(number, huge) for number in range(5)], timeout_s=TIMEOUT_S)
+
+        assert there(storage, range(3)) == {1}
+        assert storage.exists([key(2, large)], timeout_s=TIMEOUT_S) == [False]
 
 
 def test_blocks_of_another_size_get_room(tmp_path: Path) -> None:
@@ -133,7 +169,8 @@ def test_full_file_system_refuses_files(
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
             patch.setattr(os, "posix_fallocate", full)
             assert put(storage, 1) == [Outcome.FULL]
-        assert "no room for" in caplog.text
+            assert put(storage, 2) == [Outcome.FULL]
+        assert caplog.text.count("no room for") == 1
         assert [*(tmp_path / "d").glob("*.slots"), *(tmp_path / "d").glob("*.labels")] == []
         assert put(storage, 1) == [Outcome.DONE]
 
@@ -199,3 +236,18 @@ def test_blocks_expire(tmp_path: Path) -> None:
         now[0] += 100 * 10**9
         put(storage, 4)
         assert storage.usage().blocks == 1
+
+
+def test_blocks_expire_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where very many have expired at once no put forgets all of them: each of the next ones does its share."""
+    monkeypatch.setattr(disk_catalog, "_EXPIRED_AT_A_TIME", 8)
+    now = [10**18]
+    with opened(tmp_path / "d", clock=lambda: now[0], ttl_s=100) as storage:
+        put(storage, *range(20))
+        now[0] += 200 * 10**9
+        left = []
+        for number in range(100, 105):
+            put(storage, number)
+            left.append(storage.usage().blocks)
+
+    assert left == [13, 6, 3, 4, 5]

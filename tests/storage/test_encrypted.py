@@ -5,12 +5,14 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvcached.storage import encrypted
 from kvcached.storage.encrypted import EncryptedStorage, read_secret
 from kvcached.storage.fault import Fault, FaultStorage
-from kvcached.storage.interface import ABSENT, DONE, StorageUnusable
+from kvcached.storage.interface import ABSENT, DONE, Block, Result, StorageUnusable
 from tests.storage.disks import flip, opened, put
 from tests.storage.values import KIND, TIMEOUT_S, asked, is_right, key, kind, name, stored
 
@@ -21,9 +23,9 @@ SECRET = bytes(range(32))
 def storage(tmp_path: Path) -> Iterator[EncryptedStorage]:
     """An encrypted disk with blocks 1 to 3."""
     with opened(tmp_path / "d") as inner:
-        encrypted = EncryptedStorage(inner, SECRET)
-        put(encrypted, 1, 2, 3)
-        yield encrypted
+        storage = EncryptedStorage(inner, SECRET)
+        put(storage, 1, 2, 3)
+        yield storage
 
 
 def test_disk_tells_neither_names_nor_bytes(tmp_path: Path, storage: EncryptedStorage) -> None:
@@ -92,6 +94,31 @@ def test_values_cannot_change_places(tmp_path: Path) -> None:
 
         assert storage.get([asked(1)], timeout_s=TIMEOUT_S) == [ABSENT]
         assert storage.get([asked(2)], timeout_s=TIMEOUT_S) == [DONE]
+
+
+def test_large_batches_are_copied_in_portions(
+    tmp_path: Path, storage: EncryptedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many blocks a batch has, few are copied at a time; each has its result, in order."""
+    monkeypatch.setattr(encrypted, "_COPIES_BYTES_MAX", 2 * 20480)
+    inner, sizes = storage._inner, []
+    for name_of_call in ("get", "put"):
+        call = getattr(inner, name_of_call)
+
+        def note(blocks: list[Block], *, timeout_s: float, call: Any = call) -> list[Result]:
+            sizes.append(len(blocks))
+            results: list[Result] = call(blocks, timeout_s=timeout_s)
+            return results
+
+        monkeypatch.setattr(inner, name_of_call, note)
+    put(storage, *range(10, 15))
+    blocks = [asked(number) for number in (10, 99, 11, 12, 13)]
+
+    results = storage.get(blocks, timeout_s=TIMEOUT_S)
+
+    assert results == [DONE, ABSENT, DONE, DONE, DONE]
+    assert is_right(blocks[4], 13)
+    assert sizes == [2, 2, 1, 2, 2, 1]
 
 
 def test_parts_cannot_change_places(tmp_path: Path, storage: EncryptedStorage) -> None:

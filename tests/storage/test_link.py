@@ -1,33 +1,164 @@
-"""The storage process's states, without a process."""
+"""The storage process's states and deadlines, without a process and without waiting."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import heapq
+from collections.abc import Callable, Iterator
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from kvcached.core.events import StorageEvent, StorageLost, StorageReady
+from kvcached.core.effects import QueryStorage
+from kvcached.core.events import StorageAnswered, StorageEvent, StorageLost, StorageReady, StorageSuspended
 from kvcached.storage import link
-from kvcached.storage.link import LinkState, StorageLink
-from kvcached.storage.messages import Opened, StorageConfig
+from kvcached.storage.link import (
+    BREAKER_FAILURES,
+    FIRST_PAUSE_S,
+    HUNG_TIMEOUTS,
+    LONGEST_PAUSE_S,
+    LinkState,
+    StorageLink,
+)
+from kvcached.storage.messages import Forget, Kind, Look, Opened, Order, Over, Query, StorageConfig
+from kvcached.storage.order_book import FORGET_S_MAX
+from kvcached_client.host_geometry import HostGeometry
 
-CONFIG = StorageConfig(backend="fake", settings={}, faults={}, key_file="", lock_path="", timeout_s=1.0)
+TIMEOUT_S = 1.0
+CONFIG = StorageConfig(backend="fake", settings={}, faults={}, key_file="", lock_path="", timeout_s=TIMEOUT_S)
+KIND = Kind(
+    namespace=bytes(16),
+    header_namespace=bytes(16),
+    header_generation=0,
+    fingerprint=bytes(16),
+    generation=0,
+    geometry=HostGeometry(slabs=1, slab_bytes=1 << 20, shards=1, block_bytes=4096),
+)
+
+
+class Clock:
+    """An event loop whose time goes on when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self._calls: list[tuple[float, int, Callable[[], object], SimpleNamespace]] = []
+        self._numbers = count()
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_soon(self, call: Callable[..., object], *args: object) -> SimpleNamespace:
+        return self.call_at(self.now_s, call, *args)
+
+    def call_later(self, delay_s: float, call: Callable[..., object], *args: object) -> SimpleNamespace:
+        return self.call_at(self.now_s + delay_s, call, *args)
+
+    def call_at(self, at_s: float, call: Callable[..., object], *args: object) -> SimpleNamespace:
+        handle = SimpleNamespace(is_off=False)
+        handle.cancel = lambda: setattr(handle, "is_off", True)
+        heapq.heappush(self._calls, (at_s, next(self._numbers), lambda: call(*args), handle))
+        return handle
+
+    def pass_s(self, seconds: float) -> None:
+        """Time passes, and what is due meanwhile happens."""
+        end_s = self.now_s + seconds
+        for _ in range(1000):
+            if not self._calls or self._calls[0][0] > end_s:
+                self.now_s = end_s
+                return
+            at_s, _, call, handle = heapq.heappop(self._calls)
+            self.now_s = max(self.now_s, at_s)
+            if not handle.is_off:
+                call()
+        raise AssertionError("timers without end")
 
 
 class FakeProcess:
-    """A storage process that opens and dies when a test says so."""
+    """A storage process that opens, answers and dies when a test says so."""
 
     made: list[FakeProcess]
 
     def __init__(self, *_: object, on_opened: Any, on_reply: Any, on_exit: Any) -> None:
-        self.on_opened, self.on_exit = on_opened, on_exit
+        self.on_opened, self.on_reply, self.on_exit = on_opened, on_reply, on_exit
         self.dead = asyncio.Event()
+        self.orders: list[Order] = []
+        self.kills: list[str] = []
         FakeProcess.made.append(self)
+
+    def open(self, threads: int = 1) -> None:
+        self.on_opened(Opened(persistent=True, threads=threads))
+
+    def send(self, order: Order) -> None:
+        self.orders.append(order)
+
+    def answer(self, order: Order, error: str = "") -> None:
+        self.orders.remove(order)
+        self.on_reply(Over(sequence=order.sequence, failed=bool(error), error=error))
+
+    def looks(self) -> list[Order]:
+        """Questions whether it answers again."""
+        return [order for order in self.orders if isinstance(order, Look)]
+
+    def forgets(self) -> list[Order]:
+        return [order for order in self.orders if isinstance(order, Forget)]
+
+    def kill(self, reason: str) -> None:
+        self.kills.append(reason)
 
     async def stop(self, _: float) -> None:
         await self.dead.wait()
         self.on_exit("ended")
+
+
+class Rig:
+    """A link at an open process."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.events: list[StorageEvent] = []
+        self.link = StorageLink(CONFIG, -1, "", 1, lambda *_: KIND, self.events.append)
+        self.link.attach()
+        self.process.open()
+
+    @property
+    def process(self) -> FakeProcess:
+        return FakeProcess.made[-1]
+
+    def state(self) -> LinkState:
+        """Where the link is now."""
+        return self.link.state
+
+    def ask(self) -> Order:
+        """The core asks something."""
+        self.link.carry_out(QueryStorage(1, bytes(32), 0, bytes(16)))
+        order = self.process.orders[-1]
+        assert isinstance(order, Query)
+        return order
+
+    def fail(self, times: int) -> None:
+        for _ in range(times):
+            self.process.answer(self.ask(), "EIO")
+
+    def restart(self, threads: int = 1) -> None:
+        """The process dies, and the next one opens when its pause is over."""
+        self.process.on_exit("was ended")
+        self.clock.pass_s(LONGEST_PAUSE_S)
+        self.process.open(threads)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """A link that is ready, to a process that begins one order at a time."""
+    monkeypatch.setattr(link, "StorageProcess", FakeProcess)
+    FakeProcess.made = []
+    clock = Clock()
+    asyncio._set_running_loop(cast("asyncio.AbstractEventLoop", clock))
+    try:
+        yield Rig(clock)
+    finally:
+        asyncio._set_running_loop(None)
 
 
 def test_attach_waits_for_the_process_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +170,7 @@ def test_attach_waits_for_the_process_before(monkeypatch: pytest.MonkeyPatch) ->
     async def play() -> None:
         storage = StorageLink(CONFIG, -1, "", 1, lambda *_: None, events.append)
         storage.attach()
-        FakeProcess.made[0].on_opened(Opened(persistent=True, threads=1))
+        FakeProcess.made[0].open()
         detaching = asyncio.create_task(storage.detach(1.0))
         await asyncio.sleep(0)
         storage.attach()
@@ -47,9 +178,205 @@ def test_attach_waits_for_the_process_before(monkeypatch: pytest.MonkeyPatch) ->
         FakeProcess.made[0].dead.set()
         await detaching
         assert len(FakeProcess.made) == 2
-        FakeProcess.made[1].on_opened(Opened(persistent=True, threads=1))
+        FakeProcess.made[1].open()
         assert storage.state is LinkState.READY
 
     asyncio.run(play())
 
     assert events == [StorageReady(), StorageLost(), StorageReady()]
+
+
+def test_late_answer_suspends(rig: Rig) -> None:
+    """A call that takes longer than it may suspends storage; its answer, when it comes, ends that."""
+    order = rig.ask()
+    rig.clock.pass_s(TIMEOUT_S * 0.99)
+    assert rig.state() is LinkState.READY
+    rig.clock.pass_s(TIMEOUT_S * 0.02)
+    assert rig.state() is LinkState.SUSPENDED
+    rig.process.answer(order)
+
+    assert rig.state() is LinkState.READY
+    assert rig.events[:3] == [StorageReady(), StorageSuspended(), StorageReady()]
+    assert isinstance(rig.events[3], StorageAnswered)
+
+
+def test_failures_in_a_row_suspend(rig: Rig) -> None:
+    """One failure less than the breaker takes changes nothing; an answer in between begins the count anew."""
+    rig.fail(BREAKER_FAILURES - 1)
+    rig.process.answer(rig.ask())
+    rig.fail(BREAKER_FAILURES - 1)
+    assert rig.state() is LinkState.READY
+    rig.fail(1)
+
+    assert rig.state() is LinkState.SUSPENDED
+
+
+@pytest.mark.parametrize("reason", ["late", "failing"])
+def test_suspended_storage_is_asked_until_it_answers(rig: Rig, reason: str) -> None:
+    """However it came to be suspended and however often the question fails, it is asked again, later and later."""
+    if reason == "late":
+        order = rig.ask()
+        rig.clock.pass_s(TIMEOUT_S)
+        rig.process.answer(order, "EIO")
+    else:
+        rig.fail(BREAKER_FAILURES)
+    pauses = []
+    for _ in range(9):
+        assert rig.process.looks() == []
+        began_s = rig.clock.now_s
+        while not rig.process.looks():
+            rig.clock.pass_s(FIRST_PAUSE_S / 2)
+            assert rig.clock.now_s <= began_s + LONGEST_PAUSE_S + 1
+        pauses.append(rig.clock.now_s - began_s)
+        rig.process.answer(rig.process.looks()[0], "EIO")
+
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    rig.clock.pass_s(LONGEST_PAUSE_S)
+    rig.process.answer(rig.process.looks()[0])
+    assert rig.state() is LinkState.READY
+
+
+def test_orders_that_wait_for_their_turn_are_not_late(rig: Rig) -> None:
+    """A process that works off many orders, each in time, is neither suspended nor killed, however many wait."""
+    orders = [rig.ask() for _ in range(3 * HUNG_TIMEOUTS)]
+    for order in orders:
+        rig.clock.pass_s(TIMEOUT_S * 0.9)
+        rig.process.answer(order)
+
+    assert rig.state() is LinkState.READY
+    assert rig.events.count(StorageSuspended()) == 0
+    assert rig.process.kills == []
+
+
+def test_one_order_that_hangs_is_noticed_beside_others(rig: Rig) -> None:
+    """Beside orders that are answered, one that is not suspends storage, and in the end the process is killed."""
+    rig.restart(threads=2)
+    hung = rig.ask()
+    for _ in range(11 * HUNG_TIMEOUTS):
+        rig.clock.pass_s(TIMEOUT_S / 10)
+        for order in rig.process.orders[:]:
+            if order is not hung:
+                rig.process.answer(order)
+        if rig.state() is LinkState.READY:
+            rig.ask()
+
+    assert rig.events.count(StorageSuspended()) == 1
+    assert len(rig.process.kills) == 1
+
+
+def test_killed_process_is_waited_for(rig: Rig) -> None:
+    """A process that waits for its device dies late: until then the loop is not kept busy."""
+    rig.ask()
+    rig.clock.pass_s(TIMEOUT_S * HUNG_TIMEOUTS)
+    rig.clock.pass_s(3600)
+
+    assert len(rig.process.kills) == 1
+
+
+def test_deadlines_hold_after_a_suspension(rig: Rig) -> None:
+    """An order that was sent when storage was ready again is late as any other."""
+    first = rig.ask()
+    rig.clock.pass_s(TIMEOUT_S)
+    second = rig.ask()
+    rig.process.answer(first)
+    assert rig.state() is LinkState.READY
+    rig.clock.pass_s(TIMEOUT_S)
+
+    assert rig.state() is LinkState.SUSPENDED
+    rig.process.answer(second)
+    assert rig.state() is LinkState.READY
+
+
+def test_pauses_are_short_again_after_a_good_time(rig: Rig) -> None:
+    """A process that dies after it has worked for long starts as soon as the first one that died."""
+    for _ in range(8):
+        rig.restart()
+        rig.clock.pass_s(LONGEST_PAUSE_S + 1)
+    made = len(FakeProcess.made)
+    rig.process.on_exit("was ended")
+    rig.clock.pass_s(FIRST_PAUSE_S)
+
+    assert len(FakeProcess.made) == made + 1
+
+
+def test_pauses_grow_while_processes_die_at_once(rig: Rig) -> None:
+    """What dies as soon as it has started is started later and later."""
+    for _ in range(8):
+        rig.restart()
+    made = len(FakeProcess.made)
+    rig.process.on_exit("was ended")
+    rig.clock.pass_s(LONGEST_PAUSE_S - 1)
+
+    assert len(FakeProcess.made) == made
+
+
+def test_pauses_grow_while_processes_do_not_open(rig: Rig) -> None:
+    """A backend that cannot be opened any more is tried later and later, however long it worked before."""
+    rig.clock.pass_s(10 * LONGEST_PAUSE_S)
+    pauses = []
+    for _ in range(8):
+        made, began_s = len(FakeProcess.made), rig.clock.now_s
+        rig.process.on_exit("was ended")
+        while len(FakeProcess.made) == made:
+            rig.clock.pass_s(FIRST_PAUSE_S)
+        pauses.append(rig.clock.now_s - began_s)
+
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30]
+
+
+def test_forgetting_a_namespace_survives_the_process(rig: Rig) -> None:
+    """What is to be forgotten is, by the next process, if the one that was told has died over it."""
+    told: list[Over] = []
+    rig.link.forget_kind(KIND, told.append)
+    assert len(rig.process.forgets()) == 1
+    rig.restart()
+    (order,) = rig.process.forgets()
+    assert told == []
+    rig.process.answer(order)
+
+    assert [over.failed for over in told] == [False]
+
+
+def test_forgetting_a_namespace_is_tried_until_it_is_done(rig: Rig) -> None:
+    """A backend that cannot forget now is told again, after a while and when storage works."""
+    told: list[Over] = []
+    rig.link.forget_kind(KIND, told.append)
+    for _ in range(3):
+        rig.process.answer(rig.process.forgets()[0], "the index is being made")
+        assert rig.process.forgets() == []
+        rig.clock.pass_s(LONGEST_PAUSE_S)
+    assert told == []
+    rig.process.answer(rig.process.forgets()[0])
+
+    assert len(told) == 1
+
+
+def test_forgetting_waits_for_what_is_being_written(rig: Rig) -> None:
+    """A namespace is forgotten after the writes that may be of it, and when storage works."""
+    rig.fail(BREAKER_FAILURES)
+    rig.link.forget_kind(KIND, lambda _: None)
+    assert rig.process.forgets() == []
+    rig.clock.pass_s(FIRST_PAUSE_S)
+    rig.process.answer(rig.process.looks()[0])
+
+    assert len(rig.process.forgets()) == 1
+
+
+def test_forgetting_may_take_long(rig: Rig) -> None:
+    """Millions of blocks are not forgotten within a timeout: that is no hang, unless it takes much longer."""
+    rig.link.forget_kind(KIND, lambda _: None)
+    rig.clock.pass_s(FORGET_S_MAX * 0.99)
+    assert rig.state() is LinkState.READY
+    assert rig.process.kills == []
+    rig.clock.pass_s(FORGET_S_MAX)
+
+    assert len(rig.process.kills) == 1
+
+
+def test_whoever_has_everything_forgotten_hears_of_a_death(rig: Rig) -> None:
+    """The one who asked is told that it failed, and why."""
+    told: list[Over] = []
+    assert rig.link.forget_all(told.append)
+    rig.process.on_exit("was ended by SIGKILL")
+
+    assert [(over.failed, over.error) for over in told] == [(True, "the storage process was ended by SIGKILL")]
