@@ -7,6 +7,7 @@ it reads it writes that many values past the page cache, and says so.
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Final, NamedTuple
 from benchmarks.attached_rig import AttachedRig, PageShape
 from benchmarks.result import Result, Target, judge
 from benchmarks.storage_rig import RawFile, in_threads, value_memory
+from kvcached.storage.main import NICENESS
 from kvcached_client import Admin
 
 _THREADS: Final = 4
@@ -30,6 +32,7 @@ _PROMPT: Final = PageShape("prompt", layers=4, page_bytes=128 << 10, blocks=64)
 _PROMPTS: Final = 30
 _MATCHES_PER_LOOK: Final = 25
 _RATES: Final = (0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 4.0)
+_CHOICES_PER_RATE: Final = 6
 
 
 def match_beside_writes(directory: Path, rounds: int) -> Iterator[Result]:
@@ -66,7 +69,7 @@ def regret(directory: Path) -> Iterator[Result]:
         crossover = rig.tokens / statistics.median(learned)
         chosen = best = 0.0
         wrong = 0
-        for number, factor in enumerate(_RATES * 3):
+        for number, factor in enumerate(_RATES * _CHOICES_PER_RATE):
             rate = crossover * factor
             fetched, spent = _fetch(rig, prompts[number % _PROMPTS], rate)
             loading = spent if fetched else _fetch(rig, prompts[number % _PROMPTS], 0.0)[1]
@@ -75,7 +78,7 @@ def regret(directory: Path) -> Iterator[Result]:
             best += min(loading, computing)
             wrong += fetched != (loading < computing)
     yield judge("storage", "fetch_or_compute_regret", chosen / best - 1, "ratio", target=Target("value", "<=", 0.05))
-    yield judge("storage", "fetch_or_compute_wrong_choices", wrong / len(_RATES) / 3, "ratio")
+    yield judge("storage", "fetch_or_compute_wrong_choices", wrong / len(_RATES) / _CHOICES_PER_RATE, "ratio")
     yield judge("storage", "crossover_tokens_per_s", crossover, "tokens/s")
 
 
@@ -189,6 +192,7 @@ def _tail(took: list[float]) -> float:
 
 
 def _write_when_told(path: Path, value_bytes: int, values: int) -> None:
+    os.nice(NICENESS)  # as the storage process
     memory = [value_memory(value_bytes, 1)[1:] for _ in range(_THREADS)]
     file = RawFile(path, value_bytes, values)
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -42,7 +42,7 @@ from kvcached_client.mapping import map_sealed
 
 _EXIT_STARTUP: Final = 3
 #: Where cores are short, whoever answers engines goes first.
-_NICENESS: Final = 5
+NICENESS: Final = 5
 
 _log: Final = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage) -> No
                 _log.info("ending: the daemon is gone: %s", error)
                 os._exit(0)  # other threads may be in the middle of a copy, and nobody waits for it
 
-    os.nice(_NICENESS)
+    os.nice(NICENESS)
     capabilities = backend.capabilities
     executor = ThreadPoolExecutor(capabilities.threads, thread_name_prefix="storage")
     say(Opened(persistent=capabilities.persistent, threads=capabilities.threads))
