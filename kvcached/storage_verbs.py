@@ -48,6 +48,7 @@ class Link(Protocol):
     why: str
     usage: tuple[int, int, int]
     restarts: int
+    forgets_due: int
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -60,7 +61,7 @@ class Link(Protocol):
         """Have all blocks forgotten; False where nobody is there to be told."""
 
     def forget_kind(self, kind: Kind, tell: Callable[[Over], None]) -> None:
-        """Have the blocks of a kind forgotten, as soon as somebody is there to be told."""
+        """Have the blocks of a kind forgotten, when storage works, and again until it has."""
 
     def attach(self) -> None:
         """Start it, unless it runs."""
@@ -289,7 +290,7 @@ def _report(number: int, storage: StorageService | None) -> wire.StorageReport:
         blocks=blocks,
         size_bytes=size_bytes,
         capacity_bytes=capacity_bytes,
-        counters=dict(storage.link.counters),
+        counters={**storage.link.counters, "forgets_due": storage.link.forgets_due},
     )
 
 

@@ -81,6 +81,7 @@ class StorageLink:
         why: the last failure, in words.
         usage: blocks, bytes and capacity as the backend told last; -1 where it cannot.
         counters: what it did.
+        forgets_due: kinds that are to be forgotten, and are not yet.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class StorageLink:
         self._process: StorageProcess | None = None
         self._is_wanted = False  #: somebody has asked for it while the one before was ending
         self._pending = OrderBook()
+        self.forgets_due = 0
         self._forgets: list[tuple[Kind, set[int], Callable[[Over], None]]] = []
         self._last_sequence = 0
         self._failures = 0
@@ -183,6 +185,10 @@ class StorageLink:
 
         After what is being written now: that may be of this kind, too.
         """
+        self.forgets_due += 1
+        self._file_forget(kind, tell)
+
+    def _file_forget(self, kind: Kind, tell: Callable[[Over], None]) -> None:
         self._forgets.append((kind, self._pending.writes(), tell))
         self._forget_due()
 
@@ -196,9 +202,10 @@ class StorageLink:
 
     def _forgot(self, kind: Kind, tell: Callable[[Over], None], over: Over) -> None:
         if over.failed:
-            self._loop.call_later(FORGET_PAUSE_S, self.forget_kind, kind, tell)
-        else:
-            tell(over)
+            self._loop.call_later(FORGET_PAUSE_S, self._file_forget, kind, tell)
+            return
+        self.forgets_due -= 1
+        tell(over)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ class FakeLink:
     usage: tuple[int, int, int] = (-1, -1, -1)
     restarts: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
+    forgets_due: int = 0
     orders: list[QueryStorage | StartFetch | StartBackup] = field(default_factory=list)
     forgets: list[Callable[[Over], None]] = field(default_factory=list)
 
@@ -214,13 +215,13 @@ def report(answers: list[Answer]) -> wire.StorageReport:
 
 def test_status_says_what_the_backend_told_last(office: StorageOffice) -> None:
     """Name, state, use, counters and the last failure."""
-    office.link.usage, office.link.counters = (3, 300, 1000), {"fetched_blocks": 2}
+    office.link.usage, office.link.counters, office.link.forgets_due = (3, 300, 1000), {"fetched_blocks": 2}, 1
     office.link.state, office.link.why, office.link.restarts = LinkState.WAITING, "it died", 4
     seen = report(office.control("status"))
 
     assert (seen.backend, seen.state, seen.why, seen.backup) == ("disk", "waiting", "it died", "never")
     assert (seen.restarts, seen.blocks, seen.size_bytes, seen.capacity_bytes) == (4, 3, 300, 1000)
-    assert seen.counters == {"fetched_blocks": 2}
+    assert seen.counters == {"fetched_blocks": 2, "forgets_due": 1}
 
 
 def test_clear_is_answered_when_all_is_forgotten(office: StorageOffice) -> None:

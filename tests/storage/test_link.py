@@ -345,10 +345,10 @@ def test_forgetting_a_namespace_is_tried_until_it_is_done(rig: Rig) -> None:
         rig.process.answer(rig.process.forgets()[0], "the index is being made")
         assert rig.process.forgets() == []
         rig.clock.pass_s(LONGEST_PAUSE_S)
-    assert told == []
+    assert (told, rig.link.forgets_due) == ([], 1)
     rig.process.answer(rig.process.forgets()[0])
 
-    assert len(told) == 1
+    assert (len(told), rig.link.forgets_due) == (1, 0)
 
 
 def test_forgetting_waits_for_what_is_being_written(rig: Rig) -> None:
