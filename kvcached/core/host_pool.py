@@ -110,6 +110,11 @@ class HostPool(SlotPool):
         stock.pools.append(self)
 
     @property
+    def lent(self) -> int:
+        """Slots of the slabs that it has."""
+        return len(self.slabs) * self.slots_per_slab
+
+    @property
     def room(self) -> int:
         """Slots that can be had without an eviction."""
         return self.free + self._stock.unlent * self.slots_per_slab
@@ -166,11 +171,16 @@ class HostPool(SlotPool):
                 self._count(first, first + count, change)
 
     def _count(self, first: int, end: int, change: int) -> None:
-        size = self.slots_per_slab
-        for slab in range(first // size, (end - 1) // size + 1):
-            slots = min(end, (slab + 1) * size) - max(first, slab * size)
-            self._used[slab] += change * slots
-            if self._used[slab]:
-                self.empty.discard(slab)
-            else:
+        size, used = self.slots_per_slab, self._used
+        slab = first // size
+        while first < end:
+            stop = (slab + 1) * size
+            if stop > end:
+                stop = end
+            before = used[slab]
+            used[slab] = after = before + change * (stop - first)
+            if not after:
                 self.empty.add(slab)
+            elif not before:
+                self.empty.discard(slab)
+            first, slab = stop, slab + 1

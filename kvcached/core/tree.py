@@ -37,6 +37,9 @@ from kvcached_client.types import MissReason, WritePolicy
 
 #: Eviction may free this share of a pool more than it must where that leaves ranges of slots whole (decision 0008).
 SLACK_DIVISOR = 256
+#: Eviction begins when less than this share of a pool would stay free, and frees as much again: what goes together
+#: leaves ranges that stay together, and nobody is left with the splinters between them (decision 0008).
+BATCH_DIVISOR = 64
 #: The host pool's place in `PrefixTree.members` and in the segments of every run.
 HOST = -1
 
@@ -304,10 +307,11 @@ class PrefixTree(RunTree):
     def reserve_host(self, count: int, cause: str) -> Ranges[int]:
         """Up to `count` host slots, FILLING, for which slabs are taken and least valuable tails evicted."""
         host = self._host
-        while host.free < count and host.grow():
+        batch = host.lent // BATCH_DIVISOR
+        while host.free < count + batch and host.grow():
             pass
-        if host.free < count:
-            self._evict_host(count - host.free, cause)
+        if host.free < count + batch:
+            self._evict_host(max(count - host.free, 0) + batch, cause)
         return host.take(min(count, host.free), SlotState.FILLING, cause)
 
     def shed_host(self, cause: str, count: int | None = None, reason: MissReason = MissReason.EVICTED) -> None:
@@ -346,7 +350,7 @@ class PrefixTree(RunTree):
 
     def _evict_host(self, wanted: int, cause: str, reason: MissReason = MissReason.EVICTED) -> None:
         """Free so many host slots, least valuable tails first, or as many as there are; some more for whole ranges."""
-        policy, slack = self.policies[HOST], self._host.slots // SLACK_DIVISOR
+        policy, slack = self.policies[HOST], self._host.lent // SLACK_DIVISOR
         freed: list[Ranges[int]] = []
         try:
             while wanted > 0 and (segment := policy.pop()) is not None:
