@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcached_client.types import LeaseId, TransferId, WritePolicy
 
@@ -31,8 +32,7 @@ class PoolSpec:
     eviction_policy: str = "lru"
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """Answer to acquire: `hit` blocks to read at `hit_ranges`, the rest to compute into `ranges` (both packed).
 
     Of the hit, `ready` blocks can be read now, the others when `loads` have ended: transfers, each with its entry in
@@ -47,16 +47,14 @@ class Grant:
     ranges: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A lease's loads have ended: the hit as it is now, and slots for the blocks that are missing from it (packed)."""
 
     hit: int
     ranges: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Commitment:
+class Commitment(NamedTuple):
     """Answer to commit: the lease's new depth, and how many of the first blocks were there already."""
 
     depth: int

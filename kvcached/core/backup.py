@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from kvcached.core.effects import Effect, StartBackup, StorageSpan
-from kvcached.core.ranges import append, cut, no_ranges, one_range, pairs, place_of
+from kvcached.core.ranges import append, no_ranges, one_range, pairs, place_of, section
 from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached.core.states import SlotState
 from kvcached.core.storage_state import BackupPolicy, Candidate, Candidates, StorageCopy
@@ -192,7 +192,7 @@ def _unwritten(tree: PrefixTree, run: Run, depth: int, most: int) -> list[Piece]
 def _complete(tree: PrefixTree, segment: Segment, offset: int, reach: int) -> int:
     """How far the copies of a segment are complete from an offset on."""
     host = tree.members[HOST]
-    for first, count in pairs(cut(cut(segment.ranges, reach)[0], offset)[1]):
+    for first, count in pairs(section(segment.ranges, offset, reach)):
         if first < 0 or not host.holds(first, count, SlotState.CACHED):
             break
         offset += count

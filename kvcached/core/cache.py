@@ -105,6 +105,8 @@ class Cache:
             for pool in tree.pools:
                 self.pools[pool.name] = pool
                 self._trees[pool.name] = tree
+        #: pools above a host pool, with their trees
+        self._stored = [(tree, pool) for tree in self.trees for pool in tree.pools if tree.host is not None]
 
     def _generation_of(self, tree: PrefixTree) -> int | None:
         """Of a tree's namespace, as headers say it: replicas have another namespace instead."""
@@ -202,6 +204,8 @@ class Cache:
     def handle(self, event: Event) -> None:
         """Take in what arrived by itself. Events about what is gone already change nothing."""
         match event:
+            case ShardSettled():
+                self._tiers.on_shard_settled(event)
             case Ticked():
                 self._on_ticked(event.now_ms)
             case MemberLost():
@@ -212,8 +216,6 @@ class Cache:
                     self.attached.end(attached)
                 elif session is not None:
                     self._end(session)
-            case ShardSettled():
-                self._tiers.on_shard_settled(event)
             case WorkerDied():
                 self._on_worker_died(self.pools[event.pool])
             case PoolRestored():
@@ -226,11 +228,9 @@ class Cache:
         """Decide what nobody waits for: what is stored, and what makes room. Call it after each request and event."""
         self.forgotten.trim()
         self.clearings.advance()
-        for name, pool in self.pools.items():
-            tree = self._trees[name]
-            if tree.host is not None and pool.copies:
-                self._tiers.stores.store_unstored(tree, pool)
-                self._tiers.stores.demote(tree, pool)
+        for tree, pool in self._stored:
+            if pool.unstored or pool.demand or pool.free < pool.watermark:
+                self._tiers.stores.settle(tree, pool)
         self.storage.settle(lambda: self.trees)
 
     def next_lease(self) -> LeaseId:
@@ -368,7 +368,7 @@ class Cache:
         tree.pin(run, depth, pool.index)
         tree.unpin(tree.resolve(held, lease.depth), lease.depth, pool.index)
         tree.touch(run, pool.index, priority=lease.priority)
-        scratch, adopted = cut(slots, duplicates)
+        scratch, adopted = cut(slots, duplicates) if duplicates else (no_ranges(), slots)
         pool.move(adopted, SlotState.LEASED, SlotState.CACHED, f"commit by lease {lease.id}")
         stores = bool(adopted) and session.writes_through and tree.write_policy is WritePolicy.WRITE_THROUGH
         if fence > session.fence and adopted:

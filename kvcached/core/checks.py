@@ -7,7 +7,7 @@ from kvcached.core.ranges import Ranges, slot_count, subtract
 from kvcached.core.run import KEY_SIZE
 from kvcached.core.session import Session
 from kvcached.core.states import SessionState
-from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.types import FenceSequence, LeaseId, SessionId
 
 #: A fence is one engine step; a session this far behind is not signalling at all.
@@ -31,8 +31,9 @@ class Checks:
     def session(self, session_id: SessionId) -> Session:
         """An active session."""
         session = self._sessions.get(session_id)
-        check_alive(session_id, None if session is None else session.state, self._session_ttl_ms)
-        return self._sessions[session_id]
+        if session is not None and session.state is SessionState.ACTIVE:
+            return session
+        raise not_alive(session_id, None if session is None else session.state, self._session_ttl_ms)
 
     def session_at(self, session_id: SessionId, epoch: int) -> Session:
         """An active session whose peer speaks of the pool's memory as it is now."""
@@ -106,14 +107,19 @@ class Checks:
 
 def check_alive(session_id: SessionId, state: SessionState | None, ttl_ms: int) -> None:
     """Refuse a session that is not there, which has no state, or that has expired."""
-    if state is None:
-        raise request_error(ErrorCode.NO_SESSION, f"session {session_id} is not open", "attach and say hello again")
     if state is not SessionState.ACTIVE:
-        raise request_error(
-            ErrorCode.SESSION_EXPIRED,
-            f"session {session_id} sent no heartbeat for {ttl_ms} ms, or lost one of its processes",
-            "stop using its slots, end its processes, then attach and say hello again",
-        )
+        raise not_alive(session_id, state, ttl_ms)
+
+
+def not_alive(session_id: SessionId, state: SessionState | None, ttl_ms: int) -> RequestError:
+    """What somebody is told who speaks of a session that is not active."""
+    if state is None:
+        return request_error(ErrorCode.NO_SESSION, f"session {session_id} is not open", "attach and say hello again")
+    return request_error(
+        ErrorCode.SESSION_EXPIRED,
+        f"session {session_id} sent no heartbeat for {ttl_ms} ms, or lost one of its processes",
+        "stop using its slots, end its processes, then attach and say hello again",
+    )
 
 
 def hit_limit(blocks: int, block_size: int, tokens: int, *, full: bool) -> int:

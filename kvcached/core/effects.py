@@ -43,8 +43,7 @@ class BlockSpan(NamedTuple):
     host: Ranges[int]
 
 
-@dataclass(frozen=True, slots=True)
-class StartTransfer:
+class StartTransfer(NamedTuple):
     """Order the copy on every shard of a pool, and tell of each shard by a `ShardSettled`.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcached_client.types import SessionId, ShardIndex, TransferId
 
@@ -28,8 +29,7 @@ class MembersDied:
     session: SessionId
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSettled:
+class ShardSettled(NamedTuple):
     """One shard is through with a transfer: nothing of it reads or writes any more.
 
     Attributes:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+
 from kvcached.core.ranges import Ranges, no_ranges
 
 
 class FreeRanges:
-    """The free slots of one pool, O(1) a range.
+    """The free slots of one pool, O(log n) a range.
 
-    Ranges are filed by exact size within classes of powers of two, and found by their first and by their past-the-end
-    slot when a neighbour comes back. A grant that needs several ranges takes whole ones and ends with one that fits
-    exactly if there is one, for each range that is cut in two stays so until both parts are free together.
+    Ranges are filed by size, and found by their first and by their past-the-end slot when a neighbour comes back. A
+    grant takes the smallest range that it fits into. One that needs several takes the largest and ends with one that
+    fits exactly if there is one, for each range that is cut in two stays so until both parts are free together.
     """
 
-    __slots__ = ("_classes", "_count_at", "_first_before", "_mask")
+    __slots__ = ("_count_at", "_first_before", "_firsts", "_sizes")
 
     def __init__(self, slots: int, *, empty: bool = False) -> None:
         """All `slots` are free, or none of them."""
         self._count_at: dict[int, int] = {}  #: first slot -> count
         self._first_before: dict[int, int] = {}  #: past-the-end slot -> first slot
-        #: class c: the firsts of ranges with 2^c <= count < 2^(c+1), by count
-        self._classes: list[dict[int, dict[int, None]]] = [{} for _ in range(slots.bit_length())]
-        self._mask = 0  #: bit c is set while class c holds something
+        self._firsts: dict[int, dict[int, None]] = {}  #: count -> first slots of ranges of this size
+        self._sizes: list[int] = []  #: counts that there are, in order
         if slots and not empty:
             self._file(0, slots)
 
@@ -44,16 +45,20 @@ class FreeRanges:
         The caller has checked that as many are free.
         """
         taken = no_ranges()
+        firsts, sizes = self._firsts, self._sizes
         while count:
-            size = self._best_size(count)
-            first = next(iter(self._classes[size.bit_length() - 1][size]))
+            place = bisect_left(sizes, count)
+            size = sizes[place] if place < len(sizes) else sizes[-1]
+            first = next(iter(firsts[size]))
             self._unfile(first, size)
-            used = min(count, size)
             taken.append(first)
-            taken.append(used)
-            if size > used:
-                self._file(first + used, size - used)
-            count -= used
+            if size >= count:
+                taken.append(count)
+                if size > count:
+                    self._file(first + count, size - count)
+                break
+            taken.append(size)
+            count -= size
         return taken
 
     def remove(self, first: int, count: int) -> None:
@@ -69,35 +74,21 @@ class FreeRanges:
         """All free ranges as (first, count), by first slot."""
         return sorted(self._count_at.items())
 
-    def _best_size(self, count: int) -> int:
-        """A size that is there: `count` itself, else one above it that is near, else the largest class has one."""
-        own = count.bit_length() - 1
-        if count in self._classes[own]:
-            return count
-        larger = self._mask >> (own + 1)
-        chosen = own + (larger & -larger).bit_length() if larger else self._mask.bit_length() - 1
-        return next(iter(self._classes[chosen]))
-
     def _file(self, first: int, count: int) -> None:
         self._count_at[first] = count
         self._first_before[first + count] = first
-        size_class = count.bit_length() - 1
-        sizes = self._classes[size_class]
-        members = sizes.get(count)
-        if members is None:
-            sizes[count] = {first: None}
-            self._mask |= 1 << size_class
+        firsts = self._firsts.get(count)
+        if firsts is None:
+            self._firsts[count] = {first: None}
+            insort(self._sizes, count)
         else:
-            members[first] = None
+            firsts[first] = None
 
     def _unfile(self, first: int, count: int) -> None:
         del self._count_at[first]
         del self._first_before[first + count]
-        size_class = count.bit_length() - 1
-        sizes = self._classes[size_class]
-        members = sizes[count]
-        del members[first]
-        if not members:
-            del sizes[count]
-            if not sizes:
-                self._mask ^= 1 << size_class
+        firsts = self._firsts[count]
+        del firsts[first]
+        if not firsts:
+            del self._firsts[count]
+            del self._sizes[bisect_left(self._sizes, count)]

@@ -165,18 +165,20 @@ class HostPool(SlotPool):
     def move(self, ranges: Ranges[int], source: SlotState, target: SlotState, cause: str) -> None:
         """As `SlotPool.move`; keeps count of which slabs stand empty."""
         super().move(ranges, source, target, cause)
-        if SlotState.ABSENT not in (source, target) and SlotState.FREE in (source, target):
-            change = 1 if source is SlotState.FREE else -1
-            for first, count in pairs(ranges):
-                self._count(first, first + count, change)
+        if source is SlotState.FREE and target is not SlotState.ABSENT:
+            change = 1
+        elif target is SlotState.FREE and source is not SlotState.ABSENT:
+            change = -1
+        else:
+            return
+        for first, count in pairs(ranges):
+            self._count(first, first + count, change)
 
     def _count(self, first: int, end: int, change: int) -> None:
         size, used = self.slots_per_slab, self._used
         slab = first // size
         while first < end:
-            stop = (slab + 1) * size
-            if stop > end:
-                stop = end
+            stop = min((slab + 1) * size, end)
             before = used[slab]
             used[slab] = after = before + change * (stop - first)
             if not after:

@@ -36,12 +36,12 @@ class Journal:
 
     def record(self, cause: str, source: SlotState, target: SlotState, ranges: Ranges[int]) -> None:
         """Remember a move. `ranges` is kept, not copied: the caller no longer changes it."""
-        self._number += 1
+        self._number = number = self._number + 1
         entries = self._entries
-        entries.append((self._number, cause, source, target, ranges))
-        self._items += len(ranges)
-        while len(entries) > JOURNAL_LENGTH_MAX or self._items > JOURNAL_RANGE_ITEMS_MAX:
-            self._items -= len(entries.popleft()[4])
+        entries.append((number, cause, source, target, ranges))
+        self._items = items = self._items + len(ranges)
+        while len(entries) > JOURNAL_LENGTH_MAX or items > JOURNAL_RANGE_ITEMS_MAX:
+            self._items = items = items - len(entries.popleft()[4])
 
     def story(self, slot: int) -> list[Entry]:
         """The remembered moves of one slot, oldest first."""

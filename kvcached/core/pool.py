@@ -10,7 +10,7 @@ from collections import deque
 
 from kvcached.core.free_ranges import FreeRanges
 from kvcached.core.journal import IllegalTransition, Journal
-from kvcached.core.ranges import Ranges, join, one_range, pairs
+from kvcached.core.ranges import Ranges, cut, join, one_range, pairs
 from kvcached.core.run import Run
 from kvcached.core.states import SLOT_TRANSITIONS, SlotState
 
@@ -105,23 +105,26 @@ class SlotPool:
         Raises:
             IllegalTransition: no such edge, a slot is not in `source`, or it does not exist. Nothing has changed.
         """
+        if not ranges:
+            return
         states, edge = self._states, _EDGES[source][target]
         old, new, longest = self._patterns[source], self._patterns[target], self._pattern_length
         moved = 0
-        for index in range(0, len(ranges), 2):
-            first, count = ranges[index], ranges[index + 1]
+        for first, count in pairs(ranges):
             if count > longest:
                 old, new, longest = bytes([source]) * count, bytes([target]) * count, count
             if not edge or count <= 0 or first < 0 or not states.startswith(old[:count], first):
-                self._undo(ranges[:index], source)
+                self._undo(cut(ranges, moved)[0], source)
                 self._refuse(first, count, source, target)
             states[first : first + count] = new[:count]
             moved += count
-        if target is SlotState.FREE:
-            for index in range(0, len(ranges), 2):
-                self._free.give(ranges[index], ranges[index + 1])
-        self.counts[source] -= moved
-        self.counts[target] += moved
+        if not target:  # FREE
+            give = self._free.give
+            for first, count in pairs(ranges):
+                give(first, count)
+        counts = self.counts
+        counts[source] -= moved
+        counts[target] += moved
         self.journal.record(cause, source, target, ranges[:])
 
     def _undo(self, ranges: Ranges[int], source: SlotState) -> None:

@@ -33,7 +33,8 @@ def one_range(first: int, count: int) -> Ranges[int]:
 
 def pairs(ranges: Ranges[int]) -> Iterator[tuple[int, int]]:
     """The ranges as (first, count)."""
-    return zip(ranges[::2], ranges[1::2], strict=True)
+    numbers = iter(ranges)
+    return zip(numbers, numbers, strict=True)
 
 
 def slot_count(ranges: Ranges[int]) -> int:
@@ -133,7 +134,12 @@ def join(parts: list[Ranges[int]]) -> Ranges[int]:
 def cut(ranges: Ranges[int], count: int) -> tuple[Ranges[int], Ranges[int]]:
     """Split into the first `count` slots and the rest."""
     if count <= 0:
-        return no_ranges(), ranges[:]
+        return array("i"), ranges[:]
+    if len(ranges) == _ONE_RANGE:
+        first, size = ranges
+        if count >= size:
+            return ranges[:], array("i")
+        return array("i", (first, count)), array("i", (first + count, size - count))
     for index in range(1, len(ranges), 2):
         size = ranges[index]
         if count < size:
@@ -147,6 +153,17 @@ def cut(ranges: Ranges[int], count: int) -> tuple[Ranges[int], Ranges[int]]:
         if not count:
             return ranges[: index + 1], ranges[index + 1 :]
     return ranges[:], no_ranges()
+
+
+def section(ranges: Ranges[int], start: int, end: int) -> Ranges[int]:
+    """The slots of blocks ``[start, end)``, as far as there are any: a new list."""
+    if len(ranges) > _ONE_RANGE:
+        return cut(cut(ranges, end)[0], start)[1]
+    if not ranges:
+        return array("i")
+    first, size = ranges
+    start, end = max(start, 0), min(end, size)
+    return array("i", (first + start, end - start)) if start < end else array("i")
 
 
 def pop_tail(ranges: Ranges[int], count: int) -> Ranges[int]:

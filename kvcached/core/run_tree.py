@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvcached.core.forgotten import ForgottenKeys
 from kvcached.core.policy import EvictionPolicy
 from kvcached.core.pool import SlotPool
-from kvcached.core.ranges import Ranges, append, cut, no_ranges, pop_tail, whole_tail
+from kvcached.core.ranges import Ranges, append, cut, no_ranges, pop_tail, section, whole_tail
 from kvcached.core.run import KEY_SIZE, Run, Segment
 from kvcached_client.types import MissReason
 
@@ -122,8 +122,7 @@ class RunTree:
         run = self.resolve(run, depth)
         parts: list[Ranges[int]] = []
         while run.parent is not None and depth > start:
-            ranges = cut(resident(run, pool).ranges, depth - run.start)[0]
-            parts.append(cut(ranges, start - run.start)[1])
+            parts.append(section(resident(run, pool).ranges, start - run.start, depth - run.start))
             run, depth = run.parent, run.start
         slots = no_ranges()
         for part in reversed(parts):
@@ -199,7 +198,8 @@ class RunTree:
             segment.hit_end = min(hit, run.start + segment.length)
         if priority is not None and (segment.priority is None or priority > segment.priority):
             segment.priority = priority
-        self.policies[pool].touch(segment)
+        if segment.queued:
+            self.policies[pool].touch(segment)
 
     def share_priority(self, run: Run, source: int, target: int) -> None:
         """A run is in two pools: in `target`, where it is pinned or about to be, it gets no less priority."""
@@ -244,9 +244,10 @@ class RunTree:
             segment = run.segments[pool]
             known = min(max((segment.length if segment else 0) - offset, 0), same)
             duplicates += known
-            fresh, slots = cut(cut(slots, known)[1], same - known)
-            if fresh:
-                self._fill(run, fresh, same - known, pool)
+            if same:
+                fresh, slots = cut(cut(slots, known)[1], same - known)
+                if fresh:
+                    self._fill(run, fresh, same - known, pool)
             index, offset = index + same, offset + same
             if index < count and offset < length:
                 run = self._split(run, offset)

@@ -41,7 +41,13 @@ class Stores:
     def __init__(self, book: TransferBook) -> None:
         self._book = book
 
-    def store_unstored(self, tree: PrefixTree, pool: DevicePool) -> None:
+    def settle(self, tree: PrefixTree, pool: DevicePool) -> None:
+        """Start the stores of what was committed or hit, and make room."""
+        if pool.copies:
+            self._store_unstored(tree, pool)
+            self.demote(tree, pool)
+
+    def _store_unstored(self, tree: PrefixTree, pool: DevicePool) -> None:
         """Start stores of what was committed or hit, as many as may be under way."""
         if tree.write_policy is WritePolicy.NEVER:
             pool.unstored.clear()  # of before the policy was set, or a failed copy that was to be made again
@@ -74,12 +80,7 @@ class Stores:
         if not pieces:
             return False
         wanted = _count(pieces)
-        covered, host_depth = tree.host_end(run, depth)
-        tree.pin(covered, host_depth, HOST)  # or the room would be made by evicting what this continues
-        try:
-            slots = tree.reserve_host(wanted, f"store for pool {pool.name}")
-        finally:
-            tree.unpin_host(covered, host_depth)
+        slots = tree.reserve_host(wanted, f"store for pool {pool.name}", keep=(run, depth))
         got = slot_count(slots)
         if got < wanted:
             self._book.counters["store_refused_blocks"] += _count(missing) - got

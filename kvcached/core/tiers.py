@@ -46,9 +46,10 @@ class Tiers:
             return
         transfer.waiting.discard(event.shard)
         transfer.failure = transfer.failure or event.error
-        transfer.corrupt.update(block for block in event.corrupt if 0 <= block < transfer.blocks)
-        if len(event.corrupt) and (transfer.kind is TransferKind.STORE or not transfer.corrupt):
-            transfer.failure = transfer.failure or f"shard {event.shard} named blocks that it was not given"
+        if len(event.corrupt):
+            transfer.corrupt.update(block for block in event.corrupt if 0 <= block < transfer.blocks)
+            if transfer.kind is TransferKind.STORE or not transfer.corrupt:
+                transfer.failure = transfer.failure or f"shard {event.shard} named blocks that it was not given"
         if not transfer.waiting:
             self._end(transfer)
 

@@ -24,6 +24,7 @@ from kvcached.core.ranges import (
     join,
     no_ranges,
     pairs,
+    section,
     slot_count,
     solid_length,
     solid_tail,
@@ -134,7 +135,7 @@ class PrefixTree(RunTree):
         if host is None:
             self.counters["dropped_blocks"] += max(end - first, 0)
             return
-        kept = slot_count(without_holes(cut(cut(host.ranges, end)[0], first)[1])) if first < end else 0
+        kept = slot_count(without_holes(section(host.ranges, first, end)))
         self.counters["dropped_blocks"] += max(end - first, 0) - kept
         if has_holes(host.ranges):
             self._drop_lost(run)
@@ -178,33 +179,41 @@ class PrefixTree(RunTree):
         Returns:
             The run of the last block, and the depth behind it. Changes nothing.
         """
+        if depth < run.end:
+            depth += self._common_in_host(run, depth, keys, limit)
+            if depth < run.end:
+                return self.resolve(run, depth), depth
         position, end = depth * KEY_SIZE, min(limit * KEY_SIZE, len(keys))
-        while position < end:
-            passed, own = position - run.start * KEY_SIZE, run.keys
-            if passed == len(own):
-                child = run.children.get(keys[position : position + KEY_SIZE]) if run.children else None
-                if child is None:
-                    break
-                run, passed, own = child, 0, child.keys
-            segment = run.segments[HOST]
+        while position < end and run.children:
+            child = run.children.get(keys[position : position + KEY_SIZE])
+            if child is None:
+                break
+            segment = child.segments[HOST]
             if segment is None:
                 break
+            own = child.keys
             after = position + len(own)
             if (
-                not passed
-                and after <= end
+                after <= end
                 and not segment.holed
                 and segment.length * KEY_SIZE == len(own)
                 and keys[after - KEY_SIZE : after] == own[-KEY_SIZE:]
             ):  # all of the run
-                position = after
+                run, position = child, after
                 continue
-            offset, index = passed // KEY_SIZE, position // KEY_SIZE
-            same = run.common(offset, keys, index, min(solid_length(segment.ranges, offset), end // KEY_SIZE - index))
-            position += same * KEY_SIZE
-            if offset + same < run.length:
+            depth = position // KEY_SIZE + self._common_in_host(child, position // KEY_SIZE, keys, limit)
+            run, position = self.resolve(child, depth), depth * KEY_SIZE
+            if depth < child.end:
                 break
-        return self.resolve(run, position // KEY_SIZE), position // KEY_SIZE
+        return run, position // KEY_SIZE
+
+    def _common_in_host(self, run: Run, depth: int, keys: bytes, limit: int) -> int:
+        """How many blocks of a run from `depth` on the host pool holds, and `keys` go on with; at most to `limit`."""
+        segment, offset = run.segments[HOST], depth - run.start
+        if segment is None:
+            return 0
+        most = min(limit, len(keys) // KEY_SIZE) - depth
+        return run.common(offset, keys, depth, min(solid_length(segment.ranges, offset), most))
 
     def missing_in_host(self, run: Run, depth: int) -> list[Piece]:
         """Blocks of the path ``[0, depth)`` that the host pool does not hold.
@@ -245,8 +254,8 @@ class PrefixTree(RunTree):
         host = segment.run.segments[HOST]
         if host is None or host.length < segment.length:
             return 0
-        count = min(solid_tail(cut(host.ranges, segment.length)[0]), segment.evictable_tail)
-        slots = cut(cut(host.ranges, segment.length)[0], segment.length - count)[1]
+        count = min(solid_tail(section(host.ranges, 0, segment.length)), segment.evictable_tail)
+        slots = section(host.ranges, segment.length - count, segment.length)
         return count if all(self._host.holds(*each, SlotState.CACHED) for each in pairs(slots)) else 0
 
     def touch_host(self, run: Run, *, hit: int = 0, priority: int | None = None) -> None:
@@ -304,14 +313,22 @@ class PrefixTree(RunTree):
         self._prune(self.resolve(run, pieces[-1].end))
         self.drop_lost(run)
 
-    def reserve_host(self, count: int, cause: str) -> Ranges[int]:
-        """Up to `count` host slots, FILLING, for which slabs are taken and least valuable tails evicted."""
+    def reserve_host(self, count: int, cause: str, *, keep: tuple[Run, int] | None = None) -> Ranges[int]:
+        """Up to `count` host slots, FILLING, for which slabs are taken and least valuable tails evicted.
+
+        What the host pool has of the path `keep`, which these slots will continue, is not evicted for them.
+        """
         host = self._host
         batch = host.lent // BATCH_DIVISOR
         while host.free < count + batch and host.grow():
             pass
         if host.free < count + batch:
-            self._evict_host(max(count - host.free, 0) + batch, cause)
+            run, depth = self.host_end(*keep) if keep else (self.root, 0)
+            self.pin(run, depth, HOST)
+            try:
+                self._evict_host(max(count - host.free, 0) + batch, cause)
+            finally:
+                self.unpin_host(run, depth)
         return host.take(min(count, host.free), SlotState.FILLING, cause)
 
     def shed_host(self, cause: str, count: int | None = None, reason: MissReason = MissReason.EVICTED) -> None:
@@ -390,11 +407,16 @@ class PrefixTree(RunTree):
             run, end = run.parent, run.start
         for owner, first, last in reversed(parts):
             mine, slots = cut(slots, last - first)
-            segment = self._cover(owner, last)
-            ranges = cut(segment.ranges, first)[0]
+            segment = self._cover(owner, first)
+            if segment.length == first:
+                append(segment.ranges, mine)
+                segment.length = last
+                continue
+            ranges = section(segment.ranges, 0, first)
             append(ranges, mine)
-            append(ranges, cut(segment.ranges, last)[1])
+            append(ranges, section(segment.ranges, last, segment.length))
             segment.ranges, segment.holed = ranges, has_holes(ranges)
+            segment.length = max(segment.length, last)
             segment.backed = min(segment.backed, first)
 
     def _cover(self, run: Run, length: int) -> Segment:

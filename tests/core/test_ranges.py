@@ -8,7 +8,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached.core.ranges import append, cut, join, pop_tail, slot_count, subtract
+from kvcached.core.ranges import append, cut, join, pop_tail, section, slot_count, subtract
 
 Pairs = list[tuple[int, int]]
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), max_size=6)
@@ -32,6 +32,16 @@ def test_cut_splits_after_a_number_of_slots(pairs: Pairs, count: int) -> None:
     head, tail = cut(ranges, count)
 
     assert (slots(head), slots(tail), slots(ranges)) == (whole[:count], whole[count:], whole)
+
+
+@given(PAIRS, st.integers(-3, 40), st.integers(-3, 40))
+def test_section_is_a_slice(pairs: Pairs, start: int, end: int) -> None:
+    """The slots between two places are those of the list, with nothing before its beginning or behind its end."""
+    ranges = packed(pairs)
+    whole = slots(ranges)
+
+    assert slots(section(ranges, start, end)) == whole[max(start, 0) : max(end, 0)]
+    assert slots(ranges) == whole
 
 
 @given(PAIRS, PAIRS)
