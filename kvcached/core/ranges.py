@@ -191,12 +191,8 @@ def whole_tail(ranges: Ranges[int], least: int, *, most: int) -> int:
 
 def subtract(owned: Ranges[int], taken: Ranges[int]) -> Ranges[int] | None:
     """`owned` without `taken`, or None where `taken` names a slot that is not owned or names one twice."""
-    if owned[: len(taken)] == taken:
-        return owned[len(taken) :]
-    if len(taken) == _ONE_RANGE and owned and taken[0] == owned[0] and 0 < taken[1] < owned[1]:
-        rest = owned[:]
-        rest[0] += taken[1]
-        rest[1] -= taken[1]
+    first, rest = cut(owned, slot_count(taken))
+    if first == taken:  # in their order, which is the rule
         return rest
     return _subtract_sorted(sorted(pairs(owned)), sorted(pairs(taken)))
 
