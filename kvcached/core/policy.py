@@ -63,11 +63,10 @@ class LeastRecentlyUsed:
             return
         segment.queued = True
         stamp, queue = segment.last_used, self._queue
-        oldest = next(iter(queue.values()), stamp)
         if stamp >= self._newest:
             self._newest = stamp
             queue[segment] = stamp
-        elif stamp <= oldest:
+        elif not queue or stamp <= next(iter(queue.values())):
             queue[segment] = stamp
             queue.move_to_end(segment, last=False)
         else:
@@ -78,14 +77,13 @@ class LeastRecentlyUsed:
         """The least recently used evictable tail."""
         queue, between = self._queue, self._between
         while queue or between:
-            segment = next(iter(queue), None)
-            if segment is None or (between and between[0][0] < queue[segment]):
+            if between and (not queue or between[0][0] < next(iter(queue.values()))):
                 stamp, _, segment = heappop(between)
                 if not segment.queued or segment in queue:
                     self._outdated = max(self._outdated - 1, 0)
                     continue
             else:
-                stamp = queue.pop(segment)
+                segment, stamp = queue.popitem(last=False)
             segment.queued = False
             if segment.resident_children or segment.length <= segment.protected:
                 continue  # no tail any more; the tree adds it again when it becomes one

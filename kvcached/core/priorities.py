@@ -16,20 +16,27 @@ class ByPriority:
         make: the policy for the tails of one priority.
     """
 
-    __slots__ = ("_make", "_order", "_policies")
+    __slots__ = ("_make", "_order", "_policies", "most")
 
     def __init__(self, make: Callable[[], EvictionPolicy]) -> None:
         self._make = make
         self._policies: dict[int, EvictionPolicy] = {0: make()}
         self._order = [0]
+        self.most = self._policies[0].most  #: as its policy says
 
     def add(self, segment: Segment) -> None:
         """File a tail under its priority, or move it there."""
+        priority = segment.priority or 0
         if segment.queued:
-            if segment.filed_priority == (segment.priority or 0):
+            if segment.filed_priority == priority:
                 return
             self._policies[segment.filed_priority].remove(segment)
-        self._file(segment)
+        policy = self._policies.get(priority)
+        if policy is None:
+            policy = self._policies[priority] = self._make()
+            insort(self._order, priority)
+        segment.filed_priority = priority
+        policy.add(segment)
 
     def pop(self) -> Segment | None:
         """The next victim: of the lowest priority that has one."""
@@ -38,12 +45,8 @@ class ByPriority:
             while (segment := policy.pop()) is not None:
                 if (segment.priority or 0) == priority:
                     return segment
-                self._file(segment)  # its priority has risen since
+                self.add(segment)  # its priority has risen since
         return None
-
-    def most(self, segment: Segment) -> int:
-        """As its policy says."""
-        return self._policies[0].most(segment)
 
     def touch(self, segment: Segment) -> None:
         """Tell its policy, or move it to that of its new priority."""
@@ -63,11 +66,3 @@ class ByPriority:
         """Forget every place."""
         for policy in self._policies.values():
             policy.clear()
-
-    def _file(self, segment: Segment) -> None:
-        priority = segment.filed_priority = segment.priority or 0
-        policy = self._policies.get(priority)
-        if policy is None:
-            policy = self._policies[priority] = self._make()
-            insort(self._order, priority)
-        policy.add(segment)

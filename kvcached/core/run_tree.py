@@ -333,10 +333,12 @@ class RunTree:
             freed = segment.ranges
             segment.length = 0
             run.segments[pool] = None
-            self.policies[pool].remove(segment)
+            if segment.queued:
+                self.policies[pool].remove(segment)
             above.resident_children -= 1
             above.last_used = max(above.last_used, segment.last_used)
-            above.priority = _higher(above.priority, segment.priority)
+            if segment.priority is not None:
+                above.priority = _higher(above.priority, segment.priority)
             if segment.hit_end > run.start:
                 above.hit_end = run.start
             if not above.resident_children and above.length > above.protected:
