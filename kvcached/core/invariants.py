@@ -178,8 +178,8 @@ def _residency(tree: PrefixTree, runs: list[Run], pool: SlotPool, index: int) ->
         if not 0 < segment.length <= run.length or slots != segment.length:
             yield f"{_name(run)} in pool {pool.name}: length {segment.length}, {slots} slots, {run.length} keys"
         above = run.parent.segments[index] if run.parent else None
-        if index != HOST and has_holes(segment.ranges):
-            yield f"{_name(run)} in pool {pool.name}: a hole among {segment.ranges}"
+        if not segment.holed and has_holes(segment.ranges):
+            yield f"{_name(run)} in pool {pool.name}: an unexpected hole among {segment.ranges}"
         if above is None or run.parent is None or above.length != run.parent.length:
             yield f"{_name(run)} in pool {pool.name}: its parent is not wholly resident"
 

@@ -348,11 +348,8 @@ class RunTree:
 
     def _forget_keys(self, run: Run) -> None:
         """Cut a run to what some pool holds of it; without any it leaves the tree."""
-        longest = 0
-        for segment in run.segments:
-            if segment is not None and segment.length > longest:
-                longest = segment.length
-        if longest:
+        if any(run.segments):
+            longest = max(segment.length for segment in run.segments if segment is not None)
             if longest * KEY_SIZE < len(run.keys):
                 self._gone.append(run.keys[longest * KEY_SIZE :])
                 del run.keys[longest * KEY_SIZE :]
@@ -360,7 +357,7 @@ class RunTree:
         siblings = run.parent.children if run.parent is not None else None
         if siblings is None or run.children:
             raise RuntimeError(f"run [{run.start}, {run.end}) leaves the tree with children below it")
-        del siblings[run.first_key]
+        del siblings[bytes(run.keys[:KEY_SIZE])]
         if not siblings and run.parent is not None:
             run.parent.children = None
         self.run_count -= 1  # `run.parent` stays: a lease of a shallower depth may still walk up from here

@@ -20,7 +20,7 @@ from kvcached.core.session import Session
 from kvcached.core.states import SlotState, TransferState
 from kvcached.core.transfer import Transfer
 from kvcached.core.transfer_book import TransferBook
-from kvcached.core.tree import HOST, SLACK_DIVISOR, Piece, PrefixTree, first_blocks
+from kvcached.core.tree import BATCH_DIVISOR, HOST, SLACK_DIVISOR, Piece, PrefixTree, first_blocks
 from kvcached_client.types import WritePolicy
 
 #: Stores under way in one pool: one to copy, and the next ones to be on the way to the workers.
@@ -128,12 +128,14 @@ class Stores:
         return None
 
     def demote(self, tree: PrefixTree, pool: DevicePool) -> None:
-        """Keep slots free: the watermark, or as many as somebody waits for.
+        """Keep slots free: the watermark and from time to time some more, or as many as somebody waits for.
 
         The device copy of the least valuable tails that the host pool holds is dropped. Others are stored first where
         the policy has them stored, and go when that has ended.
         """
-        wanted = max(pool.watermark, pool.demand) - pool.free
+        free = pool.free
+        batch = pool.slots // BATCH_DIVISOR if free < pool.watermark else 0
+        wanted = max(pool.watermark + batch, pool.demand) - free
         if wanted <= 0:
             pool.demand = 0
             return

@@ -104,7 +104,7 @@ class PrefixTree(RunTree):
         range that is cut in two stays so until both parts are free together. Blocks that have no other copy are lost.
         """
         owner, policy = self.pools[pool], self.policies[pool]
-        freed: list[Ranges[int]] = []
+        freed = no_ranges()
         done = 0
         try:
             while done < count:
@@ -114,14 +114,14 @@ class PrefixTree(RunTree):
                 left, size = count - done, policy.most(segment)
                 if size > left:
                     size = min(size, whole_tail(segment.ranges, left, most=left + slack))
-                freed.append(self.trim(segment, size, pool))
+                freed.extend(self.trim(segment, size, pool))
                 done += size
                 if segment.length > segment.protected:
                     policy.add(segment)
                 if self.host is not None:
                     self._count_dropped(segment, size)
         finally:  # what has left the tree is free, whatever a policy did
-            owner.move(join(freed), SlotState.CACHED, SlotState.FREE, cause)
+            owner.move(join([freed]), SlotState.CACHED, SlotState.FREE, cause)
             self._note_gone(MissReason.EVICTED)
         self.counters["evicted_blocks"] += done
         return done
@@ -254,7 +254,11 @@ class PrefixTree(RunTree):
         host = segment.run.segments[HOST]
         if host is None or host.length < segment.length:
             return 0
-        count = min(solid_tail(section(host.ranges, 0, segment.length)), segment.evictable_tail)
+        count = segment.evictable_tail
+        if host.holed:
+            count = min(solid_tail(section(host.ranges, 0, segment.length)), count)
+        if not self._host.counts[SlotState.FILLING]:
+            return count
         slots = section(host.ranges, segment.length - count, segment.length)
         return count if all(self._host.holds(*each, SlotState.CACHED) for each in pairs(slots)) else 0
 
@@ -387,9 +391,9 @@ class PrefixTree(RunTree):
         while at is not None and at.parent is not None:
             segment = at.segments[HOST]
             if segment is not None:
-                holes = min(hole_tail(segment.ranges), segment.length - segment.protected)
                 if segment.resident_children:
                     return
+                holes = min(hole_tail(segment.ranges), segment.length - segment.protected) if segment.holed else 0
                 if holes:
                     self.trim(segment, holes, HOST)
                     segment.holed = has_holes(segment.ranges)
@@ -410,7 +414,7 @@ class PrefixTree(RunTree):
             segment = self._cover(owner, first)
             if segment.length == first:
                 append(segment.ranges, mine)
-                segment.length = last
+                segment.length, segment.holed = last, segment.holed or has_holes(mine)
                 continue
             ranges = section(segment.ranges, 0, first)
             append(ranges, mine)
