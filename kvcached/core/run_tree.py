@@ -76,7 +76,7 @@ class RunTree:
             if (
                 after <= end
                 and segment.length * KEY_SIZE == len(own)
-                and keys[after - KEY_SIZE : after] == own[-KEY_SIZE:]
+                and own.endswith(keys[after - KEY_SIZE : after])
             ):
                 run, position = child, after
                 continue

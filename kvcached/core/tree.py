@@ -197,7 +197,7 @@ class PrefixTree(RunTree):
                 after <= end
                 and not segment.holed
                 and segment.length * KEY_SIZE == len(own)
-                and keys[after - KEY_SIZE : after] == own[-KEY_SIZE:]
+                and own.endswith(keys[after - KEY_SIZE : after])
             ):  # all of the run
                 run, position = child, after
                 continue
