@@ -24,22 +24,22 @@ def take_slots(session: Session, tiers: Tiers, count: int, cause: str) -> Ranges
     if not count:
         return no_ranges()
     tree, pool = session.tree, session.pool
-    if count > pool.free and (count - pool.free > pool.evictable or tiers.stores.write_back(tree, pool, count)):
-        raise _no_capacity(session, tiers, count)
-    is_demoted = tree.host is not None and tree.write_policy in _DEMOTED
-    batch = 0 if is_demoted else pool.slots // BATCH_DIVISOR
-    if count + batch > pool.free:
-        _evict(session, count - pool.free, batch, f"eviction for {cause}")
+    if count > pool.free:
+        if count - pool.free > pool.evictable or tiers.stores.write_back(tree, pool, count):
+            raise _no_capacity(session, tiers, count)
+        _evict(session, count - pool.free, f"eviction for {cause}")
     pool.demand = 0
     return pool.take(count, SlotState.LEASED, cause)
 
 
-def _evict(session: Session, shortage: int, batch: int, cause: str) -> None:
-    """Free what is short, and a batch beyond what is left of the last one, as far as there is something to evict."""
+def _evict(session: Session, shortage: int, cause: str) -> None:
+    """Free what is short, which the wait for copies may have changed; a batch where nothing is demoted."""
     tree, pool = session.tree, session.pool
-    wanted = min(max(shortage, 0) + batch, pool.evictable)
-    if wanted > 0:
-        tree.evict(wanted, pool.index, cause, slack=pool.slots // SLACK_DIVISOR)
+    if shortage <= 0:
+        return
+    if tree.host is None or tree.write_policy not in _DEMOTED:
+        shortage = max(shortage, min(pool.slots // BATCH_DIVISOR, pool.evictable))
+    tree.evict(shortage, pool.index, cause, slack=pool.slots // SLACK_DIVISOR)
 
 
 def _no_capacity(session: Session, tiers: Tiers, count: int) -> RequestError:

@@ -73,11 +73,7 @@ class RunTree:
                 break
             own = child.keys
             after = position + len(own)
-            if (
-                after <= end
-                and segment.length * KEY_SIZE == len(own)
-                and own.endswith(keys[after - KEY_SIZE : after])
-            ):
+            if after <= end and segment.length * KEY_SIZE == len(own) and own.endswith(keys[after - KEY_SIZE : after]):
                 run, position = child, after
                 continue
             index = position // KEY_SIZE

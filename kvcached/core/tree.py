@@ -38,8 +38,7 @@ from kvcached_client.types import MissReason, WritePolicy
 
 #: Eviction may free this share of a pool more than it must where that leaves ranges of slots whole (decision 0008).
 SLACK_DIVISOR = 256
-#: Eviction begins when less than this share of a pool would stay free, and frees as much again: what goes together
-#: leaves ranges that stay together, and nobody is left with the splinters between them (decision 0008).
+#: An eviction frees at least this share of a pool: what goes together leaves ranges that stay together (decision 0008).
 BATCH_DIVISOR = 64
 #: The host pool's place in `PrefixTree.members` and in the segments of every run.
 HOST = -1
@@ -323,14 +322,13 @@ class PrefixTree(RunTree):
         What the host pool has of the path `keep`, which these slots will continue, is not evicted for them.
         """
         host = self._host
-        batch = host.lent // BATCH_DIVISOR
-        while host.free < count + batch and host.grow():
+        while host.free < count and host.grow():
             pass
-        if host.free < count + batch:
+        if host.free < count:
             run, depth = self.host_end(*keep) if keep else (self.root, 0)
             self.pin(run, depth, HOST)
             try:
-                self._evict_host(max(count - host.free, 0) + batch, cause)
+                self._evict_host(count - host.free, cause)
             finally:
                 self.unpin_host(run, depth)
         return host.take(min(count, host.free), SlotState.FILLING, cause)
