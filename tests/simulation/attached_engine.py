@@ -24,6 +24,7 @@ from tests.simulation.copying import host_blocks
 from tests.simulation.engine import Engine, EngineSession, run_on
 from tests.simulation.line import Line, attempt
 from tests.simulation.memory import Holder
+from tests.simulation.prefetching import prefetch
 from tests.simulation.process import every
 from tests.simulation.scheduler import Broken
 
@@ -184,6 +185,7 @@ class AttachedEngine(Engine):
     async def _acquire(self, session: AttachedSession, keys: bytes, tokens: int) -> _Lease:
         name, full, tries = self.next_name(), self.world.chance.happens(0.5), 3
         floor = self.world.generations[self._model.shape.root]
+        await prefetch(self.world, self.scheduler, session, keys, tokens, full=full)
         while True:
             asked = wire.Acquire(id=session.line.next_id(), epoch=session.epoch, request=name, tokens=tokens, full=full)
             try:

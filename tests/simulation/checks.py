@@ -12,6 +12,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.invariants import check
 from kvcached.core.states import SlotState
 from kvcached.core.tree import HOST
+from kvcached.storage import link
 from tests.core.tier_world import _solid_slots as solid_slots
 from tests.simulation.memory import Shape
 from tests.simulation.scheduler import Broken
@@ -27,13 +28,18 @@ _HELD = (SlotState.LEASED, SlotState.FENCED, SlotState.FILLING, SlotState.QUARAN
 
 
 class Tripwire(logging.Handler):
-    """Errors that the product logs instead of raising them: no peer may cause any."""
+    """Errors that the product logs instead of raising them: no peer may cause any.
+
+    That storage fails is none of them.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.caught: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name == link.__name__ and not record.exc_info:
+            return
         words = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             words += "\n" + "".join(traceback.format_exception(record.exc_info[1]))
@@ -71,6 +77,8 @@ class Checks:
         cache = self._daemon.cache
         if self._world.tripwire.caught:
             raise Broken(self._world.tripwire.caught[0])
+        self._daemon.pins.look()
+        self._daemon.policies.look()
         state = _state(cache)
         if state == self._state:
             return
@@ -157,6 +165,8 @@ class Checks:
             "kept answers": len(service._answers._of_session),
             "deferred answers": len(service._deferred._loads) + len(service._deferred._vacancies),
             "shapes": len(service._attached_admission._hellos),
+            "pins": len(cache.pins._pins),
+            **daemon.storage.left(),
         }
         if any(left.values()):
             raise Broken(f"something is held that nobody holds: { {what: n for what, n in left.items() if n} }")
@@ -173,6 +183,7 @@ def _state(cache: Cache) -> object:
         [(session.id, session.state, len(session.leases)) for session in cache.attached.sessions.values()],
         [pool.epoch for pool in cache.pools.values()],
         [space.generation for space in cache.attached.spaces.by_root.values()],
+        [copy.id for copy in cache.storage.copies],
     )
 
 

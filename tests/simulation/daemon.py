@@ -28,9 +28,13 @@ from tests.simulation.checks import Checks, effect_of_requests
 from tests.simulation.line import in_words
 from tests.simulation.memory import Holder, Span
 from tests.simulation.network import Connection
+from tests.simulation.pin_promises import PinPromises
+from tests.simulation.policy_promises import PolicyPromises
 from tests.simulation.promises import Promises
-from tests.simulation.restart import generations_of, headers_of, take_over
-from tests.simulation.scheduler import MS, Broken, Event
+from tests.simulation.restart import generations_of, headers_of, policies_of, take_over
+from tests.simulation.scheduler import MS, Broken
+from tests.simulation.storage_tier import StorageOfDaemon
+from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.workers import SimulatedWorkers, WorkerShard
 
 if TYPE_CHECKING:
@@ -54,7 +58,16 @@ _KEPT: Final = (
     wire.PrepareStore,
     wire.Clear,
 )
-_LATE: Final = (wire.Load, wire.Vacancy, wire.Pause, wire.Drain, wire.ClearReplica, wire.SetWeights)
+_LATE: Final = (
+    wire.Load,
+    wire.Vacancy,
+    wire.Pause,
+    wire.Drain,
+    wire.ClearReplica,
+    wire.SetWeights,
+    wire.Prefetch,
+    wire.StorageControl,
+)
 
 
 @dataclass
@@ -63,17 +76,8 @@ class _Delivery:
 
     request: wire.Request
     connection: Connection
+    asked_ms: int
     replies: int = 0
-
-
-class _Timer:
-    """What `Later` gives."""
-
-    def __init__(self, event: Event) -> None:
-        self._event = event
-
-    def cancel(self) -> None:
-        self._event.call_off()
 
 
 class _Known(NamedTuple):
@@ -93,6 +97,7 @@ class Daemon:
         crews: who is behind each session that was ever opened.
         watched: processes whose deaths it is told of.
         unanswered: requests that wait for their reply.
+        storage: the tier below the host pool.
     """
 
     def __init__(self, world: World, epoch: int, adopted: Mapping[str, list[WorkerShard]]) -> None:
@@ -103,7 +108,10 @@ class Daemon:
         self.crews: dict[int, Crew] = {}
         self.watched: dict[Attachment, None] = {}
         self._earlier: dict[int, Holder] = {}  #: of sessions that came back: what they were before
+        self.storage = StorageOfDaemon(world, self)
+        self.loop = VirtualLoop(world, self)
         generations = generations_of(world)
+        policies = policies_of(world, generations)
         self.workers = {
             name: SimulatedWorkers(
                 world,
@@ -117,28 +125,34 @@ class Daemon:
             for name, namespace in plan.replicas.items()
         }
         self.cache = Cache(
-            plan.pool_specs({name: each.namespace for name, each in generations.items()}),
+            plan.pool_specs({name: each.namespace for name, each in generations.items()}, policies),
             epoch=epoch,
             session_ttl_ms=SESSION_TTL_MS,
             host_slabs=plan.slabs,
             spaces_max=plan.spaces,
+            host_eviction_policy=plan.eviction_policy,
+            pin_quota_percent=plan.pin_quota_percent,
+            storage=plan.storage,
         )
+        self.cache.attached.spaces.write_policy = plan.spaces_policy
         replicas = [self._replica(name, generations[name]) for name in plan.replicas]
         self.promises = Promises(self.cache, world.renewed)
+        self.pins = PinPromises(self.cache, self.now_ms, plan.pin_quota_percent)
+        self.policies = PolicyPromises(self.cache, world.policies, plan.spaces_policy)
         self.promises.found(replicas)
         headers = headers_of(world.host)
         taken = take_over(world, self, replicas, headers)
         self.service = Service(
             self.cache,
             replicas,
-            now_ms=self._now_ms,
+            now_ms=self.now_ms,
             endpoint="ipc:///simulation",
             heartbeat_interval_ms=HEARTBEAT_INTERVAL_MS,
             answers_kept_per_session=1024,
             share=HostShare(HOST_HANDLE, plan.slabs, plan.slab_bytes, verify_loads=True),
             headers=headers,
             shelf=world.shelf,
-            later=self._later,
+            later=self.loop.call_later,
         )
         self.service.watch = self
         self.unanswered: dict[int, _Delivery] = {}
@@ -147,6 +161,7 @@ class Daemon:
         self._checks = Checks(world, self)
         self._ticked_ms = 0
         self.service.take_in(taken.shapes, taken.sessions)
+        world.survival.look_at(self)
         self._checks.look()
         self.process.after(0, "ticks", self._tick)
 
@@ -166,20 +181,22 @@ class Daemon:
             weights_version=generation.weights_version,
             header_namespace=first[:NAMESPACE_BYTES],
             host_geometry=self._world.shapes[first].geometry,
+            write_policy=plan.write_policy,
         )
 
-    def _later(self, delay_s: float, call: Callable[[], None]) -> _Timer:
-        return _Timer(
-            self.process.after(int(delay_s * 1_000_000), "somebody has waited long enough", self.checked(call))
-        )
+    def start(self) -> None:
+        """The world knows of it."""
+        self.loop.run()
+        self.storage.start()
 
     def die(self) -> None:
         """SIGKILL: what was on its way to it is lost, and its sockets are closed."""
         self.process.kill()
         for attachment in self.attachments:
             attachment.dropped("the daemon is dead")
+        self.storage.orphan()
 
-    def _now_ms(self) -> int:
+    def now_ms(self) -> int:
         return self._world.scheduler.now_us // MS + 1
 
     # --- what happens to it -----------------------------------------------------------------------------------------
@@ -227,16 +244,29 @@ class Daemon:
 
     def _tick(self) -> None:
         self.process.after(HEARTBEAT_INTERVAL_MS * MS, "ticks", self._tick)
-        now_ms, before = self._now_ms(), self.cache.counters["sessions_expired"]
+        now_ms, before = self.now_ms(), self.cache.counters["sessions_expired"]
         late = bool(self._ticked_ms) and now_ms - self._ticked_ms > SESSION_TTL_MS // 2
+        self._look_at_waiting(self._ticked_ms)
         self._ticked_ms = now_ms
         self.service.on_event(Ticked(now_ms))
+        self.pins.ticked(now_ms)
         expired = self.cache.counters["sessions_expired"] - before
         if late and expired:
             raise Broken(f"{expired} sessions expired at a tick that was late itself")
         self._world.seen["session expired in silence"] += expired
         self._world.seen["late tick"] += late
         self._checks.look()
+
+    def _look_at_waiting(self, ticked_ms: int) -> None:
+        """Whoever was overdue at the last tick has its answer, for what was due then has happened since.
+
+        Raises:
+            Broken: it has not.
+        """
+        for delivery in self.unanswered.values():
+            request = delivery.request
+            if isinstance(request, wire.Prefetch) and delivery.asked_ms + request.deadline_ms < ticked_ms:
+                raise Broken(f"past its deadline of {request.deadline_ms} ms nobody has answered {in_words(request)}")
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -249,7 +279,7 @@ class Daemon:
         repeated = known is not None and known.is_kept and known.session == session is not None
         before = effect_of_requests(self.cache) if repeated else ()
         self._deliveries += 1
-        number, delivery = self._deliveries, _Delivery(request, connection)
+        number, delivery = self._deliveries, _Delivery(request, connection, self.now_ms())
         self.unanswered[number] = delivery
 
         def respond(answer: Answer) -> None:
@@ -269,6 +299,8 @@ class Daemon:
         elif not delivery.replies:
             if not isinstance(request, _LATE):
                 raise Broken(f"no reply to {in_words(request)}")
+            if isinstance(request, wire.Prefetch) and request.stop == "best_effort":
+                raise Broken(f"somebody waits who did not want to: {in_words(request)}")
             self._world.seen[f"deferred: {type(request).__name__}"] += 1
         self._checks.look()
 
@@ -279,6 +311,8 @@ class Daemon:
     def _answer(self, connection: Connection, request: wire.Request, frames: list[bytes], answer: Answer) -> None:
         parts = [wire.encode(answer.header), *answer.frames]
         self.promises.answered(request, answer.header)
+        self.pins.answered(request, frames, answer.header)
+        self.policies.answered(answer.header)
         key, whole = (connection.id, type(request), request.id), b"|".join(parts)
         session, known = self._session_of(connection), self._answers.get(key)
         if known is not None and known.is_kept and known.session == session is not None and known.whole != whole:
@@ -319,6 +353,7 @@ class Daemon:
         elif isinstance(header, wire.StorePrepared) and session is not None:
             shape = self._world.shapes[self.cache.attached.sessions[SessionId(session)].space.spec.root]
             slots = _slots(answer.frames[1])
+            self.policies.look_at_offer(session, header.transfer)
             for shard in range(shape.geometry.shards):
                 writers = self.crews[session].shards.setdefault(shard, [])
                 holder = "session", self.cache.epoch, session, shard, header.transfer

@@ -13,6 +13,7 @@ from tests.core.tier_world import slots_of
 from tests.simulation.network import Weather
 from tests.simulation.process import Process
 from tests.simulation.scheduler import MS
+from tests.simulation.stored import DeviceWeather
 
 if TYPE_CHECKING:
     from tests.simulation.workers import WorkerShard
@@ -24,11 +25,15 @@ _STOPS_US = ((2 * MS, 200 * MS), (1200 * MS, 3000 * MS), (1200 * MS, 3000 * MS))
 
 
 class Faults:
-    """Makes faults until told to cease."""
+    """Makes faults until told to cease.
+
+    Attributes:
+        ceased: there are none any more.
+    """
 
     def __init__(self, world: World) -> None:
+        self.ceased = False
         self._world = world
-        self._ceased = False
         self._kinds = {
             "engine process killed": self._kill_engine_process,
             "engine process stopped": self._stop_engine_process,
@@ -42,6 +47,10 @@ class Faults:
             "daemon stalls": self._stall_daemon,
             "daemon killed": self._kill_daemon,
             "weather changes": self._change_weather,
+            "storage killed": self._kill_storage,
+            "storage hangs": self._hang_storage,
+            "storage weather changes": self._change_storage_weather,
+            "stored bit rots": self._rot_stored,
         }
 
     def begin(self) -> None:
@@ -50,8 +59,9 @@ class Faults:
 
     def cease(self) -> None:
         """No faults from now on: messages get through, what was stopped goes on, workers are as fast as usual."""
-        self._ceased = True
+        self.ceased = True
         self._world.network.weather = Weather()
+        self._world.stored.weather = DeviceWeather()
         for process in self._world.processes:
             process.go_on()
         for workers in self._world.daemon.workers.values():
@@ -63,7 +73,7 @@ class Faults:
         world.scheduler.after(world.chance.spread(*_BETWEEN_US), "a fault is due", self._happen)
 
     def _happen(self) -> None:
-        if self._ceased:
+        if self.ceased:
             return
         weights = {name: weight for name, weight in self._world.plan.fault_weights.items() if weight}
         if weights:
@@ -180,3 +190,33 @@ class Faults:
     def _change_weather(self) -> bool:
         self._world.network.weather = Weather.drawn(self._world.chance)
         return True
+
+    # --- storage ----------------------------------------------------------------------------------------------------
+
+    def _storage_process(self) -> Process | None:
+        living = [each.process for each in self._world.daemon.storage.processes if not each.process.dead]
+        return living[-1] if living else None
+
+    def _kill_storage(self) -> bool:
+        process = self._storage_process()
+        if process is not None:
+            process.kill()
+        return process is not None
+
+    def _hang_storage(self) -> bool:
+        """For less than a call of it may take, or for so long that it is killed."""
+        process = self._storage_process()
+        if process is None:
+            return False
+        process.stop()
+        delay_us = self._world.chance.spread(100 * MS, 6000 * MS)
+        self._world.scheduler.after(delay_us, f"{process.name} goes on", process.go_on)
+        return True
+
+    def _change_storage_weather(self) -> bool:
+        if self._world.plan.storage is not None:
+            self._world.stored.weather = DeviceWeather.drawn(self._world.chance)
+        return self._world.plan.storage is not None
+
+    def _rot_stored(self) -> bool:
+        return self._world.stored.rot()

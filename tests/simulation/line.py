@@ -56,6 +56,7 @@ class Line:
         self._tries: dict[RequestId, int] = {}
         self._granted: set[LeaseId] = set()
         self._strays: list[LeaseId] = []
+        self._returned: set[LeaseId] = set()
 
     def close(self) -> None:
         """Nothing comes by it any more: who waits is told so."""
@@ -139,7 +140,11 @@ class Line:
             if answer is None:
                 raise Broken(f"no answer to {request_id}, which has come")
             self._note_grant(answer)
-            self._waiting.pop(request_id).set(answer)
+            outcome = self._waiting.pop(request_id)
+            if isinstance(answer.reply, Acquired | Held) and answer.reply.lease in self._returned:
+                outcome.fail(DeadlineExceeded(f"lease {answer.reply.lease} is on its way back"))
+            else:
+                outcome.set(answer)
         for lease in self.session.orphans():
             self.session.drop_orphan(lease)
             self._granted.add(lease)
@@ -174,6 +179,7 @@ class Line:
         self._strays.clear()
 
     async def _give_back(self, lease: LeaseId) -> None:
+        self._returned.add(lease)
         self.on_give_back(lease)
         release = Release(id=self.next_id(), epoch=self.epoch, lease=lease)
         try:

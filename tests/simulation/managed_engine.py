@@ -28,6 +28,7 @@ from tests.simulation.line import Line
 from tests.simulation.managed_device import Device, DeviceShard, HeldLease, ManagedSession
 from tests.simulation.managed_return import Return
 from tests.simulation.memory import Shape
+from tests.simulation.prefetching import prefetch
 from tests.simulation.process import Outcome, Process, every
 from tests.simulation.scheduler import MS, Broken
 
@@ -189,7 +190,8 @@ class ManagedEngine(Engine):
     async def _acquire(self, session: ManagedSession, chain: KeyChain) -> HeldLease | None:
         """A lease; None where there is no room in time."""
         chance, line, name = self.world.chance, session.line, self.next_name()
-        reserve, full = chance.number(0, 2), chance.happens(0.5)
+        reserve, full, priority = chance.number(0, 2), chance.happens(0.5), chance.among([0, 0, 0, -1, 2])
+        await prefetch(self.world, self.scheduler, session, chain.keys, chain.token_count, full=full)
         unanswered = 0
         for _ in range(6):
             asked = wire.Acquire(
@@ -199,6 +201,7 @@ class ManagedEngine(Engine):
                 tokens=chain.token_count,
                 reserve=reserve,
                 full=full,
+                priority=priority,
             )
             try:
                 reply, frames = await line.ask(asked, wire.Acquired, (chain.keys,), tries=chance.number(1, 2))

@@ -56,13 +56,14 @@ class _Claim:
     holder: Holder
     spans: list[Span]
     writers: Sequence[Process]  #: who could use it; nobody if all are dead
+    reads: bool  #: only to read, beside others who do
 
 
 class Memory:
     """Bytes that several processes have mapped.
 
     A right to write begins when the daemon gives it to somebody, and ends with the writer's own word or its death. Two
-    living writers never have a right to the same byte.
+    living writers never have a right to the same byte, nor has one while storage reads it.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -73,16 +74,18 @@ class Memory:
         self._claims: list[_Claim] = []
         self._given_up: set[Holder] = set()
 
-    def claim(self, holder: Holder, spans: Iterable[Span], writers: Sequence[Process]) -> None:
-        """Somebody may write these bytes from now on, unless it has said before that it will not."""
+    def claim(self, holder: Holder, spans: Iterable[Span], writers: Sequence[Process], *, reads: bool = False) -> None:
+        """Somebody may write these bytes, or `reads` them, from now on, unless it has said before that it will not."""
         if any(holder[:length] in self._given_up for length in range(len(holder) + 1)):
             return
         wanted = list(spans)
         self._claims = [each for each in self._claims if not all(writer.dead for writer in each.writers)]
         for other in self._claims:
-            if other.holder != holder and (span := _common(other.spans, wanted)) is not None:
-                raise Broken(f"{self.name}: bytes {span} were given to {holder}, and {other.holder} may write them yet")
-        self._claims.append(_Claim(holder, wanted, writers))
+            is_apart = other.holder == holder or (reads and other.reads)
+            if not is_apart and (span := _common(other.spans, wanted)) is not None:
+                uses = "reads" if other.reads else "may write"
+                raise Broken(f"{self.name}: bytes {span} were given to {holder}, and {other.holder} {uses} them yet")
+        self._claims.append(_Claim(holder, wanted, writers, reads))
 
     def give_up(self, holder: Holder) -> None:
         """Somebody will not write any more, nor what an answer gives it that is still on its way."""
@@ -109,7 +112,7 @@ class Memory:
             Broken: without a right to.
         """
         start, end = span
-        mine = [each for claim in self._claims if claim.holder == holder for each in claim.spans]
+        mine = [each for claim in self._claims if claim.holder == holder and not claim.reads for each in claim.spans]
         if not any(first <= start and end <= last for first, last in mine):
             raise Broken(f"{self.name}: {holder} writes bytes {start} to {end} without a right to")
         self.rotten = [each for each in self.rotten if _common([each], [span]) is None]
@@ -127,10 +130,6 @@ class Memory:
 
     def is_rotten(self, span: Span) -> bool:
         return _common(self.rotten, [span]) is not None
-
-    def is_claimed(self, span: Span) -> bool:
-        """Whether somebody may be writing there, who may be dead by now."""
-        return any(_common(claim.spans, [span]) is not None for claim in self._claims)
 
 
 class DeviceMemory(Memory):

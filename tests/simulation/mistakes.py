@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,29 +27,8 @@ from kvcached.core.tree import PrefixTree
 from kvcached.deferred import DeferredAnswers
 from kvcached.membership import Group
 from kvcached.worker.host_memory import HostHeaders
-
-Make = Callable[[pytest.MonkeyPatch], None]
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A mistake.
-
-    Attributes:
-        make: puts it into the product.
-        seeds: some that find it; one of them has to.
-    """
-
-    name: str
-    make: Make
-    seeds: tuple[int, ...]
-
-    @contextmanager
-    def made(self) -> Iterator[None]:
-        """While the block runs."""
-        with pytest.MonkeyPatch.context() as patch:
-            self.make(patch)
-            yield
+from tests.simulation.mistake import Mistake
+from tests.simulation.storage_mistakes import STORAGE_MISTAKES
 
 
 def _pool_given_away(patch: pytest.MonkeyPatch) -> None:
@@ -188,23 +164,24 @@ def _own_slots_not_taken_back(patch: pytest.MonkeyPatch) -> None:
 
 
 MISTAKES = [
-    Mistake("pool given away", _pool_given_away, (4, 2)),
-    Mistake("quarantine skipped", _quarantine_skipped, (24, 9)),
+    Mistake("pool given away", _pool_given_away, (7, 4)),
+    Mistake("quarantine skipped", _quarantine_skipped, (47, 22)),
     Mistake("retry executed twice", _retry_executed_twice, (1, 0)),
-    Mistake("one shard counts for all", _one_shard_counts_for_all, (1, 0)),
-    Mistake("one shard of an engine counts for all", _one_attached_shard_counts_for_all, (0, 1)),
-    Mistake("failed store believed", _failed_store_believed, (6, 4)),
-    Mistake("epoch not looked at", _epoch_not_looked_at, (1, 0)),
-    Mistake("fence not waited for", _fence_not_waited_for, (20, 33)),
-    Mistake("reply forgotten", _reply_forgotten, (0, 4)),
-    Mistake("one death counts for all", _one_death_counts_for_all, (16, 27)),
-    Mistake("late tick expires sessions", _late_tick_expires, (0, 1)),
-    Mistake("claims not written", _claims_not_written, (11, 18)),
-    Mistake("engine of before forgotten", _engine_of_before_forgotten, (11, 18)),
-    Mistake("pause that ended holds", _pause_that_ended_holds, (47, 55)),
-    Mistake("paused copies start", _paused_copies_start, (1, 0)),
+    Mistake("one shard counts for all", _one_shard_counts_for_all, (1, 2)),
+    Mistake("one shard of an engine counts for all", _one_attached_shard_counts_for_all, (0, 2)),
+    Mistake("failed store believed", _failed_store_believed, (0, 6)),
+    Mistake("epoch not looked at", _epoch_not_looked_at, (3, 2)),
+    Mistake("fence not waited for", _fence_not_waited_for, (28, 32)),
+    Mistake("reply forgotten", _reply_forgotten, (20, 6)),
+    Mistake("one death counts for all", _one_death_counts_for_all, (10, 27)),
+    Mistake("late tick expires sessions", _late_tick_expires, (9, 7)),
+    Mistake("claims not written", _claims_not_written, (49, 38)),
+    Mistake("engine of before forgotten", _engine_of_before_forgotten, (10, 27)),
+    Mistake("pause that ended holds", _pause_that_ended_holds, (166, 141)),
+    Mistake("paused copies start", _paused_copies_start, (3, 4)),
     Mistake("leases not waited for", _leases_not_waited_for, (3, 2)),
-    Mistake("renewal not written down", _renewal_not_written, (2, 17)),
+    Mistake("renewal not written down", _renewal_not_written, (23, 2)),
     Mistake("cleared blocks stay", _cleared_blocks_stay, (1, 2)),
-    Mistake("own slots not taken back", _own_slots_not_taken_back, (14, 2)),
+    Mistake("own slots not taken back", _own_slots_not_taken_back, (10, 0)),
+    *STORAGE_MISTAKES,
 ]

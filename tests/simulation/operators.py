@@ -1,12 +1,18 @@
-"""People who pause, drain, clear and set weights at any moment, over a network that loses and doubles messages."""
+"""People who pause, drain, clear, set weights and policies, pin, and take storage off and put it back, at any moment.
+
+The network loses and doubles what they say.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvcached_client import protocol as wire
-from kvcached_client.errors import DaemonFailure, ErrorCode, TransportError
+from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError, TransportError
+from kvcached_client.keys import KeyChain
+from kvcached_client.types import WritePolicy
+from tests.core.model import chain_keys
 from tests.simulation.line import PATIENCE_US, Line
 from tests.simulation.scheduler import MS, Broken
 
@@ -18,6 +24,12 @@ _BETWEEN_US = (100 * MS, 3000 * MS)
 _HOLDS_US = (5 * MS, 700 * MS)
 _DEADLINES_MS = (0, 20, 200, 1000)
 _WEIGHTS = ("one", "two", "three")
+_STORAGE_PATIENCE_US = 1000 * MS
+_TTLS_MS = (20, 300, 1500, 4000)
+#: A namespace that no engine has declared, or that was forgotten; a pin over the quota; storage that is not there.
+_REFUSALS = frozenset(
+    {ErrorCode.CLEARING, ErrorCode.DRAINING, ErrorCode.UNKNOWN_REPLICA, ErrorCode.LIMIT, ErrorCode.BAD_VALUE}
+)
 
 
 class Operator:
@@ -40,7 +52,12 @@ class Operator:
             self._resume_some: 1.0,
             self._clear: 1.0,
             self._set_weights: 1.0,
+            self._set_policy: 2.0,
+            self._pin: 4.0,
+            self._unpin: 1.0,
+            self._change_storage: 1.5,
         }
+        self._pinned: list[tuple[str, bytes]] = []
 
     def start(self) -> None:
         """Begin."""
@@ -58,10 +75,11 @@ class Operator:
                 await chance.weighted(self._verbs)()
             except TransportError:
                 self._world.seen["operator without an answer"] += 1
-            except DaemonFailure as error:
-                if error.code not in {ErrorCode.CLEARING, ErrorCode.DRAINING}:
+            except RequestError as error:
+                if error.code not in _REFUSALS:
                     raise
         await self._resume("", tries=50)
+        await self._put_storage_back()
         self._line.close()
         self.left = True
 
@@ -106,3 +124,70 @@ class Operator:
         renewed, _ = await self._line.ask(request, wire.ReplicaCleared, tries=8)
         if renewed.weights_version != version:
             raise Broken(f"the weights are {renewed.weights_version!r}, {version!r} was asked for")
+
+    # --- policies and pins ------------------------------------------------------------------------------------------
+
+    def _some_target(self) -> str:
+        """A replica, or what engines in attached mode call their namespace."""
+        return self._world.chance.among([self._some_replica(), self._world.chance.among(self._world.plan.models).label])
+
+    async def _set_policy(self) -> None:
+        target, policy = self._some_target(), self._world.chance.among(list(WritePolicy))
+        request = wire.SetPolicy(id=self._line.next_id(), target=target, policy=policy)
+        told, _ = await self._line.ask(request, wire.PolicySet)
+        if told.policy is not policy:
+            raise Broken(f"the policy of {target} is {told.policy}, {policy} was asked for")
+
+    async def _pin(self) -> None:
+        """A prefix that engines use, at times one more time."""
+        chance = self._world.chance
+        target = self._some_target()
+        keys = self._keys(target)
+        if self._pinned and chance.happens(0.3):
+            target, keys = chance.among(self._pinned)
+        self._pinned.append((target, keys))
+        request = wire.Pin(id=self._line.next_id(), target=target, ttl_ms=chance.among(_TTLS_MS))
+        pinned, _ = await self._line.ask(request, wire.Pinned, (keys,))
+        self._world.seen["pinned blocks"] += pinned.device + pinned.host
+
+    async def _unpin(self) -> None:
+        if self._pinned:
+            target, keys = self._pinned.pop()
+            request = wire.Unpin(id=self._line.next_id(), target=target)
+            unpinned, _ = await self._line.ask(request, wire.Unpinned, (keys,))
+            self._world.seen["unpinned"] += unpinned.was_pinned
+
+    def _keys(self, target: str) -> bytes:
+        """Of a prompt as engines have them there: its beginning, or all of it."""
+        plan, symbols = self._world.plan, self._world.some_symbols()
+        symbols = symbols[: self._world.chance.number(1, len(symbols))]
+        model = next((each for each in plan.models if each.label == target), None)
+        if model is not None:
+            return b"".join(chain_keys((model.number, *symbols)))
+        size = plan.layout.block_size
+        namespace = self._world.daemon.cache.tree_of(target).namespace
+        return KeyChain(namespace, size, [symbol for symbol in symbols for _ in range(size)]).keys
+
+    # --- storage ----------------------------------------------------------------------------------------------------
+
+    async def _change_storage(self) -> None:
+        """Take it off for a while, or have it forget everything."""
+        actions: list[Literal["status", "detach", "clear"]] = ["status", "detach", "detach", "clear"]
+        action = self._world.chance.among(actions)
+        await self._control(action, tries=3)
+        if action == "detach":
+            await self._process.sleep(self._world.chance.spread(*_HOLDS_US), "has replaced the device")
+            await self._control("attach", tries=8)
+
+    async def _put_storage_back(self) -> None:
+        if self._world.plan.storage is not None:
+            await self._control("attach", tries=50)
+
+    async def _control(self, action: Literal["status", "attach", "detach", "clear"], tries: int) -> None:
+        request = wire.StorageControl(id=self._line.next_id(), action=action)
+        try:
+            await self._line.ask(request, wire.StorageReport, tries=tries, patience_us=_STORAGE_PATIENCE_US)
+        except DaemonFailure as error:
+            if action != "clear" or error.code != ErrorCode.INTERNAL:
+                raise
+            self._world.seen["storage that could not be cleared"] += 1

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 
 from kvcached.attached_admission import HostShare, _space
 from kvcached.core.answers import PoolSpec
+from kvcached.core.prefetch import PrefetchLimits
+from kvcached.core.storage import StorageSpec
+from kvcached.core.storage_state import BackupPolicy
 from kvcached_client import protocol as wire
 from kvcached_client.host_geometry import HostGeometry
 from kvcached_client.layout import KvGroup, Layout
 from kvcached_client.slabs import PAGE_BYTES
+from kvcached_client.types import WritePolicy
 from tests.simulation.memory import Shape
 from tests.simulation.scheduler import Chance
 
@@ -34,6 +38,10 @@ FAULTS = (
     "daemon stalls",
     "daemon killed",
     "weather changes",
+    "storage killed",
+    "storage hangs",
+    "storage weather changes",
+    "stored bit rots",
 )
 #: Those that take a while to show what they do.
 _OFTEN = ("engine process stopped", "engine stopped", "engine process killed", "worker hangs", "bit rots")
@@ -61,7 +69,12 @@ class Plan:
         replicas: their first namespaces; those that share one share its host slots.
         fault_weights: how likely each fault is among all; 0 where this seed has none of it.
         copy_failures: how likely it is that a shard of an engine gives up a copy.
-        operators: people who pause, drain, clear and set weights.
+        operators: people who pause, drain, clear, set weights and policies, pin, and attach storage.
+        write_policy: that the configuration says, for replicas; `spaces_policy` for engines in attached mode.
+        diversity: how often prompts part at each of their blocks.
+        topics: what prompts begin with; each has its time, and comes back when its blocks have left memory.
+        eviction_policy: of the host pool and of device pools.
+        storage: what is copied to it, and when it is asked; None where there is none.
     """
 
     replicas: dict[str, bytes]
@@ -77,12 +90,19 @@ class Plan:
     copy_failures: float
     operators: int
     fault_weights: dict[str, float]
+    write_policy: WritePolicy
+    spaces_policy: WritePolicy
+    diversity: float
+    topics: int
+    eviction_policy: str
+    pin_quota_percent: int
+    storage: StorageSpec | None
     layout: Layout = LAYOUT
     slab_bytes: int = SLAB_BYTES
     shapes: dict[bytes, Shape] = field(default_factory=dict)
 
-    def pool_specs(self, namespaces: Mapping[str, bytes]) -> list[PoolSpec]:
-        """The pools, for replicas whose namespaces are these now."""
+    def pool_specs(self, namespaces: Mapping[str, bytes], policies: Mapping[str, WritePolicy]) -> list[PoolSpec]:
+        """The pools, for replicas whose namespaces and write policies are these now."""
         return [
             PoolSpec(
                 name,
@@ -94,6 +114,8 @@ class Plan:
                 self.watermark,
                 self.load_threshold,
                 self.load_quota,
+                policies[name],
+                self.eviction_policy,
             )
             for name, namespace in self.replicas.items()
         ]
@@ -101,7 +123,7 @@ class Plan:
 
 def draw(chance: Chance) -> Plan:
     """A machine."""
-    spaces, slabs = 2, chance.number(5, 10)
+    spaces, slabs = 2, chance.among([4, 4, 5, 6, 8, 10])
     second = chance.among([b"one", b"two"]).ljust(32, b".")
     replicas = {"a": b"one".ljust(32, b"."), "b": second}
     managed = HostGeometry(
@@ -122,11 +144,30 @@ def draw(chance: Chance) -> Plan:
         copy_failures=chance.among([0.0, 0.05]),
         operators=chance.among([0, 1, 2]),
         fault_weights={name: _weight(chance, name) for name in FAULTS},
+        write_policy=_policy(chance),
+        spaces_policy=_policy(chance),
+        diversity=chance.among([0.15, 0.15, 0.4]),
+        topics=chance.among([1, 3]),
+        eviction_policy=chance.among(["lru", "lru", "slru"]),
+        pin_quota_percent=chance.among([25, 60]),
+        storage=_storage(chance) if chance.happens(0.8) else None,
     )
     fingerprint = bytes.fromhex(LAYOUT.fingerprint())
     plan.shapes = {root: Shape(root, fingerprint, managed) for root in replicas.values()}
     plan.shapes.update({model.shape.root: model.shape for model in models})
     return plan
+
+
+def _policy(chance: Chance) -> WritePolicy:
+    return WritePolicy.WRITE_THROUGH if chance.happens(0.6) else chance.among(list(WritePolicy))
+
+
+def _storage(chance: Chance) -> StorageSpec:
+    backup = BackupPolicy.EVERY if chance.happens(0.6) else chance.among(list(BackupPolicy))
+    limits = PrefetchLimits(
+        threshold_blocks=chance.among([1, 1, 3]), bytes_per_s=chance.among([0, 0, 0, 20_000]), slab_bytes=SLAB_BYTES
+    )
+    return StorageSpec(backup, chance.among([10, 50, 100]), limits)
 
 
 def _weight(chance: Chance, fault: str) -> float:

@@ -11,7 +11,7 @@ from kvcached.replica import Replica
 from kvcached_client import protocol as wire
 from tests.simulation.scheduler import Broken
 
-#: Beside the names of replicas, what stands for engines in attached mode.
+#: Beside the names of replicas, what stands for engines in attached mode and storage.
 _ATTACHED = ""
 
 
@@ -83,7 +83,8 @@ class Promises:
         """
         cache = self._cache
         for name in self._paused:
-            under_way = copies_under_way(cache, name) if name else len(cache.attached.exchanges)
+            others = len(cache.attached.exchanges) + len(cache.storage.copies)
+            under_way = copies_under_way(cache, name) if name else others
             if under_way:
                 raise Broken(f"{under_way} copies are under way, though {name or 'engines'} are paused")
         if self._work is not None and self._work != self._work_so_far():

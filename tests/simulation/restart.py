@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 from unittest.mock import patch
@@ -9,12 +10,13 @@ from unittest.mock import patch
 import msgspec
 
 from kvcached import takeover
-from kvcached.generations import Generation, generation_of
+from kvcached.generations import Generation, generation_of, write_policy_of
 from kvcached.ledger import Ledger, LedgerFile, ProcessIdentity
 from kvcached.replica import Replica
 from kvcached.takeover import Takeover
 from kvcached.worker.host_memory import HostHeaders
 from kvcached_client.header_table import HeaderTable
+from kvcached_client.types import WritePolicy
 from tests.simulation.attachment import Attachment
 from tests.simulation.memory import Memory
 
@@ -55,6 +57,10 @@ class _Configured:
     world: World
     first: bytes
 
+    @property
+    def write_policy(self) -> WritePolicy:
+        return self.world.plan.write_policy
+
     def namespace(self, generation: int, weights_version: str = "") -> bytes:
         return self.world.root(self.first, generation, weights_version)
 
@@ -64,6 +70,15 @@ def generations_of(world: World) -> dict[str, Generation]:
     ledger = _ledger(world)
     return {
         name: generation_of(cast("ReplicaConfig", _Configured(world, first)), ledger)
+        for name, first in world.plan.replicas.items()
+    }
+
+
+def policies_of(world: World, generations: Mapping[str, Generation]) -> dict[str, WritePolicy]:
+    """The replicas' write policies, by the product's own code."""
+    ledger = _ledger(world)
+    return {
+        name: write_policy_of(cast("ReplicaConfig", _Configured(world, first)), generations[name], ledger)
         for name, first in world.plan.replicas.items()
     }
 

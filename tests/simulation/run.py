@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tests.simulation.scheduler import Broken
+from tests.simulation.storage_tier import simulated
 from tests.simulation.world import World
 
 
@@ -46,7 +47,7 @@ def run(seed: int, steps: int) -> Result:
     """Play a seed: `steps` events with faults, and then what it takes to an end in peace."""
     world = World(seed)
     failure = ""
-    with world.tripwire.stretched():
+    with world.tripwire.stretched(), simulated(world):
         try:
             world.safety(steps)
             world.liveness()

@@ -132,6 +132,8 @@ class SimulatedWorkers:
         if transfer.transfer in self._ordered:
             raise Broken(f"transfer {transfer.transfer} was ordered twice")
         self._ordered.add(transfer.transfer)
+        if transfer.kind is TransferKind.STORE:
+            self._daemon.policies.look_at_store(self._replica)
         if self._lost:
             for index in range(self._shard_count):
                 self._refuse(transfer, settled, ShardIndex(index))

@@ -21,6 +21,8 @@ from tests.simulation.process import Process
 from tests.simulation.promises import Renewed
 from tests.simulation.restart import KeptLedger
 from tests.simulation.scheduler import MS, Broken, Scheduler
+from tests.simulation.stored import StoredValues
+from tests.simulation.survival import Survival
 
 #: From the end of all faults to the last engine's goodbye.
 LIVENESS_US = 120_000 * MS
@@ -29,6 +31,8 @@ AFTERWARDS_US = 8_000 * MS
 #: Of the first daemon; each later one has as much more.
 _EPOCH = 1000
 _FIRST_PID = 1000
+#: How long prompts are about one thing.
+_TOPIC_US = 1500 * MS
 
 
 class World:
@@ -44,6 +48,8 @@ class World:
         ledger: what the daemon has written down.
         seen: what has happened, by name.
         counters: those of daemons that are dead.
+        stored: what the storage device holds.
+        policies: write policies as people were told them, by replica, or by label of engines in attached mode.
     """
 
     def __init__(self, seed: int) -> None:
@@ -64,11 +70,14 @@ class World:
         self.network = Network(self.scheduler, self.seen)
         self.ledger = KeptLedger()
         self.shelf = Shelf(self.ledger, "this boot", self._host_record())
+        self.stored = StoredValues(self.chance, self.seen)
+        self.policies = dict.fromkeys(self.plan.replicas, self.plan.write_policy)
+        self.survival = Survival(self)
+        self.faults = Faults(self)
         self.daemon = Daemon(self, _EPOCH, {})
         self.network.daemon = self.daemon
         self.engines = self._engines()
         self.operators = [Operator(self, f"operator{index}") for index in range(self.plan.operators)]
-        self.faults = Faults(self)
 
     def _engines(self) -> list[Engine]:
         names = [*self.plan.replicas, *(["a"] if self.plan.rival else [])]
@@ -94,6 +103,7 @@ class World:
         daemon, chance = self.daemon, self.chance
         self.network.daemon = None
         self.counters += daemon.cache.counters
+        self.survival.note(daemon)
         daemon.die()
         for workers in daemon.workers.values():
             workers.orphan()
@@ -103,7 +113,13 @@ class World:
         self.scheduler.after(chance.spread(100 * MS, 1500 * MS), "the daemon is started again", self._adopt_workers)
 
     def _adopt_workers(self) -> None:
-        """Workers of before are adopted once they copy nothing. One that does not answer is killed with its fellows."""
+        """Workers of before are adopted once they copy nothing. One that does not answer is killed with its fellows.
+
+        The storage process of before is dead before anything else.
+        """
+        if not self.daemon.storage.all_dead():
+            self.scheduler.after(5 * MS, "the storage process of before is waited for", self._adopt_workers)
+            return
         groups = {name: workers.shards for name, workers in self.daemon.workers.items()}
         busy = [each for shards in groups.values() for each in shards if each.busy and not each.process.dead]
         if busy and not any(shard.process.stopped for shard in busy):
@@ -117,6 +133,7 @@ class World:
                 for shard in shards:
                     shard.process.kill()
         self.daemon = Daemon(self, self.daemon.cache.epoch + _EPOCH, adopted)
+        self.daemon.start()
         self.network.daemon = self.daemon
         self.network.reconnect()
 
@@ -143,7 +160,9 @@ class World:
     def some_symbols(self) -> list[int]:
         """What a prompt is about: long enough to need room, alike enough to be shared. A block each."""
         chance = self.chance
-        return [*(int(chance.happens(0.15)) for _ in range(chance.number(0, 8))), chance.number(0, 2)]
+        topic = self.scheduler.now_us // _TOPIC_US % self.plan.topics
+        parts = (int(chance.happens(self.plan.diversity)) for _ in range(chance.number(0, 8)))
+        return [topic, *parts, chance.number(0, 2)]
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
@@ -153,6 +172,7 @@ class World:
         Raises:
             Broken: something is.
         """
+        self.daemon.start()
         for engine in self.engines:
             self.scheduler.after(self.chance.spread(1, 300 * MS), f"{engine.name} is started", engine.start)
         for operator in self.operators:
@@ -179,9 +199,13 @@ class World:
                 late = [each.name for each in everybody if not each.left]
                 raise Broken(f"{LIVENESS_US // MS} ms after the last fault {late} are not done")
         end_us = self.scheduler.now_us + AFTERWARDS_US
-        while self.scheduler.now_us < end_us:
+        while self.scheduler.now_us < end_us or (any(self.daemon.storage.left().values()) and self._has_time(end_us)):
             self.scheduler.step()
         self.daemon.look_at_the_end()
         for workers in self.daemon.workers.values():
             if workers.busy:
                 raise Broken("workers are not done, though nobody asks anything of them")
+
+    def _has_time(self, end_us: int) -> bool:
+        """For a last copy to storage that was begun late."""
+        return self.scheduler.now_us < end_us + AFTERWARDS_US
