@@ -58,7 +58,7 @@ class Return:
             except (Refused, Stale, TransportError) as error:
                 if isinstance(error, Refused) and error.code not in _NOT_TO_BE_HAD:
                     raise
-                line.tell_goodbye()
+                line.close()  # without a goodbye: leases are being written
                 attachment.hang_up()
                 if not isinstance(error, TransportError):
                     self._world.seen["nothing left to come back to"] += 1

@@ -18,7 +18,7 @@ from tests.simulation.run import Result, run
 
 STEPS = 2800
 #: In every run of the tests.
-SEEDS = (0, 1, 2, 3, 20, 56, 59)
+SEEDS = (0, 1, 2, 3, 20, 32, 56, 59)
 #: In those of `-m slow`.
 SLOW_SEEDS = range(100, 125)
 SLOW_STEPS = 7000
