@@ -57,6 +57,7 @@ def test_daemon_looks_at_the_wall_clock_in_one_place() -> None:
     }
 
     assert {path: calls for path, calls in readers.items() if calls} == {
+        "kvcached/cli_pin.py": {"datetime.now"},  # until when, in words for people
         "kvcached/daemon.py": {"time.time_ns"},
         "kvcached/storage/disk.py": {"time.time_ns"},  # of the storage process: blocks outlive the machine's uptime
     }

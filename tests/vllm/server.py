@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -24,6 +25,9 @@ from tests.vllm.completions import BLOCK_SIZE, Completion
 #: Three processes import vLLM one after the other: 12 s each on an idle core, several times that on a busy one.
 START_TIMEOUT_S = 450
 STOP_TIMEOUT_S = 30
+LISTEN_TIMEOUT_S = 60
+#: Between two looks whether it listens.
+PAUSE_S = 0.02
 #: How long stores may keep vLLM from resetting its prefix cache.
 RESET_TIMEOUT_S = 20
 #: What the HTTP server logs last before it serves.
@@ -120,7 +124,18 @@ class VllmServer:
         """
         self._settled.wait(START_TIMEOUT_S)
         assert self._ready, f"vLLM is not ready (exit status {self.process.poll()}):\n{self.log()[-8000:]}"
+        self._await_listener()
         return self
+
+    def _await_listener(self) -> None:
+        """It says that it is up a moment before it listens, and has no event for that."""
+        deadline, pause = time.monotonic() + LISTEN_TIMEOUT_S, threading.Event()
+        while True:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                if not connection.connect_ex(str(self.socket)):
+                    return
+            assert time.monotonic() < deadline, f"vLLM does not listen:\n{self.log()[-8000:]}"
+            pause.wait(PAUSE_S)
 
     def wait_until_ended(self) -> int:
         """Its exit status, after it has ended by itself: where it refuses to start."""
