@@ -33,7 +33,7 @@ def take_slots(session: Session, tiers: Tiers, count: int, cause: str) -> Ranges
 
 
 def _evict(session: Session, shortage: int, cause: str) -> None:
-    """Free what is short, which the wait for copies may have changed; a batch where nothing is demoted."""
+    """Free what is short, unless demotion has done so already; a batch where nothing is demoted."""
     tree, pool = session.tree, session.pool
     if shortage <= 0:
         return
