@@ -14,7 +14,7 @@ FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY . /source
 RUN python -m venv /opt/kvcached \
-    && /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check /source/kvcached_client /source
+    && /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check /source/kvcached_client '/source[encryption]'
 
 FROM python:3.12-slim
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin kvcached \

@@ -3,9 +3,11 @@
 #   make demo    the daemon, an engine killed in mid-flight, and its prompt served from the cache again
 #   make test    the default test suite
 #
-# Others: make env (.venv, which these make first), slow (longer tests), mutants (mistakes that tests must catch), lint,
-# format, bench (benchmarks), vllm (real vLLM servers on the daemon), vllm-env (what they run in), bench-vllm (figures with
-# real vLLMs), replay (recorded conversations against vLLM, with a figure), clean.
+# make test-all runs every test: full (what the default suite leaves out), slow (tests that take long, or measure time),
+# mutants (mistakes that tests must catch) and vllm (real vLLM servers on the daemon).
+#
+# Others: make env (.venv, which these make first), lint, format, bench (benchmarks), vllm-env (what real vLLM servers run
+# in), bench-vllm (figures with real vLLMs), replay (recorded conversations against vLLM, with a figure), clean.
 #
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
 # TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=URL
@@ -27,10 +29,10 @@ CLIENT := $(shell find kvcached_client -name build -prune -o -name '*.py' -print
 # A module is compiled once, not at every start of a daemon, whatever the shell that calls says.
 unexport PYTHONDONTWRITEBYTECODE
 # The tests' tensors are tiny: threads that wait for each other cost more than they compute.
-test slow: export OMP_NUM_THREADS := 1
+test full slow: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test slow mutants lint format bench vllm vllm-env bench-vllm replay clean
+.PHONY: help env demo test test-all full slow mutants lint format bench vllm vllm-env bench-vllm replay clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -60,6 +62,11 @@ demo: env
 test: env
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
+test-all: test full mutants slow vllm
+
+full: env
+	@$(BIN)/python -m pytest -m "full and not slow and not vllm" --numprocesses auto --maxprocesses 4 --dist loadfile
+
 slow: env
 	@$(BIN)/python -m pytest -m slow
 
@@ -81,7 +88,7 @@ bench: env
 	$(BIN)/python -m benchmarks
 
 bench-vllm: env vllm-env
-	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m benchmarks vllm
+	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m benchmarks vllm vllm-queue
 
 # Recorded conversations against real vLLM servers, with and without kvcached; writes docs/figures/replay-small.svg.
 replay: env vllm-env

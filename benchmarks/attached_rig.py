@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.programs import daemon
-from kvcached.worker.memory import SharedMemory, sealed_memfd
-from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
-from kvcached_client.attached_shard import AttachedShard, BlockJob, JobSpan
-from kvcached_client.engine_pages import EnginePages
+from kvcached.memory.sealed import SharedMemory, sealed_memfd
+from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
+from kvcached_client.offload_shard import BlockJob, JobSpan, OffloadShard
 from kvcached_client.types import KEY_SIZE_BYTES
 
 _BLOCK_SIZE: Final = 32
@@ -70,7 +70,7 @@ class LayerTensor:
     device: _Device = field(default=_Device())
 
     def stride(self) -> Sequence[int]:
-        """See `kvcached_client.engine_pages.Tensor`, as for the others."""
+        """See `kvcached_client.blocks.pages.Tensor`, as for the others."""
         return self.shape[1], 1
 
     def element_size(self) -> int:
@@ -114,7 +114,7 @@ class AttachedRig(AbstractContextManager["AttachedRig"]):
             pages = EnginePages.of_tensors(dict(self._layers()))
             self._fill()
             self.client = stack.enter_context(_connect(self.run_dir, pages))
-            self._shard = AttachedShard.join(self.client.session, 0, pages, deadline_ms=_DEADLINE_MS)
+            self._shard = OffloadShard.join(self.client.session, 0, pages, deadline_ms=_DEADLINE_MS)
             stack.callback(self._shard.close)
             self._stack = stack.pop_all()
 
@@ -248,11 +248,11 @@ def _shared(size_bytes: int) -> SharedMemory:
         os.close(descriptor)
 
 
-def _connect(run_dir: Path, pages: EnginePages) -> AttachedClient:
-    layout = AttachedLayout(
+def _connect(run_dir: Path, pages: EnginePages) -> OffloadClient:
+    layout = OffloadLayout(
         block_size=_BLOCK_SIZE, shards=1, block_bytes=pages.block_bytes, fingerprint=pages.fingerprint
     )
-    return AttachedClient.connect(
+    return OffloadClient.connect(
         run_dir,
         engine="benchmark",
         instance=new_instance(),

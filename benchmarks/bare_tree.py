@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from time import perf_counter_ns
 
-from kvcached.core.run import KEY_SIZE, Run
+from kvcached.core.index.run import KEY_SIZE, Run
 
 
 def walk(root: Run, keys: bytes) -> int:

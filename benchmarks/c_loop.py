@@ -18,7 +18,7 @@ CopyLoop = Callable[["array[int]", int, int], None]
 
 
 def compile_copy_loop(directory: Path) -> CopyLoop:
-    """A loop of memcpy over pieces, called as `kvcached_client.batch_copy.copy_all` is.
+    """A loop of memcpy over pieces, called as `kvcached_client.blocks.copy.copy_all` is.
 
     Args:
         directory: where the library is written; it may go as soon as this has returned.

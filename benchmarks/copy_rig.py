@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from time import perf_counter
 from typing import Final
 
-from kvcached.worker.copier import SlotRun, merge_runs, plan_copies
-from kvcached.worker.copier_host import HostCopier
-from kvcached.worker.geometry import pool_geometry
-from kvcached.worker.memory import PRETOUCH_BYTES_MAX, PoolMemory, SharedMemory, sealed_memfd
+from kvcached.memory.progress import ProgressPage
+from kvcached.memory.sealed import PRETOUCH_BYTES_MAX, SharedMemory, sealed_memfd
+from kvcached.worker.device_pool import DevicePool
 from kvcached.worker.messages import BlockSpan, Load, Store
-from kvcached.worker.progress import ProgressPage
-from kvcached.worker.transfers import HostTransfers
-from kvcached_client.batch_copy import copy_all
-from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.layout import KvGroup, Layout, PageOrder
+from kvcached.worker.transfers import WorkerTransfers
+from kvcached_client.blocks.copy import CopyPlan, MemoryCopier, copy_all
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.layout import KvGroup, Layout, PageOrder
+from kvcached_client.blocks.pages import pool_geometry
+from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.types import pack_ranges
 
 LAYERS: Final = 32
@@ -73,14 +73,15 @@ class CopyRig:
         assert layout.bytes_per_block() == BLOCK_BYTES
         self.size_bytes = blocks * BLOCK_BYTES
         slots = 2 * blocks
-        self._pool = pool_geometry(layout, slots)
+        geometry = pool_geometry(layout, slots)
         self._host = _host_geometry(slots)
         with ExitStack() as made:
-            self._device = PoolMemory("benchmark", self._pool.size_bytes, PRETOUCH_BYTES_MAX)
+            self._device = _host_memory(geometry.size_bytes)
+            self._device.pretouch(PRETOUCH_BYTES_MAX)
             made.callback(self._device.close)
             self._memory = _host_memory(self._host.size_bytes)
             made.callback(self._memory.close)
-            self.progress = TimedProgress("benchmark-progress")
+            self.progress = TimedProgress.make("benchmark-progress")
             made.callback(self.progress.close)
             self._made = made.pop_all()
         generator = random.Random("copy")
@@ -89,17 +90,14 @@ class CopyRig:
         self._sources, self._targets = shuffled[:blocks], shuffled[blocks:]
         self._host_slots = generator.sample(range(self._host.slots), blocks)
         self._keys = generator.randbytes(16 * blocks)
-        self._copier = HostCopier(self._pool, self._device.address, self._memory.address)
-        self._transfers = HostTransfers(
-            self._pool,
-            self._host,
-            _SHARD,
-            self._copier,
-            self._memory.view,
-            self.progress,
-            namespace=bytes(16),
-            fingerprint=bytes(16),
+        pages = geometry.at(self._device.address)
+        self._pool = DevicePool(geometry, self._device.address)
+        self._copier = MemoryCopier()
+        self._plan = CopyPlan(pages.layers, self._memory.address)
+        transfers = BlockTransfers(
+            pages, self._host, _SHARD, self._memory.view, namespace=bytes(16), fingerprint=bytes(16)
         )
+        self._transfers = WorkerTransfers(transfers, self.progress)
         self._transfer = 0
 
     def close(self) -> None:
@@ -110,13 +108,13 @@ class CopyRig:
 
     def copy_to_host(self) -> None:
         """The copies of a store, from its slots to its last byte, without headers and checksums."""
-        for strip in plan_copies(self._pool, self._host, _SHARD, self._runs(self._sources), to_host=True):
-            self._copier.to_host(strip)
+        for _ in self._copier.copy(self._plan.by_block(self._sources, self._places(), to_host=True)):
+            pass
 
     def copy_to_device(self) -> None:
         """The copies of a load."""
-        for strip in plan_copies(self._pool, self._host, _SHARD, self._runs(self._targets), to_host=False):
-            self._copier.to_device(strip)
+        for _ in self._copier.copy(self._plan.by_layer(self._targets, self._places())):
+            pass
 
     def store(self) -> None:
         """A whole store: copies, checksums, headers."""
@@ -142,12 +140,12 @@ class CopyRig:
     def compare(self) -> None:
         """Refuse loaded blocks that are not those that were stored."""
         for source, target in zip(self._sources, self._targets, strict=True):
-            assert self._copier.checksum(source) == self._copier.checksum(target)
+            assert self._pool.checksum(source) == self._pool.checksum(target)
 
     def clear_targets(self) -> None:
         """Forget what was loaded."""
         for target in self._targets:
-            self._copier.zero(target)
+            self._pool.zero(target)
 
     # --- what it is compared with -----------------------------------------------------------------------------------
 
@@ -160,13 +158,18 @@ class CopyRig:
         ctypes.memmove(self._device.address, self._memory.address, self.size_bytes)
 
     def pieces(self, *, to_host: bool) -> array[int]:
-        """The copies of all strips as offsets from the starts of the pools, strip after strip, as the worker does."""
-        runs = self._runs(self._sources if to_host else self._targets)
+        """The copies of all batches as offsets from the starts of the pools, in order, as the worker does."""
+        batches = (
+            self._plan.by_block(self._sources, self._places(), to_host=True)
+            if to_host
+            else self._plan.by_layer(self._targets, self._places())
+        )
+        device, host = self.addresses
+        starts = (host, device) if to_host else (device, host)
         every = array("q")
-        for strip in plan_copies(self._pool, self._host, _SHARD, runs, to_host=to_host):
-            bases = (strip.host_bytes, strip.device_bytes) if to_host else (strip.device_bytes, strip.host_bytes)
-            for destination, source, size in _triples(strip.pieces):
-                every.extend((destination + bases[0], source + bases[1], size))
+        for pieces, to, origin in batches:
+            for destination, source, size in _triples(pieces):
+                every.extend((destination + to - starts[0], source + origin - starts[1], size))
         return every
 
     def block_by_block(self) -> array[int]:
@@ -185,8 +188,9 @@ class CopyRig:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def _runs(self, device: Sequence[int]) -> list[SlotRun]:
-        return merge_runs([(slot, 1) for slot in device], [(slot, 1) for slot in self._host_slots])
+    def _places(self) -> list[int]:
+        _, blocks = self._host.places(self._host_slots, _SHARD)
+        return blocks
 
     def _span(self, device: Sequence[int]) -> BlockSpan:
         return BlockSpan(

@@ -15,11 +15,11 @@ from typing import Final
 
 from benchmarks.replay_trace import TRACE, Recorded, read_trace
 from benchmarks.result import Result, judge
-from kvcached.core.answers import PoolSpec
 from kvcached.core.cache import Cache
-from kvcached.core.eviction import POLICIES
-from kvcached.core.run import KEY_SIZE
-from kvcached_client.errors import NoCapacity
+from kvcached.core.eviction.by_priority import POLICIES
+from kvcached.core.index.run import KEY_SIZE
+from kvcached.core.namespaces import PoolSpec
+from kvcached.core.refusals import Refusal
 from kvcached_client.types import NO_FENCE
 
 NAME: Final = "eviction"
@@ -72,7 +72,7 @@ def hit_percent(requests: Sequence[Recorded], policy: str, slots: int) -> float:
         blocks += count
         try:
             grant = cache.acquire(session.id, 1, str(number), keys, count, 0, full=True)
-        except NoCapacity:
+        except Refusal:
             continue  # longer than the pool: computed, and not kept
         hits += grant.hit
         rest = keys[grant.hit * KEY_SIZE :]

@@ -6,7 +6,7 @@ import sys
 from typing import Final
 
 from kvcached_client import Client
-from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
+from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from kvcached_client.types import KEY_SIZE_BYTES
 
 BLOCKS: Final = 64
@@ -22,15 +22,15 @@ def hold_slots(run_dir: str) -> Client:
     return client
 
 
-def hold_store(run_dir: str) -> AttachedClient:
+def hold_store(run_dir: str) -> OffloadClient:
     """A store under way in the host pool, whose slots this process may write."""
-    client = AttachedClient.connect(
+    client = OffloadClient.connect(
         run_dir,
         engine="benchmark",
         instance=new_instance(),
         keyspace=bytes(32),
         label="benchmark",
-        layout=AttachedLayout(BLOCK_SIZE, 1, BLOCK_BYTES, bytes(16)),
+        layout=OffloadLayout(BLOCK_SIZE, 1, BLOCK_BYTES, bytes(16)),
         deadline_ms=_DEADLINE_MS,
     )
     keys = b"".join(number.to_bytes(KEY_SIZE_BYTES, "little") for number in range(1, BLOCKS + 1))

@@ -7,14 +7,13 @@ from time import perf_counter_ns
 from typing import Final
 
 from benchmarks.shapes import BLOCK_SIZE
-from kvcached.core.answers import PoolSpec
 from kvcached.core.cache import Cache
-from kvcached.core.effects import StartTransfer
-from kvcached.core.events import ShardSettled
-from kvcached.core.ranges import cut
-from kvcached.core.run import KEY_SIZE
-from kvcached.core.states import SlotState
-from kvcached_client.slabs import slots_per_slab
+from kvcached.core.index.run import KEY_SIZE
+from kvcached.core.messages import ShardSettled, StartTransfer
+from kvcached.core.namespaces import PoolSpec
+from kvcached.core.slots.ranges import cut
+from kvcached.core.slots.states import SlotState
+from kvcached_client.blocks.slabs import slots_per_slab
 from kvcached_client.types import FenceSequence, ShardIndex
 
 #: Parts that every slot has, and every transfer's end waits for.

@@ -11,7 +11,7 @@ from typing import Final
 from benchmarks.bare_tree import BareTree
 from benchmarks.one_engine import OneEngine
 from benchmarks.shapes import PiecePath, Shape
-from kvcached.core.run import KEY_SIZE
+from kvcached.core.index.run import KEY_SIZE
 
 REQUEST_BLOCKS: Final = 512
 #: Passes with lower numbers are for building.

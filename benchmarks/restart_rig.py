@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from benchmarks.attached_rig import LayerTensor
 from benchmarks.programs import daemon_process
-from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
-from kvcached_client.attached_shard import AttachedShard, BlockJob, JobSpan
-from kvcached_client.engine_pages import EnginePages
+from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import TransportError
+from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
+from kvcached_client.offload_shard import BlockJob, JobSpan, OffloadShard
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId
 
 BLOCK_BYTES: Final = 512
@@ -122,6 +122,18 @@ class FullPool(AbstractContextManager["FullPool"]):
         assert not bad
         assert np.array_equal(self._content, self._bytes_of(prompt))
 
+    def acquire(self, blocks: int) -> None:
+        """Acquire and release the first blocks of the first prompt, without a copy.
+
+        Raises:
+            AssertionError: one of them is missing.
+        """
+        hold = self._client.acquire(
+            self._next_request(), self._keys[0][: blocks * KEY_SIZE_BYTES], blocks * _BLOCK_SIZE, full=True
+        )
+        assert hold.hit == blocks
+        self._client.release(hold.lease)
+
     def hits(self) -> int:
         """How many blocks of all prompts a match finds."""
         return sum(self._client.match(keys, _PROMPT_BLOCKS * _BLOCK_SIZE, full=True) for keys in self._keys)
@@ -147,24 +159,27 @@ class FullPool(AbstractContextManager["FullPool"]):
     def _connect(self) -> None:
         with ExitStack() as stack:
             self._client = stack.enter_context(
-                AttachedClient.connect(
+                OffloadClient.connect(
                     self._run_dir,
                     engine="benchmark",
                     instance=self._instance,
                     keyspace=bytes(32),
                     label="benchmark",
-                    layout=AttachedLayout(_BLOCK_SIZE, 1, self._pages.block_bytes, self._pages.fingerprint),
+                    layout=OffloadLayout(_BLOCK_SIZE, 1, self._pages.block_bytes, self._pages.fingerprint),
                     deadline_ms=_DEADLINE_MS,
                 )
             )
-            shard = AttachedShard.join(self._client.session, 0, self._pages, deadline_ms=_DEADLINE_MS)
+            shard = OffloadShard.join(self._client.session, 0, self._pages, deadline_ms=_DEADLINE_MS)
             self._shard = stack.enter_context(shard)
             self._session = stack.pop_all()
 
     def _acquire(self, prompt: int) -> LeaseId:
-        self._requests += 1
         tokens = _PROMPT_BLOCKS * _BLOCK_SIZE
-        return self._client.acquire(f"request {self._requests}", self._keys[prompt], tokens, full=True).lease
+        return self._client.acquire(self._next_request(), self._keys[prompt], tokens, full=True).lease
+
+    def _next_request(self) -> str:
+        self._requests += 1
+        return f"request {self._requests}"
 
     def _span(self, prompt: int, slots: npt.NDArray[np.int32]) -> JobSpan:
         assert len(slots) == _PROMPT_BLOCKS

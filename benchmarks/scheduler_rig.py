@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from kvcached_client.attached import Piece, PreparedStore
+from kvcached_client.offload import Piece, PreparedStore
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
 from kvcached_client.vllm.commands import Command, Connected, Event, Found, Offer, Planned, Seek
 from kvcached_client.vllm.orders import SessionNote, StoreId
@@ -85,11 +85,13 @@ class _Link:
 
     Attributes:
         is_taking: see `LinkPort`.
+        answer_s: see `LinkPort`.
         offered_blocks: so far.
     """
 
     def __init__(self) -> None:
         self.is_taking = True
+        self.answer_s = 0.0
         self.offered_blocks = 0
         self._numbers = count(1)
         self._commands: list[Command] = []
@@ -121,6 +123,11 @@ class _Link:
     def take(self) -> list[Event]:
         """The answers since the last call."""
         return [self._events.popleft() for _ in range(len(self._events))]
+
+    def wait(self, timeout_s: float) -> bool:
+        """Nothing comes during a step."""
+        del timeout_s
+        return False
 
     def clear(self, timeout_s: float) -> bool:
         """Nothing to clear."""

@@ -14,14 +14,14 @@ import gzip
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import shake_128
 from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvcached.core.run import KEY_SIZE
+from kvcached.core.index.run import KEY_SIZE
 
 BLOCK_SIZE: Final = 16
 #: 128k tokens.
@@ -174,3 +174,5 @@ def _about_16(generator: random.Random) -> int:
 TRACE: Final = Shape("trace", 740, _trace_paths, lambda generator: 32 * generator.randint(12, 34))
 CHAT: Final = Shape("chat", 16, _chat_paths, _about_16)
 ADVERSARIAL: Final = Shape("adversarial", 2.5, _adversarial_paths, lambda generator: generator.randint(1, 4))
+#: Its long prompt is the worst that a tree can hold: a branch behind each block, so as many runs as blocks.
+BRANCHED: Final = replace(ADVERSARIAL, name="branched", run_blocks=1, step=lambda _: 1)

@@ -174,6 +174,8 @@ def _fetch(rig: AttachedRig, keys: bytes, rate: float) -> tuple[bool, float]:
     result = rig.client.prefetch(keys, rig.tokens, stop="wait_complete", prefill_tokens_per_s=rate, full=True)
     took = time.perf_counter() - start
     assert result.reason in {"fetched", "recompute"}, result
+    # As an engine does next: until then the daemon keeps what it has fetched.
+    rig.client.release(rig.client.acquire("fetched", keys, rig.tokens, full=True).lease)
     return result.reason == "fetched", took
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import xxhash
 
-from kvcached.storage.disk import DiskStorage
-from kvcached.storage.disk_settings import DiskSettings
-from kvcached.storage.disk_slots import LABEL_BYTES, Label
+from kvcached.storage.disk.backend import DiskStorage
+from kvcached.storage.disk.settings import DiskSettings
+from kvcached.storage.disk.slots import LABEL_BYTES, Label
 from kvcached.storage.frame import FRAME_BYTES
 
 #: Past what any test file system has: nothing is evicted at the start.

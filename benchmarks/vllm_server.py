@@ -24,6 +24,10 @@ _READY: Final = b"Application startup complete."
 _LISTEN_TIMEOUT_S: Final = 10
 _RETRY_S: Final = 0.02
 _LOG_TAIL: Final = 4000
+#: In /proc/PID/stat, counted behind the name.
+_PROCESS_GROUP: Final = 2
+_USER_TICKS: Final = 11
+_SYSTEM_TICKS: Final = 12
 
 
 class VllmServer(contextlib.AbstractContextManager["VllmServer"]):
@@ -36,15 +40,18 @@ class VllmServer(contextlib.AbstractContextManager["VllmServer"]):
         folder: of the model.
         device_blocks: of vLLM's own cache.
         run_dir: of the daemon; None: without connector.
+
+    Attributes:
+        socket: that it serves on.
     """
 
     def __init__(
         self, name: str, directory: Path, model: LocalModel, folder: Path, *, device_blocks: int, run_dir: Path | None
     ) -> None:
-        self._socket, self._log = directory / f"{name}.sock", directory / f"{name}.log"
+        self.socket, self._log = directory / f"{name}.sock", directory / f"{name}.log"
         self._settled = threading.Event()
         self._program = subprocess.Popen(
-            _command(model, folder, self._socket, device_blocks, with_connector=run_dir is not None),
+            _command(model, folder, self.socket, device_blocks, with_connector=run_dir is not None),
             cwd=directory,  # away from the checkout: the client is imported from where it is installed
             env=environment(run_dir),
             stdin=subprocess.DEVNULL,
@@ -67,8 +74,18 @@ class VllmServer(contextlib.AbstractContextManager["VllmServer"]):
             raise RuntimeError(
                 f"vLLM is not ready; its log ends with:\n{written[-_LOG_TAIL:].decode(errors='replace')}"
             )
-        _wait_until_it_listens(self._socket)
-        return self._socket
+        _wait_until_it_listens(self.socket)
+        return self.socket
+
+    def cpu_s(self) -> float:
+        """CPU time that its processes have taken so far."""
+        ticks = 0
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # one that has just ended
+                fields = status.read_text().rpartition(")")[2].split()
+                if int(fields[_PROCESS_GROUP]) == self._program.pid:
+                    ticks += int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def __exit__(self, *_: object) -> None:
         """End it in order; what is left of its processes is killed."""

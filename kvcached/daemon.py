@@ -1,66 +1,88 @@
 """The composition root: builds every part, starts them in order, waits for a signal, stops them in reverse.
 
-Start: run directory → host pool → workers (all at once) → attach socket → RPC socket → ready. Whatever fails, what was
+Start: run directory → pools → workers (all at once) → attach socket → RPC socket → ready. Whatever fails, what was
 started before it is ended, and nothing half-started stays.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
+import faulthandler
+import fnmatch
 import logging
 import os
-import resource
+import secrets
 import signal
-import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
 
 import uvloop
 
-from kvcached.attach.server import AttachServer
-from kvcached.attached_admission import HostShare
-from kvcached.books import Shelf
-from kvcached.config import Config, ReplicaConfig
-from kvcached.config_host import HostConfig
-from kvcached.core.answers import PoolSpec
+from kvcached.build import build_cache
+from kvcached.config.host import HostConfig
+from kvcached.config.machine import LimitTooLow, memory_needed, raise_limits
+from kvcached.config.replica import ReplicaConfig
+from kvcached.config.schema import Config
 from kvcached.core.cache import Cache
-from kvcached.core.events import Event, PoolRestored, Ticked, WorkerDied
-from kvcached.generations import FIRST_GENERATION, Generation, generation_of, write_policy_of
-from kvcached.inheritance import Inheritance, inherit, ledger_file, take_over_timed
-from kvcached.ledger import boot_id
-from kvcached.notify import READY, STOPPING, notify
-from kvcached.replica import Replica
-from kvcached.rpc.server import RpcServer
-from kvcached.service import Service
+from kvcached.core.generations import Edition, Generations
+from kvcached.core.messages import Event, PoolRestored, Ticked, WorkerDied
+from kvcached.memory.available import NotEnoughMemory, check_available
+from kvcached.memory.device_pool import ShardMemory
+from kvcached.memory.host_pool import HostHeaders, HostMemory
+from kvcached.process.earlier import end_earlier
+from kvcached.recovery.device_pools import DevicePool
+from kvcached.recovery.fd_store import STOPPING, notify
+from kvcached.recovery.generations import (
+    FIRST_GENERATION,
+    RANDOM_BITS,
+    Generation,
+    editions_of,
+    first_of,
+    generation_of,
+    write_policy_of,
+)
+from kvcached.recovery.run_dir import RunDirUnusable, claim_run_dir
+from kvcached.recovery.state_file import boot_id
+from kvcached.recovery.takeover import Inheritance, inherit, ledger_file, take_over_timed
+from kvcached.recovery.watchdog import Pings
+from kvcached.server.attach import AttachServer
+from kvcached.server.rpc import RpcServer
+from kvcached.service.offload_admission import HostShare
+from kvcached.service.replica import Replica
+from kvcached.service.service import Service
+from kvcached.service.state_writer import StatePlace
 from kvcached.stopping import Stop
-from kvcached.storage.process import end_earlier
-from kvcached.storage_start import EARLIER_STORAGE_DEADLINE_S, start_storage, storage_spec
-from kvcached.takeover import Takeover
-from kvcached.worker.adoption import end_workers
-from kvcached.worker.available import NotEnoughMemory, check_available
-from kvcached.worker.geometry import pool_geometry
-from kvcached.worker.host_memory import HostHeaders, HostMemory
+from kvcached.storage.process import LOCK_NAME as STORAGE_LOCK_NAME
+from kvcached.storage.process import MODULE as STORAGE_MODULE
+from kvcached.storage_start import EARLIER_STORAGE_DEADLINE_S, recorded, start_storage
 from kvcached.worker.orders import ReplicaWorkers
+from kvcached.worker.process import LOCK_PATTERN
+from kvcached.worker.process import MODULE as WORKER_MODULE
 from kvcached.worker.restart import ReplicaGroups
-from kvcached.worker.supervisor import ReplicaPool
+from kvcached.worker.supervisor import KILL_DEADLINE_S, ReplicaPool
+from kvcached_client.blocks.header import NAMESPACE_BYTES
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.pages import pool_geometry
 from kvcached_client.errors import RequestError
-from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.host_header import NAMESPACE_BYTES
-from kvcached_client.rundir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAME, rpc_endpoint, socket_path
+from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAME, rpc_endpoint, socket_path
 from kvcached_client.types import ShardIndex, WritePolicy
 
 log = logging.getLogger(__name__)
 
 #: Memory made resident before ready, all replicas together; the rest is touched when it is first used.
 PRETOUCH_BYTES_MAX = 1 << 30
+_STDERR = 2
 
 
 class StartError(Exception):
     """The daemon could not start; nothing of it is left."""
+
+
+class LedgerUnusable(Exception):
+    """A start failed with what an earlier daemon left, and may succeed without it."""
 
 
 def run(config: Config) -> int:
@@ -69,24 +91,32 @@ def run(config: Config) -> int:
     Raises:
         StartError: what failed, in words for the operator.
     """
-    return uvloop.run(_serve(config))
+    faulthandler.enable(_STDERR)  # a manager ends a daemon that hangs by SIGABRT: the log then says where it hung
+    try:
+        raise_limits(config)  # the event loop itself needs some descriptors
+        epoch, held = claim_run_dir(config.run_dir)
+    except (LimitTooLow, RunDirUnusable) as error:
+        raise StartError(str(error)) from None
+    with held:
+        return uvloop.run(_serve(config, epoch))
 
 
 def _now_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, epoch: int) -> int:
     loop = asyncio.get_running_loop()
     stop = Stop(config.shutdown_deadline_ms)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.on_signal)
+    loop.add_signal_handler(signal.SIGHUP, _on_hangup)
     async with AsyncExitStack() as parts:
-        epoch = _claim_run_dir(config.run_dir, parts)
-        _raise_descriptor_limit()
-        service = await _start(config, epoch, stop, parts)
+        pings = Pings()
+        parts.callback(pings.close)
+        service = await _started(config, epoch, stop, parts)
         log.info("ready: %s in %s", ", ".join(_pools(config)), config.run_dir)
-        notify(READY)
+        pings.ready()
         await stop.asked.wait()
         log.info("stopping: up to %d ms; a second signal ends it at once", config.shutdown_deadline_ms)
         notify(STOPPING)
@@ -95,77 +125,103 @@ async def _serve(config: Config) -> int:
     return 0
 
 
-def _claim_run_dir(run_dir: Path, parts: AsyncExitStack) -> int:
-    """Make the run directory this daemon's own; returns the epoch of this start, larger than any before it here."""
+def _on_hangup() -> None:
+    log.warning(
+        "SIGHUP does nothing: the configuration is read at the start only; `systemctl restart`, or SIGHUP to "
+        "`kvcached supervise`, starts the daemon again and keeps the host pool"
+    )
+
+
+async def _started(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) -> Service:
+    """Start; once more without what an earlier daemon left where that makes the first start fail."""
     try:
-        run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
-        status = run_dir.stat()
-        if status.st_uid != os.getuid():
-            raise StartError(f"{run_dir} belongs to another user; choose another run_dir")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise StartError(f"others may write into {run_dir}, and so replace its sockets; chmod go-w it")
-        lock = os.open(run_dir / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        parts.callback(os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StartError(f"another daemon runs in {run_dir}; stop it, or choose another run_dir") from None
-        before = os.pread(lock, 20, 0).strip()
-        epoch = max(int(before) + 1 if before.isdigit() else 0, time.time_ns() // 1_000_000)
-        os.pwrite(lock, f"{epoch:<20}".encode(), 0)
-    except OSError as error:
-        raise StartError(f"run directory {run_dir}: {error.strerror}; choose another run_dir") from None
-    return epoch
+        return await _start_whole(config, epoch, stop, parts)
+    except LedgerUnusable as error:
+        log.error("the memory of the previous daemon cannot be taken over, and is dropped: %s", error)  # noqa: TRY400
+        log.debug("the reason", exc_info=error)
+    stop.at_once.clear()
+    ledger_file(config.run_dir).remove()
+    return await _start_whole(config, epoch, stop, parts)
 
 
-def _raise_descriptor_limit() -> None:
-    """A worker costs the daemon three dozen descriptors: with many shards more than the usual soft limit of 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+async def _start_whole(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) -> Service:
+    """Start everything, or nothing."""
+    async with AsyncExitStack() as attempt:
+        service = await _start(config, epoch, stop, attempt)
+        parts.push_async_callback(attempt.pop_all().aclose)
+    return service
 
 
 async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) -> Service:
-    news = _News()
+    news, inheritance = _News(), None
     try:
         inherited = parts.enter_context(ExitStack())
-        await end_earlier(config.run_dir, EARLIER_STORAGE_DEADLINE_S)
-        inheritance = inherit(config.run_dir, config.host, inherited)
-        host = inheritance.host
+        await end_earlier(config.run_dir / STORAGE_LOCK_NAME, STORAGE_MODULE, EARLIER_STORAGE_DEADLINE_S)
+        await _end_earlier_workers(config.run_dir)
+        inheritance = inherit(config.run_dir, config.host, config.replica, inherited)
+        host, devices = inheritance.host, inheritance.devices
         _check_memory(config, inheritance)
-        groups = {replica.name: _groups(config, replica, host, news) for replica in config.replica}
+        groups = {each.name: _groups(config, each, devices[each.name].shards, host, news) for each in config.replica}
         for each in groups.values():
             parts.push_async_callback(stop.end_workers, each)
             stop.at_once.append(each.kill)
-        for name in inheritance.replicas - groups.keys():  # not configured any more: nobody may write for them
-            await end_workers(str(config.run_dir), name, inheritance.workers_of(name))
-        starts = (each.start(inheritance.workers_of(name)) for name, each in groups.items())
-        started = await asyncio.gather(*starts, return_exceptions=True)
-        for error in started:
-            if isinstance(error, BaseException):
-                raise error
+        await _start_workers(groups.values())
         # What an earlier daemon has stored is verified whenever it is read: it may not have ended in order.
         verify_loads = config.host is not None and (config.host.verify_loads or inheritance.is_kept)
-        generations = {each.name: generation_of(each, inheritance.ledger) for each in config.replica}
+        record, first = await recorded(config), first_of(epoch, secrets.randbits(RANDOM_BITS))
+        editions = editions_of(record, inheritance.ledger)
+        generations = {each.name: generation_of(each, editions, first) for each in config.replica}
+        editions |= {each.namespace: Edition(each.number, each.weights_version) for each in generations.values()}
         replicas = [
-            _replica(config, each, generations[each.name], groups[each.name], epoch, verify_loads=verify_loads)
+            _replica(
+                config,
+                each,
+                generations[each.name],
+                devices[each.name],
+                groups[each.name],
+                epoch,
+                verify_loads=verify_loads,
+            )
             for each in config.replica
         ]
         policies = {
             each.name: write_policy_of(each, generations[each.name], inheritance.ledger) for each in config.replica
         }
-        cache = _cache(config, generations, policies, epoch)
+        cache = build_cache(config, generations, policies, epoch, Generations(first + 1, editions))
         headers = None if host is None else HostHeaders(host)
         taken = take_over_timed(inheritance, cache, replicas, headers)
         share = None if host is None or config.attached is None else _share(host, verify_loads=verify_loads)
-        shelf = Shelf(ledger_file(config.run_dir), boot_id(), inheritance.host_record())
-        service = _service(config, cache, replicas, share, shelf, headers)
+        state_place = StatePlace(ledger_file(config.run_dir), boot_id(), inheritance.host_record())
+        service = _service(config, cache, replicas, share, state_place, headers)
+        attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service)
+        service.watch = attach
+        # Before any event: an event writes the ledger, and a ledger without these would leave their slots to anybody.
+        service.take_in(taken.shapes, taken.sessions)
         news.tell_to(service)
-        await start_storage(config, host, service, epoch, parts)
-        _open_sockets(config, service, taken, parts)
+        is_takeover = inheritance.is_kept or any(each.is_kept for each in replicas)
+        await start_storage(config, host, service, epoch, record, parts, is_takeover=is_takeover)
+        _open_sockets(config, service, attach, parts)
     except (RequestError, NotEnoughMemory, OSError) as error:
         raise StartError(str(error)) from error
+    except Exception as error:
+        if inheritance is None or inheritance.ledger is None:
+            raise
+        raise LedgerUnusable(f"{type(error).__name__}: {error}") from error
     _start_clock(service, config.heartbeat_interval_ms / 1000, parts)
     return service
+
+
+async def _end_earlier_workers(run_dir: Path) -> None:
+    """Confirm the deaths of an earlier daemon's workers: until then they may write into the pools that it has left."""
+    locks = fnmatch.filter(os.listdir(run_dir), LOCK_PATTERN)  # noqa: PTH208
+    await asyncio.gather(*(end_earlier(run_dir / lock, WORKER_MODULE, KILL_DEADLINE_S) for lock in locks))
+
+
+async def _start_workers(groups: Iterable[ReplicaGroups]) -> None:
+    """Start all workers at once. The first error is raised when every start is over."""
+    for error in await asyncio.gather(*(each.start() for each in groups), return_exceptions=True):
+        if isinstance(error, BaseException):
+            raise error
 
 
 def _pools(config: Config) -> list[str]:
@@ -180,25 +236,25 @@ def _pools(config: Config) -> list[str]:
 
 def _check_memory(config: Config, inheritance: Inheritance) -> None:
     """Is there room for what is new? Memory that outlived an earlier daemon is taken already."""
-    new = [replica for replica in config.replica if not inheritance.workers_of(replica.name)]
-    needed = sum(replica.layout.pool_bytes(replica.slot_count) * replica.shards for replica in new)
-    if config.host is None or inheritance.is_kept:
-        check_available(needed, f"all {len(config.replica)} replicas")
-    else:
-        needed += config.host.slabs * config.host.slab_bytes
-        check_available(needed, f"all {len(config.replica)} replicas and the host pool")
+    new = [replica for replica in config.replica if not inheritance.devices[replica.name].is_kept]
+    is_host_new = config.host is not None and not inheritance.is_kept
+    needed = config.model_copy(update={"replica": tuple(new), "host": config.host if is_host_new else None})
+    size_bytes, names = memory_needed(needed)
+    check_available(size_bytes, f"the configuration ({names})")
 
 
-def _groups(config: Config, replica: ReplicaConfig, host: HostMemory | None, news: _News) -> ReplicaGroups:
+def _groups(
+    config: Config, replica: ReplicaConfig, memory: tuple[ShardMemory, ...], host: HostMemory | None, news: _News
+) -> ReplicaGroups:
     pool = ReplicaPool(
         replica.name,
         replica.layout,
         replica.slot_count,
         replica.namespace(FIRST_GENERATION),
+        memory,
         host,
         pretouch_bytes=PRETOUCH_BYTES_MAX // len(config.replica),
         ready_deadline_s=config.worker_ready_deadline_ms / 1000,
-        grace_ms=config.worker_grace_ms,
     )
     return ReplicaGroups(
         pool,
@@ -212,6 +268,7 @@ def _replica(
     config: Config,
     replica: ReplicaConfig,
     generation: Generation,
+    device: DevicePool,
     groups: ReplicaGroups,
     epoch: int,
     *,
@@ -230,7 +287,7 @@ def _replica(
         root_of=replica.namespace,
         workers=ReplicaWorkers(
             groups,
-            shards=replica.shards,
+            memory=device.shards,
             epoch=epoch,
             generation=generation.number,
             verify_loads=verify_loads,
@@ -238,6 +295,8 @@ def _replica(
         header_namespace=replica.namespace(FIRST_GENERATION)[:NAMESPACE_BYTES],
         host_geometry=None if config.host is None else _host_geometry(config.host, replica),
         write_policy=WritePolicy(replica.write_policy),
+        memory=tuple(each.identity for each in device.shards),
+        is_kept=device.is_kept,
     )
 
 
@@ -252,30 +311,12 @@ def _host_geometry(host: HostConfig, replica: ReplicaConfig) -> HostGeometry:
     )
 
 
-def _cache(
-    config: Config, generations: Mapping[str, Generation], policies: Mapping[str, WritePolicy], epoch: int
-) -> Cache:
-    cache = Cache(
-        [_pool_spec(config, each, generations[each.name], policies[each.name]) for each in config.replica],
-        epoch=epoch,
-        session_ttl_ms=config.session_ttl_ms,
-        host_slabs=0 if config.host is None else config.host.slabs,
-        spaces_max=0 if config.attached is None else config.attached.namespaces_max,
-        pin_quota_percent=config.pin_quota_percent,
-        host_eviction_policy="lru" if config.host is None else config.host.eviction_policy,
-        storage=storage_spec(config),
-    )
-    if config.attached is not None:
-        cache.attached.spaces.write_policy = WritePolicy(config.attached.write_policy)
-    return cache
-
-
 def _service(
     config: Config,
     cache: Cache,
     replicas: list[Replica],
     share: HostShare | None,
-    shelf: Shelf,
+    state_place: StatePlace,
     headers: HostHeaders | None,
 ) -> Service:
     return Service(
@@ -287,7 +328,7 @@ def _service(
         answers_kept_per_session=config.replies_kept_per_session,
         share=share,
         headers=headers,
-        shelf=shelf,
+        state_place=state_place,
     )
 
 
@@ -295,31 +336,10 @@ def _share(host: HostMemory, *, verify_loads: bool) -> HostShare:
     return HostShare(host.descriptor, host.slabs, host.slab_bytes, verify_loads=verify_loads)
 
 
-def _pool_spec(config: Config, replica: ReplicaConfig, generation: Generation, write_policy: WritePolicy) -> PoolSpec:
-    host = config.host
-    return PoolSpec(
-        replica.name,
-        generation.namespace,
-        replica.block_size,
-        replica.slot_count,
-        shards=replica.shards,
-        host_slots_per_slab=0 if host is None else host.slots_per_slab(replica.layout),
-        # What is demoted needs a place to go to.
-        watermark=0 if host is None else replica.watermark_slots,
-        load_threshold=replica.load_threshold_blocks,
-        load_quota=replica.load_quota_blocks,
-        write_policy=write_policy,
-        eviction_policy=replica.eviction_policy,
-    )
-
-
-def _open_sockets(config: Config, service: Service, taken: Takeover, parts: AsyncExitStack) -> None:
+def _open_sockets(config: Config, service: Service, attach: AttachServer, parts: AsyncExitStack) -> None:
     loop = asyncio.get_running_loop()
-    attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service)
-    attach.start()
     parts.callback(attach.close)
-    service.watch = attach
-    service.take_in(taken.shapes, taken.sessions)
+    attach.start()
     rpc = RpcServer(Path(socket_path(config.run_dir, RPC_SOCKET_NAME)), service)
     parts.callback(rpc.close)
     parts.callback(service.close)
@@ -345,7 +365,7 @@ def _start_clock(service: Service, interval_s: float, parts: AsyncExitStack) -> 
 
 
 def _on_worker_lost(news: _News, replica: str, shard: ShardIndex, reason: str) -> None:
-    log.error("replica %s lost the worker of shard %d, and its cache with it: %s", replica, shard, reason)
+    log.error("replica %s lost the worker of shard %d; its cache stays: %s", replica, shard, reason)
     news.tell(WorkerDied(replica))
 
 

@@ -13,8 +13,8 @@ import os
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from kvcached.admin_verbs import Left
-from kvcached.service import Service
+from kvcached.service.admin_verbs import Left
+from kvcached.service.service import Service
 from kvcached.worker.restart import ReplicaGroups
 
 #: What workers get to end in order when engines have used up the deadline. They take some milliseconds.

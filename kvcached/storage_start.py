@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Final
 
-from kvcached.config import Config
-from kvcached.config_storage import StorageConfig
-from kvcached.core.prefetch import PrefetchLimits
-from kvcached.core.storage import StorageSpec
-from kvcached.core.storage_state import BackupPolicy
-from kvcached.service import Service
-from kvcached.storage.link import StorageLink
+from kvcached.config.schema import Config
+from kvcached.config.storage import StorageConfig
+from kvcached.core.transfers.prefetch import PrefetchLimits
+from kvcached.core.transfers.storage import StorageSpec
+from kvcached.core.transfers.storage_copies import BackupPolicy
+from kvcached.memory.host_pool import HostMemory
+from kvcached.recovery.generations import Record, RecordFile, RecordWriter, read_record
+from kvcached.service.service import Service
+from kvcached.service.storage_verbs import STOP_DEADLINE_S, StorageService, note_forgotten
+from kvcached.storage.client import StorageLink
 from kvcached.storage.messages import StorageConfig as ProcessConfig
-from kvcached.storage.process import LOCK_NAME, LOG_NAME
-from kvcached.storage_verbs import STOP_DEADLINE_S, StorageService
-from kvcached.worker.host_memory import HostMemory
 from kvcached_client.errors import ErrorCode, request_error
 
 #: The storage process of a daemon that died waits for its device at most.
 EARLIER_STORAGE_DEADLINE_S: Final = 30.0
+#: Engines that wait for the next daemon have their hits in memory without storage.
+TAKEOVER_PATIENCE_S: Final = 2.0
+
+_log: Final = logging.getLogger(__name__)
 
 
 def storage_spec(config: Config) -> StorageSpec:
@@ -35,21 +39,39 @@ def storage_spec(config: Config) -> StorageSpec:
     )
 
 
+async def recorded(config: Config) -> Record | None:
+    """What is written down beside storage of the generations of namespaces; None where nothing is, or can be read."""
+    path = None if config.storage is None or config.host is None else config.storage.record_path
+    return None if path is None else await read_record(path)
+
+
 async def start_storage(
-    config: Config, host: HostMemory | None, service: Service, epoch: int, parts: AsyncExitStack
+    config: Config,
+    host: HostMemory | None,
+    service: Service,
+    epoch: int,
+    record: Record | None,
+    parts: AsyncExitStack,
+    *,
+    is_takeover: bool,
 ) -> None:
-    """Start the storage process, if one is configured, and wait until it works.
+    """Start the storage process, if one is configured, and wait a while until it works.
+
+    The daemon starts without it where it does not work yet: that goes on being tried, and a start that fails could
+    cost the blocks that are kept in memory.
+
+    `record` is that of generations as it was found: it tells what storage has still to forget.
 
     Raises:
-        DaemonFailure: it does not, for a reason that its configuration has to be changed for.
+        DaemonFailure: it never will work with these settings.
     """
     storage = config.storage
     if storage is None or host is None:
         return
     link = StorageLink(
-        _process_config(config.run_dir, storage),
+        _process_config(storage),
         host.descriptor,
-        str(config.run_dir / LOG_NAME),
+        config.run_dir,
         epoch,
         service.storage.kind_of,
         service.on_event,
@@ -58,19 +80,31 @@ async def start_storage(
     service.storage.storage = StorageService(
         link, storage.backend, storage.backup, storage.prefetch_timeout_ms, storage.prefetch_timeout_us_per_token
     )
+    keep_record(service, link, record, None if storage.record_path is None else RecordFile(storage.record_path))
     link.attach()
-    if not await link.started(config.worker_ready_deadline_ms / 1000):
+    if await link.started(TAKEOVER_PATIENCE_S if is_takeover else config.worker_ready_deadline_ms / 1000):
+        return
+    if link.is_misconfigured:
         raise request_error(
             ErrorCode.INTERNAL, f"storage {storage.backend!r}: {link.why}", "correct [storage], or remove it"
         )
+    _log.error("storage %r does not work yet; the daemon starts without it: %s", storage.backend, link.why)
 
 
-def _process_config(run_dir: Path, storage: StorageConfig) -> ProcessConfig:
+def keep_record(service: Service, link: StorageLink, record: Record | None, writer: RecordWriter | None) -> None:
+    """Go on where the record of generations ends: forget what is due, and have the record kept."""
+    for prefix in () if record is None else record.forgets:
+        link.forget(bytes.fromhex(prefix), note_forgotten)
+    service.recorder.forgets = lambda: link.due
+    if writer is not None:
+        service.recorder.use(writer)
+
+
+def _process_config(storage: StorageConfig) -> ProcessConfig:
     return ProcessConfig(
         backend=storage.backend,
         settings=storage.settings,
         faults=storage.faults,
         key_file="" if storage.key_file is None else str(storage.key_file),
-        lock_path=str(run_dir / LOCK_NAME),
         timeout_s=storage.timeout_ms / 1000,
     )

@@ -8,10 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcached_client.attach import SessionGrant
+    from kvcached_client.blocks.layout import KvGroup, Layout
     from kvcached_client.client import Admin, Client
     from kvcached_client.errors import (
         BadRequest,
+        CircuitOpen,
         DaemonFailure,
         DaemonUnreachable,
         DeadlineExceeded,
@@ -26,16 +27,18 @@ if TYPE_CHECKING:
         TransportError,
     )
     from kvcached_client.keys import KeyChain
-    from kvcached_client.layout import KvGroup, Layout
     from kvcached_client.lease import Lease
-    from kvcached_client.memory import MappedPool, map_pool
-    from kvcached_client.protocol import LoadTicket
+    from kvcached_client.pool import MappedPool, map_pool
+    from kvcached_client.protocol.engine import LoadTicket
+    from kvcached_client.transport.attach import SessionGrant
+    from kvcached_client.transport.misses import MissReason
 
 _HOMES = {
-    "attach": ("SessionGrant",),
+    "transport.attach": ("SessionGrant",),
     "client": ("Admin", "Client"),
     "errors": (
         "BadRequest",
+        "CircuitOpen",
         "DaemonFailure",
         "DaemonUnreachable",
         "DeadlineExceeded",
@@ -50,16 +53,18 @@ _HOMES = {
         "TransportError",
     ),
     "keys": ("KeyChain",),
-    "layout": ("KvGroup", "Layout"),
+    "blocks.layout": ("KvGroup", "Layout"),
     "lease": ("Lease",),
-    "memory": ("MappedPool", "map_pool"),
-    "protocol": ("LoadTicket",),
+    "pool": ("MappedPool", "map_pool"),
+    "transport.misses": ("MissReason",),
+    "protocol.engine": ("LoadTicket",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Admin",
     "BadRequest",
+    "CircuitOpen",
     "Client",
     "DaemonFailure",
     "DaemonUnreachable",
@@ -74,6 +79,7 @@ __all__ = [
     "LoadFailed",
     "LoadTicket",
     "MappedPool",
+    "MissReason",
     "NoCapacity",
     "Refused",
     "RequestError",

@@ -7,16 +7,13 @@ import os
 import weakref
 from typing import Final, Self, get_args
 
-from kvcached_client.admin_calls import AdminCalls
-from kvcached_client.attach import SessionGrant
-from kvcached_client.channel import Channel, Failures, SessionChannel
+from kvcached_client.admin import AdminCalls
+from kvcached_client.blocks.layout import Layout
 from kvcached_client.errors import ErrorCode, KvcachedError, request_error
-from kvcached_client.heartbeat import Heartbeat
 from kvcached_client.keys import KeyChain, Tokens
-from kvcached_client.layout import Layout
-from kvcached_client.lease import CachePolicy, Lease, acquire_lease
+from kvcached_client.lease import CachePolicy, Lease, acquire_lease, check_fence
 from kvcached_client.prefetch import PrefetchCalls
-from kvcached_client.protocol import (
+from kvcached_client.protocol.engine import (
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
     Bye,
@@ -43,12 +40,16 @@ from kvcached_client.protocol import (
     Welcome,
     unpack_tree_nodes,
 )
-from kvcached_client.protocol import Heartbeat as HeartbeatRequest
-from kvcached_client.protocol_fields import RESERVE_REQUEST_PREFIX
+from kvcached_client.protocol.engine import Heartbeat as HeartbeatRequest
+from kvcached_client.protocol.fields import RESERVE_REQUEST_PREFIX
+from kvcached_client.rejoin import declare, open_channel, rejoin
 from kvcached_client.reserve import Reserve
-from kvcached_client.returning import declare, open_channel, rejoin
-from kvcached_client.rundir import default_run_dir, rpc_endpoint
-from kvcached_client.types import FenceSequence
+from kvcached_client.transport.attach import SessionGrant
+from kvcached_client.transport.channel import FAREWELL_MS, Channel, SessionChannel
+from kvcached_client.transport.heartbeat import Heartbeat
+from kvcached_client.transport.misses import Failures
+from kvcached_client.transport.run_dir import default_run_dir, rpc_endpoint
+from kvcached_client.types import NO_FENCE, FenceSequence
 
 _log: Final = logging.getLogger("kvcached_client")
 
@@ -118,7 +119,7 @@ class Admin(_Reports, AdminCalls):
 
     @classmethod
     def connect(cls, run_dir: str | os.PathLike[str] | None = None, *, deadline_ms: int = 5000) -> Self:
-        """Speak to the daemon in `run_dir` (default: `rundir.default_run_dir`). Calls take at most `deadline_ms`.
+        """Speak to the daemon in `run_dir` (default: `run_dir.default_run_dir`). Calls take at most `deadline_ms`.
 
         Raises:
             DaemonUnreachable: nothing listens in `run_dir`.
@@ -193,12 +194,14 @@ class Client(_Reports, PrefetchCalls):
         """Open a session on a replica's pool.
 
         Args:
-            run_dir: where the daemon's sockets are; default: `rundir.default_run_dir`.
+            run_dir: where the daemon's sockets are; default: `run_dir.default_run_dir`.
             replica: name of a replica in the daemon's configuration.
             deadline_ms: the longest that one call may take, each step of this one included.
             failures: "raise" raises typed errors. "miss" makes every failure of the daemon look like an empty cache:
                 `match` gives 0, `acquire` a lease that is not granted, and the other methods of a lease do nothing.
-                `failure_count` counts them; the first of each kind is logged. `connect` always raises.
+                `failure_count` counts them, `last_failure` and `Lease.reason` say why; the first of each kind is
+                logged. Once a deadline has passed, calls are misses at once until the daemon answers. `connect` always
+                raises.
             layout: what the engine was built for; another one on the daemon's side is refused.
             heartbeat: send heartbeats from a thread. Without them the session expires; for tests and short tools.
             reserve_blocks: slots to hold for the time when the daemon is away: `acquire` and `allocate` take from them
@@ -251,8 +254,13 @@ class Client(_Reports, PrefetchCalls):
 
     @property
     def failure_count(self) -> int:
-        """Failures that became misses."""
+        """Failures that became misses. A pool that was full is none."""
         return self._channel.misses.count
+
+    @property
+    def last_failure(self) -> KvcachedError | None:
+        """The last failure that became a miss; None where none has."""
+        return self._channel.misses.last_failure
 
     def chain(self, tokens: Tokens = (), *, lora: str = "", salt: str = "") -> KeyChain:
         """A chain of keys, rooted in the session's namespace, the LoRA adapter and the tenant's salt.
@@ -341,7 +349,9 @@ class Client(_Reports, PrefetchCalls):
         grant, layout = self.session, self.layout.fingerprint()
         channel, member = open_channel(grant.run_dir, deadline_ms=self._channel.deadline_ms, failures="raise")
         try:
-            welcome = rejoin(channel, member, grant, self._daemon_epoch, layout, self.namespace)
+            named = self._channel.named_fence
+            fence = named if named > self._signalled else NO_FENCE
+            welcome = rejoin(channel, member, grant, self._daemon_epoch, layout, self.namespace, fence)
             _check_welcome(welcome, layout)
             declare(channel, [*self._leases] if self._reserve is None else [self._reserve, *self._leases])
         except BaseException:
@@ -352,27 +362,29 @@ class Client(_Reports, PrefetchCalls):
     def signal_fence(self, sequence: FenceSequence) -> None:
         """Say that the engine's queued work up to a fence is over, and with it the use of what was released under it.
 
-        Sent at once if possible, and again with every heartbeat. A lower number than before changes nothing.
+        Sent at once if possible, and again with every heartbeat, to a daemon that was started anew, too. A lower number
+        than before changes nothing.
 
         Raises:
-            BadRequest: the number is 2^63 or more.
+            BadRequest: the number is negative, or 2^63 or more.
             DaemonUnreachable: the daemon is gone, or the client closed.
         """
-        highest = max(self._signalled, sequence)
         with self._channel.misses:
+            # Noted first: a daemon that is started anew is told of it, too.
+            self._signalled = max(self._signalled, check_fence(sequence))
+            if self._heartbeat is not None:
+                self._heartbeat.signalled = self._signalled
+            if self._reserve is not None:
+                self._reserve.signal(self._signalled)
             self._channel.post(
                 HeartbeatRequest(
                     id=self._channel.next_id(),
                     session=self.session.id,
                     token=self.session.token,
-                    fence=highest,
+                    fence=self._signalled,
                     reply=False,
                 )
             )
-            # Only now: a number that no message can carry must not get into the heartbeats.
-            self._signalled = highest
-            if self._heartbeat is not None:
-                self._heartbeat.signalled = highest
 
     def close(self) -> None:
         """End the session: its leases end, its slots go back to the pool.
@@ -393,7 +405,7 @@ class Client(_Reports, PrefetchCalls):
                     self._heartbeat.close()
                 self._say_goodbye()
         finally:
-            self._channel.close()
+            self._channel.close(linger_ms=FAREWELL_MS if self._channel.is_waiting_in_vain else 0)
 
     def __enter__(self) -> Self:
         return self
@@ -407,7 +419,7 @@ class Client(_Reports, PrefetchCalls):
         if beats is not None:
             beats.close()
         old.close()
-        channel.misses = old.misses
+        channel.misses, channel.named_fence = old.misses, old.named_fence
         self._channel = channel
         self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=self.session.run_dir)
         self.epoch, self._daemon_epoch = welcome.epoch, welcome.daemon_epoch

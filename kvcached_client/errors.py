@@ -11,6 +11,7 @@
     │   └── DaemonFailure       fault "daemon":  kvcached failed, or does not serve this now; not the caller's doing
     ├── TransportError          no answer came
     │   ├── DaemonUnreachable   nothing listens there, or the attach socket closed
+    │   │   └── DaemonSilent    a process listens there and takes no request
     │   └── DeadlineExceeded    the deadline of the call passed
     └── LoadFailed              a shard's wait for a layer: the load failed; `Lease.wait_loaded` says what is left
 
@@ -132,8 +133,19 @@ class DaemonUnreachable(TransportError):
     """Nothing answers at the socket, or the peer closed it."""
 
 
+class DaemonSilent(DaemonUnreachable):
+    """A process listens at the socket and took no request in time: it is stopped, hangs, or is overloaded."""
+
+
 class DeadlineExceeded(TransportError):
     """The deadline passed before the answer came."""
+
+
+class CircuitOpen(TransportError):
+    """The daemon was not asked: an earlier call's deadline passed, and it has not answered since.
+
+    Only where failures are misses, and so never raised to a caller: it is what `Client.last_failure` shows.
+    """
 
 
 class LoadFailed(KvcachedError):

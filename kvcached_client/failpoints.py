@@ -28,13 +28,15 @@ LOG_VARIABLE: Final = "KVCACHED_FAILPOINTS_LOG"
 
 #: Every failpoint, and what is true when a process comes by.
 FAILPOINTS: Final[dict[str, str]] = {
-    "attached.copy": "an engine in attached mode copies, in either direction: before each part of the blocks",
     "attached.load.copied": "it has copied what it was to load, and the daemon does not know",
     "attached.load.prepared": "it knows which host slots to read, and has read none",
-    "attached.store.cleared": "the headers of the host slots that it is to write are gone, and no byte is there",
-    "attached.store.copied": "the bytes of a store are there, and no header",
     "attached.store.prepared": "it knows which host slots to write, and has touched none",
     "attached.store.written": "all headers of a store are there, and the daemon does not know",
+    "blocks.copy": "a worker, or an engine in attached mode, copies: before each layer of a worker's load, and before "
+    "each part of the blocks of any other copy",
+    "blocks.store.cleared": "the headers of the host slots that a store is to write are gone, and no byte is there",
+    "blocks.store.copied": "the bytes of a store are there, and no header",
+    "blocks.store.header": "before each header of a store, all its bytes being there",
     "client.acquired": "a lease is granted, and the engine does not know it yet",
     "client.commit": "blocks are written, and no commit has been sent",
     "client.heartbeat": "a heartbeat is due",
@@ -50,12 +52,7 @@ FAILPOINTS: Final[dict[str, str]] = {
     "worker.ack": "a command is over in a worker, and the daemon does not know",
     "worker.load.begin": "a load has its command, and no header has been looked at",
     "worker.load.copied": "the bytes of a load are on the device, and its progress entry does not say so",
-    "worker.load.copying": "a load copies: before each layer where pools are kept by layer",
     "worker.store.begin": "a store has its command, and has touched nothing",
-    "worker.store.cleared": "the headers of a store's host slots are gone, and no byte is there",
-    "worker.store.copied": "the bytes of a store are there, and no header",
-    "worker.store.copying": "a store copies: before each layer where pools are kept by layer",
-    "worker.store.header": "before each header of a store, all its bytes being there",
     "worker.store.written": "all headers of a store are there, and nobody has been told",
 }
 

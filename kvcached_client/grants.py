@@ -7,10 +7,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.block_table import expand_ranges
+from kvcached_client.blocks.block_table import expand_ranges
 from kvcached_client.errors import ErrorCode, RequestError, request_error
-from kvcached_client.protocol import Acquired, LoadTicket
-from kvcached_client.types import FenceSequence, LeaseId
+from kvcached_client.protocol.engine import Acquired, LoadTicket
+from kvcached_client.types import LeaseId
 
 Slots = npt.NDArray[np.int32]
 
@@ -31,7 +31,6 @@ class Declaration(NamedTuple):
     request: str
     tokens: int
     hit: int
-    fence: FenceSequence
     frames: tuple[bytes, bytes, bytes]
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import index
 from typing import Final, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.block_table import compress_slots
-from kvcached_client.channel import SessionChannel
+from kvcached_client.blocks.block_table import compress_slots
 from kvcached_client.errors import DaemonUnreachable, ErrorCode, RequestError, Stale, request_error
 from kvcached_client.failpoints import failpoint
 from kvcached_client.grants import NOTHING, Declaration, Grant, Slots, blocks_of, grant_of, slots_of
 from kvcached_client.keys import KeyChain
-from kvcached_client.protocol import (
+from kvcached_client.protocol.engine import (
     INTEGER_MAX,
     Acquire,
     Acquired,
@@ -27,10 +28,12 @@ from kvcached_client.protocol import (
     Release,
     Released,
 )
-from kvcached_client.protocol_fields import PRIORITY_MAX, PRIORITY_MIN
+from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN
 from kvcached_client.reserve import Reserve
+from kvcached_client.transport.channel import SessionChannel
+from kvcached_client.transport.misses import MissReason
+from kvcached_client.transport.retry_when_freed import with_vacancies
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
-from kvcached_client.vacancy import with_vacancies
 
 #: Which blocks of a request others may find: prompt and output, only those without output tokens, or none.
 CachePolicy = Literal["all", "prompt", "nothing"]
@@ -59,6 +62,7 @@ class Lease:
 
     Attributes:
         granted: whether there is a lease at all.
+        reason: why the last call of it did nothing, where failures are misses; None if it did what it says.
         id: the daemon's name for it; 0 if not granted.
         hit_blocks: leading blocks that were cached; never written by their reader. `wait_loaded` may shorten it.
         ready_blocks: so many of them can be read now; the others when the loads have ended, or layer by layer before.
@@ -80,6 +84,7 @@ class Lease:
         `reserve` is where slots may come from while the daemon is away; a lease without id has all of its own there.
         """
         self.granted = grant is not None
+        self.reason: MissReason | None = None
         self.id, self.hit_blocks, self.ready_blocks, self.loads, table = grant or NOTHING
         self.depth = self.hit_blocks
         self._channel = channel
@@ -134,7 +139,7 @@ class Lease:
         """
         if self.is_loading:
             failpoint("client.load")
-            with self._channel.misses:
+            with self._missable():
                 with_vacancies(self._channel, self._wait_for_loads)
         return self.ready_blocks * self._chain.block_size
 
@@ -147,7 +152,7 @@ class Lease:
         """
         if not self.granted:
             return
-        with self._channel.misses:
+        with self._missable():
             with_vacancies(self._channel, lambda deadline_ns: self._grow(tokens, deadline_ns))
 
     def commit(self, computed_tokens: int, *, fence: FenceSequence = NO_FENCE) -> None:
@@ -170,7 +175,7 @@ class Lease:
         if not self.granted:
             return
         stop = self._commit_stop(computed_tokens)
-        with self._channel.misses:
+        with self._missable():
             named = self._note_fence(fence)
             self._settle()
             self._check_loaded()
@@ -195,15 +200,17 @@ class Lease:
         if not self.granted:
             return
         stop = self._commit_stop(computed_tokens)
-        with self._channel.misses:
+        with self._missable():
             self._note_fence(fence)
             if not self._settle_release():
                 self._settle()
                 self._check_loaded()
                 self._release(self._blocks(stop) if stop > self.depth else ())
             return
-        if self._unsettled is None:
+        if self._unsettled is None or not isinstance(self._unsettled[0], Release):
+            reason = self.reason
             self.release(fence=fence)
+            self.reason = reason
 
     def release(self, *, fence: FenceSequence = NO_FENCE) -> None:
         """Give slots and pins back; what was not committed is lost.
@@ -215,7 +222,7 @@ class Lease:
         """
         if not self._is_held or self._channel.is_closed:
             return
-        with self._channel.misses:
+        with self._missable():
             self._note_fence(fence)
             if not self._settle_release():
                 self._release(())
@@ -227,7 +234,7 @@ class Lease:
         there, own = (self.ready_blocks, self.hit_blocks) if self.loads else (self.depth, self.depth)
         held, exclusive = compress_slots(self._table[:there]), compress_slots(self._table[own:])
         frames = (self._chain.key_range(0, there), held, exclusive)
-        return Declaration(self._name, self._chain.token_count, own, self._fence, frames)
+        return Declaration(self._name, self._chain.token_count, own, frames)
 
     def hold_only(self, slots: Slots) -> None:
         """Other leases have the rest of its slots."""
@@ -244,6 +251,15 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    @contextmanager
+    def _missable(self) -> Iterator[None]:
+        """What fails in here is a miss, where failures are, and `reason` says why."""
+        self.reason = None
+        with self._channel.misses:
+            yield
+            return
+        self.reason = self._channel.misses.last_reason
 
     def _set_table(self, table: npt.NDArray[np.int32]) -> None:
         table.flags.writeable = False
@@ -318,10 +334,9 @@ class Lease:
 
     def _note_fence(self, fence: FenceSequence) -> FenceSequence:
         """The fence as an int, remembered if it is the highest so far."""
-        named = FenceSequence(index(fence))
-        if not 0 <= named <= INTEGER_MAX:
-            raise request_error(ErrorCode.BAD_VALUE, f"fence {named}", f"fences are numbers from 0 to {INTEGER_MAX}")
+        named = check_fence(fence)
         self._fence = max(self._fence, named)
+        self._channel.named_fence = max(self._channel.named_fence, named)
         return named
 
     def _release(self, frames: tuple[bytes, ...]) -> None:
@@ -349,7 +364,7 @@ class Lease:
         if self._channel.is_gone and self._is_held:
             self._is_held = False
             if self._reserve is not None:
-                self._reserve.give(self._borrowed)
+                self._reserve.give(self._borrowed, self._fence)
 
     def _note_refusal(self, error: RequestError) -> None:
         if isinstance(error, Stale) or error.code in _NOT_OURS:
@@ -383,6 +398,18 @@ class Lease:
             self._set_table(np.concatenate((self._table, slots_of(reply_frames[0], reply.blocks))))
         else:
             self._is_held = False
+
+
+def check_fence(fence: FenceSequence) -> FenceSequence:
+    """A fence as an int.
+
+    Raises:
+        BadRequest: no message can carry it.
+    """
+    named = FenceSequence(index(fence))
+    if not 0 <= named <= INTEGER_MAX:
+        raise request_error(ErrorCode.BAD_VALUE, f"fence {named}", f"fences are numbers from 0 to {INTEGER_MAX}")
+    return named
 
 
 def acquire_lease(
@@ -432,4 +459,6 @@ def acquire_lease(
             grant = NOTHING._replace(table=slots)
         failpoint("client.acquired")
         return Lease(channel, chain, cache, grant, name, reserve)
-    return Lease(channel, chain, cache, None, name)
+    lease = Lease(channel, chain, cache, None, name)
+    lease.reason = channel.misses.last_reason
+    return lease

@@ -9,11 +9,12 @@ import numpy as np
 
 from kvcached_client.errors import KvcachedError
 from kvcached_client.grants import Declaration, Slots
+from kvcached_client.types import NO_FENCE
 
 if TYPE_CHECKING:
-    from kvcached_client.channel import SessionChannel
     from kvcached_client.lease import Lease
-    from kvcached_client.types import LeaseId
+    from kvcached_client.transport.channel import SessionChannel
+    from kvcached_client.types import FenceSequence, LeaseId
 
 _log: Final = logging.getLogger("kvcached_client")
 
@@ -29,6 +30,9 @@ class Reserve:
         self._keeper = keeper
         self._capacity_tokens = keeper.capacity_tokens
         self._free: list[int] = keeper.block_table.tolist()
+        #: Slots that came back while work was queued on them, with the fence behind that.
+        self._fenced: list[tuple[FenceSequence, list[int]]] = []
+        self._signalled = NO_FENCE
 
     def take(self, count: int) -> Slots | None:
         """So many slots, or None where fewer are left."""
@@ -37,9 +41,16 @@ class Reserve:
         taken, self._free = self._free[:count], self._free[count:]
         return np.array(taken, np.int32)
 
-    def give(self, slots: Slots) -> None:
-        """Slots come back."""
-        self._free += slots.tolist()
+    def give(self, slots: Slots, fence: FenceSequence) -> None:
+        """Slots come back. They are taken again once `fence` has signalled."""
+        self._fenced.append((fence, slots.tolist()))
+        self.signal(self._signalled)
+
+    def signal(self, fence: FenceSequence) -> None:
+        """The engine's queued work up to a fence is over."""
+        self._signalled = fence
+        self._free += [slot for named, slots in self._fenced if named <= fence for slot in slots]
+        self._fenced = [(named, slots) for named, slots in self._fenced if named > fence]
 
     def refill(self) -> None:
         """Slots in place of those that other leases have taken for good, as far as the pool has any."""
@@ -47,7 +58,7 @@ class Reserve:
         try:
             self._keeper.allocate(self._capacity_tokens)
         except KvcachedError as error:
-            _log.info("the reserve has %d slots for now: %s", had, error)
+            _log.info("the reserve has only %d slots for now: %s", had, error)
         self._free += self._keeper.block_table[had:].tolist()
 
     # As a lease that is declared:
@@ -58,5 +69,6 @@ class Reserve:
         return self._keeper.declaration()
 
     def take_up(self, channel: SessionChannel, lease_id: LeaseId) -> None:
-        """See `Lease.take_up`."""
+        """See `Lease.take_up`. Slots that wait for their fence are the daemon's, which waits for it as well."""
+        self._fenced.clear()
         self._keeper.take_up(channel, lease_id)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from kvcached_client.memory import MappedPool
+from kvcached_client.pool import MappedPool
 
 
 def layer_tensors(pool: MappedPool, layer: int, group: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:

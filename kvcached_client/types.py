@@ -35,7 +35,7 @@ class MissReason(StrEnum):
     EVICTED = "evicted"  #: others needed its slot
     CORRUPT_OR_FAILED = "corrupt_or_failed"  #: its copy failed, or proved to be damaged
     NO_ROOM = "no_room"  #: it was to be stored when every slot was in use
-    WORKER_LOST = "worker_lost"  #: it went with the memory of a worker that died
+    WORKER_LOST = "worker_lost"  #: host memory has it, but the worker that would load it has died
     CLEARED = "cleared"  #: it was stored before the namespace was cleared
     FILLING = "filling"  #: it is being stored right now
     BELOW_THRESHOLD = "below_threshold"  #: host memory has it, but too few blocks to be worth a load
@@ -55,6 +55,8 @@ class WritePolicy(StrEnum):
 
 
 KEY_SIZE_BYTES = 16
+#: Loads under way in one pool: the entries of a shard's progress page.
+PROGRESS_SLOTS = 32
 RANGE_SIZE_BYTES = 8
 
 

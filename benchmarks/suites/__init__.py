@@ -12,14 +12,17 @@ from benchmarks.result import Result
 SUITES: Final[dict[str, str]] = {
     "copy": "benchmarks.suites.copy",
     "faults": "benchmarks.suites.faults",
+    "floods": "benchmarks.suites.floods",
     "hash": "benchmarks.suites.block_keys",
     "index": "benchmarks.suites.index",
     "rpc": "benchmarks.suites.rpc",
     "storage": "benchmarks.suites.storage",
     "vllm": "benchmarks.suites.vllm",
+    "vllm-queue": "benchmarks.suites.vllm_queue",
 }
-#: Those that need nothing but the development environment, and wait for nothing: `faults` does little but wait.
-DEFAULT_SUITES: Final = tuple(name for name in SUITES if name not in {"faults", "vllm"})
+#: Those that need nothing but the development environment, and wait for nothing: `faults` does little but wait, and
+#: `floods` takes every processor.
+DEFAULT_SUITES: Final = tuple(name for name in SUITES if name not in {"faults", "floods", "vllm", "vllm-queue"})
 
 
 def load_suite(name: str) -> Callable[[int], Iterator[Result]]:

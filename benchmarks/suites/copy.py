@@ -14,7 +14,7 @@ from benchmarks.c_loop import CopyLoop, compile_copy_loop
 from benchmarks.copy_rig import CopyRig
 from benchmarks.result import Result, Target, judge
 from benchmarks.timing import interleave
-from kvcached_client.layout import PageOrder
+from kvcached_client.blocks.layout import PageOrder
 
 #: 64 MiB: more than processors' caches hold, so that one large copy is one through memory.
 _BLOCKS: Final = 128

@@ -1,4 +1,4 @@
-"""Suite ``index``: the core's index with 1 M blocks, in three shapes, without and with a host tier."""
+"""Suite ``index``: the core with 1 M blocks in three shapes, without and with a host tier; a branch at each block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.bare_tree import walk
 from benchmarks.one_engine import OneEngine
 from benchmarks.replay import Replay
 from benchmarks.result import Result, Target, judge
-from benchmarks.shapes import ADVERSARIAL, CHAT, LONG_PROMPT_BLOCKS, TRACE, Shape
+from benchmarks.shapes import ADVERSARIAL, BRANCHED, CHAT, LONG_PROMPT_BLOCKS, TRACE, Shape
 from benchmarks.timing import ROUNDS_MIN, interleave
 
 _SLOTS: Final = 1_000_000
@@ -22,6 +22,11 @@ _SLOTS: Final = 1_000_000
 _DEVICE_SLOTS: Final = _SLOTS // 2
 #: Holds the long prompt of a shape and branches of one block, and little else.
 _SMALL_SLOTS: Final = 10_000
+#: Holds the long prompt, a branch of one block for each of its blocks, and a prompt beside them.
+_BRANCHED_SLOTS: Final = 20_000
+_LONE_BLOCKS: Final = 512
+#: Such a request takes microseconds.
+_PAIRS_PER_ROUND: Final = 20
 _EVICTED_BLOCKS: Final = 8192
 _MATCH_SECONDS: Final = 3.0
 #: Passes take seconds where other suites' rounds take milliseconds.
@@ -30,6 +35,10 @@ _ROUNDS_PER_PASS: Final = 6
 _BYTES_PER_BLOCK_MAX: Final = {"trace": 64, "chat": 128}
 _MATCH_US_MAX: Final = {"trace": 10}
 _MATCH_US_PER_RUN_MAX: Final = 2
+#: A request visits each of its runs four times (match, pin, slots, unpin), the floor once.
+_BRANCHED_RATIO_MAX: Final = Target("ratio", "<=", 5)
+#: A request pays for its own runs, not for those of others (decision 0023).
+_BESIDE_RATIO_MAX: Final = Target("value", "<=", 1.2)
 _REQUEST_RATIO_MAX: Final = Target("ratio", "<=", 3)
 _REQUEST_US_MAX: Final = {"trace": 50}
 _EVICT_US_MAX: Final = {"trace": 150}
@@ -40,15 +49,21 @@ def run(rounds: int) -> Iterator[Result]:
     """Measure shape by shape; each has caches of its own, built by requests through the core's front door."""
     for shape in (TRACE, CHAT, ADVERSARIAL):
         for measure in (_measure, _measure_write_through):
-            collecting = gc.isenabled()
-            gc.disable()  # a collection walks a million objects that are all alive
-            try:
-                yield from measure(shape, rounds)
-            finally:
-                gc.unfreeze()
-                gc.collect()
-                if collecting:
-                    gc.enable()
+            yield from _uncollected(measure(shape, rounds))
+    yield from _uncollected(_measure_branched(rounds))
+
+
+def _uncollected(results: Iterator[Result]) -> Iterator[Result]:
+    """Measure without the garbage collector: a collection walks a million objects that are all alive."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield from results
+    finally:
+        gc.unfreeze()
+        gc.collect()
+        if collecting:
+            gc.enable()
 
 
 def _measure(shape: Shape, rounds: int) -> Iterator[Result]:
@@ -81,6 +96,21 @@ def _measure_write_through(shape: Shape, rounds: int) -> Iterator[Result]:
         value, floor = replay.loads.best_us()
         yield judge("index", f"request_8k_{name}_load_us", value, "us", floor=floor)
         yield judge("index", f"loaded_blocks_{name}", fmean(replay.loaded_blocks), "blocks")
+
+
+def _measure_branched(rounds: int) -> Iterator[Result]:
+    """The long prompt with a branch behind each block, and a request that shares nothing with it."""
+    engine, alone = OneEngine(_BRANCHED_SLOTS), OneEngine(_BRANCHED_SLOTS)
+    keys = _add_long_prompt(engine, BRANCHED, branch_blocks=1)
+    lone = BRANCHED.lone_prompt(0, 0, _LONE_BLOCKS)
+    cases = {"request": lambda: engine.request(keys), "walk": lambda: walk(engine.tree.root, keys)}
+    best_us = {name: min(seconds) * 1e6 for name, seconds in interleave(cases, rounds).items()}
+    value, floor = best_us["request"], best_us["walk"]
+    yield judge("index", "runs_on_path_branched", _runs_on_path(engine, keys), "runs")
+    yield judge("index", "request_128k_branched_us", value, "us", floor=floor, target=_BRANCHED_RATIO_MAX)
+    pairs = [(engine.request(lone), alone.request(lone)) for _ in range(rounds * _PAIRS_PER_ROUND)]
+    ratio = min(beside for beside, _ in pairs) / min(by_itself for _, by_itself in pairs)
+    yield judge("index", "request_8k_beside_branched_over_alone", ratio, "ratio", target=_BESIDE_RATIO_MAX)
 
 
 def _passes(rounds: int) -> int:

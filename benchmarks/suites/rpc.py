@@ -18,10 +18,8 @@ from benchmarks.configurations import small_replica
 from benchmarks.programs import daemon, running
 from benchmarks.result import Result, Target, judge
 from kvcached_client import Client
-from kvcached_client.attach import identify
-from kvcached_client.channel import open_dealer
 from kvcached_client.keys import KeyChain
-from kvcached_client.protocol import (
+from kvcached_client.protocol.engine import (
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
     Acquire,
@@ -37,7 +35,9 @@ from kvcached_client.protocol import (
     encode,
     raise_for_error,
 )
-from kvcached_client.session import PENDING_MAX
+from kvcached_client.transport.attach import identify
+from kvcached_client.transport.calls import PENDING_MAX
+from kvcached_client.transport.channel import open_dealer
 
 _BLOCK_SIZE: Final = 16
 #: Keys of 16 bytes: 16 KiB. One token more than they cover, as prompts seldom end with a block.

@@ -16,10 +16,10 @@ from benchmarks.result import Result, Target, judge
 from benchmarks.storage_daemon import match_beside_writes, regret
 from benchmarks.storage_rig import RawFile, forget_cached_pages, in_threads, value_memory, write_labels
 from benchmarks.timing import interleave
-from kvcached.storage.disk import DiskStorage
-from kvcached.storage.disk_settings import DiskSettings
+from kvcached.storage.backend import DONE, Block
+from kvcached.storage.disk.backend import DiskStorage
+from kvcached.storage.disk.settings import DiskSettings
 from kvcached.storage.frame import FRAME_BYTES
-from kvcached.storage.interface import DONE, Block
 
 _PART_BYTES = 512 << 10
 _SHARDS = 2

@@ -29,12 +29,12 @@ from examples.llama_engine.daemon_link import DaemonLink
 from examples.llama_engine.messages import JoinSession, OwnBlocks
 from examples.llama_engine.shard_group import ShardGroup
 from examples.llama_engine.storage import DEADLINE_MS, Fetch, Storage
-from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
+from kvcached_client.blocks.layout import Layout
 from kvcached_client.keys import KeyChain, Tokens
-from kvcached_client.layout import Layout
 from kvcached_client.lease import CachePolicy
+from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from kvcached_client.prefetch import PendingPrefetch
-from kvcached_client.protocol import LoadTicket
+from kvcached_client.protocol.engine import LoadTicket
 from kvcached_client.types import LeaseId
 
 
@@ -53,7 +53,7 @@ class AttachedCache:
     def over(
         cls,
         pipes: CopyPipes,
-        connect: Callable[..., AttachedClient],
+        connect: Callable[..., OffloadClient],
         layout: Layout,
         root: bytes,
         settings: AttachedSettings,
@@ -218,7 +218,7 @@ class AttachedLease:
 
 
 def _begin_fetch(link: DaemonLink, chain: KeyChain, tokens_per_s: float) -> PendingPrefetch | None:
-    def begin(client: AttachedClient) -> PendingPrefetch:
+    def begin(client: OffloadClient) -> PendingPrefetch:
         return client.begin_prefetch(
             chain.keys, chain.token_count, deadline_ms=DEADLINE_MS, prefill_tokens_per_s=tokens_per_s
         )
@@ -239,12 +239,12 @@ def open_attached(settings: EngineSettings, config: LlamaConfig) -> tuple[Attach
     shards = ShardGroup(settings, OwnBlocks(layout=layout, blocks=own.blocks))
     root = keyspace(config, settings, layout)
     connect = partial(
-        AttachedClient.connect,
+        OffloadClient.connect,
         settings.run_dir,
         engine="llama_engine",
         instance=new_instance(),
         label=settings.model_dir.absolute().name,
-        layout=AttachedLayout(
+        layout=OffloadLayout(
             own.block_size,
             settings.tp,
             shards.ready[0].block_bytes,

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from examples.llama_engine.storage import Fetch
+from kvcached_client.blocks.layout import Layout
 from kvcached_client.keys import KeyChain, Tokens
-from kvcached_client.layout import Layout
 from kvcached_client.lease import CachePolicy
-from kvcached_client.protocol import LoadTicket
+from kvcached_client.protocol.engine import LoadTicket
 
 
 class BlockLease(Protocol):

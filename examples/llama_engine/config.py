@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from kvcached_client.blocks.layout import DType, Layout, layout_from_model_config
 from kvcached_client.keys import namespace_root
-from kvcached_client.layout import DType, Layout, layout_from_model_config
 
 #: A tensor whose first dimension is 2 reads as K and V to the SDK.
 _BLOCKS_MIN = 2

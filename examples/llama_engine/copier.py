@@ -9,10 +9,10 @@ import threading
 import numpy as np
 
 from examples.llama_engine.messages import Channel, ChannelClosed, CopyDone, CopyOrder, CopySpan, JoinSession
-from kvcached_client.attached_shard import AttachedShard
-from kvcached_client.block_job import BlockJob, JobSpan
-from kvcached_client.engine_pages import EnginePages
+from kvcached_client.blocks.job import BlockJob, JobSpan
+from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import KvcachedError
+from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.types import TransferId
 
 _log = logging.getLogger("llama_engine")
@@ -34,7 +34,7 @@ class Copier:
         self._channel = channel
         self._shard = shard
         self._pages = pages
-        self._joined: AttachedShard | None = None
+        self._joined: OffloadShard | None = None
 
     def start(self) -> None:
         """Run in a thread of its own, until the scheduler closes the channel or dies."""
@@ -73,7 +73,7 @@ class Copier:
         """Go over to another session. By joining it a shard says that it is through with the earlier one."""
         joined = None
         try:
-            joined = AttachedShard.join(order.session, self._shard, self._pages, deadline_ms=order.deadline_ms)
+            joined = OffloadShard.join(order.session, self._shard, self._pages, deadline_ms=order.deadline_ms)
         except KvcachedError as error:
             _log.warning("shard %d copies nothing: %s", self._shard, error)
         self._leave()

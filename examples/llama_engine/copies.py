@@ -11,8 +11,8 @@ import numpy as np
 from examples.llama_engine.block_pool import BlockPool
 from examples.llama_engine.copy_pipes import CopyPipes
 from examples.llama_engine.messages import CopyOrder, CopySpan
-from kvcached_client.attached import Piece, PreparedLoad, PreparedStore
 from kvcached_client.keys import KeyChain
+from kvcached_client.offload import Piece, PreparedLoad, PreparedStore
 
 #: Further ones wait for one of them. More than requests run at a time, and less than the pipes to the shards hold.
 COPIES_MAX = 64

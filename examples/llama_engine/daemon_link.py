@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvcached_client.attached import AttachedClient
 from kvcached_client.errors import DeadlineExceeded, KvcachedError, RequestError
+from kvcached_client.offload import OffloadClient
 
 #: Before the next try after one that took its whole deadline: a daemon that hangs must not cost every request one.
 RETRY_PAUSE_S = 2.0
@@ -29,11 +29,11 @@ class DaemonLink:
         session: counts the sessions; 0 before the first. Leases and transfers belong to one of them.
     """
 
-    def __init__(self, connect: Callable[[], AttachedClient], on_session: Callable[[AttachedClient], None]) -> None:
+    def __init__(self, connect: Callable[[], OffloadClient], on_session: Callable[[OffloadClient], None]) -> None:
         self.session = 0
         self._connect = connect
         self._on_session = on_session
-        self._client: AttachedClient | None = None
+        self._client: OffloadClient | None = None
         self._next_try_s = 0.0
 
     def reconnect(self) -> None:
@@ -49,7 +49,7 @@ class DaemonLink:
                 self.session += 1
                 self._on_session(self._client)
 
-    def ask(self, session: int, call: Callable[[AttachedClient], T]) -> T | None:
+    def ask(self, session: int, call: Callable[[OffloadClient], T]) -> T | None:
         """The answer; None where that session is over or the daemon refuses: nothing is cached then."""
         if self._client is None or session != self.session:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,15 +11,19 @@ from torch import Tensor
 
 from examples.llama_engine.config import ModelError
 from examples.llama_engine.layer_waits import WaitLayer
-from kvcached_client.engine_pages import EnginePages
+from kvcached_client.blocks.layout import Layout
+from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import LoadFailed
-from kvcached_client.layout import Layout
-from kvcached_client.memory import MappedPool
-from kvcached_client.protocol import LoadTicket
+from kvcached_client.pool import MappedPool
+from kvcached_client.protocol.engine import LoadTicket
 from kvcached_client.tensors import layer_tensors
 
 #: A load that takes longer has hung; the scheduler's own wait is next.
 _LAYER_DEADLINE_MS = 5000
+
+
+def nothing_to_close() -> None:
+    """For memory that nobody else has."""
 
 
 class KvMemory(NamedTuple):
@@ -27,6 +31,7 @@ class KvMemory(NamedTuple):
 
     layers: Sequence[tuple[Tensor, Tensor]]  #: K and V, each [blocks, block_size, kv_heads, head_dim]
     wait_layer: WaitLayer
+    close: Callable[[], None] = nothing_to_close  #: says that the memory is not used any more
 
 
 def mapped_memory(pool: MappedPool) -> KvMemory:
@@ -41,7 +46,7 @@ def mapped_memory(pool: MappedPool) -> KvMemory:
         if values is None:
             raise ModelError("the pool was made for latent attention; Llama has K and V")
         layers.append((keys, values))
-    return KvMemory(layers, partial(pool.wait_layer, deadline_ms=_LAYER_DEADLINE_MS))
+    return KvMemory(layers, partial(pool.wait_layer, deadline_ms=_LAYER_DEADLINE_MS), pool.close)
 
 
 def own_memory(layout: Layout, blocks: int) -> tuple[KvMemory, EnginePages]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcached_client import KvcachedError
-from kvcached_client.protocol import LoadTicket
+from kvcached_client.protocol.engine import LoadTicket
 
 #: (tickets, layer): `MappedPool.wait_layer` with a deadline. Raises KvcachedError where the layer will not come.
 WaitLayer = Callable[[Sequence[LoadTicket], int], None]

@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from examples.llama_engine.storage import DEADLINE_MS, Fetch, Storage
 from kvcached_client import Client, DaemonUnreachable, DeadlineExceeded, KeyChain, Lease
-from kvcached_client.attach import SessionGrant
+from kvcached_client.blocks.layout import Layout
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.keys import Tokens
-from kvcached_client.layout import Layout
 from kvcached_client.lease import CachePolicy
 from kvcached_client.prefetch import PendingPrefetch
-from kvcached_client.protocol import LoadTicket
+from kvcached_client.protocol.engine import LoadTicket
+from kvcached_client.transport.attach import SessionGrant
 
 #: Longer than a service manager takes to start a daemon with a full host pool.
 PATIENCE_S = 60.0

@@ -16,9 +16,9 @@ from typing import Final
 
 import msgspec
 
-from kvcached_client.attach import SessionGrant
-from kvcached_client.layout import Layout
-from kvcached_client.protocol import LoadTicket
+from kvcached_client.blocks.layout import Layout
+from kvcached_client.protocol.engine import LoadTicket
+from kvcached_client.transport.attach import SessionGrant
 
 #: One step's logits of 16 requests over a vocabulary of 128k take 8 MiB.
 MESSAGE_SIZE_BYTES_MAX: Final = 64 << 20
@@ -96,7 +96,7 @@ class JoinSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class CopySpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Consecutive blocks of a request, as `kvcached_client.block_job.JobSpan` has them."""
+    """Consecutive blocks of a request, as `kvcached_client.blocks.job.JobSpan` has them."""
 
     depth: int
     parent: bytes

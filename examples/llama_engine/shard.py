@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,13 +24,13 @@ from torch import Tensor
 from examples.llama_engine.attention import PagedAttention, PagedRows
 from examples.llama_engine.config import read_config
 from examples.llama_engine.copier import Copier
-from examples.llama_engine.kv_tensors import KvMemory, mapped_memory, own_memory
+from examples.llama_engine.kv_tensors import KvMemory, mapped_memory, nothing_to_close, own_memory
 from examples.llama_engine.layer_waits import LayerWaits, WaitLayer
 from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Remap, Sample, Setup, Step, StepDone, StepItem
 from examples.llama_engine.model import AllReduce, Llama
 from examples.llama_engine.weights import load_weights, weight_source
 from kvcached_client.errors import KvcachedError
-from kvcached_client.memory import map_pool
+from kvcached_client.pool import map_pool
 
 _PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
@@ -46,19 +46,28 @@ class ShardExecutor:
         pool: per layer (K, V) of this shard, each [slots, block_size, kv_heads, head_dim].
         wait_layer: `MappedPool.wait_layer` with a deadline, or a double.
         samples: whether this shard chooses the tokens (one does, for all have the same hidden states).
+        close: says that the memory is not used any more.
     """
 
     def __init__(
-        self, model: Llama, pool: Sequence[tuple[Tensor, Tensor]], wait_layer: WaitLayer, *, samples: bool
+        self,
+        model: Llama,
+        pool: Sequence[tuple[Tensor, Tensor]],
+        wait_layer: WaitLayer,
+        *,
+        samples: bool,
+        close: Callable[[], None] = nothing_to_close,
     ) -> None:
         self._model = model
         self._pool = pool
         self._wait_layer = wait_layer
         self._samples = samples
+        self.close = close
 
     def use(self, memory: KvMemory) -> None:
         """The next steps use this mapping of the same memory."""
-        self._pool, self._wait_layer = memory.layers, memory.wait_layer
+        self.close()
+        self._pool, self._wait_layer, self.close = memory
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepDone:
@@ -117,7 +126,8 @@ def start_executor(setup: Setup, memory: KvMemory) -> ShardExecutor:
     config = read_config(Path(setup.model_dir))
     weights = load_weights(config, weight_source(Path(setup.model_dir), setup.seed), setup.shard, setup.shards)
     model = Llama(config, weights, join_group(setup))
-    return ShardExecutor(model, memory.layers, memory.wait_layer, samples=setup.shard == 0)
+    samples = setup.shard == 0
+    return ShardExecutor(model, memory.layers, memory.wait_layer, samples=samples, close=memory.close)
 
 
 def prepare(setup: Setup, copies: Channel) -> tuple[ShardExecutor, Ready]:
@@ -159,6 +169,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
     channel, copies = (Channel(socket.socket(fileno=int(number))) for number in sys.argv[1:])
+    executor: ShardExecutor | None = None
     try:
         setup = channel.receive_order()
         if not isinstance(setup, Setup):
@@ -175,7 +186,8 @@ def main() -> None:
             else:
                 raise TypeError(f"expected Step or Remap, got {type(order).__name__}")
     except ChannelClosed:
-        return
+        if executor is not None:
+            executor.close()  # the daemon then takes the end of this process for no death
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import TypeVar
 from examples.llama_engine.config import EngineSettings
 from examples.llama_engine.copy_pipes import CopyPipes
 from examples.llama_engine.messages import Channel, ChannelClosed, OwnBlocks, Ready, Remap, Setup, Step, StepDone
-from kvcached_client.attach import SessionGrant
+from kvcached_client.transport.attach import SessionGrant
 
 Answer = TypeVar("Answer", Ready, StepDone)
 

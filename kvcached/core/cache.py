@@ -8,30 +8,47 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvcached.core.answers import Commitment, Grant, Loaded, PoolSpec
-from kvcached.core.attached import Attached
-from kvcached.core.attached_state import AttachedSession, SpaceSpec
+from kvcached.core.allocate_slots import replace_missing, take_slots
 from kvcached.core.checks import Checks
 from kvcached.core.clearing import Clearings
-from kvcached.core.effects import Effect, SessionEnded, SessionExpired
-from kvcached.core.events import Event, MemberLost, MembersDied, PoolRestored, ShardSettled, Ticked, WorkerDied
-from kvcached.core.forgotten import ForgottenKeys
-from kvcached.core.host_pool import SlabStock
+from kvcached.core.eviction.eviction_log import EvictionLog
+from kvcached.core.eviction.slab_eviction import evict_slabs
+from kvcached.core.generations import Generations
+from kvcached.core.index.run import KEY_SIZE
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import Asked, FenceHold, Lease
-from kvcached.core.pinned import Pins
-from kvcached.core.planting import plant_all
-from kvcached.core.pool import DevicePool, SlotPool
-from kvcached.core.ranges import Ranges, append, chained, cut, no_ranges, slot_count
-from kvcached.core.room import take_slots
-from kvcached.core.run import KEY_SIZE
+from kvcached.core.messages import (
+    Commitment,
+    Effect,
+    Event,
+    Grant,
+    Loaded,
+    MemberLost,
+    MembersDied,
+    PoolRestored,
+    SessionEnded,
+    SessionExpired,
+    ShardSettled,
+    Ticked,
+    WorkerDied,
+)
+from kvcached.core.namespaces import NamespaceSpec, PoolSpec, build_trees
+from kvcached.core.offload import Offload
+from kvcached.core.offload_state import OffloadSession
+from kvcached.core.pins import Pins
+from kvcached.core.refusals import Refusal, Why
 from kvcached.core.session import Session
-from kvcached.core.states import SessionState, SlotState
-from kvcached.core.storage import StorageSpec, StorageTier
-from kvcached.core.tiers import Tiers
-from kvcached.core.transfer import Transfer
-from kvcached.core.tree import PrefixTree
-from kvcached_client.errors import ErrorCode, request_error
-from kvcached_client.types import FenceSequence, LeaseId, MissReason, SessionId, TransferId, WritePolicy
+from kvcached.core.slots.host_slots import HostPool, HostQuota, SlabAllocator
+from kvcached.core.slots.ranges import Ranges, append, chained, cut, no_ranges, slot_count
+from kvcached.core.slots.slots import DevicePool, SlotPool
+from kvcached.core.slots.states import SessionState, SlotState
+from kvcached.core.transfers.prefix_locks import PrefixLocks
+from kvcached.core.transfers.storage import StorageSpec, StorageTier
+from kvcached.core.transfers.storage_copies import Candidates
+from kvcached.core.transfers.table import TransferTable
+from kvcached.core.transfers.transfer import WorkerTransfer
+from kvcached.core.transfers.worker_copies import WorkerCopies
+from kvcached_client.types import FenceSequence, LeaseId, SessionId, TransferId, WritePolicy
 
 #: A scheduler runs hundreds of requests at once and queues thousands; beyond that something does not release.
 LEASES_PER_SESSION_MAX = 16_384
@@ -47,14 +64,16 @@ class Cache:
         epoch: of this daemon's start; pools begin theirs there.
         pools: by replica name.
         sessions: active and expired ones on device pools.
-        attached: sessions of engines in attached mode, and their namespaces.
+        offload: sessions of engines in offload mode, and their namespaces.
         effects: what the world is asked to do; the service takes them after each call.
         counters: totals since the start, by name.
-        forgotten: what left the trees lately.
+        eviction_log: what left the trees lately.
+        generations: of namespaces.
         clearings: namespaces of replicas that are being cleared.
         policy_changes: how often a namespace got another write policy.
         storage: the tier below the host pool.
         pins: prefixes that people keep cached.
+        slab_allocator: slabs of the host pool, and which namespace has them.
         checks: what requests must satisfy.
     """
 
@@ -65,10 +84,13 @@ class Cache:
         epoch: int,
         session_ttl_ms: int,
         host_slabs: int = 0,
-        spaces_max: int = 0,
+        namespaces_max: int = 0,
         host_eviction_policy: str = "lru",
         pin_quota_percent: int = 25,
         storage: StorageSpec | None = None,
+        generations: Generations | None = None,
+        host_quota: HostQuota | None = None,
+        offload_write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
     ) -> None:
         self.epoch = epoch
         self.session_ttl_ms = session_ttl_ms
@@ -76,56 +98,58 @@ class Cache:
         self.sessions: dict[SessionId, Session] = {}
         self.effects: list[Effect] = []
         self.counters: Counter[str] = Counter()
-        self.forgotten = ForgottenKeys()
+        self.eviction_log = EvictionLog()
+        self.generations = generations or Generations()
         self.policy_changes = 0
         self.pins = Pins(self.counters, pin_quota_percent)
-        self._tiers = Tiers(self.sessions, self.effects, self.counters, self.pins)
-        self.clearings = Clearings(self.sessions, self._tiers, self.effects, self.counters, self._expire)
         self._trees: dict[str, PrefixTree] = {}
-        self._block_sizes = {spec.name: spec.block_size for spec in pools}
-        self.checks = Checks(self.sessions, self._block_sizes, session_ttl_ms)
+        self.checks = Checks(self.sessions, {spec.name: spec.block_size for spec in pools}, session_ttl_ms)
         self._now_ms = 0
         self._next_session = 1
         self._last_lease = 0
-        self._stock = stock = SlabStock(host_slabs, self.effects, host_eviction_policy)
-        self.attached = Attached(
-            stock, spaces_max, session_ttl_ms, self._tiers.book.next_id, self.effects, self.counters, self.forgotten
-        )
-        self.attached.spaces.pins = self.pins
-        self.storage = StorageTier(
-            storage or StorageSpec(), self._tiers.book.next_id, self._generation_of, self.effects, self.counters
-        )
-        self.clearings.holds = self.storage.holds
-        self._tiers.book.let_go = self.storage.backups.let_go
-        self.attached.tell_of_bad_slots(self.storage.backups.let_go)
-        listener = self.attached.spaces.listener = self.storage.backups.candidates
-        for tree in plant_all(
-            pools, stock, epoch=epoch, counters=self.counters, forgotten=self.forgotten, listener=listener
-        ):
-            for pool in tree.pools:
-                self.pools[pool.name] = pool
-                self._trees[pool.name] = tree
+        self._table = table = TransferTable(self.sessions, self.effects, self.counters)
+        self._worker_copies = WorkerCopies(table, self.pins)
+        self._locks = locks = PrefixLocks()
+        waiting = Candidates(self.effects, self.counters)
+        self.slab_allocator = allocator = SlabAllocator(
+            host_slabs, self.effects, host_eviction_policy, host_quota, self.counters,
+            self._make_room, self._evict_slabs,
+        )  # fmt: skip
+        self.offload = Offload(
+            allocator, namespaces_max, session_ttl_ms, table, self.eviction_log, locks, self.generations, self.pins,
+            waiting, offload_write_policy,
+        )  # fmt: skip
+        generation_of = self.offload.namespaces.generation_of
+        self.storage = StorageTier(storage or StorageSpec(), table, generation_of, waiting, locks)
+        self.clearings = Clearings(self.sessions, self._worker_copies, self.storage, self._expire, locks)
+        for tree in build_trees(pools, allocator, epoch, self.counters, self.eviction_log, waiting):
+            self.pools.update({pool.name: pool for pool in tree.pools})
+            self._trees.update({pool.name: tree for pool in tree.pools})
         #: pools above a host pool, with their trees
         self._stored = [(tree, pool) for tree in self.trees for pool in tree.pools if tree.host is not None]
 
-    def _generation_of(self, tree: PrefixTree) -> int | None:
-        """Of a tree's namespace, as headers say it: replicas have another namespace instead."""
-        return 0 if tree.pools else self.attached.spaces.generation_of(tree)
+    def _make_room(self, taker: HostPool) -> bool:
+        return self.offload.namespaces.make_room(taker)
+
+    def _evict_slabs(self, host: HostPool, count: int) -> int:
+        tree = next(tree for tree in self.trees if tree.host is host)
+        return evict_slabs(tree, host, count, "a slab for another namespace")
 
     @property
     def version(self) -> int:
         """Grows with what a successor has to know of this cache: who has which slab, namespaces, their policies."""
-        return self._stock.version + self.attached.spaces.version + self.clearings.version + self.policy_changes
+        namespaces = self.offload.namespaces.version + self.clearings.version + self.policy_changes
+        return self.slab_allocator.version + namespaces
 
     @property
-    def transfers(self) -> dict[TransferId, Transfer]:
+    def transfers(self) -> dict[TransferId, WorkerTransfer]:
         """Copies between tiers that have not ended."""
-        return self._tiers.book.transfers
+        return self._table.worker
 
     @property
     def trees(self) -> list[PrefixTree]:
-        """Every tree once, those of attached engines last."""
-        return [*dict.fromkeys(self._trees.values()), *self.attached.spaces.trees]
+        """Every tree once, those of offload engines last."""
+        return [*dict.fromkeys(self._trees.values()), *self.offload.namespaces.trees]
 
     def tree_of(self, replica: str) -> PrefixTree:
         """The index that a replica's pool is in."""
@@ -139,37 +163,28 @@ class Cache:
         What a session does that is not `counted` (a health check) is missing in the counters.
         """
         pool = self.pools[replica]
-        if not pool.healthy:
-            raise request_error(
-                ErrorCode.WORKER_LOST,
-                f"replica {replica!r} lost a worker; its workers are being restarted",
-                "try again in some seconds; the daemon's log says why",
-            )
         if pool.clearing:
-            raise request_error(
-                ErrorCode.CLEARING, f"the namespace of replica {replica!r} is being cleared", "try again in a moment"
-            )
+            raise Refusal(Why.CLEARING, replica=replica)
         session = Session(SessionId(self._next_session), self._trees[replica], pool, now_ms)
         if counted:
-            session.counters = self.counters
-            session.writes_through = session.tree.host is not None
+            session.count_in(self.counters)
         self._next_session += 1
         self.sessions[session.id] = session
         session.counters["sessions_opened"] += 1
         return session
 
-    def open_attached(self, spec: SpaceSpec, now_ms: int) -> AttachedSession:
-        """A session of an engine in attached mode.
+    def open_offload(self, spec: NamespaceSpec, now_ms: int) -> OffloadSession:
+        """A session of an engine in offload mode.
 
         Raises:
-            RequestError: see `Spaces.declare`.
+            Refusal: see `Namespaces.enter`.
         """
-        session = self.attached.open(SessionId(self._next_session), spec, now_ms)
+        session = self.offload.open(SessionId(self._next_session), spec, now_ms)
         self._next_session += 1
         return session
 
     def restore_session(self, replica: str) -> Session:
-        """An engine of before a restart may write into all of a pool, which has outlived that: it is expired."""
+        """An engine from before a restart may write into all of a pool, which has outlived that: it is expired."""
         pool = self.pools[replica]
         session = Session(SessionId(self._next_session), self._trees[replica], pool, self._now_ms)
         self._next_session += 1
@@ -177,9 +192,9 @@ class Cache:
         self.sessions[session.id] = session
         return session
 
-    def restore_attached(self, root: bytes, slots: list[tuple[SlotPool, Ranges[int]]]) -> AttachedSession:
+    def restore_offload(self, root: bytes, slots: list[tuple[SlotPool, Ranges[int]]]) -> OffloadSession:
         """An engine of before a restart may write host slots, which are set aside: it is expired."""
-        session = self.attached.restore(SessionId(self._next_session), root, slots)
+        session = self.offload.restore(SessionId(self._next_session), root, slots)
         self._next_session += 1
         return session
 
@@ -195,9 +210,9 @@ class Cache:
 
         That does not tell what became of work whose fence has not signalled: blocks committed under it are dropped.
         """
-        attached, session = self.attached.sessions.get(session_id), self.sessions.get(session_id)
-        if attached is not None:
-            self.attached.end(attached)
+        offload, session = self.offload.sessions.get(session_id), self.sessions.get(session_id)
+        if offload is not None:
+            self.offload.end(offload)
         elif session is not None:
             self._end(session)
 
@@ -205,32 +220,28 @@ class Cache:
         """Take in what arrived by itself. Events about what is gone already change nothing."""
         match event:
             case ShardSettled():
-                self._tiers.on_shard_settled(event)
+                self._worker_copies.on_shard_settled(event)
             case Ticked():
                 self._on_ticked(event.now_ms)
             case MemberLost():
                 self._on_member_lost(event.session)
             case MembersDied():
-                attached, session = self.attached.sessions.get(event.session), self.sessions.get(event.session)
-                if attached is not None:
-                    self.attached.end(attached)
-                elif session is not None:
-                    self._end(session)
+                self.close_session(event.session)
             case WorkerDied():
                 self._on_worker_died(self.pools[event.pool])
             case PoolRestored():
                 self.pools[event.pool].healthy = True
             case _:
                 self.storage.handle(event)
-                self.attached.spaces.bury()
+                self.offload.namespaces.drop_retired()
 
     def settle(self) -> None:
         """Decide what nobody waits for: what is stored, and what makes room. Call it after each request and event."""
-        self.forgotten.trim()
+        self.eviction_log.trim()
         self.clearings.advance()
         for tree, pool in self._stored:
             if pool.unstored or pool.demand or pool.free < pool.watermark:
-                self._tiers.stores.settle(tree, pool)
+                self._worker_copies.stores.settle(tree, pool)
         self.storage.settle(lambda: self.trees)
 
     def next_lease(self) -> LeaseId:
@@ -264,7 +275,7 @@ class Cache:
         """Match, pin the hit, and reserve slots for the rest of the prompt and `reserve` blocks more.
 
         Raises:
-            RequestError: stale, over a limit, another request under a live request's id, or no capacity. Nothing was
+            Refusal: stale, over a limit, another request under a live request's id, or no capacity. Nothing was
                 taken; what capacity would have to evict is still there.
         """
         session = self.checks.session_at(session_id, epoch)
@@ -273,22 +284,22 @@ class Cache:
         if held is not None:
             return self._grant_again(session, held, asked)
         if len(session.leases) >= LEASES_PER_SESSION_MAX:
-            raise request_error(ErrorCode.LIMIT, f"{len(session.leases)} leases are held", "release what has finished")
+            raise Refusal(Why.LEASES_FULL, leases=len(session.leases))
         tree, pool = session.tree, session.pool
         limit = self.checks.hit_limit(session, keys, tokens, full=full)
         run, depth = tree.match(keys, limit, pool.index)
-        need = max(-(-tokens // self._block_sizes[pool.name]) - depth, 0) + reserve
+        need = max(-(-tokens // self.checks.block_sizes[pool.name]) - depth, 0) + reserve
         cause = f"acquire {request!r} by session {session.id}"
         ranges = no_ranges()
-        tree.pin(run, depth, pool.index)
+        tree.lock(run, depth, pool.index)
         try:
             tree.touch(run, pool.index, hit=depth, priority=priority)
-            ranges = take_slots(session, self._tiers, need, cause)
+            ranges = take_slots(session, self._worker_copies, need, cause)
             lease = Lease(self.next_lease(), request, asked, depth, run, depth, ranges, priority=priority)
             session.add(lease)
         except BaseException:
             pool.move(ranges, SlotState.LEASED, SlotState.FREE, f"rollback of {cause}")
-            tree.unpin(run, depth, pool.index)
+            tree.unlock(run, depth, pool.index)
             raise
         session.counters["acquires"] += 1
         session.counters["hit_blocks"] += depth
@@ -296,10 +307,11 @@ class Cache:
             if tree.host is not None:
                 self._acquire_from_host(session, lease, keys, limit)
                 self.storage.backups.candidates.sighted(tree, lease.run, lease.depth)
-            grant = lease.answer = self._tiers.book.grant(session, lease)
+            grant = lease.answer = self._table.grant(session, lease)
         except BaseException:
             session.release(lease, session.fence)
             raise
+        self._locks.acquired(session.id, keys, limit)
         session.counters["missed_blocks"] += len(keys) // KEY_SIZE - lease.hit
         return grant
 
@@ -307,26 +319,26 @@ class Cache:
         """What became of a lease's loads; None while some are under way, and `LoadsEnded` will follow.
 
         Raises:
-            RequestError: stale, not the session's lease, or no capacity for the blocks that are missing from the hit:
+            Refusal: stale, not the session's lease, or no capacity for the blocks that are missing from the hit:
                 then nothing has changed, and asking again may help.
         """
         session = self.checks.session_at(session_id, epoch)
         lease = self.checks.lease(session, lease_id, self._last_lease)
         if lease.loads:
             return None
-        self._replace_missing(session, lease)
+        replace_missing(session, self._worker_copies, lease)
         return Loaded(min(lease.hit, lease.depth), lease.replacement.tobytes())
 
-    def vacancy(self, session_id: SessionId, epoch: int, blocks: int) -> int | None:
+    def retry_when_freed(self, session_id: SessionId, epoch: int, blocks: int) -> int | None:
         """How many slots can be granted now; None if that is too few and transfers under way may change it."""
         session = self.checks.session_at(session_id, epoch)
-        return self._tiers.vacancy(session.tree, session.pool, blocks)
+        return self._worker_copies.retry_when_freed(session.tree, session.pool, blocks)
 
     def allocate(self, session_id: SessionId, epoch: int, lease_id: LeaseId, blocks: int) -> bytes:
         """More exclusive slots for a lease, packed."""
         session = self.checks.session_at(session_id, epoch)
         lease = self.checks.lease(session, lease_id, self._last_lease)
-        ranges = take_slots(session, self._tiers, blocks, f"allocate for lease {lease.id}")
+        ranges = take_slots(session, self._worker_copies, blocks, f"allocate for lease {lease.id}")
         append(lease.open, ranges)
         return ranges.tobytes()
 
@@ -346,7 +358,7 @@ class Cache:
         lease's, whose depth says where its next commit starts.
 
         Raises:
-            RequestError: stale, not the session's lease, `start` is not its depth, or the slots are not its own
+            Refusal: stale, not the session's lease, `start` is not its depth, or the slots are not its own
                 exclusive ones, one per key. Nothing has changed.
         """
         session = self.checks.session_at(session_id, epoch)
@@ -356,7 +368,7 @@ class Cache:
         if not keys:
             return Commitment(lease.depth, 0, 0)
         lease.fence = max(lease.fence, fence)
-        count = self._tiers.loads.settled_blocks(session, lease, keys)
+        count = self._worker_copies.loads.settled_blocks(session, lease, keys)
         if count < len(keys) // KEY_SIZE:
             keys, (slots, later) = keys[: count * KEY_SIZE], cut(slots, count)
             left = chained(later, left)  # in the order of their blocks, so that ranges may be named across the two
@@ -365,20 +377,20 @@ class Cache:
         held = tree.resolve(lease.run, lease.depth)
         run, duplicates = tree.commit(held, lease.depth, keys, slots, pool.index)
         depth = lease.depth + count
-        tree.pin(run, depth, pool.index)
-        tree.unpin(tree.resolve(held, lease.depth), lease.depth, pool.index)
+        tree.lock(run, depth, pool.index)
+        tree.unlock(tree.resolve(held, lease.depth), lease.depth, pool.index)
         tree.touch(run, pool.index, priority=lease.priority)
         scratch, adopted = cut(slots, duplicates) if duplicates else (no_ranges(), slots)
         pool.move(adopted, SlotState.LEASED, SlotState.CACHED, f"commit by lease {lease.id}")
         stores = bool(adopted) and session.writes_through and tree.write_policy is WritePolicy.WRITE_THROUGH
         if fence > session.fence and adopted:
-            tree.pin(run, depth, pool.index)
+            tree.lock(run, depth, pool.index)
             unstored = {run: depth} if stores else {}
             session.holds.append(FenceHold(fence, run, depth, lease.depth + duplicates, no_ranges(), unstored))
         elif stores:
             session.counters["stores_forgotten"] += pool.note_unstored(run, depth)
         if duplicates:
-            self._tiers.stores.note_hit(session, run, lease.depth + duplicates)
+            self._worker_copies.stores.note_hit(session, run, lease.depth + duplicates)
         lease.run, lease.depth, lease.open = run, depth, left
         append(lease.scratch, scratch)
         session.counters["committed_blocks"] += count - duplicates
@@ -410,65 +422,45 @@ class Cache:
         self.release(session_id, epoch, lease_id, fence)
         return commitment
 
-    def discard(self, replica: str, keys: bytes) -> None:
-        """Drop the last run of a chain from a replica's pool; a no-op where it is not there or in use."""
-        tree, pool = self._trees[replica], self.pools[replica]
-        run, _ = tree.match(keys, len(keys) // KEY_SIZE, pool.index)
-        segment = run.segments[pool.index]
-        if run is not tree.root and segment is not None and not segment.protected:
-            dropped = tree.drop(run, run.start, pool.index)
-            pool.move(dropped, SlotState.CACHED, SlotState.FREE, "discard")
-
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def _acquire_from_host(self, session: Session, lease: Lease, keys: bytes, limit: int) -> None:
-        self._tiers.stores.note_hit(session, lease.run, lease.depth)
-        self._tiers.loads.join(session, lease)
-        self._tiers.loads.start(session, lease, keys, limit)
+        self._worker_copies.stores.note_hit(session, lease.run, lease.depth)
+        self._worker_copies.loads.join(session, lease)
+        self._worker_copies.loads.start(session, lease, keys, limit)
         session.tree.touch_host(lease.run, hit=lease.depth, priority=lease.priority)
         lease.hit = lease.depth
 
     def _grant_again(self, session: Session, lease: Lease, asked: Asked) -> Grant:
         if lease.asked != asked or lease.depth > lease.hit:
-            raise request_error(
-                ErrorCode.REQUEST_CONFLICT,
-                f"request {lease.request!r} already holds lease {lease.id}, acquired for something else or in use",
-                "release that lease first, or give every request an id of its own",
-            )
+            raise Refusal(Why.REQUEST_IN_USE, request=lease.request, lease=lease.id)
         # What became of its loads is for `load` to tell, lest two answers to one request differ.
-        return lease.answer or self._tiers.book.grant(session, lease)
-
-    def _replace_missing(self, session: Session, lease: Lease) -> None:
-        """Slots for blocks of the hit that could not be loaded."""
-        missing = lease.hit - lease.depth
-        if missing <= 0:
-            return
-        ranges = take_slots(session, self._tiers, missing, f"replacement for lease {lease.id}")
-        lease.hit, lease.replacement = lease.depth, ranges
-        lease.open = chained(ranges, lease.open)
+        return lease.answer or self._table.grant(session, lease)
 
     def _end(self, session: Session) -> None:
         """The one way out: everything a session holds is given back, however it went."""
-        freed = session.end(self._tiers.cut_off)
+        self._locks.leave(session.id)
+        freed = session.end(self._worker_copies.cut_off)
         del self.sessions[session.id]
         session.counters["sessions_ended"] += 1
         self.effects.append(SessionEnded(session.id, freed))
 
     def _on_member_lost(self, session_id: SessionId) -> None:
-        attached, session = self.attached.sessions.get(session_id), self.sessions.get(session_id)
-        if attached is not None and attached.state is SessionState.ACTIVE:
-            self.attached.lose_member(attached)
+        offload, session = self.offload.sessions.get(session_id), self.sessions.get(session_id)
+        if offload is not None and offload.state is SessionState.ACTIVE:
+            self.offload.lose_member(offload)
         elif session is not None and session.state is SessionState.ACTIVE:
             self._expire(session)
 
     def _on_ticked(self, now_ms: int) -> None:
         """Expire sessions that went silent. A tick that comes late itself (a suspended machine) expires nobody."""
-        self._tiers.stores.try_again(self.pools.values())
+        self._worker_copies.stores.try_again(self.pools.values())
         late = bool(self._now_ms) and now_ms - self._now_ms > self.session_ttl_ms // LATE_TICK_DIVISOR
         self._now_ms = now_ms
+        self.slab_allocator.tick(now_ms)
         self.storage.tick(now_ms)
         self.pins.tick(now_ms)
-        self.attached.on_ticked(now_ms, late=late)
+        self.offload.on_ticked(now_ms, late=late)
         for session in list(self.sessions.values()):
             if late:
                 session.last_heard_ms = now_ms
@@ -477,19 +469,12 @@ class Cache:
 
     def _expire(self, session: Session) -> None:
         """Its leases are over, but its processes may live: what they could write waits for their death."""
-        session.expire(self._tiers.cut_off)
+        self._locks.leave(session.id)
+        session.expire(self._worker_copies.cut_off)
         session.counters["sessions_expired"] += 1
         self.effects.append(SessionExpired(session.id, slot_count(session.quarantined)))
 
     def _on_worker_died(self, pool: DevicePool) -> None:
-        """The pool's memory is gone: so is its residency, its epoch, and what its sessions held."""
-        tree = self._trees[pool.name]
-        for session in [session for session in self.sessions.values() if session.pool is pool]:
-            self._end(session)
-        self._tiers.pool_lost(tree, pool)
-        tree.drop(tree.root, 0, pool.index, MissReason.WORKER_LOST)
-        tree.policies[pool.index].clear()
-        pool.reset(pool.epoch + 1)
+        """Nothing is copied until there are other workers; the memory, and what is cached and held in it, stays."""
         pool.healthy = False
-        self._tiers.fail_queued(pool, f"pool {pool.name} was lost")
         self.counters["workers_lost"] += 1

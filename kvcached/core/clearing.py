@@ -6,15 +6,16 @@ what comes after. What an engine of before may still write is set aside until it
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcached.core.effects import Effect, NamespaceCleared
+from kvcached.core.index.tree import PrefixTree
+from kvcached.core.messages import NamespaceCleared
 from kvcached.core.session import Session
-from kvcached.core.states import SessionState, SlotState
-from kvcached.core.tiers import Tiers
-from kvcached.core.tree import PrefixTree
+from kvcached.core.slots.states import SessionState, SlotState
+from kvcached.core.transfers.prefix_locks import PrefixLocks
+from kvcached.core.transfers.storage import StorageTier
+from kvcached.core.transfers.worker_copies import WorkerCopies
 from kvcached_client.types import MissReason, SessionId
 
 _CAUSE = "namespace cleared"
@@ -31,29 +32,31 @@ class Clearings:
 
     Args:
         sessions: on device pools.
-        tiers: their copies.
+        worker_copies: their copies.
+        storage: its copies are to be waited for, too.
         expire: ends a session as if it had gone silent.
+        locks: of prefixes, which end with what they lock.
 
     Attributes:
         version: grows with every namespace that has been cleared.
-        holds: whether something else has slots of a tree that are to be waited for.
     """
 
     def __init__(
         self,
         sessions: dict[SessionId, Session],
-        tiers: Tiers,
-        effects: list[Effect],
-        counters: Counter[str],
+        worker_copies: WorkerCopies,
+        storage: StorageTier,
         expire: Callable[[Session], None],
+        locks: PrefixLocks,
     ) -> None:
         self.version = 0
-        self.holds: Callable[[PrefixTree], bool] | None = None
         self._sessions = sessions
-        self._tiers = tiers
-        self._effects = effects
-        self._counters = counters
+        self._worker_copies = worker_copies
+        self._storage = storage
+        self._effects = worker_copies.table.effects
+        self._counters = worker_copies.table.counters
         self._expire = expire
+        self._locks = locks
         self._under_way: list[_Clearing] = []
 
     def begin(self, tree: PrefixTree, namespace: bytes) -> None:
@@ -73,14 +76,14 @@ class Clearings:
                 for hold in session.holds:
                     hold.unstored.clear()
         for pool in tree.pools:
-            self._tiers.fail_queued(pool, f"the namespace of {pool.name} is being cleared")
+            self._worker_copies.fail_queued(pool, f"the namespace of {pool.name} is being cleared")
         self._under_way.append(_Clearing(tree, namespace))
 
     def advance(self) -> None:
         """Finish what nothing is under way for any more."""
         for clearing in self._under_way[:]:
-            is_copied = any(each.tree is clearing.tree for each in self._tiers.book.transfers.values())
-            if not is_copied and not (self.holds is not None and self.holds(clearing.tree)):
+            is_copied = any(each.tree is clearing.tree for each in self._worker_copies.table.worker.values())
+            if not is_copied and not self._storage.holds(clearing.tree):
                 self._under_way.remove(clearing)
                 self._finish(clearing.tree, clearing.namespace)
 
@@ -88,7 +91,8 @@ class Clearings:
         blocks = sum(run.length for run in tree.runs())
         if tree.listener is not None:
             tree.listener.cleared(tree.namespace, 0)
-        self._tiers.pins.drop(tree)
+        self._worker_copies.pins.drop(tree)
+        self._locks.drop(tree)
         tree.namespace = namespace  # first, so that who asks for what went now is told why it did
         for pool in tree.pools:
             pool.unstored.clear()

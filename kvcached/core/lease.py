@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvcached.core.answers import Grant
-from kvcached.core.ranges import Ranges, no_ranges
-from kvcached.core.run import Run
+from kvcached.core.index.run import Run
+from kvcached.core.messages import Grant
+from kvcached.core.slots.ranges import Ranges, no_ranges
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, TransferId
 
 
@@ -23,7 +23,7 @@ class Asked(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A pinned prefix ``(run, depth)`` and exclusive slots.
+    """A locked prefix ``(run, depth)`` and exclusive slots.
 
     Its hit may still be loading. Where a load fails, `depth` falls behind `hit` until the engine has asked for slots in
     place of those of the missing blocks.
@@ -34,7 +34,7 @@ class Lease:
         asked: what the acquire asked for, to tell a retry from another request of the same name.
         hit: depth that the engine was told.
         run: the deepest run it reaches; `PrefixTree.resolve` finds where it is after splits.
-        depth: blocks ``[0, depth)`` of its chain are in the tree and pinned.
+        depth: blocks ``[0, depth)`` of its chain are in the tree and locked.
         open: exclusive slots that may still be committed.
         scratch: exclusive slots of blocks that were in the tree already; the engine reads them until release.
         fence: the latest fence of its commits: until it has signalled, none of its slots is free of queued work.
@@ -65,7 +65,7 @@ class FenceHold:
 
     Attributes:
         fence: it is over when the session has signalled this or a later one.
-        run, depth: pinned prefix.
+        run, depth: locked prefix.
         suspect: blocks from here to `depth` are good only once the fence has signalled; `depth` where all are.
         slots: released slots, FENCED until then.
         unstored: paths that the host pool is to get once the fence has signalled: depth by run.

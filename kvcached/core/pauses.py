@@ -1,6 +1,6 @@
 """Copies between the tiers stop on request: no new ones are started, and those under way can be counted.
 
-Requests go on. A hit is what the device has; engines in attached mode are told to compute, and have nothing to store.
+Requests go on. A hit is what the device has; engines in offload mode are told to compute, and have nothing to store.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcached.core.cache import Cache
-from kvcached.core.pool import DevicePool
+from kvcached.core.slots.slots import DevicePool
 
 
 def pause(cache: Cache, replica: str = "") -> None:
-    """Start no copies for a replica; for "" none at all, those of engines in attached mode included."""
+    """Start no copies for a replica; for "" none at all, those of engines in offload mode included."""
     _set(cache, replica, is_paused=True)
 
 
@@ -23,21 +23,21 @@ def resume(cache: Cache, replica: str = "") -> None:
 
 def is_paused(cache: Cache, replica: str = "") -> bool:
     """Whether a pause of these holds: for "" of all, so that the end of one replica's is the end of it."""
-    return all(pool.paused for pool in _pools(cache, replica)) and (bool(replica) or cache.attached.paused)
+    return all(pool.paused for pool in _pools(cache, replica)) and (bool(replica) or cache.offload.paused)
 
 
 def copies_under_way(cache: Cache, replica: str = "") -> int:
-    """Copies of a replica that have not ended; for "" all, those of engines in attached mode included."""
+    """Copies of a replica that have not ended; for "" all, those of engines in offload mode included."""
     pools = {id(pool) for pool in _pools(cache, replica)}
     transfers = sum(id(transfer.pool) in pools for transfer in cache.transfers.values())
-    return transfers + (0 if replica else len(cache.attached.exchanges) + len(cache.storage.copies))
+    return transfers + (0 if replica else len(cache.offload.transfers) + len(cache.storage.copies))
 
 
 def _set(cache: Cache, replica: str, *, is_paused: bool) -> None:
     for pool in _pools(cache, replica):
         pool.paused = is_paused
     if not replica:
-        cache.attached.paused = cache.storage.paused = cache.storage.prefetches.paused = is_paused
+        cache.offload.paused = cache.storage.paused = cache.storage.prefetches.paused = is_paused
 
 
 def _pools(cache: Cache, replica: str) -> Iterable[DevicePool]:

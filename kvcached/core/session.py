@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvcached.core.index.run import Run
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import FenceHold, Lease
-from kvcached.core.pool import DevicePool
-from kvcached.core.ranges import Ranges, append, no_ranges, slot_count, subtract
-from kvcached.core.run import Run
-from kvcached.core.states import SESSION_TRANSITIONS, SessionState, SlotState
-from kvcached.core.tree import PrefixTree
+from kvcached.core.slots.ranges import Ranges, append, no_ranges, slot_count, subtract
+from kvcached.core.slots.slots import DevicePool
+from kvcached.core.slots.states import SESSION_TRANSITIONS, SessionState, SlotState, follow
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, SessionId
 
 #: Told before a pool's part of the path to a run ends at a depth.
@@ -34,8 +34,10 @@ class Session:
         quarantined: slots that it could write when it expired.
         counters: where what it does is counted.
         writes_through: what it commits is to be copied to the host pool, when the policy says so.
-        declaring: it is of before a restart, and has not said yet what it holds. All that it could write is in
+        declaring: it is from before a restart, and has not said yet what it holds. All that it could write is in
             `quarantined` until it has.
+        inherited_fence: the highest fence that it named before the restart. Until this fence has signalled, work may be
+            queued on every slot that the session has ever held.
     """
 
     id: SessionId
@@ -51,13 +53,19 @@ class Session:
     counters: Counter[str] = field(default_factory=Counter)
     writes_through: bool = False
     declaring: bool = False
+    inherited_fence: FenceSequence = NO_FENCE
+
+    def count_in(self, counters: Counter[str]) -> None:
+        """It is an engine's, not a health check's: what it does is counted there, and copied to the host pool."""
+        self.counters = counters
+        self.writes_through = self.tree.host is not None
 
     def add(self, lease: Lease) -> None:
         """Put a lease on the books."""
         self.leases[lease.id] = self.requests[lease.request] = lease
 
     def release(self, lease: Lease, fence: FenceSequence) -> None:
-        """Give a lease's pin and exclusive slots back, at once or when this fence and its commits' have signalled."""
+        """Give a lease's lock and exclusive slots back, at once or when this fence and its commits' have signalled."""
         fence = max(fence, lease.fence)
         cause = f"release of lease {lease.id}"
         slots = self._remove(lease)
@@ -66,7 +74,7 @@ class Session:
             self.holds.append(FenceHold(fence, lease.run, lease.depth, lease.depth, slots))
         else:
             self.pool.move(slots, SlotState.LEASED, SlotState.FREE, cause)
-            self._unpin(lease.run, lease.depth)
+            self._unlock(lease.run, lease.depth)
 
     def signal(self, fence: FenceSequence) -> None:
         """The engine's work up to `fence` is over: give back what it held. An earlier fence changes nothing."""
@@ -77,7 +85,7 @@ class Session:
         self.holds = [hold for hold in self.holds if hold.fence > fence]
         for hold in done:
             self.pool.move(hold.slots, SlotState.FENCED, SlotState.FREE, f"fence {hold.fence} of session {self.id}")
-            self._unpin(hold.run, hold.depth)
+            self._unlock(hold.run, hold.depth)
             for run, depth in hold.unstored.items():
                 self.counters["stores_forgotten"] += self.pool.note_unstored(run, depth)
 
@@ -87,15 +95,16 @@ class Session:
         self._enter(SessionState.EXPIRED)
 
     def restore(self) -> None:
-        """It is of before a restart: of an empty pool it could write every slot."""
+        """It is from before a restart: of an empty pool it could write every slot."""
         pool = self.pool
-        self.quarantined = pool.take(pool.free, SlotState.QUARANTINED, f"session {self.id} of before the restart")
+        self.quarantined = pool.take(pool.free, SlotState.QUARANTINED, f"session {self.id} from before the restart")
         self.declaring = True
         self._enter(SessionState.EXPIRED)
 
-    def resume(self, now_ms: int) -> None:
-        """Its engine has come back, and is about to say what it holds."""
+    def resume(self, now_ms: int, fence: FenceSequence) -> None:
+        """Its engine has come back, and is about to say what it holds. `fence` becomes `inherited_fence`."""
         self.last_heard_ms = now_ms
+        self.inherited_fence = fence
         self._enter(SessionState.ACTIVE)
 
     def take_back(self, slots: Ranges[int]) -> bool:
@@ -108,12 +117,20 @@ class Session:
         return True
 
     def declared(self) -> int:
-        """It has said all: what it has not named is free. Returns how many slots that is."""
-        freed = self.quarantined
-        self.pool.move(freed, SlotState.QUARANTINED, SlotState.FREE, f"not declared by session {self.id}")
+        """It has declared everything. Slots that it has not named are free, at once or when `inherited_fence` signals.
+
+        Returns how many are free now.
+        """
+        rest, cause = self.quarantined, f"not declared by session {self.id}"
         self.quarantined = no_ranges()
         self.declaring = False
-        return slot_count(freed)
+        if self.inherited_fence > self.fence:
+            # A lease that was released before the restart may have had one of these slots, with work queued on it.
+            self.pool.move(rest, SlotState.QUARANTINED, SlotState.FENCED, cause)
+            self.holds.append(FenceHold(self.inherited_fence, self.tree.root, 0, 0, rest))
+            return 0
+        self.pool.move(rest, SlotState.QUARANTINED, SlotState.FREE, cause)
+        return slot_count(rest)
 
     def end(self, cut_off: CutOff) -> int:
         """None of its processes can write any more: everything it held is free. Returns the number of such slots."""
@@ -130,20 +147,20 @@ class Session:
         return freed
 
     def _remove(self, lease: Lease) -> Ranges[int]:
-        """Take a lease off the books; its pin and its slots (returned, LEASED still) are the caller's to give back."""
+        """Take a lease off the books; its lock and its slots (returned, LEASED still) are the caller's to give back."""
         del self.leases[lease.id], self.requests[lease.request]
         lease.loads.clear()
         slots = lease.open
         append(slots, lease.scratch)
         return slots
 
-    def _unpin(self, run: Run, depth: int) -> None:
+    def _unlock(self, run: Run, depth: int) -> None:
         owner = self.tree.resolve(run, depth)
         self.tree.touch(owner, self.pool.index)
-        self.tree.unpin(owner, depth, self.pool.index)
+        self.tree.unlock(owner, depth, self.pool.index)
 
     def _strip(self, target: SlotState, cause: str, cut_off: CutOff) -> Ranges[int]:
-        """Give back every lease, pin and suspect block; what its processes could write goes to `target`.
+        """Give back every lease, lock and suspect block; what its processes could write goes to `target`.
 
         Returns the slots that did. Fenced ones stay FENCED, in `holds`: their fence cannot signal any more.
         """
@@ -151,10 +168,10 @@ class Session:
         for lease in list(self.leases.values()):
             slots = self._remove(lease)
             self.pool.move(slots, SlotState.LEASED, target, cause)
-            self._unpin(lease.run, lease.depth)
+            self._unlock(lease.run, lease.depth)
             stripped.extend(slots)
         for hold in self.holds:
-            self._unpin(hold.run, hold.depth)
+            self._unlock(hold.run, hold.depth)
         for hold in self.holds:
             dropped = self._drop_suspects(hold, cut_off)
             self.pool.move(dropped, SlotState.CACHED, target, cause)
@@ -172,6 +189,4 @@ class Session:
         return self.pool.having(self.tree.drop(run, hold.suspect, self.pool.index), SlotState.CACHED)
 
     def _enter(self, state: SessionState) -> None:
-        if (self.state, state) not in SESSION_TRANSITIONS:
-            raise RuntimeError(f"session {self.id} cannot go from {self.state} to {state}")
-        self.state = state
+        self.state = follow(SESSION_TRANSITIONS, self.state, state, f"session {self.id}")

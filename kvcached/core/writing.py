@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcached.core.cache import Cache
-from kvcached.core.tree import PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached_client.types import WritePolicy
 
 

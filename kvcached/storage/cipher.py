@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
+from kvcached.storage.backend import PREFIX_BYTES
 from kvcached.storage.frame import FRAME_BYTES, SEALED_BYTES, SHARDS_MAX
-from kvcached.storage.interface import PREFIX_BYTES
 
 _NONCE_BYTES: Final = 12
 _PROOF_BYTES: Final = _NONCE_BYTES + 16

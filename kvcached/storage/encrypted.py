@@ -15,8 +15,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvcached.storage.backend import (
+    ABSENT,
+    Block,
+    Outcome,
+    Result,
+    Storage,
+    StorageMisconfigured,
+    StorageUnusable,
+    Usage,
+)
 from kvcached.storage.frame import FRAME_BYTES, SHARDS_MAX
-from kvcached.storage.interface import ABSENT, Block, Outcome, Result, Storage, StorageUnusable, Usage
 
 SECRET_BYTES: Final = 32
 _PAGE: Final = 4096
@@ -66,12 +75,12 @@ class EncryptedStorage(Storage):
         """Take a backend and a key of 32 bytes.
 
         Raises:
-            StorageUnusable: the package that encrypts is not installed.
+            StorageMisconfigured: the package that encrypts is not installed.
         """
         try:
             from kvcached.storage.cipher import BlockCipher  # noqa: PLC0415 - needs an optional package
         except ImportError as error:
-            raise StorageUnusable(
+            raise StorageMisconfigured(
                 "encryption needs the package cryptography: pip install 'kvcached-daemon[encryption]'"
             ) from error
         if len(secret) != SECRET_BYTES:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from kvcached.storage.interface import ABSENT, DONE, Block, Outcome, Result, Storage, Usage
+from kvcached.storage.backend import ABSENT, DONE, Block, Outcome, Result, Storage, Usage
 
 #: Keys that another block's value is taken from, by size.
 _REMEMBERED: Final = 64

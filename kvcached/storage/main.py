@@ -6,7 +6,7 @@ for a device. It ends when the daemon closes the connection, or dies.
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import logging
 import mmap
 import os
@@ -20,15 +20,16 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from kvcached.seqpacket import Packet, receive
+from kvcached.process.seqpacket import wait_packet
+from kvcached.storage.backend import Storage, StorageMisconfigured, StorageUnusable
 from kvcached.storage.backends import open_backend
-from kvcached.storage.copies import HostCopies
 from kvcached.storage.encrypted import EncryptedStorage, read_secret
+from kvcached.storage.executor import HostCopies
 from kvcached.storage.fault import FaultSettings, FaultStorage
-from kvcached.storage.interface import Storage, StorageUnusable
 from kvcached.storage.messages import (
     ERROR_SIZE_CHARS_MAX,
     MESSAGE_SIZE_BYTES_MAX,
+    NotOpened,
     Opened,
     Order,
     Over,
@@ -37,8 +38,8 @@ from kvcached.storage.messages import (
     decode_order,
     encode,
 )
+from kvcached_client.blocks.mapping import map_sealed
 from kvcached_client.errors import KvcachedError
-from kvcached_client.mapping import map_sealed
 
 _EXIT_STARTUP: Final = 3
 #: Where cores are short, whoever answers engines goes first.
@@ -56,16 +57,16 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     connection = socket.socket(fileno=int(arguments[1]))
     connection.settimeout(None)
-    packet = _next(connection)
+    packet = wait_packet(connection, MESSAGE_SIZE_BYTES_MAX, 1)
     if packet is None:
         return 0
     try:
         config = decode_config(packet.data)
-        _lock(config.lock_path)
         memory = _map(packet.descriptors[0])
         backend = _open(config)
     except (OSError, ValueError, StorageUnusable, KvcachedError) as error:  # msgspec.DecodeError is a ValueError
         _log.error("%s", error)
+        _refuse(connection, error)
         return _EXIT_STARTUP
     return serve(connection, HostCopies(memory, backend, config.timeout_s), backend)
 
@@ -89,6 +90,18 @@ def _open(config: StorageConfig) -> Storage:
     return backend
 
 
+def _refuse(connection: socket.socket, error: Exception) -> None:
+    """Tell the daemon why there is no storage, so that it need not look for it in a log."""
+    reason = _clean(str(error))
+    with contextlib.suppress(OSError):  # it is gone, too
+        connection.sendmsg([encode(NotOpened(reason=reason, is_misconfigured=isinstance(error, StorageMisconfigured)))])
+
+
+def _clean(error: str) -> str:
+    """A text that can be sent: names of files may be no UTF-8."""
+    return error.encode(errors="replace").decode()[:ERROR_SIZE_CHARS_MAX]
+
+
 def serve(connection: socket.socket, copies: HostCopies, backend: Storage) -> NoReturn:
     """Carry out what comes, as many at a time as the backend bears. Does not return."""
     sending = Lock()
@@ -110,7 +123,7 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage) -> No
     capabilities = backend.capabilities
     executor = ThreadPoolExecutor(capabilities.threads, thread_name_prefix="storage")
     say(Opened(persistent=capabilities.persistent, threads=capabilities.threads))
-    while (packet := _next(connection)) is not None:
+    while (packet := wait_packet(connection, MESSAGE_SIZE_BYTES_MAX, 1)) is not None:
         executor.submit(answer, decode_order(packet.data))
     _log.info("ending: the daemon has closed the connection")
     os._exit(0)
@@ -118,35 +131,13 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage) -> No
 
 def finished(over: Over, backend: Storage) -> Over:
     """An answer that can be sent, with how full the backend is, where it says so. Without one it would seem hung."""
-    error = over.error.encode(errors="replace").decode()[:ERROR_SIZE_CHARS_MAX]  # names of files may be no UTF-8
-    over = msgspec.structs.replace(over, error=error)
+    over = msgspec.structs.replace(over, error=_clean(over.error))
     try:
         blocks, size_bytes, capacity_bytes = backend.usage()
     except Exception as error:  # noqa: BLE001 - a backend may raise anything, and what was ordered is done
-        _log.warning("the backend does not say how full it is: %s", error)
+        _log.warning("the backend does not report its size: %s", error)
         return over
     return msgspec.structs.replace(over, blocks=blocks, size_bytes=size_bytes, capacity_bytes=capacity_bytes)
-
-
-def _next(connection: socket.socket) -> Packet | None:
-    """The next message; None where the daemon is gone."""
-    try:
-        connection.recv(1, socket.MSG_PEEK)  # waits
-        return receive(connection, MESSAGE_SIZE_BYTES_MAX, 1)
-    except ConnectionError:
-        return None
-
-
-def _lock(path: str) -> None:
-    """Hold a lock while this process lives.
-
-    Raises:
-        OSError: an earlier storage process still does.
-    """
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
 
 if __name__ == "__main__":

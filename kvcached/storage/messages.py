@@ -3,7 +3,7 @@
 ::
 
     daemon → StorageConfig + the host pool's memfd
-                                            storage process → Opened, or it ends and its log says why
+                                            storage process → Opened, or NotOpened, and it ends
     daemon → Query, Fetch, Backup, Forget, Look …    storage process → one Over for each, in any order
 
 Sequence numbers pair them. The storage process touches the slots of a message until it has sent its `Over`, and no
@@ -16,7 +16,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from kvcached_client.host_geometry import HostGeometry
+from kvcached.storage.frame import StoredKind
+from kvcached_client.blocks.host_layout import HostGeometry
 
 #: A question has at most 1024 keys of 16 bytes; everything else is smaller.
 MESSAGE_SIZE_BYTES_MAX: Final = 64 * 1024
@@ -36,7 +37,6 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         settings: its own, as the configuration has them.
         faults: what to inject, for tests; nothing where empty.
         key_file: path of the key that encrypts; empty = none.
-        lock_path: a file that it locks while it lives, so that the next daemon knows when it is gone.
         timeout_s: when a call of the backend has taken too long.
     """
 
@@ -44,7 +44,6 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     settings: dict[str, Any]
     faults: dict[str, Any]
     key_file: str
-    lock_path: str
     timeout_s: float
 
 
@@ -65,6 +64,11 @@ class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     fingerprint: _Name
     generation: _Count
     geometry: HostGeometry
+
+    def stored(self) -> StoredKind:
+        """The same as storage tells it."""
+        geometry = self.geometry
+        return StoredKind(self.namespace, self.fingerprint, self.generation, geometry.parts, geometry.block_bytes)
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -103,10 +107,10 @@ class Backup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Forget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="forget"):
-    """Forget all blocks of a kind, or all there are."""
+    """Forget all blocks whose keys begin so; nothing = all there are."""
 
     sequence: _Count
-    kind: Kind | None
+    prefix: bytes
 
 
 class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="look"):
@@ -120,6 +124,18 @@ class Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     persistent: bool
     threads: int
+
+
+class NotOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="not_opened"):
+    """The backend could not be opened, and the process ends.
+
+    Attributes:
+        reason: what it is, and what to do.
+        is_misconfigured: it never can be with these settings.
+    """
+
+    reason: str
+    is_misconfigured: bool
 
 
 class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="over"):
@@ -148,7 +164,7 @@ class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 Order = Query | Fetch | Backup | Forget | Look
-Reply = Opened | Over
+Reply = Opened | NotOpened | Over
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _order_decoder: Final[msgspec.msgpack.Decoder[Order]] = msgspec.msgpack.Decoder(Order)

@@ -9,15 +9,11 @@ import asyncio
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from kvcached.worker.messages import COMMANDS_IN_FLIGHT_MAX, Abandon, Ack, Hurry, Work
+from kvcached.worker.messages import COMMANDS_IN_FLIGHT_MAX, Ack, Hurry, Work
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.types import ShardIndex
-
-#: Carried out when they are read, not in their turn: they do not show that the worker gets on with its copies, and have
-#: a limit of their own in flight.
-_AT_ONCE: Final = (Hurry, Abandon)
 
 
 class ShardResult(NamedTuple):
@@ -66,7 +62,8 @@ class CommandsInFlight:
         Raises:
             NoCapacity: `COMMANDS_IN_FLIGHT_MAX` of its kind are under way.
         """
-        at_once = isinstance(work, _AT_ONCE)
+        # Carried out when it is read, not in its turn: it does not show that the worker gets on with its copies.
+        at_once = isinstance(work, Hurry)
         if sum(command.at_once is at_once for command in self._commands.values()) >= COMMANDS_IN_FLIGHT_MAX:
             raise request_error(
                 ErrorCode.NO_CAPACITY, f"{COMMANDS_IN_FLIGHT_MAX} commands are in flight", "wait for one to end"
@@ -77,7 +74,7 @@ class CommandsInFlight:
     ) -> None:
         """The next command is given to these shards. `on_settled` is called once for each, when it is through."""
         self._sequence += 1
-        command = _InFlight(on_settled, set(shards), self._loop.time(), deadline_s, at_once=isinstance(work, _AT_ONCE))
+        command = _InFlight(on_settled, set(shards), self._loop.time(), deadline_s, at_once=isinstance(work, Hurry))
         command.timer = self._loop.call_later(deadline_s, self._on_overdue, self._sequence)
         self._commands[self._sequence] = command
 

@@ -18,8 +18,9 @@ from typing import Final
 
 #: The first pause: a worker that died by chance is soon replaced.
 FIRST_PAUSE_S: Final = 0.5
-#: The longest: a start that fails costs a process per shard, and a log line.
-LONGEST_PAUSE_S: Final = 30.0
+#: The longest. A start that fails costs a process per shard and two log lines, which nobody minds every four seconds;
+#: a replica that is down longer than it must be costs every engine of it all its hits.
+LONGEST_PAUSE_S: Final = 4.0
 #: A group that lived this long was healthy: the next loss has a cause of its own.
 HEALTHY_AFTER_S: Final = 60.0
 #: So many short lives in a row have one cause, which stays until somebody sees to it.
@@ -30,7 +31,7 @@ class WorkersState(Enum):
     """What the workers of a replica do. The device pool serves in `RUNNING` and `PROBATION` only."""
 
     IDLE = "idle"  #: not started yet
-    STARTING = "starting"  #: being started or adopted
+    STARTING = "starting"  #: being started
     RUNNING = "running"
     PROBATION = "probation"  #: running, after so many short lives that this one may be short, too
     LOST = "lost"  #: one died; the others are killed, and the kernel's word is waited for

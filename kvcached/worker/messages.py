@@ -1,21 +1,15 @@
-"""What a worker and the daemon say to each other, over two connections of SOCK_SEQPACKET.
+"""What a worker and the daemon say to each other, over a connection of SOCK_SEQPACKET that the worker inherits.
 
 ::
 
-    inherited    daemon → WorkerConfig + the host pool's memfd, if there is one
-                                             worker → WorkerListening, then closed
-    its socket   worker → WorkerReady + the pool's memfd, the progress page's, and the eventfds of its entries
-                 daemon → Command …          worker → one Ack for each, as each is over
+    daemon → WorkerConfig + the memory of the shard's pool, its progress page, the eventfds of the page's entries, and
+             the host pool's memory, if there is one
+                                             worker → WorkerReady
+    daemon → Command …                       worker → one Ack for each, as each is over
 
-A daemon that finds the workers of one that died has no inherited connection, and speaks first::
-
-    its socket   daemon → Adopt + a pidfd of its own, and the host pool's memfd, if there is one
-                                             worker → WorkerReady as above, or WorkerRefusal, then closed
-                 daemon → Command …          worker → Ack …
-
-Sequence numbers of commands grow by one, from one on each connection; acks come in another order where one command
-overtakes another. Failing is an answer, too: the ack then says why. Only a command that cannot be decoded has no ack:
-the worker ends, and the daemon sees that.
+Sequence numbers of commands grow by one, from one; acks come in another order where one command overtakes another.
+Failing is an answer, too: the ack then says why. Only a command that cannot be decoded has no ack: the worker ends, and
+the daemon sees that.
 """
 
 from __future__ import annotations
@@ -26,9 +20,9 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from kvcached.worker.geometry import PoolGeometry
-from kvcached.worker.progress import PROGRESS_ENTRIES
-from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.pages import PoolGeometry
+from kvcached_client.types import PROGRESS_SLOTS
 
 #: Configurations are a few KiB (a strip per layer), and copies at most 32 bytes a block. The kernel's default buffer of
 #: 208 KiB takes one message of this size at a time.
@@ -42,8 +36,11 @@ CORRUPT_BLOCKS_MAX: Final = 1024
 #: An ack with the longest text, four bytes a character, or with the most corrupt blocks, five bytes each.
 REPLY_SIZE_BYTES_MAX: Final = 8 * 1024
 
+#: The pool's memory, the progress page, an eventfd for each of its entries, the host pool's memory.
+DESCRIPTORS_MAX: Final = 3 + PROGRESS_SLOTS
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Entry = Annotated[int, msgspec.Meta(ge=0, lt=PROGRESS_ENTRIES)]
+_Entry = Annotated[int, msgspec.Meta(ge=0, lt=PROGRESS_SLOTS)]
 _Name = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
@@ -51,14 +48,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """All that a worker is told at its start.
 
     Attributes:
-        replica, shard: whose pool it holds; for its log and its errors.
+        replica, shard: whose pool it maps; for its log and its errors.
         device: where the pool is.
         geometry: where a slot's bytes are.
-        socket_path: where it listens.
         pretouch_bytes: how much of the pool to make resident before it is ready.
-        daemon_pidfd: number of an inherited descriptor that turns readable when the daemon is gone; of no meaning to a
-            worker that is adopted, which gets the descriptor itself.
-        grace_ms: how long to keep the memory for the next daemon after the death of this one; 0 for not at all.
         host: where a host slot's bytes are in the memory that comes along; None where there is no host pool.
         namespace: first 16 bytes of the namespace, for the headers of stored blocks.
         fingerprint: the layout's, 16 bytes, for the same.
@@ -68,46 +61,18 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     shard: _Count
     device: Literal["cpu"]
     geometry: PoolGeometry
-    socket_path: str
     pretouch_bytes: _Count
-    daemon_pidfd: _Count
-    grace_ms: _Count
     host: HostGeometry | None
     namespace: _Name
     fingerprint: _Name
-
-
-#: What a worker cannot change any more: with another value it is of no use to whoever asks for it.
-_FIXED: Final = ("replica", "shard", "device", "geometry", "host", "namespace", "fingerprint")
-
-
-def differences(held: WorkerConfig, wanted: WorkerConfig) -> tuple[str, ...]:
-    """What keeps a worker with one configuration from serving as one with another."""
-    return tuple(name for name in _FIXED if getattr(held, name) != getattr(wanted, name))
-
-
-class Adopt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="adopt"):
-    """First message of a daemon to a worker that another one left. Ancillary data: its pidfd, the host pool's memfd."""
-
-    config: WorkerConfig  #: as this daemon would start it
 
 
 class WorkerMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op"):
     """Root of what a worker sends."""
 
 
-class WorkerListening(WorkerMessage, frozen=True, tag="listening"):
-    """The pool is there, and the daemon may connect."""
-
-
 class WorkerReady(WorkerMessage, frozen=True, tag="ready"):
-    """First message on the worker's socket. Ancillary data: sealed pool memory, sealed progress page, its eventfds."""
-
-
-class WorkerRefusal(WorkerMessage, frozen=True, tag="refusal"):
-    """Why this worker serves another daemon, or is of no use to this one. The connection is closed after it."""
-
-    reason: str
+    """Everything is mapped, and commands may come."""
 
 
 class Ack(WorkerMessage, frozen=True, tag="ack"):
@@ -158,13 +123,6 @@ class Hurry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     transfer: _Count
 
 
-class Abandon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="abandon"):
-    """A load failed before it was sent: say so in its entry of the progress page. Carried out at once."""
-
-    transfer: _Count
-    progress: _Entry
-
-
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="probe"):
     """Prove that copies arrive: write a pattern into a slot, copy it to another, compare. Both are zero afterwards."""
 
@@ -177,7 +135,7 @@ class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """End after the commands before this one."""
 
 
-Work = Store | Load | Hurry | Abandon | Probe | Shutdown
+Work = Store | Load | Hurry | Probe | Shutdown
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -190,11 +148,8 @@ class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 encode = msgspec.msgpack.Encoder().encode
 #: Each raises msgspec.DecodeError (msgspec.ValidationError is one) on anything else.
 decode_config: Callable[[bytes], WorkerConfig] = msgspec.msgpack.Decoder(WorkerConfig).decode
-decode_adopt: Callable[[bytes], Adopt] = msgspec.msgpack.Decoder(Adopt).decode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
-decode_worker_message: Callable[[bytes], WorkerMessage] = msgspec.msgpack.Decoder(
-    WorkerListening | WorkerReady | WorkerRefusal | Ack
-).decode
+decode_worker_message: Callable[[bytes], WorkerMessage] = msgspec.msgpack.Decoder(WorkerReady | Ack).decode
 
 
 def unpack_slot_ranges(packed: bytes) -> list[tuple[int, int]]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
 from typing import Final
 
-from kvcached.core.effects import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
-from kvcached.ledger import ProcessIdentity
-from kvcached.replica import Settled
+from kvcached.core.messages import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
+from kvcached.memory.device_pool import ShardMemory
+from kvcached.service.replica import Settled
 from kvcached.worker.commands import ShardResult
 from kvcached.worker.lifecycle import WorkersState
-from kvcached.worker.messages import Abandon, BlockSpan, Hurry, Load, Probe, Store
+from kvcached.worker.messages import BlockSpan, Hurry, Load, Probe, Store
 from kvcached.worker.restart import ReplicaGroups
 from kvcached_client.errors import RequestError
 from kvcached_client.failpoints import failpoint
@@ -25,11 +26,11 @@ _log: Final = logging.getLogger(__name__)
 
 
 class ReplicaWorkers:
-    """A replica's workers as the service sees them: `kvcached.replica.Workers`.
+    """A replica's workers as the service sees them: `kvcached.service.replica.Workers`.
 
     Args:
         groups: the workers.
-        shards: of the replica.
+        memory: of each shard of the replica.
         epoch: of the daemon.
         generation: of the replica's namespace.
         verify_loads: whether loads compare checksums.
@@ -42,14 +43,14 @@ class ReplicaWorkers:
         self,
         groups: ReplicaGroups,
         *,
-        shards: int,
+        memory: Sequence[ShardMemory],
         epoch: int,
         generation: int,
         verify_loads: bool,
         deadline_s: float = PROGRESS_DEADLINE_S,
     ) -> None:
         self._groups = groups
-        self._shards = shards
+        self._memory = memory
         self._epoch = epoch
         self.generation = generation
         self._verify_loads = verify_loads
@@ -71,28 +72,16 @@ class ReplicaWorkers:
         """How often they were replaced since the daemon's start."""
         return self._groups.restarts
 
-    @property
-    def adopted(self) -> bool:
-        """Whether they are an earlier daemon's, with what its engines had written."""
-        return self._groups.adopted
-
-    @property
-    def processes(self) -> dict[ShardIndex, ProcessIdentity]:
-        """Each shard's worker, to be written down for the next daemon; empty where none run."""
-        return self._groups.processes
-
     def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
-        """What a shard process maps: pool memory, progress page, eventfds.
-
-        Raises:
-            DaemonFailure: the shard has no worker now.
-        """
-        return self._groups.current.descriptors(shard)
+        """What a shard process maps: pool memory, progress page, eventfds."""
+        return self._memory[shard].for_engine
 
     def start(self, transfer: StartTransfer, settled: Settled) -> None:
         """Order a copy on every shard. `settled` is called once per shard, never before this returns."""
 
         def tell(result: ShardResult) -> None:
+            if result.is_lost:
+                self._fail_load(transfer, result.shard)
             settled(result.shard, result.error, result.corrupt)
 
         try:
@@ -100,22 +89,33 @@ class ReplicaWorkers:
             self._groups.current.order(self._command(transfer), tell, deadline_s=self._deadline_s)
         except RequestError as error:
             _log.warning("transfer %d was not ordered: %s", transfer.transfer, error.message)
-            self._fail(settled, error.message)
+            self._fail(transfer, settled, error.message)
         except Exception as error:  # noqa: BLE001  whatever it was, the core has to hear that no shard copies
             _log.exception("transfer %d was not ordered", transfer.transfer)
-            self._fail(settled, f"{type(error).__name__}: {error}")
+            self._fail(transfer, settled, f"{type(error).__name__}: {error}")
 
-    def _fail(self, settled: Settled, error: str) -> None:
-        for shard in range(self._shards):
-            self._loop.call_soon(settled, ShardIndex(shard), error, ())
+    def _fail(self, transfer: StartTransfer, settled: Settled, error: str) -> None:
+        """No worker was told of a copy."""
+        for shard in map(ShardIndex, range(len(self._memory))):
+            self._fail_load(transfer, shard)
+            self._loop.call_soon(settled, shard, error, ())
+
+    def _fail_load(self, transfer: StartTransfer, shard: ShardIndex) -> None:
+        """Tell who waits for layers that none will come; no worker writes the entry of the load."""
+        if transfer.kind is TransferKind.LOAD:
+            self._memory[shard].progress.fail(transfer.progress, transfer.transfer)
 
     def hurry(self, transfer: HurryTransfer) -> None:
         """Raise the priority of a started copy."""
-        self._order_at_once(Hurry(transfer=transfer.transfer))
+        try:
+            self._groups.current.order(Hurry(transfer=transfer.transfer), lambda _: None, deadline_s=self._deadline_s)
+        except RequestError as error:  # a group that does not run copies nothing; one that reads nothing is soon killed
+            _log.info("transfer %d cannot be hurried: %s", transfer.transfer, error.message)
 
     def abandon(self, load: AbandonLoad) -> None:
-        """Tell the progress pages that a load failed which was never started."""
-        self._order_at_once(Abandon(transfer=load.transfer, progress=load.progress))
+        """Tell the progress pages that a load failed which was never started, so that no worker writes its entry."""
+        for memory in self._memory:
+            memory.progress.fail(load.progress, load.transfer)
 
     def probe(self, first: int, second: int) -> asyncio.Future[None]:
         """Run a probe on every shard.
@@ -146,19 +146,3 @@ class ReplicaWorkers:
             progress=transfer.progress,
             verify=self._verify_loads,
         )
-
-    def _order_at_once(self, work: Hurry | Abandon) -> None:
-        """Order what nobody is told the end of.
-
-        Nobody is left waiting where it is refused: a group that does not run has no sessions, and one that has not
-        read `COMMANDS_IN_FLIGHT_MAX` such commands is hung, and soon killed.
-        """
-        try:
-            self._groups.current.order(work, _note_failure, deadline_s=self._deadline_s)
-        except RequestError as error:
-            _log.info("%s of transfer %d was not ordered: %s", type(work).__name__, work.transfer, error.message)
-
-
-def _note_failure(result: ShardResult) -> None:
-    if result.error:
-        _log.info("shard %d: %s", result.shard, result.error)

@@ -6,7 +6,7 @@ import hashlib
 
 import xxhash
 
-from kvcached.worker.copier import Copier
+from kvcached.worker.device_pool import DevicePool
 from kvcached.worker.messages import Probe
 
 
@@ -14,24 +14,24 @@ class CorruptCopy(Exception):
     """A probe read back other bytes than it wrote."""
 
 
-def probe(copier: Copier, slot_bytes: int, work: Probe) -> None:
+def probe(pool: DevicePool, work: Probe) -> None:
     """Write a pattern into one slot, copy it to another and compare both with it. Both slots are zero afterwards.
 
     Raises:
         CorruptCopy: a slot reads differently.
         ValueError: a slot is not in the pool, or both are the same.
     """
-    pattern = hashlib.shake_128(b"kvcached probe" + work.seed.to_bytes(8, "little")).digest(slot_bytes)
+    pattern = hashlib.shake_128(b"kvcached probe" + work.seed.to_bytes(8, "little")).digest(pool.slot_bytes)
     expected = xxhash.xxh3_128_digest(pattern)
     try:
-        copier.fill(work.source, pattern)
-        copier.duplicate(work.source, work.target)
+        pool.fill(work.source, pattern)
+        pool.duplicate(work.source, work.target)
         for slot in (work.source, work.target):
-            if (found := copier.checksum(slot)) != expected:
+            if (found := pool.checksum(slot)) != expected:
                 raise CorruptCopy(
                     f"probe {work.source} → {work.target}, seed {work.seed}: slot {slot} has checksum {found.hex()}, "
                     f"expected {expected.hex()}"
                 )
     finally:
-        copier.zero(work.source)
-        copier.zero(work.target)
+        pool.zero(work.source)
+        pool.zero(work.target)

@@ -1,4 +1,4 @@
-"""A replica's workers for as long as the daemon runs: lost groups are replaced by new ones, with new memory.
+"""A replica's workers for as long as the daemon runs: lost groups are replaced by new ones, on the same memory.
 
 After a loss: every worker of the group is killed, and the kernel confirms their deaths; then, after a pause, the next
 group is started. Pauses double with each try, and begin anew once a group has lived for a while. After many short lives
@@ -12,8 +12,6 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from kvcached.ledger import ProcessIdentity
-from kvcached.worker.adoption import Adoptable
 from kvcached.worker.lifecycle import BackOff, Breaker, Lifecycle, WorkersState
 from kvcached.worker.supervisor import STOP_DEADLINE_S, ReplicaPool, WorkerGroup
 from kvcached_client.types import ShardIndex
@@ -28,10 +26,10 @@ class ReplicaGroups:
     """One `WorkerGroup` after another. Made, used and stopped in one event loop's thread.
 
     Args:
-        pool: what the workers hold.
-        run_dir: where their sockets and logs are; must exist.
+        pool: what the workers map.
+        run_dir: where their logs and locks are; must exist.
         on_lost: called once per loss, with the first shard that was lost and why.
-        on_restored: called when every shard has a worker and memory again. Every command of the lost workers is
+        on_restored: called when every shard has a worker again. Every command of the lost workers is
             settled, and whoever waited for one has been told.
         back_off: pauses between tries.
 
@@ -75,30 +73,14 @@ class ReplicaGroups:
         """Whether the last lives were short, as many as make it no chance any more; the present one included."""
         return self._breaker.is_open
 
-    @property
-    def adopted(self) -> bool:
-        """Whether the workers that run are an earlier daemon's, with what its engines had written."""
-        return self.current.adopted
-
-    @property
-    def processes(self) -> dict[ShardIndex, ProcessIdentity]:
-        """Each shard's worker, to be written down for the next daemon; empty where none run.
-
-        They change with every restart: write them down in `on_restored`, before anything is ordered.
-        """
-        return self.current.processes
-
-    async def start(self, adoptable: Adoptable | None = None) -> None:
-        """Adopt or start the first group. On an error none is left, and nothing is tried again.
-
-        Args:
-            adoptable: what an earlier daemon wrote down; see `WorkerGroup.start`.
+    async def start(self) -> None:
+        """Start the first group. On an error none is left, and nothing is tried again.
 
         Raises:
             BadRequest, DaemonFailure: as `WorkerGroup.start`.
         """
         self._lifecycle.go(WorkersState.STARTING)
-        await self.current.start(adoptable)
+        await self.current.start()
         self._runs()
 
     async def stop(self, deadline_s: float = STOP_DEADLINE_S) -> None:
@@ -116,10 +98,7 @@ class ReplicaGroups:
         self._lifecycle.go(WorkersState.STOPPED)
 
     def kill(self) -> None:
-        """End the workers by SIGKILL, now: for a daemon that has no time to stop them in order, and ends itself next.
-
-        Without it they would keep their memory for the next daemon.
-        """
+        """End the workers by SIGKILL, now: for a daemon that has no time to stop them in order."""
         self.current.kill()
 
     def _new_group(self) -> WorkerGroup:
@@ -153,10 +132,7 @@ class ReplicaGroups:
         self._on_lost(shard, reason)
 
     async def _bury(self) -> None:
-        try:
-            await self.current.bury()
-        except OSError:
-            _log.exception("replica %s: not everything that its workers held was given back", self._pool.replica)
+        await self.current.bury()
         pause_s = self._plan()
         _log.info("replica %s: all workers are dead; they are started again in %g s", self._pool.replica, pause_s)
 

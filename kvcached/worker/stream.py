@@ -43,7 +43,7 @@ class CommandStream:
 
     Loads, probes and urgent stores come before other stores; inside each class the order is that of the sequence
     numbers. A store that becomes urgent takes its place by its own number. `Shutdown` comes last. The thread ends after
-    a `Shutdown`, after `abandon`, or when an ack cannot be sent.
+    a `Shutdown`, or when an ack cannot be sent.
 
     Args:
         carry_out: called in the stream's thread; returns the corrupt blocks of a load.
@@ -67,7 +67,6 @@ class CommandStream:
         self._last: list[Command] = []
         self._passed = 0  # commands that went before a store that waits
         self._ending = False
-        self._abandoned = False
         # A worker that ends does not wait for a copy that nobody will read.
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
 
@@ -103,25 +102,11 @@ class CommandStream:
                     insort(self._waited_for, self._others.pop(index), key=lambda other: other.sequence)
                     return
 
-    def abandon(self) -> list[Command]:
-        """Begin no further command; returns those that waited.
-
-        The one that is being carried out is finished and not acknowledged. `ended` tells when it is over.
-        """
-        with self._changed:
-            dropped = [*self._waited_for, *self._others, *self._last]
-            for queue in (self._waited_for, self._others, self._last):
-                queue.clear()
-            self._ending = self._abandoned = True
-            self._changed.notify()
-        return dropped
-
     def _run(self) -> None:
         try:
-            while (command := self._next()) is not None:
+            while True:
+                command = self._next()
                 ack = self._ack(command)
-                if self._abandoned:
-                    return
                 failpoint("worker.ack")
                 self._acknowledge(ack)
                 if isinstance(command.work, Shutdown):
@@ -131,11 +116,9 @@ class CommandStream:
         finally:
             self._ended()
 
-    def _next(self) -> Command | None:
+    def _next(self) -> Command:
         with self._changed:
             while not (queue := self._waited_for or self._others or self._last):
-                if self._abandoned:
-                    return None
                 self._changed.wait()
             if queue is self._waited_for and self._others and self._passed == PASSES_MAX:
                 queue = self._others

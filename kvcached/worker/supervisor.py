@@ -1,11 +1,10 @@
-"""The workers of one replica: started together, ordered together, lost together.
+"""The workers of one replica: started together, ordered together, replaced together.
 
 A command goes to every shard under one number and is over when no shard works on it any more: each has acknowledged it
 or is dead. So slots named by a failed command are as free of writers as those of a finished one. A worker that misses a
-command's deadline is killed to make that true. With one worker the whole group is lost: what the others hold is of no
-use without it, and they are killed. A lost group is not started again; `kvcached.worker.restart` makes a new one.
-
-Workers that an earlier daemon left are taken over with their memory, all of a replica's or none of them.
+command's deadline is killed to make that true. With one worker the whole group is lost: the others are killed, so that
+all begin anew with nothing under way. A lost group is not started again; `kvcached.worker.restart` makes a new one, on
+the same memory, which is the daemon's.
 """
 
 from __future__ import annotations
@@ -15,34 +14,25 @@ import logging
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-from kvcached.ledger import ProcessIdentity
-from kvcached.worker.adoption import (
-    ADOPTION_DEADLINE_S,
-    KILL_DEADLINE_S,
-    Adoptable,
-    end_workers,
-    listening_workers,
-    open_adoptable,
-    worker_socket,
-)
-from kvcached.worker.available import NotEnoughMemory, check_available
+from kvcached.memory.device_pool import ShardMemory
+from kvcached.memory.host_pool import HostMemory
+from kvcached.memory.sealed import PRETOUCH_BYTES_MAX
 from kvcached.worker.commands import CommandsInFlight, Joined, ShardResult
-from kvcached.worker.geometry import pool_geometry
-from kvcached.worker.host_memory import HostMemory
-from kvcached.worker.memory import PRETOUCH_BYTES_MAX
 from kvcached.worker.messages import MESSAGE_SIZE_BYTES_MAX, Command, Shutdown, Work, WorkerConfig, encode
 from kvcached.worker.process import WorkerProcess
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.layout import Layout
+from kvcached_client.blocks.pages import pool_geometry
 from kvcached_client.errors import ErrorCode, RequestError, request_error
-from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.layout import Layout
 from kvcached_client.types import ShardIndex
 
 READY_DEADLINE_S: Final = 10.0
 COMMAND_DEADLINE_S: Final = 30.0
 STOP_DEADLINE_S: Final = 4.0
+#: After SIGKILL only the kernel's own work is left.
+KILL_DEADLINE_S: Final = 5.0
 #: As much of a namespace as the header of a stored block has room for.
 HEADER_NAMESPACE_BYTES: Final = 16
 #: It becomes part of file names.
@@ -53,27 +43,27 @@ _log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPool:
-    """What the workers of a replica hold.
+    """What the workers of a replica map.
 
     Attributes:
         replica: name of the replica, part of file names.
         layout: shape of a block on one shard; says how many shards there are.
         slots: slots of the pool, the same on every shard.
         namespace: 32 bytes, root of the keys; what workers put into the host pool carries it.
+        memory: of each shard. Whoever made it closes it, after the workers.
         host: the host pool, or None where there is none.
         pretouch_bytes: memory made resident at the start, all shards together; at most 1 GiB counts.
         ready_deadline_s: how long the start of all shards may take.
-        grace_ms: how long the workers keep their memory for the next daemon after this one's death; 0 for not at all.
     """
 
     replica: str
     layout: Layout
     slots: int
     namespace: bytes
+    memory: tuple[ShardMemory, ...]
     host: HostMemory | None = None
     pretouch_bytes: int = 0
     ready_deadline_s: float = READY_DEADLINE_S
-    grace_ms: int = 0
 
 
 class WorkerGroup:
@@ -81,7 +71,7 @@ class WorkerGroup:
 
     Args:
         pool: what they hold.
-        run_dir: where their sockets and logs are; must exist.
+        run_dir: where their logs and locks are; must exist.
         on_lost: called once, when the first worker dies after a successful start and before `stop`, with the reason
             and the end of its log. By then the others are being killed. Whoever waits for a command is told after
             that. `bury` or `stop` has to be called still.
@@ -96,57 +86,17 @@ class WorkerGroup:
         self._loss = ""  #: how the first worker ended that was lost
         self._commands = CommandsInFlight(self._kill)
         self._running = False
-        self._adopted = False
 
-    @property
-    def adopted(self) -> bool:
-        """Whether these workers are an earlier daemon's, with what its engines had written."""
-        return self._adopted
-
-    @property
-    def processes(self) -> dict[ShardIndex, ProcessIdentity]:
-        """Each shard's worker, to be written down for the next daemon; empty where the group does not run."""
-        if self._loss or not self._running:
-            return {}
-        return {ShardIndex(shard): worker.identity for shard, worker in enumerate(self._workers)}
-
-    async def start(self, adoptable: Adoptable | None = None) -> None:
-        """Adopt all workers or start all of them, in parallel, and wait until each is ready. On an error none is left.
-
-        Args:
-            adoptable: what an earlier daemon wrote down of this replica's workers. Where not all of them can be
-                adopted they are killed, and others are started once the kernel has said that they are dead. So are
-                those of which nothing is written down.
+    async def start(self) -> None:
+        """Start all workers in parallel, and wait until each is ready. On an error none is left.
 
         Raises:
-            BadRequest: the replica's name cannot be a file name, or a socket's path is too long.
-            DaemonFailure: the memory is not there, or a worker ended or was late; the message has the end of its log.
+            BadRequest: the replica's name cannot be a file name.
+            DaemonFailure: a worker ended or was late; the message has the end of its log.
         """
-        configs = self._configs()
-        if adoptable:
-            self._adopted = await self._adopt(configs, adoptable)
-        if not self._adopted:
-            await self._end_earlier(adoptable or {})
-            self._check_memory()
-            self._workers = [self._worker(config) for config in configs]
-            await self._all_ready([worker.start(self._pool.ready_deadline_s) for worker in self._workers])
+        self._workers = [self._worker(config) for config in self._configs()]
+        await self._all_ready([worker.start(self._pool.ready_deadline_s) for worker in self._workers])
         self._running = True
-
-    def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
-        """A shard's sealed pool memory, its sealed progress page, and an eventfd for each entry of the page.
-
-        To be sent on, never mapped. Open until the group is lost or stopped; do not close them.
-
-        Raises:
-            DaemonFailure: there is no such worker, or the group is not running.
-        """
-        if self._loss or not self._running:
-            raise self._not_running()
-        if not 0 <= shard < len(self._workers):
-            raise request_error(
-                ErrorCode.WORKER_LOST, f"replica {self._pool.replica} has no shard {shard}", "see its configuration"
-            )
-        return self._workers[shard].descriptors
 
     def kill(self) -> None:
         """End every worker by SIGKILL, now: for a daemon that has no time to stop them in order."""
@@ -159,7 +109,7 @@ class WorkerGroup:
         Raises:
             IndexError: there is no such worker.
         """
-        return self._workers[shard].identity.pid
+        return self._workers[shard].pid
 
     def submit(self, work: Work, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
         """Send a command to every shard and join the results. As `order` otherwise.
@@ -200,8 +150,7 @@ class WorkerGroup:
         """End the workers: `Shutdown` behind the commands in flight, SIGTERM after half the time, SIGKILL after all.
 
         Workers of a lost group, and of one that was not started to the end, are killed at once. Commands that are still
-        in flight then fail. Afterwards descriptors are closed and sockets removed; the logs stay. Does nothing the
-        second time.
+        in flight then fail. The logs stay. Does nothing the second time.
         """
         was_running, self._running = self._running, False
         if was_running and not self._loss:
@@ -214,41 +163,14 @@ class WorkerGroup:
         await self._end()
 
     async def bury(self) -> None:
-        """Wait for the kernel's word that all workers of a lost group are dead, then give back what it held.
+        """Wait for the kernel's word that all workers of a lost group are dead.
 
-        It waits as long as it takes: until then something may write into the host pool.
+        It waits as long as it takes: until then something may write into the pools.
         """
         while not await self._all_ended(KILL_DEADLINE_S):
             self._log_survivors()
         await self._end()
         self._running = False
-
-    async def _adopt(self, configs: Sequence[WorkerConfig], adoptable: Adoptable) -> bool:
-        """Whether all workers were adopted. If not, none is served, and they are to be ended."""
-        replica, shards = self._pool.replica, len(configs)
-        opened = open_adoptable(adoptable, shards)
-        reason = f"not one for each of {shards} shards lives"
-        if opened is not None:
-            self._workers = [self._worker(config) for config in configs]
-            for shard, pidfd in opened.items():
-                self._workers[shard].take(adoptable[shard], pidfd)
-            try:
-                await self._all_ready([worker.adopt(ADOPTION_DEADLINE_S) for worker in self._workers])
-            except RequestError as error:
-                reason = error.message
-            else:
-                _log.info("replica %s: the workers of an earlier daemon are adopted", replica)
-                return True
-        _log.warning("replica %s: workers of an earlier daemon are not adopted, but ended: %s", replica, reason)
-        self._workers, self._loss = [], ""
-        return False
-
-    async def _end_earlier(self, adoptable: Adoptable) -> None:
-        """End workers that an earlier daemon wrote down, and those that it did not come to write down."""
-        replica, shards = self._pool.replica, self._pool.layout.shards
-        unwritten = listening_workers(self._run_dir, replica, shards)  # before the sockets are removed
-        for workers in (adoptable, unwritten):
-            await end_workers(self._run_dir, replica, workers)
 
     async def _all_ready(self, greetings: Sequence[Coroutine[Any, Any, None]]) -> None:
         """Wait until every worker is ready. On an error none is left."""
@@ -264,15 +186,6 @@ class WorkerGroup:
         if self._loss:
             await self._end()
             raise self._not_running()
-
-    def _check_memory(self) -> None:
-        pool = self._pool
-        shards = pool.layout.shards
-        size_bytes = pool_geometry(pool.layout, pool.slots).size_bytes
-        try:
-            check_available(shards * size_bytes, f"replica {pool.replica} ({shards} shards)")
-        except NotEnoughMemory as error:
-            raise request_error(ErrorCode.INTERNAL, str(error), "see the replica's slots") from None
 
     def _configs(self) -> list[WorkerConfig]:
         pool = self._pool
@@ -299,10 +212,7 @@ class WorkerGroup:
                 shard=shard,
                 device="cpu",
                 geometry=geometry,
-                socket_path=worker_socket(self._run_dir, pool.replica, shard),
                 pretouch_bytes=min(pool.pretouch_bytes, PRETOUCH_BYTES_MAX) // shards,
-                daemon_pidfd=0,
-                grace_ms=pool.grace_ms,
                 host=host,
                 namespace=pool.namespace[:HEADER_NAMESPACE_BYTES],
                 fingerprint=bytes.fromhex(pool.layout.fingerprint()),
@@ -311,12 +221,11 @@ class WorkerGroup:
         ]
 
     def _worker(self, config: WorkerConfig) -> WorkerProcess:
-        shard = config.shard
-        log_path = Path(self._run_dir) / f"worker-{config.replica}-{shard}.log"
+        shard, pool = config.shard, self._pool
         return WorkerProcess(
             config,
-            () if self._pool.host is None else (self._pool.host.descriptor,),
-            str(log_path),
+            (*pool.memory[shard].for_worker, *(() if pool.host is None else (pool.host.descriptor,))),
+            self._run_dir,
             on_ack=lambda ack: self._commands.acknowledge(shard, ack),
             on_exit=lambda ending, log_tail: self._on_exit(ShardIndex(shard), ending, log_tail),
         )
@@ -364,8 +273,6 @@ class WorkerGroup:
             worker.kill()
         if not await self._all_ended(KILL_DEADLINE_S):
             self._log_survivors()
-        for worker in self._workers:
-            worker.close()
 
     def _log_survivors(self) -> None:
         names = [worker.name for worker in self._workers if worker.is_alive]

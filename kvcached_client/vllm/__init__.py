@@ -17,7 +17,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import vllm  # noqa: PLC0415 - see above
 
-    from kvcached_client.vllm.versions import check_version  # noqa: PLC0415
+    from kvcached_client.vllm.settings import check_version  # noqa: PLC0415
 
     check_version(vllm.__version__)
     from kvcached_client.vllm.connector import KvcachedConnector  # noqa: PLC0415

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,19 +23,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.kv_cache_interface import is_full_attention_spec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
-from kvcached_client.attached_shard import AttachedShard
-from kvcached_client.engine_pages import EnginePages
-from kvcached_client.protocol_fields import NAME_LENGTH_MAX
-from kvcached_client.rundir import default_run_dir
+from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
+from kvcached_client.offload_shard import OffloadShard
+from kvcached_client.protocol.fields import NAME_LENGTH_MAX
+from kvcached_client.transport.run_dir import default_run_dir
+from kvcached_client.vllm.daemon_thread import DaemonThread
 from kvcached_client.vllm.identity import Identity, identify
-from kvcached_client.vllm.link import Link
 from kvcached_client.vllm.metrics import (
     KvcachedPromMetrics,
     KvcachedStats,
@@ -43,6 +43,7 @@ from kvcached_client.vllm.metrics import (
     worker_stats,
 )
 from kvcached_client.vllm.orders import StepOrders, StoreId
+from kvcached_client.vllm.request_state import BlockPool
 from kvcached_client.vllm.scheduler import SchedulerSide
 from kvcached_client.vllm.settings import (
     KvCacheConfig,
@@ -52,11 +53,14 @@ from kvcached_client.vllm.settings import (
     is_replicated,
     read_settings,
 )
-from kvcached_client.vllm.tracked import BlockPool
 from kvcached_client.vllm.worker import WorkerSide
 
 #: vLLM is untyped here.
 VllmObject: TypeAlias = Any
+
+#: How long a thread may keep Python's lock while others want it. vLLM's main threads spin while they wait for each
+#: other; with Python's 5 ms each turn of the link's and the copying thread would wait that long.
+_SWITCH_INTERVAL_S: Final = 0.0005
 
 log = logging.getLogger("vllm.kvcached")
 
@@ -97,8 +101,12 @@ class KvcachedReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return KvcachedReport(dict(Counter(self.stored) + Counter(other.stored)), self.failed | other.failed)
 
 
-class KvcachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM's external KV cache in the host pool of a kvcached daemon on the same machine."""
+class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """vLLM's external KV cache in the host pool of a kvcached daemon on the same machine.
+
+    It does not mix in `SupportsHMA`: vLLM then keeps the blocks of layers with sliding windows as those of other
+    layers, in one group, and computes the same. State-space models need that mixin, and are not supported.
+    """
 
     _cache_hit_source: Final = CacheHitSource.HOST
 
@@ -109,11 +117,13 @@ class KvcachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ValueError: kvcached cannot be used with it, or `kv_connector_extra_config` is wrong.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        sys.setswitchinterval(min(_SWITCH_INTERVAL_S, sys.getswitchinterval()))
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         groups = kv_cache_config.kv_cache_groups
-        is_full_attention = len(groups) == 1 and is_full_attention_spec(groups[0].kv_cache_spec)
-        check_config(vllm_config, kv_cache_config, is_full_attention=is_full_attention)
-        self._link = Link(prefetch=self._settings.prefetch)
+        longest = vllm_config.model_config.max_model_len
+        keeps_all = len(groups) == 1 and keeps_all_blocks(groups[0].kv_cache_spec, longest)
+        check_config(vllm_config, kv_cache_config, keeps_all_blocks=keeps_all)
+        self._link = DaemonThread(prefetch=self._settings.prefetch)
         self._scheduler: SchedulerSide | None = None
         self._told: dict[str, float] = {}
         self._pages: EnginePages | None = None
@@ -147,8 +157,8 @@ class KvcachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "blocks; choose a --block-size that they take whole"
             )
         self._pages = pages
-        shard = get_tensor_model_parallel_rank()
-        self._worker = WorkerSide(lambda grant: AttachedShard.join(grant, shard, pages))
+        shard, deadline_ms = get_tensor_model_parallel_rank(), self._settings.hold_deadline_ms
+        self._worker = WorkerSide(lambda grant: OffloadShard.join(grant, shard, pages, deadline_ms=deadline_ms))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler has to know of the tensors."""
@@ -257,12 +267,6 @@ class KvcachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._of_scheduler().finished(request, block_ids)
         return False, None
 
-    def request_finished_all_groups(
-        self, request: VllmObject, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The same; there is one group."""
-        return self.request_finished(request, block_ids[0])
-
     def has_pending_push_work(self) -> bool:
         """Whether steps are needed, even empty ones, until stores are through."""
         return self._of_scheduler().is_busy
@@ -289,14 +293,14 @@ class KvcachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return None
         self._scheduler.step_over()
-        skipped = self._scheduler.take_skipped()
+        skipped, late = self._scheduler.take_skipped(), self._scheduler.take_late()
         state = scheduler_state(
             is_up=self._scheduler.session is not None, prefill_tokens_per_s=self._scheduler.prefill_tokens_per_s
         )
-        if state == self._told and not skipped:
+        if state == self._told and not (skipped or late):
             return None
         self._told = state
-        return scheduler_stats(state, skipped_blocks=skipped)
+        return scheduler_stats(state, skipped_blocks=skipped, late_requests=late)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvcachedStats:
@@ -327,7 +331,16 @@ class KvcachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
 
-def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> AttachedLayout:
+def keeps_all_blocks(spec: VllmObject, max_model_len: int) -> bool:
+    """Whether vLLM keeps all blocks of a request for each layer of a group: none falls behind a sliding window."""
+    return all(
+        isinstance(layer, FullAttentionSpec)
+        or (isinstance(layer, SlidingWindowSpec) and layer.sliding_window >= max_model_len)
+        for layer in iter_layer_specs(spec)
+    )
+
+
+def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> OffloadLayout:
     """What the daemon is told of blocks.
 
     Raises:
@@ -345,19 +358,19 @@ def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> Att
             f"the workers' blocks differ ({told}): choose a tensor_parallel_size that divides the model's KV heads"
         )
     block_bytes, fingerprint = kinds.pop()
-    return AttachedLayout(
+    return OffloadLayout(
         config.cache_config.block_size, shards, block_bytes, fingerprint, replicated=is_replicated(config)
     )
 
 
 def _connect_as(
-    identity: Identity, layout: AttachedLayout, settings: Settings, on_stale: Callable[[], None]
-) -> Callable[[], AttachedClient]:
+    identity: Identity, layout: OffloadLayout, settings: Settings, on_stale: Callable[[], None]
+) -> Callable[[], OffloadClient]:
     instance = new_instance()
     run_dir = Path(settings.run_dir or default_run_dir()).absolute()
 
-    def connect() -> AttachedClient:
-        return AttachedClient.connect(
+    def connect() -> OffloadClient:
+        return OffloadClient.connect(
             run_dir,
             engine=f"vllm {vllm.__version__}"[:NAME_LENGTH_MAX],
             instance=instance,

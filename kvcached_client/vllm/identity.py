@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvcached_client.protocol_fields import NAME_LENGTH_MAX
-from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig
-from kvcached_client.vllm.versions import minor_version
+from kvcached_client.protocol.fields import NAME_LENGTH_MAX
+from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, minor_version
 
 #: Where a model's files are on this machine: (model, revision, download directory) -> a directory, or None.
 FindSnapshot = Callable[[str, str | None, str | None], str | None]

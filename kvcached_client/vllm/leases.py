@@ -7,17 +7,17 @@ import itertools
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from kvcached_client.protocol_fields import BLOCKS_PER_MESSAGE_MAX, REQUEST_NAME_LENGTH_MAX
+from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, REQUEST_NAME_LENGTH_MAX
 from kvcached_client.vllm.commands import Command, DropLoad, Event, Fetching, Found, Release, Seek
-from kvcached_client.vllm.jobs import pack_keys
-from kvcached_client.vllm.prefill import PrefillRate
-from kvcached_client.vllm.tracked import Tracked
+from kvcached_client.vllm.orders import pack_keys
+from kvcached_client.vllm.request_state import RequestState
+from kvcached_client.vllm.waiting import PrefillRate
 
 _NAME_DIGEST_BYTES: Final = 16
 
 
 class LinkPort(Protocol):
-    """What is used of `Link`."""
+    """What is used of `DaemonThread`."""
 
     @property
     def is_taking(self) -> bool:
@@ -28,6 +28,13 @@ class LinkPort(Protocol):
 
     def take(self) -> list[Event]:
         """The events since the last call."""
+
+    @property
+    def answer_s(self) -> float:
+        """How long the daemon typically takes to answer a seek."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there are events, no longer than so many seconds; whether there are."""
 
     def clear(self, timeout_s: float) -> bool:
         """Begin a new generation of the namespace."""
@@ -50,25 +57,25 @@ class Leases:
         self._prefill = prefill
         self._tickets = itertools.count(1)
         #: Those whose lease was asked for, by ticket.
-        self._seeking: dict[int, Tracked] = {}
+        self._seeking: dict[int, RequestState] = {}
 
     def next_ticket(self) -> int:
         """A number for a question, which comes back with its answer."""
         return next(self._tickets)
 
-    def usable(self, tracked: Tracked) -> int:
+    def usable(self, tracked: RequestState) -> int:
         """Blocks that a hit may have: one token at least is left to compute, since the next one comes out of it."""
         request = tracked.request
         return min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
 
-    def ask(self, tracked: Tracked) -> bool:
+    def ask(self, tracked: RequestState) -> bool:
         """Ask for a request's hit, to load it; whether that was possible."""
         self.release(tracked)
         tracked.asked_at = self._clock()
         tracked.is_asked = tracked.wants_load = self.seek(tracked, load=True)
         return tracked.is_asked
 
-    def seek(self, tracked: Tracked, *, load: bool) -> bool:
+    def seek(self, tracked: RequestState, *, load: bool) -> bool:
         """Ask for a lease; whether that was possible. Without `load` it is for storing only."""
         if not self._link.is_taking:
             return False
@@ -82,17 +89,18 @@ class Leases:
         if not self._link.submit(seek):
             return False
         tracked.ticket = seek.ticket
+        tracked.is_fetching = False
         self._seeking[seek.ticket] = tracked
         return True
 
-    def release(self, tracked: Tracked) -> None:
+    def release(self, tracked: RequestState) -> None:
         """Give back what a request holds."""
         self.drop_load(tracked)
         if tracked.lease is not None:
             self._link.submit(Release(tracked.session, tracked.lease))
             tracked.forget_lease()
 
-    def drop_load(self, tracked: Tracked) -> None:
+    def drop_load(self, tracked: RequestState) -> None:
         """The hit will not be loaded; one that is still being asked for neither."""
         tracked.wants_load = False
         if tracked.load is not None:
@@ -104,8 +112,9 @@ class Leases:
         tracked = self._seeking[fetching.ticket]
         if tracked.ticket == fetching.ticket:
             tracked.asked_at = self._clock() + fetching.most_s
+            tracked.is_fetching = True
 
-    def found(self, found: Found) -> Tracked | None:
+    def found(self, found: Found) -> RequestState | None:
         """The request that has a lease now; None where it asked anew since, and this one is given back."""
         tracked = self._seeking.pop(found.ticket)
         if tracked.ticket != found.ticket:
@@ -120,7 +129,7 @@ class Leases:
             self.drop_load(tracked)
         return tracked
 
-    def not_found(self, ticket: int) -> Tracked | None:
+    def not_found(self, ticket: int) -> RequestState | None:
         """The request that gets no lease; None where it asked anew since."""
         tracked = self._seeking.pop(ticket)
         if tracked.ticket != ticket:

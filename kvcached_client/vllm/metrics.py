@@ -15,6 +15,7 @@ from kvcached_client.vllm.settings import VllmConfig
 from kvcached_client.vllm.worker import CopyCounts
 
 _SKIPPED: Final = "store_skipped_blocks"
+_LATE: Final = "late_requests"
 _COUNTERS: Final = {
     "loaded_blocks": "KV blocks loaded from kvcached's host pool, counted on every worker.",
     "loaded_bytes": "Bytes of KV loaded from kvcached's host pool.",
@@ -25,6 +26,7 @@ _COUNTERS: Final = {
     "store_seconds": "Time spent on stores, in seconds.",
     "store_failed_blocks": "KV blocks whose store failed on a worker.",
     _SKIPPED: "Computed KV blocks that were not stored: no room, too many stores under way, or no daemon.",
+    _LATE: "Requests that were computed without kvcached because the daemon's answer was late.",
 }
 _UP: Final = "daemon_up"
 _PREFILL: Final = "prefill_tokens_per_s"
@@ -71,9 +73,9 @@ def scheduler_state(*, is_up: bool, prefill_tokens_per_s: float) -> dict[str, fl
     return {_UP: int(is_up), _PREFILL: float(f"{prefill_tokens_per_s:.1e}")}
 
 
-def scheduler_stats(state: Mapping[str, float], *, skipped_blocks: int) -> KvcachedStats:
+def scheduler_stats(state: Mapping[str, float], *, skipped_blocks: int, late_requests: int) -> KvcachedStats:
     """What the scheduler's side has to tell."""
-    return KvcachedStats(data={**state, _SKIPPED: skipped_blocks})
+    return KvcachedStats(data={**state, _SKIPPED: skipped_blocks, _LATE: late_requests})
 
 
 class KvcachedPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

@@ -1,6 +1,7 @@
 """The scheduler's side of the connector: which blocks to load and to store, and when.
 
-It runs in vLLM's scheduler thread, which it never makes wait: what the daemon has to say comes as events of the link.
+It runs in vLLM's scheduler thread: what the daemon has to say comes as events of the link. It makes that thread wait
+for an answer that is near, for some milliseconds of a step at most (`patience`), and for a reset (`RESET_S_MAX`).
 vLLM's blocks that are being stored are held by reference count, so vLLM frees, preempts and finishes as it likes.
 
 What a block's key stands for: it is the first 16 bytes of vLLM's block hash. That chains the token ids with, in every
@@ -16,16 +17,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvcached_client.block_job import BlockJob
+from kvcached_client.blocks.job import BlockJob
 from kvcached_client.types import TransferId
 from kvcached_client.vllm.commands import Connected, DropLoad, Fetching, Found, Lost, NotFound, Planned, Unplanned
-from kvcached_client.vllm.jobs import job_span
 from kvcached_client.vllm.leases import Leases, LinkPort
-from kvcached_client.vllm.offers import Offers
-from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId
-from kvcached_client.vllm.prefill import PrefillMeter, prompt_tokens
-from kvcached_client.vllm.stores import Stores
-from kvcached_client.vllm.tracked import BlockPool, Request, Step, Tracked
+from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, job_span
+from kvcached_client.vllm.request_state import BlockPool, Request, RequestState, Step
+from kvcached_client.vllm.store_queue import StoreQueue, Stores
+from kvcached_client.vllm.waiting import Patience, PrefillMeter, prompt_tokens
 
 #: Blocks of the prompt are offered as soon as they are full: other requests may share them. Generated ones wait for
 #: their like, or for the request's end, since an offer costs the scheduler as much for one block as for a hundred.
@@ -75,10 +74,12 @@ class SchedulerSide:
         self._block_size = block_size
         self._hold_deadline_s = hold_deadline_s
         self._clock = clock
-        self._by_id: dict[str, Tracked] = {}
+        self._by_id: dict[str, RequestState] = {}
+        self._patience = Patience(link, clock)
+        self._late_requests = 0
         self._prefill = PrefillMeter()
         self._leases = Leases(link, block_size, clock, self._prefill.rate)
-        self._offers = Offers(link, self._leases, Stores(pool, shards))
+        self._store_queue = StoreQueue(link, self._leases, Stores(pool, shards))
         self._new_loads: list[LoadOrder] = []
         #: Loads under way, by request.
         self._loading: dict[str, _Loading] = {}
@@ -87,7 +88,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived: ask for its hit while it waits."""
-        tracked = self._by_id[request.request_id] = Tracked(request, request.num_preemptions)
+        tracked = self._by_id[request.request_id] = RequestState(request, request.num_preemptions)
         if self._leases.usable(tracked) and not request.skip_reading_prefix_cache:
             self._leases.ask(tracked)
 
@@ -101,9 +102,13 @@ class SchedulerSide:
             return 0, False
         if not tracked.is_asked and not self._leases.ask(tracked):
             return 0, False
+        while tracked.ticket and self._patience.wait(is_fetching=tracked.is_fetching):
+            self._take_events()
         if tracked.ticket:
-            is_late = self._clock() - tracked.asked_at >= self._hold_deadline_s
-            return (0, False) if is_late else (None, False)
+            if self._clock() - tracked.asked_at < self._hold_deadline_s:
+                return None, False
+            self._note_late(tracked)
+            return 0, False
         found = min(usable, 0 if tracked.load is None else len(tracked.load.slots))
         if found <= local:
             return 0, False
@@ -141,8 +146,9 @@ class SchedulerSide:
                 self._current(tracked.request)
         self._follow(step)
         self._prefill.begin(self._clock(), prompt_tokens(step, self._by_id))
+        self._patience.begin_step(is_idle=not step.num_scheduled_tokens)
         loads, self._new_loads = tuple(self._new_loads), []
-        return StepOrders(self.session, loads, self._offers.take_orders())
+        return StepOrders(self.session, loads, self._store_queue.take_orders())
 
     def step_over(self) -> None:
         """The output of a step was taken in: of the oldest one that was on its way."""
@@ -171,7 +177,7 @@ class SchedulerSide:
 
     def stored(self, done: Mapping[StoreId, int], failed: Collection[StoreId]) -> None:
         """So many workers are through with each store; `failed` are those that failed on some worker."""
-        self._offers.reported(done, failed)
+        self._store_queue.reported(done, failed)
 
     def finished(self, request: Request, block_ids: Sequence[int]) -> None:
         """A request is over: offer what is left of it, then give its lease back."""
@@ -183,17 +189,17 @@ class SchedulerSide:
         # A load under way is within the hit.
         tracked.full = tracked.due = self._confirmed(tracked, request.num_computed_tokens)
         tracked.is_finished = True
-        self._offers.finish(tracked)
+        self._store_queue.finish(tracked)
 
     @property
     def is_busy(self) -> bool:
         """Whether something is under way that needs further steps."""
-        return self._offers.is_busy
+        return self._store_queue.is_busy
 
     @property
     def frees_soon(self) -> bool:
         """Whether blocks come free without a preemption."""
-        return self._offers.frees_soon
+        return self._store_queue.frees_soon
 
     def reset(self) -> bool:
         """Nothing that was stored is loaded any more; whether the daemon has said so."""
@@ -210,21 +216,26 @@ class SchedulerSide:
 
     def take_skipped(self) -> int:
         """Blocks that were not stored since the last call."""
-        skipped, self._offers.skipped_blocks = self._offers.skipped_blocks, 0
+        skipped, self._store_queue.skipped_blocks = self._store_queue.skipped_blocks, 0
         return skipped
+
+    def take_late(self) -> int:
+        """Requests since the last call that went without the cache because its answer was late."""
+        late, self._late_requests = self._late_requests, 0
+        return late
 
     # --- what hooks are made of -------------------------------------------------------------------------------------
 
-    def _current(self, request: Request) -> Tracked:
+    def _current(self, request: Request) -> RequestState:
         """What is known of a request, which begins anew where it was preempted."""
         tracked = self._by_id.get(request.request_id)
         if tracked is None:
-            tracked = self._by_id[request.request_id] = Tracked(request, request.num_preemptions)
+            tracked = self._by_id[request.request_id] = RequestState(request, request.num_preemptions)
         elif tracked.preemptions != request.num_preemptions:
             self._start_over(tracked)
         return tracked
 
-    def _start_over(self, tracked: Tracked) -> None:
+    def _start_over(self, tracked: RequestState) -> None:
         """It lost its blocks and will come back with others; its hit may be another one, too."""
         request = tracked.request
         self._leases.release(tracked)
@@ -235,7 +246,7 @@ class SchedulerSide:
         if self._leases.usable(tracked) and tracked.may_load and not request.skip_reading_prefix_cache:
             self._leases.ask(tracked)
 
-    def _confirmed(self, tracked: Tracked, computed_tokens: int) -> int:
+    def _confirmed(self, tracked: RequestState, computed_tokens: int) -> int:
         """Full blocks in so many tokens, as far as vLLM has their hashes: it has none for speculative tokens."""
         full = computed_tokens // self._block_size
         return min(full, len(tracked.request.block_hashes), len(tracked.block_ids))
@@ -262,33 +273,49 @@ class SchedulerSide:
             if end >= (tracked.full + 1) * block_size:
                 self._fill(tracked, end)
 
-    def _fill(self, tracked: Tracked, computed_tokens: int) -> None:
+    def _fill(self, tracked: RequestState, computed_tokens: int) -> None:
         tracked.full = full = max(self._confirmed(tracked, computed_tokens), tracked.full)
         prompt_blocks = tracked.request.num_prompt_tokens // self._block_size
         if full >= tracked.due + (1 if tracked.due < prompt_blocks else GENERATED_BLOCKS_PER_OFFER):
             tracked.due = full
-            self._offers.advance(tracked)
+            self._store_queue.advance(tracked)
+
+    def _note_late(self, tracked: RequestState) -> None:
+        """Count a request that is computed without waiting any longer. Asked again, it does not count again."""
+        if not tracked.is_late:
+            tracked.is_late = True
+            self._late_requests += 1
 
     def _take_events(self) -> None:
-        for event in self._link.take():
+        events = self._link.take()
+        if events:
+            self._patience.heard()
+        for event in events:
             match event:
                 case Connected(note=note):
                     self.session = note
                 case Lost(session=session):
                     self.session = None
-                    self._offers.lose(session, self._by_id.values())
+                    self._store_queue.lose(session, self._by_id.values())
                 case Fetching():
                     self._leases.fetching(event)
                 case Found():
                     self._answered(self._leases.found(event))
-                case NotFound(ticket=ticket):
-                    tracked = self._leases.not_found(ticket)
-                    self._answered(tracked if tracked is not None and tracked.is_finished else None)
+                case NotFound():
+                    self._not_found(event)
                 case Planned():
-                    self._offers.planned(event)
+                    self._store_queue.planned(event)
                 case Unplanned(ticket=ticket):
-                    self._offers.unplanned(ticket)
+                    self._store_queue.unplanned(ticket)
 
-    def _answered(self, tracked: Tracked | None) -> None:
+    def _not_found(self, event: NotFound) -> None:
+        tracked = self._leases.not_found(event.ticket)
+        if tracked is None:
+            return
+        if event.is_late and tracked.wants_load:
+            self._note_late(tracked)
+        self._answered(tracked if tracked.is_finished else None)
+
+    def _answered(self, tracked: RequestState | None) -> None:
         if tracked is not None:
-            self._offers.advance(tracked)
+            self._store_queue.advance(tracked)

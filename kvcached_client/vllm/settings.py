@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast, get_args
 
-from kvcached_client.vllm.fetches import PrefetchMode
+from kvcached_client.vllm.daemon_client import PrefetchMode
+
+#: The first supported minor version, and the first one that is not.
+SUPPORTED_FROM: Final = (0, 32)
+SUPPORTED_BELOW: Final = (0, 34)
+
+_RELEASE: Final = re.compile(r"(\d+)\.(\d+)(?:\D|$)")
+
+
+def minor_version(version: str) -> tuple[int, int] | None:
+    """Major and minor number of a version such as ``0.32.1+cpu``; None where it has none, as ``dev``."""
+    found = _RELEASE.match(version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM that the connector was not written for.
+
+    Raises:
+        RuntimeError: `version` is out of range, or unreadable.
+    """
+    if (found := minor_version(version)) is None or not SUPPORTED_FROM <= found < SUPPORTED_BELOW:
+        wanted = f">={_text(SUPPORTED_FROM)},<{_text(SUPPORTED_BELOW)}"
+        raise RuntimeError(
+            f"this vLLM is version {version}, KvcachedConnector supports {wanted}: install a kvcached-client that "
+            f"supports it, or vllm{wanted}"
+        )
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
 
 #: vLLM is untyped here.
 VllmConfig: TypeAlias = Any
@@ -23,7 +55,7 @@ class Settings:
     """The keys of ``kv_connector_extra_config``.
 
     Attributes:
-        run_dir: where the daemon's sockets are; None = as `rundir.default_run_dir` says.
+        run_dir: where the daemon's sockets are; None = as `run_dir.default_run_dir` says.
         weights_version: anything that changes when weights change in a way that their files do not show.
         hold_deadline_ms: how long a request waits for the daemon before it is computed without external cache.
         prefetch: how long it waits for blocks from the daemon's storage.
@@ -65,13 +97,13 @@ def read_settings(extra: Mapping[str, object]) -> Settings:
     return Settings(run_dir, version, deadline, cast("PrefetchMode", prefetch))
 
 
-def check_config(config: VllmConfig, cache: KvCacheConfig, *, is_full_attention: bool) -> None:
+def check_config(config: VllmConfig, cache: KvCacheConfig, *, keeps_all_blocks: bool) -> None:
     """Refuse what the connector cannot serve, or would serve wrongly.
 
     Args:
         config: vLLM's.
         cache: its groups of layers.
-        is_full_attention: whether every layer of the first group attends to all tokens before.
+        keeps_all_blocks: whether vLLM keeps all blocks of a request, for every layer of the first group.
 
     Raises:
         ValueError: every reason, each with what to do.
@@ -91,11 +123,11 @@ def check_config(config: VllmConfig, cache: KvCacheConfig, *, is_full_attention:
         )
         > 1,
         f"workers on {parallel.nnodes} nodes cannot map one host pool: run the engine on one node": parallel.nnodes > 1,
-        f"the model has {len(groups)} groups of layers with caches of their own (a hybrid model), one is supported: "
-        "start vLLM with --disable-hybrid-kv-cache-manager, if the model has attention layers only": len(groups) != 1,
-        "the model's layers do not all attend to all tokens before (sliding window or state space): start vLLM with "
-        "--disable-hybrid-kv-cache-manager, if the model has attention layers only": len(groups) == 1
-        and not is_full_attention,
+        f"the model has {len(groups)} groups of layers with caches of their own, as models with state-space layers "
+        "have; one is supported: use no kvcached": len(groups) != 1,
+        "vLLM drops blocks of this model while a request runs: all its layers have sliding windows, or state spaces. "
+        "Models with sliding windows only are supported up to the window's length: set --max-model-len to it, or use "
+        "no kvcached": len(groups) == 1 and not keeps_all_blocks,
         "vLLM computes wrong outputs where a model with multi-head latent attention reads cached blocks on the CPU: "
         "use another model, or no kvcached": config.device_config.device_type == "cpu" and model.use_mla,
         "a diffusion model computes blocks again after they are full: use no kvcached": model.is_diffusion,

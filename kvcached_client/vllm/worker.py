@@ -2,6 +2,8 @@
 
 Loads go first, each kind in order. Rules:
 
+* After `PASSES_MAX` loads that went before a store that waits, that store has its turn: until then it holds blocks of
+  vLLM's pool.
 * Every load that was ordered is reported, with the blocks that do not hold what was to be loaded, and every store, well
   or not. No request and no block waits for ever: not for a daemon that is dead or silent, nor for a session that is
   over or could not be joined.
@@ -23,13 +25,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvcached_client.attach import SessionGrant
-from kvcached_client.block_job import BlockJob
+from kvcached_client.blocks.job import BlockJob
 from kvcached_client.errors import KvcachedError, Stale, TransportError
+from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, StoreOrder
 
 #: How long nothing is tried after a join that failed, or an answer that did not come.
 QUIET_S: Final = 5.0
+#: So many loads go before a store that waits, as in the daemon's own workers.
+PASSES_MAX: Final = 16
 #: How long `close` waits for the copy under way.
 CLOSE_S_MAX: Final = 5.0
 
@@ -38,7 +42,7 @@ log = logging.getLogger("vllm.kvcached")
 
 
 class Shard(Protocol):
-    """What is used of `AttachedShard`. `store` and `load` raise `KvcachedError`."""
+    """What is used of `OffloadShard`. `store` and `load` raise `KvcachedError`."""
 
     def fileno(self) -> int:
         """A descriptor that is readable once the session is over, or the daemon gone."""
@@ -93,6 +97,7 @@ class WorkerSide:
         # Guarded by the lock. The orders are as many as the scheduler's side has on their way, which is limited there.
         self._loads: deque[LoadOrder] = deque()
         self._stores: deque[StoreOrder] = deque()
+        self._passed = 0  #: loads that went before a store that waits
         self._note: SessionNote | None = None
         self._is_closing = False
         self._loaded: set[str] = set()
@@ -181,8 +186,10 @@ class WorkerSide:
 
     def _next(self) -> LoadOrder | StoreOrder | None:
         with self._lock:
-            if self._loads:
+            if self._loads and not (self._stores and self._passed >= PASSES_MAX):
+                self._passed = self._passed + 1 if self._stores else 0
                 return self._loads.popleft()
+            self._passed = 0
             return self._stores.popleft() if self._stores else None
 
     def _wait(self) -> None:
@@ -195,14 +202,14 @@ class WorkerSide:
         if self._wake in ready:
             os.eventfd_read(self._wake)
         else:
-            log.warning("kvcached: the daemon has ended the session, or is gone")
+            log.info("kvcached: the daemon has ended the session, or is gone")  # the link warns if no other one follows
             self._leave()
 
     def _carry_out(self, order: LoadOrder | StoreOrder) -> None:
         began = time.perf_counter()
         bad = self._copy(order)
         seconds = time.perf_counter() - began
-        blocks = [int(block) for span in order.job.spans for block in span.blocks]
+        blocks = [block for span in order.job.spans for block in span.blocks.tolist()]
         lost = blocks if bad is None else [blocks[index] for index in bad]
         with self._lock:
             counts = self._counts
@@ -281,4 +288,4 @@ class WorkerSide:
             try:
                 shard.close()
             except Exception:
-                log.exception("kvcached: could not leave the session in order")
+                log.exception("kvcached: could not leave the session cleanly")

@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from kvcached.attach.peer import PeerProcess
-from kvcached.attach.server import AttachServer
-from kvcached_client.attach_protocol import (
+from kvcached.process.peer import PeerProcess
+from kvcached.server.attach import AttachServer
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol.attach import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
     Attach,
     AttachReply,
@@ -24,7 +25,6 @@ from kvcached_client.attach_protocol import (
     decode_attach_reply,
     encode_attach,
 )
-from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.types import SessionId, ShardIndex
 from tests.worker.groups import SLOTS, tiny_layout
 
@@ -44,6 +44,7 @@ class Handler:
     keeps_watching: bool = True
     identified: list[PeerProcess] = field(default_factory=list)
     joined: list[PeerProcess] = field(default_factory=list)
+    left: list[PeerProcess] = field(default_factory=list)
     closed: asyncio.Queue[PeerProcess] = field(default_factory=asyncio.Queue)
     lost: asyncio.Queue[PeerProcess] = field(default_factory=asyncio.Queue)
 
@@ -58,6 +59,9 @@ class Handler:
             raise request_error(ErrorCode.UNAUTHENTICATED, f"not the token of session {session_id}", "use its token")
         self.joined.append(peer)
         return JOINED, self.memory
+
+    def leave(self, peer: PeerProcess) -> None:
+        self.left.append(peer)
 
     def peer_closed(self, peer: PeerProcess) -> bool:
         self.closed.put_nowait(peer)

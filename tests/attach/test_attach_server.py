@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.attach import server as server_module
-from kvcached.worker.connection import READY_DESCRIPTORS
-from kvcached_client.attach_protocol import (
+from kvcached.server import attach as server_module
+from kvcached.server import connections
+from kvcached_client.errors import ErrorCode, Fault
+from kvcached_client.protocol.attach import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
+    JOINED_DESCRIPTORS,
     AttachRefused,
     Identified,
     Identify,
     Join,
+    Leave,
     encode_attach,
 )
-from kvcached_client.errors import ErrorCode, Fault
 from tests.attach.peers import (
     IDENTIFIED,
     JOIN,
@@ -42,7 +44,7 @@ def test_server_answers_what_the_handler_says(run: RunLoop, run_dir: str) -> Non
     async def main() -> None:
         memory = os.memfd_create("pool")
         os.ftruncate(memory, 4321)
-        handler = Handler((memory,) * READY_DESCRIPTORS)
+        handler = Handler((memory,) * JOINED_DESCRIPTORS)
         async with serving(run_dir, handler):
             with client_in(run_dir) as client:
                 assert await client.ask(Identify(client="me")) == IDENTIFIED
@@ -51,7 +53,7 @@ def test_server_answers_what_the_handler_says(run: RunLoop, run_dir: str) -> Non
 
             assert answer is not None
             assert answer[0] == JOINED
-            assert [os.fstat(descriptor).st_size for descriptor in answer[1]] == [4321] * READY_DESCRIPTORS
+            assert [os.fstat(descriptor).st_size for descriptor in answer[1]] == [4321] * JOINED_DESCRIPTORS
             assert handler.identified == handler.joined
             assert handler.identified[0].pid == os.getpid()
         os.fstat(memory)
@@ -174,7 +176,7 @@ def test_server_refuses_other_users(run: RunLoop, run_dir: str) -> None:
             with client_in(run_dir) as client:
                 refusal = await client.ask(Identify())
                 assert isinstance(refusal, AttachRefused)
-                assert f"user {os.geteuid()} may not attach" in refusal.message
+                assert f"user {os.geteuid()} may not connect" in refusal.message
                 assert await client.receive() is None
 
             assert server.refusals == {ErrorCode.UNAUTHENTICATED: 1}
@@ -183,20 +185,37 @@ def test_server_refuses_other_users(run: RunLoop, run_dir: str) -> None:
     run(main())
 
 
-def test_server_bounds_connections_of_other_users(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Users who may not attach cannot pile up connections by never asking: those over their limit are closed."""
-    monkeypatch.setattr(server_module, "REFUSED_WAITING_MAX", 2)
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_silent_connections_lose_their_places(
+    run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch, *, is_allowed: bool
+) -> None:
+    """Whoever connects again and again and asks nothing loses its oldest connections; one that asks is served."""
+    monkeypatch.setattr(connections, "HALF_OPEN_MAX", 2)
 
     async def main() -> None:
-        async with serving(run_dir, Handler(), {os.geteuid() + 1}) as server:
-            silent = [Client(run_dir) for _ in range(2)]
-            with client_in(run_dir) as third:
-                assert await third.receive() is None
-            assert isinstance(await silent[0].ask(Identify()), AttachRefused)
-
-            assert server.refusals == {ErrorCode.UNAUTHENTICATED: 2}
+        uid = os.geteuid() + (not is_allowed)
+        async with serving(run_dir, Handler(), {uid}):
+            silent = [Client(run_dir) for _ in range(20)]
+            with client_in(run_dir) as asking:
+                answer = await asking.ask(Identify())
+                assert isinstance(answer, Identified if is_allowed else AttachRefused)
+            assert await silent[0].receive() is None
             for client in silent:
                 client.socket.close()
+
+    run(main())
+
+
+def test_silent_connection_is_dropped_in_time(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that has asked stays; one that has not is dropped when its time is over, within all limits too."""
+    monkeypatch.setattr(connections, "HALF_OPEN_S_MAX", 0.02)
+
+    async def main() -> None:
+        async with serving(run_dir, Handler()):
+            with client_in(run_dir) as asking, client_in(run_dir) as silent:
+                assert await asking.ask(Identify()) == IDENTIFIED
+                assert await silent.receive() is None
+                assert await asking.ask(Identify()) == IDENTIFIED
 
     run(main())
 
@@ -227,6 +246,26 @@ def test_server_socket_is_its_users_alone(run: RunLoop, run_dir: str) -> None:
         async with serving(run_dir, Handler()):
             os.umask(previous)
             assert os.stat(path_in(run_dir)).st_mode & 0o077 == 0  # noqa: PTH116
+
+    run(main())
+
+
+def test_server_tells_who_leaves(run: RunLoop, run_dir: str) -> None:
+    """A process that joined may leave: the handler is told, and its connection ends. Any other one is refused."""
+
+    async def main() -> None:
+        handler = Handler()
+        async with serving(run_dir, handler):
+            with client_in(run_dir) as client:
+                assert await client.ask(JOIN) == JOINED
+                client.send(Leave())
+                assert await handler.closed.get() is handler.joined[0]
+                assert handler.left == handler.joined
+            with client_in(run_dir) as stranger:
+                refusal = await stranger.ask(Leave())
+                assert isinstance(refusal, AttachRefused)
+                assert refusal.code is ErrorCode.BAD_VALUE
+        assert len(handler.left) == 1
 
     run(main())
 
@@ -302,6 +341,21 @@ def test_server_replaces_a_dead_socket_but_not_a_live_one(run: RunLoop, run_dir:
             with client_in(run_dir) as client:
                 assert await client.ask(Identify()) == IDENTIFIED
         assert names_in(run_dir) == []
+
+    run(main())
+
+
+def test_server_removes_no_socket_but_its_own(run: RunLoop, run_dir: str) -> None:
+    """A server whose socket somebody has removed leaves the next server's socket in its place when it ends."""
+
+    async def main() -> None:
+        async with serving(run_dir, Handler()) as first:
+            os.rename(path_in(run_dir), Path(run_dir) / "away")  # noqa: PTH104 - so that it keeps its inode
+            async with serving(run_dir, Handler()):
+                first.close()
+                with client_in(run_dir) as client:
+                    assert isinstance(await client.ask(Identify()), Identified)
+        assert names_in(run_dir) == ["away"]
 
     run(main())
 

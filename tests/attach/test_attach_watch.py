@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from kvcached.attach import server as server_module
-from kvcached_client.attach_protocol import AttachRefused, Identify
+from kvcached.server import attach as server_module
 from kvcached_client.errors import ErrorCode
+from kvcached_client.protocol.attach import AttachRefused, Identify
 from tests.attach.peers import (
     IDENTIFIED,
     JOIN,
@@ -71,7 +71,7 @@ def test_server_watches_on_after_the_connection_closed(
     run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch, option: int
 ) -> None:
     """A closed connection is told as closed; the death is told when it comes, not before."""
-    monkeypatch.setattr("kvcached.attach.peer._SO_PEERPIDFD", option)
+    monkeypatch.setattr("kvcached.process.peer._SO_PEERPIDFD", option)
 
     async def main() -> None:
         handler = Handler()

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvcached.attach.peer import PeerProcess
-from kvcached.seqpacket import Credentials
+from kvcached.process.peer import PeerProcess
+from kvcached.process.seqpacket import Credentials
 from kvcached_client.errors import ErrorCode, Refused
 from tests.attach.peers import own_pidfd
 from tests.worker.groups import open_descriptors
@@ -31,7 +31,7 @@ def connection() -> Iterator[socket.socket]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the pidfd comes from."""
     if request.param == "sent":
-        monkeypatch.setattr("kvcached.attach.peer._SO_PEERPIDFD", NO_OPTION)
+        monkeypatch.setattr("kvcached.process.peer._SO_PEERPIDFD", NO_OPTION)
     return str(request.param)
 
 
@@ -100,7 +100,7 @@ def test_peer_that_died_stays_dead(way: str, run_dir: str) -> None:
 
 def test_peer_of_an_old_kernel_needs_a_pidfd(connection: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without SO_PEERPIDFD a peer that sends no descriptor, another file or another process's pidfd is refused."""
-    monkeypatch.setattr("kvcached.attach.peer._SO_PEERPIDFD", NO_OPTION)
+    monkeypatch.setattr("kvcached.process.peer._SO_PEERPIDFD", NO_OPTION)
     with descriptors(os.pidfd_open(os.getppid()), os.open("/dev/null", os.O_RDONLY)) as wrong:
         before = open_descriptors()
         for sent in ((), wrong):
@@ -113,7 +113,7 @@ def test_peer_of_an_old_kernel_needs_a_pidfd(connection: socket.socket, monkeypa
 
 def test_peer_finds_its_pidfd_among_others(connection: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without SO_PEERPIDFD the right descriptor is used, whatever else came along."""
-    monkeypatch.setattr("kvcached.attach.peer._SO_PEERPIDFD", NO_OPTION)
+    monkeypatch.setattr("kvcached.process.peer._SO_PEERPIDFD", NO_OPTION)
     with descriptors(os.pidfd_open(os.getppid()), own_pidfd()) as sent:
         peer = PeerProcess.of(connection, sent)
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.c_loop import compile_copy_loop
 from benchmarks.copy_rig import LAYERS, CopyRig
 from benchmarks.suites import copy
-from kvcached_client.layout import PageOrder
+from kvcached_client.blocks.layout import PageOrder
 
 _ORDERS = get_args(PageOrder)
 _PROMISED = {"scattered_over_memcpy": "value >= 0.85", "scattered_over_cloop": "value >= 0.95"}

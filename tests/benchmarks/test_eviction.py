@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.eviction_command import CAPACITIES_PERCENT, Options, hit_percent, parse, run
 from benchmarks.replay_trace import RECORDED_BLOCK_TOKENS, TRACE, read_trace
-from kvcached.core.eviction import POLICIES
+from kvcached.core.eviction.by_priority import POLICIES
 
 
 def trace_of(folder: Path, *prompts: list[int]) -> Path:

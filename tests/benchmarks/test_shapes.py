@@ -10,8 +10,8 @@ import pytest
 from benchmarks.bare_tree import BareTree, walk
 from benchmarks.one_engine import OneEngine
 from benchmarks.shapes import ADVERSARIAL, CHAT, LONG_PROMPT_BLOCKS, TRACE, Shape
-from kvcached.core.invariants import check
-from kvcached.core.run import KEY_SIZE, Run
+from kvcached.core.index.run import KEY_SIZE, Run
+from kvcached.core.insight.invariants import check
 
 
 def _path(engine: OneEngine, keys: bytes) -> Iterator[Run]:

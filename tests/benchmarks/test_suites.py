@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.result import Result
-from benchmarks.shapes import ADVERSARIAL, CHAT, TRACE, Shape
+from benchmarks.shapes import ADVERSARIAL, CHAT, LONG_PROMPT_BLOCKS, TRACE, Shape
 from benchmarks.suites import index
 
 _PROMISED = {"match_128k_{}_us", "bytes_per_block_{}", "request_8k_{}_us", "evict_8192_{}_us"}
@@ -61,6 +61,16 @@ def test_index_suite_has_every_metric_of_the_host_tier(
     assert set(results) == {name.format(shape.name) for name in names}
     if unpromised:
         assert results[f"loaded_blocks_{shape.name}"].value >= 480
+
+
+@pytest.mark.slow
+def test_index_suite_measures_a_prompt_with_a_branch_at_each_block() -> None:
+    """The deepest path has a run for each block, and its request and the one beside it have targets."""
+    results = {result.metric: result for result in index._measure_branched(10)}
+    assert results["runs_on_path_branched"].value == LONG_PROMPT_BLOCKS
+    judged = {name for name, result in results.items() if result.target}
+    assert judged == {"request_128k_branched_us", "request_8k_beside_branched_over_alone"}
+    assert results["request_128k_branched_us"].floor is not None
 
 
 def _shortened(shape: Shape, prompts: int, monkeypatch: pytest.MonkeyPatch) -> Shape:

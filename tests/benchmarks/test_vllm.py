@@ -16,7 +16,7 @@ from benchmarks import vllm_child
 from benchmarks.__main__ import main
 from benchmarks.attached_rig import PageShape
 from benchmarks.hook_clock import HookClock
-from benchmarks.pairs import paired_ratio
+from benchmarks.pairs import mean_difference, paired_ratio
 from benchmarks.scheduler_rig import BLOCK_SIZE, SchedulerRig
 from benchmarks.suites import DEFAULT_SUITES, SUITES
 from benchmarks.vllm_child import running_engine
@@ -39,7 +39,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_suite_is_not_run_unless_asked_for() -> None:
     """The default suites need nothing more than the development environment, and wait for nothing."""
-    assert set(SUITES) - set(DEFAULT_SUITES) == {"faults", "vllm"}
+    assert set(SUITES) - set(DEFAULT_SUITES) == {"faults", "floods", "vllm", "vllm-queue"}
 
 
 def test_suite_without_vllm_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +55,16 @@ def test_paired_ratio_covers_what_its_pairs_say() -> None:
     assert ratio == pytest.approx(4.0)
     assert 2.0 <= low < ratio < high <= 8.0
     assert paired_ratio([3.0] * 9, [2.0] * 9) == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_mean_difference_covers_what_its_pairs_say() -> None:
+    """The difference is the mean of the pairs' differences; the interval holds it, and closes where all agree."""
+    mean, low, high = mean_difference([2.0, 8.0, 5.0, 5.0], [1.0, 1.0, 1.0, 1.0])
+    assert mean == pytest.approx(4.0)
+    assert 1.0 <= low < mean < high <= 7.0
+    assert mean_difference([3.0] * 9, [5.0] * 9) == pytest.approx((-2.0, -2.0, -2.0))
+    with pytest.raises(ValueError, match="no pairs"):
+        mean_difference([], [])
 
 
 def test_paired_ratio_needs_whole_pairs() -> None:

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.attached_shard import BlockJob, JobSpan
-from kvcached_client.block_transfers import BlockTransfers
-from kvcached_client.engine_pages import EnginePages
-from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.blocks.transfers import BlockTransfers
+from kvcached_client.offload_shard import BlockJob, JobSpan
 from kvcached_client.types import TransferId
 
 NAMESPACE, FINGERPRINT, GENERATION, EPOCH = b"namespace-namesp", b"fingerprint-fing", 5, 11
@@ -82,7 +82,7 @@ class EngineRig:
     def __post_init__(self) -> None:
         pages = EnginePages.of_tensors({f"layer{index}": tensor for index, tensor in enumerate(self.tensors)})
         self.transfers = BlockTransfers(
-            pages, self.host, SHARD, self.memory, namespace=NAMESPACE, fingerprint=FINGERPRINT, epoch=EPOCH
+            pages, self.host, SHARD, self.memory, namespace=NAMESPACE, fingerprint=FINGERPRINT
         )
 
     @property

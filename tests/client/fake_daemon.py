@@ -11,7 +11,7 @@ from pathlib import Path
 import zmq
 
 from kvcached_client import KvGroup, Layout
-from kvcached_client.attach_protocol import (
+from kvcached_client.protocol.attach import (
     Identified,
     Identify,
     Join,
@@ -20,7 +20,7 @@ from kvcached_client.attach_protocol import (
     decode_attach_request,
     encode_attach,
 )
-from kvcached_client.protocol import (
+from kvcached_client.protocol.engine import (
     Acquire,
     Acquired,
     Alive,
@@ -83,6 +83,7 @@ class FakeDaemon:
         self.requests: list[tuple[Request, list[bytes]]] = []
         self.heartbeats: list[Heartbeat] = []
         self.heartbeat_came = threading.Event()
+        self.bye_came = threading.Event()
         self.script: Script | None = None
         self.epoch = 1
         self.hit = 0
@@ -111,6 +112,12 @@ class FakeDaemon:
             self._thread.join()
             os.close(self._stop_writer)
             self.progress.close()
+
+    def detach(self) -> None:
+        """End every attach connection; the fake daemon's thread calls it, in a script."""
+        for peer in self._attached:
+            peer.close()
+        self._attached.clear()
 
     def of(self, kind: type[Header]) -> list[Request]:
         """The requests of a verb that came so far."""
@@ -163,6 +170,8 @@ class FakeDaemon:
         reply, reply_frames = answer
         if isinstance(request, Heartbeat):
             self.heartbeat_came.set()
+        if isinstance(request, Bye):
+            self.bye_came.set()
         if reply is not SILENCE and getattr(request, "reply", True):
             self._router.send_multipart([routing_id, encode(reply), *reply_frames])
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvcached_client import KvGroup, Layout, MappedPool, SessionGrant, map_pool
-from kvcached_client.attach_protocol import Joined
-from kvcached_client.layout import DType
+from kvcached_client.blocks.layout import DType
+from kvcached_client.protocol.attach import Joined
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.progress_page import sealed_memory
 

@@ -20,11 +20,9 @@ from kvcached_client import (
     Refused,
     RequestError,
     SessionGrant,
-    attach,
     map_pool,
 )
-from kvcached_client.attach import identify
-from kvcached_client.attach_protocol import (
+from kvcached_client.protocol.attach import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
     JOINED_DESCRIPTORS,
     AttachRefused,
@@ -33,6 +31,8 @@ from kvcached_client.attach_protocol import (
     decode_attach_request,
     encode_attach,
 )
+from kvcached_client.transport import attach
+from kvcached_client.transport.attach import identify
 
 Behaviour = Callable[[socket.socket, bytes, list[int]], None]
 IDENTIFIED = Identified(member=b"m" * 32, endpoint="ipc:///x", daemon_epoch=1)

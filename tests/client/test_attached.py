@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcached_client.attached import AttachedClient, AttachedLayout, PreparedLoad, PreparedStore
 from kvcached_client.errors import DeadlineExceeded, ErrorCode, Stale, request_error
-from kvcached_client.protocol import (
+from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedLoad, PreparedStore
+from kvcached_client.protocol.engine import (
     EVERY_SHARD,
     Acquire,
     CommitStore,
@@ -22,6 +22,7 @@ from kvcached_client.protocol import (
     LoadPrepared,
     PrepareLoad,
     PrepareStore,
+    Release,
     Settled,
     StorePrepared,
     WelcomeAttached,
@@ -81,29 +82,29 @@ def script(daemon: FakeDaemon) -> Script:
     return script
 
 
-def connect(daemon: FakeDaemon, **more: Any) -> AttachedClient:
-    layout = AttachedLayout(block_size=16, shards=1, block_bytes=1024, fingerprint=bytes(16))
-    return AttachedClient.connect(
+def connect(daemon: FakeDaemon, **more: Any) -> OffloadClient:
+    layout = OffloadLayout(block_size=16, shards=1, block_bytes=1024, fingerprint=bytes(16))
+    return OffloadClient.connect(
         daemon.run_dir, engine="e", instance=bytes(16), keyspace=bytes(32), label="m", layout=layout, **more
     )
 
 
 @pytest.fixture
-def client(daemon: FakeDaemon, script: Script) -> Iterator[AttachedClient]:
+def client(daemon: FakeDaemon, script: Script) -> Iterator[OffloadClient]:
     """A client that waits for 100 ms."""
     with connect(daemon, deadline_ms=100) as connected:
         yield connected
 
 
-def prepare_load(client: AttachedClient) -> PreparedLoad:
+def prepare_load(client: OffloadClient) -> PreparedLoad:
     return client.prepare_load(LeaseId(1), 0, 2)
 
 
-def prepare_store(client: AttachedClient) -> PreparedStore:
+def prepare_store(client: OffloadClient) -> PreparedStore:
     return client.prepare_store(LeaseId(1), 0, bytes(32))
 
 
-def test_answers_say_which_blocks_lie_where(client: AttachedClient) -> None:
+def test_answers_say_which_blocks_lie_where(client: OffloadClient) -> None:
     """Slots come as one number for each block, pieces as depth and number of blocks."""
     assert client.acquire("r", bytes(32), 33) == (1, 2)
     load, store = prepare_load(client), prepare_store(client)
@@ -112,7 +113,7 @@ def test_answers_say_which_blocks_lie_where(client: AttachedClient) -> None:
 
 
 def test_copies_that_were_granted_too_late_are_called_off(
-    daemon: FakeDaemon, script: Script, client: AttachedClient
+    daemon: FakeDaemon, script: Script, client: OffloadClient
 ) -> None:
     """A preparation that was not answered in time is asked for again with its id, and what it granted is given back."""
     script.silent = {PrepareLoad, PrepareStore}
@@ -135,7 +136,7 @@ def test_copies_that_were_granted_too_late_are_called_off(
 
 
 def test_settling_calls_off_what_was_granted_too_late(
-    daemon: FakeDaemon, script: Script, client: AttachedClient
+    daemon: FakeDaemon, script: Script, client: OffloadClient
 ) -> None:
     """Settling gives back copies that were granted too late without another copy to ask for."""
     script.silent = {PrepareStore}
@@ -150,7 +151,7 @@ def test_settling_calls_off_what_was_granted_too_late(
 
 
 def test_late_preparation_that_was_refused_holds_nothing(
-    daemon: FakeDaemon, script: Script, client: AttachedClient
+    daemon: FakeDaemon, script: Script, client: OffloadClient
 ) -> None:
     """Where the daemon had refused what it did not answer in time, there is nothing to call off."""
     script.silent = {PrepareStore}
@@ -183,3 +184,38 @@ def test_end_of_the_session_is_told_at_once(daemon: FakeDaemon, script: Script) 
         with pytest.raises(Stale):
             client.match(bytes(16), 17)
     assert msgspec.structs.asdict(client.session)["id"] == 3
+
+
+def test_requests_may_be_sent_before_the_first_answer_is_fetched(client: OffloadClient, daemon: FakeDaemon) -> None:
+    """Several requests are out at once, and each gets its own answer, in whatever order they are fetched."""
+    acquire = client.begin_acquire("r", bytes(32), 33)
+    store = client.begin_prepare_store(LeaseId(1), 0, bytes(32))
+    load = client.begin_prepare_load(LeaseId(1), 0, 2)
+    assert load.result().slots.tolist() == [4, 5]
+    assert store.result().depth == 2
+    assert acquire.result() == (1, 2)
+    kinds = [
+        type(request) for request, _ in daemon.requests if isinstance(request, Acquire | PrepareLoad | PrepareStore)
+    ]
+    assert kinds == [Acquire, PrepareStore, PrepareLoad]
+
+
+def test_release_may_be_posted(client: OffloadClient, daemon: FakeDaemon) -> None:
+    """A posted release asks for no answer, and later requests go on."""
+    client.post_release(LeaseId(1))
+    assert client.acquire("r", bytes(32), 33) == (1, 2)
+    (release,) = daemon.of(Release)
+    assert isinstance(release, Release)
+    assert (release.lease, release.reply) == (1, False)
+
+
+def test_copy_that_was_begun_and_granted_too_late_is_called_off(
+    client: OffloadClient, daemon: FakeDaemon, script: Script
+) -> None:
+    """A copy whose answer was not fetched in time is called off with the next one, as one that was waited for."""
+    script.silent.add(PrepareStore)
+    store = client.begin_prepare_store(LeaseId(1), 0, bytes(32))
+    with pytest.raises(DeadlineExceeded):
+        store.result()
+    assert prepare_store(client).transfer == 8
+    assert [request.transfer for request in daemon.of(CommitStore) if isinstance(request, CommitStore)] == [8]

@@ -28,11 +28,11 @@ from kvcached_client import (
     SessionGrant,
     Stale,
 )
-from kvcached_client.attach_protocol import JoinedHost
-from kvcached_client.attached_shard import AttachedShard, BlockJob
-from kvcached_client.engine_pages import EnginePages
+from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import ErrorCode, request_error
-from kvcached_client.protocol import CommitStore, CompleteLoad, Header, Request, error_reply
+from kvcached_client.offload_shard import BlockJob, OffloadShard
+from kvcached_client.protocol.attach import JoinedHost
+from kvcached_client.protocol.engine import CommitStore, CompleteLoad, Header, Request, error_reply
 from tests.client.attached_rig import FINGERPRINT, NAMESPACE, job, layer, span
 from tests.client.descriptors import held_here_and_in_a_child
 from tests.client.fake_daemon import SILENCE, TOKEN, FakeDaemon
@@ -73,9 +73,9 @@ def pool(memory: list[int]) -> int:
 
 
 @pytest.fixture
-def shard(daemon: FakeDaemon, pool: int) -> Iterator[AttachedShard]:
+def shard(daemon: FakeDaemon, pool: int) -> Iterator[OffloadShard]:
     """Shard 1 of 2, joined."""
-    with AttachedShard.join(offer(daemon, pool), 1, pages(), deadline_ms=2000) as joined:
+    with OffloadShard.join(offer(daemon, pool), 1, pages(), deadline_ms=2000) as joined:
         yield joined
 
 
@@ -100,7 +100,7 @@ def complete(error: str = "") -> CompleteLoad:
     return CompleteLoad(id=0, session=3, token=TOKEN, transfer=9, shard=1, error=error)
 
 
-def test_store_and_load_go_through_the_daemons_memory(daemon: FakeDaemon, shard: AttachedShard, pool: int) -> None:
+def test_store_and_load_go_through_the_daemons_memory(daemon: FakeDaemon, shard: OffloadShard, pool: int) -> None:
     """Stored blocks are in the shard's own part of the host pool; loads bring them back; the daemon is told of both."""
     shard.store(store_job())
 
@@ -120,7 +120,7 @@ def test_store_and_load_go_through_the_daemons_memory(daemon: FakeDaemon, shard:
     assert (shard.shard, shard.epoch) == (1, 11)
 
 
-def test_bad_blocks_are_returned_and_told(daemon: FakeDaemon, shard: AttachedShard, pool: int) -> None:
+def test_bad_blocks_are_returned_and_told(daemon: FakeDaemon, shard: OffloadShard, pool: int) -> None:
     """The daemon learns which blocks of a load are not what was stored, and so does the caller."""
     shard.store(store_job())
     os.pwrite(pool, b"\xff\xfe", BLOCK_PLACE + 1024 + 7)
@@ -132,7 +132,7 @@ def test_bad_blocks_are_returned_and_told(daemon: FakeDaemon, shard: AttachedSha
 
 
 def test_part_of_a_load_tells_bad_blocks_as_the_daemon_counts_them(
-    daemon: FakeDaemon, shard: AttachedShard, pool: int
+    daemon: FakeDaemon, shard: OffloadShard, pool: int
 ) -> None:
     """Where an engine loads only a part of what it announced, the daemon still drops the right blocks."""
     shard.store(job(span([1, 4, 2], [0, 1, 5], depth=6)))
@@ -144,7 +144,7 @@ def test_part_of_a_load_tells_bad_blocks_as_the_daemon_counts_them(
     assert told(daemon)[-1] == (complete(), [struct.pack("<i", 5)])
 
 
-def test_end_of_the_daemon_makes_the_descriptor_readable(daemon: FakeDaemon, shard: AttachedShard) -> None:
+def test_end_of_the_daemon_makes_the_descriptor_readable(daemon: FakeDaemon, shard: OffloadShard) -> None:
     """A shard without work can wait for the end of its session; closed, it has nothing to wait on."""
     poller = select.poll()
     poller.register(shard.fileno(), select.POLLIN)
@@ -160,7 +160,7 @@ def test_end_of_the_daemon_makes_the_descriptor_readable(daemon: FakeDaemon, sha
 
 def test_daemon_says_whether_loads_are_verified(daemon: FakeDaemon, pool: int) -> None:
     """Without verification bytes are not compared with their checksums; headers still are."""
-    with AttachedShard.join(offer(daemon, pool, verify_loads=False), 1, pages()) as shard:
+    with OffloadShard.join(offer(daemon, pool, verify_loads=False), 1, pages()) as shard:
         shard.store(store_job())
         os.pwrite(pool, b"\xff\xfe", BLOCK_PLACE + 7)
         os.pwrite(pool, b"\0", SLAB_BYTES + HEADER_PLACE + 128)
@@ -168,7 +168,7 @@ def test_daemon_says_whether_loads_are_verified(daemon: FakeDaemon, pool: int) -
         assert shard.load(load_job()) == [2]
 
 
-def test_nothing_is_told_before_it_is_done(daemon: FakeDaemon, shard: AttachedShard, pool: int) -> None:
+def test_nothing_is_told_before_it_is_done(daemon: FakeDaemon, shard: OffloadShard, pool: int) -> None:
     """When the daemon hears of a store, its blocks and headers are there."""
     found: list[bytes] = []
 
@@ -185,36 +185,36 @@ def test_nothing_is_told_before_it_is_done(daemon: FakeDaemon, shard: AttachedSh
 BAD_JOB = job(span([1, 6], [0, 1]))
 
 
-def test_failed_store_is_told_with_its_error(daemon: FakeDaemon, shard: AttachedShard) -> None:
+def test_failed_store_is_told_with_its_error(daemon: FakeDaemon, shard: OffloadShard) -> None:
     """A store that cannot be carried out is the caller's typed error, and the daemon need not wait for it."""
-    with pytest.raises(BadRequest, match="engine block") as caught:
+    with pytest.raises(BadRequest, match="blocks of the shard") as caught:
         shard.store(BAD_JOB)
 
     assert told(daemon) == [(commit(f"BadRequest: {caught.value}"), [])]
 
 
-def test_failed_load_is_told_with_its_error(daemon: FakeDaemon, shard: AttachedShard) -> None:
+def test_failed_load_is_told_with_its_error(daemon: FakeDaemon, shard: OffloadShard) -> None:
     """The same for loads."""
-    with pytest.raises(BadRequest, match="engine block") as caught:
+    with pytest.raises(BadRequest, match="blocks of the shard") as caught:
         shard.load(job(*BAD_JOB.spans, transfer=9))
 
     assert told(daemon) == [(complete(f"BadRequest: {caught.value}"), [b""])]
 
 
-def test_failure_of_a_copy_that_cannot_be_told_stays_the_failure(daemon: FakeDaemon, shard: AttachedShard) -> None:
+def test_failure_of_a_copy_that_cannot_be_told_stays_the_failure(daemon: FakeDaemon, shard: OffloadShard) -> None:
     """Where the daemon is gone as well, the caller gets the copy's error, with a note of the other."""
     daemon.stop()
 
-    with pytest.raises(BadRequest, match="engine block") as caught:
+    with pytest.raises(BadRequest, match="blocks of the shard") as caught:
         shard.store(BAD_JOB)
 
     assert "could not be told" in "".join(caught.value.__notes__)
 
 
-def test_long_errors_are_cut(daemon: FakeDaemon, shard: AttachedShard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_errors_are_cut(daemon: FakeDaemon, shard: OffloadShard, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of any length can be told."""
 
-    def fail(_: BlockJob) -> None:
+    def fail(_: BlockJob, *, epoch: int) -> None:
         raise OSError("x" * 5000)
 
     monkeypatch.setattr(shard._transfers, "store", fail)
@@ -224,7 +224,7 @@ def test_long_errors_are_cut(daemon: FakeDaemon, shard: AttachedShard, monkeypat
     assert told(daemon) == [(commit(f"OSError: {'x' * 503}"), [])]
 
 
-Work = Callable[[AttachedShard], object]
+Work = Callable[[OffloadShard], object]
 WORKS: list[Work] = [lambda shard: shard.store(store_job()), lambda shard: shard.load(load_job())]
 
 
@@ -236,13 +236,13 @@ def work(request: pytest.FixtureRequest) -> Work:
 
 
 @pytest.fixture
-def hasty(daemon: FakeDaemon, pool: int) -> Iterator[AttachedShard]:
+def hasty(daemon: FakeDaemon, pool: int) -> Iterator[OffloadShard]:
     """A shard that waits for an answer 50 ms only."""
-    with AttachedShard.join(offer(daemon, pool), 1, pages(), deadline_ms=50) as joined:
+    with OffloadShard.join(offer(daemon, pool), 1, pages(), deadline_ms=50) as joined:
         yield joined
 
 
-def test_word_without_an_answer_is_said_once_more(daemon: FakeDaemon, hasty: AttachedShard, work: Work) -> None:
+def test_word_without_an_answer_is_said_once_more(daemon: FakeDaemon, hasty: OffloadShard, work: Work) -> None:
     """After a deadline the same request goes out again, with the same id, and its answer counts."""
 
     def late(request: Request, frames: list[bytes]) -> tuple[Header, list[bytes]] | None:
@@ -256,7 +256,7 @@ def test_word_without_an_answer_is_said_once_more(daemon: FakeDaemon, hasty: Att
     assert first == second
 
 
-def test_silence_is_a_typed_error(daemon: FakeDaemon, hasty: AttachedShard, work: Work) -> None:
+def test_silence_is_a_typed_error(daemon: FakeDaemon, hasty: OffloadShard, work: Work) -> None:
     """A daemon that answers neither time costs two deadlines, and the shard can go on with its next job."""
     daemon.script = lambda request, frames: (SILENCE, [])
     with pytest.raises(DeadlineExceeded):
@@ -267,7 +267,7 @@ def test_silence_is_a_typed_error(daemon: FakeDaemon, hasty: AttachedShard, work
     work(hasty)
 
 
-def test_end_of_the_session_is_a_typed_error(daemon: FakeDaemon, shard: AttachedShard, work: Work) -> None:
+def test_end_of_the_session_is_a_typed_error(daemon: FakeDaemon, shard: OffloadShard, work: Work) -> None:
     """A daemon that knows the session no more says so, once, and the caller joins again."""
     over = request_error(ErrorCode.NO_SESSION, "no session 3", "attach again")
     daemon.script = lambda request, frames: (error_reply(request.id, over), [])
@@ -277,7 +277,7 @@ def test_end_of_the_session_is_a_typed_error(daemon: FakeDaemon, shard: Attached
     assert len(daemon.requests) == 1
 
 
-def test_death_of_the_daemon_is_a_typed_error(daemon: FakeDaemon, shard: AttachedShard, work: Work) -> None:
+def test_death_of_the_daemon_is_a_typed_error(daemon: FakeDaemon, shard: OffloadShard, work: Work) -> None:
     """With the daemon gone, copies still end, and what cannot be told is an error."""
     daemon.stop()
 
@@ -285,7 +285,7 @@ def test_death_of_the_daemon_is_a_typed_error(daemon: FakeDaemon, shard: Attache
         work(shard)
 
 
-def test_closed_shard_copies_nothing(daemon: FakeDaemon, shard: AttachedShard, work: Work) -> None:
+def test_closed_shard_copies_nothing(daemon: FakeDaemon, shard: OffloadShard, work: Work) -> None:
     """After `close` nothing is copied or said; closing twice is fine."""
     shard.close()
     shard.close()
@@ -318,7 +318,7 @@ def test_host_pool_that_does_not_fit_is_refused(
     before = open_descriptors()
 
     with pytest.raises(kind, match=match):
-        AttachedShard.join(offer(daemon, pool, **changes), 1, pages())
+        OffloadShard.join(offer(daemon, pool, **changes), 1, pages())
 
     assert maps_of(pool) == []
     assert open_descriptors() - before <= 1  # the fake daemon's end of the connection
@@ -329,20 +329,20 @@ def test_unsealed_memory_is_refused(daemon: FakeDaemon, memory: list[int]) -> No
     memory.append(sealed_memory(SLABS * SLAB_BYTES, 0))
 
     with pytest.raises(DaemonFailure, match="seals"):
-        AttachedShard.join(offer(daemon, memory[-1]), 1, pages())
+        OffloadShard.join(offer(daemon, memory[-1]), 1, pages())
     assert maps_of(memory[-1]) == []
 
 
 def test_join_without_memory_is_refused(daemon: FakeDaemon) -> None:
     """A promise of memory without the memory is an error."""
     with pytest.raises(RequestError, match="0 descriptors"):
-        AttachedShard.join(offer(daemon, None), 1, pages())
+        OffloadShard.join(offer(daemon, None), 1, pages())
 
 
 def test_join_without_a_daemon_is_refused(run_dir: Path) -> None:
     """Where nothing listens, there is nothing to join."""
     with pytest.raises(DaemonUnreachable):
-        AttachedShard.join(SessionGrant(id=3, token=TOKEN, run_dir=str(run_dir)), 1, pages())
+        OffloadShard.join(SessionGrant(id=3, token=TOKEN, run_dir=str(run_dir)), 1, pages())
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -355,10 +355,11 @@ def maps_of(descriptor: int) -> list[str]:
 
 
 def open_descriptors() -> int:
+    gc.collect()  # else it may be earlier tests' garbage that closes some
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_closed_shard_unmaps_the_memory(shard: AttachedShard, pool: int) -> None:
+def test_closed_shard_unmaps_the_memory(shard: OffloadShard, pool: int) -> None:
     """With its last user the mapping goes."""
     assert len(maps_of(pool)) == 1
     shard.close()
@@ -366,7 +367,7 @@ def test_closed_shard_unmaps_the_memory(shard: AttachedShard, pool: int) -> None
     assert maps_of(pool) == []
 
 
-def test_mapping_is_shared_and_kept_from_forks_and_core_dumps(shard: AttachedShard, pool: int) -> None:
+def test_mapping_is_shared_and_kept_from_forks_and_core_dumps(shard: OffloadShard, pool: int) -> None:
     """The kernel lists the mapping as shared, not copied on fork, and not dumped."""
     (line,) = maps_of(pool)
     entry = Path("/proc/self/smaps").read_text().split(line.split()[0], 1)[1]
@@ -376,7 +377,7 @@ def test_mapping_is_shared_and_kept_from_forks_and_core_dumps(shard: AttachedSha
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_forked_child_cannot_write_the_host_pool(shard: AttachedShard, pool: int) -> None:
+def test_forked_child_cannot_write_the_host_pool(shard: OffloadShard, pool: int) -> None:
     """A child that goes on with the parent's copies dies, and the host pool is as it was."""
     child = os.fork()
     if child == 0:
@@ -396,7 +397,7 @@ def test_forked_child_holds_no_descriptor_of_the_host_pool(daemon: FakeDaemon) -
     """Neither this process nor its child has a descriptor of the memory once it is mapped."""
     descriptor = sealed_memory(SLABS * SLAB_BYTES)
     inode = os.fstat(descriptor).st_ino
-    shard = AttachedShard.join(offer(daemon, descriptor), 1, pages())
+    shard = OffloadShard.join(offer(daemon, descriptor), 1, pages())
     os.close(descriptor)
     with shard:
         assert held_here_and_in_a_child(inode) == (0, 0)

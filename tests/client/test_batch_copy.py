@@ -7,7 +7,7 @@ from array import array
 import pytest
 import xxhash
 
-from kvcached_client import batch_copy
+from kvcached_client.blocks import copy as batch_copy
 
 
 @pytest.fixture(params=["native", "ctypes"])

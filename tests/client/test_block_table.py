@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_client.block_table import compress_slots, expand_ranges, slot_mapping
+from kvcached_client.blocks.block_table import compress_slots, expand_ranges, slot_mapping
 from kvcached_client.types import PackedRanges, pack_ranges, unpack_ranges
 
 

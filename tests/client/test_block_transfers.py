@@ -15,12 +15,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcached_client import batch_copy, page_copier
-from kvcached_client.attached_shard import BlockJob, JobSpan
-from kvcached_client.block_transfers import BlockTransfers
-from kvcached_client.engine_pages import EnginePages
+from kvcached_client.blocks import copy as batch_copy
+from kvcached_client.blocks.header import BlockName, HeaderKind, stored_checksum
+from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.errors import BadRequest
-from kvcached_client.host_header import BlockName, HeaderKind, stored_checksum
+from kvcached_client.offload_shard import BlockJob, JobSpan
 from tests.client.attached_rig import (
     EPOCH,
     FINGERPRINT,
@@ -54,7 +54,7 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def stored(rig: EngineRig) -> BlockJob:
     """Blocks 1, 4, 0, 6 stored in slots 2, 3, 0, 7."""
     work = job(span([1, 4, 0, 6], [2, 3, 0, 7]))
-    rig.transfers.store(work)
+    rig.transfers.store(work, epoch=EPOCH)
     return work
 
 
@@ -88,7 +88,7 @@ def test_block_in_a_slot_is_its_pages_back_to_back(rig: EngineRig, stored: Block
 def test_store_touches_only_its_slots(rig: EngineRig) -> None:
     """Other slots, the other shard's part and the padding stay as they were, byte for byte."""
     expected = bytearray(rig.view)
-    rig.transfers.store(job(span([3, 2], [8, 1])))
+    rig.transfers.store(job(span([3, 2], [8, 1])), epoch=EPOCH)
 
     for slot in (8, 1):
         for place, size in (
@@ -101,7 +101,7 @@ def test_store_touches_only_its_slots(rig: EngineRig) -> None:
 
 def test_spans_of_one_job_have_their_own_depths(rig: EngineRig) -> None:
     """Pieces of a chain with holes between them are stored in one job and loaded as others."""
-    rig.transfers.store(job(span([0, 1], [0, 1]), span([5], [4], depth=7)))
+    rig.transfers.store(job(span([0, 1], [0, 1]), span([5], [4], depth=7)), epoch=EPOCH)
     rig.fill(5, 0)
 
     assert rig.transfers.load(job(span([5], [4], depth=7)), verify=True) == []
@@ -162,7 +162,7 @@ def test_load_where_no_block_is_good_changes_nothing(rig: EngineRig, stored: Blo
 def test_blocks_of_others_are_not_loaded(rig: EngineRig, stored: BlockJob, names: tuple[bytes, bytes]) -> None:
     """Blocks that another namespace or layout stored are bad, all of them."""
     pages = EnginePages.of_tensors({str(index): each for index, each in enumerate(rig.tensors)})
-    foreign = BlockTransfers(pages, rig.host, SHARD, rig.memory, namespace=names[0], fingerprint=names[1], epoch=EPOCH)
+    foreign = BlockTransfers(pages, rig.host, SHARD, rig.memory, namespace=names[0], fingerprint=names[1])
 
     assert foreign.load(elsewhere(stored), verify=False) == [0, 1, 2, 3]
 
@@ -191,10 +191,10 @@ def test_headers_are_gone_while_blocks_are_overwritten(
         seen.append([bytes(rig.header(slot)) for slot in (2, 3, 0, 7)])
         return sums
 
-    monkeypatch.setattr(page_copier, "copy_summed", look)
-    monkeypatch.setattr(page_copier, "_PIECES_MAX", 3)
+    monkeypatch.setattr(batch_copy, "copy_summed", look)
+    monkeypatch.setattr(batch_copy, "PIECES_MAX", 3)
 
-    rig.transfers.store(stored)
+    rig.transfers.store(stored, epoch=EPOCH)
 
     assert len(seen) == 8
     assert all(header == bytes(128) for headers in seen for header in headers)
@@ -207,15 +207,15 @@ def test_block_that_is_overwritten_while_it_is_read_is_reported(
 ) -> None:
     """Whoever writes into a slot takes its header away before: a reader that was stopped in between notices."""
     name = "copy_summed" if verify else "copy_all"
-    copy = getattr(page_copier, name)
+    copy = getattr(batch_copy, name)
 
     def overtaken(pieces: memoryview, *arguments: int) -> object:
         with monkeypatch.context() as patch:
-            patch.setattr(page_copier, name, copy)
-            rig.transfers.store(job(JobSpan(1, key_of(0), key_of(77), np.array([2]), np.array([3]))))
+            patch.setattr(batch_copy, name, copy)
+            rig.transfers.store(job(JobSpan(1, key_of(0), key_of(77), np.array([2]), np.array([3]))), epoch=EPOCH)
         return copy(pieces, *arguments)
 
-    monkeypatch.setattr(page_copier, name, overtaken)
+    monkeypatch.setattr(batch_copy, name, overtaken)
 
     assert rig.transfers.load(elsewhere(stored), verify=verify) == [1]
 
@@ -227,9 +227,9 @@ def test_store_that_fails_leaves_no_header(rig: EngineRig, stored: BlockJob, mon
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(page_copier, "copy_summed", fail)
+        patch.setattr(batch_copy, "copy_summed", fail)
         with pytest.raises(MemoryError):
-            rig.transfers.store(stored)
+            rig.transfers.store(stored, epoch=EPOCH)
 
     assert rig.transfers.load(elsewhere(stored), verify=False) == [0, 1, 2, 3]
 
@@ -260,7 +260,7 @@ def test_broken_jobs_are_refused_untouched(rig: EngineRig, stored: BlockJob, wor
     host, engine = bytes(rig.view), rig.blocks()
 
     with pytest.raises(BadRequest):
-        rig.transfers.store(work)
+        rig.transfers.store(work, epoch=EPOCH)
     with pytest.raises(BadRequest):
         rig.transfers.load(work, verify=True)
 
@@ -290,13 +290,13 @@ def test_any_blocks_go_through_any_slots(made: tuple[list[HostTensor], int], dat
     """Whatever strides, page sizes and slabs there are, blocks land where a loop would put them, and come back."""
     tensors, slots_per_slab = made
     with engine_rig(tensors, slots_per_slab=slots_per_slab, slabs=4) as rig, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_copier, "_PIECES_MAX", data.draw(st.sampled_from([1, 5, 8192])))
+        patch.setattr(batch_copy, "PIECES_MAX", data.draw(st.sampled_from([1, 5, 8192])))
         count = data.draw(st.integers(1, min(BLOCKS, rig.host.slots)))
         source, target = (data.draw(st.permutations(range(BLOCKS)))[:count] for _ in range(2))
         slots = data.draw(st.permutations(range(rig.host.slots)))[:count]
         engine, other = rig.blocks(), bytes(rig.view)
 
-        rig.transfers.store(job(span(source, slots)))
+        rig.transfers.store(job(span(source, slots)), epoch=EPOCH)
 
         assert rig.blocks() == engine
         assert [bytes(rig.slot(slot)) for slot in slots] == [engine[block] for block in source]
@@ -326,11 +326,11 @@ def test_plan_of_many_blocks_is_cut(rig: EngineRig, monkeypatch: pytest.MonkeyPa
         planned.append(len(pieces) // 3)
         return copy(pieces, *arguments)
 
-    monkeypatch.setattr(page_copier, "copy_summed", count)
-    monkeypatch.setattr(page_copier, "_PIECES_MAX", 7)
+    monkeypatch.setattr(batch_copy, "copy_summed", count)
+    monkeypatch.setattr(batch_copy, "PIECES_MAX", 7)
     order = random.Random(1).sample(range(BLOCKS), 5)
 
-    rig.transfers.store(job(span(order, [8, 0, 3, 5, 1])))
+    rig.transfers.store(job(span(order, [8, 0, 3, 5, 1])), epoch=EPOCH)
 
     assert planned == [6, 6, 3]
     assert [bytes(rig.slot(slot)) for slot in (8, 0, 3, 5, 1)] == [rig.block(block) for block in order]
@@ -342,9 +342,7 @@ def test_tensors_live_as_long_as_copies_are_made() -> None:
     alive = weakref.ref(tensor)
     with engine_rig([tensor]) as rig:
         pages = EnginePages.of_tensors({"only": tensor})
-        transfers = BlockTransfers(
-            pages, rig.host, SHARD, rig.memory, namespace=NAMESPACE, fingerprint=FINGERPRINT, epoch=EPOCH
-        )
+        transfers = BlockTransfers(pages, rig.host, SHARD, rig.memory, namespace=NAMESPACE, fingerprint=FINGERPRINT)
 
     del tensor, rig, pages
     gc.collect()

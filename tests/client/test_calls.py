@@ -31,7 +31,7 @@ from kvcached_client import (
     TransportError,
 )
 from kvcached_client.errors import request_error
-from kvcached_client.protocol import (
+from kvcached_client.protocol.engine import (
     Acquire,
     Bye,
     CheckReport,
@@ -50,6 +50,7 @@ from kvcached_client.protocol import (
     error_reply,
     pack_tree_nodes,
 )
+from kvcached_client.transport.attach import AttachConnection
 from tests.client.fake_daemon import SILENCE, FakeDaemon, Script
 
 Connect = Callable[..., Client]
@@ -189,6 +190,31 @@ def test_waiting_call_ends_when_the_daemon_dies(daemon: FakeDaemon, connect: Con
     killer.join()
     assert freed_at - died_at[0] < 1.0
     assert not client.is_alive
+
+
+def test_reply_behind_the_end_of_the_attach_connection_is_not_lost(
+    daemon: FakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that stops answers the last request; its answer counts though the attach connection ended before it."""
+    client = connect()
+    end_seen = threading.Event()
+    is_closed = AttachConnection.is_closed_by_daemon
+
+    def noted(connection: AttachConnection) -> bool:
+        end_seen.set()
+        return is_closed(connection)
+
+    def script(request: Request, _: list[bytes]) -> None:
+        if isinstance(request, Match):
+            daemon.detach()
+            assert end_seen.wait(20)  # the client has looked, and the reply is not there yet
+
+    monkeypatch.setattr(AttachConnection, "is_closed_by_daemon", noted)
+    daemon.script = script
+    assert client.match(client.chain(range(8))) == 2
+    daemon.stop()
+    with pytest.raises(DaemonUnreachable):
+        client.match(client.chain(range(8)))
 
 
 def test_calls_after_the_daemons_death_fail_at_once(daemon: FakeDaemon, connect: Connect) -> None:

@@ -10,17 +10,20 @@ import resource
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Self
 
 import pytest
 
-from kvcached_client import doctor, memory_bounds
-from kvcached_client.doctor import Finding
-from kvcached_client.doctor_round_trip import _why_not
-from kvcached_client.memory_bounds import MemoryBound
-from kvcached_client.protocol import AttachedInfo, Description, HostStats, StatsReport
+from kvcached_client.doctor import checks as doctor
+from kvcached_client.doctor import memory_bounds
+from kvcached_client.doctor.checks import Finding
+from kvcached_client.doctor.memory_bounds import MemoryBound
+from kvcached_client.doctor.round_trip import _why_not
+from kvcached_client.protocol.engine import AttachedInfo, Description, HostStats, StatsReport
+from tests.project.source_tree import ROOT
 
 OFFERED = AttachedInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
 
@@ -40,7 +43,9 @@ def socket_findings(run_dir: Path) -> list[Finding]:
 
 def test_module_imports_the_standard_library_only() -> None:
     """What is missing has to become a finding, so nothing else is imported before it is looked for."""
-    code = "import sys, kvcached_client.doctor; print({'zmq', 'msgspec', 'numpy', 'blake3'} & sys.modules.keys())"
+    code = (
+        "import sys, kvcached_client.doctor.checks; print({'zmq', 'msgspec', 'numpy', 'blake3'} & sys.modules.keys())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "set()"
@@ -97,6 +102,15 @@ def test_packages_that_are_missing_or_old_are_told(monkeypatch: pytest.MonkeyPat
     ]
 
 
+def test_helpers_are_those_that_the_package_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native helpers that the doctor looks for are the extension modules of the client's package."""
+    looked_for: list[str] = []
+    monkeypatch.setattr(importlib.util, "find_spec", looked_for.append)
+    list(doctor._helpers())
+    package = tomllib.loads((ROOT / "kvcached_client/pyproject.toml").read_text())["tool"]["setuptools"]
+    assert sorted(looked_for) == sorted(each["name"] for each in package["ext-modules"])
+
+
 def test_helpers_that_were_not_built_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without native helpers everything works, more slowly: each is named with what it costs."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -141,7 +155,8 @@ def test_output_is_json_whatever_else_is_printed() -> None:
     """What imported packages print goes to stderr, so that every line of stdout is a finding."""
     code = """
 import os
-from kvcached_client import doctor, memory_bounds
+from kvcached_client.doctor import checks as doctor
+from kvcached_client.doctor import memory_bounds
 out = doctor._own_stdout()
 print("noise")
 os.write(1, b"more")

@@ -21,7 +21,7 @@ from kvcached_client import (
     Stale,
 )
 from kvcached_client.errors import request_error
-from kvcached_client.protocol import Bye, Commit, Header, Hello, Release, Request, error_reply
+from kvcached_client.protocol.engine import Bye, Commit, Header, Hello, Release, Request, error_reply
 from kvcached_client.types import FenceSequence
 from tests.client.fake_daemon import SILENCE, FakeDaemon
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvcached_client.engine_pages import EnginePages
+from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import BadRequest
 from tests.client.attached_rig import HostTensor
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvcached_client import Client, ErrorCode
 from kvcached_client.errors import request_error
-from kvcached_client.protocol import Alive, Header, Heartbeat, Request, error_reply
+from kvcached_client.protocol.engine import Alive, Header, Heartbeat, Request, error_reply
 from tests.client.fake_daemon import FakeDaemon
 
 Connect = Callable[..., Client]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.blocks.host_layout import HostGeometry
 from tests.worker.host_rigs import HOST, SHARD, SHARDS, SLOTS_PER_SLAB, block_place, header_place
 
 geometries = st.builds(
@@ -40,21 +40,15 @@ def test_places_never_overlap(geometry: HostGeometry) -> None:
 
 
 @given(geometries.filter(lambda geometry: geometry.slots > 0), st.data())
-def test_contiguous_cuts_where_a_slab_ends(geometry: HostGeometry, data: st.DataObject) -> None:
-    """The pieces of a range are its slots in order, each back to back in one slab, and no two in the same slab."""
-    first = data.draw(st.integers(0, geometry.slots - 1))
-    count = data.draw(st.integers(1, geometry.slots - first))
+def test_places_of_many_slots_are_those_of_each(geometry: HostGeometry, data: st.DataObject) -> None:
+    """Asked for together or one by one, headers and blocks of slots are at the same places."""
+    slots = data.draw(st.lists(st.integers(0, geometry.slots - 1), max_size=20))
+    shard = data.draw(st.integers(0, geometry.shards - 1))
 
-    pieces = list(geometry.contiguous(first, count, 0))
+    headers, blocks = geometry.places(slots, shard)
 
-    slots = [piece.slot + index for piece in pieces for index in range(piece.slots)]
-    offsets = [piece.offset_bytes + index * geometry.block_bytes for piece in pieces for index in range(piece.slots)]
-    assert slots == list(range(first, first + count))
-    assert offsets == [geometry.block_offset(slot, 0) for slot in slots]
-    start, size, per_slab = geometry.block_offset(0, 0), geometry.block_bytes, geometry.slots_per_slab
-    assert offsets == [start + slot * size + slot // per_slab * geometry.gap_bytes for slot in slots]
-    slabs = [piece.slot // geometry.slots_per_slab for piece in pieces]
-    assert slabs == sorted(set(slabs))
+    assert headers == [geometry.header_offset(slot, shard) for slot in slots]
+    assert blocks == [geometry.block_offset(slot, shard) for slot in slots]
 
 
 @given(geometries.filter(lambda geometry: geometry.slots > 0), st.integers(0, 50))
@@ -89,8 +83,6 @@ def test_places_that_do_not_exist_are_refused(slot: int, shard: int) -> None:
         HOST.header_offset(slot, shard)
     with pytest.raises(ValueError, match="the host pool has"):
         HOST.block_offset(slot, shard)
-    with pytest.raises(ValueError, match="the host pool has"):
-        list(HOST.contiguous(min(slot, 20), 2, shard))
 
 
 def test_pool_without_room_for_a_block_has_no_slots() -> None:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import random
 import struct
+from array import array
 from typing import Any
 
+import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvcached_client import host_header
-from kvcached_client.host_header import BlockName, HeaderKind
+from kvcached_client.blocks import header as host_header
+from kvcached_client.blocks.header import BlockName, BlockNames, HeaderKind
 
 KIND = HeaderKind(namespace=b"N" * 16, fingerprint=b"F" * 16, generation=7)
 NAME = BlockName(key=b"K" * 16, parent=b"P" * 16, depth=9)
@@ -130,3 +135,86 @@ def test_header_is_whole_or_not_there() -> None:
     assert before
     assert all(content[:8] == bytes(8) and checksum_in(content) is None for content in before)
     assert last == HEADER
+
+
+# --- many at once ---------------------------------------------------------------------------------------------------
+
+
+def names_of(blocks: list[BlockName]) -> BlockNames:
+    keys, parents = (
+        b"".join(parts) for parts in zip(*((each.key, each.parent or bytes(16)) for each in blocks), strict=True)
+    )
+    return BlockNames(keys, parents, array("Q", [block.depth for block in blocks]))
+
+
+def some_blocks(count: int) -> list[BlockName]:
+    generator = random.Random(count)
+    return [
+        BlockName(generator.randbytes(16), generator.randbytes(16) if depth else b"", depth) for depth in range(count)
+    ]
+
+
+@given(
+    blocks=st.lists(
+        st.builds(
+            BlockName,
+            st.binary(min_size=16, max_size=16),
+            st.binary(min_size=16, max_size=16),
+            st.integers(0, (1 << 32) - 1),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    kind=st.builds(
+        HeaderKind,
+        st.binary(min_size=16, max_size=16),
+        st.binary(min_size=16, max_size=16),
+        st.integers(0, (1 << 63) - 1),
+    ),
+    writer=st.tuples(st.integers(0, (1 << 63) - 1), st.integers(0, (1 << 63) - 1)),
+)
+def test_headers_together_are_those_of_one_block(
+    blocks: list[BlockName], kind: HeaderKind, writer: tuple[int, int]
+) -> None:
+    """Packed together or one by one, headers are the same bytes, and each way reads what the other wrote."""
+    checksums = [bytes([index]) * 16 for index in range(len(blocks))]
+
+    headers = host_header.pack_all(kind, names_of(blocks), b"".join(checksums), *writer)
+
+    assert headers == b"".join(
+        host_header.pack(kind, block, checksum, *writer) for block, checksum in zip(blocks, checksums, strict=True)
+    )
+    assert host_header.stored_checksums(headers, kind, names_of(blocks)) == checksums
+
+
+@pytest.mark.parametrize("bit", range(1024))
+def test_any_flipped_bit_spoils_its_header_only(bit: int) -> None:
+    """Whichever bit of a header among others changes, that block is not there any more, and the others are."""
+    blocks = some_blocks(3)
+    headers = bytearray(host_header.pack_all(KIND, names_of(blocks), bytes(48), 1, 2))
+    headers[128 + bit // 8] ^= 1 << bit % 8
+
+    assert host_header.stored_checksums(bytes(headers), KIND, names_of(blocks)) == [bytes(16), None, bytes(16)]
+
+
+@pytest.mark.parametrize("change", [{"key": b"k" * 16}, {"parent": b"p" * 16}, {"depth": 9}])
+def test_block_of_another_name_among_others_is_not_there(change: dict[str, Any]) -> None:
+    """A sound header that names another key, parent or depth does not count, and neither does a claim."""
+    blocks = some_blocks(3)
+    headers = host_header.pack_all(KIND, names_of(blocks), bytes(48), 1, 2)[:256] + host_header.pack_claim(11, 13)
+    blocks[1] = blocks[1]._replace(**change)
+
+    assert host_header.stored_checksums(headers, KIND, names_of(blocks)) == [bytes(16), None, None]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [KIND._replace(namespace=b"n" * 16), KIND._replace(fingerprint=b"f" * 16), KIND._replace(generation=6)],
+    ids=["namespace", "fingerprint", "generation"],
+)
+def test_foreign_blocks_are_not_there(kind: HeaderKind) -> None:
+    """Blocks of another namespace, layout or generation are nobody's hit."""
+    blocks = some_blocks(2)
+    headers = host_header.pack_all(KIND, names_of(blocks), bytes(32), 1, 2)
+
+    assert host_header.stored_checksums(headers, kind, names_of(blocks)) == [None, None]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcached_client import Client, DeadlineExceeded
-from kvcached_client.protocol import Acquire, Acquired, Header, Match, Release, Request, encode
+from kvcached_client.protocol.engine import Acquire, Acquired, Header, Match, Release, Request, encode
 from tests.client.fake_daemon import SILENCE, FakeDaemon
 
 Connect = Callable[..., Client]
@@ -64,7 +64,7 @@ def test_late_grant_is_given_back_as_soon_as_the_daemon_takes_it(
 ) -> None:
     """A release that cannot be sent at once is sent with the next request instead."""
     client = connect()
-    session = client._channel._session
+    session = client._channel._calls
     acquire = Acquire(id=session.next_id(), epoch=1, request="r", tokens=8)
     session.send(acquire, (b"k" * 16,), deadline_ns=0)
     session.expire(1)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcached_client.blocks.layout import KvGroup, Layout, layout_from_model_config
 from kvcached_client.errors import RequestError
-from kvcached_client.layout import KvGroup, Layout, layout_from_model_config
 
 #: config.json of published models, as far as it shapes the KV cache.
 LLAMA_31_8B = {

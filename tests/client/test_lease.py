@@ -9,7 +9,7 @@ import pytest
 
 from kvcached_client import BadRequest, Client, DaemonFailure, DeadlineExceeded, ErrorCode, NoCapacity, Refused, Stale
 from kvcached_client.errors import request_error
-from kvcached_client.protocol import (
+from kvcached_client.protocol.engine import (
     Acquire,
     Acquired,
     Allocate,

@@ -18,7 +18,7 @@ from kvcached_client import (
     Stale,
 )
 from kvcached_client.errors import request_error
-from kvcached_client.protocol import (
+from kvcached_client.protocol.engine import (
     Acquire,
     Acquired,
     Allocate,

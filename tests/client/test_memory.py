@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvcached_client import DaemonFailure, Layout, RequestError, map_pool
-from kvcached_client.attach_protocol import Joined
 from kvcached_client.errors import ErrorCode
+from kvcached_client.protocol.attach import Joined
 from tests.client.descriptors import held_here_and_in_a_child
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.pools import LAYOUTS, SLOTS, mapped, offer

@@ -10,7 +10,7 @@ import pytest
 from kvcached_client import Client, DaemonUnreachable, DeadlineExceeded, ErrorCode, RequestError, prefetch
 from kvcached_client.errors import request_error
 from kvcached_client.prefetch import PrefetchResult
-from kvcached_client.protocol import Header, Match, Prefetch, Prefetched, Request, error_reply
+from kvcached_client.protocol.engine import Header, Match, Prefetch, Prefetched, Request, error_reply
 from tests.client.fake_daemon import SILENCE, FakeDaemon
 
 Connect = Callable[..., Client]

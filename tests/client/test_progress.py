@@ -29,9 +29,10 @@ from kvcached_client import (
     TransportError,
     map_pool,
 )
-from kvcached_client.attach import AttachConnection
-from kvcached_client.progress import PAGE_SIZE_BYTES, ProgressReader
-from kvcached_client.protocol import PROGRESS_SLOTS
+from kvcached_client.blocks.progress import ProgressReader
+from kvcached_client.blocks.progress_page import PAGE_SIZE_BYTES
+from kvcached_client.transport.attach import AttachConnection
+from kvcached_client.types import PROGRESS_SLOTS
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.pools import LAYOUTS, SLOTS, mapped, offer
 from tests.client.progress_page import SEALS, ProgressPage, sealed_memory

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvcached_client.block_transfers import BlockTransfers
-from kvcached_client.engine_pages import EnginePages
+from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.blocks.transfers import BlockTransfers
 from tests.client.attached_rig import EPOCH, FINGERPRINT, NAMESPACE, EngineRig, engine_rig, job, layer, span
 
 SHARDS = 2
@@ -21,9 +21,7 @@ def shards() -> list[tuple[EngineRig, BlockTransfers]]:
         made = []
         for shard, rig in enumerate((first, second)):
             pages = EnginePages.of_tensors({f"layer{index}": tensor for index, tensor in enumerate(rig.tensors)})
-            transfers = BlockTransfers(
-                pages, host, shard, first.memory, namespace=NAMESPACE, fingerprint=FINGERPRINT, epoch=EPOCH
-            )
+            transfers = BlockTransfers(pages, host, shard, first.memory, namespace=NAMESPACE, fingerprint=FINGERPRINT)
             made.append((rig, transfers))
         return made
 
@@ -34,7 +32,7 @@ def test_shards_store_a_share_each_and_load_all(shards: list[tuple[EngineRig, Bl
     wanted = [first.block(index) for index in SOURCES]
     missing = []
     for transfers in (one, two):
-        transfers.store(job(span(SOURCES, SLOTS)))
+        transfers.store(job(span(SOURCES, SLOTS)), epoch=EPOCH)
         missing.append(one.load(job(span(TARGETS, SLOTS)), verify=True))
     for index in TARGETS:
         first.fill(index, 0)
@@ -49,8 +47,8 @@ def test_a_shard_without_a_share_touches_nothing(shards: list[tuple[EngineRig, B
     """Of a store of one block one shard has nothing to write, and the pool stays as it was."""
     (first, one), (_, two) = shards
     before = bytes(first.memory)
-    one.store(job(span([0], [2])))
+    one.store(job(span([0], [2])), epoch=EPOCH)
 
     assert bytes(first.memory) == before
-    two.store(job(span([0], [2])))
+    two.store(job(span([0], [2])), epoch=EPOCH)
     assert one.load(job(span([4], [2])), verify=True) == []

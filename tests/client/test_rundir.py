@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvcached_client.errors import BadRequest
-from kvcached_client.rundir import default_run_dir, rpc_endpoint, socket_path
+from kvcached_client.transport.run_dir import default_run_dir, rpc_endpoint, socket_path
 
 VARIABLES = ("KVCACHED_RUN_DIR", "RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR")
 

@@ -9,7 +9,7 @@ import pytest
 
 import kvcached_client
 from kvcached_client import Client, DeadlineExceeded, KvcachedError, LoadFailed, LoadTicket
-from kvcached_client.protocol import Acquire, Acquired, Commit, Header, Load, Loaded, Request
+from kvcached_client.protocol.engine import Acquire, Acquired, Commit, Header, Load, Loaded, Request
 from kvcached_client.types import pack_ranges
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.pools import LAYOUTS, mapped
@@ -18,10 +18,13 @@ from tests.project.source_tree import ROOT
 
 ATTENTION = LAYOUTS["attention-layer_first"]
 GUIDE = (ROOT / "docs/sdk.md").read_text()
+REFERENCE = (ROOT / "docs/sdk-reference.md").read_text()
 (CONFIG,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
 FRAGMENTS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 #: Each program with the output that the page shows next.
 PROGRAMS = re.findall(r"```python complete\n(.*?)```.*?```text\n(.*?)```", GUIDE, re.DOTALL)
+#: What the last program prints when it is run a second time.
+(AGAIN,) = re.findall(r"```again\n(.*?)```", GUIDE, re.DOTALL)
 
 #: What the fragments take for granted, and what shows that they did what the page says.
 BEFORE = """
@@ -36,21 +39,30 @@ client.close()
 """
 
 
-def output_of(program: str, config: str, directory: Path) -> tuple[str, str]:
-    """What a program prints to stdout and stderr, beside a daemon of its own."""
+def outputs_of(programs: list[str], config: str, directory: Path) -> list[tuple[str, str]]:
+    """What programs, run one after the other beside a daemon of their own, print to stdout and stderr."""
     path = directory / "tiny.toml"
     path.write_text(config)
     with running_daemon(path, directory / "run"):
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=ROOT,
-            env={**clean_environment(), "KVCACHED_RUN_DIR": str(directory / "run")},
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-    return done.stdout, done.stderr
+        done = [
+            subprocess.run(
+                [sys.executable, "-c", program],
+                cwd=ROOT,
+                env={**clean_environment(), "KVCACHED_RUN_DIR": str(directory / "run")},
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
+            )
+            for program in programs
+        ]
+    return [(each.stdout, each.stderr) for each in done]
+
+
+def output_of(program: str, config: str, directory: Path) -> tuple[str, str]:
+    """What a program prints to stdout and stderr, beside a daemon of its own."""
+    (output,) = outputs_of([program], config, directory)
+    return output
 
 
 def test_guide_has_programs_and_shows_their_output() -> None:
@@ -62,6 +74,14 @@ def test_guide_has_programs_and_shows_their_output() -> None:
 def test_guide_program_prints_what_the_page_shows(program: str, expected: str, tmp_path: Path) -> None:
     """A complete program of the guide, beside a daemon with the guide's configuration, prints what the page says."""
     assert output_of(program, CONFIG, tmp_path) == (expected, "")
+
+
+def test_tutorial_prints_what_the_page_shows(tmp_path: Path) -> None:
+    """The tutorial's programs, run in turn beside one daemon and the last one twice, print what the page shows."""
+    programs = [program for program, _ in PROGRAMS]
+    expected = [(output, "") for _, output in PROGRAMS]
+
+    assert outputs_of([*programs, programs[-1]], CONFIG, tmp_path) == [*expected, (AGAIN, "")]
 
 
 def test_guide_fragments_run_in_their_order(tmp_path: Path) -> None:
@@ -129,11 +149,12 @@ def test_guide_prefill_computes_what_did_not_arrive(
 
 
 def test_guide_says_what_to_do_for_every_error() -> None:
-    """The table of errors names exactly the exceptions that an engine can catch, without their base classes."""
+    """The reference's table names exactly the exceptions that an engine can catch, without their base classes."""
     names = (getattr(kvcached_client, name) for name in kvcached_client.__all__)
-    kinds = [kind for kind in names if isinstance(kind, type)]
-    errors = {kind.__name__ for kind in kinds if issubclass(kind, KvcachedError) and not kind.__subclasses__()}
-    (table,) = re.findall(r"\n\| error \|.*?\n\n", GUIDE, re.DOTALL)
+    kinds = [kind for kind in names if isinstance(kind, type) and issubclass(kind, KvcachedError)]
+    bases = {base for kind in kinds for base in kind.__mro__[1:]}
+    errors = {kind.__name__ for kind in kinds if kind not in bases}
+    (table,) = re.findall(r"\n\| error \|.*?\n\n", REFERENCE, re.DOTALL)
     first_cells = "".join(row.split("|")[1] for row in table.splitlines()[3:] if row)
 
     assert set(re.findall(r"`(\w+)`", first_cells)) == errors

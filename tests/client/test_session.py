@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcached_client.errors import BadRequest, ErrorCode, Fault, Refused
-from kvcached_client.protocol import (
+from kvcached_client.protocol.engine import (
     BLOCKS_PER_MESSAGE_MAX,
     Acquire,
     Acquired,
@@ -18,17 +18,17 @@ from kvcached_client.protocol import (
     decode_request,
     encode,
 )
-from kvcached_client.session import PENDING_MAX, Answer, ClientSession
+from kvcached_client.transport.calls import PENDING_MAX, Answer, PendingCalls
 from kvcached_client.types import LeaseId, RequestId
 
 KEY = b"k" * 16
 
 
-def match_request(session: ClientSession) -> Match:
+def match_request(session: PendingCalls) -> Match:
     return Match(id=session.next_id(), epoch=1, tokens=8)
 
 
-def acquire_request(session: ClientSession, name: str = "r") -> Acquire:
+def acquire_request(session: PendingCalls, name: str = "r") -> Acquire:
     return Acquire(id=session.next_id(), epoch=1, request=name, tokens=8)
 
 
@@ -38,7 +38,7 @@ def reply(header: Header, *frames: bytes) -> list[bytes]:
 
 def test_session_pairs_replies_with_requests_in_any_order() -> None:
     """Each request gets its own reply, whatever order they come in."""
-    session = ClientSession()
+    session = PendingCalls()
     first, second = match_request(session), match_request(session)
     for request in (first, second):
         session.send(request, (KEY,), deadline_ns=10)
@@ -52,7 +52,7 @@ def test_session_pairs_replies_with_requests_in_any_order() -> None:
 
 def test_session_message_is_header_and_frames() -> None:
     """A message is the encoded request and then its frames, untouched."""
-    session = ClientSession()
+    session = PendingCalls()
     request = match_request(session)
     header, *frames = session.send(request, (KEY,), deadline_ns=10)
     assert decode_request(header) == request
@@ -61,7 +61,7 @@ def test_session_message_is_header_and_frames() -> None:
 
 def test_session_ignores_a_reply_to_an_abandoned_request() -> None:
     """A late reply changes nothing and is counted."""
-    session = ClientSession()
+    session = PendingCalls()
     request = match_request(session)
     session.send(request, (KEY,), deadline_ns=10)
     session.abandon(RequestId(request.id))
@@ -72,7 +72,7 @@ def test_session_ignores_a_reply_to_an_abandoned_request() -> None:
 
 def test_session_ignores_a_second_reply() -> None:
     """Only the first of two replies to one request counts."""
-    session = ClientSession()
+    session = PendingCalls()
     request = match_request(session)
     session.send(request, (KEY,), deadline_ns=10)
     session.receive(reply(Matched(id=request.id, device=1)))
@@ -82,7 +82,7 @@ def test_session_ignores_a_second_reply() -> None:
 
 def test_session_expires_only_what_is_due_and_unanswered() -> None:
     """A deadline abandons its own request, unless the answer is already here."""
-    session = ClientSession()
+    session = PendingCalls()
     due, answered, later = (match_request(session) for _ in range(3))
     session.send(due, (KEY,), deadline_ns=10)
     session.send(answered, (KEY,), deadline_ns=10)
@@ -96,7 +96,7 @@ def test_session_expires_only_what_is_due_and_unanswered() -> None:
 
 def test_session_late_grant_is_an_orphan() -> None:
     """A lease granted to an acquire that was given up is to be released, until that is done."""
-    session = ClientSession()
+    session = PendingCalls()
     request = acquire_request(session)
     session.send(request, (KEY,), deadline_ns=10)
     session.expire(10)
@@ -108,7 +108,7 @@ def test_session_late_grant_is_an_orphan() -> None:
 
 def test_session_grant_that_came_before_abandoning_is_an_orphan() -> None:
     """A grant that nobody took is given back, too."""
-    session = ClientSession()
+    session = PendingCalls()
     request = acquire_request(session)
     session.send(request, (KEY,), deadline_ns=10)
     session.receive(reply(Acquired(id=request.id, lease=7, hit=0, ready=0), b"", b""))
@@ -118,7 +118,7 @@ def test_session_grant_that_came_before_abandoning_is_an_orphan() -> None:
 
 def test_session_late_grant_is_no_orphan_when_asked_for_again() -> None:
     """The daemon answers a repeated acquire with the same lease, so the late reply must not release it."""
-    session = ClientSession()
+    session = PendingCalls()
     first, second = acquire_request(session), acquire_request(session)
     session.send(first, (KEY,), deadline_ns=10)
     session.expire(10)
@@ -132,7 +132,7 @@ def test_session_late_grant_is_no_orphan_when_asked_for_again() -> None:
 
 def test_session_grant_that_comes_after_its_repetitions_is_no_orphan() -> None:
     """Whichever of two replies comes first: the lease is the caller's, and a different one is not."""
-    session = ClientSession()
+    session = PendingCalls()
     first, second = acquire_request(session), acquire_request(session)
     for request in (first, second):
         session.send(request, (KEY,), deadline_ns=10)
@@ -149,7 +149,7 @@ def test_session_grant_that_comes_after_its_repetitions_is_no_orphan() -> None:
 
 def test_session_late_grant_is_an_orphan_when_its_repetition_is_refused() -> None:
     """A repetition with other tokens gets an error, so nobody holds the late lease, and it must be released."""
-    session = ClientSession()
+    session = PendingCalls()
     first, second = acquire_request(session), acquire_request(session)
     session.send(first, (KEY,), deadline_ns=10)
     session.expire(10)
@@ -166,7 +166,7 @@ def test_session_late_grant_is_an_orphan_when_its_repetition_is_refused() -> Non
 
 def test_session_request_can_be_sent_again_after_it_was_abandoned() -> None:
     """The late reply to a request answers its repetition with the same id."""
-    session = ClientSession()
+    session = PendingCalls()
     request = match_request(session)
     parts = session.send(request, (KEY,), deadline_ns=10)
     session.expire(10)
@@ -176,7 +176,7 @@ def test_session_request_can_be_sent_again_after_it_was_abandoned() -> None:
 
 def test_session_requests_without_reply_are_not_pending() -> None:
     """One-way requests leave no trace."""
-    session = ClientSession()
+    session = PendingCalls()
     session.send(Release(id=session.next_id(), epoch=1, lease=1, reply=False), deadline_ns=0)
     session.send(Heartbeat(id=session.next_id(), session=1, token=b"t" * 32, reply=False), deadline_ns=0)
     assert session.pending_count == 0
@@ -184,7 +184,7 @@ def test_session_requests_without_reply_are_not_pending() -> None:
 
 def test_session_pending_table_is_bounded() -> None:
     """More requests at once than the limit are refused before they are sent."""
-    session = ClientSession()
+    session = PendingCalls()
     for _ in range(PENDING_MAX):
         session.send(match_request(session), (KEY,), deadline_ns=10)
     with pytest.raises(Refused) as caught:
@@ -195,7 +195,7 @@ def test_session_pending_table_is_bounded() -> None:
 
 def test_session_unreadable_reply_fails_its_request() -> None:
     """A reply whose id can be read but whose rest cannot raises in its own request only."""
-    session = ClientSession()
+    session = PendingCalls()
     request, other = match_request(session), match_request(session)
     for each in (request, other):
         session.send(each, (KEY,), deadline_ns=10)
@@ -209,7 +209,7 @@ def test_session_unreadable_reply_fails_its_request() -> None:
 @pytest.mark.parametrize("parts", [[], [b""], [b"\xff"], [b"\x91" * 9000], [b"\xa0"] * 9])
 def test_session_survives_noise(parts: list[bytes]) -> None:
     """Messages that answer nothing are counted and change nothing."""
-    session = ClientSession()
+    session = PendingCalls()
     request = match_request(session)
     session.send(request, (KEY,), deadline_ns=10)
     assert session.receive(parts) is None
@@ -218,7 +218,7 @@ def test_session_survives_noise(parts: list[bytes]) -> None:
 
 def test_session_refuses_a_reply_with_missing_frames() -> None:
     """An acquire's reply without its slots is an error, not a lease without slots."""
-    session = ClientSession()
+    session = PendingCalls()
     request = acquire_request(session)
     session.send(request, (KEY,), deadline_ns=10)
     session.receive(reply(Acquired(id=request.id, lease=7, hit=0, ready=0)))
@@ -248,7 +248,7 @@ def test_session_refuses_a_reply_with_missing_frames() -> None:
 )
 def test_session_refuses_what_the_daemon_would_refuse(request_: Match | Acquire, frames: tuple[bytes, ...]) -> None:
     """A request outside the protocol's limits fails here and is not pending."""
-    session = ClientSession()
+    session = PendingCalls()
     with pytest.raises(BadRequest):
         session.send(request_, frames, deadline_ns=10)
     assert session.pending_count == 0
@@ -256,7 +256,7 @@ def test_session_refuses_what_the_daemon_would_refuse(request_: Match | Acquire,
 
 def test_session_error_reply_without_id_answers_nothing() -> None:
     """An error for an unreadable request has id 0, which no request has."""
-    session = ClientSession()
+    session = PendingCalls()
     request = match_request(session)
     session.send(request, (KEY,), deadline_ns=10)
     error = ErrorReply(id=0, code=ErrorCode.MALFORMED, fault=Fault.CALLER, message="m", fix="f")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcached_client import Layout
-from kvcached_client.layout import DType
+from kvcached_client.blocks.layout import DType
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.pools import LAYOUTS, SLOTS, attention, mapped
 

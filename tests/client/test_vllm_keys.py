@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcached_client import BadRequest
-from kvcached_client.vllm_keys import ALGORITHMS, DEFAULT_SEED, VllmHashing, block_hashes, block_keys
+from kvcached_client.vllm.keys import ALGORITHMS, DEFAULT_SEED, VllmHashing, block_hashes, block_keys
 
 STORED: dict[str, Any] = json.loads(Path(__file__).with_name("vllm_vectors.json").read_text())
 VECTORS: list[dict[str, Any]] = STORED["vectors"]

@@ -59,3 +59,26 @@ def pip(python: str, *arguments: str) -> None:
     command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_both_wheels_serve_in_an_empty_environment(tmp_path: Path) -> None:
+    """Installed alone and without torch, `kvcached init` writes what `serve` serves, and `health` and `doctor` pass."""
+    source = tmp_path / "source"
+    left_out = shutil.ignore_patterns("*.so", "*.egg-info", "build", "__pycache__", ".*", "tests")
+    shutil.copytree(ROOT, source, ignore=left_out, symlinks=True)
+    pip(
+        sys.executable, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source / "kvcached_client"), str(source)
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.project.empty_environment", str(tmp_path), str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 failed" in done.stdout

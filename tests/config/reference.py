@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kvcached.config_error import expectation, resolved
+from kvcached.config.problems import expectation, resolved
 
 
 def rows(model: type[BaseModel]) -> list[str]:

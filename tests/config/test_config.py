@@ -7,13 +7,14 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from kvcached.config import REPLICAS_MAX, Config, ReplicaConfig, load_config
-from kvcached.config_error import ConfigError, Problem, key_lines
-from kvcached.config_host import AttachedConfig, HostConfig
-from kvcached.config_layout import GroupConfig
-from kvcached.config_report import as_toml, figures_of
-from kvcached.config_storage import StorageConfig
-from kvcached_client.layout import KvGroup, PageOrder
+from kvcached.build import host_quota as daemon_quota
+from kvcached.config.host import AttachedConfig, HostConfig, NamespaceQuota, QuotaConfig
+from kvcached.config.problems import ConfigError, Problem, key_lines
+from kvcached.config.replica import GroupConfig, ReplicaConfig
+from kvcached.config.report import as_toml, figures_of
+from kvcached.config.schema import REPLICAS_MAX, Config, load_config
+from kvcached.config.storage import StorageConfig
+from kvcached_client.blocks.layout import KvGroup, PageOrder
 from tests.config.reference import rows
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,8 @@ def problems(tmp_path: Path, text: str, environment: dict[str, str] | None = Non
         load(tmp_path, text, environment, **options)
     return [str(problem).replace(f"{tmp_path}/", "") for problem in caught.value.problems]
 
+
+_SIXTY = '[[host.quota.namespace]]\nlabel = "a*"\nfloor_percent = 60\n'
 
 # Each: what to replace in GOOD, by what, and the one problem that follows.
 BAD = {
@@ -187,7 +190,7 @@ BAD = {
     "odd slab": (
         "[[replica]]",
         "[host]\nsize_bytes = 100000\nslab_bytes = 5000\n[[replica]]",
-        ":6: host.slab_bytes = 5000: is no multiple; give an integer from 4096 to 70368744177664 (bytes), a",
+        ":6: host.slab_bytes = 5000: is no multiple; give a size from 4KiB to 64TiB, a multiple",
     ),
     "slab without room for a block": (
         "[[replica]]",
@@ -204,6 +207,21 @@ BAD = {
         "slots = 64\nblock_size = 1\n[host]\nsize_bytes = 70368744177664",
         "2147483647 are possible; use a smaller size_bytes",
     ),
+    "floor above cap": (
+        "[[replica]]",
+        "[host]\nsize_bytes = 67108864\n[host.quota]\nfloor_percent = 40\ncap_percent = 30\n[[replica]]",
+        ":7: host.quota.floor_percent = 40: is more than cap_percent, 30; use a smaller floor or a larger cap",
+    ),
+    "floors above all": (
+        "[[replica]]",
+        "[host]\nsize_bytes = 67108864\n" + 2 * _SIXTY + "[[replica]]",
+        ":11: host.quota.namespace[1].floor_percent = 60: makes the floors of all these tables 120 percent together;",
+    ),
+    "quota of nobody": (
+        "[[replica]]",
+        "[host]\nsize_bytes = 67108864\n[[host.quota.namespace]]\ncap_percent = 30\n[[replica]]",
+        ": host.quota.namespace[0].label: is missing; add it",
+    ),
     "same name": ("[[replica]]", '[[replica]]\nname = "b"\n[[replica]]\nname = "b"\n[[replica]]', "replica[0].model"),
 }
 
@@ -218,6 +236,17 @@ def test_config_error_names_place_key_value_and_fix(old: str, new: str, expected
     text = "\n".join(found)
     assert expected in text
     assert all(problem.startswith("kvcached.toml:") and "; " in problem for problem in found)
+
+
+def test_quota_of_the_host_pool_is_what_the_core_is_told(tmp_path: Path) -> None:
+    """Tables of namespaces come before the bounds of all; without any, a namespace may have everything."""
+    host = "[host]\nsize_bytes = 67108864\n"
+    named = '[[host.quota.namespace]]\nlabel = "a*"\nfloor_percent = 60\n'
+    text = GOOD.replace("[[replica]]", host + "[host.quota]\ncap_percent = 70\n" + named + "[[replica]]")
+
+    quota = daemon_quota(load(tmp_path, text).host)
+    assert (quota.bounds(["ab"], 100), quota.bounds(["b"], 100)) == ((60, 100), (0, 70))
+    assert daemon_quota(load(tmp_path, GOOD.replace("[[replica]]", host + "[[replica]]")).host).bounds([], 9) == (0, 9)
 
 
 def test_config_error_lists_every_mistake(tmp_path: Path) -> None:
@@ -277,6 +306,24 @@ def test_config_takes_environment_over_file(tmp_path: Path) -> None:
     assert (config.replica[0].slot_count, config.replica[0].name, config.replica[0].model) == (17, "other", "m")
 
 
+def test_config_passes_over_service_links_of_kubernetes(tmp_path: Path) -> None:
+    """Variables that Kubernetes makes for services called kvcached or kvcached-something are nobody's typing error."""
+    links = {
+        "KVCACHED_SERVICE_HOST": "10.96.0.1",
+        "KVCACHED_SERVICE_PORT": "8000",
+        "KVCACHED_SERVICE_PORT_HTTP": "8000",
+        "KVCACHED_PORT": "tcp://10.96.0.1:8000",
+        "KVCACHED_PORT_8000_TCP": "tcp://10.96.0.1:8000",
+        "KVCACHED_PORT_8000_TCP_PROTO": "tcp",
+        "KVCACHED_PORT_8000_TCP_PORT": "8000",
+        "KVCACHED_PORT_8000_TCP_ADDR": "10.96.0.1",
+        "KVCACHED_NODE_METRICS_PORT": "udp://10.96.0.1:53",
+        "KVCACHED_NODE_METRICS_SERVICE_HOST": "10.96.0.1",
+    }
+
+    assert load(tmp_path, GOOD, links) == load(tmp_path, GOOD)
+
+
 def test_config_takes_options_over_environment(tmp_path: Path) -> None:
     """An option wins over a variable, which wins over the file."""
     config = load(tmp_path, GOOD, {"KVCACHED_LOG_LEVEL": "debug", "KVCACHED_RUN_DIR": "/run/a"}, run_dir="/run/b")
@@ -290,6 +337,8 @@ def test_config_takes_options_over_environment(tmp_path: Path) -> None:
         ("KVCACHED_SESSION_TTL_MS", "5", "session_ttl_ms = 5: is too small"),
         ("KVCACHED_SESSION_TTL_MS", "1000", "session_ttl_ms = 1000: is less than 3 times"),
         ("KVCACHED_SESION_TTL_MS", "5", "sesion_ttl_ms = 5: there is no such key; did you mean session_ttl_ms?"),
+        ("KVCACHED_PORT", "8000", "port = 8000: there is no such key"),
+        ("KVCACHED_STORAGE__SERVICE_HOST", "x", "storage.service_host"),
         ("KVCACHED_REPLICA__0__SLOTS", "many", 'replica[0].slots = "many": should be a valid integer'),
         ("KVCACHED_REPLICA__7__SLOTS", "1", "replica[7].slots = 1: there is no such key"),
         ("KVCACHED_REPLICA__SLOTS", "1", "replica.slots = 1: there is no such key"),
@@ -410,7 +459,16 @@ def test_config_groups_are_the_layouts_groups() -> None:
 def test_config_documentation_has_every_key() -> None:
     """docs/configuration.md shows each key with what it takes, its default and its meaning, as the schema says."""
     text = (ROOT / "docs/configuration.md").read_text()
-    models: list[type[BaseModel]] = [Config, HostConfig, AttachedConfig, StorageConfig, ReplicaConfig, GroupConfig]
+    models: list[type[BaseModel]] = [
+        Config,
+        HostConfig,
+        QuotaConfig,
+        NamespaceQuota,
+        AttachedConfig,
+        StorageConfig,
+        ReplicaConfig,
+        GroupConfig,
+    ]
 
     expected = [row for model in models for row in rows(model)]
 

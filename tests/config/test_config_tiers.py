@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvcached import config_host
-from kvcached.config import load_config
-from kvcached.config_error import ConfigError
-from kvcached.config_host import AttachedConfig
-from kvcached_client.memory_bounds import MemoryBound
+from kvcached.config import host as config_host
+from kvcached.config.host import AttachedConfig
+from kvcached.config.problems import ConfigError
+from kvcached.config.schema import load_config
+from kvcached_client.doctor.memory_bounds import MemoryBound
 from tests.config.test_config import GOOD, load, problems
 
 ATTACHED = "[host]\nsize_bytes = 67108864\n[attached]\n"

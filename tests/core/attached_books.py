@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvcached.core.attached_state import SpaceSpec
 from kvcached.core.cache import Cache
-from kvcached.core.states import SlotState
-from kvcached.core.tree import HOST, PrefixTree
+from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.namespaces import NamespaceSpec
+from kvcached.core.slots.states import SlotState
 from kvcached_client.types import LeaseId, SessionId, TransferId
 from tests.core.tier_world import keys_in, slots_of
 
@@ -32,7 +32,7 @@ class Job:
     transfer: TransferId
     is_store: bool
     edition: Edition
-    spec: SpaceSpec
+    spec: NamespaceSpec
     blocks: list[tuple[bytes, int]]
     waiting: set[int]
     failed: bool = False
@@ -70,7 +70,7 @@ class Player:
     """An engine in attached mode."""
 
     id: SessionId
-    spec: SpaceSpec
+    spec: NamespaceSpec
     heard_ms: int
     expired: bool = False
     leases: dict[LeaseId, HeldLease] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Index:
 
     def __init__(self, cache: Cache, editions: dict[PrefixTree, Edition]) -> None:
         self.places: dict[Block, tuple[int, SlotState]] = {}
-        for tree in cache.attached.spaces.trees:
+        for tree in cache.offload.namespaces.trees:
             host = tree.members[HOST]
             for run in tree.runs():
                 segment = run.segments[HOST]

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, MutableMapping
 
 from kvcached.core.cache import Cache
-from kvcached.core.effects import StartTransfer, TransferKind
-from kvcached.core.invariants import check
-from kvcached.core.ranges import slot_count
+from kvcached.core.insight.invariants import check
+from kvcached.core.messages import StartTransfer, TransferKind
+from kvcached.core.slots.ranges import slot_count
 from kvcached_client.types import TransferId
+from tests.core.attached_engine import let_rest
 from tests.core.attached_memory import SlabMemory, SlotView
 from tests.core.attached_model import SPACES_MAX, AttachedPlayers
 from tests.core.attached_world import SPECS
@@ -27,7 +28,7 @@ class AttachedDriver:
     def __init__(self, choose: Choose) -> None:
         self.choose = choose
         self.slabs = (3, 4, 6)[choose(3)]
-        self.cache = Cache([], epoch=7, session_ttl_ms=TTL_MS, host_slabs=self.slabs, spaces_max=SPACES_MAX)
+        self.cache = Cache([], epoch=7, session_ttl_ms=TTL_MS, host_slabs=self.slabs, namespaces_max=SPACES_MAX)
         self.players = AttachedPlayers(choose, self.cache, SlabMemory(SHARDS))
         self.weighted = [*self.players.weighted, (self.players.tick, 6), (self.players.heartbeat, 20)]
 
@@ -45,11 +46,12 @@ class AttachedDriver:
         self.players.check(alone=True)
 
     def end(self) -> None:
-        """Everybody dies: nothing is held, and whoever comes then can have every slab."""
+        """Everybody dies, and rests: nothing is held, and whoever comes then can have every slab."""
         self.players.end(self.do)
+        let_rest(self.cache)
         assert self.players.memory.held_units == 0
-        core, spec = self.cache.attached, SPECS[self.choose(len(SPECS))]
-        session = self.cache.open_attached(spec, self.players.now_ms).id
+        core, spec = self.cache.offload, SPECS[self.choose(len(SPECS))]
+        session = self.cache.open_offload(spec, self.players.now_ms).id
         lease = core.acquire(session, "all", b"", 0, full=True)
         blocks = self.slabs * spec.host_slots_per_slab
         plan = core.prepare_store(session, lease.id, 0, b"".join(chain_keys((7,) * (blocks + 1))))
@@ -96,7 +98,7 @@ class MixedDriver(TierDriver):
     """Engines on three device pools, and others in attached mode, on the same slabs."""
 
     def __init__(self, choose: Choose) -> None:
-        super().__init__(choose, spaces_max=SPACES_MAX)
+        super().__init__(choose, namespaces_max=SPACES_MAX)
         host = self.cache.trees[0].host
         assert host is not None
         memory = SlabMemory(SHARDS)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from kvcached.core.attached import LoadPlan
-from kvcached.core.attached_state import AttachedLease, SpaceSpec
 from kvcached.core.cache import Cache
-from kvcached.core.effects import Effect, SessionEnded, SessionExpired
-from kvcached.core.exchanges import StorePlan
-from kvcached.core.host_pool import HostPool
-from kvcached.core.states import SlotState
+from kvcached.core.messages import Effect, SessionEnded, SessionExpired, Ticked
+from kvcached.core.namespaces import NamespaceSpec
+from kvcached.core.offload import LoadPlan
+from kvcached.core.offload_state import OffloadLease
+from kvcached.core.slots.host_slots import RESTING_MS, HostPool
+from kvcached.core.slots.states import SlotState
+from kvcached.core.transfers.engine_copies import StorePlan
 from kvcached_client.types import LeaseId, TransferId
 from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, keys_of
 from tests.core.tier_world import slots_of
@@ -18,12 +19,12 @@ SHARDS = 2
 
 def make_attached(*, slabs: int = 4, spaces: int = 2) -> Cache:
     """A cache for engines in attached mode only."""
-    return Cache([], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=slabs, spaces_max=spaces)
+    return Cache([], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=slabs, namespaces_max=spaces)
 
 
-def space(letter: str = "m", per_slab: int = 4, shards: int = SHARDS) -> SpaceSpec:
+def space(letter: str = "m", per_slab: int = 4, shards: int = SHARDS) -> NamespaceSpec:
     """A namespace by a letter."""
-    return SpaceSpec(letter.encode() * 32, f"model {letter}", BLOCK_SIZE, shards, per_slab)
+    return NamespaceSpec(letter.encode() * 32, f"model {letter}", BLOCK_SIZE, shards, per_slab)
 
 
 def endings(cache: Cache) -> list[Effect]:
@@ -31,20 +32,27 @@ def endings(cache: Cache) -> list[Effect]:
     return [effect for effect in cache.effects if isinstance(effect, SessionEnded | SessionExpired)]
 
 
+def let_rest(cache: Cache) -> None:
+    """Time passes in which no namespace is used, and no session heard of: the machine was asleep."""
+    used_ms = cache.storage.locks.now_ms + 1
+    cache.handle(Ticked(used_ms))
+    cache.handle(Ticked(used_ms + RESTING_MS))
+
+
 class AttachedEngine:
     """One session in a namespace."""
 
-    def __init__(self, cache: Cache, spec: SpaceSpec | None = None) -> None:
+    def __init__(self, cache: Cache, spec: NamespaceSpec | None = None) -> None:
         self.cache = cache
-        self.core = cache.attached
+        self.core = cache.offload
         self.spec = space() if spec is None else spec
-        self.session = cache.open_attached(self.spec, 0).id
+        self.session = cache.open_offload(self.spec, 0).id
         self._requests = 0
 
     @property
     def host(self) -> HostPool:
         """Host slots of its namespace."""
-        return self.core.spaces.by_root[self.spec.root].host
+        return self.core.namespaces.by_root[self.spec.root].host
 
     @property
     def states(self) -> tuple[int, int, int, int]:
@@ -60,15 +68,15 @@ class AttachedEngine:
     def hit(self, text: str) -> int:
         return self.core.match(self.session, keys_of(text), len(text) * BLOCK_SIZE, full=True)
 
-    def acquire(self, text: str, *, request: str = "", full: bool = True) -> AttachedLease:
+    def acquire(self, text: str, *, request: str = "", full: bool = True) -> OffloadLease:
         self._requests += 1
         name = request or f"request-{self.session}-{self._requests}"
         return self.core.acquire(self.session, name, keys_of(text), len(text) * BLOCK_SIZE, full=full)
 
-    def release(self, lease: AttachedLease | LeaseId) -> None:
+    def release(self, lease: OffloadLease | LeaseId) -> None:
         self.core.release(self.session, lease if isinstance(lease, int) else lease.id)
 
-    def prepare(self, lease: AttachedLease, text: str, start: int | None = None) -> StorePlan:
+    def prepare(self, lease: OffloadLease, text: str, start: int | None = None) -> StorePlan:
         """The engine has computed the whole of `text`, from the lease's depth on."""
         first = lease.depth if start is None else start
         return self.core.prepare_store(self.session, lease.id, first, keys_of(text)[16 * first :])
@@ -79,7 +87,7 @@ class AttachedEngine:
             error = errors[shard] if shard < len(errors) else ""
             self.core.commit_store(self.session, transfer, shard, error)
 
-    def load(self, lease: AttachedLease, start: int = 0, blocks: int | None = None) -> LoadPlan:
+    def load(self, lease: OffloadLease, start: int = 0, blocks: int | None = None) -> LoadPlan:
         count = lease.hit - start if blocks is None else blocks
         return self.core.prepare_load(self.session, lease.id, start, count)
 

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from kvcached.core.attached_state import AttachedLease
 from kvcached.core.cache import Cache
-from kvcached.core.events import MemberLost, MembersDied, Ticked
-from kvcached.core.exchanges import EVERY_SHARD, StorePlan
-from kvcached.core.states import SlotState
-from kvcached.core.tree import HOST
-from kvcached_client.errors import ErrorCode, RequestError
+from kvcached.core.index.tree import HOST
+from kvcached.core.messages import MemberLost, MembersDied, Ticked
+from kvcached.core.offload_state import OffloadLease
+from kvcached.core.refusals import Refusal
+from kvcached.core.slots.states import SlotState
+from kvcached.core.transfers.engine_copies import EVERY_SHARD, StorePlan
+from kvcached_client.errors import ErrorCode
 from kvcached_client.types import LeaseId, SessionId
 from tests.core.attached_books import HeldLease, Job, Player
 from tests.core.attached_memory import SlabMemory
@@ -65,9 +66,9 @@ class AttachedPlayers(AttachedWorld):
         while self.players:
             do(self.die)
         assert self.core.sessions == {}
-        assert self.core.exchanges == []
-        assert self.core.spaces.retired == []
-        for tree in self.core.spaces.trees:
+        assert self.core.transfers == []
+        assert self.core.namespaces.retired == []
+        for tree in self.core.namespaces.trees:
             host = tree.members[HOST]
             assert (host.protected, host.counts[SlotState.FILLING], host.counts[SlotState.QUARANTINED]) == (0, 0, 0)
 
@@ -77,12 +78,12 @@ class AttachedPlayers(AttachedWorld):
         if len(self.players) == PLAYERS_MAX:
             return
         spec = SPECS[self.choose(len(SPECS))]
-        spaces = self.core.spaces.by_root
+        spaces = self.core.namespaces.by_root
         used = {player.spec.root for player in self.players.values()}
         full = spec.root not in spaces and len(spaces) == SPACES_MAX
         try:
-            session = self.cache.open_attached(spec, self.now_ms)
-        except RequestError as error:
+            session = self.cache.open_offload(spec, self.now_ms)
+        except Refusal as error:
             assert (error.code, full, used) == (ErrorCode.LIMIT, True, set(spaces))
             self.done["too many namespaces"] += 1
             return
@@ -179,7 +180,7 @@ class AttachedPlayers(AttachedWorld):
         else:
             assert self._ask(player, held).id == held.id
 
-    def _ask(self, player: Player, held: HeldLease) -> AttachedLease:
+    def _ask(self, player: Player, held: HeldLease) -> OffloadLease:
         tokens, blocks, full = held.asked
         return self.core.acquire(player.id, held.request, b"".join(held.chain[:blocks]), tokens, full=full)
 
@@ -196,7 +197,9 @@ class AttachedPlayers(AttachedWorld):
         if (player := self._active()) is not None:
             edition = self._edition(player)
             blocks = sum(edition == each for each, _ in self._index().cached)
-            assert self.core.clear(player.id) == (edition[1] + 1, blocks)
+            generation, cleared = self.core.clear(player.id)
+            assert (generation > edition[1], cleared) == (True, blocks)
+            self.cleared.add(edition)
             self.accounts.due["cleared_blocks"] += blocks
 
     # --- stores and loads -------------------------------------------------------------------------------------------
@@ -414,7 +417,7 @@ class AttachedPlayers(AttachedWorld):
         """What is inside is refused with a code, unless it is not."""
         try:
             yield
-        except RequestError as error:
+        except Refusal as error:
             assert (error.code, unless) == (code, False)
             self.done[f"refused: {code}"] += 1
         else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvcached.core.attached_state import SpaceSpec
 from kvcached.core.cache import Cache
-from kvcached.core.states import SlotState
-from kvcached.core.tree import HOST, PrefixTree
+from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.namespaces import NamespaceSpec
+from kvcached.core.slots.states import SlotState
 from kvcached_client.types import SessionId
 from tests.core.attached_books import AttachedAccounts, Edition, HeldLease, Index, Job, Player
 from tests.core.attached_memory import SlabMemory
@@ -15,7 +15,7 @@ from tests.core.model import BLOCK_SIZE
 
 #: Namespaces that engines may declare: one more than there may be, with blocks of several sizes.
 SPECS = [
-    SpaceSpec(bytes([number]) * 32, f"model {number}", BLOCK_SIZE, shards, per_slab)
+    NamespaceSpec(bytes([number]) * 32, f"model {number}", BLOCK_SIZE, shards, per_slab)
     for number, (shards, per_slab) in enumerate([(2, 4), (2, 3), (1, 6), (2, 8)])
 ]
 
@@ -29,10 +29,11 @@ class AttachedWorld:
 
     def __init__(self, cache: Cache, memory: SlabMemory) -> None:
         self.cache = cache
-        self.core = cache.attached
+        self.core = cache.offload
         self.memory = memory
         self.players: dict[SessionId, Player] = {}
         self.editions: dict[PrefixTree, Edition] = {}
+        self.cleared: set[Edition] = set()  #: never again a namespace's
         self.corrupt: set[tuple[Edition, int]] = set()  #: slots with bytes that were found corrupt
         self.symbols: dict[bytes, tuple[int, ...]] = {}  #: what a key stands for
         self.over: list[tuple[SessionId, Job]] = []  #: copies that have ended lately
@@ -93,7 +94,7 @@ class AttachedWorld:
     def _check_quarantine(self) -> None:
         """Slots are set aside exactly for those who may still write them."""
         aside = sum(len(job.blocks) for player in self.players.values() for job in player.jobs.values() if job.orphaned)
-        assert aside == sum(tree.members[HOST].counts[SlotState.QUARANTINED] for tree in self.core.spaces.trees)
+        assert aside == sum(tree.members[HOST].counts[SlotState.QUARANTINED] for tree in self.core.namespaces.trees)
 
     def _readers(self, edition: Edition, slot: int) -> list[tuple[Job, int]]:
         """Loads under way that read a slot, and where in them."""
@@ -107,15 +108,15 @@ class AttachedWorld:
         ]
 
     def _index(self) -> Index:
-        for space in self.core.spaces.by_root.values():
+        for space in self.core.namespaces.by_root.values():
             edition = (space.spec.root, space.generation)
             known = self.editions.setdefault(space.tree, edition)
             assert known == edition
-        assert len(set(self.editions.values())) == len(self.editions), "two trees under one name"
+            assert edition not in self.cleared, "a generation is used twice"
         return Index(self.cache, self.editions)
 
     def _edition(self, player: Player) -> Edition:
-        return player.spec.root, self.core.spaces.by_root[player.spec.root].generation
+        return player.spec.root, self.core.namespaces.by_root[player.spec.root].generation
 
-    def _spec(self, edition: Edition) -> SpaceSpec:
+    def _spec(self, edition: Edition) -> NamespaceSpec:
         return next(spec for spec in SPECS if spec.root == edition[0])

@@ -7,12 +7,13 @@ from array import array
 
 import pytest
 
-from kvcached.core.answers import Commitment, Grant, PoolSpec
 from kvcached.core.cache import Cache
-from kvcached.core.invariants import check
-from kvcached.core.ranges import Ranges, cut
-from kvcached.core.states import SlotState
-from kvcached_client.errors import RequestError
+from kvcached.core.insight.invariants import check
+from kvcached.core.messages import Commitment, Grant
+from kvcached.core.namespaces import PoolSpec
+from kvcached.core.refusals import Refusal
+from kvcached.core.slots.ranges import Ranges, cut
+from kvcached.core.slots.states import SlotState
 from kvcached_client.types import FenceSequence, LeaseId, SessionId
 
 BLOCK_SIZE = 4
@@ -96,7 +97,7 @@ def snapshot(cache: Cache) -> object:
             (
                 bytes(run.keys),
                 run.start,
-                [seg and (seg.length, bytes(seg.ranges), dict(seg.pins or {})) for seg in run.segments],
+                [seg and (seg.length, bytes(seg.ranges), dict(seg.locks or {})) for seg in run.segments],
             )
             for run in tree.runs()
         ]
@@ -111,9 +112,9 @@ def snapshot(cache: Cache) -> object:
     return trees, leases, [(bytes(pool._states), pool.free_ranges(), pool.protected) for pool in cache.pools.values()]
 
 
-def refused(code: str) -> pytest.RaisesExc[RequestError]:
+def refused(code: str) -> pytest.RaisesExc[Refusal]:
     """A context that expects a typed refusal."""
-    return pytest.raises(RequestError, match=f"^{code}: ")
+    return pytest.raises(Refusal, match=f"^{code}: ")
 
 
 def healthy(cache: Cache) -> bool:

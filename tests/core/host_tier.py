@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from kvcached.core.answers import Grant, PoolSpec
 from kvcached.core.cache import Cache
-from kvcached.core.effects import BlockSpan, Effect, StartTransfer, TransferKind
-from kvcached.core.events import ShardSettled
-from kvcached.core.host_pool import HostPool
-from kvcached.core.pool import SlotPool
-from kvcached.core.ranges import Ranges, pairs, slot_count
-from kvcached.core.states import SlotState
-from kvcached.core.storage import StorageSpec
+from kvcached.core.messages import BlockSpan, Effect, Grant, ShardSettled, StartTransfer, TransferKind
+from kvcached.core.namespaces import PoolSpec
+from kvcached.core.slots.host_slots import HostPool, HostQuota
+from kvcached.core.slots.ranges import Ranges, pairs, slot_count
+from kvcached.core.slots.slots import SlotPool
+from kvcached.core.slots.states import SlotState
+from kvcached.core.transfers.storage import StorageSpec
 from kvcached_client.types import ShardIndex, TransferId
 from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, keys_of
 
@@ -27,6 +26,7 @@ def make_tiers(
     quota: int | None = None,
     spaces: int = 0,
     storage: StorageSpec | None = None,
+    host_quota: HostQuota | None = None,
 ) -> Cache:
     """A cache of pools with one-letter names: small letters in one namespace, each capital in one of its own."""
     specs = [
@@ -43,7 +43,15 @@ def make_tiers(
         )
         for name in names
     ]
-    return Cache(specs, epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=host_slabs, spaces_max=spaces, storage=storage)
+    return Cache(
+        specs,
+        epoch=EPOCH,
+        session_ttl_ms=TTL_MS,
+        host_slabs=host_slabs,
+        namespaces_max=spaces,
+        storage=storage,
+        host_quota=host_quota,
+    )
 
 
 class Workers:

@@ -11,13 +11,14 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcached.core.answers import Grant, PoolSpec
 from kvcached.core.cache import Cache
-from kvcached.core.events import MemberLost, MembersDied, Ticked, WorkerDied
-from kvcached.core.invariants import check
-from kvcached.core.ranges import pairs
-from kvcached.core.states import SlotState
-from kvcached_client.errors import ErrorCode, RequestError
+from kvcached.core.insight.invariants import check
+from kvcached.core.messages import Grant, MemberLost, MembersDied, PoolRestored, Ticked, WorkerDied
+from kvcached.core.namespaces import PoolSpec
+from kvcached.core.refusals import Refusal
+from kvcached.core.slots.ranges import pairs
+from kvcached.core.slots.states import SlotState
+from kvcached_client.errors import ErrorCode
 from kvcached_client.types import FenceSequence, LeaseId, SessionId, unpack_ranges
 
 BLOCK_SIZE = 4
@@ -248,7 +249,7 @@ class Driver:
         evictable = len(set(self.cached[session.pool]) - pinned)
         try:
             grant = self.cache.acquire(session.id, session.epoch, request, b"".join(chain), tokens, reserve, full=full)
-        except RequestError as error:
+        except Refusal as error:
             assert error.code is ErrorCode.NO_CAPACITY
             assert need > free + evictable
             return
@@ -272,7 +273,7 @@ class Driver:
         keys = b"".join(lease.chain[: max(tokens // BLOCK_SIZE, 0)])
         try:
             grant = self.cache.acquire(session.id, session.epoch, lease.request, keys, tokens, reserve, full=full)
-        except RequestError as error:
+        except Refusal as error:
             assert error.code is ErrorCode.REQUEST_CONFLICT
             assert lease.depth != lease.hit or len(lease.chain) * BLOCK_SIZE > tokens
             return
@@ -291,7 +292,7 @@ class Driver:
         evictable = len(set(self.cached[session.pool]) - pinned)
         try:
             slots = expand(self.cache.allocate(session.id, session.epoch, lease.id, count))
-        except RequestError as error:
+        except Refusal as error:
             assert error.code is ErrorCode.NO_CAPACITY
             assert count > free + evictable
             return
@@ -428,13 +429,9 @@ class Driver:
 
     def lose_worker(self) -> None:
         name = "abc"[self.choose(3)]
-        epoch = self.cache.pools[name].epoch
         self.cache.handle(WorkerDied(name))
-        for session in [session for session in self.sessions.values() if session.pool == name]:
-            del self.sessions[session.id]
-        self.cached[name].clear()
         self.check()
-        assert self.cache.pools[name].epoch == epoch + 1
+        self.cache.handle(PoolRestored(name))
         self.restart()
 
     def misuse(self) -> None:  # noqa: C901 - a list of cases, one after the other
@@ -482,7 +479,7 @@ class Driver:
             elif kind == 8:
                 expected = ErrorCode.BAD_VALUE
                 call.acquire(session.id, session.epoch, "bad", bytes(32), BLOCK_SIZE, 0, full=False)
-        except RequestError as error:
+        except Refusal as error:
             assert error.code is expected
         else:
             assert expected is None

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from kvcached.core.cache import Cache
-from kvcached.core.effects import (
+from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.insight.invariants import check
+from kvcached.core.messages import (
+    BackupSettled,
     Effect,
+    FetchSettled,
     QueryStorage,
+    ShardSettled,
     StartBackup,
     StartFetch,
     StartTransfer,
+    StorageAnswered,
+    StorageLost,
+    StorageReady,
     StorageSpan,
     TransferKind,
 )
-from kvcached.core.events import BackupSettled, FetchSettled, ShardSettled, StorageAnswered, StorageLost, StorageReady
-from kvcached.core.invariants import check
-from kvcached.core.ranges import cut, pairs
-from kvcached.core.states import SlotState
-from kvcached.core.storage_requests import prefetch
-from kvcached.core.storage_state import Prefetch
-from kvcached.core.tree import HOST, PrefixTree
+from kvcached.core.slots.ranges import cut, pairs
+from kvcached.core.slots.states import SlotState
+from kvcached.core.transfers.storage_requests import prefetch
+from kvcached.core.transfers.storage_state import Prefetch
 from kvcached_client.types import SessionId, ShardIndex
 from tests.core.engine import BLOCK_SIZE, keys_of
 from tests.core.tier_world import slots_of
@@ -152,7 +157,7 @@ class StorageWorld:
         return next(copy.tree for copy in self.cache.storage.copies if copy.id == asked.transfer)
 
     def _generation(self, tree: PrefixTree) -> int | None:
-        return 0 if tree.pools else self.cache.attached.spaces.generation_of(tree)
+        return 0 if tree.pools else self.cache.offload.namespaces.generation_of(tree)
 
     def _name(self, asked: QueryStorage | StartFetch | StartBackup, key: bytes) -> Named:
         return asked.namespace, asked.generation, key

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.journal import IllegalTransition
 from kvcached.core.session import Session
-from kvcached.core.states import SlotState
+from kvcached.core.slots.journal import IllegalTransition
+from kvcached.core.slots.states import SlotState
 from kvcached_client.types import FenceSequence, LeaseId, unpack_ranges
 from tests.core.engine import BLOCK_SIZE, EPOCH, Engine, healthy, keys_of, make_cache, refused, snapshot, states
 
@@ -57,7 +57,7 @@ def test_no_capacity_evicts_nothing(cache: Cache) -> None:
     with refused("no_capacity") as caught:
         engine.acquire("abcdefghi0123456", full=True)
 
-    assert "of 16 are 2 free and 0 evictable" in caught.value.message
+    assert caught.value.about.items() >= {"slots": 16, "free": 2, "evictable": 0}.items()
     assert snapshot(cache) == before
 
 
@@ -112,7 +112,7 @@ class Injected(Exception):
 
 @pytest.mark.parametrize(
     "step",
-    ["tree.match", "tree.pin", "tree.path_ranges", "tree.touch", "tree.evict", "pool.take", "session.add"],
+    ["tree.match", "tree.lock", "tree.path_ranges", "tree.touch", "tree.evict", "pool.take", "session.add"],
 )
 def test_acquire_that_fails_at_any_step_leaves_nothing_behind(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, step: str

@@ -7,9 +7,16 @@ from collections.abc import Callable
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.effects import SessionEnded, SessionExpired, SlabLent, SlotsHandedOut
-from kvcached.core.events import MemberLost, MembersDied, Ticked
-from kvcached.core.ranges import one_range
+from kvcached.core.messages import (
+    MemberLost,
+    MembersDied,
+    SessionEnded,
+    SessionExpired,
+    SlabAllocated,
+    SlotsHandedOut,
+    Ticked,
+)
+from kvcached.core.slots.ranges import one_range
 from tests.core.attached_engine import AttachedEngine, endings
 from tests.core.engine import TTL_MS, refused
 from tests.core.tier_world import slots_of
@@ -41,8 +48,8 @@ def test_slabs_and_slots_are_told_of_before_they_are_written(cache: Cache, engin
     engine.prepare(engine.acquire("abcde"), "abcde")
 
     assert cache.effects == [
-        SlabLent(root, 0),
-        SlabLent(root, 1),
+        SlabAllocated(root, 0),
+        SlabAllocated(root, 1),
         SlotsHandedOut(engine.session, root, one_range(0, 5)),
     ]
     version = cache.version
@@ -79,8 +86,8 @@ def test_an_expired_session_is_told_so(cache: Cache, engine: AttachedEngine) -> 
         lambda: engine.release(lease),
         lambda: engine.commit(store.transfer),
         lambda: engine.complete(load.transfer, 0),
-        lambda: cache.attached.heartbeat(engine.session, 0),
-        lambda: cache.attached.clear(engine.session),
+        lambda: cache.offload.heartbeat(engine.session, 0),
+        lambda: cache.offload.clear(engine.session),
     ):
         with refused("session_expired"):
             call()
@@ -107,7 +114,7 @@ def test_blocks_found_corrupt_by_a_session_that_dies_are_dropped(cache: Cache, e
     """What one shard has told counts, though the load never ended."""
     engine.store("ab")
     load = engine.load(engine.acquire("ab"))
-    cache.attached.complete_load(engine.session, load.transfer, 0, "", (0,))
+    cache.offload.complete_load(engine.session, load.transfer, 0, "", (0,))
     cache.handle(MembersDied(engine.session))
 
     assert AttachedEngine(cache).hit("ab") == 0
@@ -120,7 +127,7 @@ def test_session_without_copies_under_way_ends_at_once(cache: Cache, engine: Att
     cache.handle(MemberLost(engine.session))
 
     assert endings(cache) == [SessionEnded(engine.session, 0)]
-    assert (cache.attached.sessions, cache.counters["sessions_expired"]) == ({}, 0)
+    assert (cache.offload.sessions, cache.counters["sessions_expired"]) == ({}, 0)
 
 
 def test_silent_session_without_copies_leaves_nothing(cache: Cache, engine: AttachedEngine) -> None:
@@ -135,13 +142,13 @@ def test_heartbeats_and_late_ticks_keep_a_session(cache: Cache, engine: Attached
     """A session that is heard lives, and where the daemon itself stood still nobody is blamed for silence."""
     for now_ms in (1, 500, 1000, 1500):
         cache.handle(Ticked(now_ms))
-        cache.attached.heartbeat(engine.session, now_ms)
+        cache.offload.heartbeat(engine.session, now_ms)
     cache.handle(Ticked(90_000))
 
     assert engine.hit("ab") == 0
     for now_ms in (90_500, 91_000, 91_001):
         cache.handle(Ticked(now_ms))
-    assert cache.attached.sessions == {}
+    assert cache.offload.sessions == {}
 
 
 def test_goodbye_of_all_gives_everything_back(cache: Cache, engine: AttachedEngine) -> None:
@@ -155,4 +162,4 @@ def test_goodbye_of_all_gives_everything_back(cache: Cache, engine: AttachedEngi
     assert engine.states == (2, 0, 2, 0)
     assert endings(cache) == [SessionEnded(engine.session, 2)]
     assert engine.host.protected == 0
-    assert cache.attached.exchanges == []
+    assert cache.offload.transfers == []

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from kvcached.core.admission_filter import FILTER_BLOCKS_MAX, AdmissionFilter
 from kvcached.core.cache import Cache
-from kvcached.core.invariants import check
-from kvcached.core.sightings import SIGHTINGS_MAX, Sightings
+from kvcached.core.insight.invariants import check
 from kvcached.core.writing import set_write_policy
 from kvcached_client.types import WritePolicy
 from tests.core.attached_engine import AttachedEngine, make_attached, space
@@ -21,7 +21,7 @@ SELECTIVE = WritePolicy.WRITE_THROUGH_SELECTIVE
 def engine_under(make: NewAttached, policy: WritePolicy, **settings: int) -> AttachedEngine:
     """An engine in a namespace with a write policy."""
     cache = make(**settings)
-    cache.attached.spaces.write_policy = policy
+    cache.offload.namespaces.write_policy = policy
     return AttachedEngine(cache)
 
 
@@ -90,7 +90,7 @@ def test_offer_without_room_is_no_sighting_of_what_it_could_not_reach(new_attach
     engine.commit(plan.transfer)
     engine.release(lease)
 
-    sightings = engine.core._sightings
+    sightings = engine.core._admission_filter
     root = engine.spec.root
     assert sightings.depth(root, 0, keys_of("abcdefgh")) == 6
 
@@ -117,7 +117,7 @@ def test_policy_outlives_a_clear(new_attached: NewAttached) -> None:
 def test_sightings_are_of_one_namespace(new_attached: NewAttached) -> None:
     """Two models whose engines use the same keys do not sight each other's blocks."""
     cache = new_attached()
-    cache.attached.spaces.write_policy = SELECTIVE
+    cache.offload.namespaces.write_policy = SELECTIVE
     AttachedEngine(cache, space("m")).store("abcd")
     other = AttachedEngine(cache, space("n"))
     other.store("abcd")
@@ -149,7 +149,7 @@ def test_empty_offer_changes_nothing(policy: WritePolicy) -> None:
 
 def test_deepest_known_block_says_how_deep_a_chain_is_known() -> None:
     """A block that was forgotten, for another took its place, is known again by one behind it."""
-    sightings = Sightings(places=1)
+    sightings = AdmissionFilter(places=1)
     assert sightings.depth(b"n" * 32, 0, keys_of("abcd")) == 0
     sightings.note(b"n" * 32, 0, keys_of("abcd"))
 
@@ -160,10 +160,10 @@ def test_deepest_known_block_says_how_deep_a_chain_is_known() -> None:
 
 def test_table_does_not_grow() -> None:
     """However many blocks are noted, memory is that of the table, and none before the first."""
-    sightings = Sightings()
+    sightings = AdmissionFilter()
     assert sightings._marks is None
     for number in range(200):
         sightings.note(bytes([number]) * 32, number, keys_of("abcdefgh"))
 
     assert sightings._marks is not None
-    assert sightings._marks.nbytes == 8 * SIGHTINGS_MAX
+    assert sightings._marks.nbytes == 8 * FILTER_BLOCKS_MAX

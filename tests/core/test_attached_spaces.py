@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcached.core.answers import PoolSpec
-from kvcached.core.attached_state import SpaceSpec
 from kvcached.core.cache import Cache
-from kvcached.core.events import MemberLost, MembersDied
-from kvcached.core.states import SlotState
-from tests.core.attached_engine import AttachedEngine, space
+from kvcached.core.messages import MemberLost, MembersDied
+from kvcached.core.namespaces import NamespaceSpec, PoolSpec
+from kvcached.core.slots.states import SlotState
+from tests.core.attached_engine import AttachedEngine, let_rest, space
 from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, healthy, refused
 from tests.core.host_tier import Workers, host_hit, host_of
 from tests.core.tier_world import slots_of
@@ -52,7 +51,7 @@ def test_namespaces_are_bounded_by_those_in_use(new_attached: MakeAttached) -> N
         AttachedEngine(cache, space("o"))
     cache.handle(MembersDied(one.session))
     AttachedEngine(cache, space("o"))
-    assert [root[:1] for root in cache.attached.spaces.by_root] == [b"n", b"o"]
+    assert [root[:1] for root in cache.offload.namespaces.by_root] == [b"n", b"o"]
 
 
 def test_idle_namespace_whose_engine_left_first_is_forgotten_first(new_attached: MakeAttached) -> None:
@@ -63,7 +62,7 @@ def test_idle_namespace_whose_engine_left_first_is_forgotten_first(new_attached:
     cache.handle(MembersDied(one.session))
     AttachedEngine(cache, space("o"))
 
-    assert [root[:1] for root in cache.attached.spaces.by_root] == [b"m", b"o"]
+    assert [root[:1] for root in cache.offload.namespaces.by_root] == [b"m", b"o"]
 
 
 def test_namespace_of_a_silent_session_is_in_use(new_attached: MakeAttached) -> None:
@@ -80,16 +79,16 @@ def test_namespace_of_a_silent_session_is_in_use(new_attached: MakeAttached) -> 
 
 
 @pytest.mark.parametrize(
-    "other", [space(per_slab=3), space(shards=1), SpaceSpec(b"m" * 32, "model m", BLOCK_SIZE * 2, 2, 4)], ids=str
+    "other", [space(per_slab=3), space(shards=1), NamespaceSpec(b"m" * 32, "model m", BLOCK_SIZE * 2, 2, 4)], ids=str
 )
-def test_one_name_has_one_shape(new_attached: MakeAttached, other: SpaceSpec) -> None:
+def test_one_name_has_one_shape(new_attached: MakeAttached, other: NamespaceSpec) -> None:
     """A namespace that was declared with blocks of another shape is not entered."""
     cache = new_attached()
     AttachedEngine(cache)
 
     with refused("wrong_layout"):
         AttachedEngine(cache, other)
-    assert len(cache.attached.sessions) == 1
+    assert len(cache.offload.sessions) == 1
 
 
 def test_block_larger_than_a_slab_is_refused(new_attached: MakeAttached) -> None:
@@ -111,11 +110,12 @@ def test_clear_ends_all_hits(new_attached: MakeAttached) -> None:
     one.store("abcd")
     stranger.store("abcd")
 
-    assert cache.attached.clear(two.session) == (1, 4)
+    generation, blocks = cache.offload.clear(two.session)
+    assert blocks == 4
     assert (one.hit("abcd"), two.hit("abcd"), stranger.hit("abcd")) == (0, 0, 4)
-    assert (one.states, cache.attached.spaces.retired) == ((0, 0, 0, 0), [])
+    assert (one.states, cache.offload.namespaces.retired) == ((0, 0, 0, 0), [])
     one.store("abcd")
-    assert (two.hit("abcd"), one.acquire("ab").generation) == (4, 1)
+    assert (two.hit("abcd"), one.acquire("ab").generation) == (4, generation)
 
 
 def test_copies_under_way_outlive_a_clear_in_their_own_slots(new_attached: MakeAttached) -> None:
@@ -124,19 +124,19 @@ def test_copies_under_way_outlive_a_clear_in_their_own_slots(new_attached: MakeA
     engine = AttachedEngine(cache)
     engine.store("ab")
     load, plan = engine.load(engine.acquire("ab")), engine.prepare(engine.acquire("xy"), "xy")
-    cache.attached.clear(engine.session)
-    (old,) = cache.attached.spaces.retired
+    cache.offload.clear(engine.session)
+    (old,) = cache.offload.namespaces.retired
     fresh = engine.prepare(engine.acquire(SIXTEEN), SIXTEEN)
 
     assert set(slots_of(fresh.slots)).isdisjoint([*slots_of(load.slots), *slots_of(plan.slots)])
     assert (plan.generation, fresh.generation, fresh.depth) == (0, 1, 12)
     engine.commit(plan.transfer)
-    assert (engine.hit("xy"), cache.attached.spaces.retired) == (0, [old])
+    assert (engine.hit("xy"), cache.offload.namespaces.retired) == (0, [old])
     engine.complete(load.transfer)
-    assert cache.attached.spaces.retired == [old]  # leases, too
-    for lease in list(cache.attached.sessions[engine.session].leases):
+    assert cache.offload.namespaces.retired == [old]  # leases, too
+    for lease in list(cache.offload.sessions[engine.session].leases):
         engine.release(lease)
-    assert (cache.attached.spaces.retired, healthy(cache)) == ([], True)
+    assert (cache.offload.namespaces.retired, healthy(cache)) == ([], True)
 
 
 def test_lease_from_before_a_clear_loads_and_stores_nothing(new_attached: MakeAttached) -> None:
@@ -145,7 +145,7 @@ def test_lease_from_before_a_clear_loads_and_stores_nothing(new_attached: MakeAt
     engine = AttachedEngine(cache)
     engine.store("ab")
     lease = engine.acquire("abcd")
-    cache.attached.clear(engine.session)
+    cache.offload.clear(engine.session)
 
     with refused("hit_gone"):
         engine.load(lease)
@@ -155,15 +155,17 @@ def test_lease_from_before_a_clear_loads_and_stores_nothing(new_attached: MakeAt
     assert engine.hit("abcd") == 0
 
 
-def test_no_two_trees_of_a_namespace_have_one_generation(new_attached: MakeAttached) -> None:
-    """A namespace that was cleared, forgotten and declared again goes on counting: no old header fits its blocks."""
+def test_forgotten_namespace_has_its_generation_when_it_is_declared_again(new_attached: MakeAttached) -> None:
+    """What storage has of a namespace is found again after its memory was given to another one; nothing cleared is."""
     cache = new_attached(spaces=1)
     engine = AttachedEngine(cache)
-    assert cache.attached.clear(engine.session) == (1, 0)
+    generation, _ = cache.offload.clear(engine.session)
     cache.handle(MembersDied(engine.session))
     cache.handle(MembersDied(AttachedEngine(cache, space("n")).session))
+    again = AttachedEngine(cache)
 
-    assert AttachedEngine(cache).acquire("ab").generation > 1
+    assert again.acquire("ab").generation == generation
+    assert cache.offload.clear(again.session)[0] > generation
 
 
 # --- slabs ----------------------------------------------------------------------------------------------------------
@@ -183,27 +185,17 @@ def test_idle_namespace_gives_its_room_slab_by_slab(new_attached: MakeAttached) 
 
 
 def test_idle_namespaces_with_a_slab_each_make_room(new_attached: MakeAttached) -> None:
-    """Where all slabs are one each of models that nobody uses, a newcomer gets them, and nothing is held back."""
+    """Where all slabs are one each of models that nobody has used for long, a newcomer gets them all."""
     cache = new_attached(slabs=3, spaces=4)
     for letter in "mno":
         engine = AttachedEngine(cache, space(letter))
         engine.store("abcd")
         cache.handle(MembersDied(engine.session))
+    let_rest(cache)
     newcomer = AttachedEngine(cache, space("p"))
     newcomer.store("0123456789AB")
 
-    assert (newcomer.hit("0123456789AB"), len(cache.attached.spaces.by_root)) == (12, 1)
-
-
-def test_namespace_in_use_is_evicted_by_nobody_else(new_attached: MakeAttached) -> None:
-    """Another model's store takes nothing from a namespace that has an engine, however old its blocks are."""
-    cache = new_attached(slabs=4)
-    engine = AttachedEngine(cache)
-    engine.store(SIXTEEN)
-    other = AttachedEngine(cache, space("n"))
-
-    assert other.store("ab") == []
-    assert (engine.hit(SIXTEEN), cache.counters["store_refused_blocks"]) == (16, 2)
+    assert (newcomer.hit("0123456789AB"), len(cache.offload.namespaces.by_root)) == (12, 1)
 
 
 def test_slab_is_held_back_for_a_namespace_in_use_that_has_none(new_attached: MakeAttached) -> None:
@@ -217,18 +209,19 @@ def test_slab_is_held_back_for_a_namespace_in_use_that_has_none(new_attached: Ma
 
 
 def test_attached_engines_and_device_pools_share_the_slabs() -> None:
-    """Stores of a replica take the room of models that nobody uses, and empty slabs go from one kind to the other."""
+    """A replica gets its share of the room that engines in attached mode have filled, and all of it when they rest."""
     replica = PoolSpec("a", b"namespace", BLOCK_SIZE, 16, 1, 4, 0, 1, None)
-    cache = Cache([replica], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=4, spaces_max=2)
+    cache = Cache([replica], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=4, namespaces_max=2)
     attached = AttachedEngine(cache)
     attached.store("0123456789AB")
     engine, workers = Engine(cache), Workers(cache)
     engine.store("abcdefgh")
     workers.answer_all()
 
-    assert (host_hit(engine, "abcdefgh"), host_of(cache).counts[SlotState.CACHED]) == ((8, 0), 4)
+    assert (host_hit(engine, "abcdefgh"), host_of(cache).counts[SlotState.CACHED]) == ((8, 0), 8)
     cache.handle(MembersDied(attached.session))
+    let_rest(cache)
     engine.store("ABCDEF")
     workers.answer_all()
-    assert host_of(cache).counts[SlotState.CACHED] > 4
+    assert host_of(cache).counts[SlotState.CACHED] > 8
     assert healthy(cache)

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached.core.cache import Cache
-from kvcached.core.effects import TransferKind
-from kvcached.core.events import PoolRestored, WorkerDied
-from kvcached.core.invariants import check
-from kvcached.core.ranges import cut, slot_count
-from kvcached.core.states import SlotState
+from kvcached.core.insight.invariants import check
+from kvcached.core.messages import PoolRestored, TransferKind, WorkerDied
+from kvcached.core.slots.ranges import cut, slot_count
+from kvcached.core.slots.states import SlotState
 from kvcached_client.types import FenceSequence
 from tests.core.engine import BLOCK_SIZE, EPOCH, Engine, keys_of, make_cache, states
 from tests.core.host_tier import Workers, crowd_out, host_counts, host_hit, loading, spans, stored
@@ -40,20 +39,20 @@ def test_check_finds_a_residency_that_is_no_prefix() -> None:
     assert any("its parent is not wholly resident" in violation for violation in check(cache))
 
 
-def test_check_finds_a_pin_that_nobody_holds() -> None:
-    """A pin without a lease, a fence or a transfer is a violation; to take back one that is not there raises."""
+def test_check_finds_a_lock_that_nobody_holds() -> None:
+    """A lock without a lease, a fence or a transfer is a violation; to take back one that is not there raises."""
     cache = make_cache()
     engine = Engine(cache)
     engine.store("abcd")
     tree = cache.trees[0]
     (run,) = tree.runs()
-    tree.pin(run, 3, 0)
+    tree.lock(run, 3, 0)
 
-    assert any("pins {3: 1}, holders say {}" in violation for violation in check(cache))
-    tree.unpin(run, 3, 0)
+    assert any("locks {3: 1}, holders say {}" in violation for violation in check(cache))
+    tree.unlock(run, 3, 0)
     assert check(cache) == []
-    with pytest.raises(RuntimeError, match="no pin at depth 3"):
-        tree.unpin(run, 3, 0)
+    with pytest.raises(RuntimeError, match="no lock at depth 3"):
+        tree.unlock(run, 3, 0)
 
 
 def test_recomputed_blocks_join_their_host_copies(new_tiers: MakeTiers) -> None:

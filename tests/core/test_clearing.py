@@ -7,12 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.declarations import Declarations
-from kvcached.core.effects import NamespaceCleared, SessionExpired
-from kvcached.core.events import MembersDied, Ticked, WorkerDied
-from kvcached.core.misses import explain
-from kvcached.core.states import SessionState, SlotState
-from kvcached_client.types import MissReason
+from kvcached.core.insight.explain import explain
+from kvcached.core.messages import MembersDied, NamespaceCleared, SessionExpired, Ticked, WorkerDied
+from kvcached.core.restart.rejoin import Rejoin
+from kvcached.core.slots.states import SessionState, SlotState
+from kvcached_client.types import NO_FENCE, MissReason
 from tests.core.engine import Engine, healthy, keys_of, refused, states
 from tests.core.host_tier import Workers, crowd_out, host_counts, host_of, loading, stored
 
@@ -202,8 +201,6 @@ def test_lost_workers_do_not_hold_it_up(new_tiers: Callable[..., Cache]) -> None
 
     assert cleared(cache) is not None
     assert_empty(cache)
-    with refused("worker_lost"):
-        Engine(cache, "a")
 
 
 def test_expired_session_of_before_a_restart_cannot_come_back(cache: Cache) -> None:
@@ -213,7 +210,7 @@ def test_expired_session_of_before_a_restart_cannot_come_back(cache: Cache) -> N
     assert cleared(cache) is not None
 
     with refused("no_session"):
-        Declarations(cache).resume(session.id, 0)
+        Rejoin(cache).resume(session.id, 0, NO_FENCE)
     assert session.state is SessionState.EXPIRED
     cache.handle(MembersDied(session.id))
 

@@ -7,23 +7,23 @@ from array import array
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.declarations import Declarations
-from kvcached.core.events import MembersDied, Ticked
-from kvcached.core.ranges import Ranges
-from kvcached.core.revival import Revival
-from kvcached.core.states import SessionState
-from kvcached_client.types import FenceSequence, LeaseId, SessionId
+from kvcached.core.messages import MembersDied, Ticked
+from kvcached.core.restart.rejoin import Rejoin
+from kvcached.core.restart.takeover import RestoredCache
+from kvcached.core.slots.ranges import Ranges
+from kvcached.core.slots.states import SessionState
+from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, SessionId
 from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, keys_of, refused, snapshot, states
 
 
 class Returned:
     """A session of before the restart, on a pool of 16 slots."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, fence: int = 0) -> None:
         self.cache = cache
-        self.core = Declarations(cache)
-        self.session: SessionId = Revival(cache).pool_session("a")
-        self.core.resume(self.session, 0)
+        self.core = Rejoin(cache)
+        self.session: SessionId = RestoredCache(cache).pool_session("a")
+        self.core.resume(self.session, 0, FenceSequence(fence))
 
     def declare(
         self,
@@ -33,7 +33,6 @@ class Returned:
         *,
         request: str = "",
         hit: int | None = None,
-        fence: int = 0,
         tokens: int = 0,
     ) -> LeaseId:
         """A lease on the blocks of `text`, in these slots, with others of its own."""
@@ -46,7 +45,6 @@ class Returned:
             keys_of(text),
             ranges(held),
             ranges(own),
-            FenceSequence(fence),
         )
 
     def over(self) -> int:
@@ -135,16 +133,34 @@ def test_hit_that_was_loading_is_shorter(cache: Cache, returned: Returned) -> No
     assert states(cache) == (11, 3, 2, 0, 0)
 
 
-def test_blocks_behind_a_fence_are_not_found_by_others(cache: Cache, returned: Returned) -> None:
-    """What was committed under a fence counts once that has signalled; till then it is pinned."""
-    lease = returned.declare("ab", [1, 2], [], fence=5)
-    returned.over()
+def test_nothing_counts_before_the_fence_of_before_has_signalled(cache: Cache) -> None:
+    """Until the last fence from before the restart signals, declared blocks stay, and no other slot is granted."""
+    returned = Returned(cache, fence=5)
+    lease = returned.declare("ab", [1, 2], [])
+    assert returned.over() == 0
     returned.release(lease)
-    assert states(cache) == (14, 0, 2, 0, 0)
+    assert states(cache) == (0, 0, 2, 14, 0)
     assert cache.pools["a"].evictable == 0
+    with refused("no_capacity"):
+        cache.acquire(returned.session, EPOCH, "r", keys_of("x"), 4, 0, full=True)
 
     cache.heartbeat(returned.session, FenceSequence(5), 0)
+    assert states(cache) == (14, 0, 2, 0, 0)
     assert cache.pools["a"].evictable == 2
+
+
+@pytest.mark.parametrize("order", [("abc", "ab"), ("ab", "abc")], ids=["writer first", "reader first"])
+def test_hit_on_blocks_that_are_still_written_is_not_believed(cache: Cache, order: tuple[str, str]) -> None:
+    """An engine dies before the fence of its last life under another daemon signals: none of its blocks is found."""
+    returned = Returned(cache, fence=5)
+    for text in order:
+        returned.declare(text, [1, 2, 3][: len(text)], [])
+    returned.over()
+    assert returned.hit("abc") == 3
+    cache.handle(MembersDied(returned.session))
+
+    assert states(cache) == (16, 0, 0, 0, 0)
+    assert Engine(cache).hit("abc") == 0
 
 
 @pytest.mark.parametrize(
@@ -196,20 +212,20 @@ def test_declaring_ends_once(returned: Returned) -> None:
     with refused("out_of_order"):
         returned.over()
     with refused("no_session"):
-        returned.core.resume(returned.session, 0)
+        returned.core.resume(returned.session, 0, NO_FENCE)
 
 
 def test_sessions_of_now_declare_nothing(cache: Cache) -> None:
     """An engine of this daemon's own, active or expired, has nothing to declare."""
     engine = Engine(cache)
-    core = Declarations(cache)
+    core = Rejoin(cache)
     with refused("out_of_order"):
         core.over(engine.session, EPOCH)
     for now_ms in (1, 500, 1000, TTL_MS + 1):
         cache.handle(Ticked(now_ms))
     assert cache.sessions[engine.session].state is SessionState.EXPIRED
     with refused("no_session"):
-        core.resume(engine.session, 0)
+        core.resume(engine.session, 0, NO_FENCE)
 
 
 @pytest.mark.parametrize("is_declared", [False, True])

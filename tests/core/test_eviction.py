@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from kvcached.core.answers import PoolSpec
 from kvcached.core.cache import Cache
-from kvcached.core.eviction import POLICIES
-from kvcached.core.invariants import check
-from kvcached_client.errors import NoCapacity
+from kvcached.core.eviction.by_priority import POLICIES
+from kvcached.core.insight.invariants import check
+from kvcached.core.namespaces import PoolSpec
+from kvcached.core.refusals import Refusal
 from tests.core.attached_engine import AttachedEngine, make_attached
 from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, keys_of
 from tests.core.host_tier import Workers, crowd_out, host_hit, make_tiers
@@ -117,7 +117,7 @@ def test_invariants_hold_under_every_policy(policy: str, seed: int) -> None:
         text = "".join(rng.choice("ab") for _ in range(rng.randrange(1, 9)))
         try:
             acquire(engine, text, rng.randrange(-2, 3))
-        except NoCapacity:
+        except Refusal:
             workers.answer_all()
         if step % 3 == 0:
             workers.answer_all()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 
-from kvcached.core.forgotten import PIECE_OVERHEAD_BYTES, RUN_OVERHEAD_BYTES, ForgottenKeys
+from kvcached.core.eviction.eviction_log import PIECE_OVERHEAD_BYTES, RUN_OVERHEAD_BYTES, EvictionLog
 from kvcached_client.types import MissReason
 from tests.core.engine import Engine, keys_of, make_cache
 
@@ -19,7 +19,7 @@ def gone(*texts: str) -> list[bytearray]:
 
 def test_the_last_reason_of_a_block_counts() -> None:
     """A block that left the index more than once is told by its last way out."""
-    forgotten = ForgottenKeys()
+    forgotten = EvictionLog()
     keys = keys_of("abc")
     forgotten.add(ONE, EVICTED, gone("xyz", "abc"))
     forgotten.add(ONE, CLEARED, [bytearray(keys[16:32])])
@@ -30,7 +30,7 @@ def test_the_last_reason_of_a_block_counts() -> None:
 
 def test_namespaces_are_told_apart() -> None:
     """Engines with keys of their own may use the same key in two namespaces: only the one that lost it says so."""
-    forgotten = ForgottenKeys()
+    forgotten = EvictionLog()
     forgotten.add(ONE, EVICTED, gone("a"))
 
     assert (forgotten.find(ONE, keys_of("a")), forgotten.find(TWO, keys_of("a"))) == (EVICTED, None)
@@ -40,7 +40,7 @@ def test_bytes_across_two_keys_are_no_key() -> None:
     """A key is found where a key begins only, also behind a place where its bytes lie across two."""
     keys = bytearray(range(32))
     inner = bytes(keys[8:24])
-    forgotten = ForgottenKeys()
+    forgotten = EvictionLog()
     forgotten.add(ONE, EVICTED, [keys])
     assert forgotten.find(ONE, inner) is None
 
@@ -50,7 +50,7 @@ def test_bytes_across_two_keys_are_no_key() -> None:
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     """However short pieces are, as many as fit are kept, from the newest on."""
-    forgotten = ForgottenKeys(bytes_max=10 * SMALLEST)
+    forgotten = EvictionLog(bytes_max=10 * SMALLEST)
     for letter in "abcdefghijkl":
         forgotten.add(ONE, EVICTED, gone(letter))
     forgotten.trim()
@@ -60,7 +60,7 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
 
 def test_of_a_piece_that_is_too_large_the_end_is_kept() -> None:
     """Runs leave the deepest first, and a prompt misses the first block that it lacks; one alone may be too large."""
-    forgotten = ForgottenKeys(bytes_max=3 * SMALLEST)
+    forgotten = EvictionLog(bytes_max=3 * SMALLEST)
     forgotten.add(ONE, EVICTED, gone(*"abcdefghi"))
     forgotten.trim()
     kept = [letter for letter in "abcdefghi" if forgotten.find(ONE, keys_of(letter))]
@@ -85,11 +85,11 @@ def test_what_is_counted_is_what_it_takes() -> None:
 def test_a_cache_trims_when_nobody_waits() -> None:
     """Evictions only add; the bound is kept by what comes after each request."""
     cache = make_cache(slots=4)
-    cache.forgotten._bytes_max = 0
+    cache.eviction_log._bytes_max = 0
     engine = Engine(cache)
     engine.store("abc")
     engine.store("xyz")
-    assert cache.forgotten._bytes > 0
+    assert cache.eviction_log._bytes > 0
 
     cache.settle()
-    assert cache.forgotten._bytes == 0
+    assert cache.eviction_log._bytes == 0

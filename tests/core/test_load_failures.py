@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.effects import LoadsEnded
-from kvcached.core.ranges import cut
-from kvcached.core.states import SlotState
+from kvcached.core.messages import LoadsEnded
+from kvcached.core.slots.ranges import cut
+from kvcached.core.slots.states import SlotState
 from kvcached_client.types import FenceSequence
 from tests.core.engine import Engine, keys_of
 from tests.core.host_tier import (
@@ -87,7 +87,7 @@ def test_corrupt_copy_leaves_though_a_deeper_load_is_under_way(
     new_tiers: MakeTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long prompt comes in several loads; bad bytes in the first are dropped while the second still runs."""
-    monkeypatch.setattr("kvcached.core.loads.LOAD_BLOCKS_MAX", 2)
+    monkeypatch.setattr("kvcached.core.transfers.loads.LOAD_BLOCKS_MAX", 2)
     cache = new_tiers()
     engine = stored(cache, "abcd")
     crowd_out(engine)
@@ -106,7 +106,7 @@ def test_corrupt_copy_leaves_though_a_deeper_load_is_under_way(
 
 def test_loads_behind_one_that_failed_are_worth_nothing(new_tiers: MakeTiers, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that arrived before the one it continues failed is dropped with it, whether it has ended or not."""
-    monkeypatch.setattr("kvcached.core.loads.LOAD_BLOCKS_MAX", 2)
+    monkeypatch.setattr("kvcached.core.transfers.loads.LOAD_BLOCKS_MAX", 2)
     cache = new_tiers()
     engine = stored(cache, "abcdef")
     crowd_out(engine)
@@ -128,7 +128,7 @@ def test_orphaned_load_keeps_nothing_that_was_lost_meanwhile(
     new_tiers: MakeTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What only a dead load still held of a path that has lost a block goes when that load ends."""
-    monkeypatch.setattr("kvcached.core.loads.LOAD_BLOCKS_MAX", 2)
+    monkeypatch.setattr("kvcached.core.transfers.loads.LOAD_BLOCKS_MAX", 2)
     cache = new_tiers()
     engine = Engine(cache)
     workers = Workers(cache)
@@ -154,7 +154,7 @@ def test_orphaned_load_keeps_nothing_that_was_lost_meanwhile(
 
 def test_store_never_reaches_behind_a_load_under_way(new_tiers: MakeTiers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that would go with a load if it failed are not stored before it has ended."""
-    monkeypatch.setattr("kvcached.core.loads.LOAD_BLOCKS_MAX", 2)
+    monkeypatch.setattr("kvcached.core.transfers.loads.LOAD_BLOCKS_MAX", 2)
     cache = new_tiers("ab", watermark=16)
     stored(cache, "abcd", "a")
     workers, one, other = Workers(cache), Engine(cache, "a"), Engine(cache, "b")
@@ -191,7 +191,7 @@ def test_commit_behind_a_short_one_may_name_its_slots_as_one_range(
     new_tiers: MakeTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots that a commit did not take in stay in the order of their blocks: one range may hold them and the next."""
-    monkeypatch.setattr("kvcached.core.loads.LOAD_BLOCKS_MAX", 2)
+    monkeypatch.setattr("kvcached.core.transfers.loads.LOAD_BLOCKS_MAX", 2)
     cache = new_tiers("ab")
     engine = Engine(cache, "b")
     grant = engine.acquire("abcdef")
@@ -214,7 +214,7 @@ def test_retry_of_a_request_whose_hit_was_cut_gets_the_same_answer(
     new_tiers: MakeTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same request again is answered as before, whatever has become of its loads: that is for `load` to tell."""
-    monkeypatch.setattr("kvcached.core.loads.LOAD_BLOCKS_MAX", 2)
+    monkeypatch.setattr("kvcached.core.transfers.loads.LOAD_BLOCKS_MAX", 2)
     cache = new_tiers()
     engine = stored(cache, "abcdef")
     crowd_out(engine)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.loads import Loads
-from kvcached.core.states import SlotState
-from kvcached.core.transfer_book import TransferBook
+from kvcached.core.slots.states import SlotState
+from kvcached.core.transfers.loads import Loads
+from kvcached.core.transfers.table import TransferTable
 from tests.core.engine import Engine, healthy
 from tests.core.host_tier import Workers, host_of, stored
 
@@ -29,12 +29,12 @@ class FailingStep:
         self.depth = 0
         self.failed = ""
         tree, pool, host = cache.trees[0], cache.pools["a"], host_of(cache)
-        names = ["match", "match_host", "pin", "unpin", "touch", "touch_host", "commit", "evict", "path_slots"]
+        names = ["match", "match_host", "lock", "unlock", "touch", "touch_host", "commit", "evict", "path_slots"]
         for owner, methods in (
             (type(tree), [*names, "path_keys", "path_ranges", "resolve"]),
             (type(pool), ["take", "move", "holds"]),
             (type(host), ["holds"]),
-            (TransferBook, ["next_id", "hurry", "of_pool", "start"]),
+            (TransferTable, ["next_id", "hurry", "of_pool", "start"]),
             (Loads, ["join", "start"]),
         ):
             for name in methods:
@@ -98,11 +98,11 @@ def test_acquire_with_a_load_that_fails_at_any_step_leaves_nothing_behind(
     new_tiers: MakeTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of an acquire that evicts, joins and loads fails in turn: nothing of it stays but what was ordered."""
-    monkeypatch.setattr("kvcached.core.loads.LOAD_BLOCKS_MAX", 2)
+    monkeypatch.setattr("kvcached.core.transfers.loads.LOAD_BLOCKS_MAX", 2)
     failed: list[str] = []
     while not failed or failed[-1]:
         with monkeypatch.context() as patch:
             failed.append(acquire_with_a_load(new_tiers, patch, len(failed)))
 
     assert len(failed) > 20
-    assert {"match", "pin", "evict", "take", "join", "move", "commit", "unpin", "start", "path_ranges"} <= set(failed)
+    assert {"match", "lock", "evict", "take", "join", "move", "commit", "unlock", "start", "path_ranges"} <= set(failed)

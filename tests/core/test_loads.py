@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcached.core.cache import Cache
-from kvcached.core.effects import AbandonLoad, HurryTransfer, LoadsEnded
-from kvcached.core.events import PoolRestored, WorkerDied
-from kvcached.core.states import SlotState
+from kvcached.core.messages import AbandonLoad, HurryTransfer, LoadsEnded, PoolRestored, WorkerDied
+from kvcached.core.slots.states import SlotState
 from kvcached_client.types import LeaseId
 from tests.core.engine import Engine, keys_of, refused
 from tests.core.host_tier import (
@@ -214,37 +213,36 @@ def test_shortage_that_copies_will_end_is_called_pending(new_tiers: MakeTiers) -
 
     with refused("capacity_pending"):
         engine.acquire("0123456789AB")
-    assert cache.vacancy(engine.session, engine.epoch, 8) == 8
-    assert cache.vacancy(engine.session, engine.epoch, 12) is None
+    assert cache.retry_when_freed(engine.session, engine.epoch, 8) == 8
+    assert cache.retry_when_freed(engine.session, engine.epoch, 12) is None
     assert workers.take() == [HurryTransfer(order.transfer, "a")]
     workers.answer(order)
-    assert cache.vacancy(engine.session, engine.epoch, 12) == 16
+    assert cache.retry_when_freed(engine.session, engine.epoch, 12) == 16
     assert engine.acquire("0123456789AB").hit == 0
     with refused("no_capacity"):
         engine.acquire("abcdefgh")
-    assert cache.vacancy(engine.session, engine.epoch, 12) == 4
+    assert cache.retry_when_freed(engine.session, engine.epoch, 12) == 4
 
 
-def test_host_copies_outlive_the_workers_of_a_pool(new_tiers: MakeTiers) -> None:
-    """Lost memory costs the device copies only: another replica goes on hitting, and so does the pool once restored."""
+def test_nothing_is_loaded_while_a_pool_has_no_workers(new_tiers: MakeTiers) -> None:
+    """The hit is what the device has; other replicas load, and so does this one when it has workers again."""
     cache = new_tiers("ab")
     stored(cache, "abcd", "a")
-    other = Engine(cache, "b")
+    other, engine = Engine(cache, "b"), Engine(cache, "a")
+    crowd_out(engine)
     cache.handle(WorkerDied("a"))
 
-    with refused("worker_lost"):
-        cache.open_session("a", 0)
+    assert engine.acquire("abcd").hit == 0
     assert host_hit(other, "abcd") == (0, 4)
     cache.handle(PoolRestored("a"))
-    engine, workers = Engine(cache, "a"), Workers(cache)
-    assert engine.epoch == 8
+    workers = Workers(cache)
     grant, (order,) = loading(engine, workers, "abcd")
     assert (grant.hit, spans(order)) == (4, [(0, 4)])
     workers.answer(order)
 
 
-def test_transfers_of_lost_memory_touch_nothing_of_the_new(new_tiers: MakeTiers) -> None:
-    """An answer for slots of a past epoch moves no slot of the pool that has come back."""
+def test_slots_of_a_copy_wait_until_its_worker_is_dead(new_tiers: MakeTiers) -> None:
+    """A load's slots are nobody's while its worker may write them, though other workers are there already."""
     cache = new_tiers()
     engine = stored(cache, "abcd")
     crowd_out(engine)
@@ -252,13 +250,10 @@ def test_transfers_of_lost_memory_touch_nothing_of_the_new(new_tiers: MakeTiers)
     _, (load,) = loading(engine, workers, "abcd")
     cache.handle(WorkerDied("a"))
     cache.handle(PoolRestored("a"))
-    fresh = Engine(cache)
-    grant = fresh.acquire("", reserve=16)
-    workers.answer(load, "worker died")
 
-    assert cache.pools["a"].counts[SlotState.LEASED] == 16
-    fresh.release(grant)
-    assert host_hit(fresh, "abcd") == (0, 4)
+    assert cache.pools["a"].counts[SlotState.FILLING] == 4
+    workers.answer(load, "worker died")
+    assert cache.pools["a"].counts[SlotState.FILLING] == 0
 
 
 def test_pool_of_a_tenth_of_the_work_serves_all_of_it_from_the_host(new_tiers: MakeTiers) -> None:

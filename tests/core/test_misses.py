@@ -7,9 +7,9 @@ import random
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.events import WorkerDied
-from kvcached.core.misses import Miss, explain
-from kvcached_client.errors import RequestError
+from kvcached.core.insight.explain import Miss, explain
+from kvcached.core.messages import WorkerDied
+from kvcached.core.refusals import Refusal
 from kvcached_client.types import MissReason, TransferId
 from tests.core.attached_engine import AttachedEngine, make_attached, space
 from tests.core.engine import Engine, keys_of, make_cache
@@ -68,10 +68,10 @@ def test_an_evicted_block_is_told() -> None:
     assert why(cache, "abcdef")[2:4] == (0, MissReason.EVICTED)
 
 
-def test_the_death_of_a_worker_is_told() -> None:
-    """Blocks that went with the pool's memory are not told as evicted."""
-    cache = make_cache()
-    Engine(cache).store("abc")
+def test_host_blocks_that_no_worker_can_load_are_told() -> None:
+    """While a worker is dead, blocks in host memory alone are missed for that reason, and not for a pause."""
+    cache = make_tiers()
+    crowd_out(stored(cache, "abc"))
     cache.handle(WorkerDied("a"))
 
     assert why(cache, "abc")[2:4] == (0, MissReason.WORKER_LOST)
@@ -149,7 +149,7 @@ def test_the_hit_that_is_told_is_the_hit_of_an_acquire(seed: int) -> None:
         told = why(cache, text, engine.replica)
         try:
             grant = engine.acquire(text)
-        except RequestError:
+        except Refusal:
             continue  # no capacity: nothing is held for long, so later ones find some
         assert (grant.hit, text) == (told.hit, text)
         assert (told.reason is MissReason.HIT) == (told.hit == len(text))
@@ -173,7 +173,7 @@ def attached(*, slabs: int = 2) -> AttachedEngine:
 
 def why_attached(engine: AttachedEngine, text: str, *, limit: int | None = None) -> Miss:
     """What is told of a prompt in an engine's namespace."""
-    tree = engine.core.spaces.by_root[engine.spec.root].tree
+    tree = engine.core.namespaces.by_root[engine.spec.root].tree
     return explain(engine.cache, tree, None, keys_of(text), len(text) if limit is None else limit)
 
 

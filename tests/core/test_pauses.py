@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.effects import StartTransfer
-from kvcached.core.events import Ticked
-from kvcached.core.misses import explain
+from kvcached.core.insight.explain import explain
+from kvcached.core.messages import StartTransfer, Ticked
 from kvcached.core.pauses import copies_under_way, is_paused, pause, resume
 from kvcached_client.types import MissReason, TransferId
 from tests.core.attached_engine import AttachedEngine
@@ -89,7 +88,7 @@ def test_other_replicas_are_not_paused(new_tiers: Callable[..., Cache]) -> None:
     Engine(cache, "b").store("abcd")
 
     assert [each.pool for each in Workers(cache).started()] == ["b"]
-    assert not cache.attached.paused
+    assert not cache.offload.paused
 
 
 def test_pauses_are_not_counted(new_tiers: Callable[..., Cache]) -> None:

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from kvcached.core.eviction import POLICIES, make_policy
-from kvcached.core.policy import LeastRecentlyUsed
-from kvcached.core.ranges import no_ranges
-from kvcached.core.run import Run, Segment
-from kvcached.core.segmented import UPPER_PERCENT, SegmentedLeastRecentlyUsed
+from kvcached.core.eviction.by_priority import POLICIES, make_policy
+from kvcached.core.eviction.lru import LeastRecentlyUsed
+from kvcached.core.eviction.slru import UPPER_PERCENT, SegmentedLeastRecentlyUsed
+from kvcached.core.index.run import Run, Segment
+from kvcached.core.slots.ranges import no_ranges
 
 #: Of the pool that policies are told of.
 SLOTS = 100

@@ -8,7 +8,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached.core.ranges import append, cut, join, pop_tail, section, slot_count, subtract
+from kvcached.core.slots.ranges import append, cut, join, pop_tail, section, slot_count, subtract
 
 Pairs = list[tuple[int, int]]
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), max_size=6)

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached.core.answers import PoolSpec
-from kvcached.core.attached_state import SpaceSpec
 from kvcached.core.cache import Cache
-from kvcached.core.events import MembersDied
-from kvcached.core.invariants import check
-from kvcached.core.ranges import no_ranges, pairs
-from kvcached.core.restore import StoredBlocks, no_blocks, restore
-from kvcached.core.revival import Claims, Revival
-from kvcached.core.states import SessionState, SlotState
+from kvcached.core.generations import Edition, Generations
+from kvcached.core.insight.invariants import check
+from kvcached.core.messages import MembersDied
+from kvcached.core.namespaces import NamespaceSpec, PoolSpec
+from kvcached.core.restart.restore import StoredBlocks, no_blocks, restore
+from kvcached.core.restart.takeover import Claims, RestoredCache
+from kvcached.core.slots.ranges import no_ranges, pairs
+from kvcached.core.slots.states import SessionState, SlotState
 from kvcached_client.types import SessionId
 
 ROOT = b"r" * 32
 PER_SLAB = 8
 SLABS = 6
-SPEC = SpaceSpec(ROOT, "tiny", 4, 2, PER_SLAB)
+SPEC = NamespaceSpec(ROOT, "tiny", 4, 2, PER_SLAB)
 
 #: Prompts as words: one letter a block, so that equal beginnings are equal prefixes.
 WORDS = st.lists(st.text("ab", min_size=1, max_size=7), min_size=1, max_size=8)
@@ -59,19 +59,20 @@ def rows(stored: list[tuple[str, int, int]]) -> StoredBlocks:
 
 def revived(
     found: StoredBlocks, *, slabs: list[int] | None = None, claims: Claims | None = None, generation: int = 3
-) -> tuple[Cache, Revival]:
+) -> tuple[Cache, RestoredCache]:
     """A cache whose one namespace has been found again."""
-    cache = Cache([], epoch=7, session_ttl_ms=1000, host_slabs=SLABS, spaces_max=2)
-    revival = Revival(cache)
-    revival.space(SPEC, generation, list(range(SLABS)) if slabs is None else slabs, found, claims or {})
+    generations = Generations(0, {SPEC.root: Edition(generation)})
+    cache = Cache([], epoch=7, session_ttl_ms=1000, host_slabs=SLABS, namespaces_max=2, generations=generations)
+    revival = RestoredCache(cache)
+    revival.namespace(SPEC, list(range(SLABS)) if slabs is None else slabs, found, claims or {})
     assert claims or check(cache) == []
     return cache, revival
 
 
 def hits(cache: Cache, *words: str) -> list[int]:
     """How much of each word is found."""
-    session = cache.open_attached(SPEC, 0)
-    found = [cache.attached.match(session.id, keys_of(word), 4 * len(word), full=True) for word in words]
+    session = cache.open_offload(SPEC, 0)
+    found = [cache.offload.match(session.id, keys_of(word), 4 * len(word), full=True) for word in words]
     cache.close_session(session.id)
     return found
 
@@ -91,7 +92,7 @@ def test_chains_without_gap_are_found(words: list[str], chance: Random, missing:
     assert hits(cache, *words) == expected
     whole = {word[:end] for word, hit in zip(words, expected, strict=True) for end in range(1, hit + 1)}
     assert revival.blocks == len(whole)
-    tree = cache.attached.spaces.by_root[ROOT].tree
+    tree = cache.offload.namespaces.by_root[ROOT].tree
     for word, hit in zip(words, expected, strict=True):
         run, depth = tree.match_host(tree.root, 0, keys_of(word), hit)
         found = tree.path_slots(run, 0, depth, -1)
@@ -103,7 +104,7 @@ def test_chains_without_gap_are_found(words: list[str], chance: Random, missing:
 def test_newer_copy_counts() -> None:
     """A block of which an evicted copy still lies around is where it was stored last; the other slot is free."""
     cache, revival = revived(rows([("a", 5, 9), ("ab", 6, 3), ("a", 1, 2)]))
-    host = cache.attached.spaces.by_root[ROOT].host
+    host = cache.offload.namespaces.by_root[ROOT].host
 
     assert (revival.blocks, hits(cache, "ab")) == (2, [2])
     assert [host.state_of(slot) for slot in (1, 5, 6)] == [SlotState.FREE, SlotState.CACHED, SlotState.CACHED]
@@ -126,7 +127,7 @@ def test_keys_that_begin_alike_are_told_apart(words: list[str], chance: Random) 
 
     cache, _ = revived(found._replace(keys=keys, parents=parents))
 
-    tree = cache.attached.spaces.by_root[ROOT].tree
+    tree = cache.offload.namespaces.by_root[ROOT].tree
     for word in words:
         own = [bytes([7] * 8) + key_of(word[:end])[8:] for end in range(1, len(word) + 1)]
         there = next((depth for depth, key in enumerate(own) if key not in {k.tobytes() for k in keys}), len(own))
@@ -181,15 +182,15 @@ def test_blocks_that_name_each_other_are_left_out() -> None:
 def test_runs_are_not_cut_without_need() -> None:
     """One long chain is one run, a fork makes three."""
     cache, _ = revived(blocks({"a": 0, "aa": 1, "aaa": 2, "aaaa": 3}))
-    assert cache.attached.spaces.by_root[ROOT].tree.run_count == 1
+    assert cache.offload.namespaces.by_root[ROOT].tree.run_count == 1
     cache, _ = revived(blocks({"a": 0, "aa": 1, "aaa": 2, "aab": 3}))
-    assert cache.attached.spaces.by_root[ROOT].tree.run_count == 3
+    assert cache.offload.namespaces.by_root[ROOT].tree.run_count == 3
 
 
 def test_longest_unused_goes_first() -> None:
     """What was stored first is evicted first after a restart, too."""
     cache, _ = revived(blocks({"a": 0, "b": 1, "c": 2}, ages={"a": 20, "b": 10, "c": 30}), slabs=[0])
-    tree = cache.attached.spaces.by_root[ROOT].tree
+    tree = cache.offload.namespaces.by_root[ROOT].tree
 
     left = []
     for _ in range(3):
@@ -202,17 +203,17 @@ def test_longest_unused_goes_first() -> None:
 def test_engine_goes_on_where_it_was() -> None:
     """What was found is continued by stores, and its slots are evicted for others when room is needed."""
     cache, _ = revived(blocks({"a": 0, "ab": 1}), slabs=[0, 1])
-    session = cache.open_attached(SPEC, 0)
-    lease = cache.attached.acquire(session.id, "r", keys_of("abcd"), 16, full=True)
-    plan = cache.attached.prepare_store(session.id, lease.id, 2, keys_of("abcd")[32:])
+    session = cache.open_offload(SPEC, 0)
+    lease = cache.offload.acquire(session.id, "r", keys_of("abcd"), 16, full=True)
+    plan = cache.offload.prepare_store(session.id, lease.id, 2, keys_of("abcd")[32:])
     for shard in range(2):
-        cache.attached.commit_store(session.id, plan.transfer, shard, "")
-    cache.attached.release(session.id, lease.id)
+        cache.offload.commit_store(session.id, plan.transfer, shard, "")
+    cache.offload.release(session.id, lease.id)
 
     assert (lease.hit, plan.depth, check(cache)) == (2, 4, [])
     many = "c" * 40
-    lease = cache.attached.acquire(session.id, "s", keys_of(many), 160, full=True)
-    plan = cache.attached.prepare_store(session.id, lease.id, 0, keys_of(many))
+    lease = cache.offload.acquire(session.id, "s", keys_of(many), 160, full=True)
+    plan = cache.offload.prepare_store(session.id, lease.id, 0, keys_of(many))
     assert plan.depth == 40
     assert check(cache) == []
 
@@ -221,10 +222,10 @@ def test_claimed_slots_wait_for_their_owner() -> None:
     """Slots that a living engine may still write are neither found nor granted until it is dead."""
     owner = (6, 2)
     cache, revival = revived(blocks({"a": 0}), slabs=[0], claims={owner: np.array([4, 3], np.int64)})
-    session = revival.attached_session(owner, ROOT)
-    host = cache.attached.spaces.by_root[ROOT].host
+    session = revival.offload_session(owner, ROOT)
+    host = cache.offload.namespaces.by_root[ROOT].host
 
-    assert cache.attached.sessions[session].state is SessionState.EXPIRED
+    assert cache.offload.sessions[session].state is SessionState.EXPIRED
     assert host.counts[SlotState.QUARANTINED] == 2
     assert check(cache) == []
     cache.handle(MembersDied(session))
@@ -235,14 +236,14 @@ def test_claimed_slots_wait_for_their_owner() -> None:
 def test_generation_goes_on() -> None:
     """A namespace has the generation that it had."""
     cache, _ = revived(no_blocks(), generation=5)
-    session = cache.open_attached(SPEC, 0)
-    assert (session.space.generation, cache.attached.clear(session.id)) == (5, (6, 0))
+    session = cache.open_offload(SPEC, 0)
+    assert (session.namespace.generation, cache.offload.clear(session.id)) == (5, (6, 0))
 
 
 def test_slot_outside_the_slabs_is_refused() -> None:
     """A ledger and headers that contradict each other are not believed."""
-    cache = Cache([], epoch=7, session_ttl_ms=1000, host_slabs=SLABS, spaces_max=2)
-    space = cache.attached.spaces.restore(SPEC, 0)
+    cache = Cache([], epoch=7, session_ttl_ms=1000, host_slabs=SLABS, namespaces_max=2)
+    space = cache.offload.namespaces.restore(SPEC)
     with pytest.raises(ValueError, match="slots in 1 slabs"):
         restore(space.tree, space.host, [0], blocks({"a": PER_SLAB}), no_ranges(), "test")
 
@@ -250,7 +251,7 @@ def test_slot_outside_the_slabs_is_refused() -> None:
 def test_pool_that_outlived_the_daemon_is_set_aside() -> None:
     """All of a device pool belongs to the engine of before, until its processes are dead."""
     cache = Cache([PoolSpec("a", ROOT, 4, 16)], epoch=7, session_ttl_ms=1000)
-    session = Revival(cache).pool_session("a")
+    session = RestoredCache(cache).pool_session("a")
 
     assert cache.pools["a"].counts[SlotState.QUARANTINED] == 16
     assert check(cache) == []

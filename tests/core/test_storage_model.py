@@ -10,11 +10,11 @@ import pytest
 from kvcached.core import pauses
 from kvcached.core.cache import Cache
 from kvcached.core.clearing import Clearings
-from kvcached.core.events import StorageReady, StorageSuspended, Ticked
-from kvcached.core.prefetch import PrefetchLimits
-from kvcached.core.storage import StorageSpec, StorageState
-from kvcached.core.storage_state import BackupPolicy
-from kvcached_client.errors import RequestError
+from kvcached.core.messages import StorageReady, StorageSuspended, Ticked
+from kvcached.core.refusals import Refusal
+from kvcached.core.transfers.prefetch import PrefetchLimits
+from kvcached.core.transfers.storage import StorageSpec, StorageState
+from kvcached.core.transfers.storage_copies import BackupPolicy
 from tests.core.attached_engine import AttachedEngine, space
 from tests.core.engine import Engine, healthy
 from tests.core.host_tier import make_tiers
@@ -67,7 +67,7 @@ class History:
         engine = self.random.choice(self.engines)
         try:
             engine.store(self.text())
-        except RequestError:
+        except Refusal:
             self.seen["no room"] += 1
 
     def compute_attached(self) -> None:
@@ -83,7 +83,7 @@ class History:
     def answer(self) -> None:
         self.world.take()
         if self.world.under_way:
-            good = self.random.choice((None, None, None, 0, 1))
+            good = self.random.choice((None, None, 0, 0, 1))
             self.world.answer(self.random.randrange(len(self.world.under_way)), good=good)
 
     def time(self) -> None:
@@ -91,7 +91,7 @@ class History:
         for engine in self.engines:
             self.cache.sessions[engine.session].last_heard_ms = self.now_ms
         for attached in self.attached:
-            self.cache.attached.heartbeat(attached.session, self.now_ms)
+            self.cache.offload.heartbeat(attached.session, self.now_ms)
         self.cache.handle(Ticked(self.now_ms))
 
     def lose(self) -> None:
@@ -111,7 +111,7 @@ class History:
 
     def clear(self) -> None:
         if self.random.random() < 0.7:
-            self.cache.attached.clear(self.random.choice(self.attached).session)
+            self.cache.offload.clear(self.random.choice(self.attached).session)
         elif not any(pool.clearing for pool in self.cache.pools.values()):
             clearings: Clearings = self.cache.clearings
             clearings.begin(self.cache.tree_of("a"), self.random.randbytes(9))

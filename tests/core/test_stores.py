@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcached.core.cache import Cache
-from kvcached.core.effects import TransferKind
-from kvcached.core.events import Ticked
-from kvcached.core.host_pool import HostPool, SlabStock
-from kvcached.core.states import SlotState
+from kvcached.core.messages import Ticked, TransferKind
+from kvcached.core.slots.host_slots import HostPool, SlabAllocator
+from kvcached.core.slots.states import SlotState
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
 from tests.core.engine import EPOCH, Engine, keys_of
 from tests.core.host_tier import (
@@ -289,7 +288,7 @@ def test_slab_is_held_back_for_every_namespace_without_one(new_tiers: MakeTiers)
 
 def test_empty_slab_goes_to_the_namespace_that_asks(new_tiers: MakeTiers) -> None:
     """A slab whose slots are all free is given back when another namespace needs one; one with a block is not."""
-    stock = SlabStock(3)
+    stock = SlabAllocator(3)
     first, second = HostPool(stock, 4), HostPool(stock, 2)
     assert [first.grow(), first.grow(), first.grow(), second.grow()] == [True, True, False, True]
     slots = first.take(5, SlotState.FILLING, "store")

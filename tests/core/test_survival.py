@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.declarations import Declarations
-from kvcached.core.events import MembersDied, PoolRestored, WorkerDied
-from kvcached.core.invariants import check
-from kvcached.core.ranges import pairs
-from kvcached.core.restore import StoredBlocks
-from kvcached.core.revival import Revival
-from kvcached.core.run import KEY_SIZE
-from kvcached.core.tree import HOST, PrefixTree
+from kvcached.core.index.run import KEY_SIZE
+from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.insight.invariants import check
+from kvcached.core.messages import MembersDied, PoolRestored, WorkerDied
+from kvcached.core.refusals import Refusal
+from kvcached.core.restart.rejoin import Rejoin
+from kvcached.core.restart.restore import StoredBlocks
+from kvcached.core.restart.takeover import RestoredCache
+from kvcached.core.slots.ranges import pairs
 from kvcached.core.writing import set_write_policy
-from kvcached_client.errors import NoCapacity
-from kvcached_client.types import WritePolicy
+from kvcached_client.types import NO_FENCE, WritePolicy
 from tests.core.engine import BLOCK_SIZE, Engine, keys_of
 from tests.core.host_tier import Workers, host_hit, host_of, make_tiers
 
@@ -40,7 +40,7 @@ def lived_through(policy: WritePolicy) -> Cache:
         workers.answer_all()
     engine.release(engine.acquire(TWICE))
     workers.answer_all()
-    with suppress(NoCapacity):  # under write-back it has to wait
+    with suppress(Refusal):  # under write-back it has to wait
         engine.release(engine.acquire("", reserve=8))
     workers.answer_all()
     return cache
@@ -64,11 +64,11 @@ def after_worker(cache: Cache) -> Hits:
 
 
 def after_daemon(cache: Cache) -> Hits:
-    """Workers live: the pool is the engine's until it has said what it holds, which is nothing."""
+    """The pool was kept: it is the engine's until it has said what it holds, which is nothing."""
     successor, revival = revived(cache)
     session = revival.pool_session("a")
-    returned = Declarations(successor)
-    returned.resume(session, 0)
+    returned = Rejoin(successor)
+    returned.resume(session, 0, NO_FENCE)
     returned.over(session, successor.pools["a"].epoch)
     found = [
         sum(successor.match(session, successor.pools["a"].epoch, keys_of(text), len(text) * BLOCK_SIZE, full=True))
@@ -84,10 +84,10 @@ def after_daemon_and_workers(cache: Cache) -> Hits:
     return hits(successor)
 
 
-def revived(cache: Cache) -> tuple[Cache, Revival]:
+def revived(cache: Cache) -> tuple[Cache, RestoredCache]:
     """The next daemon's cache, which has found what lies in the host pool."""
     successor = make_tiers()
-    revival = Revival(successor)
+    revival = RestoredCache(successor)
     revival.replica("a", sorted(host_of(cache).slabs), headers_of(cache.trees[0]))
     return successor, revival
 
@@ -117,7 +117,7 @@ DEATHS: dict[str, Callable[[Cache], Hits]] = {
     "engine": after_engine,
     "worker": after_worker,
     "daemon": after_daemon,
-    "daemon and workers": after_daemon_and_workers,
+    "daemon, and the device pool was not kept": after_daemon_and_workers,
 }
 #: Blocks that are hit of the squeezed prompt, of the one seen once and of the one seen twice.
 SURVIVAL: dict[WritePolicy, dict[str, Hits]] = {
@@ -125,25 +125,25 @@ SURVIVAL: dict[WritePolicy, dict[str, Hits]] = {
         "engine": (4, 4, 4),
         "worker": (4, 4, 4),
         "daemon": (4, 4, 4),
-        "daemon and workers": (4, 4, 4),
+        "daemon, and the device pool was not kept": (4, 4, 4),
     },
     WritePolicy.WRITE_THROUGH_SELECTIVE: {
         "engine": (0, 4, 4),
-        "worker": (0, 0, 4),
+        "worker": (0, 4, 4),
         "daemon": (0, 0, 4),
-        "daemon and workers": (0, 0, 4),
+        "daemon, and the device pool was not kept": (0, 0, 4),
     },
     WritePolicy.WRITE_BACK: {
         "engine": (4, 4, 4),
-        "worker": (4, 0, 0),
+        "worker": (4, 4, 4),
         "daemon": (4, 0, 0),
-        "daemon and workers": (4, 0, 0),
+        "daemon, and the device pool was not kept": (4, 0, 0),
     },
     WritePolicy.NEVER: {
         "engine": (0, 4, 4),
-        "worker": (0, 0, 0),
+        "worker": (0, 4, 4),
         "daemon": (0, 0, 0),
-        "daemon and workers": (0, 0, 0),
+        "daemon, and the device pool was not kept": (0, 0, 0),
     },
 }
 

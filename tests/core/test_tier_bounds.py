@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcached.core import loads, pool, stores
 from kvcached.core.cache import Cache
-from kvcached.core.events import ShardSettled, Ticked, WorkerDied
-from kvcached.core.states import SlotState
+from kvcached.core.messages import ShardSettled, Ticked, WorkerDied
+from kvcached.core.slots import slots as pool
+from kvcached.core.slots.states import SlotState
+from kvcached.core.transfers import loads, stores
 from kvcached_client.types import ShardIndex
 from tests.core.engine import Engine, refused
 from tests.core.host_tier import Workers, crowd_out, host_counts, host_hit, spans

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcached.core import loads, stores
+from kvcached.core.transfers import loads, stores
 from tests.core.tier_model import TierDriver
 
 STEPS_PER_SEED = 400

@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
+from kvcached.core.allocate_slots import discard
 from kvcached.core.cache import Cache
-from kvcached.core.ranges import cut
-from kvcached.core.states import SlotState
+from kvcached.core.slots.ranges import cut
+from kvcached.core.slots.states import SlotState
 from kvcached_client.types import FenceSequence
 from tests.core.engine import EPOCH, Engine, keys_of, refused, states
 
@@ -199,7 +200,7 @@ def test_drop_takes_everything_below(cache: Cache) -> None:
     """Discarding a run frees its slots."""
     engine = Engine(cache)
     engine.store("abcd")
-    cache.discard("a", keys_of("abcd"))
+    discard(cache.tree_of("a"), cache.pools["a"], keys_of("abcd"))
 
     assert states(cache)[SlotState.FREE] == 16
     assert run_texts(cache) == []

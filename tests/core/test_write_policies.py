@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.effects import HurryTransfer, StartTransfer
-from kvcached.core.events import Ticked
-from kvcached.core.states import SlotState
+from kvcached.core.messages import HurryTransfer, StartTransfer, Ticked
+from kvcached.core.slots.states import SlotState
 from kvcached.core.writing import set_write_policy
 from kvcached_client.types import NO_FENCE, WritePolicy
 from tests.core.engine import Engine, keys_of, refused
@@ -141,11 +140,11 @@ def test_slots_are_granted_after_the_acknowledgement(new_tiers: MakeTiers) -> No
     effects = workers.take()
     (order,) = [effect for effect in effects if isinstance(effect, StartTransfer)]
     assert [effect.transfer for effect in effects if isinstance(effect, HurryTransfer)] == [order.transfer]
-    assert cache.vacancy(engine.session, engine.epoch, 10) is None
+    assert cache.retry_when_freed(engine.session, engine.epoch, 10) is None
     workers.answer(order)
     cache.settle()
 
-    assert cache.vacancy(engine.session, engine.epoch, 10) == 16
+    assert cache.retry_when_freed(engine.session, engine.epoch, 10) == 16
     grant = engine.acquire("", reserve=10)
     assert (cache.counters["dropped_blocks"], host_hit(engine, "abcdefghijkl")) == (0, (6, 6))
     engine.release(grant)
@@ -174,7 +173,7 @@ def test_waiting_request_gets_its_slots_over_several_rounds(new_tiers: MakeTiers
     engine.release(grant)
     with refused("capacity_pending"):
         engine.acquire("", reserve=3000)
-    while cache.vacancy(engine.session, engine.epoch, 3000) is None:
+    while cache.retry_when_freed(engine.session, engine.epoch, 3000) is None:
         workers.take()
         workers.answer(next(iter(workers.under_way.values())))
         cache.settle()

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections import Counter
 
 from kvcached.core.cache import Cache
-from kvcached.core.states import SlotState
-from kvcached.core.tree import HOST
+from kvcached.core.index.tree import HOST
+from kvcached.core.slots.states import SlotState
 from tests.core.tier_world import NAMESPACES, World
 
 _HOST_LOSSES = ("host_evicted_blocks", "host_dropped_blocks", "store_failed_blocks", "corrupt_blocks")
@@ -52,13 +52,9 @@ class Accounts:
             if at:
                 self.excused.add((NAMESPACES[name], key))
 
-    def losing(self, name: str) -> None:
-        """A pool's memory goes."""
-        self.excused.update((NAMESPACES[name], key) for key in self.world.index(name, self.cache.pools[name].index))
-
     def clearing(self, name: str) -> None:
         """A pool's namespace is being cleared."""
-        self.losing(name)
+        self.excused.update((NAMESPACES[name], key) for key in self.world.index(name, self.cache.pools[name].index))
         self.excused_copies += len(self.world.index(name, self.cache.pools[name].index))
 
     def cutting(self, name: str, first: bytes) -> None:

@@ -10,13 +10,12 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 
-from kvcached.core.answers import Grant
-from kvcached.core.effects import TransferKind
-from kvcached.core.events import ShardSettled
-from kvcached.core.invariants import check
-from kvcached.core.states import SlotState
-from kvcached.core.tree import HOST
-from kvcached_client.errors import ErrorCode, RequestError
+from kvcached.core.index.tree import HOST
+from kvcached.core.insight.invariants import check
+from kvcached.core.messages import Grant, ShardSettled, TransferKind
+from kvcached.core.refusals import Refusal
+from kvcached.core.slots.states import SlotState
+from kvcached_client.errors import ErrorCode
 from kvcached_client.types import FenceSequence, ShardIndex, TransferId
 from tests.core.model import BLOCK_SIZE, Choose, expand
 from tests.core.tier_sessions import HeldLease, HeldSession, TierSessions
@@ -28,8 +27,8 @@ NO_ROOM = {ErrorCode.NO_CAPACITY, ErrorCode.CAPACITY_PENDING}
 class TierDriver(TierSessions):
     """Everything that happens to them, step by step."""
 
-    def __init__(self, choose: Choose, *, spaces_max: int = 0) -> None:
-        super().__init__(choose, spaces_max=spaces_max)
+    def __init__(self, choose: Choose, *, namespaces_max: int = 0) -> None:
+        super().__init__(choose, namespaces_max=namespaces_max)
         self.requests = 0
         self.done: Counter[str] = Counter()
         self.weighted: list[tuple[Callable[[], None], int]] = [
@@ -164,7 +163,7 @@ class TierDriver(TierSessions):
         request = f"r{self.requests}"
         try:
             grant = self.cache.acquire(session.id, session.epoch, request, b"".join(chain), tokens, reserve, full=full)
-        except RequestError as error:
+        except Refusal as error:
             assert error.code in NO_ROOM
             need = -(-tokens // BLOCK_SIZE) - here + reserve
             reachable = pool.free + pool.counts[SlotState.CACHED] + pool.counts[SlotState.FILLING]
@@ -174,7 +173,9 @@ class TierDriver(TierSessions):
             return
         loaded = min(further, room - sum(each.blocks for each in queued))
         if evicted == self.cache.counters["evicted_blocks"]:  # else it may have cost what lay in the host pool
-            assert grant.hit == here + (loaded if loaded >= pool.load_threshold and not pool.paused else 0)
+            assert grant.hit == here + (
+                loaded if loaded >= pool.load_threshold and pool.healthy and not pool.paused else 0
+            )
         lease = HeldLease(grant.lease, request, chain, (tokens, reserve, full), 0, 0, 0, [], [], loading=False)
         session.leases[lease.id] = lease
         self.granted(session, lease, grant)
@@ -213,7 +214,7 @@ class TierDriver(TierSessions):
         keys = b"".join(lease.chain[: tokens // BLOCK_SIZE])
         try:
             grant = self.cache.acquire(session.id, session.epoch, lease.request, keys, tokens, reserve, full=full)
-        except RequestError as error:
+        except Refusal as error:
             assert error.code is ErrorCode.REQUEST_CONFLICT
             assert lease.depth > lease.hit
             return
@@ -226,7 +227,7 @@ class TierDriver(TierSessions):
         session, lease = picked
         try:
             loaded = self.cache.load(session.id, session.epoch, lease.id)
-        except RequestError as error:
+        except Refusal as error:
             assert error.code in NO_ROOM
             return
         if loaded is None:
@@ -246,7 +247,7 @@ class TierDriver(TierSessions):
         for call in (self.cache.commit, self.cache.finish):
             try:
                 call(session.id, session.epoch, lease.id, lease.depth, b"", array("i"), FenceSequence(0))
-            except RequestError as error:
+            except Refusal as error:
                 assert error.code is ErrorCode.STILL_LOADING
             else:
                 raise AssertionError("a commit was taken while its hit was loading")
@@ -254,7 +255,7 @@ class TierDriver(TierSessions):
     def vacancy(self) -> None:
         if (session := self.pick_session()) is not None:
             blocks = 1 + self.choose(12)
-            free = self.cache.vacancy(session.id, session.epoch, blocks)
+            free = self.cache.retry_when_freed(session.id, session.epoch, blocks)
             pool = self.cache.pools[session.pool]
             if free is None:
                 assert self.under_way(session.pool)
@@ -268,7 +269,7 @@ class TierDriver(TierSessions):
         session, lease = picked
         try:
             slots = expand(self.cache.allocate(session.id, session.epoch, lease.id, 1 + self.choose(2)))
-        except RequestError as error:
+        except Refusal as error:
             assert error.code in NO_ROOM
             return
         lease.open += slots

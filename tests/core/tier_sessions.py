@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcached.core import pauses
-from kvcached.core.answers import Grant, PoolSpec
 from kvcached.core.cache import Cache
-from kvcached.core.effects import NamespaceCleared
-from kvcached.core.events import MemberLost, MembersDied, PoolRestored, Ticked, WorkerDied
-from kvcached.core.states import SlotState
-from kvcached_client.errors import ErrorCode, RequestError
+from kvcached.core.messages import Grant, MemberLost, MembersDied, NamespaceCleared, PoolRestored, Ticked, WorkerDied
+from kvcached.core.namespaces import PoolSpec
+from kvcached.core.refusals import Refusal
+from kvcached.core.slots.states import SlotState
+from kvcached_client.errors import ErrorCode
 from kvcached_client.types import FenceSequence, LeaseId, SessionId
 from tests.core.model import BLOCK_SIZE, Choose, chain_keys
 from tests.core.tier_accounts import Accounts
@@ -55,10 +55,10 @@ class TierSessions:
     """Engines on two pools of one namespace and one of another, which share a small host pool.
 
     Args:
-        spaces_max: how many namespaces others may declare, for each of which there is a slab more.
+        namespaces_max: how many namespaces others may declare, for each of which there is a slab more.
     """
 
-    def __init__(self, choose: Choose, *, spaces_max: int = 0) -> None:
+    def __init__(self, choose: Choose, *, namespaces_max: int = 0) -> None:
         self.choose = choose
         slots, per_slab = (10, 16, 24)[choose(3)], (4, 12, 24)[choose(3)]
         watermark, threshold, quota = (0, 2, 4)[choose(3)], (1, 1, 2)[choose(3)], (None, 3)[choose(2)]
@@ -69,8 +69,8 @@ class TierSessions:
             ],
             epoch=7,
             session_ttl_ms=1000,
-            host_slabs=2 + choose(2) + spaces_max,
-            spaces_max=spaces_max,
+            host_slabs=2 + choose(2) + namespaces_max,
+            namespaces_max=namespaces_max,
         )
         self.world = World(self.cache)
         self.accounts = Accounts(self.cache, self.world)
@@ -107,10 +107,10 @@ class TierSessions:
             return
         try:
             session = self.cache.open_session(name, 0)
-        except RequestError as error:
+        except Refusal as error:
             pool = self.cache.pools[name]
-            assert pool.clearing if error.code is ErrorCode.CLEARING else not pool.healthy
-            assert error.code in {ErrorCode.CLEARING, ErrorCode.WORKER_LOST}
+            assert pool.clearing
+            assert error.code is ErrorCode.CLEARING
             return
         self.sessions[session.id] = HeldSession(session.id, name, session.pool.epoch)
 
@@ -154,12 +154,11 @@ class TierSessions:
 
     def lose_worker(self) -> None:
         name = "abc"[self.choose(3)]
-        epoch = self.cache.pools[name].epoch
-        self.accounts.losing(name)
+        pool = self.cache.pools[name]
+        cached = pool.counts[SlotState.CACHED]
         self.world.lose(name)
         self.cache.handle(WorkerDied(name))
-        assert self.cache.pools[name].epoch == epoch + 1
-        self.sessions = {key: session for key, session in self.sessions.items() if session.pool != name}
+        assert pool.counts[SlotState.CACHED] == cached
 
     def restore(self) -> None:
         name = "abc"[self.choose(3)]

@@ -10,12 +10,19 @@ from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 
 from kvcached.core.cache import Cache
-from kvcached.core.effects import AbandonLoad, Effect, HurryTransfer, LoadsEnded, StartTransfer, TransferKind
-from kvcached.core.events import ShardSettled
-from kvcached.core.ranges import Ranges, pairs
-from kvcached.core.run import KEY_SIZE, Run
-from kvcached.core.states import SlotState
-from kvcached.core.tree import HOST
+from kvcached.core.index.run import KEY_SIZE, Run
+from kvcached.core.index.tree import HOST
+from kvcached.core.messages import (
+    AbandonLoad,
+    Effect,
+    HurryTransfer,
+    LoadsEnded,
+    ShardSettled,
+    StartTransfer,
+    TransferKind,
+)
+from kvcached.core.slots.ranges import Ranges, pairs
+from kvcached.core.slots.states import SlotState
 from kvcached_client.types import LeaseId, ShardIndex, TransferId
 
 SHARDS = 2
@@ -150,9 +157,7 @@ class World:
         self.cache.handle(ShardSettled(transfer, ShardIndex(shard), error, tuple(corrupt)))
 
     def lose(self, name: str) -> None:
-        """The workers of a pool are dead: their memory is gone, and their copies will fail."""
-        self.device[name] = [{} for _ in range(SHARDS)]
-        self.unwritten[name].clear()
+        """The workers of a pool are dead: their copies will fail. The memory stays."""
         for copy in self.copies.values():
             copy.lost = copy.lost or copy.order.pool == name
 

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.attach import SessionGrant
-from kvcached_client.attached import AttachedClient, AttachedLayout, PreparedStore
-from kvcached_client.attached_shard import AttachedShard, BlockJob, JobSpan
-from kvcached_client.engine_pages import EnginePages
+from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import KvcachedError
+from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedStore
+from kvcached_client.offload_shard import BlockJob, JobSpan, OffloadShard
+from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import LeaseId, TransferId
 from tests.client.attached_rig import HostTensor
 
@@ -47,11 +47,11 @@ class ShardMemory:
         self.shard = shard
         self.tensors = [HostTensor(np.zeros((BLOCKS, page_bytes), np.uint8)) for _ in range(LAYERS)]
         self.pages = EnginePages.of_tensors({f"layer {number}": each for number, each in enumerate(self.tensors)})
-        self.link: AttachedShard | None = None
+        self.link: OffloadShard | None = None
 
     def join(self, grant: SessionGrant) -> None:
         """Enter a session, and leave the one before."""
-        joined = AttachedShard.join(grant, self.shard, self.pages, deadline_ms=DEADLINE_MS)
+        joined = OffloadShard.join(grant, self.shard, self.pages, deadline_ms=DEADLINE_MS)
         if self.link is not None:
             self.link.close()
         self.link = joined
@@ -74,7 +74,7 @@ class ShardMemory:
         )
 
     @property
-    def _joined(self) -> AttachedShard:
+    def _joined(self) -> OffloadShard:
         assert self.link is not None
         return self.link
 
@@ -86,13 +86,13 @@ class Scheduler:
         self, run_dir: Path | str, instance: bytes, shards: int, page_bytes: int, deadline_ms: int = DEADLINE_MS
     ) -> None:
         pages = ShardMemory(0, page_bytes).pages
-        self.client = AttachedClient.connect(
+        self.client = OffloadClient.connect(
             run_dir,
             engine="test engine",
             instance=instance,
             keyspace=b"k" * 32,
             label="tiny",
-            layout=AttachedLayout(BLOCK_SIZE, shards, pages.block_bytes, pages.fingerprint),
+            layout=OffloadLayout(BLOCK_SIZE, shards, pages.block_bytes, pages.fingerprint),
             deadline_ms=deadline_ms,
         )
         self._requests = 0

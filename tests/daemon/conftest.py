@@ -13,7 +13,7 @@ from typing import IO, NamedTuple, cast
 import pytest
 
 from kvcached_client import Admin
-from kvcached_client.protocol import PoolStats
+from kvcached_client.protocol.engine import PoolStats
 from tests.project.daemon_process import running_daemon
 from tests.project.source_tree import ROOT
 

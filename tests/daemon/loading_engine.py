@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from kvcached_client import map_pool
-from kvcached_client.attach import SessionGrant
 from kvcached_client.errors import KvcachedError
-from kvcached_client.protocol import LoadTicket
+from kvcached_client.protocol.engine import LoadTicket
+from kvcached_client.transport.attach import SessionGrant
 from tests.daemon.engine_process import say
 from tests.daemon.test_host_tier import Engine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvcached.recovery.supervise import serve_command
 from tests.project.daemon_process import START_TIMEOUT_S, STOP_TIMEOUT_S, clean_environment
 from tests.project.source_tree import ROOT
 
@@ -63,6 +65,11 @@ class Supervised:
             if b"READY=1" in self._notices.recv(4096):
                 return
 
+    def forget_notices(self) -> None:
+        """Take what daemons have said so far: who speaks to a full socket waits."""
+        while select.select([self._notices], [], [], 0)[0]:
+            self._notices.recv(4096)
+
     def kill_and_wait(self) -> None:
         """As `kill`, until the next daemon is ready."""
         self.kill()
@@ -70,11 +77,15 @@ class Supervised:
 
 
 @contextlib.contextmanager
-def supervised(directory: Path, config: str) -> Iterator[Supervised]:
-    """From the first daemon's readiness to the end of all."""
+def supervised(directory: Path, config: str, **policy: float) -> Iterator[Supervised]:
+    """From the first daemon's readiness to the end of all; `policy` as `kvcached.recovery.supervise.Policy` has it."""
     path, run_dir, log_path = directory / "kvcached.toml", directory / "run", directory / "run.log"
     path.write_text(config)
-    command = [sys.executable, "-m", "kvcached", "supervise", "--config", str(path), "--run-dir", str(run_dir)]
+    options = ["--config", str(path), "--run-dir", str(run_dir)]
+    command = [sys.executable, "-m", "kvcached", "supervise", *options]
+    if policy:
+        supervisor = [sys.executable, "-m", "tests.recovery.supervised", json.dumps(policy)]
+        command = [*supervisor, *serve_command(options)]
     (directory / "notify").unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices, log_path.open("wb") as log:
         notices.bind(str(directory / "notify"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,13 +15,14 @@ import msgspec
 import pytest
 
 from kvcached_client import Admin, DaemonUnreachable
-from kvcached_client.attached import new_instance
+from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.errors import DeadlineExceeded, RequestError, TransportError
-from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.protocol import HostStats
+from kvcached_client.offload import new_instance
+from kvcached_client.protocol.engine import HostStats
 from tests.daemon.attached_process import DEADLINE_MS, LAYERS, Order, Scheduler, ShardMemory, keys_of
 from tests.daemon.conftest import LineProcess, RunningDaemon, started
 from tests.daemon.test_host_tier import host_memory
+from tests.project.source_tree import ROOT
 
 SHARDS, PAGE_BYTES = 2, 4096
 SLABS, SLAB_BYTES = 4, 2 * 9 * LAYERS * PAGE_BYTES  # eight blocks in a slab
@@ -159,6 +162,12 @@ def is_sound(daemon: RunningDaemon) -> bool:
         return admin.check().violations == () and admin.health().ok
 
 
+def on_command_line(daemon: RunningDaemon, *arguments: str) -> str:
+    """What a command prints that does what it is asked for."""
+    command = [sys.executable, "-m", "kvcached", *arguments, "--run-dir", str(daemon.run_dir)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
 def crowd_out(daemon: RunningDaemon, count: int) -> set[int]:
     """Fill the pool from another engine; the slots that it got."""
     with engine_on(daemon) as engine:
@@ -168,6 +177,7 @@ def crowd_out(daemon: RunningDaemon, count: int) -> set[int]:
 # --- bytes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.end_to_end
 def test_blocks_come_back_byte_for_byte_in_another_engine(daemon: RunningDaemon) -> None:
     """What one engine stored another one loads, on each shard its own part, as much of it as others left room for."""
     with engine_on(daemon) as first, engine_on(daemon) as second:
@@ -187,7 +197,7 @@ def test_changed_byte_is_a_miss_for_everybody(daemon: RunningDaemon) -> None:
         geometry = HostGeometry(
             slabs=SLABS, slab_bytes=SLAB_BYTES, shards=SHARDS, block_bytes=engine.shards[0].pages.block_bytes
         )
-        memory = host_memory(daemon, geometry.size_bytes)
+        memory = host_memory(daemon.process.pid, geometry.size_bytes)
         memory[geometry.block_offset(order.slots[3], 1)] ^= 1
 
         assert engine.load("a", 6) == 3
@@ -205,11 +215,28 @@ def test_clear_is_heard_by_engines_at_once(daemon: RunningDaemon) -> None:
         stale = second.scheduler.acquire("a", 4)
         generation = first.scheduler.client.clear()
 
-        assert (second.scheduler.hit("a", 4), generation, host(daemon.run_dir).generation) == (0, 1, 1)
+        assert (second.scheduler.hit("a", 4), host(daemon.run_dir).generation) == (0, generation)
         with pytest.raises(RequestError, match="hit_gone"):
             second.scheduler.client.prepare_load(stale[0], 0, stale[1])
         second.store("a", 4)
         assert first.load("a", 4) == 4
+
+
+def test_people_clear_the_namespace_of_an_engine_by_its_label(daemon: RunningDaemon) -> None:
+    """`kvcached clear LABEL` ends the hits of engines in it: their loads are refused, and stores work again."""
+    with engine_on(daemon) as first, engine_on(daemon) as second:
+        first.store("a", 4)
+        stale = second.scheduler.acquire("a", 4)
+        told = on_command_line(daemon, "clear", "tiny")
+        now = host(daemon.run_dir)
+
+        assert told == f"4 blocks of tiny ({now.namespace}); generation {now.generation}\n"
+        with pytest.raises(RequestError, match="hit_gone"):
+            second.scheduler.client.prepare_load(stale[0], 0, stale[1])
+        assert (first.scheduler.hit("a", 4), second.scheduler.hit("a", 4)) == (0, 0)
+        second.store("a", 4)
+        assert first.load("a", 4) == 4
+    assert is_sound(daemon)
 
 
 # --- deaths ---------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import pytest
 import zmq
 
 from kvcached_client import Admin, Client
-from kvcached_client import protocol as wire
-from kvcached_client.attach import identify
 from kvcached_client.errors import ErrorCode
-from kvcached_client.rundir import rpc_endpoint
+from kvcached_client.protocol import engine as wire
+from kvcached_client.transport.attach import identify
+from kvcached_client.transport.run_dir import rpc_endpoint
 from kvcached_client.types import pack_ranges
 from tests.daemon.conftest import RunningDaemon, started
 
@@ -161,11 +161,19 @@ def test_random_messages_are_each_answered_once(peer: RawPeer) -> None:
         assert isinstance(reply, wire.ErrorReply)
 
 
-def test_frame_beyond_the_message_limit_disconnects_its_peer_only(shared_daemon: RunningDaemon, peer: RawPeer) -> None:
-    """A frame over ZeroMQ's own limit is never received: its peer is cut off, the others are served."""
+def test_frame_beyond_its_limit_is_answered_and_skipped(peer: RawPeer) -> None:
+    """A frame over the limit gets `oversize`, and what its connection says next is served."""
+    reply = peer.error(header(**ACQUIRE), bytes(wire.FRAME_SIZE_BYTES_MAX + 1))
+
+    assert (reply.code, reply.id) == (ErrorCode.OVERSIZE, 5)
+    assert peer.ask(header(op="stats", id=3))
+
+
+def test_message_without_an_end_ends_its_own_connection(shared_daemon: RunningDaemon, peer: RawPeer) -> None:
+    """A message of so many parts that it is none is refused, and its connection closed; the others are served."""
     with Admin.connect(shared_daemon.run_dir) as admin:
         before = admin.stats().counters.get("disconnects", 0)
-        peer.socket.send_multipart([header(**ACQUIRE), bytes(wire.FRAME_SIZE_BYTES_MAX + 1)])
+        assert peer.error(header(**ACQUIRE), *[b""] * 10_000).code is ErrorCode.BAD_FRAMES
         after = before
         for _ in range(1000):
             after = admin.stats().counters.get("disconnects", 0)

@@ -36,6 +36,7 @@ def wait_for_end(pid: int, limit_s: float) -> bool:
         os.close(pidfd)
 
 
+@pytest.mark.end_to_end
 def test_slots_of_a_killed_engine_are_free_within_a_second(daemon: RunningDaemon, engine: EngineProcess) -> None:
     """SIGKILL of an engine frees the slots that it could write within a second, and keeps what it committed."""
     assert engine.ask("write") == "written"
@@ -88,8 +89,8 @@ def test_stopped_engine_is_quarantined_until_it_is_dead(daemon: RunningDaemon, e
 
 
 def test_killed_daemon_unblocks_its_client_and_ends_its_workers(tmp_path: Path) -> None:
-    """After SIGKILL of the daemon a call fails within a second, and after their grace period its workers go."""
-    with started(tmp_path, f"worker_grace_ms = 500\n{CONFIG}") as daemon:
+    """After SIGKILL of the daemon a call fails within a second, and its workers go."""
+    with started(tmp_path, CONFIG) as daemon:
         client = Client.connect(daemon.run_dir, deadline_ms=30_000)
         workers = children(daemon.process.pid)
         daemon.process.kill()
@@ -132,7 +133,7 @@ def test_daemon_restarts_in_the_same_run_directory(tmp_path: Path) -> None:
 
 
 def test_killed_worker_is_reported_until_another_one_runs(daemon: RunningDaemon, engine: EngineProcess) -> None:
-    """SIGKILL of a worker: health names the replica, the pool is empty, new sessions are told why; then it is back."""
+    """SIGKILL of a worker: health names the replica, which serves on; then it is whole again."""
     (worker,) = children(daemon.process.pid)
     log = daemon.run_dir / "worker-default-0.log"
     log.rename(daemon.run_dir / "worker-default-0.log.old")
@@ -144,30 +145,26 @@ def test_killed_worker_is_reported_until_another_one_runs(daemon: RunningDaemon,
 
     assert [part.part for part in report.parts if not part.ok] == ["default/workers"]
     assert violations == ()
-    assert pool_stats(daemon.run_dir).leases == 0
-    with pytest.raises(RequestError, match="worker_lost"):
-        Client.connect(daemon.run_dir)
+    assert engine.ask("write") == "written"
     log.rmdir()
     seconds_until(daemon.run_dir, lambda pool: pool.healthy, 20)
     with Admin.connect(daemon.run_dir) as admin:
         assert admin.health().ok
         assert admin.check().violations == ()
-    with Client.connect(daemon.run_dir) as client:
-        assert client.match(client.chain(range(64))) == 0
 
 
 def test_worker_is_back_within_seconds(daemon: RunningDaemon, engine: EngineProcess) -> None:
-    """A replica whose worker was killed serves again soon, with an empty pool under a new epoch, and stops cleanly."""
+    """A replica whose worker was killed has another one within a second, and all that it had; it stops cleanly."""
     assert engine.ask("write") == "written"
     before = pool_stats(daemon.run_dir)
     (worker,) = children(daemon.process.pid)
     os.kill(worker, signal.SIGKILL)
-    seconds_until(daemon.run_dir, lambda pool: pool.healthy and pool.epoch > before.epoch, 20)
+    seconds_until(daemon.run_dir, lambda pool: not pool.healthy, 5)
+    seconds_until(daemon.run_dir, lambda pool: pool.healthy, 20)
 
-    assert pool_stats(daemon.run_dir).states["free"] == 16
+    after = pool_stats(daemon.run_dir)
+    assert (after.epoch, after.states) == (before.epoch, before.states)
     assert children(daemon.process.pid) != [worker]
-    with Client.connect(daemon.run_dir) as client, map_pool(client.session) as pool:
-        assert not pool.pages(0).any()
     daemon.process.terminate()
     assert daemon.process.wait(10) == 0
 
@@ -205,7 +202,7 @@ def test_neither_daemon_nor_workers_load_torch(daemon: RunningDaemon, engine: En
     """With a session attached, no process of the daemon has a library of torch or CUDA in its memory."""
     for pid in (daemon.process.pid, *children(daemon.process.pid)):
         maps = Path(f"/proc/{pid}/maps").read_text()
-        assert "zmq" in maps or pid != daemon.process.pid
+        assert "msgspec" in maps or pid != daemon.process.pid
         assert not any(name in maps for name in ("libtorch", "libc10", "libcuda"))
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvcached.cli import main
-from kvcached.doctor import examine
+from kvcached.cli.main import main
+from kvcached.doctor.checks import examine
 from kvcached_client import Admin
-from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
-from kvcached_client.doctor import Finding
+from kvcached_client.doctor.checks import Finding
+from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from tests.daemon.conftest import CONFIG, RunningDaemon, started
 
 ATTACHED = """
@@ -77,8 +77,8 @@ def test_doctor_finds_a_good_environment_good(attached_daemon: RunningDaemon) ->
 
 def test_doctor_takes_nothing_from_others(attached_daemon: RunningDaemon) -> None:
     """Where another namespace would be forgotten for it, the round trip is left out with a warning."""
-    layout = AttachedLayout(block_size=32, shards=1, block_bytes=4096, fingerprint=b"f" * 16)
-    with AttachedClient.connect(
+    layout = OffloadLayout(block_size=32, shards=1, block_bytes=4096, fingerprint=b"f" * 16)
+    with OffloadClient.connect(
         attached_daemon.run_dir,
         engine="engine",
         instance=new_instance(),

@@ -8,7 +8,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from kvcached.cli import main
+from kvcached.cli.main import main
 from kvcached_client import Client
 from tests.daemon.conftest import RunningDaemon
 

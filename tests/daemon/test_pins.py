@@ -7,7 +7,7 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 
-from kvcached.cli import ExitCode, main
+from kvcached.cli.main import ExitCode, main
 from kvcached_client import Client
 from tests.daemon.conftest import RunningDaemon
 
@@ -51,7 +51,7 @@ def test_pinned_prompt_is_hit_when_all_else_is_evicted(daemon: RunningDaemon) ->
         crowd_out(client, "a")
         assert hit(client) == 4
 
-        assert run("unpin", daemon.run_dir).stdout == "it is pinned no longer\n"
+        assert run("unpin", daemon.run_dir).stdout == "the prompt is no longer pinned\n"
         crowd_out(client, "b")
         assert hit(client) == 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvcached_client import Admin
-from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.blocks.host_layout import HostGeometry
 from tests.daemon.conftest import CONFIG, started
 from tests.daemon.test_host_tier import Engine, content, engine_on, is_sound, wait_until
 

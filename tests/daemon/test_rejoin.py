@@ -15,7 +15,8 @@ import pytest
 
 from kvcached_client import Admin, Client, DaemonUnreachable, KeyChain, Lease, MappedPool, map_pool
 from kvcached_client.errors import RequestError, Stale
-from kvcached_client.protocol import PoolStats
+from kvcached_client.protocol.engine import PoolStats
+from kvcached_client.types import FenceSequence
 from tests.daemon.conftest import CONFIG
 from tests.daemon.supervised import Supervised, supervised
 from tests.project.source_tree import ROOT
@@ -71,6 +72,7 @@ def pool_of(daemon: Supervised) -> PoolStats:
     return pool
 
 
+@pytest.mark.end_to_end
 def test_leases_go_on_over_a_restart(daemon: Supervised, engine: Engine) -> None:
     """A request that runs while the daemon is killed goes on in its slots, and is found when it is committed after."""
     chain = engine.chain(0, 4)
@@ -92,6 +94,21 @@ def test_leases_go_on_over_a_restart(daemon: Supervised, engine: Engine) -> None
     assert (again.hit_blocks, engine.is_right(again, chain)) == (4, True)
     again.release()
     assert (pool_of(daemon).leases, pool_of(daemon).states["quarantined"]) == (1, 0)  # the reserve's
+
+
+@pytest.mark.slow
+def test_engine_may_miss_a_daemon(daemon: Supervised, engine: Engine) -> None:
+    """An engine goes on with the daemon after the next, where the next one has died before the engine came back."""
+    chain = engine.chain(0, 4)
+    lease = engine.client.acquire("r", chain)
+    engine.compute(lease, chain)
+    lease.commit(16)
+    daemon.kill_and_wait()
+    daemon.kill_and_wait()
+    engine.client.rejoin()
+
+    hit = engine.client.acquire("s", chain, full=True)
+    assert (hit.hit_blocks, engine.is_right(hit, chain)) == (4, True)
 
 
 def test_new_requests_use_the_reserve(daemon: Supervised, engine: Engine) -> None:
@@ -141,6 +158,41 @@ def test_released_while_away_is_not_declared(daemon: Supervised, engine: Engine)
     engine.client.rejoin()
 
     assert pool_of(daemon).states["leased"] == RESERVE
+
+
+def test_queued_work_is_waited_for_after_the_restart(daemon: Supervised, engine: Engine) -> None:
+    """Blocks that were committed and not written before the restart are not stored, and released slots not granted."""
+    chain = engine.chain(0, 4)
+    writer = engine.client.acquire("writer", chain)
+    writer.commit(16, fence=FenceSequence(7))
+    reader = engine.client.acquire("reader", chain, full=True)
+    assert reader.hit_blocks == 4
+    engine.client.acquire("gone", engine.chain(100, 3)).release(fence=FenceSequence(7))
+    writer.release(fence=FenceSequence(7))
+    daemon.kill_and_wait()
+    engine.client.rejoin()
+    reader.release()
+
+    pool = pool_of(daemon)
+    assert (pool.states["free"], pool.states["fenced"], pool.evictable) == (0, 16 - 4 - RESERVE, 0)
+    assert not engine.client.acquire("no room", engine.chain(200, 1)).granted
+    with Admin.connect(daemon.run_dir) as admin:
+        assert not admin.stats().counters.get("stored_blocks")
+        engine.client.signal_fence(FenceSequence(7))
+        while admin.stats().counters.get("stored_blocks", 0) < 4:
+            admin.health()
+    assert pool_of(daemon).states["fenced"] == 0
+
+
+def test_reserve_waits_for_fences(daemon: Supervised, engine: Engine) -> None:
+    """Slots that return to the reserve with work queued on them are taken again once the fence has signalled."""
+    daemon.kill()
+    first = engine.client.acquire("first", engine.chain(0, RESERVE))
+    first.release(fence=FenceSequence(3))
+    assert not engine.client.acquire("too early", engine.chain(100, 1)).granted
+    engine.client.signal_fence(FenceSequence(3))
+    assert engine.client.acquire("second", engine.chain(200, RESERVE)).granted
+    daemon.await_ready()
 
 
 def test_host_copies_are_hits_after_the_restart(daemon: Supervised, engine: Engine) -> None:
@@ -201,20 +253,33 @@ def test_shards_of_another_process_stay_members(daemon: Supervised) -> None:
             match_for_ever(client)
 
 
-def test_without_the_pool_there_is_nothing_to_rejoin(daemon: Supervised, engine: Engine) -> None:
-    """Where the workers died, too, the client is told that nothing is left, and connects anew."""
-    lease = engine.client.acquire("r", engine.chain(0, 2))
-    worker = _worker_pid(daemon)
+def test_leases_go_on_though_the_workers_died_too(daemon: Supervised, engine: Engine) -> None:
+    """The pool is the daemon's and its manager's: whichever workers are killed with the daemon, nothing is lost."""
+    chain = engine.chain(0, 4)
+    lease = engine.client.acquire("r", chain)
+    engine.compute(lease, chain)
+    lease.commit(16)
+    os.kill(_worker_pid(daemon), signal.SIGKILL)
     daemon.kill()
-    os.kill(worker, signal.SIGKILL)
     daemon.await_ready()
-    with pytest.raises(Stale):
-        engine.client.rejoin()
-    engine.client.close()
-    lease.release()
+    engine.client.rejoin()
 
-    with ExitStack() as parts:
-        assert Engine(daemon.run_dir, parts).client.acquire("r", engine.chain(0, 2)).granted
+    hit = engine.client.acquire("s", chain, full=True)
+    assert (hit.hit_blocks, engine.is_right(hit, chain)) == (4, True)
+
+
+def test_stopped_worker_of_the_daemon_before_is_dead_before_the_next_serves(daemon: Supervised, engine: Engine) -> None:
+    """A worker that could go on and write is ended, and its death awaited, before its slots are anybody's."""
+    worker = _worker_pid(daemon)
+    pidfd = os.pidfd_open(worker)
+    os.kill(worker, signal.SIGSTOP)
+    daemon.kill()
+    daemon.await_ready()
+
+    assert select.select([pidfd], [], [], 0)[0]
+    os.close(pidfd)
+    engine.client.rejoin()
+    assert engine.client.acquire("r", engine.chain(0, 2)).granted
 
 
 def test_rejoining_needs_a_daemon(daemon: Supervised, engine: Engine) -> None:

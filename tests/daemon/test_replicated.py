@@ -69,7 +69,7 @@ def test_host_pool_holds_each_block_once_for_all_shards(tmp_path: Path) -> None:
         written = engine.compute("a", BLOCKS)
         wait_stored(daemon.run_dir, BLOCKS)
         block_bytes = engine.client.layout.bytes_per_block()
-        memory = host_memory(daemon)[:]
+        memory = host_memory(daemon.process.pid)[:]
         engine.evict_all(SLOTS)
         loaded = engine.load("a")
         engine.close()

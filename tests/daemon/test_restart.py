@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,12 +12,25 @@ from pathlib import Path
 
 import pytest
 
+from kvcached.recovery.state_file import LEDGER_NAME, read_ledger
 from kvcached_client import Admin
-from kvcached_client.attached import new_instance
-from kvcached_client.protocol import HostStats
+from kvcached_client.blocks.header import pack_claim
+from kvcached_client.offload import new_instance
+from kvcached_client.protocol.engine import HostStats
 from tests.daemon.attached_process import Scheduler, ShardMemory
 from tests.daemon.supervised import Supervised, supervised
-from tests.daemon.test_attached import PAGE_BYTES, SHARDS, Processes, config, kill, nothing_held, seconds_until
+from tests.daemon.test_attached import (
+    PAGE_BYTES,
+    SHARDS,
+    SLAB_BYTES,
+    SLABS,
+    Processes,
+    config,
+    kill,
+    nothing_held,
+    seconds_until,
+)
+from tests.daemon.test_host_tier import host_memory
 
 
 class Engine:
@@ -122,14 +136,14 @@ def test_host_pool_outlives_daemon_after_daemon(daemon: Supervised, engine: Engi
 def test_cleared_blocks_stay_cleared(daemon: Supervised, engine: Engine) -> None:
     """A clear that was answered holds after a SIGKILL: nothing of before is hit, what came after it is."""
     engine.store("a", 5)
-    engine.scheduler.client.clear()
+    generation = engine.scheduler.client.clear()
     engine.store("b", 2)
     daemon.kill_and_wait()
     engine.connect()
     engine.join()
 
     assert (engine.load("a", 5), engine.load("b", 2)) == (0, 2)
-    assert host_of(daemon).generation == 1
+    assert host_of(daemon).generation == generation
 
 
 def test_slots_of_a_living_engine_are_set_aside(daemon: Supervised, processes: Processes) -> None:
@@ -145,6 +159,29 @@ def test_slots_of_a_living_engine_are_set_aside(daemon: Supervised, processes: P
     kill(scheduler)
     assert seconds_until(daemon.run_dir, nothing_held) <= 1
     assert host_of(daemon).states["quarantined"] == 0
+    crowd.close()
+
+
+def test_slots_stay_aside_where_a_takeover_died(daemon: Supervised, processes: Processes) -> None:
+    """A daemon that took over wrote its claims and died before its ledger: the slots are set aside all the same."""
+    scheduler, _ = processes.scheduler(0, 1)
+    given = set(json.loads(scheduler.ask("prepare mine 4"))["slots"])
+    ledger = read_ledger(daemon.run_dir / LEDGER_NAME)
+    assert ledger is not None
+    with host_memory(daemon.daemon_pid, SLABS * SLAB_BYTES) as memory:
+        (record,) = ledger.sessions
+        claim, renamed = pack_claim(record.epoch, record.id), pack_claim(ledger.epoch + 1, 1)
+        places = [match.start() for match in re.finditer(re.escape(claim), memory)]
+        assert len(places) == SHARDS * len(given)
+        for place in places:
+            memory[place : place + len(claim)] = renamed
+    daemon.kill_and_wait()
+
+    assert host_of(daemon).states["quarantined"] == len(given)
+    crowd = Engine(daemon.run_dir)
+    assert not crowd.store("crowd", 30) & given
+    kill(scheduler)
+    assert seconds_until(daemon.run_dir, nothing_held) <= 1
     crowd.close()
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +18,8 @@ import pytest
 from kvcached_client import Admin, Client, DaemonFailure, DaemonUnreachable, ErrorCode
 from tests.daemon.conftest import CONFIG, EngineProcess, RunningDaemon, started
 from tests.daemon.test_deaths import children
+from tests.project.daemon_process import clean_environment
+from tests.project.source_tree import ROOT
 
 PATIENCE_S = 20
 #: Of a daemon that would wait for longer than any test if it waited to the end.
@@ -119,3 +125,63 @@ def test_second_signal_ends_daemon_and_workers_at_once(tmp_path: Path) -> None:
         assert dead(workers)
         for each in workers:
             os.close(each)
+
+
+SHARD = """
+import sys
+from kvcached_client import SessionGrant, map_pool
+pool = map_pool(SessionGrant.from_bytes(bytes.fromhex(sys.argv[1])))
+view = pool.pages(0)
+if sys.argv[2] == "leaves":
+    pool.close()
+"""
+
+
+@pytest.mark.parametrize("ends", ["leaves", "just ends"])
+def test_shard_that_leaves_is_no_death(ends: str, tmp_path: Path) -> None:
+    """A shard process that closes its pool and ends leaves its session as it is; one that only ends takes it along."""
+    with started(tmp_path) as daemon, Client.connect(daemon.run_dir, reserve_blocks=4, failures="miss") as client:
+        grant = client.session.to_bytes().hex()
+        subprocess.run([sys.executable, "-c", SHARD, grant, ends], cwd=ROOT, check=True, timeout=PATIENCE_S)
+        lease = client.acquire("after", client.chain(range(8)))
+        assert lease.granted is (ends == "leaves")
+        lease.release()
+        client.close()
+        with Admin.connect(daemon.run_dir) as admin:
+            assert admin.check().ok
+    assert ("WARNING" in (tmp_path / "run.log").read_text()) is (ends != "leaves")
+
+
+def test_hangup_does_not_end_the_daemon(tmp_path: Path) -> None:
+    """SIGHUP to `serve` is logged with what to do instead; engines are served on, and SIGTERM then ends it with 0."""
+    with started(tmp_path) as daemon, client_of(daemon) as client:
+        daemon.process.send_signal(signal.SIGHUP)
+        client.acquire("after the signal", client.chain(range(16))).release()
+        daemon.process.terminate()
+
+        assert daemon.process.wait(PATIENCE_S) == 0
+    assert "SIGHUP does nothing" in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_daemon_runs_without_a_standard_stream(closed: int, tmp_path: Path) -> None:
+    """A daemon that is started with stdin, stdout or stderr closed has /dev/null there, serves, and ends with 0."""
+    (path := tmp_path / "kvcached.toml").write_text(CONFIG)
+    command = [sys.executable, "-m", "kvcached", "serve", "--config", str(path), "--run-dir", str(tmp_path / "run")]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices, (tmp_path / "log").open("wb") as log:
+        notices.bind(str(tmp_path / "notify"))
+        notices.settimeout(PATIENCE_S)
+        environment = {**clean_environment(), "NOTIFY_SOCKET": str(tmp_path / "notify")}
+        within = ["sh", "-c", f'exec "$@" {closed}<&-', "sh"]
+        with subprocess.Popen([*within, *command], cwd=ROOT, env=environment, stdout=log, stderr=log) as process:
+            try:
+                while notices.recv(4096) != b"READY=1":
+                    pass  # what the daemon gives the service manager to keep
+                assert Path(f"/proc/{process.pid}/fd/{closed}").readlink() == Path("/dev/null")
+                with Client.connect(tmp_path / "run") as client:
+                    client.acquire("served", client.chain(range(16))).release()
+                process.terminate()
+
+                assert process.wait(PATIENCE_S) == 0
+            finally:
+                process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 from kvcached_client import Admin
 from kvcached_client.prefetch import PrefetchResult
-from kvcached_client.protocol_storage import StorageReport
+from kvcached_client.protocol.storage import StorageReport
 from tests.daemon.attached_process import BLOCK_SIZE, keys_of
 from tests.daemon.conftest import RunningDaemon, started
 from tests.daemon.supervised import supervised
@@ -75,6 +76,7 @@ def backed_up(daemon: RunningDaemon, blocks: int) -> None:
     until(lambda: report(daemon).blocks >= blocks)
 
 
+@pytest.mark.end_to_end
 def test_blocks_outlive_everything(tmp_path: Path) -> None:
     """After a stop of everything and a start on empty memory, prompts come back from disk, byte for byte."""
     text = with_storage(tmp_path / "disk")
@@ -154,7 +156,72 @@ def test_next_daemon_waits_for_the_last_ones_storage_process(tmp_path: Path, num
             engine.connect()
             engine.join()
             assert engine.load("a", BLOCKS) == BLOCKS
-            assert report(running).state == "ready"
+            until(lambda: report(running).state == "ready")
+
+
+def test_namespace_is_known_before_storage_tells_of_itself(tmp_path: Path) -> None:
+    """A daemon that takes over a namespace is complete before anything happens to it: no event finds half of it."""
+    with supervised(tmp_path, with_storage(tmp_path / "disk")) as daemon:
+        running = RunningDaemon(daemon.process, daemon.run_dir)
+        with connected(running) as engine:
+            engine.store("a", BLOCKS)
+            daemon.kill_and_wait()
+            assert "Traceback" not in daemon.log
+            # Killed again, before any request: what the start wrote down is all that there is.
+            daemon.kill_and_wait()
+            assert "Traceback" not in daemon.log
+            engine.connect()
+            engine.join()
+            assert engine.load("a", BLOCKS) == BLOCKS
+
+
+def test_storage_that_is_away_at_a_restart_costs_no_block_in_memory(tmp_path: Path) -> None:
+    """A daemon that is killed while its storage cannot be opened comes back at once, with what is in memory.
+
+    It says why there is no storage, and has it again when it can be opened.
+    """
+    disk, away = tmp_path / "disk", tmp_path / "away"
+    with supervised(tmp_path, with_storage(disk)) as daemon:
+        running = RunningDaemon(daemon.process, daemon.run_dir)
+        with connected(running) as engine:
+            engine.store("a", BLOCKS)
+            backed_up(running, BLOCKS)
+            disk.rename(away)
+            disk.write_text("no directory")
+            daemon.kill_and_wait()
+            engine.connect()
+            engine.join()
+            assert engine.load("a", BLOCKS) == BLOCKS
+            until(lambda: "File exists" in report(running).why)
+            assert report(running).state in {"waiting", "starting"}
+            assert "SIGKILL" not in report(running).why
+            assert ailing(running) == {"storage"}
+            disk.unlink()
+            away.rename(disk)
+            until(lambda: report(running).state == "ready")
+
+
+def test_storage_that_somebody_else_has_is_waited_for(tmp_path: Path) -> None:
+    """At a first start, too, storage that cannot be opened now is no reason to serve nobody."""
+    disk = tmp_path / "disk"
+    disk.mkdir(mode=0o700)
+    lock = os.open(disk / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with started(tmp_path, with_storage(disk)) as daemon:
+        assert "another process uses" in report(daemon).why
+        assert ailing(daemon) == {"storage"}
+        os.close(lock)
+        until(lambda: report(daemon).state == "ready")
+
+
+def test_storage_that_can_write_nothing_says_so(tmp_path: Path) -> None:
+    """Storage that works but takes no block is not called ready, and the reason is shown."""
+    text = with_storage(tmp_path / "disk").replace("free_space_floor_bytes = 0", f"free_space_floor_bytes = {1 << 49}")
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        engine.store("a", BLOCKS)
+        until(lambda: report(daemon).state == "read_only")
+        assert "free_space_floor_bytes" in report(daemon).why
+        assert ailing(daemon) == {"storage"}
 
 
 def test_changed_bytes_are_never_used(tmp_path: Path) -> None:
@@ -236,11 +303,11 @@ def test_storage_that_cannot_be_opened_refuses_the_start(tmp_path: Path) -> None
     """A backend that is not there, or settings that are wrong, end the start with what to do."""
     path = tmp_path / "kvcached.toml"
     for text, told in (
-        (with_storage(tmp_path / "disk", more='backend = "nosuch"'), "no storage backend 'nosuch'"),
+        (with_storage(tmp_path / "disk", more='backend = "nosuch"'), "there is no such backend"),
         (with_storage(tmp_path / "disk", settings="nonsense = 1"), "nonsense"),
     ):
         path.write_text(text)
         call = [sys.executable, "-m", "kvcached", "serve", "--config", str(path), "--run-dir", str(tmp_path / "run")]
         done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 3
+        assert done.returncode == 2
         assert told in done.stderr

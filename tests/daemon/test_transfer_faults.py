@@ -14,7 +14,7 @@ import pytest
 
 from kvcached_client import Admin
 from kvcached_client.errors import LoadFailed
-from kvcached_client.protocol import StatsReport
+from kvcached_client.protocol.engine import StatsReport
 from tests.daemon.conftest import LineProcess, RunningDaemon, pool_stats, seconds_until, started
 from tests.daemon.faulty_daemon import FAULT
 from tests.daemon.test_deaths import children
@@ -201,14 +201,14 @@ def test_wait_for_a_layer_outlives_a_stopped_worker(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_worker_that_stays_stopped_in_a_load_ends_every_wait(tmp_path: Path) -> None:
-    """A worker that never goes on with a load is killed: the shard process hears a hang-up; then its replica serves."""
+    """A worker that never goes on with a load is killed: the load fails, the session goes on, its replica serves."""
     with started(tmp_path, HOST_CONFIG, program=FAULTY) as daemon:
         with losing_a_worker(daemon) as worker, engine_on(daemon) as engine:
             written = only_in_host(engine, daemon)
             with process("shard", engine.client.session.to_bytes().hex()) as shard, fault(daemon, worker, "stop"):
                 assert shard.hear() == "joined"
                 (ticket,) = engine.acquire("a", 4).loads
-                assert shard.ask(f"{ticket.transfer} {ticket.progress} 1 90000") == "DaemonUnreachable"
+                assert shard.ask(f"{ticket.transfer} {ticket.progress} 1 90000") == "LoadFailed"
         with engine_on(daemon) as engine:
             assert loads(engine, written)
         assert is_sound(daemon)
@@ -297,7 +297,7 @@ def test_block_corrupt_on_one_shard_is_stored_again_from_a_device_that_has_it(tm
         written = only_in_host(first, daemon)
         assert loads(second, written)
         size = first.client.layout.bytes_per_block()
-        memory = host_memory(daemon)
+        memory = host_memory(daemon.process.pid)
         memory[memory.find(written[1][2 * size : 3 * size])] ^= 1
         with first.acquire("a", 4) as lease:
             assert lease.hit_blocks == 4

@@ -23,9 +23,9 @@ from examples.llama_engine.messages import Channel
 from examples.llama_engine.scheduler import Scheduler
 from examples.llama_engine.shard_group import ShardDied
 from kvcached_client import Admin
-from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
 from kvcached_client.keys import namespace_root
-from kvcached_client.protocol import HostStats
+from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
+from kvcached_client.protocol.engine import HostStats
 from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, Executors
 
 SLABS, SLAB_BYTES = 32, 256 << 10
@@ -54,7 +54,7 @@ class AttachedEngine:
         blocks: int = 256,
         shards: int = 1,
         limits: Limits = LIMITS,
-        connect: Callable[..., AttachedClient] = AttachedClient.connect,
+        connect: Callable[..., OffloadClient] = OffloadClient.connect,
         config: LlamaConfig = TINY,
     ) -> None:
         layout = config.layout(BLOCK_SIZE, shards)
@@ -73,7 +73,7 @@ class AttachedEngine:
             Copier(far, shard, pages).start()
         connect = partial(
             connect, run_dir, engine="test", instance=new_instance(), label=model,
-            layout=AttachedLayout(
+            layout=OffloadLayout(
                 BLOCK_SIZE, shards, pages.block_bytes, pages.fingerprint, replicated=layout.replicated
             ),
         )  # fmt: skip

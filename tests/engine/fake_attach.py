@@ -9,18 +9,19 @@ import struct
 import threading
 from pathlib import Path
 
-from kvcached_client.attach import SessionGrant
-from kvcached_client.attach_protocol import (
+from kvcached_client.blocks.layout import Layout
+from kvcached_client.blocks.progress_page import ENTRY_SIZE_BYTES, PAGE_SIZE_BYTES
+from kvcached_client.protocol.attach import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
     Join,
     Joined,
     decode_attach_request,
     encode_attach,
 )
-from kvcached_client.layout import Layout
-from kvcached_client.progress import ENTRY_SIZE_BYTES, PAGE_SIZE_BYTES
-from kvcached_client.protocol import PROGRESS_SLOTS, LoadTicket
-from kvcached_client.rundir import ATTACH_SOCKET_NAME
+from kvcached_client.protocol.engine import LoadTicket
+from kvcached_client.transport.attach import SessionGrant
+from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME
+from kvcached_client.types import PROGRESS_SLOTS
 
 _ENTRY = struct.Struct("<QII")  # transfer, layers done, state
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from examples.llama_engine.copy_pipes import CopyPipes
 from examples.llama_engine.messages import CopyDone, CopyOrder, JoinSession
-from kvcached_client.attach import SessionGrant
-from kvcached_client.attached import AttachedClient, Hold, Piece, PreparedLoad, PreparedStore
+from kvcached_client.offload import Hold, OffloadClient, Piece, PreparedLoad, PreparedStore
 from kvcached_client.prefetch import PrefetchResult
+from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
 
 
@@ -70,7 +70,7 @@ class FakePrefetch:
 
 
 class FakeAttachedClient:
-    """What the example uses of `AttachedClient`: a dictionary as the host pool, where every store succeeds at once."""
+    """What the example uses of `OffloadClient`: a dictionary as the host pool, where every store succeeds at once."""
 
     def __init__(self, stored: dict[bytes, int], errors: dict[str, Exception] | None = None) -> None:
         self.session = SessionGrant(id=1, token=bytes(32), run_dir="")
@@ -119,8 +119,8 @@ class FakeAttachedClient:
     def close(self) -> None:
         self.is_closed = True
 
-    def as_client(self) -> AttachedClient:
-        return cast("AttachedClient", self)
+    def as_client(self) -> OffloadClient:
+        return cast("OffloadClient", self)
 
     def _called(self, call: str) -> None:
         self.calls.append(call)

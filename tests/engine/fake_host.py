@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.errors import LoadFailed
-from kvcached_client.memory import MappedPool
-from kvcached_client.protocol import LoadTicket
+from kvcached_client.pool import MappedPool
+from kvcached_client.protocol.engine import LoadTicket
 
 #: Of a slot that nothing has arrived in yet: NaN in every float, so that who reads it too early computes NaN.
 _NOT_YET = 0xFF

@@ -11,14 +11,14 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.attach import AttachConnection, JoinedMemory
-from kvcached_client.attach_protocol import Joined
+from kvcached_client.blocks.layout import Layout
+from kvcached_client.blocks.progress import ProgressReader
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.keys import KeyChain
-from kvcached_client.layout import Layout
-from kvcached_client.memory import MappedPool
-from kvcached_client.progress import ProgressReader
-from kvcached_client.protocol import LoadTicket
+from kvcached_client.pool import MappedPool
+from kvcached_client.protocol.attach import Joined
+from kvcached_client.protocol.engine import LoadTicket
+from kvcached_client.transport.attach import AttachConnection, JoinedMemory
 from kvcached_client.types import KEY_SIZE_BYTES
 from tests.engine.fake_host import FakeHost
 

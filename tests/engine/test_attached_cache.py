@@ -17,9 +17,9 @@ from examples.llama_engine.copy_pipes import CopyPipes
 from examples.llama_engine.messages import Channel, CopyOrder
 from examples.llama_engine.scheduler import Scheduler
 from examples.llama_engine.shard_group import ShardDied
-from kvcached_client.attached import AttachedClient
+from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, NoCapacity, request_error
-from kvcached_client.layout import KvGroup, Layout
+from kvcached_client.offload import OffloadClient
 from tests.engine.counting_runner import CountingRunner, drain, request
 from tests.engine.fake_copies import FakeAttachedClient, FakePipes
 
@@ -39,7 +39,7 @@ class Bench:
             self.pipes.as_pipes(), self._connect, LAYOUT, bytes(32), AttachedSettings(blocks, 4)
         )
 
-    def _connect(self, *, keyspace: bytes, deadline_ms: int) -> AttachedClient:
+    def _connect(self, *, keyspace: bytes, deadline_ms: int) -> OffloadClient:
         client = self.clients.pop(0) if len(self.clients) > 1 else self.clients[0]
         if isinstance(client, Exception):
             raise client

@@ -14,7 +14,7 @@ pytest.importorskip("safetensors")
 from examples.llama_engine import daemon_link
 from examples.llama_engine.generation import GenerationRequest, GenerationResult
 from kvcached_client import Admin
-from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.blocks.host_layout import HostGeometry
 from tests.daemon.conftest import RunningDaemon, started
 from tests.engine.attached_rig import (
     CONFIG,
@@ -32,6 +32,8 @@ from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, prompt
 
 TOKENS = prompt(3 * LIMITS.chunk_tokens + 1)
 HIT_TOKENS = 3 * LIMITS.chunk_tokens
+#: On a busy machine a thread that is woken may wait for seconds.
+PATIENCE_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +167,10 @@ def test_idle_engine_lets_go_of_a_dead_daemon(tmp_path: Path) -> None:
         engine.ask(TOKENS)
         assert is_mapped()
         daemon.process.kill()
-        end = time.monotonic() + DEADLINE_MS / 1000
+        end = time.monotonic() + PATIENCE_S
         while is_mapped():
             assert time.monotonic() < end
+            time.sleep(0.01)  # the thread that unmaps needs this process's time
 
 
 def test_daemon_that_comes_late_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

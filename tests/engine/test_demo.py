@@ -15,9 +15,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvcached import demo
+from kvcached.demo import run as demo
+from kvcached.demo.programs import Program, SupervisedDaemon
+from kvcached.demo.report import (
+    COLD,
+    DAEMON_BACK,
+    DAEMON_KILLED,
+    DEVICE,
+    DISK,
+    ENGINE_KILLED,
+    HOST,
+    OWN_COLD,
+    OWN_HOST,
+    REPLICA,
+    Report,
+    Round,
+    Source,
+    bars,
+    print_report,
+    sentence,
+)
 
 
 def test_demo_without_torch_says_what_to_install(
@@ -42,7 +62,7 @@ def test_demo_without_the_examples_says_where_they_are(
 
 def test_demo_never_imports_torch() -> None:
     """The demo's own process stays without torch: the engine is a program of its own."""
-    code = "import sys, kvcached.demo; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvcached.demo.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -71,22 +91,71 @@ def test_demo_without_a_temporary_directory_says_so(
     assert "TMPDIR" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_demo_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With times of ten seconds and more, 80 columns show every cell of the final table in one line per round."""
+KINDS = (COLD, DEVICE, HOST, ENGINE_KILLED, REPLICA, OWN_COLD, OWN_HOST, DAEMON_KILLED, DAEMON_BACK, DISK)
+
+
+def report_of(*, outputs_identical: bool = True) -> Report:
+    rounds = [
+        msgspec.structs.replace(round_of("host", [1024, 1024], [1024, 1024]), name=kind.name, meaning=kind.meaning)
+        for kind in KINDS
+    ]
+    return Report(2, [1025, 1025], 16, 1.0, rounds, outputs_identical)
+
+
+def test_demo_report_fits_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With times of ten seconds and more, 80 columns show every cell of the table, and every bar, in a line each."""
     monkeypatch.setenv("COLUMNS", "80")
-    rounds = [round_of("host", [1024, 1024], [1024, 1024])] * 3
 
-    demo._print_table(demo.Report(2, [1025, 1025], 16, 1.0, rounds, outputs_identical=False))
+    print_report(report_of(outputs_identical=False))
 
-    lines = [line for line in capsys.readouterr().out.splitlines() if "A restarted" in line]
-    assert len(lines) == 3
-    assert all("12346 ms  23457 ms" in line and line.count("1024  1024") == 2 for line in lines)
-    assert all(len(line) <= 80 and line.count("differ") == 2 for line in lines)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    for kind in KINDS:
+        (row,) = [line for line in lines if line.startswith(f"│ {kind.name} ")]
+        assert "12346 ms  23457 ms" in row
+        assert (row.count("1024  1024"), row.count("differ")) == (2, 1)
+        assert any(line.startswith(kind.meaning) and "17901 ms" in line for line in lines)
 
 
-def round_of(source: demo.Source, hit_tokens: list[int], loaded_tokens: list[int]) -> demo.Round:
-    return demo.Round(
-        name="A restarted",
+def test_demo_bars_are_as_long_as_their_times() -> None:
+    """The longest time has the longest bar, a time of a quarter a quarter of it, and the shortest one is still seen."""
+    times = (1000.0, 250.0, 0.1)
+    rounds = [msgspec.structs.replace(round_of("host", [1], [1]), first_token_ms=[time]) for time in times]
+
+    lengths = [line.partition(" ms  ")[2] for line in bars(rounds)]
+
+    assert (len(lengths[0]), lengths[0].count("█"), lengths[2]) == (26, 26, "▏")
+    assert lengths[1] == "█" * 6 + "▌"
+
+
+def test_demo_ends_with_one_sentence_of_what_it_showed() -> None:
+    """The sentence names the time of each thing that was survived, and whether the outputs are the same."""
+    report = report_of()
+    rounds = {each.name: each for each in report.rounds}
+    rounds[DISK.name] = msgspec.structs.replace(rounds[DISK.name], first_token_ms=[80.0, 88.0])
+
+    told = sentence(msgspec.structs.replace(report, rounds=list(rounds.values())))
+
+    assert told.startswith("First token 17901 ms → 17901 ms from the cache; after SIGKILL of the engine 17901 ms;")
+    assert told.endswith("from disk after a restart of everything 84 ms; all outputs are identical.")
+    assert sentence(report_of(outputs_identical=False)).endswith("OUTPUTS DIFFER.")
+
+
+def test_demo_keeps_a_killed_daemon_down(tmp_path: Path) -> None:
+    """While its supervisor is held it is stopped, so that it starts nothing; afterwards it goes on."""
+    program = Program("any", ["code"], tmp_path)  # any program will do: this one ends with its input
+    with SupervisedDaemon.kept_down(program):  # type: ignore[arg-type]
+        assert Path(f"/proc/{program.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    program.process.communicate(timeout=30)
+    assert program.process.returncode == 0
+
+
+def round_of(source: Source, hit_tokens: list[int], loaded_tokens: list[int]) -> Round:
+    return Round(
+        name="engine killed",
+        meaning="engine killed",
         replica="a",
         source=source,
         first_token_ms=[12345.6, 23456.7],
@@ -101,6 +170,7 @@ def round_of(source: demo.Source, hit_tokens: list[int], loaded_tokens: list[int
     ("source", "hit_tokens", "loaded_tokens", "hits"),
     [
         ("computed", [0, 0], [0, 0], True),
+        ("computed", [0, 1024], [0, 1024], False),
         ("device", [1024, 1024], [0, 0], True),
         ("device", [1024, 0], [0, 0], False),
         ("device", [1024, 1024], [0, 16], False),
@@ -111,7 +181,7 @@ def round_of(source: demo.Source, hit_tokens: list[int], loaded_tokens: list[int
     ],
 )
 def test_demo_knows_a_round_that_missed(
-    source: demo.Source, hit_tokens: list[int], loaded_tokens: list[int], hits: bool
+    source: Source, hit_tokens: list[int], loaded_tokens: list[int], hits: bool
 ) -> None:
     """A round hits only if every one of its prompts was found in the tier that the round is about."""
     assert round_of(source, hit_tokens, loaded_tokens).hits is hits
@@ -190,15 +260,17 @@ def test_demo_outputs_are_identical(tp: int) -> None:
     cold, *warm = report["rounds"]
     assert cold["hit_tokens"] == [0, 0]
     rounds = {each["name"]: each for each in warm}
-    assert rounds.pop("no daemon")["hit_tokens"][0] == 0  # it may be back for the second prompt
-    assert [name for name, each in rounds.items() if each["hit_tokens"] != [1024, 1024]] == ["own memory"]
+    computed = [name for name, each in rounds.items() if each["hit_tokens"] == [0, 0]]
+    assert computed == ["own memory, cold", "daemon killed"]
+    assert [name for name, each in rounds.items() if each["hit_tokens"] != [1024, 1024]] == computed
     assert {name: each["loaded_tokens"] for name, each in rounds.items()} == {
-        "device hit": [0, 0],
-        "host hit": [1024, 1024],
-        "A restarted": [0, 0],
-        "replica B": [1024, 1024],
-        "own memory": [0, 0],
-        "its host hit": [1024, 1024],
+        "again": [0, 0],
+        "evicted": [1024, 1024],
+        "engine killed": [0, 0],
+        "second replica": [1024, 1024],
+        "own memory, cold": [0, 0],
+        "own memory, again": [1024, 1024],
+        "daemon killed": [0, 0],
         "daemon back": [1024, 1024],
-        "from disk": [1024, 1024],
+        "all restarted": [1024, 1024],
     }

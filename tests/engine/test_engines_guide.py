@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvcached.config import load_config
+from kvcached.config.schema import load_config
 from tests.project.daemon_process import clean_environment, running_daemon
 from tests.project.source_tree import ROOT
 
@@ -23,10 +23,10 @@ FRAGMENTS = re.findall(r"```python attached\n(.*?)```", (ROOT / "docs/sdk.md").r
 BEFORE = """
 import numpy as np
 import torch
-from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
-from kvcached_client.attached_shard import AttachedShard
-from kvcached_client.block_job import BlockJob, JobSpan
-from kvcached_client.engine_pages import EnginePages
+from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
+from kvcached_client.offload_shard import OffloadShard
+from kvcached_client.blocks.job import BlockJob, JobSpan
+from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.keys import KeyChain
 keyspace, prompt, table = bytes(32), range(50), np.arange(8)
 """

@@ -15,7 +15,7 @@ pytest.importorskip("safetensors")
 
 from examples.llama_engine import Engine, EngineSettings, GenerationRequest, GenerationResult
 from kvcached_client import Admin
-from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.blocks.host_layout import HostGeometry
 from tests.daemon.conftest import RunningDaemon, started
 from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, layout_of, prompt
 

@@ -17,7 +17,7 @@ from examples.llama_engine.kv_tensors import KvMemory, mapped_memory
 from examples.llama_engine.managed_cache import ManagedCache
 from examples.llama_engine.scheduler import Scheduler
 from kvcached_client import Admin, Client, map_pool
-from kvcached_client.attach import SessionGrant
+from kvcached_client.transport.attach import SessionGrant
 from tests.daemon.supervised import Supervised, supervised
 from tests.engine.attached_rig import write_model
 from tests.engine.engine_process import EngineProcess

@@ -10,7 +10,7 @@ from examples.llama_engine.cache import Cache
 from examples.llama_engine.config import Limits
 from examples.llama_engine.generation import GenerationRequest, InvalidRequest
 from examples.llama_engine.scheduler import Scheduler
-from kvcached_client.layout import KvGroup, Layout
+from kvcached_client.blocks.layout import KvGroup, Layout
 from tests.engine.counting_runner import CountingRunner, drain, request
 from tests.engine.fake_host import FakeHost
 from tests.engine.fakes import FakeClient

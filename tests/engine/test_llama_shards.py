@@ -22,9 +22,9 @@ from examples.llama_engine.config import EngineSettings
 from examples.llama_engine.generation import GenerationRequest
 from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Sample, Step, StepDone, StepItem
 from examples.llama_engine.shard_group import ShardDied, ShardGroup
-from kvcached_client.attach import SessionGrant
-from kvcached_client.progress import STATE_DONE, STATE_FAILED
-from kvcached_client.protocol import LoadTicket
+from kvcached_client.blocks.progress_page import STATE_DONE, STATE_FAILED
+from kvcached_client.protocol.engine import LoadTicket
+from kvcached_client.transport.attach import SessionGrant
 from tests.engine.fake_attach import FakeAttachServer
 from tests.engine.fakes import FakeClient
 from tests.engine.tiny_llama import BLOCK_SIZE, TINY, ThreadedShards, generate, layout_of, prompt

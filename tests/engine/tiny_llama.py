@@ -20,7 +20,7 @@ from examples.llama_engine.scheduler import Scheduler, StepRunner
 from examples.llama_engine.shard import ShardExecutor
 from examples.llama_engine.shard_group import join_answers
 from examples.llama_engine.weights import load_weights, random_source
-from kvcached_client.layout import Layout, layout_from_model_config
+from kvcached_client.blocks.layout import Layout, layout_from_model_config
 from kvcached_client.tensors import layer_tensors
 from tests.engine.fake_host import FakeHost
 from tests.engine.fakes import FakeClient, fake_pool

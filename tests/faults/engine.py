@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client import Client, Lease, MappedPool, map_pool, page_copier
-from kvcached_client.attached import new_instance
+from kvcached_client import Client, Lease, MappedPool, map_pool
+from kvcached_client.blocks import copy as block_copy
 from kvcached_client.errors import KvcachedError
 from kvcached_client.failpoints import FailpointReached
+from kvcached_client.offload import new_instance
 from tests.daemon import attached_process
 from tests.daemon.attached_process import Scheduler, ShardMemory, say
 from tests.daemon.test_host_tier import wait_until
@@ -194,7 +195,7 @@ class Program:
 
 def main(kind: str, run_dir: str, record: str) -> None:
     """Do what the lines say."""
-    page_copier._PIECES_MAX = 4  # type: ignore[misc] # so that a copy of a few blocks has a middle
+    block_copy.PIECES_MAX = 4  # type: ignore[misc] # so that a copy of a few blocks has a middle
     attached_process.DEADLINE_MS = DEADLINE_MS  # of its shards
     program = Program(kind, run_dir, record)
     say("ready")

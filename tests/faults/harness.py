@@ -16,7 +16,7 @@ from typing import IO, NamedTuple, cast
 
 from kvcached_client import Admin
 from kvcached_client.failpoints import FAILPOINTS, LOG_VARIABLE, VARIABLE
-from kvcached_client.protocol import HostStats, PoolStats, StatsReport
+from kvcached_client.protocol.engine import HostStats, PoolStats, StatsReport
 from tests.daemon.conftest import CONFIG, RunningDaemon
 from tests.daemon.test_deaths import children
 from tests.faults.engine import ENGINES, AttachedEngine

@@ -1,22 +1,23 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 
-from tests.project.named_tests import NODE, is_test, named
+from tests.project.named_tests import is_test, named, split
 from tests.project.source_tree import ROOT
 
 DOCUMENT = (ROOT / "docs/faults.md").read_text()
-#: Scenarios that need a GPU or storage, which this version does not have.
+PROOFS: dict[str, list[str]] = tomllib.loads((ROOT / "tests/faults/proofs.toml").read_text())
+#: Scenarios that need a GPU, which this version does not support.
 LEFT_OUT = {17, 18, 19}
 SCENARIOS = 36
 
 
-def scenarios() -> dict[int, str]:
-    """Each scenario's number, and the text up to the next one."""
-    parts = re.split(r"^- \*\*(\d+)\*\* ", DOCUMENT, flags=re.MULTILINE)
-    return dict(zip(map(int, parts[1::2]), parts[2::2], strict=True))
+def ids() -> list[str]:
+    """The id of each fault in the document's tables."""
+    return re.findall(r"^\| (\d+|[A-Z]\d+) \| ", DOCUMENT, re.MULTILINE)
 
 
 @pytest.mark.parametrize("node", named(DOCUMENT), ids="::".join)
@@ -25,12 +26,23 @@ def test_scenario_names_a_test_that_exists(node: tuple[str, str]) -> None:
     assert is_test(*node)
 
 
-def test_every_scenario_has_a_test() -> None:
-    """Each scenario that needs neither GPU nor storage is there once, with a test at least."""
-    named = [int(number) for number in re.findall(r"^- \*\*(\d+)\*\* ", DOCUMENT, re.MULTILINE)]
+@pytest.mark.parametrize("node", sorted({node for nodes in PROOFS.values() for node in nodes}))
+def test_proof_is_a_test_that_exists(node: str) -> None:
+    """Every test that tests/faults/proofs.toml names is a function of the file that it names."""
+    assert is_test(*split(node))
 
-    assert sorted(named) == sorted(set(range(1, SCENARIOS + 1)) - LEFT_OUT)
-    assert [number for number, text in scenarios().items() if not NODE.search(text)] == []
+
+def test_every_fault_has_a_test() -> None:
+    """Each fault in the document has a test at least, each once, and there are no proofs of anything else."""
+    assert sorted(ids()) == sorted(PROOFS)
+    assert [fault for fault, nodes in PROOFS.items() if not nodes or len(nodes) != len(set(nodes))] == []
+
+
+def test_every_scenario_is_there() -> None:
+    """Each scenario of the list that needs no GPU is there once."""
+    numbers = [int(each) for each in ids() if each.isdecimal()]
+
+    assert sorted(numbers) == sorted(set(range(1, SCENARIOS + 1)) - LEFT_OUT)
 
 
 def test_what_is_left_out_is_said() -> None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import ast
-import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvcached.core.events import Ticked
-from kvcached_client import protocol as wire
-from kvcached_client.attach import identify
-from kvcached_client.attached import AttachedClient, AttachedLayout, new_instance
+from kvcached.core.messages import Ticked
+from kvcached_client.protocol import engine as wire
+from kvcached_client.transport.attach import identify
 from tests.daemon.conftest import RunningDaemon
 from tests.daemon.test_deaths import children
 from tests.daemon.test_transfer_faults import stopped
 from tests.faults.harness import daemon_with, footprint, stats_of, wait_footprint, wait_nothing_held, warm_up
-from tests.project.source_tree import modules
+from tests.project.source_tree import ROOT, modules
 from tests.service.office import FakePeer, Office, key_chain
 
 DAY_MS = 24 * 3600 * 1000
@@ -57,9 +57,11 @@ def test_daemon_looks_at_the_wall_clock_in_one_place() -> None:
     }
 
     assert {path: calls for path, calls in readers.items() if calls} == {
-        "kvcached/cli_pin.py": {"datetime.now"},  # until when, in words for people
-        "kvcached/daemon.py": {"time.time_ns"},
-        "kvcached/storage/disk.py": {"time.time_ns"},  # of the storage process: blocks outlive the machine's uptime
+        "kvcached/cli/pin.py": {"datetime.now"},  # until when, in words for people
+        "kvcached/recovery/run_dir.py": {"time.time_ns"},
+        "kvcached/storage/disk/backend.py": {
+            "time.time_ns"
+        },  # of the storage process: blocks outlive the machine's uptime
     }
 
 
@@ -90,38 +92,29 @@ def _wait_log(directory: Path, words: str) -> None:
         assert time.monotonic() - start < DEADLINE_MS / 1000
 
 
-@pytest.fixture
-def many_descriptors() -> Iterator[None]:
-    """Room for two hundred clients in this process."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def _client(daemon: RunningDaemon) -> AttachedClient:
-    return AttachedClient.connect(
-        daemon.run_dir,
-        engine="storm",
-        instance=new_instance(),
-        keyspace=b"k" * 32,
-        label="tiny",
-        layout=AttachedLayout(4, 1, 4096, b"f" * 16),
-        deadline_ms=DEADLINE_MS,
-    )
+@contextmanager
+def crowd(daemon: RunningDaemon, engines: int) -> Iterator[None]:
+    """A process with so many engines."""
+    command = [sys.executable, "-m", "tests.faults.crowd", str(daemon.run_dir), str(engines)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"connected\n"
+        yield
+        process.communicate()
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(
-    ("clients", "comings"), [(10, 50), pytest.param(200, 1000, marks=pytest.mark.slow)], ids=["few", "many"]
+    ("processes", "comings"), [(1, 50), pytest.param(20, 1000, marks=pytest.mark.slow)], ids=["few", "many"]
 )
-def test_storm_leaves_nothing(tmp_path: Path, many_descriptors: None, clients: int, comings: int) -> None:
+def test_storm_leaves_nothing(tmp_path: Path, processes: int, comings: int) -> None:
     """Two hundred engines at once, and a thousand processes that come and go, leave no descriptor and no thread."""
     with daemon_with(tmp_path) as daemon:
         warm_up(daemon, tmp_path)
         before = footprint(daemon.process.pid)
         with ExitStack() as parts:
-            for _ in range(clients):
-                parts.enter_context(_client(daemon))
+            for _ in range(processes):
+                parts.enter_context(crowd(daemon, engines=10))
             for _ in range(comings):
                 identify(daemon.run_dir, deadline_ms=DEADLINE_MS)[0].close()
         wait_nothing_held(daemon.run_dir)

@@ -52,14 +52,14 @@ def test_worker_faults(tmp_path: Path, case: Case, action: str, name: str) -> No
 
 
 def lost(daemon: RunningDaemon, engine: Engine, faults: Armed) -> None:
-    """The replica's next workers have empty memory; meanwhile everybody is answered."""
+    """The replica goes on in the same memory, and so does its engine; meanwhile everybody is answered."""
     epoch = pool_stats(daemon.run_dir).epoch
     engine.say("work a")
     faults.wait()
     assert_others_go_on(daemon.run_dir, ["o"])
-    assert not engine.hear().startswith(("Wrong", "done"))
-    until(lambda: pool_stats(daemon.run_dir).healthy and pool_stats(daemon.run_dir).epoch > epoch, "no next worker")
-    assert pool_stats(daemon.run_dir).epoch == epoch + 1
+    assert engine.hear() in {f"done {hits}" for hits in range(5)}
+    until(lambda: pool_stats(daemon.run_dir).healthy, "no next worker")
+    assert pool_stats(daemon.run_dir).epoch == epoch
 
 
 def stopped(daemon: RunningDaemon, engine: Engine, faults: Armed) -> None:

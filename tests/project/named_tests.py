@@ -1,4 +1,4 @@
-"""Tests that documents name as `` `file::function` ``."""
+"""Tests that documents name as `` `file::function` ``, and lists of proofs as ``file::function``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ NODE = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 def named(document: str) -> list[tuple[str, str]]:
     """The file and the function of each test that a document names, each once."""
     return sorted(set(NODE.findall(document)))
+
+
+def split(node: str) -> tuple[str, str]:
+    """File and function of ``file::function``."""
+    file, _, name = node.partition("::")
+    return file, name
 
 
 def is_test(file: str, name: str) -> bool:

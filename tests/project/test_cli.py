@@ -10,10 +10,12 @@ from click.testing import CliRunner, Result
 
 import kvcached_client
 from kvcached import VERSION
-from kvcached.cli import ExitCode, main
+from kvcached.cli.help import SECTIONS
+from kvcached.cli.main import ExitCode, main
 from kvcached_client import DaemonFailure, DaemonUnreachable, DeadlineExceeded, ErrorCode, Refused
-from kvcached_client.layout import KvGroup, Layout
-from kvcached_client.protocol import (
+from kvcached_client.blocks.layout import KvGroup, Layout
+from kvcached_client.protocol.engine import (
+    AttachedInfo,
     BlockPlace,
     CheckReport,
     Description,
@@ -150,6 +152,9 @@ TREE = (
 )
 
 
+OFFERED = AttachedInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
+
+
 class FakeAdmin:
     """An `Admin` that answers every question with `reply`, or raises it."""
 
@@ -164,6 +169,12 @@ class FakeAdmin:
         return self
 
     def __exit__(self, *_: object) -> None: ...
+
+    def describe(self) -> Any:
+        """What is offered, beside whatever else is asked; an answer of its own where that is `reply`."""
+        if isinstance(self.reply, StatsReport):
+            return msgspec.structs.replace(REPLIES["describe"], attached=OFFERED)
+        return self.__getattr__("describe")()
 
     def __getattr__(self, _: str) -> Any:
         def answer(*arguments: Any, **options: Any) -> Any:
@@ -206,8 +217,9 @@ def test_cli_prints_a_reply_as_json(command: str, fake_admin: type[FakeAdmin]) -
         ("check", ["no violations"]),
         ("stats", ["cached blocks: 3\n", "replica default\n", "session:   1\n", "free:      5\n", "requests: 4\n"]),
         ("stats", ["host pool of default, second\n", "absent:       341\n", "running stores: 2\n"]),
+        ("stats", ["\nhost pool\n  slabs:          4\n", "  bytes per slab: 1048576\n"]),
         ("inspect", ["block:           6 of its chain, in the run [4, 16)\n", "copy in host:    slot 9, filling\n"]),
-        ("inspect", [f"block before:    {bytes(range(16)).hex()}\n", "  request-1\n", "  store 3 of replica default"]),
+        ("inspect", [f"previous block:  {bytes(range(16)).hex()}\n", "  request-1\n", "  store 3 of replica default"]),
         ("describe", [f"version:      {VERSION}", LAYOUT.fingerprint(), "header_bytes: 16384\n"]),
     ],
 )
@@ -218,6 +230,14 @@ def test_cli_prints_a_reply_for_people(command: str, expected: list[str], fake_a
     result = run(command, *ARGUMENTS.get(command, []))
 
     assert [text for text in expected if text not in result.stdout] == []
+
+
+def test_cli_shows_the_host_pool_before_anybody_has_any_of_it(fake_admin: type[FakeAdmin]) -> None:
+    """Before the first namespace `stats` says how large the host pool is, and that all of it is free."""
+    fake_admin.reply = msgspec.structs.replace(REPLIES["stats"], hosts=())
+
+    assert "\nhost pool\n" in run("stats").stdout
+    assert "  free slabs:     4\n" in run("stats").stdout
 
 
 @pytest.mark.parametrize("command", ["stats", "describe"])
@@ -349,3 +369,14 @@ def test_cli_inspect_of_an_unknown_block_says_so(fake_admin: type[FakeAdmin]) ->
     result = run("inspect", KEY)
 
     assert (result.exit_code, result.stdout) == (ExitCode.OK, "no copy of this block is in the index\n")
+
+
+def test_help_lists_every_command_once() -> None:
+    """`kvcached --help` has each command under one heading, on one line of a terminal of 80 columns."""
+    listed = [command for commands in SECTIONS.values() for command in commands]
+    assert sorted(listed) == sorted(main.commands)
+    text = CliRunner().invoke(main, ["--help"]).stdout
+    for heading, commands in SECTIONS.items():
+        assert f"\n{heading}:\n" in text
+        for command, words in commands.items():
+            assert any(line.split(maxsplit=1) == [command, words] for line in text.splitlines()), command

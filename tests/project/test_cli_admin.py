@@ -10,13 +10,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 import kvcached_client
-from kvcached.cli import ExitCode, main
+from kvcached.cli.main import ExitCode, main
 from kvcached_client import DaemonFailure, ErrorCode
-from kvcached_client.protocol import Drained, Paused, PolicySet, ReplicaCleared, Resumed
+from kvcached_client.protocol.engine import Drained, Paused, PolicySet, ReplicaCleared, Resumed
 from kvcached_client.types import WritePolicy
 
 CLEARED = ReplicaCleared(
-    id=1, replicas=("a", "b"), generation=3, namespace=b"n" * 32, weights_version="step 9", blocks=40
+    id=1, replicas=("a", "b"), generation=3, namespace=b"n" * 32, label="", weights_version="step 9", blocks=40
+)
+CLEARED_SPACE = ReplicaCleared(
+    id=1, replicas=(), generation=4, namespace=b"n" * 32, label="tiny\n", weights_version="", blocks=7
 )
 POLICY = PolicySet(
     id=1,
@@ -70,21 +73,27 @@ def run(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "reply", "asked", "printed"),
     [
-        (["pause"], PAUSED, ("pause", ("",), {"deadline_ms": 5000}), "paused; copies under way: 0"),
+        (["pause"], PAUSED, ("pause", ("",), {"deadline_ms": 5000}), "paused; copies in flight: 0"),
         (
             ["pause", "--replica", "a", "--deadline-ms", "70"],
             PAUSED,
             ("pause", ("a",), {"deadline_ms": 70}),
-            "paused; copies under way: 0",
+            "paused; copies in flight: 0",
         ),
         (["resume"], Resumed(id=1, state="serving"), ("resume", ("",), {}), "resumed; the daemon is serving"),
         (
             ["drain"],
             DRAINED,
             ("drain", (), {"deadline_ms": 5000}),
-            "draining; left: 0 leases, 0 copies, 0 requests that wait",
+            "draining; left: 0 leases, 0 copies, 0 waiting requests",
         ),
         (["clear", "a"], CLEARED, ("clear", ("a",), {"deadline_ms": 60_000}), "40 blocks of a, b; generation 3"),
+        (
+            ["clear", "tiny"],
+            CLEARED_SPACE,
+            ("clear", ("tiny",), {"deadline_ms": 60_000}),
+            f"7 blocks of tiny\\n ({'6e' * 8}); generation 4",
+        ),
         (
             ["set-weights", "a", "step 9"],
             CLEARED,

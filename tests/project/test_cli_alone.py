@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvcached import VERSION
-from kvcached.cli import ExitCode, main
+from kvcached.cli.main import ExitCode, main
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
 
@@ -125,7 +125,7 @@ def test_cli_serve_that_cannot_start_exits_with_3(tmp_path: Path) -> None:
 
 def test_cli_version_imports_neither_client_nor_configuration() -> None:
     """`kvcached version` prints the version without loading what it does not need."""
-    code = "import sys; sys.argv[1:] = ['version']; from kvcached.cli import main; main(standalone_mode=False);"
+    code = "import sys; sys.argv[1:] = ['version']; from kvcached.cli.main import main; main(standalone_mode=False);"
     code += "print([name for name in ('zmq', 'pydantic', 'numpy', 'rich', 'torch') if name in sys.modules])"
 
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -174,13 +174,13 @@ def test_cli_help_shows_defaults_and_variables() -> None:
 def test_cli_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """`kvcached demo` passes its options to the demo and exits with what the demo returns."""
     calls: list[dict[str, object]] = []
-    import kvcached.demo  # noqa: PLC0415 - the module whose function is replaced
+    import kvcached.demo.run  # noqa: PLC0415 - the module whose function is replaced
 
     def fake_demo(**options: object) -> int:
         calls.append(options)
         return 1
 
-    monkeypatch.setattr(kvcached.demo, "run_demo", fake_demo)
+    monkeypatch.setattr(kvcached.demo.run, "run_demo", fake_demo)
 
     assert run("demo", "--tp", "1", "--json").exit_code == 1
     assert calls == [{"json_output": True, "tp": 1}]

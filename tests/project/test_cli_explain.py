@@ -12,14 +12,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 import kvcached_client
-from kvcached.cli import ExitCode, main
-from kvcached.explain import Verdict
-from kvcached.explain_text import lines_of
+from kvcached.cli.explain_text import lines_of
+from kvcached.cli.main import ExitCode, main
+from kvcached.cli.name_search import Verdict
 from kvcached_client import ErrorCode, KeyChain, Refused
-from kvcached_client.layout import KvGroup, Layout
-from kvcached_client.protocol import Description, Explanation, ReplicaInfo
+from kvcached_client.blocks.layout import KvGroup, Layout
+from kvcached_client.protocol.engine import Description, Explanation, ReplicaInfo
 from kvcached_client.types import MissReason
-from kvcached_client.vllm_keys import VllmHashing, block_keys
+from kvcached_client.vllm.keys import VllmHashing, block_keys
 from tests.service.attached_office import AttachedOffice
 from tests.service.office import TWO, FakePeer
 
@@ -151,7 +151,7 @@ def told(entry: dict[str, Any]) -> dict[str, int]:
 
 
 def test_explain_tells_the_first_missing_block(daemon: FakeDaemon) -> None:
-    """How many blocks and tokens are a hit, which block is missing, what became of it, and what to look at."""
+    """How many blocks and tokens are a hit, which block is missing, what happened to it, and what to check."""
     daemon.stored["a"] = [native(TOKENS[:12])]
     daemon.reason = MissReason.EVICTED
 
@@ -164,7 +164,7 @@ def test_explain_tells_the_first_missing_block(daemon: FakeDaemon) -> None:
         "replica a, namespace 6161616161616161: 3 of 10 blocks are a hit, 12 of 43 tokens (3 in device)",
     )
     assert second.startswith(f"  block 3 (tokens 12 to 15), key {key}, was cached, and was evicted")
-    assert third.startswith("  look at: evicted_blocks")
+    assert third.startswith("  advice: check evicted_blocks")
 
 
 @pytest.mark.parametrize("stdin", [" 100 101\n102 ", "[100, 101, 102]", "\n[100,\n101,102]"])
@@ -348,7 +348,7 @@ def test_explain_has_words_for_every_reason(reason: MissReason) -> None:
 
     assert len(lines) == {MissReason.HIT: 1, MissReason.UNKNOWN_NAMESPACE: 2}.get(reason, 3)
     single = lines_of(Verdict(msgspec.structs.replace(explanation, others=1), 4, None))
-    assert "1 prompt goes on otherwise" in single[-1] or reason is not MissReason.NEVER_STORED
+    assert "1 cached prompt differs" in single[-1] or reason is not MissReason.NEVER_STORED
 
 
 def test_explain_over_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,8 +359,8 @@ def test_explain_over_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class OfficeAdmin(FakeDaemon):
         def explain(self, keys: bytes, tokens: int, **fields: Any) -> tuple[Explanation, ...]:
-            request = kvcached_client.protocol.Explain(id=office.next_id(), tokens=tokens, **fields)
-            return office.expect(kvcached_client.protocol.Explained, request, keys, peer=b"cli").explanations
+            request = kvcached_client.protocol.engine.Explain(id=office.next_id(), tokens=tokens, **fields)
+            return office.expect(kvcached_client.protocol.engine.Explained, request, keys, peer=b"cli").explanations
 
     monkeypatch.setattr(kvcached_client, "Admin", OfficeAdmin())
     keys = "\n".join(each.hex() for each in (b"\0" * 16, b"\0" * 8 + b"\1" + b"\0" * 7))

@@ -11,11 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 import kvcached_client
-from kvcached.cli import ExitCode, main
-from kvcached.core.events import Ticked
-from kvcached_client import KeyChain, protocol
+from kvcached.cli.main import ExitCode, main
+from kvcached.core.messages import Ticked
+from kvcached_client import KeyChain
 from kvcached_client.errors import request_error
-from kvcached_client.vllm_keys import VllmHashing, block_keys
+from kvcached_client.protocol import engine as protocol
+from kvcached_client.vllm.keys import VllmHashing, block_keys
 from tests.service.attached_office import AttachedOffice
 from tests.service.office import ONE, TWO, FakePeer, Office
 
@@ -92,7 +93,7 @@ def attach(office: AttachedOffice, keys: bytes, **fields: Any) -> None:
 
 def shown(office: AttachedOffice) -> str:
     """What is shown of the namespace of engines in attached mode."""
-    (root,) = office.cache.attached.spaces.by_root
+    (root,) = office.cache.offload.namespaces.by_root
     return root.hex()[:16]
 
 
@@ -190,8 +191,8 @@ def test_unpin_says_whether_it_was_pinned(office: AttachedOffice) -> None:
 
     said = [run("unpin", *named), run("unpin", *named)]
     assert [(each.exit_code, each.stdout) for each in said] == [
-        (ExitCode.OK, "it is pinned no longer\n"),
-        (ExitCode.OK, "it was not pinned\n"),
+        (ExitCode.OK, "the prompt is no longer pinned\n"),
+        (ExitCode.OK, "the prompt was not pinned\n"),
     ]
     pin(*named)
     assert [json.loads(run("unpin", *named, "--json").stdout) for _ in range(2)] == [
@@ -207,10 +208,10 @@ def test_pin_for_people_is_a_line(office: AttachedOffice) -> None:
     (line,) = run("pin", "a", "--tokens", "-").stdout.splitlines()
     (of_host,) = run("pin", "6e6e6e6e", "--tokens", "-").stdout.splitlines()
 
-    assert line.startswith("kept until 20")
+    assert line.startswith("pinned until 20")
     assert line.endswith("Z, of 4 blocks: 2 on the device, 2 in host memory")
     assert of_host.endswith("0 on the device, 2 in host memory")
-    assert nothing[1:] == ["nothing of it is cached: pin it again when it has been computed"]
+    assert nothing[1:] == ["no block of the prompt is cached: pin it again after an engine has computed it"]
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -234,15 +235,15 @@ def test_pin_over_the_quota_is_refused_in_the_daemons_words(office: AttachedOffi
         (["6e6", "--tokens", "-"], TOKENS, "is called '6e6'"),
         (["ROOT" + "0" * 48, "--engine", "vllm", "--tokens", "-"], TOKENS, "0 namespaces are meant"),
         (["z", "--keys", "-"], "00" * 16, "0 namespaces are meant by 'z'"),
-        (["a", "--engine", "vllm", "--tokens", "-"], TOKENS, "leave --engine vllm out"),
+        (["a", "--engine", "vllm", "--tokens", "-"], TOKENS, "leave out --engine vllm"),
         (["tiny", "--tokens", "-"], TOKENS, "give --engine vllm"),
-        (["a", "--tokens", "-"], TOKENS[:3], "3 tokens are less than a block of 4"),
-        (["tiny", "--engine", "vllm", "--tokens", "-"], [], "0 tokens are less than a block of 4"),
-        (["tiny", "--engine", "vllm", "--block-size", "32", "--tokens", "-"], TOKENS, "less than a block of 32"),
+        (["a", "--tokens", "-"], TOKENS[:3], "3 tokens do not fill a block of 4"),
+        (["tiny", "--engine", "vllm", "--tokens", "-"], [], "0 tokens do not fill a block of 4"),
+        (["tiny", "--engine", "vllm", "--block-size", "32", "--tokens", "-"], TOKENS, "do not fill a block of 32"),
         (["tiny", "--engine", "vllm", "--hash-algo", "sha256", "--tokens", "-"], TOKENS, "sha256_cbor"),
         (["tiny", "--engine", "vllm", "--lora", "sql", "--tokens", "-"], TOKENS, "give name:path"),
         (["a", "--keys", "-"], "", "a prefix of no blocks"),
-        (["a", "--keys", "-", "--salt", "s"], "00" * 16, "given keys have theirs"),
+        (["a", "--keys", "-", "--salt", "s"], "00" * 16, "given keys already contain"),
         (["a"], "", "give either --tokens or --keys"),
         (["--tokens", "-"], TOKENS, "REPLICA-OR-NAMESPACE"),
         (["a", "--tokens", "-", "--replica", "a"], TOKENS, "--replica"),

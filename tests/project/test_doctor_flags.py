@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.doctor import _agreement
-from kvcached.doctor_flags import TRANSFER_CONFIG, VllmFlags, check_flags, check_layout, parse
-from kvcached_client.doctor import HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
-from kvcached_client.protocol import AttachedInfo
-from kvcached_client.vllm_keys import VllmHashing, block_hashes
+from kvcached.doctor.checks import _agreement
+from kvcached.doctor.vllm_flags import TRANSFER_CONFIG, VllmFlags, check_flags, check_layout, check_model, parse
+from kvcached_client.doctor.checks import HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
+from kvcached_client.protocol.engine import AttachedInfo
+from kvcached_client.vllm.keys import VllmHashing, block_hashes
 
 RUN_DIR = Path("/run/kvcached")
 CONFIG = json.dumps(TRANSFER_CONFIG)
@@ -141,10 +141,76 @@ def test_layout_that_is_the_same_on_all_shards_needs_room_once(tmp_path: Path) -
     assert f"takes {block_bytes} bytes on each of 4 shards, and is held once for all; 1 of them" in finding.text
 
 
+def test_layout_has_the_type_that_vllm_takes(tmp_path: Path) -> None:
+    """Where no argument names one, vLLM takes bfloat16 for a model in float32 or without a type, else the model's."""
+    for name, value in (("dtype", "float32"), ("torch_dtype", "float32"), ("dtype", None), ("dtype", "float16")):
+        assert "32 tokens takes 8192 bytes" in layout_of(tmp_path, "--block-size", "32", **{name: value}).text  # type: ignore[arg-type]
+    assert "takes 16384 bytes" in layout_of(tmp_path, "--block-size", "32", "--dtype=float", dtype="float32").text
+
+
+def test_layout_of_a_model_with_windows_is_that_of_full_attention(tmp_path: Path) -> None:
+    """Layers with sliding windows keep their blocks as all others, so that they count like them."""
+    mixed = layout_of(tmp_path, "--block-size", "32", layer_types=["sliding_attention", "full_attention"])
+    assert mixed == layout_of(tmp_path, "--block-size", "32")
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def model_problems(folder: Path, *arguments: str, **fields: object) -> list[Finding]:
+    (folder / "config.json").write_text(json.dumps({**MODEL, "max_position_embeddings": 32768, **fields}))
+    return list(check_model(str(folder), parse(arguments)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"kv_lora_rank": 512}, "multi-head latent attention"),
+        ({"text_config": {"kv_lora_rank": 512}}, "multi-head latent attention"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "not attention (linear_attention)"),
+        ({"mamba_d_state": 64}, "not attention (state space)"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding windows of 4096 tokens"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 512}, "sliding windows of 512 tokens"),
+    ],
+)
+def test_models_that_vllm_or_the_connector_refuse(tmp_path: Path, fields: dict[str, object], said: str) -> None:
+    """What would be refused when vLLM starts, after a minute, is said at once, with what to do."""
+    (finding,) = model_problems(tmp_path, **fields)
+    assert (finding.level, bool(finding.fix)) == ("fail", True)
+    assert said in finding.text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sliding_window": None},
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]},
+        {"model_type": "gemma2", "sliding_window": 4096},
+        {"kv_lora_rank": None},
+    ],
+)
+def test_models_that_are_taken(tmp_path: Path, fields: dict[str, object]) -> None:
+    """Full attention, windows in some layers only, and windows that are switched off are no problem."""
+    assert model_problems(tmp_path, **fields) == []
+
+
+def test_context_within_the_window_is_taken(tmp_path: Path) -> None:
+    """Where no context is longer than the window of all layers, no block is dropped."""
+    assert model_problems(tmp_path, "--max-model-len", "4096", model_type="mistral", sliding_window=4096) == []
+    assert model_problems(tmp_path, "--max-model-len=4097", model_type="mistral", sliding_window=4096) != []
+
+
+def test_model_that_is_not_here_has_no_problem() -> None:
+    """A name of the hub is not looked up."""
+    assert list(check_model("org/model", VllmFlags())) == []
+
+
 def test_layout_that_is_not_told_is_a_warning(tmp_path: Path) -> None:
     """A model whose blocks cannot be worked out, or that is not here, stops nobody."""
     assert layout_of(tmp_path, num_hidden_layers=0).level == "warn"
-    assert layout_of(tmp_path, layer_types=["sliding_attention"]).level == "warn"
+    assert layout_of(tmp_path, layer_types=["linear_attention"]).level == "warn"
     assert [finding.level for finding in check_layout("org/model", VllmFlags(), OFFERED)] == ["warn"]
     assert layout_of(tmp_path, "--block-size", "big").level == "warn"
 

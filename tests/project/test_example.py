@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.config import load_config
-from kvcached_client.layout import layout_from_model_config
+from kvcached.config.schema import load_config
+from kvcached_client.blocks.layout import layout_from_model_config
 from tests.project.daemon_process import clean_environment, running_daemon
 from tests.project.source_tree import ROOT
 

@@ -22,13 +22,13 @@ def test_log_plain_line_has_time_level_logger_and_message(capsys: pytest.Capture
     """A plain line starts with the time in UTC and names level and logger; nothing goes to stdout."""
     set_up_logging("info", "plain")
 
-    logging.getLogger("kvcached.service").info("session %d ended", 7)
+    logging.getLogger("kvcached.service.service").info("session %d ended", 7)
 
     captured = capsys.readouterr()
     assert captured.out == ""
     time, rest = captured.err.split(" ", 1)
     assert time.endswith("Z")
-    assert rest == "INFO kvcached.service: session 7 ended\n"
+    assert rest == "INFO kvcached.service.service: session 7 ended\n"
 
 
 def test_log_escapes_what_could_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvcached import VERSION
-from kvcached.cli import ExitCode, main
-from kvcached.config import Config
+from kvcached.cli.main import ExitCode, main
+from kvcached.config.schema import Config
 from tests.project.source_tree import ROOT
 
 

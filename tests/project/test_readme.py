@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+
+from benchmarks.demo_figure import draw
+from kvcached.demo.report import Report, sentence
 from tests.project.daemon_process import clean_environment, running_daemon
 from tests.project.source_tree import ROOT
 
@@ -36,16 +40,28 @@ def test_readme_session_runs(tmp_path: Path) -> None:
 
 
 def test_readme_begins_with_what_it_is() -> None:
-    """The first 30 lines say what this is and which kvcached, and hold a block's life, a session and both commands."""
-    start = "\n".join(README.splitlines()[:30])
+    """The first screen says what this is, for whom, which kvcached, what it does not do, and what it gives."""
+    start = "\n".join(README.splitlines()[:36])
 
     for part in (
         "A daemon that owns the KV cache",
-        "not the other kvcached",
-        "FREE",
-        "CACHED",
-        "make demo",
-        "make test",
+        "Not to be confused with",
+        "vLLM",
+        "your own engine",
+        "Alpha, and CPU memory only",
+        "Prometheus",
+        "First token",
+        "docs/figures/demo.svg",
     ):
         assert part in start
-    assert python_block() in start
+
+
+def test_readme_figures_are_those_of_a_run() -> None:
+    """The README's sentence and its bars are what the committed output of `kvcached demo --json` comes to."""
+    figures = ROOT / "docs/figures"
+    report = msgspec.json.decode((figures / "demo.json").read_bytes(), type=Report)
+
+    assert report.outputs_identical
+    assert all(each.hits for each in report.rounds)
+    assert sentence(report) in README
+    assert (figures / "demo.svg").read_text() == draw(report)

@@ -31,6 +31,19 @@ def test_imports_keep_the_layers(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert status == EXIT_STATUS_SUCCESS, capsys.readouterr().out
 
 
+def test_every_module_is_in_a_layer() -> None:
+    """Each module of the daemon is named in a contract of layers, itself or one of its packages."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [layer for contract in contracts if contract["id"].endswith("-layers") for layer in contract["layers"]]
+    named = {name.strip() for layer in layers for name in layer.split("|")}
+    for package in ("kvcached.core", "kvcached.storage"):  # their modules have contracts of their own
+        assert package in named
+    found = {path.removesuffix(".py").replace("/", ".") for path, _ in modules("kvcached") if "__" not in path}
+    is_alone = {name for name in named if not name.startswith(("kvcached.core", "kvcached.storage"))}
+    covered = {name for name in found if name in named or any(name.startswith(f"{layer}.") for layer in is_alone)}
+    assert found - covered == set()
+
+
 def test_example_engine_uses_the_public_client_only() -> None:
     """The example imports names of `kvcached_client`, no module of the daemon, and no private module of the client."""
     for path, tree in modules("examples"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvcached_client.attach_protocol import (
+from kvcached_client.blocks.layout import KvGroup, Layout
+from kvcached_client.errors import ErrorCode, Fault
+from kvcached_client.protocol.attach import (
     AttachRefused,
     AttachReply,
     AttachRequest,
@@ -11,10 +13,9 @@ from kvcached_client.attach_protocol import (
     Join,
     Joined,
     JoinedHost,
+    Leave,
 )
-from kvcached_client.errors import ErrorCode, Fault
-from kvcached_client.layout import KvGroup, Layout
-from kvcached_client.protocol import (
+from kvcached_client.protocol.engine import (
     Acquired,
     Alive,
     Allocated,
@@ -282,6 +283,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
             replicas=("default", "other"),
             generation=3,
             namespace=NAMESPACE,
+            label="",
             weights_version="step 2000",
             blocks=70_000,
         ),
@@ -313,6 +315,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
 ATTACH_REQUESTS: dict[str, AttachRequest] = {
     "attach-identify": Identify(client="engine 1.0"),
     "attach-join": Join(session=BIG, token=TOKEN, shard=1),
+    "attach-leave": Leave(),
 }
 ATTACH_REPLIES: dict[str, AttachReply] = {
     "attach-identified": Identified(member=MEMBER, endpoint="ipc:///run/kvcached/rpc.sock", daemon_epoch=300),

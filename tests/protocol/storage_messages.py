@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcached_client.protocol import Prefetch, Prefetched, Reply, Request, StorageControl, StorageReport
+from kvcached_client.protocol.engine import Prefetch, Prefetched, Reply, Request, StorageControl, StorageReport
 
 #: By their names in the golden file: header and frames.
 STORAGE_REQUESTS: dict[str, tuple[Request, list[bytes]]] = {

@@ -10,8 +10,10 @@ from typing import get_args
 import msgspec
 import pytest
 
-from kvcached_client import attach_protocol, layout, protocol
+from kvcached_client.blocks import layout
 from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol import attach as attach_protocol
+from kvcached_client.protocol import engine as protocol
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 

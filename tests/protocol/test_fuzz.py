@@ -11,14 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcached_client.attach_protocol import AttachReply, AttachRequest, decode_attach_reply, decode_attach_request
 from kvcached_client.errors import BadRequest, ErrorCode
-from kvcached_client.frames import REPLY_FRAMES, REQUEST_FRAMES, check_frames, check_reply_frames
-from kvcached_client.protocol import (
+from kvcached_client.protocol.attach import AttachReply, AttachRequest, decode_attach_reply, decode_attach_request
+from kvcached_client.protocol.engine import (
     BLOCKS_PER_MESSAGE_MAX,
     FRAME_SIZE_BYTES_MAX,
     HEADER_SIZE_BYTES_MAX,
-    PROGRESS_SLOTS,
     TREE_NODES_MAX,
     Acquired,
     Clear,
@@ -45,7 +43,9 @@ from kvcached_client.protocol import (
     salvage_id,
     unpack_tree_nodes,
 )
-from kvcached_client.protocol_fields import PRIORITY_MIN
+from kvcached_client.protocol.fields import PRIORITY_MIN
+from kvcached_client.protocol.frames import REPLY_FRAMES, REQUEST_FRAMES, check_frames, check_reply_frames
+from kvcached_client.types import PROGRESS_SLOTS
 
 GOLDEN: dict[str, list[str]] = json.loads(Path(__file__).with_name("golden.json").read_text())
 HEADERS = {name: bytes.fromhex(parts[0]) for name, parts in GOLDEN.items()}
@@ -109,9 +109,10 @@ def test_mutated_golden_headers_are_refused_or_valid(name: str, data: st.DataObj
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(REQUEST_HEADERS)), st.data(), wrong_values)
 def test_headers_with_a_wrong_value_are_refused_or_valid(name: str, data: st.DataObject, value: Any) -> None:
-    """Any value in any field is refused or taken as it is, never converted."""
+    """Any value in any field is refused or taken as it is; only a whole number becomes a fraction where one is due."""
     fields = msgpack.unpackb(REQUEST_HEADERS[name])
     field = data.draw(st.sampled_from(sorted(fields)))
+    is_fraction = type(fields[field]) is float and type(value) is int
     fields[field] = value
     header = msgpack.packb(fields)
     decodes_or_refuses(header)
@@ -120,8 +121,20 @@ def test_headers_with_a_wrong_value_are_refused_or_valid(name: str, data: st.Dat
     except BadRequest:
         return
     taken = request.__struct_config__.tag if field == "op" else getattr(request, field)
-    assert type(taken) is (tuple if isinstance(value, list) else type(value))
+    expected = tuple if isinstance(value, list) else float if is_fraction else type(value)
+    assert type(taken) is expected
     assert taken == (tuple(value) if isinstance(value, list) else value)
+
+
+def test_whole_number_is_taken_for_a_fraction() -> None:
+    """MessagePack has no point in 40: a client may send a rate so, and the daemon has the same number."""
+    fields = msgpack.unpackb(REQUEST_HEADERS["prefetch"])
+    assert type(fields["prefill_tokens_per_s"]) is float
+    fields["prefill_tokens_per_s"] = 40
+
+    request: Any = decode_request(msgpack.packb(fields))
+    rate = request.prefill_tokens_per_s
+    assert (type(rate), rate) == (float, 40.0)
 
 
 @pytest.mark.parametrize("name", sorted(REQUEST_HEADERS))

@@ -13,7 +13,7 @@ import msgpack
 import msgspec
 import pytest
 
-from kvcached_client.attach_protocol import (
+from kvcached_client.protocol.attach import (
     Attach,
     AttachReply,
     AttachRequest,
@@ -21,8 +21,7 @@ from kvcached_client.attach_protocol import (
     decode_attach_request,
     encode_attach,
 )
-from kvcached_client.frames import REPLY_FRAMES, check_frames
-from kvcached_client.protocol import (
+from kvcached_client.protocol.engine import (
     Acquire,
     Allocate,
     Bye,
@@ -65,6 +64,7 @@ from kvcached_client.protocol import (
     encode,
     unpack_tree_nodes,
 )
+from kvcached_client.protocol.frames import REPLY_FRAMES, check_frames
 from kvcached_client.types import WritePolicy
 from tests.protocol.replies import (
     ATTACH_REPLIES,
@@ -121,10 +121,11 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
             token=TOKEN,
             layout="00112233445566778899aabbccddeeff",
             namespace=NAMESPACE,
+            fence=7,
         ),
         [],
     ),
-    "declare": (Declare(id=27, epoch=4, request="req-1", tokens=40, hit=3, fence=7), [KEYS, SLOTS[:8], SLOTS[8:]]),
+    "declare": (Declare(id=27, epoch=4, request="req-1", tokens=40, hit=3), [KEYS, SLOTS[:8], SLOTS[8:]]),
     "declare_over": (DeclareOver(id=28, epoch=4), []),
     "hello_attached": (
         HelloAttached(
@@ -167,8 +168,8 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
     "pause": (Pause(id=27, replica="default", deadline_ms=600_000), []),
     "resume": (Resume(id=28), []),
     "drain": (Drain(id=29, deadline_ms=0), []),
-    "clear_replica": (ClearReplica(id=30, replica="default"), []),
-    "set_weights": (SetWeights(id=31, replica="default", version="step 2000"), []),
+    "clear_replica": (ClearReplica(id=30, target="default"), []),
+    "set_weights": (SetWeights(id=31, target="default", version="step 2000"), []),
     "pin": (Pin(id=34, target="default", ttl_ms=3_600_000), [KEYS]),
     "unpin": (Unpin(id=35, target="default"), [KEYS]),
     "set_policy": (SetPolicy(id=33, target="default", policy=WritePolicy.WRITE_BACK), []),

@@ -12,8 +12,7 @@ import socket
 import subprocess
 import sys
 
-from kvcached.descriptor_store import VARIABLES, remove, store, take_stored
-from kvcached.notify import READY, STOPPING, notify
+from kvcached.recovery.fd_store import READY, STOPPING, VARIABLES, notify, remove, store, take_stored
 
 STOPPED_STATUS = 7
 UNREADY_STATUS = 5
@@ -53,6 +52,8 @@ def main(address: str, behaviours: set[str]) -> None:
         sys.exit(UNREADY_STATUS)
     if "usage" in behaviours:
         sys.exit(2)
+    if "stuck" in behaviours and not before:
+        signal.sigwait(signals)
     if "forgetful" in behaviours:
         remove("pool")
     notify(READY)

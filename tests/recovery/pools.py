@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 import random
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcached.worker.host_memory import HostHeaders, HostMemory
-from kvcached_client import header_table
-from kvcached_client.header_table import BlockNames
-from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.host_header import HeaderKind
+from kvcached.memory.host_pool import HostHeaders, HostMemory
+from kvcached_client.blocks import header as host_header
+from kvcached_client.blocks.header import BlockName, HeaderKind
+from kvcached_client.blocks.host_layout import HostGeometry
+
+
+class BlockNames(NamedTuple):
+    """What blocks are called, one row for each: keys and parents of 16 bytes, and depths."""
+
+    keys: npt.NDArray[np.uint8]
+    parents: npt.NDArray[np.uint8]
+    depths: npt.NDArray[np.int64]
+
 
 KIND = HeaderKind(b"namespace-namesp", b"fingerprint-fing", 5)
 #: Slabs of 24 slots on two shards.
@@ -43,9 +52,20 @@ def store(
     geometry: HostGeometry = GEOMETRY,
 ) -> None:
     """Write headers as shards do, each with checksums of its own."""
+    memory = headers._mapped.cast("B")
     for shard in shards:
-        table = header_table.pack(kind, names, bytes([shard]) * 16 * len(slots), epoch, transfer)
-        headers.table.write(places_of(slots, shard, geometry), table)
+        rows = zip(names.keys, names.parents, names.depths.tolist(), strict=True)
+        for place, (key, parent, depth) in zip(places_of(slots, shard, geometry).tolist(), rows, strict=True):
+            name = BlockName(key.tobytes(), parent.tobytes(), depth)
+            header = host_header.pack(kind, name, bytes([shard]) * 16, epoch, transfer)
+            host_header.write(memory[place : place + 128], header)
+
+
+def invalidate(headers: HostHeaders, slots: npt.NDArray[np.int64], shard: int) -> None:
+    """Say that slots hold no blocks."""
+    memory = headers._mapped.cast("B")
+    for place in places_of(slots, shard).tolist():
+        host_header.invalidate(memory[place : place + 128])
 
 
 def first(names: BlockNames, count: int) -> BlockNames:

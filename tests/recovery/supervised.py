@@ -6,7 +6,7 @@ import json
 import sys
 
 from kvcached.log import set_up_logging
-from kvcached.supervise import Policy, supervise
+from kvcached.recovery.supervise import Policy, supervise
 
 if __name__ == "__main__":
     set_up_logging("info", "plain")

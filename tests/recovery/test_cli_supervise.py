@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import kvcached.supervise
-from kvcached.cli import ExitCode, main
-from kvcached.supervise import FAILED_STARTS_MAX, START_FAILED, WRONG_USAGE, Policy
+import kvcached.recovery.supervise
+from kvcached.cli.main import ExitCode, main
+from kvcached.recovery.supervise import FAILED_STARTS_MAX, START_FAILED, WRONG_USAGE, Policy
 from kvcached_client import Admin
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
@@ -42,7 +42,7 @@ def test_cli_supervise_hands_its_arguments_on(
         calls.append((command, policy))
         return 9
 
-    monkeypatch.setattr(kvcached.supervise, "supervise", fake)
+    monkeypatch.setattr(kvcached.recovery.supervise, "supervise", fake)
 
     assert CliRunner().invoke(main, ["supervise", *given]).exit_code == 9
     expected = [sys.executable, "-m", "kvcached", "serve", *passed_on]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcached import descriptor_store
-from kvcached.descriptor_store import VARIABLES, remove, store, take_stored
+from kvcached.recovery import fd_store as descriptor_store
+from kvcached.recovery.fd_store import VARIABLES, remove, store, take_stored
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcached.worker.host_memory import HostHeaders, HostMemory, adopt_host_memory, create_host_memory
-from kvcached.worker.memory import sealed_memfd
-from kvcached_client import host_header
+from kvcached.memory.host_pool import HostHeaders, HostMemory, adopt_host_memory, create_host_memory
+from kvcached.memory.sealed import sealed_memfd
+from kvcached_client.blocks import header as host_header
 from tests.recovery.pools import GEOMETRY, chain, header_bytes, store
 
 SIZE = GEOMETRY.size_bytes

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import msgspec
@@ -16,21 +19,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached import ledger as module
-from kvcached.ledger import (
+from kvcached.process import identity
+from kvcached.process.identity import ProcessIdentity, identity_of, open_process
+from kvcached.process.peer import PeerProcess
+from kvcached.recovery import state_file
+from kvcached.recovery.state_file import (
     HostPoolRecord,
     Ledger,
     LedgerFile,
     MemberRecord,
-    ProcessIdentity,
     ReplicaRecord,
     SessionRecord,
     SpaceRecord,
-    WorkerRecord,
     boot_id,
-    identity_of,
-    open_process,
     read_ledger,
+    sealed,
 )
 
 ROOT = "ab" * 32
@@ -55,7 +58,6 @@ LEDGER = Ledger(
             name="a", fingerprint="00" * 16, namespace="cd" * 32, generation=0, weights_version="v1", slots=64
         ),
     ),
-    workers=(WorkerRecord(replica="a", shard=0, process=ProcessIdentity(5, 77)),),
     sessions=(
         SessionRecord(
             id=9,
@@ -114,19 +116,18 @@ def test_ledger_that_is_not_there_is_no_warning(path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"format": 2}, "format is 2"),
+        ({"format": 1}, "format is 1"),
         ({"boot": "of another day"}, "booted"),
         ({"epoch": -1}, "damaged"),
         ({"epoch": "1"}, "damaged"),
         ({"later": 1}, "damaged"),
-        ({"workers": [{"replica": "a", "shard": 0, "process": {"pid": 0, "started": 1}}]}, "damaged"),
     ],
 )
 def test_ledger_of_another_kind_is_not_used(
     change: dict[str, Any], reason: str, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another format, another boot, a field that is wrong or unknown: one log line that says which, no ledger."""
-    path.write_text(json.dumps({**msgspec.to_builtins(LEDGER), **change}))
+    path.write_bytes(sealed(json.dumps({**msgspec.to_builtins(LEDGER), **change}).encode()))
 
     assert reason in refused(path, caplog)
 
@@ -138,7 +139,7 @@ def test_ledger_that_contradicts_itself_is_not_used(
     """A slab that is not there, lent twice, or lent to a name that is none makes the ledger worthless."""
     fields = msgspec.to_builtins(LEDGER)
     fields["host"]["lent"] = lent
-    path.write_text(json.dumps(fields))
+    path.write_bytes(sealed(json.dumps(fields).encode()))
 
     assert "damaged" in refused(path, caplog)
 
@@ -181,7 +182,7 @@ def test_only_a_file_of_ones_own_is_read(
     elif kind == "pipe":
         os.mkfifo(path)
     else:
-        monkeypatch.setattr(module, "LEDGER_BYTES_MAX", 100)
+        monkeypatch.setattr(state_file, "LEDGER_BYTES_MAX", 100)
         other.rename(path)
 
     assert "not used" in refused(path, caplog)
@@ -204,7 +205,7 @@ def test_killed_writer_leaves_a_whole_ledger(path: Path) -> None:
     code = f"""
 from pathlib import Path
 import msgspec
-from kvcached.ledger import LedgerFile, read_ledger
+from kvcached.recovery.state_file import LedgerFile, read_ledger
 path = Path({str(path)!r})
 file, ledger = LedgerFile(path), read_ledger(path)
 for epoch in range(10**9):
@@ -221,6 +222,34 @@ for epoch in range(10**9):
     assert found is not None
     assert msgspec.structs.replace(found, epoch=LEDGER.epoch) == LEDGER
     assert found.epoch >= 50
+
+
+def test_ledger_of_a_directory_that_is_gone_is_nobody_elses(tmp_path: Path) -> None:
+    """A daemon whose run directory was removed writes into no other one in its place, and removes nothing there."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    file = LedgerFile(directory / "ledger")
+    file.write(LEDGER)
+    (directory / "ledger").unlink()
+    directory.rmdir()
+    directory.mkdir()
+    LedgerFile(directory / "ledger").write(LEDGER)
+
+    with pytest.raises(OSError, match="No such file"):
+        file.write(Ledger(boot=boot_id(), epoch=2))
+    file.remove()
+
+    assert read_ledger(directory / "ledger") == LEDGER
+
+
+def test_changed_byte_makes_a_ledger_worthless(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A field that says something else and still has its type is not believed, wherever it is."""
+    LedgerFile(path).write(LEDGER)
+    whole = path.read_bytes()
+    digits = [at for at in range(len(whole)) if whole[at : at + 1].isdigit()]
+    for at in digits:
+        path.write_bytes(whole[:at] + (b"1" if whole[at : at + 1] != b"1" else b"2") + whole[at + 1 :])
+        assert "not used" in refused(path, caplog)
 
 
 def test_removed_ledger_is_gone(path: Path) -> None:
@@ -271,9 +300,45 @@ def test_dead_process_is_not_opened() -> None:
         assert identity_of(process.pid) is None
 
 
+def test_id_of_a_thread_is_no_process() -> None:
+    """A pid that was written down and is a thread's id now is dead: the kernel has another error for it."""
+    told: Queue[int] = Queue()
+    end = threading.Event()
+
+    def live() -> None:
+        told.put(threading.get_native_id())
+        end.wait()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    number = told.get()
+    try:
+        assert number != os.getpid()
+        assert open_process(number, 1) is None
+        assert PeerProcess.found(ProcessIdentity(number, 1)) is None
+    finally:
+        end.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("number", [errno.ESRCH, errno.ENOENT, errno.EINVAL])
+def test_each_kernels_word_for_no_process(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever error a kernel has for an id that no process has: it is no process. Other errors are told."""
+
+    def refuse(_: int) -> int:
+        raise OSError(refused_with, os.strerror(refused_with))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    refused_with = number
+    assert open_process(5, 1) is None
+    refused_with = errno.EMFILE
+    with pytest.raises(OSError, match="Too many open files"):
+        open_process(5, 1)
+
+
 def test_process_that_cannot_be_looked_at_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A living process whose start time is hidden is taken for the one that was meant: it might be writing."""
-    monkeypatch.setattr(module, "identity_of", lambda _: None)
+    monkeypatch.setattr(identity, "identity_of", lambda _: None)
 
     pidfd = open_process(os.getpid(), 1)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import array
+import gc
 import logging
 import os
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvcached.descriptor_store import remove, store
-from kvcached.notices import KEPT_MAX, KeptDescriptors, Notice, NoticeSocket
-from kvcached.notify import READY, notify
+from kvcached.recovery.fd_store import KEPT_MAX, READY, KeptDescriptors, Notice, NoticeSocket, notify, remove, store
 
 
 @pytest.fixture
@@ -33,6 +33,7 @@ def kept() -> Iterator[KeptDescriptors]:
 
 
 def open_descriptors() -> int:
+    gc.collect()  # else it may be earlier tests' garbage that closes some
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
@@ -58,16 +59,71 @@ def test_messages_of_others_are_not_believed(
         with caplog.at_level(logging.WARNING, "kvcached"):
             assert list(notices.messages(pid)) == []
 
-    assert [f"of process {os.getpid()}" in message for message in caplog.messages] == [True, True]
+    assert [f"of process {os.getpid()}" in message for message in caplog.messages] == [True]
     assert open_descriptors() == before
 
 
+def test_flood_of_messages_is_one_line_a_minute(
+    notices: NoticeSocket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Thousands of messages that are not believed make one log line, and one with their number a minute later."""
+    now_s = 1000.0
+    monkeypatch.setattr("kvcached.recovery.fd_store.time.monotonic", lambda: now_s)
+
+    def flood(count: int) -> None:
+        for _ in range(count):
+            notify(READY)
+            assert list(notices.messages(0)) == []
+
+    flood(3000)
+    assert len(caplog.messages) == 1
+    now_s += 61
+    flood(2)
+
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].startswith("3000 notifications were not believed")
+
+
+def test_no_other_user_reaches_the_socket(notices: NoticeSocket) -> None:
+    """The socket is a path in a directory that only its user may enter, and goes with it."""
+    directory = Path(notices.name).parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert Path(notices.name).is_socket()
+
+    notices.close()
+
+    assert not directory.exists()
+
+
+def test_socket_finds_a_directory_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no path below TMPDIR will do, the socket is in /dev/shm, as in a container with a read-only file system."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 30)))
+
+    notices = NoticeSocket()
+
+    assert notices.name.startswith("/dev/shm/kvcached-notify-")  # noqa: S108
+    notices.close()
+
+
+def test_without_any_directory_the_error_names_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no directory can be written the start fails, and the message says which variable to set."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    monkeypatch.setattr("kvcached.recovery.fd_store._LAST_RESORT", str(tmp_path / "none"))
+
+    with pytest.raises(OSError, match="name a directory that can be written in TMPDIR"):
+        NoticeSocket()
+
+
 def test_messages_that_were_cut_are_not_believed(
-    notices: NoticeSocket, memfd: Callable[[bytes], int], caplog: pytest.LogCaptureFixture
+    notices: NoticeSocket,
+    memfd: Callable[[bytes], int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A message with more bytes or descriptors than a daemon sends is dropped whole."""
     descriptor, before = memfd(b""), open_descriptors()
-    address = "\0" + notices.name[1:]
+    address = notices.name
+    monkeypatch.setattr("kvcached.recovery.fd_store._REFUSAL_LOG_PAUSE_S", 0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.sendto(b"READY=1\n" + b"x" * 5000, address)
         many = array.array("i", [descriptor] * 17)

@@ -15,14 +15,13 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcached import recovery
-from kvcached.recovery import UNKNOWN_OWNER, FoundBlocks, scan
-from kvcached.worker.host_memory import HostHeaders, create_host_memory
-from kvcached_client import host_header
-from kvcached_client.header_table import BlockNames
-from kvcached_client.host_header import BlockName, HeaderKind
+from kvcached.memory.host_pool import HostHeaders, create_host_memory
+from kvcached.recovery import scan as recovery
+from kvcached.recovery.scan import UNKNOWN_OWNER, FoundBlocks, scan
+from kvcached_client.blocks import header as host_header
+from kvcached_client.blocks.header import BlockName, HeaderKind
 from tests.project.source_tree import ROOT
-from tests.recovery.pools import GEOMETRY, KIND, chain, first, header_bytes, store
+from tests.recovery.pools import GEOMETRY, KIND, BlockNames, chain, first, header_bytes, store
 
 PER_SLAB = GEOMETRY.slots_per_slab
 ALL = range(GEOMETRY.slabs)
@@ -313,14 +312,14 @@ def told_by(header: bytes) -> tuple[object, ...] | None:
 WRITER = """
 import sys
 import numpy as np
-from kvcached.worker.host_memory import HostHeaders, HostMemory
-from tests.recovery.pools import GEOMETRY, chain, places_of, store
+from kvcached.memory.host_pool import HostHeaders, HostMemory
+from tests.recovery.pools import GEOMETRY, chain, invalidate, store
 headers = HostHeaders(HostMemory(int(sys.argv[1]), GEOMETRY.slabs, GEOMETRY.slab_bytes))
 slots = np.arange(GEOMETRY.slots_per_slab)
 names = chain(len(slots))
 for transfer in range(10**9):
     for shard in range(2):
-        headers.table.invalidate(places_of(slots, shard))
+        invalidate(headers, slots, shard)
     store(headers, slots, names, transfer=transfer)
     if not transfer:
         print("going", flush=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from kvcached.core.events import Ticked
-from kvcached.core.states import SlotState
-from kvcached_client import protocol as wire
-from kvcached_client.attach_protocol import JoinedHost
+from kvcached.core.messages import Ticked
+from kvcached.core.slots.states import SlotState
+from kvcached_client.protocol import engine as wire
+from kvcached_client.protocol.attach import JoinedHost
 from kvcached_client.types import SessionId, ShardIndex, unpack_ranges
 from tests.service.office import EPOCH, ONE, FakePeer, Office, key_chain
 
@@ -105,7 +105,7 @@ class AttachedOffice(Office):
 
     def host_states(self) -> dict[str, int]:
         """Host slots of all engines' namespaces by state, those that there are none of left out."""
-        counts = [tree.host.counts for tree in self.cache.attached.spaces.trees if tree.host is not None]
+        counts = [tree.host.counts for tree in self.cache.offload.namespaces.trees if tree.host is not None]
         states = (SlotState.FREE, SlotState.FILLING, SlotState.CACHED, SlotState.QUARANTINED)
         return {
             state.name.lower(): sum(each[state] for each in counts)

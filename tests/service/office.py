@@ -8,20 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvcached.answers import Answer
-from kvcached.attached_admission import HostShare
-from kvcached.books import Shelf
-from kvcached.core.answers import PoolSpec
 from kvcached.core.cache import Cache
-from kvcached.core.effects import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
-from kvcached.core.states import SlotState
-from kvcached.host_notes import Headers
-from kvcached.ledger import ProcessIdentity
-from kvcached.replica import Replica, Settled
-from kvcached.service import Service
-from kvcached_client import protocol as wire
+from kvcached.core.messages import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
+from kvcached.core.namespaces import PoolSpec
+from kvcached.core.slots.states import SlotState
+from kvcached.process.identity import ProcessIdentity
+from kvcached.service.offload_admission import HostShare
+from kvcached.service.replica import Replica, Settled
+from kvcached.service.replies import Answer
+from kvcached.service.service import Service
+from kvcached.service.state_writer import Headers, StatePlace
+from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.errors import ErrorCode, request_error
-from kvcached_client.layout import KvGroup, Layout
+from kvcached_client.protocol import engine as wire
 from kvcached_client.types import ShardIndex, TransferId
 
 LAYOUT = Layout(
@@ -72,17 +71,7 @@ class FakeWorkers:
     abandoned: list[AbandonLoad] = field(default_factory=list)
 
     def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
-        if self.failure:
-            raise request_error(ErrorCode.WORKER_LOST, self.failure, "see the log")
         return (1000 + shard, 2000 + shard)
-
-    @property
-    def adopted(self) -> bool:
-        return False
-
-    @property
-    def processes(self) -> dict[ShardIndex, ProcessIdentity]:
-        return {}
 
     def start(self, transfer: StartTransfer, settled: Settled) -> None:
         self.transfers[transfer.transfer] = (transfer, settled)
@@ -142,7 +131,7 @@ class Office:
         *names: str,
         host_slabs: int = 0,
         spaces: int = 0,
-        shelf: Shelf | None = None,
+        state_place: StatePlace | None = None,
         headers: Headers | None = None,
     ) -> None:
         names = names or ("a",)
@@ -155,7 +144,7 @@ class Office:
             epoch=EPOCH,
             session_ttl_ms=1000,
             host_slabs=host_slabs,
-            spaces_max=spaces,
+            namespaces_max=spaces,
         )
         replicas = [
             Replica(
@@ -186,7 +175,7 @@ class Office:
             share=HostShare(HOST_MEMORY, host_slabs, SLAB_BYTES, verify_loads=True) if spaces else None,
             later=self._later,
             headers=headers,
-            shelf=shelf,
+            state_place=state_place,
         )
         self.service.watch = self
         self._request = 0

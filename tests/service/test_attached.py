@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvcached.core.invariants import check
-from kvcached_client import protocol as wire
+from kvcached.core.insight.invariants import check
 from kvcached_client.errors import ErrorCode, RequestError
+from kvcached_client.protocol import engine as wire
 from kvcached_client.types import pack_ranges
 from tests.service.attached_office import (
     BLOCK_BYTES,
@@ -38,7 +38,7 @@ def test_hello_tells_what_an_engine_needs(office: AttachedOffice) -> None:
 
     assert (welcome.epoch, welcome.daemon_epoch, welcome.generation, welcome.verify_loads) == (EPOCH, EPOCH, 0, True)
     assert (welcome.heartbeat_interval_ms, welcome.session_ttl_ms, len(welcome.namespace)) == (100, 1000, 32)
-    assert list(office.cache.attached.sessions) == [welcome.session]
+    assert list(office.cache.offload.sessions) == [welcome.session]
 
 
 @pytest.mark.parametrize(
@@ -52,25 +52,24 @@ def test_hello_tells_what_an_engine_needs(office: AttachedOffice) -> None:
 def test_hello_refuses_what_does_not_fit(office: AttachedOffice, fields: dict[str, Any], code: ErrorCode) -> None:
     """Another version, and blocks that no slab can hold, are told apart, and open nothing."""
     assert office.error(office.hello_attached(FakePeer(1), **fields)) is code
-    assert (office.cache.attached.sessions, office.cache.attached.spaces.trees) == ({}, [])
+    assert (office.cache.offload.sessions, office.cache.offload.namespaces.trees) == ({}, [])
 
 
 def test_hello_refuses_more_blocks_than_slots_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that the pool would hold more than a slot number can tell are refused."""
     office = AttachedOffice()
-    monkeypatch.setattr("kvcached.attached_admission.SLOTS_MAX", 31)
+    monkeypatch.setattr("kvcached.service.offload_admission.SLOTS_MAX", 31)
 
     assert office.error(office.hello_attached(FakePeer(1))) is ErrorCode.WRONG_LAYOUT
-    monkeypatch.setattr("kvcached.attached_admission.SLOTS_MAX", 32)
+    monkeypatch.setattr("kvcached.service.offload_admission.SLOTS_MAX", 32)
     office.attach(FakePeer(1))
 
 
-def test_hello_needs_a_living_process_and_a_routing_id_of_the_daemon(office: AttachedOffice) -> None:
-    """A member token of a dead process, or of nobody, and a connection that named itself open nothing."""
+def test_hello_needs_a_living_process(office: AttachedOffice) -> None:
+    """A member token of a dead process opens nothing."""
     process = FakePeer(1)
     hello = office.hello_attached(process)
 
-    assert office.error(hello, peer=b"engine-0") is ErrorCode.BAD_VALUE
     process.dead = True
     assert office.error(hello) is ErrorCode.UNAUTHENTICATED
 
@@ -94,12 +93,24 @@ def test_connection_has_one_session_of_either_kind(office: AttachedOffice) -> No
     assert office.error(office.hello_attached(FakePeer(2)), peer=TWO) is ErrorCode.POOL_BUSY
 
 
+def test_one_process_leaves_namespaces_to_others(office: AttachedOffice) -> None:
+    """A process has sessions in half of the namespaces that there may be, in one of two here; others get the rest."""
+    process = FakePeer(1)
+    office.attach(process)
+    another = office.hello_attached(process, keyspace=b"l" * 32, instance=OTHER_INSTANCE)
+
+    refusal = office.expect(wire.ErrorReply, another, peer=TWO)
+    assert (refusal.code, "one process" in refusal.message) == (ErrorCode.LIMIT, True)
+    office.attach(process, peer=TWO, instance=OTHER_INSTANCE)  # again in the same namespace
+    office.attach(FakePeer(2), peer=THREE, keyspace=b"l" * 32)
+
+
 def test_hello_again_with_the_same_id_is_the_same_session(office: AttachedOffice) -> None:
     """A retry of a hello gets the welcome that it already got."""
     hello = office.hello_attached(FakePeer(1))
 
     assert office.ask(hello) == office.ask(hello)
-    assert len(office.cache.attached.sessions) == 1
+    assert len(office.cache.offload.sessions) == 1
 
 
 @pytest.mark.parametrize(
@@ -128,7 +139,7 @@ def test_what_makes_blocks_differ_makes_another_namespace(office: AttachedOffice
 def test_shards_get_the_host_pool(office: AttachedOffice) -> None:
     """Whoever shows the session's token gets the pool's descriptor, and what is needed to find a block in it."""
     welcome = office.attach(FakePeer(1))
-    session = office.cache.attached.sessions[welcome.session]  # type: ignore[index]
+    session = office.cache.offload.sessions[welcome.session]  # type: ignore[index]
     joined = office.join(FakePeer(2), welcome, 1)
     _, descriptors = office.service.join(FakePeer(3), session.id, welcome.token, 0)  # type: ignore[arg-type]
 
@@ -183,7 +194,7 @@ def test_a_block_goes_to_the_host_pool_and_back(office: AttachedOffice) -> None:
     assert office.cache.counters["loaded_blocks"] == 2
     for lease in (held, again):
         office.expect(wire.Released, wire.Release(id=office.next_id(), epoch=EPOCH, lease=lease.lease))
-    assert office.cache.attached.exchanges == []
+    assert office.cache.offload.transfers == []
 
 
 def test_corrupt_blocks_are_told_by_their_place_in_the_load(office: AttachedOffice) -> None:
@@ -298,7 +309,7 @@ def test_retries_have_one_effect(office: AttachedOffice) -> None:
     second = office.acquire_blocks(2, request="second")
     load = office.prepare_load(second.lease, 2)
     assert office.ask(load) == office.ask(load)
-    assert len(office.cache.attached.exchanges) == 1
+    assert len(office.cache.offload.transfers) == 1
     clear = wire.Clear(id=office.next_id(), epoch=EPOCH)
     assert office.ask(clear) == office.ask(clear)
     refused = office.prepare_load(second.lease, 2)
@@ -356,7 +367,7 @@ def test_tree_and_inspect_show_attached_engines(office: AttachedOffice) -> None:
 
     assert (shown.found, shown.depth, shown.places[0].tier, shown.places[0].state) == (True, 1, "host", "cached")
     assert "reader" in shown.leases
-    assert shown.transfers == (f"load {plan.transfer} by an engine in attached mode",)
+    assert shown.transfers == (f"load {plan.transfer} by an engine in offload mode",)
     assert (tree.blocks, [node.tiers for node in nodes if node.level]) == (3, [{"host": 3}])
     assert welcome.namespace in [node.key for node in nodes]
     assert office.expect(wire.CheckReport, wire.Check(id=office.next_id())).ok

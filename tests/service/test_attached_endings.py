@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client import protocol as wire
 from kvcached_client.errors import ErrorCode
-from kvcached_client.protocol import EVERY_SHARD
+from kvcached_client.protocol import engine as wire
+from kvcached_client.protocol.engine import EVERY_SHARD
 from tests.service.attached_office import (
     OTHER_INSTANCE,
     AttachedOffice,
@@ -27,7 +27,7 @@ def test_goodbye_ends_a_session_without_copies_at_once(office: AttachedOffice) -
     office.store_blocks(welcome, 2)
     office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
 
-    assert office.cache.attached.sessions == {}
+    assert office.cache.offload.sessions == {}
     assert (office.cache.counters["sessions_ended"], office.cache.counters["sessions_expired"]) == (1, 0)
     assert office.forgotten == [scheduler, shard]
     assert office.error(wire.Clear(id=office.next_id(), epoch=EPOCH)) is ErrorCode.NO_SESSION
@@ -90,7 +90,7 @@ def test_hello_of_the_same_engine_replaces_its_session(office: AttachedOffice) -
     office.storing(2)
     second = office.attach(scheduler, peer=TWO)
 
-    assert list(office.cache.attached.sessions) == [second.session]
+    assert list(office.cache.offload.sessions) == [second.session]
     assert second.session > first.session
     assert office.host_states() == {"free": 8}
     assert office.forgotten == []  # the same process is in the new session
@@ -112,7 +112,7 @@ def test_slots_of_a_replaced_session_wait_for_each_of_its_shards(office: Attache
     assert office.forgotten == [shards[0]]
     office.join(shards[1], second, 1)
     assert office.host_states() == {"free": 8}
-    assert list(office.cache.attached.sessions) == [second.session]
+    assert list(office.cache.offload.sessions) == [second.session]
 
 
 def test_shard_that_joins_as_another_one_is_not_through(office: AttachedOffice) -> None:
@@ -154,7 +154,7 @@ def test_engine_with_the_same_name_for_itself_ends_nobody_elses_session(office: 
     office.join(FakePeer(4), two, 0)
     plan = office.storing(2)
 
-    assert list(office.cache.attached.sessions) == [one.session, two.session]
+    assert list(office.cache.offload.sessions) == [one.session, two.session]
     for shard in range(2):
         office.expect(wire.Settled, office.commit_store(one, plan.transfer, shard))
     assert office.hit(2, peer=TWO) == 2
@@ -166,7 +166,7 @@ def test_processes_without_visible_pids_are_never_taken_for_one(office: Attached
     office.storing(2)
     office.attach(FakePeer(0), peer=TWO)
 
-    assert len(office.cache.attached.sessions) == 2
+    assert len(office.cache.offload.sessions) == 2
     assert office.host_states() == {"free": 6, "filling": 2}
 
 
@@ -180,9 +180,9 @@ def test_death_of_a_process_of_a_replaced_session_is_seen(office: AttachedOffice
     office.die(shard)
 
     assert office.host_states() == {"free": 8}
-    assert list(office.cache.attached.sessions) == [second.session]
+    assert list(office.cache.offload.sessions) == [second.session]
     office.die(scheduler)
-    assert office.cache.attached.sessions == {}
+    assert office.cache.offload.sessions == {}
 
 
 def test_connection_of_a_replaced_session_belongs_to_nobody(office: AttachedOffice) -> None:
@@ -192,4 +192,4 @@ def test_connection_of_a_replaced_session_belongs_to_nobody(office: AttachedOffi
     office.attach(scheduler, peer=TWO)
     office.attach(scheduler, peer=ONE)
 
-    assert len(office.cache.attached.sessions) == 1
+    assert len(office.cache.offload.sessions) == 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client import protocol as wire
 from kvcached_client.errors import ErrorCode
+from kvcached_client.protocol import engine as wire
 from kvcached_client.types import MissReason
 from tests.service.attached_office import AttachedOffice
 from tests.service.office import TWO, FakePeer, Office, key_chain

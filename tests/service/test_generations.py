@@ -1,14 +1,17 @@
-"""Which generation a replica starts in."""
+"""Which generation a namespace starts in."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from kvcached.config import ReplicaConfig, load_config
-from kvcached.generations import Generation, generation_of
-from kvcached.ledger import Ledger, ReplicaRecord, boot_id
+from kvcached.config.replica import ReplicaConfig
+from kvcached.config.schema import load_config
+from kvcached.core.generations import Edition
+from kvcached.recovery.generations import EditionRecord, Generation, Record, editions_of, first_of, generation_of
+from kvcached.recovery.state_file import Ledger, ReplicaRecord, SpaceRecord, boot_id
 
 CONFIG = """
 [[replica]]
@@ -23,6 +26,9 @@ head_dim = 8
 v_head_dim = 8
 dtype = "float32"
 """
+#: The first generation of a life.
+FIRST = 1000
+ROOT = b"s" * 32
 
 
 @pytest.fixture
@@ -37,26 +43,39 @@ def configured(folder: Path, revision: str = "1") -> ReplicaConfig:
     return replica
 
 
-def ledger(*records: tuple[str, Generation]) -> Ledger:
-    """What an earlier daemon wrote down of replicas."""
+def ledger(*replicas: Generation, spaces: Mapping[bytes, int] | None = None) -> Ledger:
+    """What an earlier daemon wrote down."""
     return Ledger(
         boot=boot_id(),
         epoch=1,
-        host=None,
-        spaces=(),
+        spaces=tuple(
+            SpaceRecord(
+                root=root.hex(), label="m", fingerprint="00", block_size=4, shards=1, block_bytes=1, slots_per_slab=1,
+                generation=generation,
+            )
+            for root, generation in (spaces or {}).items()
+        ),
         replicas=tuple(
             ReplicaRecord(
-                name=name,
+                name="a",
                 fingerprint="00",
                 namespace=each.namespace.hex(),
                 generation=each.number,
                 weights_version=each.weights_version,
                 slots=4,
             )
-            for name, each in records
+            for each in replicas
         ),
-        workers=(),
-        sessions=(),
+    )  # fmt: skip
+
+
+def record(editions: Mapping[bytes, Edition]) -> Record:
+    """What is written down beside storage."""
+    return Record(
+        editions=tuple(
+            EditionRecord(namespace=root.hex(), generation=each.generation, weights_version=each.weights_version)
+            for root, each in editions.items()
+        )
     )
 
 
@@ -64,30 +83,60 @@ def generation(replica: ReplicaConfig, number: int, weights: str = "") -> Genera
     return Generation(number, weights, replica.namespace(number, weights))
 
 
-def test_first_generation_without_a_ledger(replica: ReplicaConfig) -> None:
-    """Where nothing was written down the namespace is what the configuration says."""
-    assert generation_of(replica, None) == generation_of(replica, ledger()) == generation(replica, 0)
+def edition(of: Generation) -> dict[bytes, Edition]:
+    return {of.namespace: Edition(of.number, of.weights_version)}
+
+
+def test_nothing_written_down_begins_a_generation_of_this_life(replica: ReplicaConfig) -> None:
+    """Without ledger and record nothing is known of what storage has: the number is one that no earlier life used."""
+    assert editions_of(None, None) == {}
+    assert generation_of(replica, {}, FIRST) == generation(replica, FIRST)
 
 
 @pytest.mark.parametrize("weights", ["", "step 9"])
 def test_generation_goes_on(replica: ReplicaConfig, weights: str) -> None:
-    """Generation and weights are those that were written down, for another replica of the namespace, too."""
+    """Generation and weights are those that were written down, in the ledger or beside storage."""
     written = generation(replica, 3, weights)
 
-    assert generation_of(replica, ledger(("a", written))) == written
-    assert generation_of(replica, ledger(("gone", written), ("a", generation(replica, 0)))) == written
+    for found in (
+        editions_of(None, ledger(written)),
+        editions_of(record(edition(written)), None),
+        editions_of(record(edition(generation(replica, 0))), ledger(written)),
+    ):
+        assert generation_of(replica, found, FIRST) == written
+
+
+@pytest.mark.parametrize(("told", "recorded"), [(5, 6), (6, 5), (6, 6)])
+def test_later_of_two_generations_holds(replica: ReplicaConfig, told: int, recorded: int) -> None:
+    """A crash between the two files, or storage that was away during a clear, brings no generation back."""
+    both = edition(generation(replica, recorded)) | {ROOT: Edition(recorded)}
+    found = editions_of(record(both), ledger(generation(replica, told), spaces={ROOT: told}))
+
+    assert found[ROOT].generation == 6
+    assert generation_of(replica, found, FIRST) == generation(replica, 6)
 
 
 def test_another_configuration_starts_anew(replica: ReplicaConfig, tmp_path: Path) -> None:
     """With another revision what was written down does not count, unless weights were set, which stand in its place."""
     other = configured(tmp_path, "2")
+    plain, weights = generation(replica, 3), generation(replica, 3, "step 9")
 
-    assert generation_of(other, ledger(("a", generation(replica, 3)))) == generation(other, 0)
-    assert generation_of(other, ledger(("a", generation(replica, 3, "step 9")))) == generation(other, 3, "step 9")
+    assert generation_of(other, editions_of(None, ledger(plain)), FIRST) == generation(other, FIRST)
+    assert generation_of(other, editions_of(None, ledger(weights)), FIRST) == generation(other, 3, "step 9")
 
 
 def test_record_that_contradicts_itself_does_not_count(replica: ReplicaConfig) -> None:
     """A namespace that is not that of its generation and weights is nobody's."""
     odd = Generation(3, "step 9", replica.namespace(2, "step 9"))
 
-    assert generation_of(replica, ledger(("a", odd))) == generation(replica, 0)
+    assert generation_of(replica, editions_of(None, ledger(odd)), FIRST) == generation(replica, FIRST)
+
+
+def test_lives_begin_with_numbers_that_grow() -> None:
+    """A later start has larger numbers than all generations of one before, small enough for every JSON reader."""
+    epochs = [1_760_000_000_000, 1_760_000_000_001, 2_199_000_000_000]
+    firsts = [first_of(each, chance) for each, chance in zip(epochs, (4095, 0, 4095), strict=True)]
+
+    assert firsts == sorted(set(firsts))
+    assert firsts[-1] < 1 << 53
+    assert first_of((1 << 63) - 1, 4095) < 1 << 63

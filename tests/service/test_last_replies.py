@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable
 from pathlib import Path
 
 import zmq
 
-from kvcached.answers import Answer
-from kvcached.rpc.server import RpcServer
+from kvcached.server.rpc import RpcServer
+from kvcached.service.replies import Answer
 from kvcached_client.errors import RequestError
-from kvcached_client.protocol import Bye, Goodbye, Request, decode_reply, encode
+from kvcached_client.protocol.engine import Bye, Goodbye, Request, decode_reply, encode
 
 REQUESTS = 300
-PATIENCE_MS = 20_000
+PATIENCE_S = 20
 
 
 class Handler:
@@ -38,15 +39,19 @@ def test_requests_in_the_socket_are_answered_before_it_closes(tmp_path: Path) ->
     handler = Handler()
     context = zmq.Context[zmq.Socket[bytes]]()
     dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
+    dealer.setsockopt(zmq.RCVTIMEO, PATIENCE_S * 1000)
 
     async def close_with_requests_waiting() -> None:
         server = RpcServer(tmp_path / "rpc.sock", handler)
         server.start(asyncio.get_running_loop())
-        dealer.connect(server.endpoint)
+        with dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as connected:
+            dealer.connect(server.endpoint)
+            assert await asyncio.to_thread(connected.poll, PATIENCE_S * 1000)
+            dealer.disable_monitor()
         for number in range(REQUESTS):
             dealer.send(encode(Bye(id=number)))
-        assert server._socket.poll(PATIENCE_MS)  # the loop does not run, so nobody has served them
+        (connection,) = server._connections
+        assert select.select([connection.socket], [], [], PATIENCE_S)[0]  # the loop does not run: nobody served them
         server.serve_rest()
         server.close()
 

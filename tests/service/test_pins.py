@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached.core.events import Ticked
-from kvcached_client import protocol as wire
+from kvcached.core.messages import Ticked
 from kvcached_client.errors import ErrorCode
+from kvcached_client.protocol import engine as wire
 from tests.service.attached_office import AttachedOffice
 from tests.service.office import EPOCH, TWO, FakePeer, Office, key_chain
 
@@ -101,5 +101,5 @@ def test_priority_of_a_request_reaches_its_lease() -> None:
     office.expect(wire.Held, asked, keys, peer=TWO)
 
     leases = [lease for each in office.cache.sessions.values() for lease in each.leases.values()]
-    attached = [lease for each in office.cache.attached.sessions.values() for lease in each.leases.values()]
+    attached = [lease for each in office.cache.offload.sessions.values() for lease in each.leases.values()]
     assert ([each.priority for each in leases], [each.priority for each in attached]) == ([5], [-3])

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.books import Shelf
-from kvcached.config import ReplicaConfig
-from kvcached.generations import Generation, recorded_policy, write_policy_of
-from kvcached.ledger import HostPoolRecord, Ledger, LedgerFile, ReplicaRecord, boot_id, read_ledger
-from kvcached_client import protocol as wire
+from kvcached.config.replica import ReplicaConfig
+from kvcached.recovery.generations import Generation, recorded_policy, write_policy_of
+from kvcached.recovery.state_file import HostPoolRecord, Ledger, LedgerFile, ReplicaRecord, boot_id, read_ledger
+from kvcached.service.state_writer import StatePlace
 from kvcached_client.errors import ErrorCode
+from kvcached_client.protocol import engine as wire
 from kvcached_client.types import WritePolicy
 from tests.service.attached_office import AttachedOffice
 from tests.service.office import SLAB_BYTES, TWO, FakePeer, Office, key_chain
@@ -73,7 +73,7 @@ def test_policy_is_durable_before_its_answer(tmp_path: Path) -> None:
     """When a change is answered the ledger has it, of replicas and of engines in attached mode."""
     path = tmp_path / "ledger.json"
     record = HostPoolRecord(device=1, inode=2, slabs=4, slab_bytes=SLAB_BYTES, lent={})
-    office = AttachedOffice(shelf=Shelf(LedgerFile(path), boot_id(), record))
+    office = AttachedOffice(state_place=StatePlace(LedgerFile(path), boot_id(), record))
     office.attach(FakePeer(1))
     set_policy(office, "a", NEVER)
     set_policy(office, "tiny", BACK)

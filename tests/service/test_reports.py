@@ -6,11 +6,12 @@ from array import array
 
 import pytest
 
-from kvcached.core.effects import TransferKind
-from kvcached.core.events import WorkerDied
-from kvcached.core.survey import find, survey
-from kvcached_client import protocol as wire
+from kvcached.core.insight.snapshot import find, survey
+from kvcached.core.messages import TransferKind
+from kvcached.service import reports
+from kvcached.service.reports import ShownKeys
 from kvcached_client.errors import ErrorCode
+from kvcached_client.protocol import engine as wire
 from tests.service.office import EPOCH, TWO, FakePeer, Office, key_chain
 
 NAMESPACE = b"n" * 32
@@ -64,7 +65,8 @@ def test_tree_shows_runs_in_preorder_longest_first(office: Office) -> None:
         {"a": 4, "host": 4},
         {"a": 2, "host": 2},
     ]
-    assert (nodes[0].key, nodes[1].key) == (NAMESPACE, key_chain(1))
+    assert nodes[0].key == NAMESPACE
+    assert inspect(office, nodes[1].key).places == inspect(office, key_chain(1)).places
     assert [(node.pins, node.loading) for node in nodes] == [(0, 0)] * 4
 
 
@@ -110,15 +112,6 @@ def test_tree_marks_leases_and_loads(office: Office) -> None:
     assert [(node.loading, node.pins) for node in tree(office)] == [(0, 0), (0, 0), (0, 1), (0, 0)]
 
 
-def test_tree_marks_no_load_into_memory_that_is_lost(office: Office) -> None:
-    """What a dead worker was to be given is not on its way any more, though its transfer has not ended."""
-    office.expect(wire.Acquired, office.acquire(key_chain(3)), key_chain(3), peer=TWO)
-    office.service.on_event(WorkerDied("b"))
-
-    assert len(office.cache.transfers) == 1
-    assert [node.loading for node in tree(office)] == [0, 0, 0, 0]
-
-
 def test_tree_counts_holes_of_the_host_pool_as_missing() -> None:
     """Blocks whose copy failed are not held, though blocks behind them are; inspect names no copy there."""
     office = Office(host_slabs=2)
@@ -142,7 +135,7 @@ def test_inspect_says_where_a_block_is(office: Office) -> None:
     report = inspect(office, keys[4 * 16 : 5 * 16])
 
     assert (report.found, report.depth, report.run_start, report.run_blocks, report.children) == (True, 4, 3, 4, 0)
-    assert (report.parent, report.namespace) == (keys[3 * 16 : 4 * 16], NAMESPACE[:8].hex())
+    assert (inspect(office, report.parent).depth, report.namespace) == (3, NAMESPACE[:8].hex())
     assert [(place.tier, place.state) for place in report.places] == [("a", "cached"), ("host", "cached")]
     assert (report.leases, report.transfers) == ((), ())
 
@@ -161,9 +154,32 @@ def test_inspect_finds_the_block_before_over_the_end_of_a_run(office: Office) ->
     """The parent of a run's first block is the last block of the run before; the first block of a chain has none."""
     keys = branch(key_chain(3), 4, seed=2)
 
-    assert inspect(office, keys[48:64]).parent == keys[32:48]
+    before = inspect(office, keys[48:64]).parent
+    assert (inspect(office, before).depth, inspect(office, keys[32:48]).depth) == (2, 2)
     first = inspect(office, keys[:16])
     assert (first.parent, first.depth, first.children) == (b"", 0, 2)
+
+
+def test_what_reports_show_is_no_key(office: Office) -> None:
+    """Nobody acquires a block by what `tree` and `inspect` tell of it, though `inspect` finds the block by that."""
+    keys = branch(key_chain(3), 4, seed=2)
+    shown = [node.key for node in tree(office)[1:]] + [inspect(office, keys[48:64]).parent]
+
+    assert not {keys[at : at + 16] for at in range(0, len(keys), 16)} & set(shown)
+    assert all(inspect(office, name).found for name in shown)
+    for name in shown:
+        taken = office.expect(wire.Acquired, office.acquire(name, name.hex()), name)
+        assert taken.hit == 0
+
+
+def test_names_that_can_be_asked_about_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest names are known, however many were shown."""
+    monkeypatch.setattr(reports, "NAMES_MAX", 2)
+    names = ShownKeys()
+    shown = [names.name_of(bytes([at]) * 16) for at in range(3)]
+
+    assert [names.key_of(name) for name in shown] == [shown[0], b"\1" * 16, b"\2" * 16]
+    assert names.name_of(b"") == b""
 
 
 def test_inspect_names_holders_and_copies(office: Office) -> None:

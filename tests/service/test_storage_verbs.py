@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 
-from kvcached.answers import Answer
-from kvcached.core.effects import QueryStorage, StartBackup, StartFetch
-from kvcached.core.events import FetchSettled, StorageAnswered, StorageEvent, StorageLost, StorageReady
-from kvcached.storage.link import LinkState
-from kvcached.storage.messages import Kind, Over
-from kvcached.storage_verbs import StorageService
-from kvcached_client import protocol as wire
+from kvcached.core.messages import (
+    FetchSettled,
+    QueryStorage,
+    StartBackup,
+    StartFetch,
+    StorageAnswered,
+    StorageEvent,
+    StorageLost,
+    StorageReady,
+)
+from kvcached.service.pending import WAITING_MAX, Wait
+from kvcached.service.replies import Answer
+from kvcached.service.storage_verbs import StorageService
+from kvcached.storage.client import LinkState
+from kvcached.storage.messages import Over
 from kvcached_client.errors import ErrorCode
-from kvcached_client.protocol_storage import StopPolicy
+from kvcached_client.protocol import engine as wire
+from kvcached_client.protocol.storage import StopPolicy
 from tests.service.attached_office import OTHER_INSTANCE, AttachedOffice
 from tests.service.office import ONE, TWO, FakePeer, key_chain
 
@@ -29,10 +39,11 @@ class FakeLink:
 
     state: LinkState = LinkState.READY
     why: str = ""
+    write_refusal: str = ""
     usage: tuple[int, int, int] = (-1, -1, -1)
     restarts: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
-    forgets_due: int = 0
+    due: dict[bytes, None] = field(default_factory=dict)
     orders: list[QueryStorage | StartFetch | StartBackup] = field(default_factory=list)
     forgets: list[Callable[[Over], None]] = field(default_factory=list)
 
@@ -44,7 +55,7 @@ class FakeLink:
             self.forgets.append(tell)
         return self.state is LinkState.READY
 
-    def forget_kind(self, kind: Kind, tell: Callable[[Over], None]) -> None:
+    def forget(self, prefix: bytes, tell: Callable[[Over], None]) -> None:
         self.forgets.append(tell)
 
     def attach(self) -> None:
@@ -173,7 +184,7 @@ def test_session_that_ends_waits_no_more(office: StorageOffice) -> None:
 
 def test_so_many_wait(office: StorageOffice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit a prefetch is begun and answered at once."""
-    monkeypatch.setattr("kvcached.storage_verbs.WAITING_MAX", 1)
+    monkeypatch.setitem(WAITING_MAX, Wait.PREFETCH, 1)
     first = office.prefetch()
 
     assert told(office.prefetch(seed=1)) == (0, 0, False, "waiting")
@@ -215,13 +226,27 @@ def report(answers: list[Answer]) -> wire.StorageReport:
 
 def test_status_says_what_the_backend_told_last(office: StorageOffice) -> None:
     """Name, state, use, counters and the last failure."""
-    office.link.usage, office.link.counters, office.link.forgets_due = (3, 300, 1000), {"fetched_blocks": 2}, 1
+    office.link.usage, office.link.counters, office.link.due = (3, 300, 1000), {"fetched_blocks": 2}, {b"p": None}
     office.link.state, office.link.why, office.link.restarts = LinkState.WAITING, "it died", 4
     seen = report(office.control("status"))
 
     assert (seen.backend, seen.state, seen.why, seen.backup) == ("disk", "waiting", "it died", "never")
     assert (seen.restarts, seen.blocks, seen.size_bytes, seen.capacity_bytes) == (4, 3, 300, 1000)
     assert seen.counters == {"fetched_blocks": 2, "forgets_due": 1}
+
+
+def test_storage_that_takes_no_blocks_is_not_ready(office: StorageOffice) -> None:
+    """Storage that works and can write nothing says so, with the reason, to people and to the health check."""
+    assert office.service.storage.health()[0].ok
+    office.link.write_refusal = "full: File too large"
+
+    seen = report(office.control("status"))
+    assert (seen.state, seen.why) == ("read_only", "full: File too large")
+    (part,) = office.service.storage.health()
+    assert not part.ok
+    assert "File too large" in part.detail
+    office.link.state, office.link.why = LinkState.WAITING, "it died"
+    assert report(office.control("status")).state == "waiting"
 
 
 def test_clear_is_answered_when_all_is_forgotten(office: StorageOffice) -> None:
@@ -267,6 +292,28 @@ def test_detach_is_answered_when_the_process_is_dead(office: StorageOffice) -> N
 
     assert report(asyncio.run(detach())).state == "detached"
     assert report(office.control("attach")).state == "starting"
+
+
+@pytest.mark.parametrize("action", ["clear", "detach"])
+def test_end_of_the_daemon_answers_who_waits_for_storage(
+    office: StorageOffice, monkeypatch: pytest.MonkeyPatch, action: Literal["clear", "detach"]
+) -> None:
+    """A daemon that ends while its storage process clears, or ends, replies to who asked for that, once."""
+
+    async def never(_: float) -> None:
+        await asyncio.Event().wait()
+
+    async def ask() -> list[Answer]:
+        answers: list[Answer] = []
+        office.service.submit(ONE, wire.StorageControl(id=1, action=action), [], answers.append)
+        await asyncio.sleep(0)
+        office.service.close()
+        return answers
+
+    monkeypatch.setattr(office.link, "detach", never)
+    (answer,) = asyncio.run(ask())
+    assert isinstance(answer.header, wire.ErrorReply)
+    assert answer.header.code is ErrorCode.DRAINING
 
 
 def test_without_storage_there_is_nothing_to_do() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from kvcached_client import protocol as wire
-from kvcached_client.attach_protocol import JoinedHost
 from kvcached_client.errors import (
     DaemonFailure,
     DeadlineExceeded,
@@ -16,13 +14,15 @@ from kvcached_client.errors import (
     Stale,
     TransportError,
 )
+from kvcached_client.protocol import engine as wire
+from kvcached_client.protocol.attach import JoinedHost
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, SessionId, unpack_ranges
 from tests.core.model import chain_keys, expand
 from tests.simulation.attached_shard import Copy, Shard
 from tests.simulation.attachment import Attachment
 from tests.simulation.copying import host_blocks
 from tests.simulation.engine import Engine, EngineSession, run_on
-from tests.simulation.line import Line, attempt
+from tests.simulation.line import Line, attempt, is_not_written_down
 from tests.simulation.memory import Holder
 from tests.simulation.prefetching import prefetch
 from tests.simulation.process import every
@@ -41,7 +41,7 @@ _TRY_LATER = (ErrorCode.LIMIT, ErrorCode.DRAINING, ErrorCode.UNAUTHENTICATED)
 _NOT_LOADED = (ErrorCode.HIT_GONE, ErrorCode.PAUSED)
 
 
-class AttachedSession(EngineSession):
+class OffloadSession(EngineSession):
     """A session in a namespace.
 
     Attributes:
@@ -96,7 +96,7 @@ class AttachedEngine(Engine):
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
-    async def open_session(self) -> AttachedSession | None:
+    async def open_session(self) -> OffloadSession | None:
         attachment, line = Attachment(self.world, self.scheduler), Line(self.world, self.scheduler)
         model, geometry = self._model, self._model.shape.geometry
         try:
@@ -128,7 +128,7 @@ class AttachedEngine(Engine):
             return None
         if welcome.namespace != model.shape.root:
             raise Broken(f"namespace {model.label} has another root now")
-        session = AttachedSession(welcome, line)
+        session = OffloadSession(welcome, line)
         line.epoch = welcome.epoch
         session.attachments.append(attachment)
         attachment.on_closed = session.lost
@@ -141,7 +141,7 @@ class AttachedEngine(Engine):
         self.world.seen["attached session"] += 1
         return session
 
-    async def _join(self, session: AttachedSession, shard: Shard) -> bool:
+    async def _join(self, session: OffloadSession, shard: Shard) -> bool:
         shard.leave()  # what it did before is over: to join says so
         attachment = Attachment(self.world, shard.process)
         try:
@@ -154,7 +154,7 @@ class AttachedEngine(Engine):
         shard.enter(session.number, session.token, session.welcome.daemon_epoch, attachment)
         return True
 
-    def part(self, session: AttachedSession) -> bool:
+    def part(self, session: OffloadSession) -> bool:
         if session.over:
             session.line.close()
         session.attachments[0].hang_up()
@@ -162,7 +162,7 @@ class AttachedEngine(Engine):
 
     # --- a request --------------------------------------------------------------------------------------------------
 
-    async def serve(self, session: AttachedSession) -> None:
+    async def serve(self, session: OffloadSession) -> None:
         chance, line = self.world.chance, session.line
         await self._call_off_late(session)
         keys = b"".join(chain_keys((self._model.number, *self.world.some_symbols())))
@@ -170,7 +170,7 @@ class AttachedEngine(Engine):
         if chance.happens(0.05):
             match = wire.Match(id=line.next_id(), epoch=session.epoch, tokens=tokens, full=True)
             await line.ask(match, wire.Matched, (keys,))
-        if chance.happens(0.02):
+        if chance.happens(0.06 if self.world.reboots else 0.02):
             await self._clear(session)
         lease = await self._acquire(session, keys, tokens)
         try:
@@ -182,7 +182,7 @@ class AttachedEngine(Engine):
             raise
         self.scheduler.start(self._drop(session, lease))
 
-    async def _acquire(self, session: AttachedSession, keys: bytes, tokens: int) -> _Lease:
+    async def _acquire(self, session: OffloadSession, keys: bytes, tokens: int) -> _Lease:
         name, full, tries = self.next_name(), self.world.chance.happens(0.5), 3
         floor = self.world.generations[self._model.shape.root]
         await prefetch(self.world, self.scheduler, session, keys, tokens, full=full)
@@ -197,7 +197,7 @@ class AttachedEngine(Engine):
             else:
                 return _Lease(LeaseId(held.lease), keys, held.hit, held.hit, floor)
 
-    async def _use(self, session: AttachedSession, lease: _Lease) -> list[Copy]:
+    async def _use(self, session: OffloadSession, lease: _Lease) -> list[Copy]:
         """Load the hit, compute the rest, and store it in some pieces."""
         chance, blocks = self.world.chance, len(lease.keys) // KEY_SIZE_BYTES
         if lease.hit and chance.happens(0.9):
@@ -210,7 +210,7 @@ class AttachedEngine(Engine):
             copies += await self._store(session, lease, min(lease.depth + chance.number(1, 4), blocks))
         return copies
 
-    async def _load(self, session: AttachedSession, lease: _Lease) -> None:
+    async def _load(self, session: OffloadSession, lease: _Lease) -> None:
         request = wire.PrepareLoad(
             id=session.line.next_id(), epoch=session.epoch, lease=lease.id, start=0, blocks=lease.hit
         )
@@ -230,7 +230,7 @@ class AttachedEngine(Engine):
         self._hand_out(session, copy)
         await copy.done
 
-    async def _store(self, session: AttachedSession, lease: _Lease, stop: int) -> list[Copy]:
+    async def _store(self, session: OffloadSession, lease: _Lease, stop: int) -> list[Copy]:
         keys = lease.keys[lease.depth * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]
         request = wire.PrepareStore(id=session.line.next_id(), epoch=session.epoch, lease=lease.id, start=lease.depth)
         reply, frames = await self._prepare(session, request, wire.StorePrepared, (keys,))
@@ -250,7 +250,7 @@ class AttachedEngine(Engine):
         self._hand_out(session, copy)
         return [copy]
 
-    def _hand_out(self, session: AttachedSession, copy: Copy) -> None:
+    def _hand_out(self, session: OffloadSession, copy: Copy) -> None:
         """Every shard is told of a copy, soon."""
         copy.waiting = len(self._shards)
         for shard in self._shards:
@@ -259,14 +259,20 @@ class AttachedEngine(Engine):
                 delay_us, f"hears of transfer {copy.transfer}", lambda shard=shard: shard.take(session, copy)  # type: ignore[misc]
             )  # fmt: skip
 
-    async def _drop(self, session: AttachedSession, lease: _Lease) -> None:
+    async def _drop(self, session: OffloadSession, lease: _Lease) -> None:
         """Give a lease back; asked again for as long as nobody answers."""
         request = wire.Release(id=session.line.next_id(), epoch=session.epoch, lease=lease.id)
         await attempt(session.line.ask(request, wire.Released, tries=20))
 
-    async def _clear(self, session: AttachedSession) -> None:
+    async def _clear(self, session: OffloadSession) -> None:
         request = wire.Clear(id=session.line.next_id(), epoch=session.epoch)
-        reply, _ = await session.line.ask(request, wire.Cleared, tries=6)
+        try:
+            reply, _ = await session.line.ask(request, wire.Cleared, tries=6)
+        except DaemonFailure as error:
+            if not is_not_written_down(error):
+                raise
+            self.world.seen["clear that could not be written down"] += 1
+            return
         root = self._model.shape.root
         self.world.generations[root] = max(self.world.generations[root], reply.generation)
 
@@ -274,7 +280,7 @@ class AttachedEngine(Engine):
 
     async def _prepare(
         self,
-        session: AttachedSession,
+        session: OffloadSession,
         request: wire.PrepareLoad | wire.PrepareStore,
         expected: type[P],
         frames: tuple[bytes, ...] = (),
@@ -285,7 +291,7 @@ class AttachedEngine(Engine):
             session.unsettled.append((request, frames))
             raise
 
-    async def _call_off_late(self, session: AttachedSession) -> None:
+    async def _call_off_late(self, session: OffloadSession) -> None:
         """What was not answered in time is asked once more with the same id, to be called off."""
         while session.unsettled:
             request, frames = session.unsettled.pop(0)
@@ -303,7 +309,7 @@ class AttachedEngine(Engine):
                 self.world.seen["late copy called off"] += 1
                 await self._call_off(session, reply.transfer, is_store=is_store)
 
-    async def _call_off(self, session: AttachedSession, transfer: int, *, is_store: bool) -> None:
+    async def _call_off(self, session: OffloadSession, transfer: int, *, is_store: bool) -> None:
         """No shard has heard of it, and none will."""
         for shard in range(self._model.shape.geometry.shards):
             self.world.host.give_up((*session.holder, shard, transfer))

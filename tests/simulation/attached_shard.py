@@ -6,8 +6,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcached_client import protocol as wire
 from kvcached_client.errors import Stale, TransportError
+from kvcached_client.protocol import engine as wire
 from tests.simulation.attachment import Attachment
 from tests.simulation.copying import Cancelled, HostBlock, HostCopier
 from tests.simulation.line import Line

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvcached.ledger import ProcessIdentity
-from kvcached_client.attach_protocol import Identified, Joined, JoinedHost
+from kvcached.process.identity import ProcessIdentity
 from kvcached_client.errors import DaemonUnreachable, KvcachedError, RequestError
+from kvcached_client.protocol.attach import Identified, Joined, JoinedHost
 from kvcached_client.types import SessionId, ShardIndex
 from tests.simulation.process import Outcome, Process
 from tests.simulation.scheduler import MS

@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvcached.core.cache import Cache
-from kvcached.core.invariants import check
-from kvcached.core.states import SlotState
-from kvcached.core.tree import HOST
-from kvcached.storage import link
+from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.insight.invariants import check
+from kvcached.core.session import Session
+from kvcached.core.slots.slots import DevicePool
+from kvcached.core.slots.states import SessionState, SlotState
+from kvcached.service import recorder
+from kvcached.storage import client as link
+from tests.core.model import expand
 from tests.core.tier_world import _solid_slots as solid_slots
 from tests.simulation.memory import Shape
 from tests.simulation.scheduler import Broken
@@ -38,7 +42,7 @@ class Tripwire(logging.Handler):
         self.caught: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name == link.__name__ and not record.exc_info:
+        if record.name in {link.__name__, recorder.__name__} and not record.exc_info:
             return
         words = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
@@ -79,6 +83,8 @@ class Checks:
             raise Broken(self._world.tripwire.caught[0])
         self._daemon.pins.look()
         self._daemon.policies.look()
+        self._daemon.prefetches.look()
+        self._look_at_generations(cache)
         state = _state(cache)
         if state == self._state:
             return
@@ -86,19 +92,42 @@ class Checks:
         if violations := check(cache):
             raise Broken("; ".join(violations[:5]))
         self._look_at_epochs(cache)
+        over = (each for each in cache.sessions.values() if each.state is SessionState.EXPIRED and not each.declaring)
+        self._world.over.update(self._world.holder(cache.epoch, session.id) for session in over)
         self._daemon.promises.look()
         self._note(cache)
         self._looks += 1
         if self._looks % _BYTES_EVERY == 0:
             self.look_at_bytes()
 
+    def _look_at_generations(self, cache: Cache) -> None:
+        world, replicas = self._world, self._daemon.service._replicas.values()
+        self._daemon.promises.note(replicas)
+        for replica in replicas:
+            world.begins(world.plan.replicas[replica.name], replica.generation)
+        for root, space in cache.offload.namespaces.by_root.items():
+            world.begins(root, space.generation)
+
     def _look_at_epochs(self, cache: Cache) -> None:
         now = {name: pool.epoch for name, pool in cache.pools.items()}
-        now.update({root.hex(): space.generation for root, space in cache.attached.spaces.by_root.items()})
+        now.update({root.hex(): space.generation for root, space in cache.offload.namespaces.by_root.items()})
         for name, number in now.items():
             if number < self._world.epochs.get(name, 0):
                 raise Broken(f"the epoch of {name} went from {self._world.epochs[name]} to {number}")
         self._world.epochs.update(now)
+
+    def look_at_returned(self, session: Session) -> None:
+        """A session from before a restart goes on: what its engine has queued is waited for.
+
+        Raises:
+            Broken: it is not.
+        """
+        self.look_at_bytes()
+        free = {slot for slot in range(session.pool.slots) if session.pool.state_of(slot) is SlotState.FREE}
+        for shard in self._daemon.workers[session.pool.name].shards:
+            holder = self._world.holder(self._daemon.cache.epoch, session.id)
+            if early := {slot for slot in free if shard.memory.is_claimed(holder, shard.memory.block(slot))}:
+                raise Broken(f"slots {early} are free, and {holder} has work queued on them")
 
     def _note(self, cache: Cache) -> None:
         """Count states that are rare."""
@@ -107,7 +136,7 @@ class Checks:
         for pool in (*cache.pools.values(), *hosts):
             for state in _HELD:
                 seen[f"events with {state.name} slots in {pool.name}"] += bool(pool.counts[state])
-        seen["events with a retired tree"] += bool(cache.attached.spaces.retired)
+        seen["events with a retired tree"] += bool(cache.offload.namespaces.retired)
 
     def look_at_bytes(self) -> None:
         """What the index calls CACHED has the bytes of its key on every shard, but for what is being written yet."""
@@ -115,12 +144,13 @@ class Checks:
         for name, pool in cache.pools.items():
             tree = cache._trees[name]
             shape, generation = world.shapes[tree.namespace], world.roots[tree.namespace]
+            suspects = _suspects(cache, tree, pool)
             for run in tree.runs():
                 for key, slot in solid_slots(run, pool.index).items():
                     if pool.state_of(slot) is SlotState.CACHED:
-                        self._look_at_device(name, shape, generation, key, slot)
+                        self._look_at_device(name, shape, generation, key, slot, is_suspect=slot in suspects)
         hosts = {id(tree): (tree, world.roots[tree.namespace]) for tree in cache._trees.values()}
-        for space in cache.attached.spaces.by_root.values():
+        for space in cache.offload.namespaces.by_root.values():
             hosts[id(space.tree)] = space.tree, space.generation
         for tree, generation in hosts.values():
             for run in tree.runs():
@@ -128,10 +158,12 @@ class Checks:
                     if tree.host is not None and tree.host.state_of(slot) is SlotState.CACHED:
                         self._look_at_host(world.shapes[tree.namespace], generation, key, slot)
 
-    def _look_at_device(self, name: str, shape: Shape, generation: int, key: bytes, slot: int) -> None:
+    def _look_at_device(
+        self, name: str, shape: Shape, generation: int, key: bytes, slot: int, *, is_suspect: bool
+    ) -> None:
         for shard in self._daemon.workers[name].shards:
             span = shard.memory.block(slot)
-            if slot in shard.memory.unwritten:
+            if slot in shard.memory.unwritten and is_suspect:
                 continue
             if shard.memory.read(span) != shape.expected(generation, key, shard.index):
                 raise Broken(f"{shard.memory.name}: slot {slot} has other bytes than those of {key.hex()}")
@@ -151,25 +183,35 @@ class Checks:
         hosts = [tree.host for tree in cache.trees if tree.host is not None]
         pools = [*cache.pools.values(), *hosts]
         left = {
-            "sessions": len(cache.sessions) + len(cache.attached.sessions),
+            "sessions": len(cache.sessions) + len(cache.offload.sessions),
             "copies by workers": len(cache.transfers),
-            "copies by engines": len(cache.attached.exchanges),
+            "copies by engines": len(cache.offload.transfers),
             "pinned blocks": sum(pool.protected for pool in pools),
             "slots held": sum(pool.counts[state] for pool in pools for state in _HELD),
             "orphaned slots": sum(pool.orphaned for pool in cache.pools.values()),
-            "retired trees": len(cache.attached.spaces.retired),
+            "retired trees": len(cache.offload.namespaces.retired),
             "requests without a reply": len(daemon.unanswered),
             "processes watched": len(daemon.watched),
-            "groups": len(service._membership._groups) + len(service._membership._of_connection),
-            "member tokens": len(service._membership._candidates),
+            "groups": len(service._groups._by_session) + len(service._groups._of_connection),
+            "member tokens": len(service._groups._candidates),
             "kept answers": len(service._answers._of_session),
-            "deferred answers": len(service._deferred._loads) + len(service._deferred._vacancies),
-            "shapes": len(service._attached_admission._hellos),
+            "pending replies": len(service._pending._replies),
+            "shapes": len(service._offload_admission._hellos),
             "pins": len(cache.pins._pins),
+            "prefix locks": len(cache.storage.locks),
             **daemon.storage.left(),
         }
         if any(left.values()):
             raise Broken(f"something is held that nobody holds: { {what: n for what, n in left.items() if n} }")
+
+
+def _suspects(cache: Cache, tree: PrefixTree, pool: DevicePool) -> set[int]:
+    """Slots of blocks that the core does not believe in before a fence has signalled."""
+    found: set[int] = set()
+    for session in cache.sessions.values():
+        for hold in session.holds if session.pool is pool else ():
+            found.update(expand(tree.path_slots(hold.run, hold.suspect, hold.depth, pool.index).tobytes()))
+    return found
 
 
 def _state(cache: Cache) -> object:
@@ -178,11 +220,11 @@ def _state(cache: Cache) -> object:
     return (
         [(pool.counts[:], pool.protected, pool.clock) for pool in (*cache.pools.values(), *hosts)],
         [(number, transfer.state, len(transfer.waiting)) for number, transfer in cache.transfers.items()],
-        [(exchange.id, len(exchange.waiting)) for exchange in cache.attached.exchanges],
+        [(exchange.id, len(exchange.waiting)) for exchange in cache.offload.transfers],
         [(session.id, session.state, len(session.leases)) for session in cache.sessions.values()],
-        [(session.id, session.state, len(session.leases)) for session in cache.attached.sessions.values()],
+        [(session.id, session.state, len(session.leases)) for session in cache.offload.sessions.values()],
         [pool.epoch for pool in cache.pools.values()],
-        [space.generation for space in cache.attached.spaces.by_root.values()],
+        [space.generation for space in cache.offload.namespaces.by_root.values()],
         [copy.id for copy in cache.storage.copies],
     )
 
@@ -194,6 +236,6 @@ def effect_of_requests(cache: Cache) -> tuple[object, ...]:
         *(cache.counters[name] for name in counted),
         *(pool.counts[SlotState.LEASED] for pool in cache.pools.values()),
         *(len(session.leases) for session in cache.sessions.values()),
-        *(len(session.leases) for session in cache.attached.sessions.values()),
-        len(cache.attached.exchanges),
+        *(len(session.leases) for session in cache.offload.sessions.values()),
+        len(cache.offload.transfers),
     )

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvcached_client import host_header
-from kvcached_client.host_header import KEY_BYTES, BlockName
+from kvcached_client.blocks import header as host_header
+from kvcached_client.blocks.header import BlockName
+from kvcached_client.types import KEY_SIZE_BYTES
 from tests.simulation.memory import Holder, Memory, Shape
 from tests.simulation.process import Process
 
@@ -31,7 +32,7 @@ def host_blocks(keys: bytes, slots: Iterable[int], *, depth: int, parent: bytes)
     """Consecutive blocks of a chain, the first of which has so many before it."""
     blocks = []
     for index, slot in enumerate(slots):
-        key = keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+        key = keys[index * KEY_SIZE_BYTES : (index + 1) * KEY_SIZE_BYTES]
         blocks.append(HostBlock(BlockName(key, parent, depth + index), slot))
         parent = key
     return blocks

@@ -11,25 +11,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
-from kvcached.answers import Answer
-from kvcached.attached_admission import HostShare
 from kvcached.core.cache import Cache
-from kvcached.core.events import Ticked
-from kvcached.core.states import SessionState, SlotState
-from kvcached.generations import Generation
-from kvcached.replica import Replica
-from kvcached.rpc.codec import decode
-from kvcached.service import Service
-from kvcached_client import protocol as wire
-from kvcached_client.host_header import NAMESPACE_BYTES
+from kvcached.core.messages import Ticked
+from kvcached.core.slots.states import SessionState, SlotState
+from kvcached.recovery.generations import Generation
+from kvcached.server.codec import decode
+from kvcached.service.offload_admission import HostShare
+from kvcached.service.replica import Replica
+from kvcached.service.replies import Answer
+from kvcached.service.service import Service
+from kvcached_client.blocks.header import NAMESPACE_BYTES
+from kvcached_client.protocol import engine as wire
 from kvcached_client.types import SessionId, unpack_ranges
 from tests.simulation.attachment import Attachment, Crew
 from tests.simulation.checks import Checks, effect_of_requests
 from tests.simulation.line import in_words
-from tests.simulation.memory import Holder, Span
+from tests.simulation.memory import DeviceMemory, Span
 from tests.simulation.network import Connection
 from tests.simulation.pin_promises import PinPromises
 from tests.simulation.policy_promises import PolicyPromises
+from tests.simulation.prefetch_promises import PrefetchPromises
 from tests.simulation.promises import Promises
 from tests.simulation.restart import generations_of, headers_of, policies_of, take_over
 from tests.simulation.scheduler import MS, Broken
@@ -56,13 +57,13 @@ _KEPT: Final = (
     wire.Release,
     wire.PrepareLoad,
     wire.PrepareStore,
-    wire.Clear,
 )
 _LATE: Final = (
     wire.Load,
     wire.Vacancy,
     wire.Pause,
     wire.Drain,
+    wire.Clear,
     wire.ClearReplica,
     wire.SetWeights,
     wire.Prefetch,
@@ -100,17 +101,16 @@ class Daemon:
         storage: the tier below the host pool.
     """
 
-    def __init__(self, world: World, epoch: int, adopted: Mapping[str, list[WorkerShard]]) -> None:
+    def __init__(self, world: World, epoch: int, memories: Mapping[str, list[DeviceMemory]]) -> None:
         self._world = world
         plan = world.plan
         self.process = world.new_process("daemon")
         self.attachments: dict[Attachment, None] = {}
         self.crews: dict[int, Crew] = {}
         self.watched: dict[Attachment, None] = {}
-        self._earlier: dict[int, Holder] = {}  #: of sessions that came back: what they were before
         self.storage = StorageOfDaemon(world, self)
         self.loop = VirtualLoop(world, self)
-        generations = generations_of(world)
+        generations, all_generations = generations_of(world, epoch)
         policies = policies_of(world, generations)
         self.workers = {
             name: SimulatedWorkers(
@@ -119,7 +119,7 @@ class Daemon:
                 name,
                 world.shapes[namespace],
                 plan.slots,
-                adopted.get(name),
+                memories.get(name),
                 generations[name].number,
             )
             for name, namespace in plan.replicas.items()
@@ -129,16 +129,18 @@ class Daemon:
             epoch=epoch,
             session_ttl_ms=SESSION_TTL_MS,
             host_slabs=plan.slabs,
-            spaces_max=plan.spaces,
+            namespaces_max=plan.spaces,
             host_eviction_policy=plan.eviction_policy,
             pin_quota_percent=plan.pin_quota_percent,
             storage=plan.storage,
+            generations=all_generations,
+            offload_write_policy=plan.namespaces_policy,
         )
-        self.cache.attached.spaces.write_policy = plan.spaces_policy
         replicas = [self._replica(name, generations[name]) for name in plan.replicas]
-        self.promises = Promises(self.cache, world.renewed)
+        self.promises = Promises(self.cache, world.renewed, world.editions)
         self.pins = PinPromises(self.cache, self.now_ms, plan.pin_quota_percent)
-        self.policies = PolicyPromises(self.cache, world.policies, plan.spaces_policy)
+        self.prefetches = PrefetchPromises(self.cache)
+        self.policies = PolicyPromises(self.cache, world.policies, plan.namespaces_policy)
         self.promises.found(replicas)
         headers = headers_of(world.host)
         taken = take_over(world, self, replicas, headers)
@@ -151,7 +153,7 @@ class Daemon:
             answers_kept_per_session=1024,
             share=HostShare(HOST_HANDLE, plan.slabs, plan.slab_bytes, verify_loads=True),
             headers=headers,
-            shelf=world.shelf,
+            state_place=world.state_place,
             later=self.loop.call_later,
         )
         self.service.watch = self
@@ -182,6 +184,7 @@ class Daemon:
             header_namespace=first[:NAMESPACE_BYTES],
             host_geometry=self._world.shapes[first].geometry,
             write_policy=plan.write_policy,
+            is_kept=self.workers[name].is_kept,
         )
 
     def start(self) -> None:
@@ -223,7 +226,7 @@ class Daemon:
         if epoch != self.cache.epoch or self.process.dead:
             return False
         number = SessionId(session)
-        found = self.cache.sessions.get(number) or self.cache.attached.sessions.get(number)
+        found = self.cache.sessions.get(number) or self.cache.offload.sessions.get(number)
         return found is not None and found.state is SessionState.ACTIVE
 
     def forget(self, peer: Attachment) -> None:
@@ -305,7 +308,7 @@ class Daemon:
         self._checks.look()
 
     def _session_of(self, connection: Connection) -> int | None:
-        group = self.service._membership.of_connection(connection.id)
+        group = self.service._groups.of_connection(connection.id)
         return None if group is None else group.session
 
     def _answer(self, connection: Connection, request: wire.Request, frames: list[bytes], answer: Answer) -> None:
@@ -333,25 +336,31 @@ class Daemon:
         """What this answer gives to somebody, nobody else may have."""
         header, session = answer.header, self._session_of(connection)
         if isinstance(request, wire.Rejoin) and isinstance(header, wire.Welcome):
-            group = self.service._membership.of_session(SessionId(header.session))
+            group = self.service._groups.of_session(SessionId(header.session))
             members = [] if group is None else cast("list[Attachment]", group.members)
             self.crews[header.session] = Crew([member.process for member in members])
-            self._earlier[header.session] = "session", request.daemon_epoch, request.session
-        elif isinstance(header, wire.Declared) and session is not None:
+            earlier = self._world.holder(request.daemon_epoch, request.session)
+            if earlier in self._world.over:
+                raise Broken(
+                    f"session {request.session} of epoch {request.daemon_epoch} goes on, though it had expired"
+                )
+            self._world.holders["session", self.cache.epoch, header.session] = earlier
+        elif isinstance(header, wire.Declared) and isinstance(request, wire.Declare) and session is not None:
+            self._world.note_declared(self.cache.epoch, session, header.lease, request.request)
             self._take_over_rights(session, header.lease, frames[1], frames[2])
         elif isinstance(header, wire.DeclareEnded) and session is not None:
-            for worker in self._shards_of(session):
-                worker.memory.give_up(self._earlier[session])
+            self._checks.look_at_returned(self.cache.sessions[SessionId(session)])
         elif isinstance(header, wire.Welcome | wire.WelcomeAttached):
             before = [crew for crew in self.crews.values() if connection.process in crew.processes]
             self._world.seen["session taken over"] += bool(before)
             self.crews[header.session] = Crew([connection.process])
-        elif isinstance(header, wire.Acquired):
+        elif isinstance(header, wire.Acquired) and isinstance(request, wire.Acquire) and session is not None:
+            self._world.note_granted(self.cache.epoch, session, header.lease, request.request)
             self._give_device(session, header.lease, answer.frames[1])
         elif isinstance(header, wire.Allocated | wire.Loaded) and isinstance(request, wire.Allocate | wire.Load):
             self._give_device(session, request.lease, answer.frames[0])
         elif isinstance(header, wire.StorePrepared) and session is not None:
-            shape = self._world.shapes[self.cache.attached.sessions[SessionId(session)].space.spec.root]
+            shape = self._world.shapes[self.cache.offload.sessions[SessionId(session)].namespace.spec.root]
             slots = _slots(answer.frames[1])
             self.policies.look_at_offer(session, header.transfer)
             for shard in range(shape.geometry.shards):
@@ -360,13 +369,11 @@ class Daemon:
                 self._world.host.claim(holder, shape.spans(slots, shard), writers)
 
     def _take_over_rights(self, session: int, lease: int, held: bytes, own: bytes) -> None:
-        """A declared lease: what it held it holds. Its own slots it may write as before, but under this name."""
+        """A declared lease: what it held it holds. Its own slots it may write as before."""
         pool = self.cache.sessions[SessionId(session)].pool
         for slot in (*_slots(held), *_slots(own)):
             if pool.state_of(slot) not in {SlotState.LEASED, SlotState.CACHED}:
                 raise Broken(f"slot {slot} was declared for lease {lease}, and is {pool.state_of(slot).name}")
-        for shard in self._shards_of(session):
-            shard.memory.give_up_spans(self._earlier[session], [shard.memory.block(slot) for slot in _slots(own)])
         self._give_device(session, lease, own)
 
     def _shards_of(self, session: int | None) -> list[WorkerShard]:
@@ -377,7 +384,7 @@ class Daemon:
     def _give_device(self, session: int | None, lease: int, ranges: bytes) -> None:
         if session is None:
             return
-        holder = "session", self.cache.epoch, session, lease
+        holder = *self._world.holder(self.cache.epoch, session), self._world.first_names[self.cache.epoch, lease]
         for shard in self._shards_of(session):
             spans: list[Span] = [shard.memory.block(slot) for slot in _slots(ranges)]
             shard.memory.claim(holder, spans, self.crews[session].processes)

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcached_client import protocol as wire
 from kvcached_client.errors import DaemonFailure, ErrorCode, Stale, TransportError
+from kvcached_client.protocol import engine as wire
 from tests.simulation.attachment import Attachment
 from tests.simulation.daemon import HEARTBEAT_INTERVAL_MS
 from tests.simulation.line import Line

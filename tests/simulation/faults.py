@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcached.core.attached_state import Exchange
-from kvcached.core.states import SlotState
-from kvcached.core.transfer import Transfer
-from kvcached.core.tree import HOST, PrefixTree
+from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.slots.states import SlotState
+from kvcached.core.transfers.transfer import EngineTransfer, WorkerTransfer
 from tests.core.tier_world import _solid_slots as solid_slots
 from tests.core.tier_world import slots_of
 from tests.simulation.network import Weather
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 _BETWEEN_US = (20 * MS, 900 * MS)
 #: Shorter than a session's time to live, or longer.
 _STOPS_US = ((2 * MS, 200 * MS), (1200 * MS, 3000 * MS), (1200 * MS, 3000 * MS))
+#: Between two restarts of the machine.
+_RESTARTS_US = (800 * MS, 5000 * MS)
 
 
 class Faults:
@@ -56,6 +57,8 @@ class Faults:
     def begin(self) -> None:
         self._change_weather()
         self._plan_next()
+        if self._world.reboots:
+            self._plan_restart()
 
     def cease(self) -> None:
         """No faults from now on: messages get through, what was stopped goes on, workers are as fast as usual."""
@@ -71,6 +74,15 @@ class Faults:
     def _plan_next(self) -> None:
         world = self._world
         world.scheduler.after(world.chance.spread(*_BETWEEN_US), "a fault is due", self._happen)
+
+    def _plan_restart(self) -> None:
+        world = self._world
+        world.scheduler.after(world.chance.spread(*_RESTARTS_US), "a restart of the machine is due", self._restart)
+
+    def _restart(self) -> None:
+        if not self.ceased:
+            self._world.restart_machine()
+            self._plan_restart()
 
     def _happen(self) -> None:
         if self.ceased:
@@ -166,7 +178,7 @@ class Faults:
         cache, host = self._world.daemon.cache, tree.host
         if host is None:
             return []
-        under_way: list[Transfer | Exchange] = [*cache.transfers.values(), *cache.attached.exchanges]
+        under_way: list[WorkerTransfer | EngineTransfer] = [*cache.transfers.values(), *cache.offload.transfers]
         busy = {slot for copy in under_way if copy.tree is tree for slot in slots_of(copy.host)}
         slots = [slot for run in tree.runs() for slot in solid_slots(run, HOST).values()]
         return [slot for slot in slots if slot not in busy and host.holds(slot, 1, SlotState.CACHED)]
@@ -184,7 +196,7 @@ class Faults:
     def _kill_daemon(self) -> bool:
         alive = not self._world.daemon.process.dead
         if alive:
-            self._world.kill_daemon(workers_survive=self._world.chance.happens(0.7))
+            self._world.kill_daemon()
         return alive
 
     def _change_weather(self) -> bool:

@@ -1,12 +1,20 @@
-"""One connection of an engine's process to the daemon, with the client's own `ClientSession` behind it."""
+"""One connection of an engine's process to the daemon, with the client's own `PendingCalls` behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, Refused, Stale, TransportError
-from kvcached_client.protocol import (
+from kvcached_client.errors import (
+    DaemonUnreachable,
+    DeadlineExceeded,
+    ErrorCode,
+    Refused,
+    RequestError,
+    Stale,
+    TransportError,
+)
+from kvcached_client.protocol.engine import (
     Acquired,
     Bye,
     Header,
@@ -17,7 +25,7 @@ from kvcached_client.protocol import (
     decode_reply,
     raise_for_error,
 )
-from kvcached_client.session import Answer, ClientSession
+from kvcached_client.transport.calls import Answer, PendingCalls
 from kvcached_client.types import LeaseId, RequestId
 from tests.simulation.process import Outcome, Process
 from tests.simulation.scheduler import MS, Broken
@@ -36,6 +44,11 @@ _TOLD = (
 TRIES = 3
 
 
+def is_not_written_down(error: RequestError) -> bool:
+    """Whether a namespace is cleared, and the record of generations does not say so yet."""
+    return error.code == ErrorCode.INTERNAL and "restart of the machine" in str(error)
+
+
 class Line:
     """Asks, waits, asks again with the same id, and gives back what came too late.
 
@@ -48,7 +61,7 @@ class Line:
     def __init__(self, world: World, process: Process) -> None:
         self.epoch = 0
         self.on_give_back: Callable[[LeaseId], None] = lambda _: None
-        self.session = ClientSession()
+        self.session = PendingCalls()
         self._world = world
         self._process = process
         self._connection = world.network.open(process, self._receive)
@@ -160,7 +173,7 @@ class Line:
         """A reply that nobody waits for. It may grant a lease that nobody has ever heard of.
 
         Only a request that is there twice makes such a grant. Real clients send no acquire twice, and ZeroMQ doubles no
-        message, so `ClientSession` does not look for it.
+        message, so `PendingCalls` does not look for it.
         """
         self._world.seen["reply that nobody waits for"] += 1
         reply = decode_reply(parts[0])

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcached_client import protocol as wire
 from kvcached_client.keys import KeyChain
+from kvcached_client.protocol import engine as wire
 from kvcached_client.types import KEY_SIZE_BYTES
 from tests.simulation.engine import EngineSession
 from tests.simulation.line import Line
-from tests.simulation.memory import DeviceMemory, Holder, Shape
+from tests.simulation.memory import DeviceMemory, Holder, Shape, Span
 from tests.simulation.process import Mailbox, Outcome, Process, every
 from tests.simulation.scheduler import MS, Broken
 
@@ -24,6 +24,8 @@ _WRITE_US = (100, 3 * MS)
 _COMPUTE_US = (1 * MS, 60 * MS)
 #: Of one write in six: a device does other things, too.
 _SLOWNESS = (1, 1, 1, 1, 1, 30)
+#: Of one step in three: long enough for a daemon to die and another one to start meanwhile.
+_COMPUTE_SLOWNESS = (1, 1, 20)
 
 
 @dataclass(eq=False)
@@ -38,22 +40,37 @@ class DeviceShard:
     fence: int = 0
 
 
+@dataclass(eq=False)
+class Works:
+    """What an engine has queued in a session, and in those that go on with it under later daemons.
+
+    Attributes:
+        holder: who has the right to write, with the first name of a lease behind it.
+        last_fence: that was queued.
+        cancelled: what is queued will not be done.
+        ending: first names of leases that are over, with work queued in their slots.
+    """
+
+    holder: Holder
+    last_fence: int = 0
+    cancelled: bool = False
+    ending: set[str] = field(default_factory=set)
+
+
 class ManagedSession(EngineSession):
     """A session on a device pool.
 
     Attributes:
         shards: in their order.
-        last_fence: that was queued.
-        cancelled: what is queued will not be done.
+        works: what is queued in it.
         held: leases of requests that are being served, by id.
     """
 
-    def __init__(self, welcome: wire.Welcome, line: Line) -> None:
+    def __init__(self, welcome: wire.Welcome, line: Line, works: Works | None = None) -> None:
         super().__init__(welcome.session, welcome.token, welcome.epoch, line)
         self.welcome = welcome
         self.shards: list[DeviceShard] = []
-        self.last_fence = 0
-        self.cancelled = False
+        self.works = works or Works(("session", welcome.daemon_epoch, self.number))
         self.held: dict[int, HeldLease] = {}
 
     @property
@@ -61,8 +78,9 @@ class ManagedSession(EngineSession):
         return min((shard.fence for shard in self.shards), default=0)
 
     @property
-    def holder(self) -> Holder:
-        return "session", self.welcome.daemon_epoch, self.number
+    def unsignalled(self) -> int:
+        """The last fence, where it has not signalled; else 0."""
+        return self.works.last_fence if self.works.last_fence > self.signalled else 0
 
 
 @dataclass
@@ -74,6 +92,7 @@ class HeldLease:
 
     id: int
     name: str
+    first_name: str  #: see `World.first_names`
     chain: KeyChain
     table: list[int]
     hit: int
@@ -94,7 +113,7 @@ class Device:
 
     async def write(self, session: ManagedSession, lease: HeldLease, stop: int, *, wait: bool) -> None:
         """Queue blocks up to `stop` on every shard; `wait` until they are written."""
-        holder: Holder = (*session.holder, lease.id)
+        holder: Holder = (*session.works.holder, lease.first_name)
         full = lease.chain.block_count
         start = lease.written if stop <= full else full
         for shard in session.shards:
@@ -118,12 +137,12 @@ class Device:
         async def write() -> None:
             memory, (start, end) = shard.memory, shard.memory.block(slot)
             middle = (end - start) // 2
-            if session.cancelled:
+            if session.works.cancelled:
                 return
             memory.write(holder, start, data[:middle])
             pause_us = self._world.chance.spread(*_WRITE_US) * self._world.chance.among(_SLOWNESS)
             await shard.process.sleep(pause_us, f"has written half of slot {slot}")
-            if session.cancelled:
+            if session.works.cancelled:
                 return
             memory.write(holder, start + middle, data[middle:])
             shard.pending[slot] -= 1
@@ -136,14 +155,15 @@ class Device:
 
     def _computing(self, shard: DeviceShard) -> Callable[[], Awaitable[None]]:
         async def compute() -> None:
-            await shard.process.sleep(self._world.chance.spread(*_COMPUTE_US), "has computed")
+            pause_us = self._world.chance.spread(*_COMPUTE_US) * self._world.chance.among(_COMPUTE_SLOWNESS)
+            await shard.process.sleep(pause_us, "has computed")
 
         return compute
 
     def _signal(self, session: ManagedSession, lease: HeldLease) -> None:
         """A fence behind what is queued."""
-        session.last_fence += 1
-        fence = lease.fence = session.last_fence
+        session.works.last_fence += 1
+        fence = lease.fence = session.works.last_fence
         for shard in session.shards:
 
             async def pass_by(shard: DeviceShard = shard) -> None:
@@ -168,27 +188,40 @@ class Device:
         """What is about to be committed is not written again, once the fence has signalled."""
         for shard in session.shards:
             shard.memory.unwritten.update(slot for slot in slots if shard.pending[slot])
+            spans = [shard.memory.block(slot) for slot in slots]
             if fence <= session.signalled:
-                shard.memory.give_up_spans(session.holder, [shard.memory.block(slot) for slot in slots])
+                shard.memory.give_up_spans(session.works.holder, spans)
             else:
 
-                async def stop(shard: DeviceShard = shard) -> None:
-                    shard.memory.give_up_spans(session.holder, [shard.memory.block(slot) for slot in slots])
+                async def stop(shard: DeviceShard = shard, spans: list[Span] = spans) -> None:
+                    shard.memory.give_up_spans(session.works.holder, spans)
 
                 shard.queue.put(stop)
 
-    def end_lease(self, session: ManagedSession, lease: int, fence: int) -> None:
-        """Nothing of a lease is written any more, once the fence has signalled."""
-        holder: Holder = (*session.holder, lease)
+    def end_lease(self, session: ManagedSession, name: str, fence: int) -> None:
+        """Nothing of the lease with that first name is written any more, once the fence has signalled."""
+        holder: Holder = (*session.works.holder, name)
         for shard in session.shards:
             if fence <= session.signalled:
                 shard.memory.give_up(holder)
             else:
+                session.works.ending.add(name)
 
                 async def stop(shard: DeviceShard = shard) -> None:
                     shard.memory.give_up(holder)
 
                 shard.queue.put(stop)
+
+    def end_others(self, session: ManagedSession) -> None:
+        """Nothing was ever written for leases, or in slots of a lease, that the engine has not heard of."""
+        names = session.works.ending.union(lease.first_name for lease in session.held.values())
+        for shard in session.shards:
+            memory = shard.memory
+            memory.give_up_others(session.works.holder, names)
+            for lease in session.held.values():
+                unheard = set(range(self._world.plan.slots)).difference(lease.table)
+                spans = (memory.block(slot) for slot in unheard)
+                memory.give_up_spans((*session.works.holder, lease.first_name), spans)
 
     async def read(self, session: ManagedSession, lease: HeldLease, blocks: int) -> None:
         """The first blocks of a lease, on every shard."""

@@ -1,4 +1,4 @@
-"""Engines in managed mode: their shards write straight into the device pool that a worker holds."""
+"""Engines in managed mode: their shards write straight into the device pool that the daemon holds."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcached_client import protocol as wire
-from kvcached_client.block_table import compress_slots
+from kvcached_client.blocks.block_table import compress_slots
 from kvcached_client.errors import (
     DaemonFailure,
     DeadlineExceeded,
@@ -20,6 +19,7 @@ from kvcached_client.errors import (
     TransportError,
 )
 from kvcached_client.keys import KeyChain
+from kvcached_client.protocol import engine as wire
 from kvcached_client.types import SessionId
 from tests.core.model import expand
 from tests.simulation.attachment import Attachment
@@ -41,7 +41,6 @@ _REFUSALS_MAX = 4
 #: The last one: a hello that was repeated after the session that it opened was over again.
 _TRY_LATER = (
     ErrorCode.POOL_BUSY,
-    ErrorCode.WORKER_LOST,
     ErrorCode.CLEARING,
     ErrorCode.DRAINING,
     ErrorCode.UNAUTHENTICATED,
@@ -92,7 +91,7 @@ class ManagedEngine(Engine):
             raise Broken(f"a session of generation {welcome.generation}, though it was told that {renewed} had begun")
         session = ManagedSession(welcome, line)
         line.epoch = welcome.epoch
-        line.on_give_back = lambda lease: self._device.end_lease(session, lease, 0)
+        line.on_give_back = lambda lease: self._device.end_lease(session, self.world.first_name(session, lease), 0)
         session.attachments.append(attachment)
         attachment.on_closed = session.lost
         joins = [run_on(self._process_of(shard), lambda shard=shard: self._join(session, shard))  # type: ignore[misc]
@@ -134,9 +133,9 @@ class ManagedEngine(Engine):
         if session.over:
             session.line.close()
         if self._alone:
-            session.cancelled = True
+            session.works.cancelled = True
             for shard in session.shards:
-                shard.memory.give_up(session.holder)
+                shard.memory.give_up(session.works.holder)
         for attachment in session.attachments:
             attachment.hang_up()
         return self._alone
@@ -214,7 +213,8 @@ class ManagedEngine(Engine):
             else:
                 table = expand(frames[0]) + expand(frames[1])
                 hit, is_loading = reply.hit, bool(reply.loads)
-                return HeldLease(reply.lease, name, chain, table, hit, reply.ready, is_loading, hit, hit)
+                first_name = self.world.first_name(session, reply.lease)
+                return HeldLease(reply.lease, name, first_name, chain, table, hit, reply.ready, is_loading, hit, hit)
         return None
 
     async def _wait_for_room(self, session: ManagedSession, error: RequestError) -> None:
@@ -278,9 +278,9 @@ class ManagedEngine(Engine):
             stop = min(lease.depth + chance.number(1, 3), end)
             fenced = chance.happens(0.4)
             await self._device.write(session, lease, stop, wait=not fenced)
-            fence = session.last_fence if fenced else 0
+            fence = session.works.last_fence if fenced else 0
             if lease.fence > session.signalled:
-                fence = session.last_fence
+                fence = session.works.last_fence
             keys, slots = lease.chain.key_range(lease.depth, stop), lease.table[lease.depth : stop]
             self._device.stop_writing(session, slots, fence)
             request = wire.Commit(
@@ -301,10 +301,10 @@ class ManagedEngine(Engine):
             frames = lease.chain.key_range(lease.depth, lease.chain.block_count), _packed(slots)
         if chance.happens(0.5):
             await self._device.written(session)
-        fence = session.last_fence if lease.fence > session.signalled else 0
+        fence = session.works.last_fence if lease.fence > session.signalled else 0
         if frames:
             self._device.stop_writing(session, slots, fence)
-        self._device.end_lease(session, lease.id, fence)
+        self._device.end_lease(session, lease.first_name, fence)
         request = wire.Release(
             id=line.next_id(), epoch=session.epoch, lease=lease.id, start=lease.depth, fence=fence,
             reply=not (frames == () and chance.happens(0.1)),
@@ -316,11 +316,10 @@ class ManagedEngine(Engine):
 
     async def _drop(self, session: ManagedSession, lease: HeldLease) -> None:
         """Give a lease back of which nobody knows what became."""
-        self._device.end_lease(session, lease.id, session.last_fence)
+        last = session.works.last_fence
+        self._device.end_lease(session, lease.first_name, last)
         for _ in range(20):
-            request = wire.Release(
-                id=session.line.next_id(), epoch=session.epoch, lease=lease.id, fence=session.last_fence
-            )
+            request = wire.Release(id=session.line.next_id(), epoch=session.epoch, lease=lease.id, fence=last)
             try:
                 await session.line.ask(request, wire.Released)
             except TransportError:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcached_client import protocol as wire
-from kvcached_client.block_table import compress_slots
+from kvcached_client.blocks.block_table import compress_slots
 from kvcached_client.errors import DaemonFailure, ErrorCode, Refused, Stale, TransportError
+from kvcached_client.protocol import engine as wire
 from kvcached_client.types import SessionId
 from tests.simulation.attachment import Attachment
 from tests.simulation.engine import run_on
@@ -50,7 +50,9 @@ class Return:
         Raises:
             Broken: what was declared is refused, or the memory is another one.
         """
-        await self._device.written(self._session)
+        if self._world.chance.happens(0.5):
+            await self._device.written(self._session)
+        self._device.end_others(self._session)
         for _ in range(_LOOKS):
             attachment, line = Attachment(self._world, self._scheduler), Line(self._world, self._scheduler)
             try:
@@ -80,19 +82,21 @@ class Return:
             token=before.token,
             layout=before.layout.fingerprint(),
             namespace=before.namespace,
+            fence=self._session.unsignalled,
         )
         welcome, _ = await line.ask(request, wire.Welcome)
+        self._world.seen["engine came back with work queued"] += request.fence > 0
         if welcome.namespace != before.namespace or welcome.generation != before.generation:
             raise Broken(f"a session of generation {before.generation} goes on in one of {welcome.generation}")
         return welcome
 
     async def _go_on(self, welcome: wire.Welcome, attachment: Attachment, line: Line) -> ManagedSession | None:
-        session = ManagedSession(welcome, line)
-        session.shards, session.last_fence = self._session.shards, self._session.last_fence
+        session = ManagedSession(welcome, line, self._session.works)
+        session.shards = self._session.shards
         session.attachments.append(attachment)
         attachment.on_closed = session.lost
         line.epoch = welcome.epoch
-        line.on_give_back = lambda lease: self._device.end_lease(session, lease, 0)
+        line.on_give_back = lambda lease: self._device.end_lease(session, self._world.first_name(session, lease), 0)
         try:
             for lease in list(self._session.held.values()):
                 await self._declare(session, lease)
@@ -116,7 +120,6 @@ class Return:
             request=lease.name,
             tokens=lease.chain.token_count,
             hit=own,
-            fence=lease.fence,
         )
         frames = lease.chain.key_range(0, there), _packed(lease.table[:there]), _packed(lease.table[own:])
         declared, _ = await session.line.ask(request, wire.Declared, frames, tries=_TRIES)
@@ -137,11 +140,9 @@ class Return:
         return True
 
     def _abandon(self, session: ManagedSession) -> None:
-        """Nothing is written in it any more: what could be is the session's before, which its engine ends now."""
+        """The engine ends the session before, and with it what is queued."""
         session.over = True
         session.line.tell_goodbye()
-        for shard in session.shards:
-            shard.memory.give_up(session.holder)
         for attachment in session.attachments:
             attachment.hang_up()
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import struct
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
-from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.host_header import NAMESPACE_BYTES, HeaderKind
-from kvcached_client.slabs import HEADER_BYTES
+from kvcached_client.blocks.header import NAMESPACE_BYTES, HeaderKind
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.slabs import HEADER_BYTES
 from tests.simulation.process import Process
 from tests.simulation.scheduler import Broken
 
@@ -19,9 +21,12 @@ Span = tuple[int, int]
 
 
 @lru_cache(maxsize=16_384)
-def content(root: bytes, generation: int, key: bytes, shard: int, size: int) -> bytes:
-    """The bytes that a block has to have: those of its key, of its namespace at its generation, on its shard."""
-    return hashlib.shake_128(root + key + bytes([generation & 255, shard])).digest(size)
+def content(root: bytes, generation: int, times: int, key: bytes, shard: int, size: int) -> bytes:
+    """The bytes that a block has to have: those of its key, of its namespace at its generation, on its shard.
+
+    Where a generation begins anew after it was over, its blocks have to have other bytes: those of other weights.
+    """
+    return hashlib.shake_128(root + key + struct.pack("<QQB", generation, times, shard)).digest(size)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Shape:
     root: bytes
     fingerprint: bytes
     geometry: HostGeometry
+    #: How often each generation began anew after it was over, which none should.
+    begun: Counter[int] = field(default_factory=Counter, compare=False)
 
     def header(self, slot: int, shard: int) -> Span:
         start = self.geometry.header_offset(slot, shard)
@@ -48,7 +55,7 @@ class Shape:
         return HeaderKind(self.root[:NAMESPACE_BYTES], self.fingerprint, generation)
 
     def expected(self, generation: int, key: bytes, shard: int) -> bytes:
-        return content(self.root, generation, key, shard, self.geometry.block_bytes)
+        return content(self.root, generation, self.begun[generation], key, shard, self.geometry.block_bytes)
 
 
 @dataclass
@@ -74,6 +81,12 @@ class Memory:
         self._claims: list[_Claim] = []
         self._given_up: set[Holder] = set()
 
+    def lose(self) -> None:
+        """The machine is restarted: nothing is in it, and nobody has a right to it."""
+        self.bytes[:] = bytes(len(self.bytes))
+        self.rotten.clear()
+        self._claims.clear()
+
     def claim(self, holder: Holder, spans: Iterable[Span], writers: Sequence[Process], *, reads: bool = False) -> None:
         """Somebody may write these bytes, or `reads` them, from now on, unless it has said before that it will not."""
         if any(holder[:length] in self._given_up for length in range(len(holder) + 1)):
@@ -91,6 +104,18 @@ class Memory:
         """Somebody will not write any more, nor what an answer gives it that is still on its way."""
         self._given_up.add(holder)
         self._claims = [each for each in self._claims if each.holder[: len(holder)] != holder]
+
+    def give_up_others(self, holder: Holder, names: Collection[str | int]) -> None:
+        """Of those that begin with `holder`, only the ones with these names behind that will write any more."""
+        for claim in list(self._claims):
+            mine, rest = claim.holder[: len(holder)], claim.holder[len(holder) :]
+            if mine == holder and rest[0] not in names:
+                self.give_up(claim.holder)
+
+    def is_claimed(self, holder: Holder, span: Span) -> bool:
+        """Whether one of those that begin with `holder` may write some of these bytes."""
+        mine = (claim for claim in self._claims if claim.holder[: len(holder)] == holder and not claim.reads)
+        return any(_common(claim.spans, [span]) is not None for claim in mine)
 
     def give_up_spans(self, holder: Holder, spans: Iterable[Span]) -> None:
         """Somebody will not write these bytes any more."""
@@ -133,7 +158,7 @@ class Memory:
 
 
 class DeviceMemory(Memory):
-    """One shard's part of a device pool, as long as its worker lives.
+    """One shard's part of a device pool, which outlives workers and daemons.
 
     Attributes:
         handle: the descriptor by which it is passed on.

@@ -18,11 +18,13 @@ class Mistake:
     Attributes:
         make: puts it into the product.
         seeds: some that find it; one of them has to.
+        reboots: they find it where the machine is restarted now and then.
     """
 
     name: str
     make: Make
     seeds: tuple[int, ...]
+    reboots: bool = False
 
     @contextmanager
     def made(self) -> Iterator[None]:

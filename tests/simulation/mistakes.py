@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvcached import admin_verbs, books, takeover
-from kvcached.admin_verbs import AdminVerbs
-from kvcached.admission import Admission
-from kvcached.answers import KeptAnswers
 from kvcached.core import cache as core_cache
-from kvcached.core.attached_state import Exchange
-from kvcached.core.declarations import Declarations
-from kvcached.core.exchanges import Exchanges
+from kvcached.core.cache import Cache
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.pauses import is_paused
-from kvcached.core.pool import DevicePool
-from kvcached.core.ranges import no_ranges
+from kvcached.core.restart.rejoin import Rejoin
 from kvcached.core.session import Session
-from kvcached.core.states import SessionState, SlotState
-from kvcached.core.stores import Stores
-from kvcached.core.tiers import Tiers
-from kvcached.core.transfer import Transfer
-from kvcached.core.tree import PrefixTree
-from kvcached.deferred import DeferredAnswers
-from kvcached.membership import Group
-from kvcached.worker.host_memory import HostHeaders
+from kvcached.core.slots.ranges import no_ranges
+from kvcached.core.slots.slots import DevicePool
+from kvcached.core.slots.states import SessionState, SlotState
+from kvcached.core.transfers.engine_copies import EngineCopies
+from kvcached.core.transfers.stores import Stores
+from kvcached.core.transfers.transfer import EngineTransfer
+from kvcached.core.transfers.worker_copies import WorkerCopies
+from kvcached.memory.host_pool import HostHeaders
+from kvcached.recovery import takeover
+from kvcached.service import admin_verbs, state_writer
+from kvcached.service.admin_verbs import AdminVerbs, Clears, _Clear
+from kvcached.service.admission import Admission
+from kvcached.service.pending import PendingReplies
+from kvcached.service.replica import NamedNamespace
+from kvcached.service.replies import KeptAnswers
+from kvcached.service.service import Service
+from kvcached.service.sessions import EngineGroup, EngineGroups
+from kvcached_client.types import NO_FENCE
 from tests.simulation.mistake import Mistake
 from tests.simulation.storage_mistakes import STORAGE_MISTAKES
 
@@ -43,12 +48,12 @@ def _pool_given_away(patch: pytest.MonkeyPatch) -> None:
 
 def _quarantine_skipped(patch: pytest.MonkeyPatch) -> None:
     """Host slots that an expired engine's shards are writing are free at once."""
-    drop = Exchanges.drop_store
+    drop = EngineCopies.drop_store
 
-    def drop_store(self: Exchanges, session: Any, store: Exchange, target: SlotState) -> None:
+    def drop_store(self: EngineCopies, session: Any, store: EngineTransfer, target: SlotState) -> None:
         drop(self, session, store, SlotState.FREE)
 
-    patch.setattr(Exchanges, "drop_store", drop_store)
+    patch.setattr(EngineCopies, "drop_store", drop_store)
 
 
 def _retry_executed_twice(patch: pytest.MonkeyPatch) -> None:
@@ -58,41 +63,60 @@ def _retry_executed_twice(patch: pytest.MonkeyPatch) -> None:
 
 def _one_shard_counts_for_all(patch: pytest.MonkeyPatch) -> None:
     """A copy by workers is over with its first acknowledgement."""
-    settle = Tiers.on_shard_settled
+    settle = WorkerCopies.on_shard_settled
 
-    def on_shard_settled(self: Tiers, event: Any) -> None:
-        transfer = self.book.transfers.get(event.transfer)
+    def on_shard_settled(self: WorkerCopies, event: Any) -> None:
+        transfer = self.table.worker.get(event.transfer)
         if transfer is not None:
             transfer.waiting = {event.shard}
         settle(self, event)
 
-    patch.setattr(Tiers, "on_shard_settled", on_shard_settled)
+    patch.setattr(WorkerCopies, "on_shard_settled", on_shard_settled)
 
 
 def _one_attached_shard_counts_for_all(patch: pytest.MonkeyPatch) -> None:
     """A copy by an engine is over with its first acknowledgement."""
 
-    def settled(self: Exchanges, exchange: Exchange, shard: int, error: str) -> bool:
+    def settled(self: EngineCopies, exchange: EngineTransfer, shard: int, error: str) -> bool:
         exchange.failure = exchange.failure or error
         exchange.waiting.clear()
         return True
 
-    patch.setattr(Exchanges, "settled", settled)
+    patch.setattr(EngineCopies, "settled", settled)
 
 
 def _failed_store_believed(patch: pytest.MonkeyPatch) -> None:
     """What a shard says of a copy that failed is not heard."""
-    settled = Exchanges.settled
+    settled = EngineCopies.settled
 
-    def believe(self: Exchanges, exchange: Exchange, shard: int, error: str) -> bool:
+    def believe(self: EngineCopies, exchange: EngineTransfer, shard: int, error: str) -> bool:
         return settled(self, exchange, shard, "" if shard >= 0 else error)
 
-    patch.setattr(Exchanges, "settled", believe)
+    patch.setattr(EngineCopies, "settled", believe)
 
 
-def _epoch_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    """Copies of a pool's lost memory count for the new one."""
-    patch.setattr(Transfer, "is_current", property(lambda _: True))
+def _one_death_ends_copies(patch: pytest.MonkeyPatch) -> None:
+    """A worker's death ends the copies of its fellows, whose own deaths nobody has confirmed."""
+
+    def on_worker_died(self: Cache, pool: Any) -> None:
+        pool.healthy = False
+        self.counters["workers_lost"] += 1
+        for transfer in self._worker_copies.table.of_pool(pool):
+            transfer.failure = transfer.failure or "a worker is dead"
+            self._worker_copies._end(transfer)
+
+    patch.setattr(Cache, "_on_worker_died", on_worker_died)
+
+
+def _blocks_lost_with_a_worker(patch: pytest.MonkeyPatch) -> None:
+    """A worker's death takes the blocks along that its pool has cached."""
+    on_worker_died = Cache._on_worker_died
+
+    def forget(self: Cache, pool: Any) -> None:
+        on_worker_died(self, pool)
+        self.clearings.begin(self.tree_of(pool.name), self.tree_of(pool.name).namespace)
+
+    patch.setattr(Cache, "_on_worker_died", forget)
 
 
 def _fence_not_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -102,12 +126,12 @@ def _fence_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 def _reply_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Who waits in a session that is over is not told."""
-    patch.setattr(DeferredAnswers, "session_changed", lambda *_: None)
+    patch.setattr(PendingReplies, "session_over", lambda *_: None)
 
 
 def _one_death_counts_for_all(patch: pytest.MonkeyPatch) -> None:
     """Where one process of a session is dead, nobody asks for the others."""
-    patch.setattr(Group, "living", lambda *_, **__: [])
+    patch.setattr(EngineGroup, "living", lambda *_, **__: [])
 
 
 def _late_tick_expires(patch: pytest.MonkeyPatch) -> None:
@@ -143,8 +167,18 @@ def _leases_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 def _renewal_not_written(patch: pytest.MonkeyPatch) -> None:
     """The ledger always names the first generation of a namespace."""
-    record = books._replica
-    patch.setattr(books, "_replica", lambda *about: msgspec.structs.replace(record(*about), generation=0))
+    record = state_writer._replica
+    patch.setattr(state_writer, "_replica", lambda *about: msgspec.structs.replace(record(*about), generation=0))
+
+
+def _cleared_in_name_only(patch: pytest.MonkeyPatch) -> None:
+    """The namespace of engines that people clear is written down with a new generation, and goes on in the old one."""
+
+    def of_engines(self: Clears, target: NamedNamespace) -> _Clear:
+        generation = self._cache.generations.renew(target.root)
+        return self._done(_Clear((), generation, "", target.root, target.label, 0))
+
+    patch.setattr(Clears, "_of_engines", of_engines)
 
 
 def _cleared_blocks_stay(patch: pytest.MonkeyPatch) -> None:
@@ -154,34 +188,60 @@ def _cleared_blocks_stay(patch: pytest.MonkeyPatch) -> None:
 
 def _own_slots_not_taken_back(patch: pytest.MonkeyPatch) -> None:
     """Of a lease that is declared only the blocks count, and not the slots that it is to write yet."""
-    declare: Any = Declarations.declare
+    declare: Any = Rejoin.declare
 
-    def without_own(self: Declarations, *asked: Any) -> Any:
-        *first, _, fence = asked
-        return declare(self, *first, no_ranges(), fence)
+    def without_own(self: Rejoin, *asked: Any) -> Any:
+        *first, _ = asked
+        return declare(self, *first, no_ranges())
 
-    patch.setattr(Declarations, "declare", without_own)
+    patch.setattr(Rejoin, "declare", without_own)
+
+
+def _taken_over_late(patch: pytest.MonkeyPatch) -> None:
+    """Events reach a daemon that does not yet know what it has taken over."""
+    take_in = Service.take_in
+
+    def take_in_later(self: Service, *taken: Any) -> None:
+        self._pending._later(0.05, partial(take_in, self, *taken))
+
+    patch.setattr(Service, "take_in", take_in_later)
+
+
+def _queued_work_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """An engine that comes back is believed at once, whatever it has queued."""
+    resume = Session.resume
+    patch.setattr(Session, "resume", lambda session, now_ms, _: resume(session, now_ms, NO_FENCE))
+
+
+def _ended_session_goes_on(patch: pytest.MonkeyPatch) -> None:
+    """After a restart a session goes on that had expired before."""
+    patch.setattr(EngineGroups, "end", lambda *_: None)
 
 
 MISTAKES = [
     Mistake("pool given away", _pool_given_away, (7, 4)),
-    Mistake("quarantine skipped", _quarantine_skipped, (47, 22)),
+    Mistake("quarantine skipped", _quarantine_skipped, (3, 6)),
     Mistake("retry executed twice", _retry_executed_twice, (1, 0)),
-    Mistake("one shard counts for all", _one_shard_counts_for_all, (1, 2)),
+    Mistake("one shard counts for all", _one_shard_counts_for_all, (1,)),
     Mistake("one shard of an engine counts for all", _one_attached_shard_counts_for_all, (0, 2)),
-    Mistake("failed store believed", _failed_store_believed, (0, 6)),
-    Mistake("epoch not looked at", _epoch_not_looked_at, (3, 2)),
-    Mistake("fence not waited for", _fence_not_waited_for, (28, 32)),
-    Mistake("reply forgotten", _reply_forgotten, (20, 6)),
-    Mistake("one death counts for all", _one_death_counts_for_all, (10, 27)),
-    Mistake("late tick expires sessions", _late_tick_expires, (9, 7)),
-    Mistake("claims not written", _claims_not_written, (49, 38)),
-    Mistake("engine of before forgotten", _engine_of_before_forgotten, (10, 27)),
-    Mistake("pause that ended holds", _pause_that_ended_holds, (166, 141)),
-    Mistake("paused copies start", _paused_copies_start, (3, 4)),
-    Mistake("leases not waited for", _leases_not_waited_for, (3, 2)),
-    Mistake("renewal not written down", _renewal_not_written, (23, 2)),
-    Mistake("cleared blocks stay", _cleared_blocks_stay, (1, 2)),
-    Mistake("own slots not taken back", _own_slots_not_taken_back, (10, 0)),
+    Mistake("failed store believed", _failed_store_believed, (6,)),
+    Mistake("one worker's death ends copies", _one_death_ends_copies, (8,)),
+    Mistake("blocks lost with a worker", _blocks_lost_with_a_worker, (3,)),
+    Mistake("fence not waited for", _fence_not_waited_for, (32,)),
+    Mistake("reply forgotten", _reply_forgotten, (101, 267)),
+    Mistake("one death counts for all", _one_death_counts_for_all, (10,)),
+    Mistake("late tick expires sessions", _late_tick_expires, (0, 1)),
+    Mistake("claims not written", _claims_not_written, (104, 122)),
+    Mistake("engine of before forgotten", _engine_of_before_forgotten, (9,)),
+    Mistake("pause that ended holds", _pause_that_ended_holds, (425, 464)),
+    Mistake("paused copies start", _paused_copies_start, (3,)),
+    Mistake("leases not waited for", _leases_not_waited_for, (0,)),
+    Mistake("renewal not written down", _renewal_not_written, (33, 40)),
+    Mistake("cleared in name only", _cleared_in_name_only, (2, 3), reboots=True),
+    Mistake("cleared blocks stay", _cleared_blocks_stay, (1,)),
+    Mistake("taken over late", _taken_over_late, (0, 1)),
+    Mistake("own slots not taken back", _own_slots_not_taken_back, (0,)),
+    Mistake("queued work forgotten", _queued_work_forgotten, (251, 388)),
+    Mistake("ended session goes on", _ended_session_goes_on, (40, 89)),
     *STORAGE_MISTAKES,
 ]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Literal
 
-from kvcached_client import protocol as wire
 from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError, TransportError
 from kvcached_client.keys import KeyChain
+from kvcached_client.protocol import engine as wire
 from kvcached_client.types import WritePolicy
 from tests.core.model import chain_keys
-from tests.simulation.line import PATIENCE_US, Line
+from tests.simulation.line import PATIENCE_US, Line, is_not_written_down
 from tests.simulation.scheduler import MS, Broken
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class Operator:
             self._pause: 4.0,
             self._drain: 2.0,
             self._resume_some: 1.0,
-            self._clear: 1.0,
-            self._set_weights: 1.0,
+            self._clear: 4.0 if world.reboots else 1.0,
+            self._set_weights: 4.0 if world.reboots else 1.0,
             self._set_policy: 2.0,
             self._pin: 4.0,
             self._unpin: 1.0,
@@ -76,7 +76,7 @@ class Operator:
             except TransportError:
                 self._world.seen["operator without an answer"] += 1
             except RequestError as error:
-                if error.code not in _REFUSALS:
+                if error.code not in _REFUSALS and not is_not_written_down(error):
                     raise
         await self._resume("", tries=50)
         await self._put_storage_back()
@@ -115,12 +115,18 @@ class Operator:
         await self._line.ask(wire.Resume(id=self._line.next_id(), replica=replica), wire.Resumed, tries=tries)
 
     async def _clear(self) -> None:
-        request = wire.ClearReplica(id=self._line.next_id(), replica=self._some_replica())
-        await self._line.ask(request, wire.ReplicaCleared, tries=8)
+        is_any = self._world.reboots  # runs that are there for clears
+        target = self._some_target() if is_any else self._some_replica()
+        request = wire.ClearReplica(id=self._line.next_id(), target=target)
+        cleared, _ = await self._line.ask(request, wire.ReplicaCleared, tries=8)
+        if not cleared.replicas:
+            begun = self._world.generations
+            begun[cleared.namespace] = max(begun[cleared.namespace], cleared.generation)
+            self._world.seen["namespace of engines cleared by people"] += 1
 
     async def _set_weights(self) -> None:
         version = self._world.chance.among(_WEIGHTS)
-        request = wire.SetWeights(id=self._line.next_id(), replica=self._some_replica(), version=version)
+        request = wire.SetWeights(id=self._line.next_id(), target=self._some_replica(), version=version)
         renewed, _ = await self._line.ask(request, wire.ReplicaCleared, tries=8)
         if renewed.weights_version != version:
             raise Broken(f"the weights are {renewed.weights_version!r}, {version!r} was asked for")

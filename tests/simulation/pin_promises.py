@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcached.core.cache import Cache
-from kvcached.core.pinned import Held, Pin
-from kvcached.core.pool import DevicePool, SlotPool
-from kvcached.core.run import KEY_SIZE
-from kvcached.core.tree import PrefixTree
-from kvcached_client import protocol as wire
+from kvcached.core.index.run import KEY_SIZE
+from kvcached.core.index.tree import PrefixTree
+from kvcached.core.pins import Held, Pin
+from kvcached.core.slots.slots import DevicePool, SlotPool
+from kvcached_client.protocol import engine as wire
 from tests.simulation.scheduler import Broken
 
 #: What may cost a pin blocks, by what is counted then.
@@ -99,9 +99,9 @@ class PinPromises:
     def _look_at_end(self, name: _Name, promise: _Promise) -> None:
         """A pin has gone by itself."""
         tree = name[0]
-        is_current = tree in self._cache.trees and tree not in self._cache.attached.spaces.retired
+        is_current = tree in self._cache.trees and tree not in self._cache.offload.namespaces.retired
         is_cleared = tree.namespace != promise.namespace or not is_current or any(pool.clearing for pool in tree.pools)
-        used = {id(session.space.tree) for session in self._cache.attached.sessions.values()}
+        used = {id(session.namespace.tree) for session in self._cache.offload.sessions.values()}
         is_idle = not tree.pools and id(tree) not in used
         if promise.until_ms > self._now_ms() and not is_cleared and not is_idle:
             raise Broken(f"a pin until {promise.until_ms} ms has gone at {self._now_ms()} ms")
@@ -140,5 +140,5 @@ class PinPromises:
         cache = self._cache
         if target in cache.pools:
             return cache.tree_of(target), cache.pools[target], keys[-KEY_SIZE:]
-        spaces = cache.attached.spaces.by_root.values()
+        spaces = cache.offload.namespaces.by_root.values()
         return next(space.tree for space in spaces if space.spec.label == target), None, keys[-KEY_SIZE:]

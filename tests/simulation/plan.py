@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvcached.attached_admission import HostShare, _space
-from kvcached.core.answers import PoolSpec
-from kvcached.core.prefetch import PrefetchLimits
-from kvcached.core.storage import StorageSpec
-from kvcached.core.storage_state import BackupPolicy
-from kvcached_client import protocol as wire
-from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.layout import KvGroup, Layout
-from kvcached_client.slabs import PAGE_BYTES
+from kvcached.core.namespaces import PoolSpec
+from kvcached.core.transfers.prefetch import PrefetchLimits
+from kvcached.core.transfers.storage import StorageSpec
+from kvcached.core.transfers.storage_copies import BackupPolicy
+from kvcached.service.offload_admission import HostShare, _space
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.layout import KvGroup, Layout
+from kvcached_client.blocks.slabs import PAGE_BYTES
+from kvcached_client.protocol import engine as wire
 from kvcached_client.types import WritePolicy
 from tests.simulation.memory import Shape
 from tests.simulation.scheduler import Chance
@@ -70,7 +70,7 @@ class Plan:
         fault_weights: how likely each fault is among all; 0 where this seed has none of it.
         copy_failures: how likely it is that a shard of an engine gives up a copy.
         operators: people who pause, drain, clear, set weights and policies, pin, and attach storage.
-        write_policy: that the configuration says, for replicas; `spaces_policy` for engines in attached mode.
+        write_policy: that the configuration says, for replicas; `namespaces_policy` for engines in attached mode.
         diversity: how often prompts part at each of their blocks.
         topics: what prompts begin with; each has its time, and comes back when its blocks have left memory.
         eviction_policy: of the host pool and of device pools.
@@ -91,7 +91,7 @@ class Plan:
     operators: int
     fault_weights: dict[str, float]
     write_policy: WritePolicy
-    spaces_policy: WritePolicy
+    namespaces_policy: WritePolicy
     diversity: float
     topics: int
     eviction_policy: str
@@ -121,8 +121,8 @@ class Plan:
         ]
 
 
-def draw(chance: Chance) -> Plan:
-    """A machine."""
+def draw(chance: Chance, *, reboots: bool = False) -> Plan:
+    """A machine; one that is restarted has storage, whose blocks are cleared now and then."""
     spaces, slabs = 2, chance.among([4, 4, 5, 6, 8, 10])
     second = chance.among([b"one", b"two"]).ljust(32, b".")
     replicas = {"a": b"one".ljust(32, b"."), "b": second}
@@ -142,15 +142,15 @@ def draw(chance: Chance) -> Plan:
         rival=chance.happens(0.5),
         attached_engines=chance.number(1, 3),
         copy_failures=chance.among([0.0, 0.05]),
-        operators=chance.among([0, 1, 2]),
+        operators=chance.among([1, 1, 2] if reboots else [0, 1, 2]),
         fault_weights={name: _weight(chance, name) for name in FAULTS},
         write_policy=_policy(chance),
-        spaces_policy=_policy(chance),
+        namespaces_policy=_policy(chance),
         diversity=chance.among([0.15, 0.15, 0.4]),
         topics=chance.among([1, 3]),
         eviction_policy=chance.among(["lru", "lru", "slru"]),
         pin_quota_percent=chance.among([25, 60]),
-        storage=_storage(chance) if chance.happens(0.8) else None,
+        storage=_storage(chance) if chance.happens(0.8) or reboots else None,
     )
     fingerprint = bytes.fromhex(LAYOUT.fingerprint())
     plan.shapes = {root: Shape(root, fingerprint, managed) for root in replicas.values()}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvcached.core.cache import Cache
-from kvcached.core.tree import PrefixTree
-from kvcached_client import protocol as wire
+from kvcached.core.index.tree import PrefixTree
+from kvcached_client.protocol import engine as wire
 from kvcached_client.types import SessionId, WritePolicy
 from tests.simulation.scheduler import Broken
 
@@ -55,10 +55,10 @@ class PolicyPromises:
         Raises:
             Broken: something, where the policy is never to do that.
         """
-        space = self._cache.attached.sessions[SessionId(session)].space
+        space = self._cache.offload.sessions[SessionId(session)].namespace
         if transfer and self._told.get(space.spec.label, self._of_spaces) is WritePolicy.NEVER:
             raise Broken(f"session {session} is told to copy, and {space.spec.label} never should")
 
     def _trees(self) -> dict[str, PrefixTree]:
         replicas = {name: self._cache.tree_of(name) for name in self._cache.pools}
-        return replicas | {space.spec.label: space.tree for space in self._cache.attached.spaces.by_root.values()}
+        return replicas | {space.spec.label: space.tree for space in self._cache.offload.namespaces.by_root.values()}

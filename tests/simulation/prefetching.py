@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcached_client import protocol as wire
 from kvcached_client.errors import Stale, TransportError
-from kvcached_client.protocol_storage import StopPolicy
+from kvcached_client.protocol import engine as wire
+from kvcached_client.protocol.storage import StopPolicy
 from tests.simulation.line import PATIENCE_US
 from tests.simulation.scheduler import MS, Broken
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar, cast
 
-from kvcached.ledger import ProcessIdentity
+from kvcached.process.identity import ProcessIdentity
 from tests.simulation.scheduler import Event, Scheduler
 
 T = TypeVar("T")

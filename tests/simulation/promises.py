@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvcached.core.cache import Cache
 from kvcached.core.pauses import copies_under_way
-from kvcached.replica import Replica
-from kvcached_client import protocol as wire
+from kvcached.service.replica import Replica
+from kvcached_client.protocol import engine as wire
 from tests.simulation.scheduler import Broken
 
 #: Beside the names of replicas, what stands for engines in attached mode and storage.
@@ -29,11 +29,13 @@ class Promises:
 
     Args:
         renewed: by replica; those of all daemons.
+        editions: by replica, all that it ever was.
     """
 
-    def __init__(self, cache: Cache, renewed: dict[str, Renewed]) -> None:
+    def __init__(self, cache: Cache, renewed: dict[str, Renewed], editions: dict[str, set[Renewed]]) -> None:
         self._cache = cache
         self._renewed = renewed
+        self._editions = editions
         self._paused: set[str] = set()
         self._work: tuple[int, int] | None = None  #: sessions and leases so far when it was drained
 
@@ -48,6 +50,14 @@ class Promises:
             found = Renewed(replica.generation, replica.namespace, replica.weights_version)
             if told is not None and told.generation >= found.generation and told != found:
                 raise Broken(f"{replica.name} was told to be {told}, after a restart it is {found}")
+            if told is not None and found not in self._editions.get(replica.name, ()):
+                raise Broken(f"{replica.name} was told to be {told}, and begins anew as {found}")
+
+    def note(self, replicas: Iterable[Replica]) -> None:
+        """What replicas are now."""
+        for replica in replicas:
+            now = Renewed(replica.generation, replica.namespace, replica.weights_version)
+            self._editions.setdefault(replica.name, set()).add(now)
 
     def asked(self, request: wire.Request) -> None:
         """A request is about to be served: some end what was promised."""
@@ -83,7 +93,7 @@ class Promises:
         """
         cache = self._cache
         for name in self._paused:
-            others = len(cache.attached.exchanges) + len(cache.storage.copies)
+            others = len(cache.offload.transfers) + len(cache.storage.copies)
             under_way = copies_under_way(cache, name) if name else others
             if under_way:
                 raise Broken(f"{under_way} copies are under way, though {name or 'engines'} are paused")
@@ -92,7 +102,7 @@ class Promises:
 
     def _look_at_leases(self) -> None:
         """Later there may be some again: an engine of before a restart comes back to those that it has."""
-        for sessions in (self._cache.sessions, self._cache.attached.sessions):
+        for sessions in (self._cache.sessions, self._cache.offload.sessions):
             for session in sessions.values():
                 if session.leases:
                     raise Broken(f"session {session.id} has {len(session.leases)} leases, and the daemon is drained")

@@ -16,6 +16,7 @@ class Result:
     """What became of a seed.
 
     Attributes:
+        reboots: the machine is restarted now and then.
         events: that happened.
         failure: what was wrong; empty where nothing was.
         digest: of the whole history.
@@ -25,6 +26,7 @@ class Result:
 
     seed: int
     steps: int
+    reboots: bool
     events: int
     failure: str
     digest: str
@@ -36,16 +38,16 @@ class Result:
     @property
     def reproduction(self) -> str:
         """The command that shows the same again."""
-        return f"python -m tests.simulation --seed {self.seed} --steps {self.steps}"
+        return f"python -m tests.simulation --seed {self.seed} --steps {self.steps}" + " --reboots" * self.reboots
 
     def report(self) -> str:
         """A failure in words."""
         return f"seed {self.seed} fails at event {self.events}: {self.failure}\nreproduce: {self.reproduction} --trace"
 
 
-def run(seed: int, steps: int) -> Result:
+def run(seed: int, steps: int, *, reboots: bool = False) -> Result:
     """Play a seed: `steps` events with faults, and then what it takes to an end in peace."""
-    world = World(seed)
+    world = World(seed, reboots=reboots)
     failure = ""
     with world.tripwire.stretched(), simulated(world):
         try:
@@ -62,6 +64,7 @@ def run(seed: int, steps: int) -> Result:
     return Result(
         seed,
         steps,
+        reboots,
         world.scheduler.count,
         failure,
         world.scheduler.digest,

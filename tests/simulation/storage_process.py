@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from kvcached.storage.copies import HostCopies
-from kvcached.storage.messages import Backup, Fetch, Kind, Opened, Order, Over, Reply, Span
-from kvcached_client.slabs import HEADER_BYTES
+from kvcached.recovery.generations import first_of
+from kvcached.storage.executor import HostCopies
+from kvcached.storage.messages import Backup, Fetch, Kind, NotOpened, Opened, Order, Over, Reply, Span
+from kvcached_client.blocks.slabs import HEADER_BYTES
 from kvcached_client.types import unpack_ranges
 from tests.simulation.memory import Holder, Shape
 from tests.simulation.process import Outcome, Process
@@ -47,7 +48,7 @@ class SimulatedStorage:
         self,
         world: World,
         daemon: Daemon,
-        on_opened: Callable[[Opened], None],
+        on_opened: Callable[[Opened | NotOpened], None],
         on_reply: Callable[[Reply], None],
         on_exit: Callable[[str], None],
     ) -> None:
@@ -106,9 +107,17 @@ class SimulatedStorage:
 
     def _open(self) -> None:
         if self._world.chance.happens(_NOT_OPENED * (not self._world.faults.ceased)):
+            self._refuse()
             self.process.kill()
         else:
             self._tell(lambda: self._on_opened(Opened(persistent=True, threads=4)), "storage is open")
+
+    def _refuse(self) -> None:
+        refusal = NotOpened(reason="no such device", is_misconfigured=False)
+        self._told_us = max(self._told_us + 1, self._now_us + _ON_ITS_WAY_US[0])
+        tell = self._daemon.checked(lambda: self._on_opened(refusal))
+        self._daemon.process.after(self._told_us - self._now_us, "storage cannot be opened", tell)
+        self._world.seen["storage that cannot be opened"] += 1
 
     def _tell(self, tell: Callable[[], None], what: str) -> None:
         """The daemon hears of something, in the order in which it was said, and not after it has hung up."""
@@ -207,6 +216,8 @@ class SimulatedStorage:
                 if self._world.host.read(shape.block(slot, shard)) != shape.expected(generation, key, shard):
                     raise Broken(f"order {order.sequence} of storage brings other bytes than its block's, slot {slot}")
         self._world.seen["blocks fetched from storage"] += over.count
+        is_older = generation < first_of(self._daemon.cache.epoch, 0)
+        self._world.seen["blocks fetched that an earlier life of the daemon had stored"] += over.count * is_older
 
     async def _back_up(self, order: Backup) -> Over:
         """Headers are read first, then blocks in halves."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from kvcached.storage import link
-from kvcached.storage.link import LinkState, StorageLink
+from kvcached.service.storage_verbs import StorageService
+from kvcached.storage import client as link
+from kvcached.storage.client import LinkState, StorageLink
 from kvcached.storage.messages import StorageConfig
-from kvcached.storage_verbs import StorageService
+from kvcached.storage_start import keep_record
 from tests.simulation.storage_process import TIMEOUT_S, SimulatedStorage
 from tests.simulation.virtual_loop import none_runs
 
@@ -41,11 +43,10 @@ class StorageOfDaemon:
         spec, service = self._world.plan.storage, self._daemon.service
         if spec is None:
             return
-        config = StorageConfig(
-            backend="simulated", settings={}, faults={}, key_file="", lock_path="", timeout_s=TIMEOUT_S
-        )
-        self.link = StorageLink(config, 0, "", self._daemon.cache.epoch, service.storage.kind_of, service.on_event)
+        config = StorageConfig(backend="simulated", settings={}, faults={}, key_file="", timeout_s=TIMEOUT_S)
+        self.link = StorageLink(config, 0, Path(), self._daemon.cache.epoch, service.storage.kind_of, service.on_event)
         service.storage.storage = StorageService(self.link, "simulated", spec.backup, _WAIT_MS, _WAIT_US_PER_TOKEN)
+        keep_record(service, self.link, self._world.record.record, self._world.record)
         self.link.attach()
 
     def new_process(self, on: dict[str, Any]) -> SimulatedStorage:
@@ -74,13 +75,12 @@ class StorageOfDaemon:
 
     def left(self) -> dict[str, int]:
         """What is under way or waits, by name."""
-        tier, verbs = self._daemon.cache.storage, self._daemon.service.storage
+        tier = self._daemon.cache.storage
         asked = 0 if self.link is None else len(self.link._pending) + len(self.link._forgets)
         is_ready = self.link is not None and self.link.state is LinkState.READY
         return {
             "copies by storage": len(tier.copies),
             "prefetches": len(tier.prefetches.under_way),
-            "requests that wait for prefetches": sum(map(len, verbs._waiters.values())) + len(verbs._prefetches),
             "orders without an answer": asked if is_ready else 0,
         }
 

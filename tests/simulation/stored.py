@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcached.storage.interface import ABSENT, DONE, Block, Capabilities, Outcome, Result, Storage, Usage
+from kvcached.storage.backend import ABSENT, DONE, Block, Capabilities, Outcome, Result, Storage, Usage
 from tests.simulation.scheduler import Chance
 
 
@@ -64,6 +64,10 @@ class StoredValues(Storage):
             value[self._chance.number(0, len(value) - 1)] ^= 1
             self._values[key] = bytes(value)
         return True
+
+    def empty(self) -> None:
+        """Somebody has removed everything."""
+        self._values.clear()
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         self._may_raise()

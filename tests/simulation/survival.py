@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvcached.core.run import Run
-from kvcached.core.states import SlotState
-from kvcached.core.tree import HOST, PrefixTree
+from kvcached.core.index.run import Run
+from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.slots.states import SlotState
 from tests.core.tier_world import _solid_slots as solid_slots
 from tests.core.tier_world import keys_in
 from tests.simulation.memory import Shape
@@ -37,6 +37,10 @@ class Survival:
     def note(self, daemon: Daemon) -> None:
         """A daemon is about to die."""
         self._kept = [each for tree, generation in _trees(self._world, daemon) for each in _paths(tree, generation)]
+
+    def forget(self) -> None:
+        """The machine was restarted: nothing is left of it."""
+        self._kept = []
 
     def look_at(self, daemon: Daemon) -> None:
         """The next one has taken over what there is.
@@ -71,7 +75,10 @@ class Survival:
 def _trees(world: World, daemon: Daemon) -> list[tuple[PrefixTree, int]]:
     cache = daemon.cache
     replicas = {id(tree): (tree, world.roots[tree.namespace]) for tree in map(cache.tree_of, cache.pools)}
-    return [*replicas.values(), *((space.tree, space.generation) for space in cache.attached.spaces.by_root.values())]
+    return [
+        *replicas.values(),
+        *((space.tree, space.generation) for space in cache.offload.namespaces.by_root.values()),
+    ]
 
 
 def _paths(tree: PrefixTree, generation: int) -> list[_Kept]:

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcached.core.effects import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
-from kvcached.core.events import PoolRestored, WorkerDied
-from kvcached.ledger import ProcessIdentity
-from kvcached.replica import Settled
-from kvcached_client.errors import ErrorCode, request_error
+from kvcached.core.messages import AbandonLoad, HurryTransfer, PoolRestored, StartTransfer, TransferKind, WorkerDied
+from kvcached.core.slots.states import SlotState
+from kvcached.service.replica import Settled
 from kvcached_client.types import ShardIndex, TransferId
 from tests.core.tier_world import slots_of
 from tests.simulation.copying import HostBlock, HostCopier, host_blocks
@@ -66,10 +64,10 @@ class WorkerShard:
 
 
 class SimulatedWorkers:
-    """`kvcached.replica.Workers` without processes: one replica's workers as one daemon has them.
+    """`kvcached.service.replica.Workers` without processes: one replica's workers as one daemon has them.
 
     Args:
-        adopted: those of the daemon before, which copy nothing; None = new ones.
+        memories: of each shard, which an earlier daemon has left; None = new ones.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class SimulatedWorkers:
         replica: str,
         shape: Shape,
         slots: int,
-        adopted: list[WorkerShard] | None,
+        memories: list[DeviceMemory] | None,
         generation: int,
     ) -> None:
         self._world = world
@@ -94,13 +92,12 @@ class SimulatedWorkers:
         self.generation = generation
         self.is_degraded = False
         self.restarts = 0
-        self.adopted = adopted is not None
-        self.shards = self._new_shards() if adopted is None else [self._adopt(shard) for shard in adopted]
-
-    def _adopt(self, shard: WorkerShard) -> WorkerShard:
-        shard.process.forget()
-        shard.process.on_death.clear()
-        return self._begin(WorkerShard(shard.index, shard.process, shard.memory))
+        self.is_kept = memories is not None
+        self.memories = memories or [
+            world.new_device_memory(f"{replica}/{index}", slots, shape.geometry.block_bytes)
+            for index in range(self._shard_count)
+        ]
+        self.shards = self._new_shards()
 
     def _begin(self, shard: WorkerShard) -> WorkerShard:
         shard.process.on_death.append(lambda: self._dies(shard))
@@ -111,22 +108,13 @@ class SimulatedWorkers:
         shards = []
         for index in range(self._shard_count):
             process = self._world.new_process(f"worker {self._replica}/{index}")
-            memory = self._world.new_device_memory(
-                f"{self._replica}/{index}", self._slots, self._shape.geometry.block_bytes
-            )
-            shards.append(self._begin(WorkerShard(index, process, memory)))
+            shards.append(self._begin(WorkerShard(index, process, self.memories[index])))
         return shards
 
     # --- what the service asks for ----------------------------------------------------------------------------------
 
-    @property
-    def processes(self) -> dict[ShardIndex, ProcessIdentity]:
-        return {} if self._lost else {ShardIndex(each.index): each.process.identity for each in self.shards}
-
     def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
-        if self._lost:
-            raise request_error(ErrorCode.WORKER_LOST, f"{self._replica} has no workers", "try again")
-        return (self.shards[shard].memory.handle,)
+        return (self.memories[shard].handle,)
 
     def start(self, transfer: StartTransfer, settled: Settled) -> None:
         if transfer.transfer in self._ordered:
@@ -313,13 +301,23 @@ class SimulatedWorkers:
                 self._world.scheduler.after(
                     self._world.chance.spread(10, 3 * MS), f"{other.process.name} is killed", other.process.kill
                 )
-            self._daemon.service.on_event(WorkerDied(self._replica))
+            self._tell_of_loss()
         for command in list(self._commands.values()):
             if shard.index in command.waiting:
                 self._fail(shard, command)
         if all(other.exit_seen for other in self.shards):
             pause_us = self._world.chance.spread(*_PAUSE_US)
             self._daemon.process.after(pause_us, f"starts workers of {self._replica}", self._restore)
+
+    def _tell_of_loss(self) -> None:
+        """A worker's death loses no cached block, and ends no session."""
+        cache = self._daemon.cache
+        pool = cache.pools[self._replica]
+        cached, sessions = pool.counts[SlotState.CACHED], set(cache.sessions)
+        self._daemon.service.on_event(WorkerDied(self._replica))
+        self._world.seen["device block that survived its worker"] += cached
+        if pool.counts[SlotState.CACHED] < cached or sessions - set(cache.sessions):
+            raise Broken(f"the death of a worker of {self._replica} has lost blocks or sessions")
 
     def _fail(self, shard: WorkerShard, command: _Command) -> None:
         """A dead shard is through with what it was to do, in an event of its own."""
@@ -329,7 +327,7 @@ class SimulatedWorkers:
 
     def _restore(self) -> None:
         self.shards = self._new_shards()
-        self._lost = self.adopted = False
+        self._lost = False
         daemon = self._daemon
         restored: Callable[[], None] = lambda: daemon.service.on_event(PoolRestored(self._replica))  # noqa: E731
         self._world.seen["workers restored"] += 1

@@ -5,21 +5,23 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 
-from kvcached.books import Shelf
-from kvcached.ledger import HostPoolRecord, ProcessIdentity
+from kvcached.process.identity import ProcessIdentity
+from kvcached.recovery.state_file import HostPoolRecord
+from kvcached.service.state_writer import StatePlace
 from tests.simulation.attached_engine import AttachedEngine
 from tests.simulation.checks import Tripwire
 from tests.simulation.daemon import Daemon
 from tests.simulation.engine import Engine
 from tests.simulation.faults import Faults
+from tests.simulation.managed_device import ManagedSession
 from tests.simulation.managed_engine import ManagedEngine
-from tests.simulation.memory import DeviceMemory, Memory
+from tests.simulation.memory import DeviceMemory, Holder, Memory
 from tests.simulation.network import Network
 from tests.simulation.operators import Operator
 from tests.simulation.plan import draw
 from tests.simulation.process import Process
 from tests.simulation.promises import Renewed
-from tests.simulation.restart import KeptLedger
+from tests.simulation.restart import KeptLedger, KeptRecord
 from tests.simulation.scheduler import MS, Broken, Scheduler
 from tests.simulation.stored import StoredValues
 from tests.simulation.survival import Survival
@@ -43,24 +45,37 @@ class World:
         shapes: how each namespace lies in it, by root.
         roots: namespaces of replicas, with their generations.
         renewed: what was told of replicas that were cleared or got other weights.
+        editions: all that replicas ever were.
         generations: which generation of a namespace has begun for sure, as some engine was told.
         epochs: of pools and namespaces, the last that were seen.
-        ledger: what the daemon has written down.
+        reboots: whether the machine is restarted now and then; else only the daemon is.
+        ledger: what the daemon has written down; `record` the same of generations, on the storage device.
+        is_kept: the host pool's memory is that of the daemon before.
         seen: what has happened, by name.
         counters: those of daemons that are dead.
         stored: what the storage device holds.
         policies: write policies as people were told them, by replica, or by label of engines in attached mode.
+        holders: of sessions on device pools that go on with one of an earlier daemon: who has its rights.
+        over: those of sessions that have expired. Nobody goes on with one of them.
+        first_names: what leases were called when they were granted, by the daemon's epoch and their id there. A lease
+            that is declared to a later daemon gets another id, and keeps the rights that it had.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, reboots: bool = False) -> None:
+        self.reboots = reboots
         self.scheduler = Scheduler(seed)
         self.chance = self.scheduler.chance
         self.seen: Counter[str] = Counter()
         self.tripwire = Tripwire()
-        self.plan = draw(self.chance)
+        self.plan = draw(self.chance, reboots=reboots)
         self.shapes = self.plan.shapes
         self.roots: dict[bytes, int] = dict.fromkeys(self.plan.replicas.values(), 0)
         self.renewed: dict[str, Renewed] = {}
+        self.holders: dict[Holder, Holder] = {}
+        self.over: set[Holder] = set()
+        self.first_names: dict[tuple[int, int], str] = {}
+        self._granted: dict[tuple[Holder, str], str] = {}
+        self.editions: dict[str, set[Renewed]] = {}
         self.generations: Counter[bytes] = Counter()
         self.epochs: dict[str, int] = {}
         self.counters: Counter[str] = Counter()
@@ -68,8 +83,11 @@ class World:
         self.device_memories: dict[int, DeviceMemory] = {}
         self.host = Memory("host pool", self.plan.slabs * self.plan.slab_bytes)
         self.network = Network(self.scheduler, self.seen)
-        self.ledger = KeptLedger()
-        self.shelf = Shelf(self.ledger, "this boot", self._host_record())
+        self.ledger, self.record = KeptLedger(), KeptRecord(self)
+        self.is_kept = True
+        self._current: dict[bytes, int] = {}
+        self._begun: set[tuple[bytes, int]] = set()
+        self.state_place = StatePlace(self.ledger, "this boot", self._host_record())
         self.stored = StoredValues(self.chance, self.seen)
         self.policies = dict.fromkeys(self.plan.replicas, self.plan.write_policy)
         self.survival = Survival(self)
@@ -91,6 +109,24 @@ class World:
     def _host_record(self) -> HostPoolRecord:
         return HostPoolRecord(device=1, inode=1, slabs=self.plan.slabs, slab_bytes=self.plan.slab_bytes, lent={})
 
+    def first_name(self, session: ManagedSession, lease: int) -> str:
+        """What a lease on a device pool was called when it was granted."""
+        return self.first_names[session.welcome.daemon_epoch, lease]
+
+    def note_granted(self, epoch: int, session: int, lease: int, request: str) -> None:
+        """A lease was granted for a request."""
+        name = self._granted[self.holder(epoch, session), request] = f"{epoch}/{lease}"
+        self.first_names[epoch, lease] = name
+
+    def note_declared(self, epoch: int, session: int, lease: int, request: str) -> None:
+        """The lease that an earlier daemon has granted last for a request goes on."""
+        self.first_names[epoch, lease] = self._granted[self.holder(epoch, session), request]
+
+    def holder(self, epoch: int, session: int) -> Holder:
+        """Who has the rights of a session on a device pool."""
+        opened: Holder = ("session", epoch, session)
+        return self.holders.get(opened, opened)
+
     def process_of(self, identity: ProcessIdentity) -> Process | None:
         """The process that is called so."""
         index = identity.pid - _FIRST_PID
@@ -98,8 +134,8 @@ class World:
 
     # --- the daemon's death -----------------------------------------------------------------------------------------
 
-    def kill_daemon(self, *, workers_survive: bool) -> None:
-        """SIGKILL the daemon. It is started again some time later; its workers wait for that, or die, too."""
+    def kill_daemon(self) -> None:
+        """SIGKILL the daemon. It is started again some time later; its workers end by themselves, if they can."""
         daemon, chance = self.daemon, self.chance
         self.network.daemon = None
         self.counters += daemon.cache.counters
@@ -108,31 +144,69 @@ class World:
         for workers in daemon.workers.values():
             workers.orphan()
             for shard in workers.shards:
-                if not workers_survive:
-                    self.scheduler.after(chance.spread(10, 50 * MS), f"{shard.process.name} ends", shard.process.kill)
-        self.scheduler.after(chance.spread(100 * MS, 1500 * MS), "the daemon is started again", self._adopt_workers)
+                shard.process.after(chance.spread(10, 300 * MS), "ends with its daemon", shard.process.kill)
+        self.scheduler.after(chance.spread(100 * MS, 1500 * MS), "the daemon is started again", self._start_next_daemon)
 
-    def _adopt_workers(self) -> None:
-        """Workers of before are adopted once they copy nothing. One that does not answer is killed with its fellows.
+    def restart_machine(self) -> None:
+        """Everything ends at once but storage, and people. With it the ledger may go, and some of what storage has."""
+        chance, seen = self.chance, self.seen
+        if not self.daemon.process.dead:
+            self.kill_daemon()
+        processes = [shard.process for workers in self.daemon.workers.values() for shard in workers.shards]
+        processes += [each.process for each in self.daemon.storage.processes]
+        processes += [process for engine in self.engines for process in engine.processes]
+        for process in processes:
+            process.kill()
+        self.host.lose()
+        self.survival.forget()
+        self.is_kept = False
+        self._current.clear()
+        roots = {root.hex() for root in self.shapes}
+        self.epochs = {name: epoch for name, epoch in self.epochs.items() if name not in roots}
+        self.policies = {name: policy for name, policy in self.policies.items() if name in self.plan.replicas}
+        if chance.happens(0.5):
+            seen["machine restarted, and the ledger is gone"] += 1
+            self.ledger.remove()
+            self.policies.update(dict.fromkeys(self.plan.replicas, self.plan.write_policy))
+        if chance.happens(0.15):
+            self.stored.empty()
+            seen["storage was emptied"] += 1
+        if chance.happens(0.15):
+            seen["the record of generations is lost"] += 1
+            self.record.lose()
+        if not self.ledger.data and self.record.is_lost:
+            self.renewed.clear()
+        seen["machine restarted"] += 1
 
-        The storage process of before is dead before anything else.
+    def begins(self, root: bytes, generation: int) -> None:
+        """A namespace, by its first root, is in a generation: has it left that before, blocks are to have other bytes.
+
+        After the machine's restart a clear that was never answered may not have happened.
         """
+        before = self._current.get(root)
+        if before == generation:
+            return
+        told = [each.generation for name, each in self.renewed.items() if self.plan.replicas[name] == root]
+        is_back = before is None and generation >= max([self.generations[root], *told])
+        if (root, generation) in self._begun and not is_back:
+            self.shapes[root].begun[generation] += 1
+        self._begun.add((root, generation))
+        self._current[root] = generation
+
+    def _start_next_daemon(self) -> None:
+        """Whoever could write into memory by the last daemon's order is dead before the next one uses that memory."""
         if not self.daemon.storage.all_dead():
-            self.scheduler.after(5 * MS, "the storage process of before is waited for", self._adopt_workers)
+            self.scheduler.after(5 * MS, "the storage process of before is waited for", self._start_next_daemon)
             return
-        groups = {name: workers.shards for name, workers in self.daemon.workers.items()}
-        busy = [each for shards in groups.values() for each in shards if each.busy and not each.process.dead]
-        if busy and not any(shard.process.stopped for shard in busy):
-            self.scheduler.after(5 * MS, "workers are waited for", self._adopt_workers)
-            return
-        adopted = {}
-        for name, shards in groups.items():
-            if all(not shard.process.dead and not shard.process.stopped for shard in shards):
-                adopted[name] = shards
-            else:
-                for shard in shards:
-                    shard.process.kill()
-        self.daemon = Daemon(self, self.daemon.cache.epoch + _EPOCH, adopted)
+        memories = {}
+        for name, workers in self.daemon.workers.items():
+            for shard in workers.shards:
+                self.seen["worker outlived its daemon"] += not shard.process.dead
+                shard.process.kill()
+            if self.is_kept and self.ledger.data:
+                memories[name] = workers.memories
+        self.daemon = Daemon(self, self.daemon.cache.epoch + _EPOCH, memories)
+        self.is_kept = True
         self.daemon.start()
         self.network.daemon = self.daemon
         self.network.reconnect()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.storage.interface import ABSENT, DONE, Outcome, Storage
+from kvcached.storage.backend import ABSENT, DONE, Outcome, Storage
 from tests.storage.values import TIMEOUT_S, asked, is_right, key, kind, proves_itself, stored
 
 OTHER = kind(generation=8)

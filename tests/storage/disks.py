@@ -8,9 +8,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvcached.storage.disk import DiskStorage
-from kvcached.storage.disk_settings import DiskSettings
-from kvcached.storage.interface import DONE, Outcome, Result, Storage
+from kvcached.storage.backend import DONE, Outcome, Result, Storage
+from kvcached.storage.disk.backend import DiskStorage
+from kvcached.storage.disk.settings import DiskSettings
 from tests.storage.values import TIMEOUT_S, asked, is_right, key, stored
 
 #: Of a value of the usual kind: a frame and two parts.

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvcached.storage import backends
+from kvcached.storage.backend import StorageUnusable
 from kvcached.storage.backends import GROUP, open_backend
-from kvcached.storage.disk import DiskStorage
-from kvcached.storage.interface import StorageUnusable
+from kvcached.storage.disk.backend import DiskStorage
 
 Install = Callable[[str, str], None]
 
@@ -19,7 +19,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Makes it look as if a distribution with one more backend were installed."""
 
     def add(name: str, value: str) -> None:
-        ours = EntryPoint("disk", "kvcached.storage.disk:open_disk", GROUP)
+        ours = EntryPoint("disk", "kvcached.storage.disk.backend:open_disk", GROUP)
         found = EntryPoints([ours, EntryPoint(name, value, GROUP)])
         monkeypatch.setattr(backends, "entry_points", lambda *, group: found.select(group=group))
 
@@ -42,7 +42,7 @@ def test_unknown_backend_is_told_from_those_installed(install: Install) -> None:
         open_backend("s3", {})
 
 
-@pytest.mark.parametrize("value", ["no_such_module:open", "kvcached.storage.disk:no_such_function"])
+@pytest.mark.parametrize("value", ["no_such_module:open", "kvcached.storage.disk.backend:no_such_function"])
 def test_backend_that_cannot_be_imported_is_named(install: Install, value: str) -> None:
     """A registered backend whose module or function is missing says which."""
     install("broken", value)

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvcached.storage.disk import DiskStorage
-from kvcached.storage.disk_settings import DiskSettings
+from kvcached.storage.backend import Storage
+from kvcached.storage.disk.backend import DiskStorage
+from kvcached.storage.disk.settings import DiskSettings
 from kvcached.storage.encrypted import EncryptedStorage
 from kvcached.storage.fault import FaultStorage
-from kvcached.storage.interface import Storage
 from tests.project.source_tree import ROOT
 from tests.storage.contract import StorageContract
 

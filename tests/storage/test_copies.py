@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import pytest
 import xxhash
 
-from kvcached.storage.copies import HostCopies
-from kvcached.storage.interface import ABSENT, DONE, Block, Outcome, Result, Storage, Usage
+from kvcached.storage.backend import ABSENT, DONE, Block, Outcome, Result, Storage, Usage
+from kvcached.storage.executor import HostCopies
 from kvcached.storage.messages import Backup, Fetch, Forget, Kind, Look, Query, Span
-from kvcached_client import host_header
-from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.host_header import BlockName, HeaderKind
-from kvcached_client.slabs import HEADER_BYTES, PAGE_BYTES
+from kvcached_client.blocks import header as host_header
+from kvcached_client.blocks.header import BlockName, HeaderKind
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.slabs import HEADER_BYTES, PAGE_BYTES
 
 SHARDS, BLOCK_BYTES = 2, 1000
 GEOMETRY = HostGeometry(slabs=2, slab_bytes=SHARDS * 4 * PAGE_BYTES, shards=SHARDS, block_bytes=BLOCK_BYTES)
@@ -217,8 +217,8 @@ def test_question_is_answered_up_to_the_first_gap(rig: Rig) -> None:
         geometry=GEOMETRY,
     )
     assert found(other) == 0
-    assert rig.copies.carry_out(Forget(sequence=4, kind=other)).count == 0
-    assert rig.copies.carry_out(Forget(sequence=5, kind=KIND)).count == 4
+    assert rig.copies.carry_out(Forget(sequence=4, prefix=other.stored().prefix())).count == 0
+    assert rig.copies.carry_out(Forget(sequence=5, prefix=KIND.stored().prefix())).count == 4
 
 
 def test_what_a_backend_raises_is_an_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import pytest
 
-from kvcached.storage import disk_opening
-from kvcached.storage.disk import DiskStorage
-from kvcached.storage.disk_index import IndexDamaged
-from kvcached.storage.interface import DONE, Outcome, Storage
+from kvcached.storage.backend import DONE, Outcome, Storage
+from kvcached.storage.disk import opening as disk_opening
+from kvcached.storage.disk.backend import DiskStorage
+from kvcached.storage.disk.index import IndexDamaged
 from tests.project.source_tree import ROOT
 from tests.storage.disks import flip, get, opened, put, restore, there
 from tests.storage.putter import NUMBERS

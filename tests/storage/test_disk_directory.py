@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvcached.storage.disk import open_disk
-from kvcached.storage.interface import DONE, StorageUnusable
+from kvcached.storage.backend import DONE, StorageUnusable
+from kvcached.storage.disk.backend import open_disk
 from tests.storage.disks import get, opened, put, there
 
 
@@ -90,7 +90,7 @@ def test_directory_can_be_opened_after_a_failure(tmp_path: Path, monkeypatch: py
         raise OSError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvcached.storage.disk_catalog.DiskSpace", fail)
+        patch.setattr("kvcached.storage.disk.catalog.DiskSpace", fail)
         with pytest.raises(StorageUnusable, match="injected"):
             open_disk({"directory": str(tmp_path / "d"), "capacity_bytes": 4 << 20})
 
@@ -101,7 +101,7 @@ def test_directory_can_be_opened_after_a_failure(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"directory": "relative", "capacity_bytes": 4 << 20}, "directory: is not absolute"),
+        ({"directory": "relative", "capacity_bytes": 4 << 20}, "directory: is no absolute path"),
         ({"directory": "/d", "capacity_bytes": 1}, "capacity_bytes: Input should be greater than or equal to 4194304"),
         ({"directory": "/d"}, "capacity_bytes: Field required"),
         ({"directory": "/d", "capacity_bytes": 4 << 20, "directIO": "off"}, "directIO: Extra inputs"),

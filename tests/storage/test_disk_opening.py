@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.storage import disk_catalog, disk_opening
-from kvcached.storage.disk import open_disk
-from kvcached.storage.disk_index import DiskIndex, IndexDamaged
-from kvcached.storage.disk_space import DiskSpace
-from kvcached.storage.interface import DONE, Outcome, StorageUnusable
+from kvcached.storage.backend import DONE, Outcome, StorageUnusable
+from kvcached.storage.disk import catalog as disk_catalog
+from kvcached.storage.disk import opening as disk_opening
+from kvcached.storage.disk.backend import open_disk
+from kvcached.storage.disk.index import DiskIndex, IndexDamaged
+from kvcached.storage.disk.space import DiskSpace
 from tests.storage.disks import get, opened, put, there
 from tests.storage.values import TIMEOUT_S, key
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.storage.disk_catalog import DiskCatalog, Slot
-from kvcached.storage.disk_slots import Label, SlotFile, create_slot_file, unpack_label
-from kvcached.storage.interface import ABSENT, DONE, Block, Outcome
+from kvcached.storage.backend import ABSENT, DONE, Block, Outcome
+from kvcached.storage.disk.catalog import DiskCatalog, Slot
+from kvcached.storage.disk.slots import Label, SlotFile, create_slot_file, unpack_label
 from tests.storage.contract import run_in_threads
 from tests.storage.disks import get, opened, put
 from tests.storage.values import TIMEOUT_S, asked, is_right, key, kind, proves_itself, stored

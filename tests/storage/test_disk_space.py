@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvcached.storage import disk_catalog
-from kvcached.storage.interface import Outcome
+from kvcached.storage.backend import Outcome
+from kvcached.storage.disk import catalog as disk_catalog
 from tests.storage.disks import MIB, VALUE_BYTES, get, opened, put, size_on_disk, there
 from tests.storage.values import TIMEOUT_S, asked, is_right, key, kind, stored
 
@@ -157,6 +157,22 @@ def test_no_file_is_made_below_the_floor(tmp_path: Path, monkeypatch: pytest.Mon
         assert list((tmp_path / "d").glob("*.slots")) == []
 
 
+@pytest.mark.parametrize("reason", ["floor", "limit"])
+def test_block_that_is_not_taken_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """A put that is FULL names what is in its way: the floor of the settings, or what the file system says."""
+
+    def limited(*_: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    floor = 1 << 49 if reason == "floor" else 0
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    with opened(tmp_path / "d", free_space_floor_bytes=floor) as storage:
+        (result,) = storage.put([stored(1)], timeout_s=TIMEOUT_S)
+
+    assert result.outcome is Outcome.FULL
+    assert ("free_space_floor_bytes" if floor else "File too large") in result.detail
+
+
 def test_full_file_system_refuses_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,7 +186,7 @@ def test_full_file_system_refuses_files(
             patch.setattr(os, "posix_fallocate", full)
             assert put(storage, 1) == [Outcome.FULL]
             assert put(storage, 2) == [Outcome.FULL]
-        assert caplog.text.count("no room for") == 1
+        assert caplog.text.count("No space left on device") == 1
         assert [*(tmp_path / "d").glob("*.slots"), *(tmp_path / "d").glob("*.labels")] == []
         assert put(storage, 1) == [Outcome.DONE]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvcached.storage.backend import ABSENT, DONE, Outcome
 from kvcached.storage.fault import Fault, FaultSettings, FaultStorage
-from kvcached.storage.interface import ABSENT, DONE, Outcome
 from tests.storage.disks import opened, put, there
 from tests.storage.values import TIMEOUT_S, asked, is_right, key, proves_itself, stored
 

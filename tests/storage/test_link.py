@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
+from array import array
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from kvcached.core.effects import QueryStorage
-from kvcached.core.events import StorageAnswered, StorageEvent, StorageLost, StorageReady, StorageSuspended
-from kvcached.storage import link
-from kvcached.storage.link import (
+from kvcached.core.messages import (
+    QueryStorage,
+    StartBackup,
+    StorageAnswered,
+    StorageEvent,
+    StorageLost,
+    StorageReady,
+    StorageSpan,
+    StorageSuspended,
+)
+from kvcached.storage import client as link
+from kvcached.storage.client import (
     BREAKER_FAILURES,
     FIRST_PAUSE_S,
     HUNG_TIMEOUTS,
     LONGEST_PAUSE_S,
+    REFUSAL_LOG_S,
     LinkState,
     StorageLink,
 )
-from kvcached.storage.messages import Forget, Kind, Look, Opened, Order, Over, Query, StorageConfig
+from kvcached.storage.messages import Forget, Kind, Look, NotOpened, Opened, Order, Over, Query, StorageConfig
 from kvcached.storage.order_book import FORGET_S_MAX
-from kvcached_client.host_geometry import HostGeometry
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.types import TransferId
 
 TIMEOUT_S = 1.0
-CONFIG = StorageConfig(backend="fake", settings={}, faults={}, key_file="", lock_path="", timeout_s=TIMEOUT_S)
+CONFIG = StorageConfig(backend="fake", settings={}, faults={}, key_file="", timeout_s=TIMEOUT_S)
 KIND = Kind(
     namespace=bytes(16),
     header_namespace=bytes(16),
@@ -36,6 +49,9 @@ KIND = Kind(
     generation=0,
     geometry=HostGeometry(slabs=1, slab_bytes=1 << 20, shards=1, block_bytes=4096),
 )
+
+#: How the keys of its blocks begin.
+PREFIX = KIND.stored().prefix()
 
 
 class Clock:
@@ -118,7 +134,7 @@ class Rig:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.events: list[StorageEvent] = []
-        self.link = StorageLink(CONFIG, -1, "", 1, lambda *_: KIND, self.events.append)
+        self.link = StorageLink(CONFIG, -1, Path(), 1, lambda *_: KIND, self.events.append)
         self.link.attach()
         self.process.open()
 
@@ -140,6 +156,13 @@ class Rig:
     def fail(self, times: int) -> None:
         for _ in range(times):
             self.process.answer(self.ask(), "EIO")
+
+    def back_up(self, error: str = "", *, failed: bool = False, written: int = 0) -> None:
+        """The core has a block written, and this comes of it."""
+        span = StorageSpan(0, bytes(16), bytes(16), array("i", [0, 1]))
+        self.link.carry_out(StartBackup(TransferId(1), bytes(32), 0, (span,)))
+        order = self.process.orders.pop()
+        self.process.on_reply(Over(sequence=order.sequence, failed=failed, error=error, written=written))
 
     def restart(self, threads: int = 1) -> None:
         """The process dies, and the next one opens when its pause is over."""
@@ -168,7 +191,7 @@ def test_attach_waits_for_the_process_before(monkeypatch: pytest.MonkeyPatch) ->
     events: list[StorageEvent] = []
 
     async def play() -> None:
-        storage = StorageLink(CONFIG, -1, "", 1, lambda *_: None, events.append)
+        storage = StorageLink(CONFIG, -1, Path(), 1, lambda *_: None, events.append)
         storage.attach()
         FakeProcess.made[0].open()
         detaching = asyncio.create_task(storage.detach(1.0))
@@ -184,6 +207,74 @@ def test_attach_waits_for_the_process_before(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(play())
 
     assert events == [StorageReady(), StorageLost(), StorageReady()]
+
+
+@pytest.mark.parametrize("is_wanted", [False, True], ids=["it died", "it was wanted again"])
+def test_next_start_is_planned_whatever_the_core_says(rig: Rig, *, is_wanted: bool) -> None:
+    """An internal error in whoever is told of the loss keeps no link in the state of before: it starts again."""
+
+    def fail(_: StorageEvent) -> None:
+        raise KeyError("namespace")
+
+    if is_wanted:
+        rig.link.state, rig.link._is_wanted = LinkState.DETACHED, True
+    rig.link._tell = fail
+    with pytest.raises(KeyError):
+        rig.process.on_exit("was ended")
+    rig.link._tell = rig.events.append
+    rig.clock.pass_s(LONGEST_PAUSE_S)
+    assert len(FakeProcess.made) == 2
+    rig.process.open()
+
+    assert rig.state() is LinkState.READY
+
+
+def test_backend_that_cannot_be_opened_is_tried_again(rig: Rig) -> None:
+    """The reason is told as it came, whether the settings are wrong is known, and the next start may succeed."""
+    rig.process.on_exit("was ended")
+    rig.clock.pass_s(LONGEST_PAUSE_S)
+    rig.process.on_opened(NotOpened(reason="no such key", is_misconfigured=True))
+    rig.process.on_exit("cannot open its backend: no such key")
+    assert (rig.state(), rig.link.is_misconfigured) == (LinkState.WAITING, True)
+    assert rig.link.why == "the storage process cannot open its backend: no such key"
+    rig.clock.pass_s(LONGEST_PAUSE_S)
+    rig.process.open()
+
+    assert (rig.state(), rig.link.is_misconfigured) == (LinkState.READY, False)
+
+
+def test_wait_for_storage_does_not_hide_why_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits in vain is told what went wrong before, too."""
+    monkeypatch.setattr(link, "StorageProcess", FakeProcess)
+    FakeProcess.made = []
+
+    async def play() -> str:
+        storage = StorageLink(CONFIG, -1, Path(), 1, lambda *_: None, lambda _: None)
+        storage.attach()
+        storage.why = "no such device"
+        assert not await storage.started(0.001)
+        return storage.why
+
+    assert asyncio.run(play()) == "it was not ready within 0.001 s; before that: no such device"
+
+
+def test_storage_that_takes_no_blocks_says_why(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """The reason stays until a block is taken, also over orders with nothing new; the log has it once a minute."""
+    with caplog.at_level(logging.INFO):
+        for _ in range(5):
+            rig.back_up("full: File too large")
+            rig.back_up()
+            rig.back_up("EIO", failed=True)
+        assert rig.link.write_refusal == "full: File too large"
+        assert rig.state() is LinkState.READY
+        assert caplog.text.count("accepts no blocks") == 1
+        rig.clock.pass_s(REFUSAL_LOG_S)
+        rig.back_up("full: File too large")
+        assert caplog.text.count("accepts no blocks") == 2
+        rig.back_up(written=1)
+
+    assert not rig.link.write_refusal
+    assert "accepts blocks again" in caplog.text
 
 
 def test_late_answer_suspends(rig: Rig) -> None:
@@ -327,7 +418,7 @@ def test_pauses_grow_while_processes_do_not_open(rig: Rig) -> None:
 def test_forgetting_a_namespace_survives_the_process(rig: Rig) -> None:
     """What is to be forgotten is, by the next process, if the one that was told has died over it."""
     told: list[Over] = []
-    rig.link.forget_kind(KIND, told.append)
+    rig.link.forget(PREFIX, told.append)
     assert len(rig.process.forgets()) == 1
     rig.restart()
     (order,) = rig.process.forgets()
@@ -340,21 +431,21 @@ def test_forgetting_a_namespace_survives_the_process(rig: Rig) -> None:
 def test_forgetting_a_namespace_is_tried_until_it_is_done(rig: Rig) -> None:
     """A backend that cannot forget now is told again, after a while and when storage works."""
     told: list[Over] = []
-    rig.link.forget_kind(KIND, told.append)
+    rig.link.forget(PREFIX, told.append)
     for _ in range(3):
         rig.process.answer(rig.process.forgets()[0], "the index is being made")
         assert rig.process.forgets() == []
         rig.clock.pass_s(LONGEST_PAUSE_S)
-    assert (told, rig.link.forgets_due) == ([], 1)
+    assert (told, len(rig.link.due)) == ([], 1)
     rig.process.answer(rig.process.forgets()[0])
 
-    assert (len(told), rig.link.forgets_due) == (1, 0)
+    assert (len(told), len(rig.link.due)) == (1, 0)
 
 
 def test_forgetting_waits_for_what_is_being_written(rig: Rig) -> None:
     """A namespace is forgotten after the writes that may be of it, and when storage works."""
     rig.fail(BREAKER_FAILURES)
-    rig.link.forget_kind(KIND, lambda _: None)
+    rig.link.forget(PREFIX, lambda _: None)
     assert rig.process.forgets() == []
     rig.clock.pass_s(FIRST_PAUSE_S)
     rig.process.answer(rig.process.looks()[0])
@@ -364,7 +455,7 @@ def test_forgetting_waits_for_what_is_being_written(rig: Rig) -> None:
 
 def test_forgetting_may_take_long(rig: Rig) -> None:
     """Millions of blocks are not forgotten within a timeout: that is no hang, unless it takes much longer."""
-    rig.link.forget_kind(KIND, lambda _: None)
+    rig.link.forget(PREFIX, lambda _: None)
     rig.clock.pass_s(FORGET_S_MAX * 0.99)
     assert rig.state() is LinkState.READY
     assert rig.process.kills == []

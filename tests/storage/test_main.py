@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.storage.disk import DiskStorage
-from kvcached.storage.interface import Usage
+from kvcached.storage.backend import Usage
+from kvcached.storage.disk.backend import DiskStorage
 from kvcached.storage.main import finished
 from kvcached.storage.messages import ERROR_SIZE_CHARS_MAX, REPLY_SIZE_BYTES_MAX, Over, decode_reply, encode
 from tests.storage.disks import opened, put

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +12,24 @@ from pathlib import Path
 import pytest
 
 from kvcached.storage import process
-from kvcached.storage.messages import StorageConfig
+from kvcached.storage.messages import NotOpened, StorageConfig, encode
 from kvcached.storage.process import StorageProcess
 
-CONFIG = StorageConfig(backend="fake", settings={}, faults={}, key_file="", lock_path="", timeout_s=1.0)
+#: Waits, between the end of its connection and its own, until the daemon has seen the first.
+_CLOSES_FIRST = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCONT])
+os.close(int(sys.argv[1]))
+signal.sigwait([signal.SIGCONT])
+print("the reason", flush=True)
+os._exit(7)
+"""
+CONFIG = StorageConfig(backend="fake", settings={}, faults={}, key_file="", timeout_s=1.0)
 
 
 def when_dead(started: StorageProcess, then: Callable[[StorageProcess], None]) -> None:
     """Nothing happens in the event loop meanwhile."""
-    os.waitid(os.P_PID, started._child.pid, os.WEXITED | os.WNOWAIT)
+    os.waitid(os.P_PID, started.child.pid, os.WEXITED | os.WNOWAIT)
     then(started)
 
 
@@ -33,7 +43,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, then: Ca
             started = StorageProcess(
                 CONFIG,
                 memory.fileno(),
-                str(tmp_path / "log"),
+                tmp_path,
                 on_opened=lambda _: None,
                 on_reply=lambda _: None,
                 on_exit=ended.set_result,
@@ -47,7 +57,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, then: Ca
 
 def test_death_is_noticed_before_the_end_of_its_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever of the two the loop sees first: why it ended is told, once, and nobody else is killed."""
-    ending = play(tmp_path, monkeypatch, "raise SystemExit(3)", StorageProcess._on_dead)
+    ending = play(tmp_path, monkeypatch, "raise SystemExit(3)", lambda started: started.child._on_dead())
 
     assert ending.startswith("ended with status 3")
 
@@ -59,8 +69,48 @@ def test_reason_is_the_last_line_of_the_log(tmp_path: Path, monkeypatch: pytest.
     assert ending.endswith(": no such device")
 
 
+def test_reason_that_a_process_tells_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why the backend cannot be opened is what is told: not a signal, and not what else is in the log."""
+    refusal = encode(NotOpened(reason="no such device", is_misconfigured=False))
+    say = f"fd = int(sys.argv[1]); os.read(fd, 1 << 16); os.write(fd, {refusal!r})"
+    program = f"import os, sys; {say}; print('something else'); raise SystemExit(3)"
+    ending = play(tmp_path, monkeypatch, program, lambda _: None)
+
+    assert ending == "cannot open its backend: no such device"
+
+
+def test_process_that_ends_by_itself_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose connection closes some time before its end is let end, and its status is told."""
+    monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", _CLOSES_FIRST))
+
+    async def start() -> str:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[str] = loop.create_future()
+        with (tmp_path / "memory").open("wb") as memory:
+            started = StorageProcess(
+                CONFIG,
+                memory.fileno(),
+                tmp_path,
+                on_opened=lambda _: None,
+                on_reply=lambda _: None,
+                on_exit=ended.set_result,
+            )
+
+        def see_the_end_of_its_connection() -> None:
+            started.child._on_disconnected()
+            os.kill(started.child.pid, signal.SIGCONT)
+
+        started.child._connection._on_closed = see_the_end_of_its_connection
+        async with asyncio.timeout(10):
+            return await ended
+
+    ending = asyncio.run(start())
+
+    assert ending == "ended with status 7: the reason"
+
+
 def test_missing_log_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log that somebody has taken away does not keep the daemon from noticing the death."""
-    ending = play(tmp_path, monkeypatch, "raise SystemExit(3)", lambda started: Path(started._log_path).unlink())
+    ending = play(tmp_path, monkeypatch, "raise SystemExit(3)", lambda started: Path(started.child._log_path).unlink())
 
     assert ending.startswith("ended with status 3")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import xxhash
 
+from kvcached.storage.backend import Block
 from kvcached.storage.frame import FRAME_BYTES, StoredBlock, StoredKind, is_sound, pack, unpack
-from kvcached.storage.interface import Block
 
 PART_BYTES = 8192
 KIND = StoredKind(bytes(range(16)), bytes(range(16, 32)), 7, shards=2, part_bytes=PART_BYTES)

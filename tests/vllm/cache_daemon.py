@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvcached_client import Admin
-from kvcached_client.protocol import HostStats, StatsReport
+from kvcached_client.protocol.engine import HostStats, StatsReport
 from tests.daemon.supervised import Supervised, supervised
 
 SLAB_BYTES = 1 << 20
 CONFIG = """
 heartbeat_interval_ms = 500
-session_ttl_ms = 3000
+session_ttl_ms = 6000
 
 [host]
 size_bytes = {size_bytes}

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.host_header import BLOCK_START
-from kvcached_client.slabs import HEADER_BYTES
+from kvcached_client.blocks.header import BLOCK_START
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.slabs import HEADER_BYTES
 from tests.vllm.cache_daemon import SLAB_BYTES
 
 #: Of the tiny model: layers x K and V x heads x tokens x elements x bytes.

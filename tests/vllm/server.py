@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -32,6 +34,8 @@ PAUSE_S = 0.02
 RESET_TIMEOUT_S = 20
 #: What the HTTP server logs last before it serves.
 READY = b"Application startup complete."
+#: What a failed test shows of its servers' logs: pytest keeps what is written to stdout.
+TELLING = re.compile(rb"kvcached|WARNING|ERROR")
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -111,6 +115,8 @@ class VllmServer:
             for line in output:
                 log.write(line)
                 log.flush()
+                if TELLING.search(line):
+                    sys.stdout.write(f"{self.log_path.stem}: {line.decode(errors='replace')}")
                 if READY in line:
                     self._ready = True
                     self._settled.set()

@@ -1,6 +1,9 @@
-"""Writes a small Llama with random weights, and LoRA adapters for it, as vLLM loads them. Nothing is downloaded.
+"""Writes a small model with random weights, and LoRA adapters for it, as vLLM loads them. Nothing is downloaded.
 
     python tests/vllm/tiny_model.py FOLDER [--seed N] [--layers N] [--heads N] [--kv-heads N] [--head-dim N]
+        [--window N]
+
+With a window it is a Gemma 3, in which every other layer attends to so many tokens only.
 
 The same seed and shape give the same bytes. FOLDER gets `model` and `adapters/one`, `adapters/two`. Runs in vLLM's
 environment. Without options the model is tiny.
@@ -32,6 +35,7 @@ class Shape:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
+    window: int = 0
 
     @property
     def hidden(self) -> int:
@@ -61,8 +65,33 @@ class Shape:
             "mlp.down_proj": (self.hidden, self.inner),
         }
 
+    def norms(self) -> dict[str, int]:
+        """Normalisations of a layer: name to width."""
+        names = ["input_layernorm", "post_attention_layernorm"]
+        if not self.window:
+            return dict.fromkeys(names, self.hidden)
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        heads = dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), self.head_dim)
+        return dict.fromkeys(names, self.hidden) | heads
+
     def config(self) -> dict[str, Any]:
         """The model's config.json."""
+        return self._llama() | (self._windows() if self.window else {})
+
+    def _windows(self) -> dict[str, Any]:
+        """What a Gemma 3 says beside that, or otherwise."""
+        return {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(self.layers)],
+            "query_pre_attn_scalar": self.head_dim,
+            "rope_local_base_freq": 10_000.0,
+            "sliding_window": self.window,
+            "tie_word_embeddings": True,
+        }
+
+    def _llama(self) -> dict[str, Any]:
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -136,16 +165,18 @@ def model_weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=source) * shape.spread
 
+    gain = 0.0 if shape.window else 1.0  # Gemma adds one
     weights = {
         "model.embed_tokens.weight": matrix(VOCABULARY, shape.hidden),
         "lm_head.weight": matrix(VOCABULARY, shape.hidden),
-        "model.norm.weight": torch.ones(shape.hidden),
+        "model.norm.weight": torch.full((shape.hidden,), gain),
     }
+    if shape.window:
+        del weights["lm_head.weight"]  # the embeddings are used instead
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
         weights |= {f"{prefix}.{name}.weight": matrix(*size) for name, size in shape.projections().items()}
-        weights[f"{prefix}.input_layernorm.weight"] = torch.ones(shape.hidden)
-        weights[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(shape.hidden)
+        weights |= {f"{prefix}.{name}.weight": torch.full((width,), gain) for name, width in shape.norms().items()}
     return weights
 
 
@@ -172,7 +203,7 @@ def write(folder: Path, weights: dict[str, torch.Tensor], file: str, documents: 
 
 def main() -> None:
     """Write everything."""
-    parser = argparse.ArgumentParser(description="a small Llama with random weights, and adapters")
+    parser = argparse.ArgumentParser(description="a small model with random weights, and adapters")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     for name in Shape.__slots__:

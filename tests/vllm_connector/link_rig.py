@@ -5,27 +5,28 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvcached_client.attach import SessionGrant
-from kvcached_client.attached import Hold, Piece, PreparedLoad, PreparedStore
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, KvcachedError, request_error
+from kvcached_client.offload import Hold, Piece, PreparedLoad, PreparedStore
 from kvcached_client.prefetch import PrefetchResult
+from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import LeaseId, TransferId
-from kvcached_client.vllm import link as link_module
+from kvcached_client.vllm import daemon_thread as link_module
 from kvcached_client.vllm.commands import (
     Connected,
     Event,
+    EventQueue,
     Offer,
     Seek,
 )
-from kvcached_client.vllm.fetches import PrefetchMode
-from kvcached_client.vllm.link import Link
+from kvcached_client.vllm.daemon_client import PrefetchMode
+from kvcached_client.vllm.daemon_thread import DaemonThread
 
 PLAN = PreparedStore(TransferId(9), 2, 1, (Piece(0, 2),), np.arange(2, dtype=np.int32))
 LOAD = PreparedLoad(TransferId(8), 1, np.arange(2, dtype=np.int32))
@@ -63,6 +64,16 @@ class FakePending:
         self.is_abandoned = True
 
 
+class FakeAsked:
+    """A request that was sent: its answer is said when it is fetched, as that of a daemon that is asked in time."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self._answer = answer
+
+    def result(self) -> Any:
+        return self._answer()
+
+
 class FakeClient:
     """A session whose answers a test writes: an error is raised, anything else returned."""
 
@@ -85,8 +96,14 @@ class FakeClient:
             "clear": 2,
         } | answers
 
-    def _answer(self, name: str, *arguments: Any) -> Any:
+    def _begin(self, name: str, *arguments: Any) -> FakeAsked:
         self.calls.append((name, *arguments))
+        return FakeAsked(partial(self._finish, name))
+
+    def _answer(self, name: str, *arguments: Any) -> Any:
+        return self._begin(name, *arguments).result()
+
+    def _finish(self, name: str) -> Any:
         self.entered.set()
         self._called.release()
         assert self.go_on.wait(10)
@@ -103,8 +120,8 @@ class FakeClient:
         for _ in range(count):
             assert self._called.acquire(timeout=10), f"only {self.calls}"
 
-    def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Any:
-        return self._answer("acquire", request, keys, tokens, full)
+    def begin_acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Any:
+        return self._begin("acquire", request, keys, tokens, full)
 
     def begin_prefetch(
         self,
@@ -130,19 +147,19 @@ class FakeClient:
         """Wake a link that listens, as any message does."""
         os.eventfd_write(self._said, 1)
 
-    def prepare_load(self, lease: int, start: int, blocks: int) -> Any:
-        return self._answer("prepare_load", lease, start, blocks)
+    def begin_prepare_load(self, lease: int, start: int, blocks: int) -> Any:
+        return self._begin("prepare_load", lease, start, blocks)
 
     def cancel_load(self, transfer: int) -> Any:
         return self._answer("cancel_load", transfer)
 
-    def prepare_store(self, lease: int, start: int, keys: bytes) -> Any:
-        return self._answer("prepare_store", lease, start, keys)
+    def begin_prepare_store(self, lease: int, start: int, keys: bytes) -> Any:
+        return self._begin("prepare_store", lease, start, keys)
 
     def cancel_store(self, transfer: int, why: str) -> Any:
         return self._answer("cancel_store", transfer, why)
 
-    def release(self, lease: int) -> Any:
+    def post_release(self, lease: int) -> Any:
         return self._answer("release", lease)
 
     def settle(self) -> Any:
@@ -155,7 +172,7 @@ class FakeClient:
         self.calls.append(("close",))
 
 
-class Events(deque[Event]):
+class Events(EventQueue):
     """Counts what is appended, so that a test can wait for it."""
 
     def __init__(self) -> None:
@@ -172,7 +189,7 @@ class Rig:
 
     def __init__(self, prefetch: PrefetchMode = "off") -> None:
         self.now = 0.0
-        self.link = Link(prefetch=prefetch, clock=lambda: self.now)
+        self.link = DaemonThread(prefetch=prefetch, clock=lambda: self.now)
         self.events = self.link._events = Events()
         self.sessions: list[FakeClient | KvcachedError] = []
         self.tries = threading.Semaphore(0)
@@ -191,7 +208,7 @@ class Rig:
     def wait(self, count: int) -> list[Event]:
         """The next events, as many."""
         for _ in range(count):
-            assert self.events.arrived.acquire(timeout=10), f"only {list(self.events)}"
+            assert self.events.arrived.acquire(timeout=10), f"only {self.link.take()}"
         return self.link.take()
 
     def await_tries(self, count: int) -> None:

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import random
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import numpy as np
 
-from kvcached.core.attached_state import SpaceSpec
 from kvcached.core.cache import Cache
-from kvcached.core.invariants import check
-from kvcached.core.ranges import Ranges, pairs
-from kvcached.core.states import SessionState
-from kvcached_client.attach import SessionGrant
-from kvcached_client.attached import Hold, Piece, PreparedLoad, PreparedStore
-from kvcached_client.block_job import BlockJob
-from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, request_error
+from kvcached.core.insight.invariants import check
+from kvcached.core.namespaces import NamespaceSpec
+from kvcached.core.slots.ranges import Ranges, pairs
+from kvcached.core.slots.states import SessionState
+from kvcached_client.blocks.job import BlockJob
+from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, KvcachedError, request_error
+from kvcached_client.offload import Hold, Piece, PreparedLoad, PreparedStore
 from kvcached_client.prefetch import PrefetchResult
+from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import LeaseId, TransferId
 
 BLOCK = 4
 #: What a shard holds of a block, as the host pool keeps it: its key, its generation, its bytes.
 Stored = tuple[bytes, int, str]
-SPEC = SpaceSpec(b"n" * 32, "mini", BLOCK, 2, 4)
+SPEC = NamespaceSpec(b"n" * 32, "mini", BLOCK, 2, 4)
 
 
 class MiniDaemon:
     """One run of a daemon; a restart is another one."""
 
     def __init__(self, rng: random.Random, *, slabs: int) -> None:
-        self.cache = Cache([], epoch=1, session_ttl_ms=1000, host_slabs=slabs, spaces_max=1)
-        self.core = self.cache.attached
+        self.cache = Cache([], epoch=1, session_ttl_ms=1000, host_slabs=slabs, namespaces_max=1)
+        self.core = self.cache.offload
         self.memory: list[dict[int, Stored]] = [{} for _ in range(SPEC.shards)]
         self.is_dead = False
         self.is_slow = False
@@ -91,8 +92,25 @@ class MiniPrefetch:
         pass
 
 
+class MiniAsked:
+    """A request that the daemon has served by the time that its answer is fetched."""
+
+    def __init__(self, serve: Callable[[], Any]) -> None:
+        self._answer: Any = None
+        self._error: KvcachedError | None = None
+        try:
+            self._answer = serve()
+        except KvcachedError as error:
+            self._error = error
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+
 class MiniClient:
-    """`AttachedClient` of one session.
+    """`OffloadClient` of one session.
 
     Of a slow daemon: what is asked for is given back by the client when the answer comes, what is given back is given
     back though nobody hears the answer.
@@ -102,7 +120,7 @@ class MiniClient:
         if daemon.is_dead:
             _gone()
         self.daemon = daemon
-        self.id = daemon.cache.open_attached(SPEC, now_ms).id
+        self.id = daemon.cache.open_offload(SPEC, now_ms).id
         self.session = SessionGrant(id=self.id, token=bytes(32), run_dir="/run/kvcached")
 
     @property
@@ -131,6 +149,15 @@ class MiniClient:
     def listen(self, wake: int, timeout_s: float) -> bool:
         return True
 
+    def begin_acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> MiniAsked:
+        return MiniAsked(lambda: self.acquire(request, keys, tokens, full=full))
+
+    def begin_prepare_load(self, lease: LeaseId, start: int, blocks: int) -> MiniAsked:
+        return MiniAsked(lambda: self.prepare_load(lease, start, blocks))
+
+    def begin_prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> MiniAsked:
+        return MiniAsked(lambda: self.prepare_store(lease, start, keys))
+
     def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
         self._check()
         plan = self.daemon.core.prepare_load(self.id, lease, start, blocks)
@@ -152,10 +179,9 @@ class MiniClient:
         self.daemon.core.commit_store(self.id, transfer, -1, why)
         self._check()
 
-    def release(self, lease: LeaseId) -> None:
+    def post_release(self, lease: LeaseId) -> None:
         self._check(is_slow=False)
         self.daemon.core.release(self.id, lease)
-        self._check()
 
     def clear(self) -> int:
         self._check()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from kvcached_client.attached import Piece, PreparedLoad, PreparedStore
+from kvcached_client.offload import Piece, PreparedLoad, PreparedStore
 from kvcached_client.types import LeaseId, TransferId
 from kvcached_client.vllm.commands import (
     Command,
@@ -81,7 +81,7 @@ class FakeBlock:
 class FakePool:
     """vLLM's blocks, with the users that the connector has counted for each."""
 
-    def __init__(self, blocks: int = 4096) -> None:
+    def __init__(self, blocks: int) -> None:
         self.blocks = [FakeBlock(index) for index in range(blocks)]
         self.held: Counter[int] = Counter()
         self.freed: list[int] = []
@@ -106,6 +106,9 @@ class FakeLink:
         self.events: list[Event] = []
         self.clears: list[float] = []
         self.clear_works = True
+        self.answer_s = 0.0005
+        self.waits: list[float] = []
+        self.during_wait: Callable[[float], None] = lambda _: None  #: what happens while the scheduler waits
 
     def submit(self, command: Command) -> bool:
         if isinstance(command, (Seek, Offer)) and not self.is_taking:
@@ -116,6 +119,11 @@ class FakeLink:
     def take(self) -> list[Event]:
         events, self.events = self.events, []
         return events
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waits.append(timeout_s)
+        self.during_wait(timeout_s)
+        return bool(self.events)
 
     def clear(self, timeout_s: float) -> bool:
         self.clears.append(timeout_s)
@@ -154,10 +162,10 @@ class FakeStep:
 class Rig:
     """A scheduler's side between a fake vLLM and a fake link, with a session."""
 
-    def __init__(self, *, shards: int = 1, is_connected: bool = True) -> None:
+    def __init__(self, *, shards: int = 1, is_connected: bool = True, pool_blocks: int = 16_384) -> None:
         self.now = 100.0
         self.link = FakeLink()
-        self.pool = FakePool()
+        self.pool = FakePool(pool_blocks)
         self.side = SchedulerSide(
             self.link, self.pool, block_size=BLOCK, shards=shards, hold_deadline_s=1.0, clock=lambda: self.now
         )
@@ -167,6 +175,10 @@ class Rig:
         self._next_block = 1
         if is_connected:
             self.connect()
+
+    def pass_time(self, seconds: float) -> None:
+        """The clock goes on."""
+        self.now += seconds
 
     # --- the daemon's part ------------------------------------------------------------------------------------------
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client.attached import Hold
 from kvcached_client.errors import KvcachedError
+from kvcached_client.offload import Hold
 from kvcached_client.prefetch import PrefetchResult
-from kvcached_client.types import LeaseId
-from kvcached_client.vllm.commands import Connected, Event, Fetching, Found, Lost, NotFound, Planned, Release, Seek
-from kvcached_client.vllm.fetches import FETCH_MS_MAX, FETCHES_MAX, UNAVAILABLE_S
+from kvcached_client.types import LeaseId, TransferId
+from kvcached_client.vllm.commands import Connected, DropLoad, Event, Fetching, Found, Lost, NotFound, Planned, Seek
+from kvcached_client.vllm.daemon_client import FETCH_MS_MAX, FETCHES_MAX, UNAVAILABLE_S
 from tests.vllm_connector.link_rig import (
     EXPIRED,
     FETCHED,
@@ -134,7 +134,7 @@ def test_seeks_that_wait_are_carried_out_on_the_next_session(fetching_rig: LinkR
     """A session that ends while seeks wait for storage loses none: they begin anew on the next, in their order."""
     client, following = FakeClient(1, settle=end), FakeClient(2, acquire=HIT)
     connected(fetching_rig, client, following)
-    assert fetching_rig.link.submit(Release(1, LeaseId(5)))  # a session that worked
+    assert fetching_rig.link.submit(DropLoad(1, TransferId(8)))  # a session that worked
     client.await_calls(1)
     begun(fetching_rig, client, 1, 2)
     client.is_alive = False
@@ -153,7 +153,7 @@ def test_session_that_ends_with_a_prefetch_is_lost_once(fetching_rig: LinkRig, e
     """Where the answer to a prefetch is that the session is over, its seek and the others begin anew on the next."""
     client, following = FakeClient(1), FakeClient(2, acquire=HIT)
     connected(fetching_rig, client, following)
-    assert fetching_rig.link.submit(Release(1, LeaseId(5)))  # a session that worked
+    assert fetching_rig.link.submit(DropLoad(1, TransferId(8)))  # a session that worked
     client.await_calls(1)
     begun(fetching_rig, client, 1, 2)
     client.is_alive = end is GONE
@@ -176,7 +176,7 @@ def test_daemon_that_says_nothing_is_asked_whether_it_answers(fetching_rig: Link
     assert fetching_rig.link.submit(seek(1))
     assert client.entered.wait(10)
     client.go_on.set()
-    assert fetching_rig.wait(2) == [Fetching(1, WAITS), NotFound(1)]
+    assert fetching_rig.wait(2) == [Fetching(1, WAITS), NotFound(1, is_late=True)]
     assert client.pending[0].is_abandoned
     assert not fetching_rig.link.is_taking
 
@@ -187,7 +187,8 @@ def test_prefetch_that_misses_its_deadline_answers_all(fetching_rig: LinkRig) ->
     connected(fetching_rig, client)
     begun(fetching_rig, client, 1, 2)
     client.pending[1].end(SLOW)
-    assert sorted(fetching_rig.wait(2), key=lambda event: event.ticket) == [NotFound(1), NotFound(2)]  # type: ignore[union-attr]
+    answers = sorted(fetching_rig.wait(2), key=lambda event: event.ticket)  # type: ignore[union-attr]
+    assert answers == [NotFound(1, is_late=True), NotFound(2, is_late=True)]
 
 
 def test_close_answers_seeks_that_wait(fetching_rig: LinkRig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client.protocol_fields import REQUEST_NAME_LENGTH_MAX
+from kvcached_client.protocol.fields import REQUEST_NAME_LENGTH_MAX
 from kvcached_client.vllm.commands import DropLoad, Release, Seek
 from tests.vllm_connector.rig import BLOCK, FakeRequest, Rig
 

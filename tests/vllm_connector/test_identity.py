@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_client.protocol_fields import NAME_LENGTH_MAX
+from kvcached_client.protocol.fields import NAME_LENGTH_MAX
 from kvcached_client.vllm.identity import Identity, identify
 from tests.vllm_connector.configs import cache_config, vllm_config
 

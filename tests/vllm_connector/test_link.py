@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
 
-from kvcached_client.attached import Hold
 from kvcached_client.errors import KvcachedError
+from kvcached_client.offload import Hold
 from kvcached_client.types import LeaseId, TransferId
-from kvcached_client.vllm import link as link_module
+from kvcached_client.vllm import daemon_thread as link_module
 from kvcached_client.vllm.commands import (
     Connected,
     DropLoad,
@@ -21,7 +22,7 @@ from kvcached_client.vllm.commands import (
     Release,
     Unplanned,
 )
-from kvcached_client.vllm.link import COMMANDS_MAX, Link
+from kvcached_client.vllm.daemon_thread import COMMANDS_MAX, DaemonThread
 from tests.vllm_connector.link_rig import (
     CLEARED,
     DRAINING,
@@ -92,7 +93,8 @@ def test_refusals_are_answers(rig: Rig, error: KvcachedError) -> None:
     connected(rig, FakeClient(1, acquire=[error, Hold(LeaseId(5), 0)], prepare_store=[error, PLAN]))
     for command in (seek(1), offer(2), seek(3), offer(4)):
         rig.link.submit(command)
-    assert rig.wait(4) == [NotFound(1), Unplanned(2), Found(3, 1, LeaseId(5), 0, None), Planned(4, PLAN)]
+    answers = sorted(rig.wait(4), key=lambda event: event.ticket)  # type: ignore[union-attr]
+    assert answers == [NotFound(1), Unplanned(2), Found(3, 1, LeaseId(5), 0, None), Planned(4, PLAN)]
 
 
 def test_commands_without_answer_are_carried_out_in_order(rig: Rig) -> None:
@@ -103,11 +105,79 @@ def test_commands_without_answer_are_carried_out_in_order(rig: Rig) -> None:
         DropLoad(1, TransferId(3)),
         DropStore(1, TransferId(4), "why"),
         Release(1, LeaseId(5)),
-        offer(1),
     ):
         rig.link.submit(command)
-    rig.wait(1)
-    assert client.calls[:3] == [("cancel_load", 3), ("cancel_store", 4, "why"), ("release", 5)]
+    client.await_calls(3)
+    assert client.calls == [("cancel_load", 3), ("cancel_store", 4, "why"), ("release", 5)]
+
+
+def test_seeks_go_before_what_no_request_waits_for(rig: Rig) -> None:
+    """A seek that a request waits for is carried out before offers and releases that were submitted earlier."""
+    client = FakeClient(1)
+    connected(rig, client)
+    client.go_on.clear()
+    rig.link.submit(DropLoad(1, TransferId(1)))
+    client.await_calls(1)
+    for command in (Release(1, LeaseId(5)), offer(1), seek(2, load=False), seek(3)):
+        rig.link.submit(command)
+    client.go_on.set()
+    rig.wait(3)
+    assert [call[:2] for call in client.calls[1:2]] == [("acquire", "r~3")]
+
+
+def test_questions_of_a_turn_are_sent_before_the_first_answer(rig: Rig) -> None:
+    """Seeks and offers that wait together are all sent before the link waits for an answer."""
+    client = FakeClient(1)
+    connected(rig, client)
+    client.go_on.clear()
+    rig.link.submit(DropLoad(1, TransferId(1)))
+    client.await_calls(1)
+    for command in (seek(1), seek(2), offer(3)):
+        rig.link.submit(command)
+    sent: list[list[str]] = []
+    finish = client._finish
+
+    def note(name: str) -> object:
+        sent.append([call[0] for call in client.calls])
+        return finish(name)
+
+    client._finish = note  # type: ignore[method-assign]
+    client.go_on.set()
+    rig.wait(3)
+    assert sent[0] == ["cancel_load", "acquire", "acquire", "prepare_store"]
+
+
+def test_deadlines_missed_together_are_one_pause(rig: Rig) -> None:
+    """Several seeks that were sent together and not answered in time make one pause, not one for each."""
+    client = FakeClient(1, acquire=SLOW)
+    connected(rig, client)
+    client.go_on.clear()
+    rig.link.submit(DropLoad(1, TransferId(1)))
+    client.await_calls(1)
+    for ticket in range(8):
+        rig.link.submit(seek(ticket))
+    client.go_on.set()
+    rig.wait(8)
+    assert rig.link._quiet_s == link_module.PAUSE_S_MIN
+
+
+def test_link_learns_how_long_answers_take(rig: Rig) -> None:
+    """The typical answer follows the times that seeks took."""
+    client = FakeClient(1)
+    connected(rig, client)
+    before = rig.link.answer_s
+    finish = client._finish
+
+    def slowly(name: str) -> object:
+        rig.now += 0.1
+        return finish(name)
+
+    client._finish = slowly  # type: ignore[method-assign]
+    for ticket in range(1, 40):
+        rig.link.submit(seek(ticket))
+        rig.wait(1)
+    assert before < 0.001
+    assert rig.link.answer_s > 0.003
 
 
 def test_nothing_is_accepted_before_there_is_a_session(rig: Rig) -> None:
@@ -176,7 +246,9 @@ def test_dead_daemon_answers_all_that_waits(rig: Rig) -> None:
     for command in (offer(3), seek(4), Release(1, LeaseId(5))):
         rig.link.submit(command)
     client.go_on.set()
-    assert rig.wait(4) == [Lost(1), NotFound(2), Unplanned(3), NotFound(4)]
+    lost, *answers = rig.wait(4)
+    assert lost == Lost(1)
+    assert sorted(answers, key=lambda event: event.ticket) == [NotFound(2), Unplanned(3), NotFound(4)]  # type: ignore[union-attr]
     assert not rig.link.submit(seek(5))
 
 
@@ -218,13 +290,15 @@ def test_slow_daemon_keeps_its_session(rig: Rig) -> None:
     rig.link.submit(Release(1, LeaseId(5)))
     rig.link.submit(offer(3))
     client.go_on.set()
-    assert sorted(rig.wait(3), key=lambda event: event.ticket) == [NotFound(1), NotFound(2), Unplanned(3)]  # type: ignore[union-attr]
+    answers = sorted(rig.wait(3), key=lambda event: event.ticket)  # type: ignore[union-attr]
+    assert answers == [NotFound(1, is_late=True), NotFound(2, is_late=True), Unplanned(3)]
     assert not rig.link.is_taking
     assert rig.link.submit(DropLoad(1, TransferId(3)))
     rig.now += 10
     assert rig.link.submit(seek(4))
     assert rig.wait(1) == [Found(4, 1, LeaseId(6), 0, None)]
-    assert [call[0] for call in client.calls if call[0] != "settle"] == ["acquire", "release", "cancel_load", "acquire"]
+    calls = sorted(call[0] for call in client.calls if call[0] != "settle")
+    assert calls == ["acquire", "acquire", "cancel_load", "release"]
 
 
 def test_idle_link_gives_back_what_came_too_late(rig: Rig) -> None:
@@ -232,7 +306,7 @@ def test_idle_link_gives_back_what_came_too_late(rig: Rig) -> None:
     client = FakeClient(1, acquire=SLOW, settle=[SLOW, None])
     connected(rig, client)
     rig.link.submit(seek())
-    assert rig.wait(1) == [NotFound(1)]
+    assert rig.wait(1) == [NotFound(1, is_late=True)]
     client.await_calls(3)
     assert client.calls[1:] == [("settle",), ("settle",)]
     rig.now += 10
@@ -268,8 +342,9 @@ def test_clear_that_fails_is_owed(rig: Rig) -> None:
     connected(rig, client)
     assert not rig.link.clear(0.01)
     rig.link.submit(seek(1))
+    assert rig.wait(1) == [NotFound(1)]
     rig.link.submit(seek(2))
-    assert rig.wait(2) == [NotFound(1), Found(2, 1, LeaseId(5), 0, None)]
+    assert rig.wait(1) == [Found(2, 1, LeaseId(5), 0, None)]
     assert [call[0] for call in client.calls] == ["clear", "clear", "clear", "acquire"]
 
 
@@ -307,21 +382,23 @@ def test_close_during_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_close_before_start() -> None:
     """A link that was never started can be closed."""
-    Link().close()
+    DaemonThread().close()
 
 
 def test_fault_in_the_thread_answers_what_waits(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """A fault of kvcached ends the link, not vLLM: it is logged, what waits is answered, and nothing more accepted."""
     client = FakeClient(1)
     connected(rig, client)
-    client.release = broken  # type: ignore[assignment]
+    client.post_release = broken  # type: ignore[assignment]
     client.go_on.clear()
     rig.link.submit(seek(1))
     assert client.entered.wait(10)
     rig.link.submit(Release(1, LeaseId(5)))
-    rig.link.submit(seek(2))
+    rig.link.submit(offer(2))
     client.go_on.set()
-    assert rig.wait(2) == [Found(1, 1, LeaseId(5), 0, None), NotFound(2)]
+    assert rig.wait(2) == [Found(1, 1, LeaseId(5), 0, None), Unplanned(2)]
+    assert rig.link._thread is not None
+    rig.link._thread.join(10)
     assert not rig.link.submit(seek(3))
     assert "a fault of kvcached" in caplog.text
 
@@ -337,3 +414,25 @@ def test_pauses_grow() -> None:
         pause = link_module._longer(pause)
         pauses.append(round(pause, 3))
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+
+
+def test_end_of_a_session_warns_only_where_no_other_follows(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """VLLM's clean stop ends the session before the link closes: that is no warning. That there is no daemon is one."""
+    caplog.set_level(logging.INFO, logger="vllm.kvcached")
+    client = FakeClient(1)
+    connected(rig, client, FakeClient(2))
+    rig.link.submit(seek())
+    rig.wait(1)
+    client.is_alive = False
+    rig.link.wake()
+    rig.wait(2)
+    assert [record.levelname for record in caplog.records] == ["INFO"] * 3
+
+    assert rig.link._client is not None
+    rig.link._client.is_alive = False  # type: ignore[misc]
+    rig.link.wake()
+    rig.await_tries(3)
+    rig.link.close()
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "no session" in warnings[0]

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_client.attached import Hold
+from kvcached_client.offload import Hold
 from kvcached_client.types import LeaseId
 from kvcached_client.vllm.commands import Seek
-from kvcached_client.vllm.prefill import PrefillMeter, PrefillRate, prompt_tokens
-from kvcached_client.vllm.tracked import Tracked
+from kvcached_client.vllm.request_state import RequestState
+from kvcached_client.vllm.waiting import PrefillMeter, PrefillRate, prompt_tokens
 from tests.vllm_connector.link_rig import FakeClient, connected, fetching_rig
 from tests.vllm_connector.link_rig import Rig as LinkRig
 from tests.vllm_connector.link_rig import seek as any_seek
@@ -151,7 +151,9 @@ def test_steps_that_never_end_are_not_kept() -> None:
 
 
 def tokens_in(step: FakeStep, prompts: dict[str, int]) -> int:
-    return prompt_tokens(step, {name: Tracked(FakeRequest(name, range(size)), 0) for name, size in prompts.items()})
+    return prompt_tokens(
+        step, {name: RequestState(FakeRequest(name, range(size)), 0) for name, size in prompts.items()}
+    )
 
 
 def step_of(

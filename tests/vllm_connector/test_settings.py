@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_client.vllm.settings import Settings, check_config, is_replicated, read_settings
-from kvcached_client.vllm.versions import check_version
+from kvcached_client.vllm.settings import Settings, check_config, check_version, is_replicated, read_settings
 from tests.vllm_connector.configs import cache_config, vllm_config
 
 
@@ -51,7 +50,7 @@ def test_wrong_keys_and_values_are_refused(extra: dict[str, object], words: str)
 
 def test_plain_configuration_is_taken() -> None:
     """A model with one kind of attention on one node is served."""
-    check_config(vllm_config(), cache_config(), is_full_attention=True)
+    check_config(vllm_config(), cache_config(), keeps_all_blocks=True)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_plain_configuration_is_taken() -> None:
 def test_configurations_that_are_refused(changes: dict[str, Any], words: str) -> None:
     """What cannot be served, or would be served wrongly, is refused at the start, with what to do."""
     with pytest.raises(ValueError, match="KvcachedConnector cannot be used here") as refused:
-        check_config(vllm_config(**changes), cache_config(), is_full_attention=True)
+        check_config(vllm_config(**changes), cache_config(), keeps_all_blocks=True)
     assert words in str(refused.value)
     assert str(refused.value).count("\n- ") == 1
 
@@ -78,27 +77,27 @@ def test_configurations_that_are_refused(changes: dict[str, Any], words: str) ->
 def test_latent_attention_on_an_accelerator_is_not_refused_for_that() -> None:
     """Only on the CPU does vLLM compute wrongly with multi-head latent attention and cached blocks."""
     config = vllm_config(model_config__use_mla=True, device_config__device_type="cuda")
-    check_config(config, cache_config(), is_full_attention=True)
+    check_config(config, cache_config(), keeps_all_blocks=True)
 
 
 @pytest.mark.parametrize("groups", [0, 2])
 def test_hybrid_models_are_refused(groups: int) -> None:
-    """Several groups of layers with caches of their own are refused, with the switch that may make them one."""
-    with pytest.raises(ValueError, match="--disable-hybrid-kv-cache-manager"):
-        check_config(vllm_config(), cache_config(groups), is_full_attention=True)
+    """Several groups of layers with caches of their own are refused: vLLM makes them one where that is possible."""
+    with pytest.raises(ValueError, match="state-space layers have; one is supported"):
+        check_config(vllm_config(), cache_config(groups), keeps_all_blocks=True)
 
 
 def test_window_attention_is_refused() -> None:
     """One group whose layers do not attend to all tokens is refused: vLLM drops its blocks behind the window."""
-    with pytest.raises(ValueError, match="sliding window"):
-        check_config(vllm_config(), cache_config(), is_full_attention=False)
+    with pytest.raises(ValueError, match="--max-model-len"):
+        check_config(vllm_config(), cache_config(), keeps_all_blocks=False)
 
 
 def test_all_reasons_are_told_at_once() -> None:
     """Whoever has several things to mend is told all of them."""
     changes = {"kv_transfer_config__kv_load_failure_policy": "fail", "parallel_config__nnodes": 2}
     with pytest.raises(ValueError, match="recompute") as refused:
-        check_config(vllm_config(**changes), cache_config(), is_full_attention=True)
+        check_config(vllm_config(**changes), cache_config(), keeps_all_blocks=True)
     assert str(refused.value).count("\n- ") == 2
 
 
@@ -119,8 +118,9 @@ def test_other_versions_are_refused(version: str) -> None:
 def test_only_the_connector_needs_vllm() -> None:
     """The package and all its parts but the connector and its metrics can be imported without vLLM and torch."""
     program = """
-import sys, kvcached_client.vllm, kvcached_client.vllm.scheduler, kvcached_client.vllm.link, kvcached_client.vllm.worker
-import kvcached_client.vllm.identity, kvcached_client.vllm.settings, kvcached_client.vllm.versions
+import sys, kvcached_client.vllm, kvcached_client.vllm.scheduler, kvcached_client.vllm.daemon_thread
+import kvcached_client.vllm.worker, kvcached_client.vllm.identity, kvcached_client.vllm.settings
+import kvcached_client.vllm.settings
 print(sorted({"vllm", "torch"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -17,7 +17,7 @@ from kvcached_client.vllm.commands import (
     Release,
     Seek,
 )
-from kvcached_client.vllm.link import Link
+from kvcached_client.vllm.daemon_thread import DaemonThread
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, StoreOrder
 from kvcached_client.vllm.scheduler import SchedulerSide
 from tests.vllm_connector.mini_daemon import BLOCK, MiniClient, MiniDaemon
@@ -27,7 +27,7 @@ from tests.vllm_connector.mini_vllm import SHARDS, MiniVllm
 STEPS = 400
 
 
-class SteppedLink(Link):
+class SteppedThread(DaemonThread):
     """The link without its thread: a test says when it does its next thing."""
 
     def __init__(self, world: World) -> None:
@@ -40,7 +40,7 @@ class SteppedLink(Link):
             if self._commands or not self._is_alive():
                 self._serve_next()
             else:
-                self._take_fetched()
+                self._acquire(self._take_fetched())
             return
         if self._pause_s:
             self._refuse_waiting((Seek, Offer, DropLoad, DropStore, Release, MakeUpClear), is_open=False)
@@ -48,7 +48,7 @@ class SteppedLink(Link):
 
     def clear(self, timeout_s: float) -> bool:
         self._owes_clear = True
-        self._commands.append(MakeUpClear())
+        self._commands.put(MakeUpClear())
         return False
 
 
@@ -87,7 +87,7 @@ class MiniWorker:
 
     def _carry_out(self, order: LoadOrder | StoreOrder) -> None:
         client = self.world.clients[order.session]
-        blocks = [int(block) for span in order.job.spans for block in span.blocks]
+        blocks = [int(block) for span in order.job.spans for block in span.blocks.tolist()]
         memory = self.world.vllm.memory[self.shard]
         failed = order.session != self.joined or self.world.rng.random() < 0.03
         bad: list[int] = []
@@ -120,7 +120,7 @@ class World:
         self.now = 0.0
         self.daemon = MiniDaemon(rng, slabs=rng.choice([3, 6, 30]))
         self.clients: dict[int, MiniClient] = {}
-        self.link = SteppedLink(self)
+        self.link = SteppedThread(self)
         self.pool = Pool(rng.choice([16, 28, 60]), has_cache=rng.random() < 0.5)
         self.side = SchedulerSide(
             self.link, self.pool, block_size=BLOCK, shards=SHARDS, hold_deadline_s=1.0, clock=lambda: self.now
@@ -270,9 +270,9 @@ class World:
         for session in self.daemon.core.sessions.values():
             assert not session.leases, "leases were not given back"
             if self.link._client is not None and session.id == self.link._client.session.id:
-                assert not session.exchanges, "transfers were not ended"
+                assert not session.transfers, "transfers were not ended"
         assert not any(block.users for block in self.pool.blocks), "blocks are still held"
-        side, offers = self.side, self.side._offers
+        side, offers = self.side, self.side._store_queue
         notes = (side._by_id, side._loading, side._new_loads, side._leases._seeking)
         assert not any((*notes, offers._postponed, offers._parting, offers._failed)), "notes were left behind"
         for name, (prompt, wanted, output) in self.vllm.outputs.items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvcached_client.vllm.commands import DropStore, Offer, Release, Seek, Unplanned
-from kvcached_client.vllm.offers import OFFER_BLOCKS_MAX, STORES_MAX
 from kvcached_client.vllm.scheduler import GENERATED_BLOCKS_PER_OFFER
+from kvcached_client.vllm.store_queue import OFFER_BLOCKS_MAX, STORES_MAX
 from tests.vllm_connector.rig import BLOCK, Rig, generate, running
 
 
@@ -181,3 +181,33 @@ def test_frees_soon() -> None:
     assert rig.side.frees_soon
     rig.report(orders)
     assert not rig.side.frees_soon
+
+
+def test_offers_hold_no_more_than_their_share() -> None:
+    """Offers hold a quarter of vLLM's blocks at most; the rest of a prompt is offered as stores end."""
+    rig = Rig(pool_blocks=40)
+    _, blocks = running(rig, "r", 24 * BLOCK)
+    assert rig.held == blocks[:10]
+    rig.plan()
+    orders = rig.idle()
+    assert rig.held == blocks[:10]
+    rig.report(orders)
+    rig.idle()
+    assert rig.held == blocks[10:20]
+
+
+def test_finished_requests_hold_no_more_than_their_share() -> None:
+    """What a finished request would hold beyond the share is not stored, but counted; its beginning is."""
+    rig = Rig(pool_blocks=40)
+    rig.link.is_taking = True
+    first, first_blocks = running(rig, "first", 6 * BLOCK)
+    second, second_blocks = running(rig, "second", 9 * BLOCK)
+    assert len(rig.held) == 10
+    rig.finish(first, first_blocks)
+    rig.finish(second, second_blocks)
+    assert rig.held == [*first_blocks, *second_blocks[:4]]
+    assert rig.side.take_skipped() == 5
+    for offer in rig.link.taken(Offer):
+        rig.plan(offer=offer)
+    rig.report(rig.idle())
+    assert (rig.held, rig.side.is_busy, len(rig.link.taken(Release))) == ([], False, 2)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcached_client.attach import SessionGrant
-from kvcached_client.block_job import BlockJob, JobSpan
+from kvcached_client.blocks.job import BlockJob, JobSpan
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, request_error
+from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import TransferId
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
-from kvcached_client.vllm.worker import QUIET_S, WorkerSide
+from kvcached_client.vllm.worker import PASSES_MAX, QUIET_S, WorkerSide
 
 EXPIRED = request_error(ErrorCode.SESSION_EXPIRED, "the session is over", "join the next one")
 SLOW = DeadlineExceeded("slow")
@@ -191,6 +191,20 @@ def test_store_is_reported(rig: Rig) -> None:
     assert report is not None
     assert (report.done, report.failed) == ({(1, 5): 1}, set())
     assert rig.side.take_stored() is None
+
+
+def test_stores_have_their_turn_beside_loads(rig: Rig) -> None:
+    """Under any number of loads a store that waits is carried out after so many of them, and frees its blocks."""
+    rig.go_on.clear()
+    rig.begin(load(1))
+    assert rig.entered.wait(10)
+    transfers = range(10, 10 + 3 * PASSES_MAX)
+    rig.begin(store(2), store(3), *(load(transfer) for transfer in transfers))
+    rig.go_on.set()
+    rig.drain(loads=1 + len(transfers), stores=2)
+    kinds = [what for what, _, _ in rig.done if what in {"load", "store"}]
+    between = ["load"] * PASSES_MAX
+    assert kinds == ["load", *between, "store", *between, "store", *between]
 
 
 def test_loads_go_first(rig: Rig) -> None:

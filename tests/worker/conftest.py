@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from tests.worker.groups import RunLoop
+from tests.worker.groups import MADE, RunLoop
 
 
 @pytest.fixture(
@@ -26,6 +26,14 @@ def run(request: pytest.FixtureRequest) -> RunLoop:
             runner.run(main)
 
     return run_to_end
+
+
+@pytest.fixture(autouse=True)
+def _close_memory() -> Iterator[None]:
+    """Pools of a test give their memory back after it."""
+    yield
+    while MADE:
+        MADE.pop().close()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -11,17 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvcached.worker.host_memory import HostMemory
+from kvcached.memory.device_pool import ShardMemory
+from kvcached.memory.host_pool import HostMemory
 from kvcached.worker.lifecycle import BackOff
 from kvcached.worker.restart import ReplicaGroups
 from kvcached.worker.supervisor import ReplicaPool, WorkerGroup
-from kvcached_client.layout import KvGroup, Layout, PageOrder
+from kvcached_client.blocks.layout import KvGroup, Layout, PageOrder
 from kvcached_client.types import ShardIndex
 
 T = TypeVar("T")
 RunLoop = Callable[[Coroutine[Any, Any, None]], None]
 
 SLOTS = 16
+#: The memory of all pools of a test, closed when it is over.
+MADE: list[ShardMemory] = []
 PATIENCE_S = 20
 NAMESPACE = bytes(range(32))
 #: Tests that restart workers do not wait for them longer than they must.
@@ -43,11 +47,12 @@ def tiny_pool(
     order: PageOrder = "layer_first",
     ready_deadline_s: float = 20,
     host: HostMemory | None = None,
-    grace_ms: int = 0,
 ) -> ReplicaPool:
     """A replica with a pool of `SLOTS` tiny blocks per shard."""
     layout = tiny_layout(order, shards)
-    return ReplicaPool("default", layout, SLOTS, NAMESPACE, host, ready_deadline_s=ready_deadline_s, grace_ms=grace_ms)
+    memory = tuple(ShardMemory.make(f"test-{shard}", layout.pool_bytes(SLOTS)) for shard in range(shards))
+    MADE.extend(memory)
+    return ReplicaPool("default", layout, SLOTS, NAMESPACE, memory, host, ready_deadline_s=ready_deadline_s)
 
 
 class Told(list[T]):
@@ -128,7 +133,8 @@ def odd_worker(how: str) -> tuple[str, ...]:
 
 
 def open_descriptors() -> int:
-    """How many descriptors this process has open."""
+    """How many descriptors this process has open, without those that only garbage of earlier tests holds."""
+    gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -142,9 +148,9 @@ def process_exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def mapped(group: WorkerGroup, pool: ReplicaPool, shard: int = 0) -> mmap.mmap:
+def mapped(pool: ReplicaPool, shard: int = 0) -> mmap.mmap:
     """A shard's memory, mapped as an engine would."""
-    return mmap.mmap(group.descriptors(ShardIndex(shard))[0], pool.layout.pool_bytes(pool.slots))
+    return mmap.mmap(pool.memory[shard].descriptor, pool.layout.pool_bytes(pool.slots))
 
 
 def pages_of(layout: Layout, slots: int, slot: int) -> list[tuple[int, int]]:

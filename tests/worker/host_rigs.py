@@ -10,14 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from kvcached.worker.copier_host import HostCopier
-from kvcached.worker.geometry import pool_geometry
-from kvcached.worker.memory import PoolMemory, SharedMemory, sealed_memfd
+from kvcached.memory.progress import ProgressPage
+from kvcached.memory.sealed import SharedMemory, sealed_memfd
+from kvcached.worker.device_pool import DevicePool
 from kvcached.worker.messages import BlockSpan, Load, Store
-from kvcached.worker.progress import ProgressPage
-from kvcached.worker.transfers import HostTransfers
-from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.layout import Layout, PageOrder
+from kvcached.worker.transfers import WorkerTransfers
+from kvcached_client.blocks.copy import CopyPlan, MemoryCopier
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.layout import Layout, PageOrder
+from kvcached_client.blocks.pages import pool_geometry
+from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.types import pack_ranges
 from tests.worker.groups import SLOTS, pages_of, read_block, tiny_layout
 
@@ -82,16 +84,31 @@ def put_block(pool: memoryview, layout: Layout, slot: int, block: bytes) -> None
         start += size
 
 
+def made_memory(size_bytes: int) -> SharedMemory:
+    """New memory, mapped."""
+    descriptor = sealed_memfd("kvcached-test", size_bytes)
+    try:
+        return SharedMemory(descriptor, size_bytes)
+    finally:
+        os.close(descriptor)
+
+
 @dataclass
 class HostRig:
     """All that transfers take, and a look at the bytes."""
 
     layout: Layout
-    device: PoolMemory
+    device: SharedMemory
     host: SharedMemory
-    copier: HostCopier
+    pool: DevicePool
+    copier: MemoryCopier
     progress: ProgressPage
-    transfers: HostTransfers
+    transfers: WorkerTransfers
+
+    @property
+    def plan(self) -> CopyPlan:
+        """Of copies between the two pools."""
+        return CopyPlan(pool_geometry(self.layout, SLOTS).at(self.device.address).layers, self.host.address)
 
     def device_blocks(self) -> list[bytes]:
         """Every block of the device pool."""
@@ -118,26 +135,28 @@ class HostRig:
 
 
 @contextmanager
-def host_rig(order: PageOrder, copier: type[HostCopier] = HostCopier) -> Iterator[HostRig]:
+def host_rig(order: PageOrder, copier: type[MemoryCopier] = MemoryCopier) -> Iterator[HostRig]:
     """A rig whose pools are full of random bytes, apart from the headers."""
     layout = tiny_layout(order, SHARDS)
     geometry = pool_geometry(layout, SLOTS)
     with ExitStack() as made:
-        device = PoolMemory("test", geometry.size_bytes)
+        device = made_memory(geometry.size_bytes)
         made.callback(device.close)
-        descriptor = sealed_memfd("test-host", HOST.size_bytes)
-        try:
-            host = SharedMemory(descriptor, HOST.size_bytes)
-        finally:
-            os.close(descriptor)
+        host = made_memory(HOST.size_bytes)
         made.callback(host.close)
-        progress = ProgressPage("test-progress")
+        progress = ProgressPage.make("test-progress")
         made.callback(progress.close)
         ctypes.memmove(device.address, random.Random(1).randbytes(device.size_bytes), device.size_bytes)
         for slot in range(HOST.slots):
             host.view[block_place(slot) : block_place(slot) + BLOCK_BYTES] = random.Random(slot).randbytes(BLOCK_BYTES)
-        mover = copier(geometry, device.address, host.address)
-        transfers = HostTransfers(
-            geometry, HOST, SHARD, mover, host.view, progress, namespace=NAMESPACE, fingerprint=FINGERPRINT
+        pool, mover = DevicePool(geometry, device.address), copier()
+        transfers = BlockTransfers(
+            geometry.at(device.address),
+            HOST,
+            SHARD,
+            host.view,
+            namespace=NAMESPACE,
+            fingerprint=FINGERPRINT,
+            copier=mover,
         )
-        yield HostRig(layout, device, host, mover, progress, transfers)
+        yield HostRig(layout, device, host, pool, mover, progress, WorkerTransfers(transfers, progress))

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 
-from kvcached.seqpacket import listen, receive, send
+from kvcached.process.seqpacket import send, wait_packet
 from kvcached.worker.messages import (
+    DESCRIPTORS_MAX,
     MESSAGE_SIZE_BYTES_MAX,
     Ack,
     Command,
     Shutdown,
-    WorkerListening,
     WorkerReady,
     decode_command,
-    decode_config,
     encode,
 )
-from kvcached_client.protocol import PROGRESS_SLOTS
 
 
-def main(how: str, control: socket.socket) -> None:
+def main(how: str, connection: socket.socket) -> None:
     """Greet as a worker does; then answer in the way that `how` names."""
-    config = receive(control, MESSAGE_SIZE_BYTES_MAX, 1)
-    assert config is not None
-    listener = listen(decode_config(config.data).socket_path, 1)
-    listener.setblocking(True)
-    send(control, encode(WorkerListening()))
-    connection, _ = listener.accept()
-    listener.close()
-    events = 0 if how == "without eventfds" else PROGRESS_SLOTS
-    memory = os.memfd_create("odd")
-    send(connection, encode(WorkerReady()), (memory, memory, *[os.eventfd(0) for _ in range(events)]))
+    wait_packet(connection, MESSAGE_SIZE_BYTES_MAX, DESCRIPTORS_MAX)
+    send(connection, encode(WorkerReady()))
     waiting: list[Command] = []
     while data := connection.recv(MESSAGE_SIZE_BYTES_MAX):
         command = decode_command(data)

@@ -87,38 +87,25 @@ def test_start_failure_tells_nothing_of_earlier_runs(
 
 
 def test_start_failure_of_one_ends_the_others(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When one of several workers cannot start, none is left: no process, no socket, no descriptor."""
-    # The second worker finds its socket's place taken by a directory.
-    Path(f"{run_dir}/worker-default-1.sock").mkdir()
+    """When one of several workers cannot start, none is left: no process, no descriptor."""
+    # The second worker finds its lock's place taken by a directory.
+    Path(f"{run_dir}/worker-default-1.lock").mkdir()
+    pool, losses = tiny_pool(2), Losses()
     before = open_descriptors()
-    losses = Losses()
 
     async def main() -> None:
         within = open_descriptors()
-        group = WorkerGroup(tiny_pool(2), run_dir, losses.note)
-        with pytest.raises(DaemonFailure, match="default/1 ended with status 3 before it was ready"):
+        group = WorkerGroup(pool, run_dir, losses.note)
+        with pytest.raises(DaemonFailure, match=r"default/1 cannot be started: .*Is a directory"):
             await group.start()
 
         assert open_descriptors() == within
-        for shard in (SHARD_0, SHARD_1):
-            assert not process_exists(group.pid(shard))
+        assert not process_exists(group.pid(SHARD_0))
 
     run(main())
     assert open_descriptors() == before
     assert not losses.reasons
-    assert names_in(run_dir) == ["worker-default-0.log", "worker-default-1.log", "worker-default-1.sock"]
-
-
-def test_start_refuses_more_memory_than_there_is(run: RunLoop, run_dir: str) -> None:
-    """The memory of all shards together is checked before any process is started."""
-
-    async def main() -> None:
-        pool = ReplicaPool("default", tiny_pool(2).layout, 1 << 36, NAMESPACE)
-        with pytest.raises(DaemonFailure, match=r"replica default \(2 shards\) needs \d+ bytes, but"):
-            await WorkerGroup(pool, run_dir, Losses().note).start()
-
-    run(main())
-    assert names_in(run_dir) == []
+    assert names_in(run_dir) == ["worker-default-0.lock", "worker-default-0.log", "worker-default-1.lock"]
 
 
 @pytest.mark.parametrize("name", ["../up", "", "a/b", ".hidden", "a" * 65, "a b"])
@@ -127,18 +114,21 @@ def test_start_refuses_names_that_are_no_file_names(run: RunLoop, run_dir: str, 
 
     async def main() -> None:
         with pytest.raises(BadRequest, match="replica name"):
-            await WorkerGroup(ReplicaPool(name, tiny_pool().layout, SLOTS, NAMESPACE), run_dir, Losses().note).start()
+            await WorkerGroup(
+                ReplicaPool(name, tiny_pool().layout, SLOTS, NAMESPACE, ()), run_dir, Losses().note
+            ).start()
 
     run(main())
 
 
-def test_stop_leaves_logs_only(run: RunLoop, run_dir: str) -> None:
-    """After a stop no process, socket or descriptor is left, no loss is told, and a second stop does nothing."""
+def test_stop_leaves_logs_and_locks_only(run: RunLoop, run_dir: str) -> None:
+    """After a stop no process and no descriptor is left, no loss is told, and a second stop does nothing."""
     losses = Losses()
 
     async def main() -> None:
+        pool = tiny_pool(2)
         before = open_descriptors()
-        group = WorkerGroup(tiny_pool(2), run_dir, losses.note)
+        group = WorkerGroup(pool, run_dir, losses.note)
         await group.start()
         under_way = group.submit(PROBE)
         await group.stop()
@@ -149,12 +139,10 @@ def test_stop_leaves_logs_only(run: RunLoop, run_dir: str) -> None:
         assert open_descriptors() == before
         with pytest.raises(DaemonFailure):
             group.submit(PROBE)
-        with pytest.raises(DaemonFailure):
-            group.descriptors(SHARD_0)
 
     run(main())
     assert not losses.reasons
-    assert names_in(run_dir) == ["worker-default-0.log", "worker-default-1.log"]
+    assert names_in(run_dir) == [f"worker-default-{shard}.{kind}" for shard in (0, 1) for kind in ("lock", "log")]
 
 
 def test_stop_kills_a_worker_that_does_not_react(run: RunLoop, run_dir: str) -> None:

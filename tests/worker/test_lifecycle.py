@@ -55,12 +55,12 @@ def test_what_cannot_follow_is_refused(path: tuple[WorkersState, ...]) -> None:
 
 
 def test_back_off_doubles_and_begins_anew_after_health() -> None:
-    """Pauses go from half a second to half a minute, and from the start again only after a minute of life."""
+    """Pauses go from half a second to four seconds, and from the start again only after a minute of life."""
     back_off = BackOff()
 
-    assert [back_off.pause_s() for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert [back_off.pause_s() for _ in range(6)] == [0.5, 1, 2, 4, 4, 4]
     back_off.lived(59)
-    assert back_off.pause_s() == 30
+    assert back_off.pause_s() == 4
     back_off.lived(60)
     assert [back_off.pause_s() for _ in range(2)] == [0.5, 1]
 

@@ -12,14 +12,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvcached.core.effects import AbandonLoad, BlockSpan, HurryTransfer, StartTransfer, TransferKind
-from kvcached.core.ranges import one_range
-from kvcached.worker.host_memory import HostMemory, create_host_memory
+from kvcached.core.messages import AbandonLoad, BlockSpan, HurryTransfer, StartTransfer, TransferKind
+from kvcached.core.slots.ranges import one_range
+from kvcached.memory.host_pool import HostMemory, create_host_memory
 from kvcached.worker.orders import ReplicaWorkers
 from kvcached.worker.restart import ReplicaGroups
+from kvcached.worker.supervisor import ReplicaPool
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.layout import PageOrder
 from kvcached_client.errors import DaemonFailure
-from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.layout import PageOrder
 from kvcached_client.types import ShardIndex, TransferId
 from tests.worker.groups import (
     SLOTS,
@@ -48,11 +49,14 @@ Result = tuple[ShardIndex, str, tuple[int, ...]]
 class Place:
     """Workers of two shards, the host pool, and what was told of transfers."""
 
-    def __init__(self, groups: ReplicaGroups, story: Story, host: HostMemory) -> None:
+    def __init__(self, pool: ReplicaPool, groups: ReplicaGroups, story: Story, host: HostMemory) -> None:
+        self.pool = pool
         self.groups = groups
         self.story = story
         self.host = mmap.mmap(host.descriptor, SLABS * SLAB_BYTES)
-        self.workers = ReplicaWorkers(groups, shards=SHARDS, epoch=9, generation=1, verify_loads=True, deadline_s=0.5)
+        self.workers = ReplicaWorkers(
+            groups, memory=pool.memory, epoch=9, generation=1, verify_loads=True, deadline_s=0.5
+        )
         self.results: Told[Result] = Told()
         self._transfers = 0
 
@@ -79,14 +83,14 @@ class Place:
     def write(self, shard: int) -> list[bytes]:
         """Random blocks in the device slots that are stored."""
         blocks = [random.Random(shard * 100 + index).randbytes(GEOMETRY.block_bytes) for index in range(BLOCKS)]
-        with mapped(self.groups.current, tiny_pool(), shard) as memory:
+        with mapped(self.pool, shard) as memory:
             for index, block in enumerate(blocks):
                 write_block(memory, tiny_layout(), SLOTS, DEVICE_SLOT + index, block)
         return blocks
 
     def read(self, shard: int, device_slot: int) -> list[bytes]:
         """The blocks in device slots from `device_slot` on."""
-        with mapped(self.groups.current, tiny_pool(), shard) as memory:
+        with mapped(self.pool, shard) as memory:
             return [read_block(memory, tiny_layout(), SLOTS, device_slot + index) for index in range(BLOCKS)]
 
 
@@ -94,8 +98,9 @@ class Place:
 async def place(run_dir: str, order: PageOrder = "layer_first") -> AsyncIterator[Place]:
     host = create_host_memory(SLABS, SLAB_BYTES)
     try:
-        async with kept_running(tiny_pool(SHARDS, order=order, host=host), run_dir) as (groups, story):
-            yield Place(groups, story, host)
+        pool = tiny_pool(SHARDS, order=order, host=host)
+        async with kept_running(pool, run_dir) as (groups, story):
+            yield Place(pool, groups, story, host)
     finally:
         host.close()
 
@@ -155,7 +160,7 @@ def test_flipped_bit_is_named_by_its_shard(run: RunLoop, run_dir: str) -> None:
 
 
 def test_host_copies_outlive_their_workers(run: RunLoop, run_dir: str) -> None:
-    """After SIGKILL of a worker the new ones load what the old ones stored."""
+    """After SIGKILL of a worker the new ones load what the old ones stored, and the device pool is as it was."""
 
     async def main() -> None:
         async with place(run_dir) as at:
@@ -164,7 +169,7 @@ def test_host_copies_outlive_their_workers(run: RunLoop, run_dir: str) -> None:
             os.kill(at.groups.current.pid(SHARD_1), signal.SIGKILL)
             await at.story.until(2)
 
-            assert not any(any(block) for block in at.read(0, DEVICE_SLOT))
+            assert [at.read(shard, DEVICE_SLOT) for shard in range(SHARDS)] == written
             assert await at.finish(TransferKind.LOAD, device_slot=10) == DONE
             assert [at.read(shard, 10) for shard in range(SHARDS)] == written
 

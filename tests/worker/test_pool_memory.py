@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.worker.available import NotEnoughMemory, check_available
-from kvcached.worker.memory import PoolMemory
-from kvcached_client.memory_bounds import memory_bounds
+from kvcached.memory.available import NotEnoughMemory, check_available
+from kvcached.memory.device_pool import ShardMemory
+from kvcached.memory.sealed import SharedMemory
+from kvcached_client.doctor.memory_bounds import memory_bounds
 from tests.worker.groups import open_descriptors
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -19,14 +20,14 @@ SIZE = 16 * PAGE
 
 
 @pytest.fixture
-def memory() -> Iterator[PoolMemory]:
-    pool = PoolMemory("kvcached-test", SIZE)
+def memory() -> Iterator[ShardMemory]:
+    pool = ShardMemory.make("kvcached-test", SIZE)
     yield pool
     pool.close()
 
 
 @pytest.mark.parametrize("size_bytes", [0, SIZE - PAGE, SIZE + PAGE])
-def test_memory_cannot_be_resized_by_a_holder(memory: PoolMemory, size_bytes: int) -> None:
+def test_memory_cannot_be_resized_by_a_holder(memory: ShardMemory, size_bytes: int) -> None:
     """Whoever has the descriptor gets EPERM when it shrinks or grows the memory."""
     holder = os.dup(memory.descriptor)
     try:
@@ -39,51 +40,42 @@ def test_memory_cannot_be_resized_by_a_holder(memory: PoolMemory, size_bytes: in
     assert os.fstat(memory.descriptor).st_size == SIZE
 
 
-def test_memory_is_zero_private_to_exec_and_not_dumped(memory: PoolMemory) -> None:
-    """A new pool is all zero, its descriptor closes at exec, and core dumps leave it out."""
+def test_memory_is_zero_private_to_exec_and_not_dumped(memory: ShardMemory) -> None:
+    """A new pool is all zero, its descriptors close at exec, and core dumps of who maps it leave it out."""
+    mapped = SharedMemory(memory.descriptor, SIZE)
     mapping = next(
         entry
         for entry in re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
-        if entry.startswith(f"{memory.address:x}-")
+        if entry.startswith(f"{mapped.address:x}-")
     )
 
-    assert ctypes.string_at(memory.address, SIZE) == bytes(SIZE)
-    assert not os.get_inheritable(memory.descriptor)
+    assert ctypes.string_at(mapped.address, SIZE) == bytes(SIZE)
+    assert not any(os.get_inheritable(each) for each in (*memory.for_worker, *memory.for_engine))
     assert re.search(r"^VmFlags:.* dd", mapping, re.MULTILINE)
+    mapped.close()
 
 
-@pytest.mark.parametrize("advice", [23, 0x7FFF], ids=["populate", "fallback"])
-def test_pretouch_makes_only_its_part_resident(monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
-    """Pre-touching takes as much memory as asked for and no more, also where the kernel does not know the advice."""
-    monkeypatch.setattr("kvcached.worker.memory._MADV_POPULATE_WRITE", advice)
+def test_pretouch_makes_only_its_part_resident(memory: ShardMemory) -> None:
+    """Pre-touching takes as much memory as asked for and no more, and leaves what is there."""
+    os.pwrite(memory.descriptor, b"there", 0)
+    mapped = SharedMemory(memory.descriptor, SIZE)
+    mapped.pretouch(4 * PAGE)
 
-    memory = PoolMemory("kvcached-test", SIZE, pretouch_bytes=4 * PAGE)
-    resident = os.fstat(memory.descriptor).st_blocks * 512
-    memory.close()
-
-    assert resident == 4 * PAGE
+    assert os.fstat(memory.descriptor).st_blocks * 512 == 4 * PAGE
+    assert bytes(mapped.view[:5]) == b"there"
+    mapped.close()
 
 
 def test_memory_gives_everything_back() -> None:
     """Closing a pool twice leaves no descriptor and no mapping."""
     before = open_descriptors()
-    memory = PoolMemory("kvcached-gone", SIZE)
+    memory = ShardMemory.make("kvcached-gone", SIZE)
 
     memory.close()
     memory.close()
 
     assert open_descriptors() == before
     assert "kvcached-gone" not in Path("/proc/self/maps").read_text()
-
-
-def test_memory_larger_than_the_machine_is_refused() -> None:
-    """A pool that cannot fit is refused with sizes and a remedy before anything is allocated."""
-    before = open_descriptors()
-
-    with pytest.raises(NotEnoughMemory, match=r"pool big needs 35184372088832 bytes, but \d+ are available"):
-        PoolMemory("big", 1 << 45)
-
-    assert open_descriptors() == before
 
 
 def write_tree(root: Path, files: dict[str, str]) -> None:

@@ -11,15 +11,17 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 import pytest
 
-from kvcached.worker.copier_host import HostCopier
-from kvcached.worker.geometry import pool_geometry
-from kvcached.worker.memory import PoolMemory, SharedMemory, sealed_memfd
-from kvcached.worker.progress import ProgressPage
-from kvcached.worker.transfers import HostTransfers
-from kvcached_client import host_header
-from kvcached_client.host_geometry import HostGeometry
-from kvcached_client.host_header import BlockName, HeaderKind
-from kvcached_client.layout import PageOrder
+from kvcached.memory.progress import ProgressPage
+from kvcached.memory.sealed import SharedMemory, sealed_memfd
+from kvcached.worker.device_pool import DevicePool
+from kvcached.worker.transfers import WorkerTransfers
+from kvcached_client.blocks import header as host_header
+from kvcached_client.blocks.copy import MemoryCopier
+from kvcached_client.blocks.header import BlockName, HeaderKind
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.layout import PageOrder
+from kvcached_client.blocks.pages import pool_geometry
+from kvcached_client.blocks.transfers import BlockTransfers
 from tests.worker.groups import SLOTS, tiny_layout
 from tests.worker.host_rigs import (
     BLOCK_BYTES,
@@ -29,6 +31,7 @@ from tests.worker.host_rigs import (
     HostRig,
     key_of,
     load_of,
+    made_memory,
     span_of,
     store_of,
 )
@@ -54,17 +57,17 @@ def shards_of(order: PageOrder) -> Iterator[list[HostRig]]:
         made.callback(host.close)
         rigs = []
         for shard in range(SHARDS):
-            device = PoolMemory("test", geometry.size_bytes)
+            device = made_memory(geometry.size_bytes)
             made.callback(device.close)
-            progress = ProgressPage("test-progress")
+            progress = ProgressPage.make("test-progress")
             made.callback(progress.close)
             content = random.Random(shard).randbytes(device.size_bytes)
             ctypes.memmove(device.address, content, device.size_bytes)
-            copier = HostCopier(geometry, device.address, host.address)
-            transfers = HostTransfers(
-                geometry, HOST, shard, copier, host.view, progress, namespace=NAMESPACE, fingerprint=FINGERPRINT
+            transfers = BlockTransfers(
+                geometry.at(device.address), HOST, shard, host.view, namespace=NAMESPACE, fingerprint=FINGERPRINT
             )
-            rig = HostRig(layout, device, host, copier, progress, transfers)
+            pool, mover = DevicePool(geometry, device.address), MemoryCopier()
+            rig = HostRig(layout, device, host, pool, mover, progress, WorkerTransfers(transfers, progress))
             for slot in range(8):
                 rig.write_device(slot, bytes([slot + 1]) * BLOCK_BYTES)
             rigs.append(rig)
@@ -138,13 +141,11 @@ def test_a_changed_byte_is_found_by_every_shard(shards: list[HostRig]) -> None:
 def test_a_shard_that_is_none_of_the_layout_is_refused() -> None:
     """That there is one part does not make room for more shards than the layout has."""
     with shards_of("block_first") as rigs, pytest.raises(ValueError, match="has parts for 3"):
-        HostTransfers(
-            pool_geometry(rigs[0].layout, SLOTS),
+        BlockTransfers(
+            pool_geometry(rigs[0].layout, SLOTS).at(rigs[0].device.address),
             msgspec.structs.replace(HOST, shards=SHARDS),
             SHARDS,
-            rigs[0].copier,
             rigs[0].host.view,
-            rigs[0].progress,
             namespace=NAMESPACE,
             fingerprint=FINGERPRINT,
         )

@@ -6,9 +6,10 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar, cast
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvcached.worker.messages import Probe
 from kvcached.worker.restart import ReplicaGroups
 from kvcached_client.errors import DaemonFailure
 from kvcached_client.types import ShardIndex
+from tests.project.virtual_time import VirtualTimeLoop
 from tests.worker.groups import (
     PATIENCE_S,
     SLOTS,
@@ -40,15 +42,15 @@ PROBE = Probe(source=0, target=1, seed=3)
 FAILS = (sys.executable, "-c", "print('no luck', flush=True); raise SystemExit(7)")
 
 
-def test_lost_group_is_replaced_with_new_memory(run: RunLoop, run_dir: str) -> None:
-    """After the loss of one worker every shard gets a new process and an empty pool, and the loss is told once."""
+def test_lost_group_is_replaced_on_the_same_memory(run: RunLoop, run_dir: str) -> None:
+    """After the loss of one worker every shard gets a new process and what its pool had, and the loss is told once."""
 
     async def main() -> None:
         pool = tiny_pool(2)
         async with kept_running(pool, run_dir) as (groups, story):
             before = open_descriptors()
             old = [groups.current.pid(shard) for shard in (SHARD_0, SHARD_1)]
-            with mapped(groups.current, pool, 0) as memory:
+            with mapped(pool, 0) as memory:
                 write_block(memory, pool.layout, SLOTS, 3, b"\7" * pool.layout.bytes_per_block())
             os.kill(old[1], signal.SIGKILL)
             await story.until(2)
@@ -56,8 +58,8 @@ def test_lost_group_is_replaced_with_new_memory(run: RunLoop, run_dir: str) -> N
             assert story == ["lost 1", "restored"]
             assert not any(process_exists(pid) for pid in old)
             assert not {groups.current.pid(shard) for shard in (SHARD_0, SHARD_1)} & set(old)
-            with mapped(groups.current, pool, 0) as memory:
-                assert not any(read_block(memory, pool.layout, SLOTS, 3))
+            with mapped(pool, 0) as memory:
+                assert read_block(memory, pool.layout, SLOTS, 3) == b"\7" * pool.layout.bytes_per_block()
             await groups.current.submit(PROBE)
             assert open_descriptors() == before
 
@@ -101,7 +103,7 @@ def test_stopped_worker_is_killed_and_replaced(run: RunLoop, run_dir: str) -> No
 
 
 def test_groups_refuse_between_two(run: RunLoop, run_dir: str) -> None:
-    """From the loss until new workers run, orders and descriptors are refused as the daemon's failure."""
+    """From the loss until new workers run, orders are refused as the daemon's failure."""
 
     async def main() -> None:
         async with kept_running(tiny_pool(), run_dir) as (groups, story):
@@ -110,10 +112,8 @@ def test_groups_refuse_between_two(run: RunLoop, run_dir: str) -> None:
 
             with pytest.raises(DaemonFailure, match="default/0 was ended by SIGKILL"):
                 groups.current.submit(PROBE)
-            with pytest.raises(DaemonFailure, match="default/0 was ended by SIGKILL"):
-                groups.current.descriptors(SHARD_0)
             await story.until(2)
-            groups.current.descriptors(SHARD_0)
+            await groups.current.submit(PROBE)
 
     run(main())
 
@@ -211,15 +211,61 @@ def test_failed_starts_degrade_a_replica(run_dir: str, monkeypatch: pytest.Monke
     asyncio.run(main())
 
 
+def test_replica_is_back_soon_after_the_last_of_many_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each of thirty deaths, eight seconds of life apart, a replica is without workers for 4 s at most."""
+    monkeypatch.setattr("kvcached.worker.restart.WorkerGroup", PlayedGroup)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        story = Story()
+        groups = ReplicaGroups(tiny_pool(), "", story.note_lost, story.note_restored)
+        await groups.start()
+        down_s = []
+        for lives in range(1, 31):
+            await asyncio.sleep(8)
+            lost_s = loop.time()
+            cast("PlayedGroup", groups.current).lose()
+            await story.until(2 * lives)
+            down_s.append(loop.time() - lost_s)
+        await groups.stop()
+        assert max(down_s) <= 4.1
+        assert groups.restarts == 30
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(main())
+
+
+class PlayedGroup:
+    """`WorkerGroup` without processes."""
+
+    adopted = False
+    processes: ClassVar[dict[ShardIndex, object]] = {}
+
+    def __init__(self, pool: object, run_dir: str, on_lost: Callable[[ShardIndex, str], None]) -> None:
+        self._on_lost = on_lost
+
+    def lose(self) -> None:
+        self._on_lost(SHARD_0, "killed")
+
+    async def start(self, adoptable: object = None) -> None:
+        """It starts at once."""
+
+    async def bury(self) -> None:
+        """It is dead at once."""
+
+    async def stop(self, deadline_s: float) -> None:
+        """It stops at once."""
+
+
 @pytest.mark.parametrize("end", ["the stop in order", "at once"])
 def test_killed_groups_leave_nothing_for_the_next_daemon(run: RunLoop, run_dir: str, end: str) -> None:
-    """A daemon that ends takes its workers along, whatever their grace period: with `stop`, or at once with `kill`."""
+    """A daemon that ends takes its workers along: with `stop`, or at once with `kill`."""
 
     async def main() -> None:
         story = Story()
-        groups = ReplicaGroups(tiny_pool(2, grace_ms=600_000), run_dir, story.note_lost, story.note_restored)
+        groups = ReplicaGroups(tiny_pool(2), run_dir, story.note_lost, story.note_restored)
         await groups.start()
-        pidfds = [os.pidfd_open(process.pid) for process in groups.processes.values()]
+        pidfds = [os.pidfd_open(groups.current.pid(shard)) for shard in (SHARD_0, SHARD_1)]
         if end == "at once":
             groups.kill()
         else:
@@ -236,14 +282,14 @@ def test_killed_groups_leave_nothing_for_the_next_daemon(run: RunLoop, run_dir: 
 def test_stop_while_a_group_is_replaced(
     run: RunLoop, run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """A stop between loss and restart leaves no process, socket or descriptor, and nothing starts afterwards."""
+    """A stop between loss and restart leaves no process and no descriptor, and nothing starts afterwards."""
 
     async def main() -> None:
+        pool, story = tiny_pool(2), Story()
         before = open_descriptors()
-        story = Story()
         pause_s = 60 if moment == "pause" else 0
         back_off = BackOff(first_s=pause_s, longest_s=pause_s)
-        groups = ReplicaGroups(tiny_pool(2), run_dir, story.note_lost, story.note_restored, back_off)
+        groups = ReplicaGroups(pool, run_dir, story.note_lost, story.note_restored, back_off)
         await groups.start()
         lost = groups.current
         with log_lines() as lines, hanging_workers(tmp_path, monkeypatch) as started:
@@ -262,7 +308,7 @@ def test_stop_while_a_group_is_replaced(
         assert not any(process_exists(group.pid(shard)) for group in (lost, replacing) for shard in (SHARD_0, SHARD_1))
         assert story == ["lost 0"]
         assert open_descriptors() == before
-        assert names_in(run_dir) == ["worker-default-0.log", "worker-default-1.log"]
+        assert {Path(name).suffix for name in names_in(run_dir)} == {".lock", ".log"}
 
     run(main())
 

@@ -189,39 +189,6 @@ def test_stream_ends_when_acks_cannot_be_sent() -> None:
     assert ended.wait(PATIENCE_S)
 
 
-def test_abandoned_stream_finishes_what_it_does_and_nothing_else() -> None:
-    """After `abandon` the command under way is carried out and not acknowledged; those that waited are handed back."""
-    carried_out: list[Task] = []
-
-    def note(task: Task) -> tuple[int, ...]:
-        carried_out.append(task)
-        return ()
-
-    running = Running(note, held=True)
-    running.submit(1, STORE)
-    running.submit(2, LOAD)
-    running.submit(3, Shutdown())
-
-    dropped = running.stream.abandon()
-    assert not running.ended.is_set()
-    running.gate.set()
-    assert running.ended.wait(PATIENCE_S)
-
-    assert sorted(command.sequence for command in dropped) == [1, 2, 3]
-    assert carried_out == [PROBE]
-    assert running.acks.empty()
-    with pytest.raises(NotTaken):
-        running.submit(4, LOAD)
-
-
-def test_abandoned_stream_without_work_ends() -> None:
-    """A stream that waits for commands ends when it is abandoned, with nothing to hand back."""
-    running = Running()
-
-    assert running.stream.abandon() == []
-    assert running.ended.wait(PATIENCE_S)
-
-
 def test_longest_acks_fit_into_a_message() -> None:
     """Neither the longest error nor the most corrupt blocks make an ack larger than the daemon reads."""
     running = Running(lambda task: _fail() if isinstance(task, Store) else tuple(range(70_000, 71_024)))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
 from contextlib import suppress
@@ -9,18 +8,15 @@ from contextlib import suppress
 import pytest
 
 from kvcached.worker.commands import ShardResult
-from kvcached.worker.messages import COMMANDS_IN_FLIGHT_MAX, Abandon, BlockSpan, Hurry, Probe, Store
+from kvcached.worker.messages import COMMANDS_IN_FLIGHT_MAX, BlockSpan, Hurry, Probe, Store
 from kvcached.worker.supervisor import WorkerGroup
 from kvcached_client.errors import DaemonFailure, ErrorCode, NoCapacity, RequestError
-from kvcached_client.protocol import PROGRESS_SLOTS
 from kvcached_client.types import ShardIndex
 from tests.worker.groups import (
     SLOTS,
-    Losses,
     RunLoop,
     Told,
     odd_worker,
-    open_descriptors,
     process_exists,
     running,
     tiny_pool,
@@ -88,40 +84,6 @@ def test_group_tells_of_a_killed_worker(run: RunLoop, run_dir: str) -> None:
             assert caught.value.code is ErrorCode.WORKER_LOST
             with pytest.raises(DaemonFailure, match="default/1 was ended by SIGKILL"):
                 group.submit(PROBE)
-
-    run(main())
-
-
-def test_group_hands_out_a_shards_descriptors(run: RunLoop, run_dir: str) -> None:
-    """A shard's descriptors are its pool's memory, its progress page and an eventfd per entry, sealed as promised."""
-
-    async def main() -> None:
-        pool = tiny_pool(2)
-        async with running(pool, run_dir) as (group, _):
-            memory, progress, *events = group.descriptors(SHARD_1)
-
-            assert os.fstat(memory).st_size == pool.layout.pool_bytes(SLOTS)
-            assert os.fstat(progress).st_size >= 64 * PROGRESS_SLOTS
-            for descriptor in (memory, progress):
-                assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            assert len(set(events)) == PROGRESS_SLOTS
-            assert not any(os.get_inheritable(descriptor) for descriptor in (memory, progress, *events))
-            os.eventfd_write(events[0], 1)
-            with pytest.raises(DaemonFailure, match="has no shard 2"):
-                group.descriptors(ShardIndex(2))
-
-    run(main())
-
-
-def test_start_fails_when_descriptors_are_missing(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that greets without all its descriptors is a start failure, and what it did send is closed."""
-    monkeypatch.setattr(COMMAND, odd_worker("without eventfds"))
-
-    async def main() -> None:
-        before = open_descriptors()
-        with pytest.raises(DaemonFailure, match="it sent WorkerReady with 2 descriptors"):
-            await WorkerGroup(tiny_pool(), run_dir, Losses().note).start()
-        assert open_descriptors() == before
 
     run(main())
 
@@ -213,8 +175,6 @@ def test_loss_settles_every_shard_of_every_order(run: RunLoop, run_dir: str) -> 
         }
         for shard in (SHARD_0, SHARD_1):
             assert not process_exists(group.pid(shard))
-            with pytest.raises(DaemonFailure, match="default/1 was ended by SIGKILL"):
-                group.descriptors(shard)
         await group.stop()
 
     run(main())
@@ -267,7 +227,7 @@ def test_commands_carried_out_at_once_have_room_of_their_own(run: RunLoop, run_d
         async with running(tiny_pool(), run_dir) as (group, _):
             os.kill(group.pid(SHARD_0), signal.SIGSTOP)
             taken = [group.submit(PROBE) for _ in range(COMMANDS_IN_FLIGHT_MAX)]
-            taken += [group.submit(Abandon(transfer=1, progress=0)) for _ in range(COMMANDS_IN_FLIGHT_MAX)]
+            taken += [group.submit(Hurry(transfer=1)) for _ in range(COMMANDS_IN_FLIGHT_MAX)]
             with pytest.raises(NoCapacity):
                 group.submit(Hurry(transfer=1))
             os.kill(group.pid(SHARD_0), signal.SIGCONT)

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.seqpacket import receive, send
-from kvcached.worker.geometry import pool_geometry
-from kvcached.worker.memory import SharedMemory, sealed_memfd
+from kvcached.memory.device_pool import ShardMemory
+from kvcached.memory.sealed import SharedMemory, sealed_memfd
+from kvcached.process.seqpacket import receive, send
 from kvcached.worker.messages import (
     REPLY_SIZE_BYTES_MAX,
-    Abandon,
     Ack,
     Command,
     Hurry,
@@ -29,7 +28,8 @@ from kvcached.worker.messages import (
     decode_worker_message,
     encode,
 )
-from kvcached.worker.progress import DONE, FAILED, PROGRESS_ENTRIES
+from kvcached_client.blocks.pages import pool_geometry
+from kvcached_client.blocks.progress_page import STATE_DONE, STATE_FAILED
 from tests.worker.groups import SLOTS, read_block, tiny_layout
 from tests.worker.host_rigs import (
     BLOCK_BYTES,
@@ -58,44 +58,35 @@ class Worker:
         made.callback(os.close, host)
         self.host = SharedMemory(host, HOST.size_bytes)
         made.callback(self.host.close)
-        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        daemon = os.pidfd_open(os.getpid())
-        made.callback(os.close, daemon)
+        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        made.callback(self.connection.close)
         config = WorkerConfig(
             replica="default",
             shard=SHARD,
             device="cpu",
             geometry=pool_geometry(LAYOUT, SLOTS),
-            socket_path=f"{run_dir}/worker.sock",
             pretouch_bytes=0,
-            grace_ms=0,
-            daemon_pidfd=daemon,
             host=HOST,
             namespace=NAMESPACE,
             fingerprint=FINGERPRINT,
         )
-        with control, theirs:
-            send(control, encode(config), (host,))
+        memory = ShardMemory.make("test", config.geometry.size_bytes)
+        made.callback(memory.close)
+        _, self.page, *self.events = memory.for_engine
+        self.pool = SharedMemory(memory.descriptor, config.geometry.size_bytes)
+        made.callback(self.pool.close)
+        with theirs:
+            send(self.connection, encode(config), (*memory.for_worker, host))
             with Path(f"{run_dir}/worker.log").open("wb") as log:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "kvcached.worker.main", str(theirs.fileno())],
-                    pass_fds=(theirs.fileno(), daemon),
+                    pass_fds=(theirs.fileno(),),
                     stderr=log,
                 )
             made.callback(self.process.wait)
             made.callback(self.process.kill)
-            theirs.close()
-            assert select.select([control], [], [], PATIENCE_S)[0]
-            assert receive(control, REPLY_SIZE_BYTES_MAX, 0) is not None
-        self.connection = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        self.connection.connect(config.socket_path)
         assert select.select([self.connection], [], [], PATIENCE_S)[0]
-        packet = receive(self.connection, REPLY_SIZE_BYTES_MAX, 2 + PROGRESS_ENTRIES)
-        assert packet is not None
-        made.callback(packet.close)
-        pool, self.page, *self.events = packet.descriptors
-        self.pool = SharedMemory(pool, config.geometry.size_bytes)
-        made.callback(self.pool.close)
+        assert receive(self.connection, REPLY_SIZE_BYTES_MAX, 0) is not None
 
     def order(self, work: Work) -> int:
         self.sequence += 1
@@ -133,7 +124,7 @@ def test_worker_stores_and_loads(worker: Worker) -> None:
 
     assert [bytes(worker.host.view[block_place(slot) :][:BLOCK_BYTES]) for slot in (6, 7)] == blocks
     assert [read_block(bytes(worker.pool.view), LAYOUT, SLOTS, slot) for slot in (9, 10)] == blocks
-    assert worker.entry(8) == (20, DONE)
+    assert worker.entry(8) == (20, STATE_DONE)
     assert os.eventfd_read(worker.events[8]) > 0
 
 
@@ -146,18 +137,17 @@ def test_worker_names_corrupt_blocks(worker: Worker) -> None:
     worker.order(load_of(span_of([(9, 3)], [(0, 3)]), progress=0, transfer=20))
 
     assert worker.ack() == Ack(sequence=2, corrupt=(1,))
-    assert worker.entry(0) == (20, FAILED)
+    assert worker.entry(0) == (20, STATE_FAILED)
 
 
 def test_worker_acknowledges_everything_once(worker: Worker) -> None:
-    """Loads, stores, hurries, abandoned loads, failing ones and the shutdown get one ack each, in whatever order."""
+    """Loads, stores, hurries, failing ones and the shutdown get one ack each, in whatever order."""
     span = span_of([(0, 1)], [(0, 1)])
     works: list[Work] = [
         store_of(span, transfer=30),
         store_of(span_of([(0, 1)], [(99, 1)])),
         Hurry(transfer=30),
         Hurry(transfer=31),
-        Abandon(transfer=40, progress=31),
         load_of(span_of([(99, 1)], [(0, 1)]), transfer=50, progress=30),
         Probe(source=5, target=5, seed=0),
     ]
@@ -166,13 +156,12 @@ def test_worker_acknowledges_everything_once(worker: Worker) -> None:
     acks = {ack.sequence: ack for ack in [worker.ack() for _ in works]}
     worker.order(Shutdown())
 
-    assert worker.ack() == Ack(sequence=8)
+    assert worker.ack() == Ack(sequence=7)
     assert worker.process.wait(PATIENCE_S) == 0
-    assert sorted(acks) == [1, 2, 3, 4, 5, 6, 7]
-    assert [sequence for sequence, ack in sorted(acks.items()) if ack.error] == [2, 6, 7]
-    assert acks[2].error == "ValueError: host slots [99, 100) are not in a pool of 21"
-    assert worker.entry(31) == (40, FAILED)
-    assert worker.entry(30) == (50, FAILED)
+    assert sorted(acks) == [1, 2, 3, 4, 5, 6]
+    assert [sequence for sequence, ack in sorted(acks.items()) if ack.error] == [2, 5, 6]
+    assert acks[2].error == "BadRequest: bad_value: job: host slots from 99 to 99 of 21 (name those that exist)"
+    assert worker.entry(30) == (50, STATE_FAILED)
 
 
 def test_refused_load_is_told_to_its_reader(worker: Worker) -> None:
@@ -181,4 +170,4 @@ def test_refused_load_is_told_to_its_reader(worker: Worker) -> None:
     worker.order(load_of(span_of([(0, 1)], [(0, 1)]), transfer=60, progress=2))
 
     assert worker.ack() == Ack(sequence=6, error="sequence 6 after 0")
-    assert worker.entry(2) == (60, FAILED)
+    assert worker.entry(2) == (60, STATE_FAILED)

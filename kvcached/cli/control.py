@@ -1,0 +1,167 @@
+"""The commands that change what a daemon does: pause, resume, drain, clear, set-weights, set-policy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from kvcached.cli.options import EPILOG, ExitCode, ask, fields_of, json_option, print_json, run_dir_option
+from kvcached.log import escaped
+from kvcached_client.protocol.storage import StorageAction, StorageReport
+from kvcached_client.types import WritePolicy
+
+#: For the daemon's answer, on top of what a command lets the daemon wait.
+_ANSWER_MS = 5000
+#: Bytes of a namespace's root that tell it from others.
+_SHOWN_BYTES = 8
+
+_replica_option = click.option("--replica", default="", show_default="all", help="Only this replica.")
+_target_argument = click.argument("target", metavar="REPLICA-OR-NAMESPACE")
+
+
+def _deadline_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(
+        "--deadline-ms",
+        type=click.IntRange(1, 600_000),
+        default=default,
+        show_default=True,
+        help="Longest wait for copies and requests in flight, in milliseconds. The command holds even on a timeout.",
+    )
+
+
+@click.command(epilog=EPILOG)
+@_replica_option
+@run_dir_option
+@_deadline_option(5000)
+@json_option
+def pause(replica: str, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
+    """Start no copies between device and host memory until `resume`. Exit code 1 if copies are still in flight."""
+    paused = ask(run_dir, _ANSWER_MS, lambda admin: admin.pause(replica, deadline_ms=deadline_ms))
+    if as_json:
+        print_json(fields_of(paused))
+    else:
+        held = "paused" if paused.holds else "resumed meanwhile by another command"
+        click.echo(f"{held}; copies in flight: {paused.under_way}")
+    sys.exit(ExitCode.OK if paused.holds and not paused.under_way else ExitCode.UNHEALTHY)
+
+
+@click.command(epilog=EPILOG)
+@_replica_option
+@run_dir_option
+@json_option
+def resume(replica: str, run_dir: Path | None, *, as_json: bool) -> None:
+    """End a pause. Without --replica, also end a drain."""
+    resumed = ask(run_dir, _ANSWER_MS, lambda admin: admin.resume(replica))
+    if as_json:
+        print_json(fields_of(resumed))
+    else:
+        click.echo(f"resumed; the daemon is {resumed.state}")
+
+
+@click.command(epilog=EPILOG)
+@run_dir_option
+@_deadline_option(5000)
+@json_option
+def drain(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
+    """Admit no new sessions and leases until `resume`. Exit code 1 if leases, copies or waiting requests are left."""
+    drained = ask(run_dir, _ANSWER_MS, lambda admin: admin.drain(deadline_ms=deadline_ms))
+    left = (drained.leases, drained.copies, drained.requests)
+    if as_json:
+        print_json(fields_of(drained))
+    else:
+        held = "draining" if drained.holds else "resumed meanwhile by another command"
+        click.echo(f"{held}; left: {left[0]} leases, {left[1]} copies, {left[2]} waiting requests")
+    sys.exit(ExitCode.OK if drained.holds and not any(left) else ExitCode.UNHEALTHY)
+
+
+@click.command(epilog=EPILOG)
+@_target_argument
+@run_dir_option
+@_deadline_option(60_000)
+@json_option
+def clear(target: str, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
+    """Forget all cached blocks of a replica and the replicas that share them, or of a namespace; also in storage."""
+    cleared = ask(run_dir, _ANSWER_MS, lambda admin: admin.clear(target, deadline_ms=deadline_ms))
+    if as_json:
+        print_json(fields_of(cleared))
+    else:
+        name = ", ".join(cleared.replicas) or f"{escaped(cleared.label)} ({cleared.namespace[:_SHOWN_BYTES].hex()})"
+        click.echo(f"{cleared.blocks} blocks of {name}; generation {cleared.generation}")
+
+
+@click.command(epilog=EPILOG)
+@_target_argument
+@click.argument("version")
+@run_dir_option
+@_deadline_option(60_000)
+@json_option
+def set_weights(target: str, version: str, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
+    """Set the weights of a replica to VERSION, and clear it. Does nothing if it has that version already."""
+    done = ask(run_dir, _ANSWER_MS, lambda admin: admin.set_weights(target, version, deadline_ms=deadline_ms))
+    if as_json:
+        print_json(fields_of(done))
+    else:
+        names = ", ".join(done.replicas)
+        click.echo(f"weights {done.weights_version} of {names}; {done.blocks} blocks; generation {done.generation}")
+
+
+@click.command(epilog=EPILOG)
+@_target_argument
+@click.argument("policy", type=click.Choice([policy.value for policy in WritePolicy]))
+@run_dir_option
+@json_option
+def set_policy(target: str, policy: str, run_dir: Path | None, *, as_json: bool) -> None:
+    """Change when blocks are copied to host memory. Does nothing if the write policy is set already."""
+    done = ask(run_dir, _ANSWER_MS, lambda admin: admin.set_policy(target, WritePolicy(policy)))
+    if as_json:
+        print_json(fields_of(done))
+    else:
+        name = ", ".join(done.replicas) or escaped(done.label)
+        click.echo(f"write policy of {name} ({done.namespace}): {done.policy}, was {done.before}")
+
+
+COMMANDS = (pause, resume, drain, clear, set_weights, set_policy)
+
+
+_MIB = 1 << 20
+
+
+@click.command(epilog=EPILOG)
+@click.argument("action", type=click.Choice(["status", "attach", "detach", "clear"]), default="status")
+@run_dir_option
+@click.option(
+    "--deadline-ms",
+    type=click.IntRange(1, 600_000),
+    default=60_000,
+    show_default=True,
+    help="Longest wait for the answer, in milliseconds.",
+)
+@json_option
+def storage(action: StorageAction, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
+    """Show the state of storage, or attach, detach or clear it. Exit code 1 if storage does not work."""
+    report = ask(run_dir, deadline_ms, lambda admin: admin.storage(action))
+    if as_json:
+        print_json(fields_of(report))
+    else:
+        click.echo(_text(report))
+    is_well = not report.backend or report.state in {"ready", "detached", "starting"}
+    sys.exit(ExitCode.OK if is_well else ExitCode.UNHEALTHY)
+
+
+def _text(report: StorageReport) -> str:
+    if not report.backend:
+        return "no storage is configured: add [storage], see docs/storage.md"
+    lines = [f"{report.backend}: {report.state}; backup: {report.backup}"]
+    if report.blocks >= 0:
+        size, capacity = report.size_bytes // _MIB, report.capacity_bytes // _MIB
+        lines.append(f"{report.blocks} blocks, {size} of {capacity} MiB")
+    if report.counters:
+        lines.append(", ".join(f"{name} {count}" for name, count in sorted(report.counters.items())))
+    if report.state == "read_only":
+        lines.append(f"storage accepts no blocks: {report.why}")
+    elif report.why:
+        lines.append(f"last failure: {report.why} (its process was restarted {report.restarts} times)")
+    return "\n".join(lines)

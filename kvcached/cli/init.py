@@ -1,0 +1,103 @@
+"""`kvcached init`: a configuration and a systemd unit to start from, out of those that come with the package."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+import click
+
+from kvcached.cli.options import EPILOG, ExitCode, fail
+
+#: In a checkout a link to the folder `configs`; in a wheel its files.
+_SHIPPED: Final = Path(__file__).parents[1] / "configs"
+_UNIT: Final = "kvcached.service"
+_CONFIGURATION: Final = "kvcached.toml"
+#: What the shipped files say, and `init` says otherwise.
+_SHIPPED_COMMAND: Final = "/opt/kvcached/bin/kvcached serve --config /etc/kvcached/kvcached.toml"
+_SHIPPED_DISK: Final = "/var/cache/kvcached"
+
+_VLLM: Final = """\
+python -m vllm.entrypoints.openai.api_server --model MODEL --kv-transfer-config '{"kv_connector": "KvcachedConnector",
+      "kv_connector_module_path": "kvcached_client.vllm", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+    (vLLM's environment needs the wheel of kvcached_client only; the same user and KVCACHED_RUN_DIR as the daemon)"""
+_ENGINE: Final = """\
+python -c 'from kvcached_client import Client; print(Client.connect().layout)'
+    (the engine's environment needs the wheel of kvcached_client only; docs/sdk.md is its guide)"""
+_SIZE_OF: Final = {"vllm": "size_bytes", "engine": "model, slots and the layout"}
+_CLIENT_OF: Final = {"vllm": _VLLM, "engine": _ENGINE}
+
+
+@click.command(epilog=EPILOG)
+@click.option(
+    "--for",
+    "engine",
+    type=click.Choice(["vllm", "engine"]),
+    default="vllm",
+    show_default=True,
+    help="vllm: a host pool for engines with their own device memory. engine: a pool that the daemon owns.",
+)
+@click.option(
+    "--disk",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="With --for vllm: also store blocks in this directory on a local disk.",
+)
+@click.option("--force", is_flag=True, show_default=True, help="Replace existing files.")
+@click.argument("directory", metavar="[DIR]", type=click.Path(path_type=Path, file_okay=False), default=".")
+def init(engine: str, disk: Path | None, directory: Path, *, force: bool) -> None:
+    """Write a configuration and a systemd unit into DIR, and print the next steps."""
+    if disk is not None and engine != "vllm":
+        fail(
+            ExitCode.USAGE, "--disk needs --for vllm: the configuration for engines has no storage; see docs/storage.md"
+        )
+    directory = directory.absolute()
+    configuration = directory / _CONFIGURATION
+    name = {"vllm": "attached-cpu.toml" if disk is None else "attached-disk.toml", "engine": "cpu-tp1.toml"}[engine]
+    text = _shipped(name).replace(f"configs/{name}", str(configuration))
+    if disk is not None:
+        text = text.replace(_SHIPPED_DISK, str(disk.absolute()))
+    command = Path(sys.executable).with_name("kvcached")
+    unit = _shipped(_UNIT).replace(_SHIPPED_COMMAND, f"{_quoted(command)} serve --config {_quoted(configuration)}")
+    _write({configuration: text, directory / _UNIT: unit}, force=force)
+    click.echo(_next_steps(configuration, engine))
+
+
+def _shipped(name: str) -> str:
+    return (_SHIPPED / name).read_text()
+
+
+def _quoted(path: Path) -> str:
+    """A path as one word of a systemd command line."""
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return text if text.isascii() and not set(text) & set(" \t'\"\\;") else f'"{text}"'
+
+
+def _write(files: dict[Path, str], *, force: bool) -> None:
+    """Write all of them, or end the program: with `force` over what is there, without it nothing of them may be."""
+    there = [str(path) for path in files if os.path.lexists(path)]
+    if there and not force:
+        fail(ExitCode.USAGE, f"{' and '.join(there)}: there already; give another directory, or replace with --force")
+    for path, text in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if force:
+                path.unlink(missing_ok=True)
+            with path.open("x") as file:
+                file.write(text)
+        except OSError as error:
+            fail(ExitCode.USAGE, f"{path} cannot be written: {error.strerror}")
+        click.echo(f"wrote {path}")
+
+
+def _next_steps(configuration: Path, engine: str) -> str:
+    return f"""
+next:
+ 1. set {_SIZE_OF[engine]} in {configuration}
+ 2. kvcached check-config --config {configuration}
+ 3. kvcached supervise --config {configuration}
+    (restarts a daemon that dies, and keeps its host memory; under systemd use {configuration.with_name(_UNIT)})
+ 4. kvcached health
+    (from another terminal, as the same user)
+ 5. {_CLIENT_OF[engine]}"""

@@ -1,0 +1,198 @@
+"""What commands print for people: names and values, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from kvcached.config.report import Capacity
+from kvcached.log import escaped
+from kvcached_client.protocol.engine import AttachedInfo, Description, InspectReport, StatsReport, TreeNode
+
+
+def print_stats(report: StatsReport, offered: AttachedInfo | None = None) -> None:
+    """Where every slot is, and what happened since the start; of the host pool, how much is free."""
+    _print_facts(
+        "",
+        {
+            "state": report.state + (", copies of engines in offload mode paused" if report.attached_paused else ""),
+            "up": f"{report.uptime_ms / 1000:.0f} s",
+            "sessions": report.sessions,
+            "cached blocks": report.cached_blocks,
+            "runs": report.runs,
+        },
+    )
+    for pool in report.pools:
+        _print_facts(
+            f"replica {pool.replica}",
+            {
+                "healthy": "yes" if pool.healthy else "NO",
+                "degraded": "YES" if pool.degraded else "no",
+                "restarts": pool.restarts,
+                "paused": "YES" if pool.paused else "no",
+                "session": pool.session or "none",
+                "leases": pool.leases,
+                "epoch": pool.epoch,
+                "slots": pool.slots,
+                **pool.states,
+                "evictable": pool.evictable,
+                "pinned": pool.pinned,
+            },
+        )
+    if offered is not None:
+        lent = sum(host.slabs for host in report.hosts)
+        _print_facts("host pool", {**_host_pool(offered), "free slabs": offered.slabs - lent})
+    for host in report.hosts:
+        _print_facts(
+            f"host pool of {', '.join(host.replicas) or escaped(host.label) or 'a cleared namespace'}",
+            {
+                "namespace": host.namespace,
+                **({} if host.replicas else {"generation": host.generation}),
+                **({} if host.replicas else {"engines": host.sessions, "leases": host.leases}),
+                "write policy": host.write_policy,
+                "pinned": host.pinned,
+                "slabs": host.slabs,
+                "slots": host.slots,
+                **host.states,
+            },
+        )
+    if report.hosts:
+        _print_facts("transfers", {name.replace("_", " "): count for name, count in report.transfers.items()})
+    _print_facts("counters", dict(sorted(report.counters.items())))
+
+
+def print_description(report: Description) -> None:
+    """What a daemon serves."""
+    _print_facts(
+        "",
+        {
+            "version": report.version,
+            "protocol": f"{report.protocol_min} to {report.protocol_max}",
+            "state": report.state,
+            "pid": report.pid,
+            "daemon epoch": report.daemon_epoch,
+        },
+    )
+    for replica in report.replicas:
+        _print_facts(
+            f"replica {replica.name}",
+            {
+                "model": replica.model,
+                "weights": replica.weights_version or "as configured",
+                "generation": replica.generation,
+                "device": replica.device,
+                "shards": replica.layout.shards,
+                "slots": replica.slots,
+                "block size": f"{replica.layout.block_size} tokens",
+                "bytes per block": replica.bytes_per_block,
+                "keys": replica.key_algorithm,
+                "layout": replica.fingerprint,
+            },
+        )
+    if report.attached is not None:
+        most = report.attached.namespaces_max
+        _print_facts("host pool", {**_host_pool(report.attached), "namespaces at most": most})
+    _print_facts("limits", dict(sorted(report.limits.items())))
+
+
+def _host_pool(offered: AttachedInfo) -> dict[str, object]:
+    return {"slabs": offered.slabs, "bytes per slab": offered.slab_bytes}
+
+
+def print_block(report: InspectReport) -> None:
+    """Where a block is and who holds it."""
+    if not report.found:
+        click.echo("no copy of this block is in the index")
+        return
+    run_end = report.run_start + report.run_blocks
+    _print_facts(
+        "",
+        {
+            "namespace": report.namespace,
+            "block": f"{report.depth} of its chain, in the run [{report.run_start}, {run_end})",
+            "previous block": report.parent.hex() or "none",
+            "child runs": report.children,
+            **{f"copy in {place.tier}": f"slot {place.slot}, {place.state}" for place in report.places},
+        },
+    )
+    for title, lines in (("held by the requests", report.leases), ("copied by", report.transfers)):
+        if lines:
+            click.echo(f"\n{title}")
+        for line in lines:
+            click.echo(f"  {line}")
+
+
+def print_capacity(room: Capacity) -> None:
+    """What a configuration has room for."""
+    totals = asdict(room)
+    del totals["replicas"]
+    _print_facts("", {name.replace("_", " "): value for name, value in totals.items()})
+    for replica in room.replicas:
+        facts = asdict(replica)
+        _print_facts(
+            f"replica {facts.pop('replica')}", {name.replace("_", " "): value for name, value in facts.items()}
+        )
+
+
+def _print_facts(title: str, facts: Mapping[str, object]) -> None:
+    """Lines of `name: value` under a title ("" = none). Nothing is cut, however narrow the terminal is."""
+    if title:
+        click.echo(f"\n{title}")
+    width = max((len(name) for name in facts), default=0) + 2
+    for name, value in facts.items():
+        click.echo(f"{'  ' if title else ''}{f'{name}:':<{width}}{value}")
+
+
+#: Hex digits of a namespace that tell it from others, as in `kvcached stats`.
+_NAMESPACE_DIGITS = 16
+#: More than the longest line has: what a terminal does with it is the terminal's business.
+_WIDTH = 10_000
+
+
+def print_tree(nodes: Sequence[TreeNode]) -> None:
+    """Print runs that come in preorder to stdout. Lines are never cut or wrapped, however narrow the terminal is."""
+    console = Console(highlight=False, width=_WIDTH)
+    for root in _trees(nodes):
+        console.print(root)
+
+
+def _trees(nodes: Sequence[TreeNode]) -> list[Tree]:
+    roots: list[Tree] = []
+    path: list[tuple[TreeNode, Tree]] = []  # from a root to where the next node may hang
+    for node in nodes:
+        while path and path[-1][0].level >= node.level:
+            _close(*path.pop())
+        if path:
+            branch = path[-1][1].add(_label(node))
+        else:
+            branch = Tree(_label(node))
+            roots.append(branch)
+        path.append((node, branch))
+    while path:
+        _close(*path.pop())
+    return roots
+
+
+def _close(node: TreeNode, branch: Tree) -> None:
+    """All children of a node that are shown hang on it: say how many are not."""
+    if node.hidden:
+        branch.add(Text(f"+ {node.hidden} more"))
+
+
+def _label(node: TreeNode) -> Text:
+    """``[0, 740)  a 740/740  host 512/740  pins 2  <key>``; of a root its namespace and the pools of it."""
+    if not node.level:
+        return Text(f"namespace {node.key.hex()[:_NAMESPACE_DIGITS]}: {', '.join(node.tiers)}")
+    marks = [
+        f"[{node.start}, {node.start + node.blocks})",
+        *(f"{tier} {held}/{node.blocks}" for tier, held in node.tiers.items()),
+        *([f"loading {node.loading}"] if node.loading else []),
+        *([f"pins {node.pins}"] if node.pins else []),
+        node.key.hex(),
+    ]
+    return Text("  ".join(marks))

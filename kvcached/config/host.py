@@ -1,0 +1,179 @@
+"""The configuration of the host tier, and what it must be large enough for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from kvcached.config.problems import mistake
+from kvcached.config.table import SIZE, SLOTS_MAX, EvictionPolicyName, Table, WritePolicyName
+from kvcached_client.blocks.layout import POOL_SIZE_BYTES_MAX, Layout
+from kvcached_client.blocks.slabs import PAGE_BYTES, slots_per_slab, smallest_slab
+from kvcached_client.doctor.memory_bounds import memory_bounds
+
+_ALL_PERCENT = 100
+
+
+class QuotaBounds(Table):
+    """What a namespace keeps of the host pool, and what it has at most."""
+
+    floor_percent: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="Part of the slabs that other namespaces never take from this one, even if no engine uses it.",
+    )
+    cap_percent: int = Field(
+        default=100, ge=1, le=100, description="Largest part of the slabs that a namespace may have; at least one slab."
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.floor_percent > self.cap_percent:
+            what = f"is more than cap_percent, {self.cap_percent}"
+            raise mistake(what, "use a smaller floor or a larger cap", ("floor_percent",), self.floor_percent)
+        return self
+
+
+class NamespaceQuota(QuotaBounds):
+    """``[[host.quota.namespace]]``: bounds of some namespaces instead of those of all."""
+
+    label: str = Field(
+        min_length=1,
+        max_length=256,
+        description="The namespaces that these bounds apply to: the label that engines in offload mode give their"
+        " namespace (the model), or the name of a replica. A shell pattern, as in `llama-*`; the first match counts.",
+    )
+
+
+class QuotaConfig(QuotaBounds):
+    """``[host.quota]``: bounds of every namespace. Within them each one in use has an equal share."""
+
+    namespace: tuple[NamespaceQuota, ...] = Field(
+        default=(), strict=False, description="Other bounds for some namespaces."
+    )
+
+    @model_validator(mode="after")
+    def _check_floors(self) -> Self:
+        floors = sum(each.floor_percent for each in self.namespace)
+        if floors > _ALL_PERCENT:
+            last = len(self.namespace) - 1
+            at = ("namespace", last, "floor_percent")
+            what = f"makes the floors of all these tables {floors} percent together"
+            raise mistake(what, "use floors of 100 percent or less in all", at, self.namespace[last].floor_percent)
+        return self
+
+
+class HostConfig(Table):
+    """``[host]``: one pool of host memory, which all replicas share. Without the table there is no host tier."""
+
+    size_bytes: Annotated[int, Field(ge=1, le=POOL_SIZE_BYTES_MAX), SIZE] | None = Field(
+        default=None,
+        description="Memory of the host pool, for all shards of all replicas together; it has as many slabs as fit."
+        " Set either this or memory_percent.",
+    )
+    memory_percent: int | None = Field(
+        default=None,
+        ge=1,
+        le=90,
+        description="Size of the host pool as a part of the machine's memory, or of the limit of the daemon's cgroup"
+        " if that is less.",
+    )
+    slab_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=POOL_SIZE_BYTES_MAX, multiple_of=PAGE_BYTES), SIZE] = Field(
+        default=64 << 20,
+        description="Unit in which namespaces get memory. Smaller slabs divide memory more finely, larger slabs"
+        " waste less of it at their ends.",
+    )
+    verify_loads: bool = Field(
+        default=True,
+        description="Compare the checksum of each loaded block with the stored checksum. Keys are always compared.",
+    )
+    eviction_policy: EvictionPolicyName = Field(
+        default="lru",
+        description="Which blocks of a namespace are evicted from the host pool first: docs/policies.md.",
+    )
+
+    quota: QuotaConfig | None = Field(
+        default=None, description="Floors and caps of namespaces. Without it, namespaces in use have equal shares."
+    )
+
+    _pool_bytes: int = 0
+
+    @model_validator(mode="after")
+    def _settle_size(self) -> Self:
+        if (self.size_bytes is None) == (self.memory_percent is None):
+            what = "is missing, and so is memory_percent" if self.size_bytes is None else "stands beside memory_percent"
+            raise mistake(what, "name one of the two", ("size_bytes",), self.size_bytes)
+        self._pool_bytes = self.size_bytes or self._part_of_memory()
+        return self
+
+    def _part_of_memory(self) -> int:
+        limits = [bound.limit_bytes for bound in memory_bounds()]
+        if not limits:
+            at = ("memory_percent",)
+            raise mistake("cannot be told from /proc/meminfo here", "name size_bytes", at, self.memory_percent)
+        return min(limits) * (self.memory_percent or 0) // 100
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of the pool."""
+        return self._pool_bytes // self.slab_bytes
+
+    def slots_per_slab(self, layout: Layout) -> int:
+        """Blocks of a layout that a slab holds, with all their shards."""
+        return slots_per_slab(self.slab_bytes, layout.bytes_per_block(), layout.host_parts)
+
+    def check(self, layouts: Mapping[str, Layout], *, namespaces: int) -> None:
+        """Refuse a pool that cannot serve every namespace.
+
+        Raises:
+            PydanticCustomError: a slab holds no block of one of them, or there are too few slabs or too many slots.
+        """
+        by_bytes = self.memory_percent is None
+        key = "size_bytes" if by_bytes else "memory_percent"
+        value = self.size_bytes if by_bytes else self.memory_percent
+        for name, layout in layouts.items():
+            block_bytes, parts = layout.bytes_per_block(), layout.host_parts
+            per_slab = self.slots_per_slab(layout)
+            if not per_slab:
+                raise mistake(
+                    f"holds no block of replica {name!r}: one takes {parts} x {block_bytes} bytes and as many headers",
+                    f"use {smallest_slab(block_bytes, parts)} or more",
+                    ("host", "slab_bytes"),
+                    self.slab_bytes,
+                )
+            if per_slab * self.slabs > SLOTS_MAX:
+                raise mistake(
+                    f"holds {per_slab * self.slabs} blocks of replica {name!r}, {SLOTS_MAX} are possible",
+                    f"use a smaller {key}, or a larger block_size",
+                    ("host", key),
+                    value,
+                )
+        if self.slabs < namespaces:
+            needed = namespaces * self.slab_bytes
+            more = f"use {needed} or more" if by_bytes else f"use a larger one: they take {needed} bytes"
+            raise mistake(
+                f"makes {self.slabs} slabs of {self.slab_bytes} bytes; namespaces, which take one each: {namespaces}",
+                f"{more}, or a smaller slab_bytes",
+                ("host", key),
+                value,
+            )
+
+
+class AttachedConfig(Table):
+    """``[attached]``: engines that keep their own device memory may use the host pool. Without the table none may."""
+
+    namespaces_max: int = Field(
+        default=8,
+        ge=1,
+        le=256,
+        description="Largest number of namespaces (models with their layouts) at a time. A namespace that no engine"
+        " uses any more makes room for the next one.",
+    )
+    write_policy: WritePolicyName = Field(
+        default="write_through",
+        description="Which of the blocks that engines offer are copied to the host pool: docs/policies.md."
+        " write_back is the same as write_through here.",
+    )

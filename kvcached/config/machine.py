@@ -1,0 +1,204 @@
+"""What a configuration asks of this machine: memory, a storage backend and its settings, a disk, a key file.
+
+`kvcached check-config` and `kvcached serve` look at the same things, before anything is started. What only the moment
+decides, such as memory that others take just now, `check-config` looks at, and `serve` looks at when it takes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import resource
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Final
+
+import msgspec
+from pydantic import ByteSize, ValidationError
+
+from kvcached.config.problems import ConfigError, Location, Problem, problems_of
+from kvcached.config.schema import Config
+from kvcached.storage.backend import StorageUnusable
+from kvcached.storage.backends import DISK, GROUP
+from kvcached.storage.disk.directory import existing_part, refusal
+from kvcached.storage.disk.settings import DiskSettings
+from kvcached.storage.encrypted import read_secret
+from kvcached.storage.fault import FaultSettings
+from kvcached.worker.messages import DESCRIPTORS_MAX
+from kvcached_client.doctor.memory_bounds import memory_bounds
+from kvcached_client.transport.run_dir import LOCK_NAME
+
+_STORAGE: Final = "storage"
+_SETTINGS: Final[Location] = (_STORAGE, "settings")
+
+
+def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = False) -> None:
+    """Refuse a configuration that this machine cannot serve.
+
+    Args:
+        config: right by itself, as `load_config` has found.
+        is_trial: nothing is going to be started: memory that others take just now counts, too.
+        is_restart: a host pool full of blocks waits for this daemon. A disk or a key file that is away now is no
+            reason to lose it: only what no restart can mend is looked at.
+
+    Raises:
+        ConfigError: every reason why not.
+    """
+    problems = [*_memory(config, is_trial=is_trial), *_storage(config, is_restart=is_restart)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def memory_needed(config: Config) -> tuple[int, str]:
+    """Bytes of all pools, and whose they are, in words."""
+    replicas = [replica.layout.pool_bytes(replica.slot_count) * replica.shards for replica in config.replica]
+    names = [f"{len(replicas)} replica{'s' if len(replicas) > 1 else ''}"] if replicas else []
+    host_bytes = 0
+    if config.host is not None:
+        names.append("the host pool")
+        host_bytes = config.host.slabs * config.host.slab_bytes
+    return sum(replicas) + host_bytes, " and ".join(names)
+
+
+def _memory(config: Config, *, is_trial: bool) -> Iterator[Problem]:
+    """Not more than the machine or the cgroup has; in a trial, not more than is left, unless a daemon has its own."""
+    needed, names = memory_needed(config)
+    bounds = memory_bounds()
+    total = min(bounds, key=lambda bound: bound.limit_bytes, default=None)
+    left = min(bounds, key=lambda bound: bound.available_bytes, default=None)
+    if total is not None and needed > total.limit_bytes:
+        has = f"{_size(total.limit_bytes)} in all ({total.source})"
+    elif is_trial and left is not None and needed > left.available_bytes and not _is_running(config):
+        has = f"{_size(max(0, left.available_bytes))} left ({left.source})"
+    else:
+        return
+    location, value = _largest(config)
+    yield config.places.problem(
+        location,
+        value,
+        f"the memory of {names} comes to {_size(needed)}, and there are {has}",
+        "use a smaller size, or raise the limit",
+    )
+
+
+def _largest(config: Config) -> tuple[Location, object]:
+    """The key that asks for most memory."""
+    found: list[tuple[int, Location, object]] = []
+    for number, replica in enumerate(config.replica):
+        key = "pool_bytes" if replica.slots is None else "slots"
+        size_bytes = replica.layout.pool_bytes(replica.slot_count) * replica.shards
+        found.append((size_bytes, ("replica", number, key), getattr(replica, key)))
+    if config.host is not None:
+        key = "memory_percent" if config.host.size_bytes is None else "size_bytes"
+        found.append((config.host.slabs * config.host.slab_bytes, ("host", key), getattr(config.host, key)))
+    _, location, value = max(found, key=lambda each: each[0])
+    return location, value
+
+
+def _is_running(config: Config) -> bool:
+    """Whether a daemon runs in the run directory: the memory that it has is the memory that is asked for."""
+    try:
+        lock = os.open(config.run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(lock)
+
+
+def _storage(config: Config, *, is_restart: bool) -> Iterator[Problem]:
+    if config.storage is None:
+        return
+    places, storage = config.places, config.storage
+    installed = sorted(entry_points(group=GROUP).names)
+    if storage.backend not in installed:
+        what = f"there is no such backend; installed: {', '.join(installed) or 'none'}"
+        fix = "name one of these, or install the package that brings it"
+        yield places.problem((_STORAGE, "backend"), storage.backend, what, fix)
+    elif storage.backend == DISK:
+        yield from _disk(config, is_restart=is_restart)
+    try:
+        msgspec.convert(storage.faults, FaultSettings)
+    except (ValueError, msgspec.ValidationError) as error:
+        yield places.problem((_STORAGE, "faults"), None, str(error), "see docs/storage.md")
+    if storage.key_file is not None:
+        yield from _key_file(config, is_restart=is_restart)
+
+
+def _disk(config: Config, *, is_restart: bool) -> Iterator[Problem]:
+    places, storage = config.places, config.storage
+    try:
+        settings = DiskSettings.model_validate({} if storage is None else storage.settings)
+    except ValidationError as error:
+        yield from problems_of(error, DiskSettings, places, _SETTINGS)
+        return
+    if is_restart:
+        return
+    if (refused := refusal(settings.directory)) is not None:
+        yield places.problem((*_SETTINGS, "directory"), str(settings.directory), *refused)
+        return
+    system = os.statvfs(existing_part(settings.directory))
+    disk_bytes = system.f_frsize * system.f_blocks
+    if settings.capacity_bytes > disk_bytes:
+        what = f"is more than the whole file system of {settings.directory} has ({_size(disk_bytes)})"
+        yield places.problem((*_SETTINGS, "capacity_bytes"), settings.capacity_bytes, what, "use a smaller capacity")
+
+
+def _key_file(config: Config, *, is_restart: bool) -> Iterator[Problem]:
+    path = None if config.storage is None else config.storage.key_file
+    at = (_STORAGE, "key_file")
+    if importlib.util.find_spec("cryptography") is None:
+        what, fix = "needs the package cryptography", "pip install 'kvcached-daemon[encryption]'"
+        yield config.places.problem(at, str(path), what, fix)
+    if path is None or is_restart:
+        return
+    try:
+        read_secret(path)
+    except StorageUnusable as error:
+        what, _, fix = str(error).removeprefix("encryption: ").partition("; ")
+        fix = fix or f"make one: (umask 077; openssl rand -hex 32 >{path})"
+        yield config.places.problem(at, str(path), what, fix)
+
+
+def _size(size_bytes: int) -> str:
+    return ByteSize(size_bytes).human_readable()
+
+
+#: Of the daemon without workers and engines: sockets, event loop, files, the storage process.
+_DESCRIPTORS_MIN: Final = 48
+#: Of one shard: its memory and its page, its worker and its connection, and those that a start takes.
+_DESCRIPTORS_PER_WORKER: Final = DESCRIPTORS_MAX + 9
+#: The ledger, logs, and the lock files.
+_FILE_BYTES_MIN: Final = 1 << 20
+
+
+class LimitTooLow(Exception):
+    """The message names the limit, what is needed, and how to raise it."""
+
+
+def raise_limits(config: Config) -> None:
+    """Raise soft limits to the hard ones: memory files and descriptors are many more than a shell's commands have.
+
+    Raises:
+        LimitTooLow: the hard ones do not suffice for what is configured.
+    """
+    workers = sum(replica.shards for replica in config.replica)
+    descriptors = _DESCRIPTORS_MIN + workers * _DESCRIPTORS_PER_WORKER
+    _raise(resource.RLIMIT_NOFILE, descriptors, "open files", "ulimit -Hn, or LimitNOFILE= of the unit")
+    pools = [replica.layout.pool_bytes(replica.slot_count) for replica in config.replica]
+    host_bytes = 0 if config.host is None else config.host.slabs * config.host.slab_bytes
+    largest = max([_FILE_BYTES_MIN, host_bytes, *pools])
+    _raise(resource.RLIMIT_FSIZE, largest, "the size of files", "ulimit -Hf, or LimitFSIZE= of the unit")
+
+
+def _raise(number: int, needed: int, what: str, how: str) -> None:
+    _, hard = resource.getrlimit(number)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise LimitTooLow(f"the limit of {what} is {hard}, and this configuration needs {needed}; raise it: {how}")
+    resource.setrlimit(number, (hard, hard))

@@ -1,0 +1,247 @@
+"""What is wrong with a configuration: one `Problem` per mistake, each with its place, its value and its fix.
+
+The line of a key is looked up in the file's text, for the standard library's TOML reader does not report it. The lookup
+knows tables, arrays of tables and ``key = value``; for what it does not find it gives the line of what is around it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+#: Where a value stands in a configuration: ("replica", 0, "slots").
+Location = tuple[str | int, ...]
+
+_VALUE_LENGTH_MAX = 80
+_TABLE = re.compile(r"^\s*(\[\[?)\s*([\w\-.]+)\s*\]")
+_KEY = re.compile(r"^\s*([\w\-]+)\s*=")
+_WHAT = {
+    "greater_than_equal": "is too small",
+    "less_than_equal": "is too large",
+    "model_type": "is no table",
+    "multiple_of": "is no multiple",
+    "literal_error": "is none of the choices",
+    "string_pattern_mismatch": "has characters that are not allowed",
+    "string_too_long": "is too long",
+    "string_too_short": "is too short",
+    "tuple_type": "is no array of tables",
+}
+_UNITS = {"_ms": "milliseconds", "_tokens": "tokens"}
+#: Keys that end so are sizes (`kvcached.config.size`).
+_SIZE_SUFFIXES = ("_bytes", "_bytes_per_s")
+_BINARY_UNITS = ("", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake: where it stands, the key, the value as written ("" = there is none), what is wrong, what to do."""
+
+    source: str
+    key: str
+    value: str
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        assignment = f"{self.key} = {self.value}" if self.value else self.key
+        return f"{self.source}: {assignment}: {self.what}; {self.fix}"
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. Nothing was started.
+
+    Attributes:
+        problems: every mistake that was found, at least one.
+    """
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)
+
+
+def mistake(what: str, fix: str, at: Location = (), value: object = None) -> PydanticCustomError:
+    """An error for a validator to raise, with a fix of its own.
+
+    A validator of a whole table names the key at fault, from that table on, and its value; one of a key need not.
+    """
+    return PydanticCustomError("kvcached", "{what}", {"what": what, "fix": fix, "at": at, "value": value})
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a configuration's values come from. All are equal: a configuration is what it says, not where it stands.
+
+    Attributes:
+        path: of the file; "" for a configuration that was not read from one.
+        lines: the file's lines, by location.
+        overlays: values that did not come from the file: location → name of the option or variable.
+    """
+
+    path: str = field(default="", compare=False)
+    lines: Mapping[Location, int] = field(default_factory=dict, compare=False)
+    overlays: Mapping[Location, str] = field(default_factory=dict, compare=False)
+
+    def source(self, location: Location) -> str:
+        """The option, variable or line that a value comes from, or what is around it."""
+        parents = [location[:end] for end in range(len(location), 0, -1)]
+        overlay = next((self.overlays[parent] for parent in parents if parent in self.overlays), None)
+        if overlay is not None:
+            return overlay
+        line = next((self.lines[parent] for parent in parents if parent in self.lines), None)
+        return self.path if line is None else f"{self.path}:{line}"
+
+    def problem(self, location: Location, value: object, what: str, fix: str) -> Problem:
+        """A mistake at a location; `value` None: there is none, or it is a table."""
+        return Problem(
+            self.source(location),
+            dotted(location) or "configuration",
+            _written(value) if value is not None else "",
+            what,
+            fix,
+        )
+
+
+def problems_of(error: ValidationError, model: type[BaseModel], places: Places, inside: Location = ()) -> list[Problem]:
+    """The mistakes that validation found, in words.
+
+    Args:
+        error: what `model` raised.
+        model: the root of the configuration, or of its table `inside`.
+        places: where the values come from.
+        inside: the table that `model` describes.
+    """
+    return [_problem(details, model, places, inside) for details in error.errors(include_url=False)]
+
+
+def _problem(details: ErrorDetails, model: type[BaseModel], places: Places, inside: Location) -> Problem:
+    context = details.get("ctx", {})
+    location = (*details["loc"], *context.get("at", ()))
+    what, fix = _explain(details, model, location)
+    value = context["value"] if context.get("at") else details["input"]
+    is_written = details["type"] != "missing" and not isinstance(value, dict | BaseModel)
+    return places.problem((*inside, *location), value if is_written else None, what, fix)
+
+
+def _explain(details: ErrorDetails, model: type[BaseModel], location: Location) -> tuple[str, str]:
+    """What is wrong and what to do."""
+    context = details.get("ctx", {})
+    if details["type"] == "kvcached":
+        return str(context["what"]), str(context["fix"])
+    table, schema = _schema_at(model, location)
+    if details["type"] == "extra_forbidden":
+        known = sorted(table.get("properties", {}))
+        near = difflib.get_close_matches(str(location[-1]), known, n=1)
+        return "there is no such key", f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
+    expected = expectation(str(location[-1]), schema)
+    if details["type"] == "missing":
+        return "is missing", f"add it: {expected}"
+    what = _WHAT.get(details["type"], details["msg"].removeprefix("Input "))
+    return what, f"give {expected}"
+
+
+def _schema_at(model: type[BaseModel], location: Location) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON schemas of the table that holds `location`, and of the key itself ({} for an unknown one)."""
+    root = model.model_json_schema()
+    schema: dict[str, Any] = root
+    table: dict[str, Any] = root
+    for step in location:
+        table = schema
+        schema = schema.get("items", {}) if isinstance(step, int) else schema.get("properties", {}).get(step, {})
+        schema = resolved(schema, root)
+    return table, schema
+
+
+def resolved(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    """A schema without indirection: the definition it refers to, and the one choice besides null."""
+    choices = [choice for choice in schema.get("anyOf", []) if choice.get("type") != "null"]
+    if choices:
+        schema = {**schema, **choices[0]}
+    if reference := schema.get("$ref"):
+        definition: dict[str, Any] = root["$defs"][reference.rsplit("/", 1)[-1]]
+        return definition
+    return schema
+
+
+def expectation(key: str, schema: Mapping[str, Any]) -> str:
+    """What a key takes, in words: "an integer from 100 to 60000 (milliseconds)"."""
+    if "enum" in schema:
+        return "one of " + ", ".join(f'"{choice}"' for choice in schema["enum"])
+    if "const" in schema:
+        return f'"{schema["const"]}"'
+    if schema.get("type") == "integer":
+        return _expected_number(key, schema)
+    if schema.get("type") != "string":
+        return {"array": "an array of tables", "boolean": "true or false", "object": "a table"}[schema["type"]]
+    if schema.get("format") == "path":
+        return "a path"
+    characters = f"{schema['maxLength']} characters" if "maxLength" in schema else "any length"
+    return f"text of {characters} at most" + (f", matching {schema['pattern']}" if "pattern" in schema else "")
+
+
+def _expected_number(key: str, schema: Mapping[str, Any]) -> str:
+    is_size = key.endswith(_SIZE_SUFFIXES)
+    low, high, multiple = (
+        _written_size(schema[name]) if is_size and name in schema else schema.get(name)
+        for name in ("minimum", "maximum", "multipleOf")
+    )
+    step = f", a multiple of {multiple}" if multiple is not None else ""
+    if is_size:
+        return f'a size from {low} to {high}{step}: bytes, or text as "64GiB"'
+    unit = next((f" ({unit})" for suffix, unit in _UNITS.items() if key.endswith(suffix)), "")
+    return f"an integer from {low} to {high}{unit}{step}"
+
+
+def _written_size(size_bytes: int) -> str:
+    """A size without loss: 64TiB, 4KiB, 70368744177665."""
+    power = 0
+    while size_bytes and not size_bytes % 1024 and power + 1 < len(_BINARY_UNITS):
+        size_bytes, power = size_bytes // 1024, power + 1
+    return f"{size_bytes}{_BINARY_UNITS[power]}"
+
+
+def dotted(location: Location) -> str:
+    """A location as a person writes it: ``replica[0].slots``."""
+    text = ""
+    for step in location:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text
+
+
+def _written(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _VALUE_LENGTH_MAX else f"{text[:_VALUE_LENGTH_MAX]}…"
+
+
+def key_lines(text: str) -> dict[Location, int]:
+    """The line (from 1) of every table and key that the lookup understands."""
+    lines: dict[Location, int] = {}
+    counts: dict[Location, int] = {}
+    table: Location = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _TABLE.match(line):
+            table = _table_location(header[2].split("."), counts, is_array=header[1] == "[[")
+            lines.setdefault(table, number)
+        elif key := _KEY.match(line):
+            lines.setdefault((*table, key[1]), number)
+    return lines
+
+
+def _table_location(names: list[str], counts: dict[Location, int], *, is_array: bool) -> Location:
+    """Where a table header points, each array of tables on the way meaning its latest table."""
+    location: Location = ()
+    for name in names[:-1]:
+        location = (*location, name)
+        if location in counts:
+            location = (*location, counts[location] - 1)
+    location = (*location, names[-1])
+    if is_array:
+        counts[location] = counts.get(location, 0) + 1
+        location = (*location, counts[location] - 1)
+    return location

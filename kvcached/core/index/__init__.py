@@ -1,0 +1,1 @@
+"""Which blocks are where: a radix tree of runs for each namespace."""

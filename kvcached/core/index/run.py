@@ -1,0 +1,137 @@
+"""A node of the index: consecutive blocks with no divergence between them.
+
+Depths are absolute: block 0 is the first of the chain. Run ``[start, end)`` holds its keys back to back; its first
+blocks may be resident in any number of pools, each residency a `Segment` with one length::
+
+    root ── run [0, 740) ──┬── run [740, 752)      keys of blocks 0..739, then two continuations
+                           └── run [740, 1200)
+             pool 0: ████████████░░░░              segment of length 12 of 16: a prefix, never with holes
+
+A device pool's segment below a run exists only where the pool holds all of that run, so residency is a prefix of every
+path. The host pool has segments of the same form, but with holes: ranges of blocks that it does not hold. A hole never
+ends a segment, unless something below it is held.
+"""
+
+from __future__ import annotations
+
+from kvcached.core.slots.ranges import Ranges
+
+KEY_SIZE = 16
+
+
+class Segment:
+    """The leading blocks of a run that one pool holds, of the host pool with holes.
+
+    Attributes:
+        run: the run.
+        above: the parent run's segment in the same pool; None for the root's.
+        ranges: slots in block order; `length` of them in all.
+        length: resident blocks, counted from the run's first.
+        locks: leases and fences by the absolute depth that they reach; only those that end in this run.
+        locked: the deepest of them, 0 without any.
+        protected: leading blocks that eviction cannot have, because of locks here or below.
+        locked_children: child segments with something protected.
+        resident_children: child segments of the same pool.
+        last_used: logical time of the last touch of this run or, once they are gone, of its children.
+        hit_end: depth up to which its blocks were found by a request after the one that brought them here.
+        priority: the highest of the requests that used it, as far as is known; None stands for 0.
+        queued: the eviction policy has an entry for it.
+        filed_priority: the priority that this entry is filed under.
+        holed: of the host pool: its ranges may have holes.
+        backed: of the host pool: leading blocks that need not be written to storage any more.
+    """
+
+    __slots__ = (
+        "above",
+        "backed",
+        "filed_priority",
+        "hit_end",
+        "holed",
+        "last_used",
+        "length",
+        "locked",
+        "locked_children",
+        "locks",
+        "priority",
+        "protected",
+        "queued",
+        "ranges",
+        "resident_children",
+        "run",
+    )
+
+    def __init__(self, run: Run, above: Segment | None, ranges: Ranges[int], length: int, last_used: int) -> None:
+        self.run = run
+        self.above = above
+        self.ranges = ranges
+        self.length = length
+        self.locks: dict[int, int] | None = None
+        self.locked = 0
+        self.protected = 0
+        self.locked_children = 0
+        self.resident_children = 0
+        self.last_used = last_used
+        self.hit_end = 0
+        self.priority: int | None = None
+        self.queued = False
+        self.filed_priority = 0
+        self.holed = False
+        self.backed = 0
+
+    @property
+    def evictable_tail(self) -> int:
+        """Blocks that can be trimmed right now: none while a continuation is resident below."""
+        return 0 if self.resident_children else self.length - self.protected
+
+
+class Run:
+    """Keys ``[start, end)`` of a chain. The root is the empty run at depth 0.
+
+    Attributes:
+        keys: 16 bytes per block.
+        start: depth of the first block.
+        parent: None for the root only; a run that has left the tree keeps its last one.
+        children: continuations by their first key; None without any.
+        segments: residency by pool index, that in the host pool last; None where the pool holds nothing of it.
+    """
+
+    __slots__ = ("children", "keys", "parent", "segments", "start")
+
+    def __init__(self, keys: bytes | bytearray, start: int, parent: Run | None, pools: int) -> None:
+        self.keys = bytearray(keys)
+        self.start = start
+        self.parent = parent
+        self.children: dict[bytes, Run] | None = None
+        self.segments: list[Segment | None] = [None] * pools
+
+    @property
+    def length(self) -> int:
+        """Number of blocks."""
+        return len(self.keys) // KEY_SIZE
+
+    @property
+    def end(self) -> int:
+        """Depth past the last block."""
+        return self.start + len(self.keys) // KEY_SIZE
+
+    @property
+    def first_key(self) -> bytes:
+        """The key its parent files it under."""
+        return bytes(self.keys[:KEY_SIZE])
+
+    def common(self, offset: int, keys: bytes, index: int, limit: int) -> int:
+        """How many blocks from `offset` on have the keys that follow `index` in `keys`; at most `limit`.
+
+        Equal keys mean equal prefixes, so the last equal one is found by bisection.
+        """
+        own, base, other = self.keys, offset * KEY_SIZE, index * KEY_SIZE
+        low, high = 0, limit
+        probe = limit  # all of them, most of the time
+        while low < high:
+            at = (probe - 1) * KEY_SIZE
+            if own[base + at : base + at + KEY_SIZE] == keys[other + at : other + at + KEY_SIZE]:
+                low = probe
+            else:
+                high = probe - 1
+            probe = (low + high + 1) // 2
+        return low

@@ -1,0 +1,312 @@
+"""What goes in and out of the core: effects that it asks the world for, events that it is told, answers to requests.
+
+The service carries effects out after each call, in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvcached.core.slots.ranges import Ranges
+from kvcached_client.types import LeaseId, SessionId, ShardIndex, TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class SessionExpired:
+    """It went silent or lost a member: tell the log, keep watching its processes for their death."""
+
+    session: SessionId
+    quarantined_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """Nothing of the session is left: forget its connection and its processes."""
+
+    session: SessionId
+    freed_slots: int
+
+
+class TransferKind(StrEnum):
+    """Direction of a copy."""
+
+    STORE = "store"  #: device pool to host pool
+    LOAD = "load"  #: host pool to device pool
+
+
+class BlockSpan(NamedTuple):
+    """Consecutive blocks of one chain, and their two places."""
+
+    depth: int  #: of the first
+    parent: bytes  #: key of the block before it; empty for the first of a chain
+    keys: bytes
+    device: Ranges[int]
+    host: Ranges[int]
+
+
+class StartTransfer(NamedTuple):
+    """Order the copy on every shard of a pool, and tell of each shard by a `ShardSettled`.
+
+    Attributes:
+        spans: what to copy; blocks are counted through all of them, from 0.
+        urgent: somebody waits for it.
+        progress: entry of the progress pages that a load reports to.
+    """
+
+    transfer: TransferId
+    pool: str
+    kind: TransferKind
+    spans: tuple[BlockSpan, ...]
+    urgent: bool
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class HurryTransfer:
+    """Somebody waits now for a transfer that was started without urgency."""
+
+    transfer: TransferId
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonLoad:
+    """A load failed before it was started: write that into its entry of the progress pages."""
+
+    transfer: TransferId
+    pool: str
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadsEnded:
+    """Every load that a lease depended on has ended: answer who waits for it."""
+
+    session: SessionId
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class SlabAllocated:
+    """A slab of the host pool goes to a namespace: what headers of others lie in it are to be wiped out first."""
+
+    namespace: bytes
+    slab: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsHandedOut:
+    """Processes of an offload engine are about to write host slots: that is to be noted beside the slots."""
+
+    session: SessionId
+    namespace: bytes
+    slots: Ranges[int]
+
+
+class StorageSpan(NamedTuple):
+    """Consecutive blocks of one chain, and their host slots."""
+
+    depth: int  #: of the first
+    parent: bytes  #: key of the block before it; empty for the first of a chain
+    keys: bytes
+    slots: Ranges[int]
+
+
+@dataclass(frozen=True, slots=True)
+class QueryStorage:
+    """Ask storage how many of the first of these blocks it has, and tell by a `StorageAnswered`."""
+
+    query: int
+    namespace: bytes
+    generation: int
+    keys: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StartFetch:
+    """Copy blocks from storage into host slots, and tell by a `FetchSettled`."""
+
+    transfer: TransferId
+    namespace: bytes
+    generation: int
+    span: StorageSpan
+
+
+@dataclass(frozen=True, slots=True)
+class StartBackup:
+    """Copy blocks from host slots to storage, as far as it lacks them, and tell by a `BackupSettled`."""
+
+    transfer: TransferId
+    namespace: bytes
+    generation: int
+    spans: tuple[StorageSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetStored:
+    """A generation of a namespace is over: storage need not keep its blocks, and must not give them back ever."""
+
+    namespace: bytes
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchOver:
+    """Nothing more will come of a prefetch: answer who waits for it."""
+
+    prefetch: int
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceCleared:
+    """Pools and their host copies are empty, and their keys have another root: whoever waits for that may go on."""
+
+    pools: tuple[str, ...]
+    namespace: bytes
+    blocks: int
+
+
+#: What the core may ask for.
+Effect = (
+    SessionExpired
+    | SessionEnded
+    | StartTransfer
+    | HurryTransfer
+    | AbandonLoad
+    | LoadsEnded
+    | SlabAllocated
+    | SlotsHandedOut
+    | QueryStorage
+    | StartFetch
+    | StartBackup
+    | PrefetchOver
+    | ForgetStored
+    | NamespaceCleared
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time has passed. Monotonic milliseconds."""
+
+    now_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    """One process of a session is dead, others may still write: the group is over, its slots are not free yet."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class MembersDied:
+    """Every process of a session is confirmed dead: nothing of it can write any more."""
+
+    session: SessionId
+
+
+class ShardSettled(NamedTuple):
+    """One shard is through with a transfer: nothing of it reads or writes any more.
+
+    Attributes:
+        error: why it failed; empty where it was carried out.
+        corrupt: blocks of a load, counted through its spans, whose stored bytes are not those that were stored. Only
+            the blocks before the first of them were copied.
+    """
+
+    transfer: TransferId
+    shard: ShardIndex
+    error: str = ""
+    corrupt: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDied:
+    """A shard's worker is gone: nothing is copied until there is another. Its copies end as its death is confirmed."""
+
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRestored:
+    """Every shard of a pool has a worker again. No transfer of the old ones is under way."""
+
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class StorageReady:
+    """There is storage, and it works."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSuspended:
+    """Storage fails too often to be asked. What is under way ends by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageLost:
+    """The storage process is confirmed dead: nothing of it reads or writes host slots any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageAnswered:
+    """Storage has the first `found` of the blocks of a query; below 0: it cannot say. Monotonic microseconds."""
+
+    query: int
+    found: int
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSettled:
+    """Nothing writes the slots of a fetch any more; its first `good` blocks are what had been stored."""
+
+    transfer: TransferId
+    good: int
+    now_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackupSettled:
+    """Nothing reads the slots of a backup any more; storage has its first `written` blocks."""
+
+    transfer: TransferId
+    written: int
+
+
+StorageEvent = StorageReady | StorageSuspended | StorageLost | StorageAnswered | FetchSettled | BackupSettled
+Event = Ticked | MemberLost | MembersDied | ShardSettled | WorkerDied | PoolRestored | StorageEvent
+
+
+class Grant(NamedTuple):
+    """Answer to acquire: `hit` blocks to read at `hit_ranges`, the rest to compute into `ranges` (both packed).
+
+    Of the hit, `ready` blocks can be read now, the others when `loads` have ended: transfers, each with its entry in
+    the progress pages.
+    """
+
+    lease: LeaseId
+    hit: int
+    ready: int
+    loads: tuple[tuple[TransferId, int], ...]
+    hit_ranges: bytes
+    ranges: bytes
+
+
+class Loaded(NamedTuple):
+    """A lease's loads have ended: the hit as it is now, and slots for the blocks that are missing from it (packed)."""
+
+    hit: int
+    ranges: bytes
+
+
+class Commitment(NamedTuple):
+    """Answer to commit: the lease's new depth, and how many of the first blocks were there already."""
+
+    depth: int
+    adopted: int
+    duplicates: int

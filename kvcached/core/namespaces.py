@@ -1,0 +1,337 @@
+"""Namespaces, each with its tree: those of replicas, there from the start, and those that offload engines declare.
+
+A namespace of replicas has a device pool for each of them, and a part of the host pool. One of offload engines has its
+blocks in the host pool alone; it is made when the first engine declares it, cleared on request, and forgotten when
+others need its memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcached.core.eviction.by_priority import make_policy
+from kvcached.core.eviction.eviction_log import EvictionLog
+from kvcached.core.generations import Generations
+from kvcached.core.index.tree import Listener, PrefixTree
+from kvcached.core.pins import Pins
+from kvcached.core.refusals import Refusal, Why
+from kvcached.core.slots.host_slots import HostPool, SlabAllocator
+from kvcached.core.slots.slots import DevicePool
+from kvcached.core.slots.states import SlotState
+from kvcached.core.transfers.prefix_locks import PrefixLocks
+from kvcached_client.types import MissReason, WritePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """A device pool to be: pools of one `namespace` share a tree, and with it the host slots.
+
+    Attributes:
+        host_slots_per_slab: blocks of this layout in a slab of the host pool; the same for a whole namespace.
+        watermark, load_threshold, load_quota: see `DevicePool`.
+        write_policy: the same for a whole namespace.
+        eviction_policy: of this pool; see `kvcached.core.eviction.policies`.
+    """
+
+    name: str
+    namespace: bytes
+    block_size: int
+    slots: int
+    shards: int = 1
+    host_slots_per_slab: int = 0
+    watermark: int = 0
+    load_threshold: int = 1
+    load_quota: int | None = None
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    eviction_policy: str = "lru"
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSpec:
+    """A namespace as an engine declares it.
+
+    Attributes:
+        root: 32 bytes; engines that give the same share their prefixes.
+        label: what people call it.
+        host_slots_per_slab: its blocks, with all their shards, in a slab of the host pool.
+    """
+
+    root: bytes
+    label: str
+    block_size: int
+    shards: int
+    host_slots_per_slab: int
+
+
+@dataclass(slots=True, eq=False)
+class Namespace:
+    """A namespace, whose tree is in the host pool only.
+
+    Attributes:
+        spec: as it was declared.
+        host: its host slots.
+        tree: of the present generation.
+        generation: grows when the namespace is cleared.
+        sessions: how many are in it, expired ones included.
+    """
+
+    spec: NamespaceSpec
+    host: HostPool
+    tree: PrefixTree
+    generation: int = 0
+    sessions: int = 0
+
+
+class Namespaces:
+    """The namespaces, and trees of earlier generations.
+
+    Args:
+        allocator: slabs of the host pool.
+        most: how many namespaces there may be.
+        eviction_log: where trees note what leaves them.
+        locks: of prefixes; those of a namespace that is cleared, or that nobody uses when others need its memory, end.
+        generations: of namespaces; a forgotten one that is declared again has the generation that it had.
+        pins: what people keep cached; those of a namespace that nobody uses end when others need its memory.
+        listener: of every tree.
+        write_policy: see there.
+
+    Attributes:
+        by_root: the namespaces; the one where a session began or ended last comes last.
+        retired: trees of earlier generations that something still holds.
+        version: grows whenever a namespace is made, cleared or forgotten.
+        write_policy: of new namespaces.
+    """
+
+    def __init__(
+        self,
+        allocator: SlabAllocator,
+        most: int,
+        counters: Counter[str],
+        eviction_log: EvictionLog,
+        locks: PrefixLocks,
+        generations: Generations,
+        pins: Pins,
+        listener: Listener,
+        write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+    ) -> None:
+        self.by_root: dict[bytes, Namespace] = {}
+        self.retired: list[PrefixTree] = []
+        self.version = 0
+        self._allocator = allocator
+        self.most = most
+        self.write_policy = write_policy
+        self._listener = listener
+        self._pins = pins
+        self._counters = counters
+        self._eviction_log = eviction_log
+        self._locks = locks
+        self._generations = generations
+
+    @property
+    def trees(self) -> list[PrefixTree]:
+        """Every tree once, those of earlier generations last."""
+        return [*(namespace.tree for namespace in self.by_root.values()), *self.retired]
+
+    def enter(self, spec: NamespaceSpec) -> Namespace:
+        """The namespace of an engine that begins a session, made if nobody has declared it yet.
+
+        Raises:
+            Refusal: there are too many namespaces, a block does not fit a slab, or another shape was declared.
+        """
+        namespace = self.by_root.pop(spec.root, None)
+        if namespace is None:
+            namespace = self._make(spec)
+        self.by_root[spec.root] = namespace
+        if _shape(namespace.spec) != _shape(spec):
+            raise Refusal(Why.OTHER_SHAPE, label=namespace.spec.label)
+        namespace.sessions += 1
+        return namespace
+
+    def reenter(self, root: bytes) -> Namespace:
+        """The namespace of a session from before a restart, which is there again."""
+        namespace = self.by_root[root]
+        namespace.sessions += 1
+        return namespace
+
+    def leave(self, namespace: Namespace) -> None:
+        """A session has ended in a namespace."""
+        namespace.sessions -= 1
+        self.by_root[namespace.spec.root] = self.by_root.pop(namespace.spec.root)
+        self.drop_retired()
+
+    def clear(self, namespace: Namespace) -> int:
+        """Begin a new generation: nothing stored before is matched again. Returns how many blocks that is."""
+        self._let_go(namespace.tree)
+        blocks = namespace.host.counts[SlotState.CACHED]
+        self._listener.cleared(namespace.spec.root, namespace.generation)
+        self.retired.append(namespace.tree)
+        namespace.generation = self._generations.renew(namespace.spec.root)
+        namespace.host, namespace.tree = self._build_tree(namespace.spec, namespace.tree.write_policy)
+        self._counters["cleared_blocks"] += blocks
+        self.drop_retired()
+        self.version += 1
+        return blocks
+
+    def _let_go(self, tree: PrefixTree) -> None:
+        self._locks.drop(tree)
+        self._pins.drop(tree)
+
+    def drop_retired(self) -> None:
+        """Drop of retired trees what nothing holds any longer."""
+        for tree in self.retired[:]:
+            tree.shed_host("namespace cleared", reason=MissReason.CLEARED)
+            if tree.host is None or self._allocator.retire(tree.host):
+                self.retired.remove(tree)
+
+    def _make(self, spec: NamespaceSpec) -> Namespace:
+        if not spec.host_slots_per_slab:
+            raise Refusal(Why.BLOCK_TOO_LARGE)
+        if len(self.by_root) >= self.most:
+            self._forget_idle()
+        host, tree = self._build_tree(spec, self.write_policy)
+        self.version += 1
+        return Namespace(spec, host, tree, self._generations.of(spec.root))
+
+    def restore(self, spec: NamespaceSpec, write_policy: WritePolicy = WritePolicy.WRITE_THROUGH) -> Namespace:
+        """A namespace from before a restart, at the generation that it had, without slabs; it may be above `most`."""
+        host, tree = self._build_tree(spec, write_policy)
+        namespace = self.by_root[spec.root] = Namespace(spec, host, tree, self._generations.of(spec.root))
+        return namespace
+
+    def _build_tree(self, spec: NamespaceSpec, write_policy: WritePolicy) -> tuple[HostPool, PrefixTree]:
+        host = HostPool(self._allocator, spec.host_slots_per_slab, spec.root, [spec.label])
+        policies = [make_policy(self._allocator.eviction_policy, host.slots)]
+        tree = PrefixTree(
+            [],
+            policies,
+            host,
+            self._counters,
+            namespace=spec.root,
+            eviction_log=self._eviction_log,
+            write_policy=write_policy,
+            listener=self._listener,
+        )
+        return host, tree
+
+    def generation_of(self, tree: PrefixTree) -> int | None:
+        """The generation that a tree is of, as headers say it; None for one that was cleared or forgotten.
+
+        Replicas get another namespace instead of another generation.
+        """
+        if tree.pools:
+            return 0
+        return next((namespace.generation for namespace in self.by_root.values() if namespace.tree is tree), None)
+
+    def _forget_idle(self) -> None:
+        """Make room for one namespace more.
+
+        Raises:
+            Refusal: there is a session in each of them.
+        """
+        idle = self._idle()
+        if not idle:
+            raise Refusal(Why.NAMESPACES_FULL, namespaces=len(self.by_root))
+        self._forget(idle[0])
+
+    def _forget(self, namespace: Namespace) -> None:
+        self._let_go(namespace.tree)
+        self.version += 1
+        del self.by_root[namespace.spec.root]
+        namespace.tree.shed_host(f"namespace {namespace.spec.label!r} forgotten")
+        self.retired.append(namespace.tree)
+        self.drop_retired()
+
+    def _idle(self) -> list[Namespace]:
+        """Namespaces without a session; the one that has been without for longest comes first."""
+        return [namespace for namespace in self.by_root.values() if not namespace.sessions]
+
+    def make_room(self, taker: HostPool) -> bool:
+        """Take a slab from a namespace without a session, or forget one that has no other; whether there was any.
+
+        Those that were without for longest come first. Their share is theirs for a while: an engine may come back.
+        """
+        allocator = self._allocator
+        idle = (each for each in self._idle() if not each.host.slabs or allocator.must_give(each.host, taker, keep=0))
+        namespace = next(idle, None)
+        if namespace is None:
+            return False
+        host = namespace.host
+        self._let_go(namespace.tree)
+        if not host.empty and allocator.evict_slabs is not None:
+            allocator.evict_slabs(host, 1)
+        if host.empty == host.slabs and not host.floor:
+            self._forget(namespace)  # no slab is held back for it, either
+            return True
+        return self._allocator.take_back(host, keep=host.floor)
+
+
+def _shape(spec: NamespaceSpec) -> tuple[int, int, int]:
+    return spec.block_size, spec.shards, spec.host_slots_per_slab
+
+
+def build_trees(
+    pools: list[PoolSpec],
+    allocator: SlabAllocator,
+    epoch: int,
+    counters: Counter[str],
+    eviction_log: EvictionLog,
+    listener: Listener,
+) -> list[PrefixTree]:
+    """A tree for each namespace; pools that share one are in the same tree."""
+    by_namespace: dict[bytes, list[PoolSpec]] = {}
+    for spec in pools:
+        by_namespace.setdefault(spec.namespace, []).append(spec)
+    return [_build_tree(specs, epoch, allocator, counters, eviction_log, listener) for specs in by_namespace.values()]
+
+
+def _build_tree(
+    specs: Sequence[PoolSpec],
+    epoch: int,
+    allocator: SlabAllocator,
+    counters: Counter[str],
+    eviction_log: EvictionLog,
+    listener: Listener,
+) -> PrefixTree:
+    """An empty tree for pools of one namespace.
+
+    Args:
+        specs: of the pools; what is the same for a whole namespace is taken from the first.
+        epoch: that the pools begin at.
+        allocator: slabs of the host pool; without any there is no host tier.
+        counters: of the cache.
+        eviction_log: of the cache.
+        listener: of the tree.
+    """
+    pools = [
+        DevicePool(
+            spec.name,
+            index,
+            spec.slots,
+            epoch,
+            shards=spec.shards,
+            watermark=spec.watermark,
+            load_threshold=spec.load_threshold,
+            load_quota=spec.load_quota,
+        )
+        for index, spec in enumerate(specs)
+    ]
+    first = specs[0]
+    host = (
+        HostPool(allocator, first.host_slots_per_slab, first.namespace, [spec.name for spec in specs])
+        if allocator.count
+        else None
+    )
+    policies = [make_policy(spec.eviction_policy, spec.slots) for spec in specs]
+    policies.append(make_policy(allocator.eviction_policy, 0 if host is None else host.slots))
+    return PrefixTree(
+        pools,
+        policies,
+        host,
+        counters,
+        namespace=first.namespace,
+        eviction_log=eviction_log,
+        write_policy=first.write_policy,
+        listener=listener,
+    )

@@ -1,0 +1,408 @@
+"""Engines in offload mode: they keep their device memory and copy by themselves; this decides what lies where.
+
+A lease locks a prefix in the host pool. A load is announced before an engine's processes read slots, a store before
+they write them, and each of the engine's shards says when it is through. Until then nobody else gets those slots: where
+a process goes silent they wait for its confirmed death.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvcached.core.admission_filter import AdmissionFilter
+from kvcached.core.checks import check_alive, hit_limit
+from kvcached.core.eviction.eviction_log import EvictionLog
+from kvcached.core.generations import Generations
+from kvcached.core.index.run import KEY_SIZE, Run
+from kvcached.core.index.tree import HOST, Listener, Piece, PrefixTree
+from kvcached.core.lease import Asked
+from kvcached.core.messages import SessionEnded, SessionExpired, SlotsHandedOut, TransferKind
+from kvcached.core.namespaces import Namespaces, NamespaceSpec
+from kvcached.core.offload_state import OffloadLease, OffloadSession
+from kvcached.core.pins import Pins
+from kvcached.core.refusals import Refusal, Why
+from kvcached.core.slots.host_slots import SlabAllocator
+from kvcached.core.slots.ranges import Ranges, no_ranges, pairs, slot_count
+from kvcached.core.slots.slots import SlotPool
+from kvcached.core.slots.states import SessionState, SlotState
+from kvcached.core.transfers.engine_copies import EVERY_SHARD, EngineCopies, StorePlan, host_of
+from kvcached.core.transfers.prefix_locks import PrefixLocks
+from kvcached.core.transfers.table import TransferTable
+from kvcached.core.transfers.transfer import EngineTransfer
+from kvcached_client.types import LeaseId, MissReason, SessionId, TransferId, WritePolicy
+
+#: As for engines on device pools.
+OFFLOAD_LEASES_MAX = 16_384
+#: Copies of one session under way. A store has as many blocks as its message, so this is far above what engines need.
+TRANSFERS_PER_SESSION_MAX = 16_384
+
+
+class LoadPlan(NamedTuple):
+    """Answer to `prepare_load`: where the blocks lie."""
+
+    transfer: TransferId
+    generation: int
+    slots: Ranges[int]
+
+
+class Offload:
+    """Sessions of engines in offload mode, and what they ask for.
+
+    Args:
+        allocator: slabs of the host pool.
+        namespaces_max: how many namespaces there may be.
+        table: of all transfers.
+        eviction_log: where trees note what leaves them.
+        locks: of prefixes that sessions are about to acquire.
+        generations: of namespaces.
+        pins: what people keep cached.
+        listener: of every tree.
+        write_policy: of new namespaces.
+
+    Attributes:
+        sessions: active and expired ones.
+        namespaces: namespaces.
+        paused: no copies are started, because somebody has asked for that.
+    """
+
+    def __init__(
+        self,
+        allocator: SlabAllocator,
+        namespaces_max: int,
+        session_ttl_ms: int,
+        table: TransferTable,
+        eviction_log: EvictionLog,
+        locks: PrefixLocks,
+        generations: Generations,
+        pins: Pins,
+        listener: Listener,
+        write_policy: WritePolicy,
+    ) -> None:
+        self.sessions: dict[SessionId, OffloadSession] = {}
+        self.namespaces = Namespaces(
+            allocator, namespaces_max, table.counters, eviction_log, locks, generations, pins, listener, write_policy
+        )
+        self._copies = EngineCopies(table)
+        self._session_ttl_ms = session_ttl_ms
+        self._effects = table.effects
+        self._counters = table.counters
+        self._last_lease = 0
+        self._admission_filter = AdmissionFilter()
+        self._locks = locks
+        self.paused = False
+
+    @property
+    def transfers(self) -> list[EngineTransfer]:
+        """Copies of all sessions that are under way."""
+        return self._copies.all()
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    def open(self, session_id: SessionId, spec: NamespaceSpec, now_ms: int) -> OffloadSession:
+        """A session in a namespace, which is made if nobody has declared it yet.
+
+        Raises:
+            Refusal: there are too many namespaces, a block does not fit a slab, or another shape was declared.
+        """
+        session = OffloadSession(session_id, self.namespaces.enter(spec), now_ms)
+        self.sessions[session_id] = session
+        self._counters["sessions_opened"] += 1
+        return session
+
+    def restore(self, session_id: SessionId, root: bytes, slots: list[tuple[SlotPool, Ranges[int]]]) -> OffloadSession:
+        """A session of before a restart, in a namespace that is there again: its slots are set aside already."""
+        session = OffloadSession(session_id, self.namespaces.reenter(root), 0, quarantined=slots)
+        session.enter(SessionState.EXPIRED)
+        self.sessions[session_id] = session
+        for _, ranges in slots:  # under the name that it has now, lest this daemon is killed, too
+            self._effects.append(SlotsHandedOut(session_id, root, ranges))
+        return session
+
+    def heartbeat(self, session_id: SessionId, now_ms: int) -> OffloadSession:
+        """The session lives."""
+        session = self._active(session_id)
+        session.last_heard_ms = now_ms
+        return session
+
+    def lose_member(self, session: OffloadSession) -> None:
+        """One of its processes is gone, others may still copy: the session is over, once they have nothing to copy."""
+        if session.transfers:
+            self.expire(session)
+        else:
+            self.end(session)
+
+    def expire(self, session: OffloadSession) -> None:
+        """Its leases are over. What its processes may still read stays as it is, what they may write is set aside.
+
+        Where there is neither, nothing of it is left.
+        """
+        self._locks.leave(session.id)
+        for lease in list(session.leases.values()):
+            self._release(session, lease)
+        for copy in list(session.transfers.values()):
+            if copy.kind is TransferKind.STORE:
+                self._copies.drop_store(session, copy, SlotState.QUARANTINED)
+        self.namespaces.drop_retired()
+        session.enter(SessionState.EXPIRED)
+        self._counters["sessions_expired"] += 1
+        self._effects.append(SessionExpired(session.id, sum(slot_count(slots) for _, slots in session.quarantined)))
+        if not session.transfers and not session.quarantined:
+            self.end(session)
+
+    def end(self, session: OffloadSession) -> None:
+        """None of its processes touches a slot any more: everything that it held is given back."""
+        freed = 0
+        self._locks.leave(session.id)
+        for lease in list(session.leases.values()):
+            self._release(session, lease)
+        for copy in list(session.transfers.values()):
+            if copy.kind is TransferKind.STORE:
+                freed += copy.blocks
+                self._copies.drop_store(session, copy, SlotState.FREE)
+            else:
+                copy.failure = copy.failure or "the session is over"
+                self._copies.end_load(session, copy)
+        for pool, slots in session.quarantined:
+            pool.move(slots, SlotState.QUARANTINED, SlotState.FREE, f"end of session {session.id}")
+            freed += slot_count(slots)
+        session.quarantined.clear()
+        session.enter(SessionState.ENDED)
+        del self.sessions[session.id]
+        self._counters["sessions_ended"] += 1
+        self.namespaces.leave(session.namespace)
+        self._effects.append(SessionEnded(session.id, freed))
+
+    def on_ticked(self, now_ms: int, *, late: bool) -> None:
+        """Expire sessions that went silent; nobody where the tick itself was late."""
+        for session in list(self.sessions.values()):
+            if late:
+                session.last_heard_ms = now_ms
+            elif session.state is SessionState.ACTIVE and now_ms - session.last_heard_ms > self._session_ttl_ms:
+                self.expire(session)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def match(self, session_id: SessionId, keys: bytes, tokens: int, *, full: bool) -> int:
+        """How many leading blocks the host pool holds. Changes nothing."""
+        session = self._active(session_id)
+        return longest_hit(session.namespace.tree, keys, _hit_limit(session, keys, tokens, full=full))[1]
+
+    def acquire(
+        self, session_id: SessionId, request: str, keys: bytes, tokens: int, *, full: bool, priority: int = 0
+    ) -> OffloadLease:
+        """Lock the longest prefix that the host pool holds complete. Asking again gives the same lease.
+
+        Raises:
+            Refusal: over a limit, or another request under a live request's id.
+        """
+        session = self._active(session_id)
+        asked = Asked(tokens, len(keys) // KEY_SIZE, keys[-KEY_SIZE:], 0, full)
+        held = session.requests.get(request)
+        if held is not None:
+            if held.asked != asked or held.reached > held.hit:
+                raise Refusal(Why.REQUEST_IN_USE, request=request, lease=held.id)
+            return held
+        if len(session.leases) >= OFFLOAD_LEASES_MAX:
+            raise Refusal(Why.LEASES_FULL, leases=len(session.leases))
+        tree = session.namespace.tree
+        limit = _hit_limit(session, keys, tokens, full=full)
+        run, depth = longest_hit(tree, keys, limit)
+        tree.lock(run, depth, HOST)
+        self._locks.acquired(session.id, keys, limit)
+        tree.touch(run, HOST, hit=depth, priority=priority)
+        if tree.listener is not None:
+            tree.listener.sighted(tree, run, depth)
+        self._last_lease += 1
+        lease = OffloadLease(
+            LeaseId(self._last_lease),
+            request,
+            asked,
+            tree,
+            session.namespace.generation,
+            depth,
+            run,
+            depth,
+            priority=priority,
+        )
+        session.leases[lease.id] = session.requests[request] = lease
+        self._counters["acquires"] += 1
+        self._counters["host_hit_blocks"] += depth
+        self._counters["missed_blocks"] += len(keys) // KEY_SIZE - depth
+        return lease
+
+    def release(self, session_id: SessionId, lease_id: LeaseId) -> None:
+        """Give a lease back. Copies under way for it go on."""
+        session = self._active(session_id)
+        self._release(session, self._lease(session, lease_id))
+        self._counters["releases"] += 1
+        self.namespaces.drop_retired()
+
+    def prepare_load(self, session_id: SessionId, lease_id: LeaseId, start: int, blocks: int) -> LoadPlan:
+        """The engine's shards are about to read blocks of a lease's hit.
+
+        Raises:
+            Refusal: not the session's lease, not within its hit, over a limit, or the namespace was cleared since.
+        """
+        session = self._active(session_id)
+        lease = self._lease(session, lease_id)
+        if blocks < 1 or start + blocks > lease.hit:
+            raise Refusal(Why.LOAD_BEHIND_HIT, start=start, end=start + blocks, hit=lease.hit)
+        if lease.tree is not session.namespace.tree:
+            raise Refusal(Why.HIT_CLEARED, lease=lease.id)
+        if self.paused:
+            raise Refusal(Why.COPIES_PAUSED)
+        self._check_room(session)
+        tree, run = lease.tree, lease.tree.resolve(lease.run, start + blocks)
+        slots = tree.path_slots(run, start, start + blocks, HOST)
+        host = host_of(tree)
+        if not all(host.holds(first, count, SlotState.CACHED) for first, count in pairs(slots)):
+            raise Refusal(Why.HIT_CORRUPT, lease=lease.id)
+        piece = Piece(start, start + blocks)
+        copy = self._copies.start(session, TransferKind.LOAD, tree, run, [piece], slots)
+        return LoadPlan(copy.id, lease.generation, slots)
+
+    def complete_load(
+        self, session_id: SessionId, transfer: TransferId, shard: int, error: str, corrupt: tuple[int, ...]
+    ) -> None:
+        """A shard reads a load's slots no more. What it says of a load that has ended changes nothing."""
+        session, copy = self._transfer(session_id, transfer, shard, TransferKind.LOAD)
+        if copy is None:
+            return
+        copy.corrupt.update(block for block in corrupt if 0 <= block < copy.blocks)
+        if self._copies.settled(copy, shard, error):
+            self._copies.end_load(session, copy)
+            self.namespaces.drop_retired()
+
+    def prepare_store(self, session_id: SessionId, lease_id: LeaseId, start: int, keys: bytes) -> StorePlan:
+        """The engine has computed the lease's next blocks: which of its path lack a copy, and slots for them.
+
+        The lease reaches as far as there is room: blocks behind that may be offered again. Earlier blocks whose copy
+        was lost meanwhile are asked for, too. Blocks that the write policy does not have copied are passed over: they,
+        and those behind them, wait for another request.
+
+        Raises:
+            Refusal: not the session's lease, `start` is not where it is, or over a limit. Nothing has changed.
+        """
+        session = self._active(session_id)
+        lease = self._lease(session, lease_id)
+        if lease.tree is not session.namespace.tree:  # what continues a cleared prefix is of no use
+            return StorePlan(TransferId(0), start + len(keys) // KEY_SIZE, lease.generation, [], no_ranges())
+        if start != lease.reached:
+            raise Refusal(Why.STORE_OUT_OF_ORDER, start=start, lease=lease.id, reached=lease.reached)
+        if self.paused:  # as where there is no room: what is offered behind the lease's depth may be offered again
+            return StorePlan(TransferId(0), start, lease.generation, [], no_ranges())
+        wanted = self._wanted(lease, keys)
+        if not wanted and keys:
+            return self._pass_over(lease, keys)
+        self._check_room(session)
+        plan = self._plan_store(session, lease, start, keys[: wanted * KEY_SIZE])
+        if plan.depth < start + wanted or wanted == len(keys) // KEY_SIZE:
+            return plan
+        return plan._replace(depth=self._pass_over(lease, keys[wanted * KEY_SIZE :]).depth)
+
+    def _plan_store(self, session: OffloadSession, lease: OffloadLease, start: int, keys: bytes) -> StorePlan:
+        tree, end = lease.tree, start + len(keys) // KEY_SIZE
+        run = tree.extend_host(tree.resolve(lease.run, start), start, keys)
+        tree.lock(run, end, HOST)  # or the room would be made by evicting what this continues
+        try:
+            return self._copies.plan_store(session, lease, run, end)
+        finally:
+            tree.unlock_host(run, end, MissReason.NO_ROOM)
+            tree.drop_lost(run, MissReason.NO_ROOM)
+
+    def commit_store(self, session_id: SessionId, transfer: TransferId, shard: int, error: str) -> None:
+        """A shard has written a store's slots, or gives it up; the last one ends it."""
+        session, copy = self._transfer(session_id, transfer, shard, TransferKind.STORE)
+        if copy is not None and self._copies.settled(copy, shard, error):
+            self._copies.end_store(session, copy)
+            self.namespaces.drop_retired()
+
+    def clear(self, session_id: SessionId) -> tuple[int, int]:
+        """A new generation of the session's namespace: nothing stored before is matched again.
+
+        Returns:
+            The generation, and how many blocks the old one held.
+        """
+        namespace = self._active(session_id).namespace
+        blocks = self.namespaces.clear(namespace)
+        return namespace.generation, blocks
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _wanted(self, lease: OffloadLease, keys: bytes) -> int:
+        """How many leading blocks of an offer the write policy has copied.
+
+        The daemon does not see such an engine's device memory, so that write-back is write-through here.
+        """
+        policy = lease.tree.write_policy
+        if lease.passed or policy is WritePolicy.NEVER:
+            return 0
+        if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            return self._admission_filter.depth(lease.tree.namespace, lease.generation, keys)
+        return len(keys) // KEY_SIZE
+
+    def _pass_over(self, lease: OffloadLease, keys: bytes) -> StorePlan:
+        """The policy does not have the next blocks copied: there is nothing to do for the engine."""
+        if lease.tree.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            self._admission_filter.note(lease.tree.namespace, lease.generation, keys)
+        lease.passed += len(keys) // KEY_SIZE
+        self._counters["store_declined_blocks"] += len(keys) // KEY_SIZE
+        return StorePlan(TransferId(0), lease.reached, lease.generation, [], no_ranges())
+
+    def _release(self, session: OffloadSession, lease: OffloadLease) -> None:
+        del session.leases[lease.id], session.requests[lease.request]
+        run = lease.tree.resolve(lease.run, lease.depth)
+        lease.tree.touch(run, HOST, priority=lease.priority)
+        lease.tree.unlock_host(run, lease.depth)
+        lease.tree.drop_lost(run)
+
+    def _active(self, session_id: SessionId) -> OffloadSession:
+        session = self.sessions.get(session_id)
+        state = None if session is None else session.state
+        check_alive(session_id, state, self._session_ttl_ms)
+        return self.sessions[session_id]
+
+    def _lease(self, session: OffloadSession, lease_id: LeaseId) -> OffloadLease:
+        lease = session.leases.get(lease_id)
+        if lease is not None:
+            return lease
+        if any(lease_id in other.leases for other in self.sessions.values()):
+            raise Refusal(Why.FOREIGN_LEASE, lease=lease_id)
+        if 0 < lease_id <= self._last_lease:
+            raise Refusal(Why.LEASE_RELEASED, lease=lease_id)
+        raise Refusal(Why.NO_SUCH_LEASE, lease=lease_id)
+
+    def _transfer(
+        self, session_id: SessionId, transfer: TransferId, shard: int, kind: TransferKind
+    ) -> tuple[OffloadSession, EngineTransfer | None]:
+        """A copy that a shard speaks of; None where it is over."""
+        session = self._active(session_id)
+        copy = session.transfers.get(transfer)
+        if not EVERY_SHARD <= shard < session.namespace.spec.shards or (copy is not None and copy.kind is not kind):
+            raise Refusal(
+                Why.WRONG_SHARD, shard=shard, shards=session.namespace.spec.shards, kind=kind, transfer=transfer
+            )
+        return session, copy
+
+    def _check_room(self, session: OffloadSession) -> None:
+        if len(session.transfers) >= TRANSFERS_PER_SESSION_MAX:
+            raise Refusal(Why.TRANSFERS_FULL, transfers=len(session.transfers))
+
+
+def longest_hit(tree: PrefixTree, keys: bytes, limit: int) -> tuple[Run, int]:
+    """The longest prefix of a chain whose copies in the host pool are complete, up to `limit` blocks."""
+    run, depth = tree.match_host(tree.root, 0, keys, limit)
+    pool = host_of(tree)
+    if pool.counts[SlotState.FILLING]:
+        whole = 0
+        for first, count in pairs(tree.path_slots(run, 0, depth, HOST)):
+            whole += count
+            if not pool.holds(first, count, SlotState.CACHED):
+                states = (pool.state_of(slot) is SlotState.CACHED for slot in range(first, first + count))
+                depth = whole - count + list(states).index(False)
+                break
+    return tree.resolve(run, depth), depth
+
+
+def _hit_limit(session: OffloadSession, keys: bytes, tokens: int, *, full: bool) -> int:
+    return hit_limit(len(keys) // KEY_SIZE, session.namespace.spec.block_size, tokens, full=full)

@@ -1,0 +1,1 @@
+"""Trees, sessions and leases from before a restart."""

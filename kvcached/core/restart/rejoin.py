@@ -1,0 +1,126 @@
+"""After a restart an engine says what it holds: leases with the slots that it goes on working in.
+
+Its pool has outlived the daemon with all its bytes, and every slot is set aside for it. What it declares becomes its
+leases again, and findable where it had committed; what it does not declare is free when it says that this was all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcached.core.cache import LEASES_PER_SESSION_MAX, Cache
+from kvcached.core.index.run import KEY_SIZE
+from kvcached.core.lease import Asked, Lease
+from kvcached.core.refusals import Refusal, Why
+from kvcached.core.session import Session
+from kvcached.core.slots.ranges import Ranges, append, chained, cut, no_ranges, one_range, pairs, slot_count
+from kvcached.core.slots.states import SessionState
+from kvcached_client.types import FenceSequence, LeaseId, SessionId
+
+
+class Rejoin:
+    """Sessions of before a restart that come back."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def resume(self, session_id: SessionId, now_ms: int, fence: FenceSequence) -> Session:
+        """The engine of an expired session from before the restart is back.
+
+        Args:
+            session_id: of the session.
+            now_ms: the time.
+            fence: the highest that the session has named and that has not signalled; 0 where all have. Until this fence
+                has signalled, what the session declares is for itself alone, and what it does not declare is not
+                granted: another lease than the one that named the fence may hold its blocks, and leases that were
+                released under it are not declared.
+
+        Raises:
+            Refusal: there is no such session, or its engine is back already, or it began after the restart.
+        """
+        session = self._cache.sessions.get(session_id)
+        if session is None or session.state is not SessionState.EXPIRED or not session.declaring:
+            raise Refusal(Why.NOT_RESUMABLE, session=session_id)
+        session.resume(now_ms, fence)
+        session.count_in(self._cache.counters)
+        session.counters["sessions_resumed"] += 1
+        return session
+
+    def declare(
+        self,
+        session_id: SessionId,
+        epoch: int,
+        request: str,
+        tokens: int,
+        hit: int,
+        keys: bytes,
+        held: Ranges[int],
+        own: Ranges[int],
+    ) -> LeaseId:
+        """A request of the engine holds slots.
+
+        Args:
+            session_id: a resumed one.
+            epoch: of its pool now.
+            request: the engine's id of it.
+            tokens: of its prompt.
+            hit: blocks that the engine was promised, at least as many as `keys`; those beyond were still loading, and
+                `Cache.load` gives slots in their place.
+            keys: of the blocks that are there, committed or a hit.
+            held: where they are. Other declared leases may hold the same.
+            own: its exclusive slots, in the order of the blocks that will lie in them.
+
+        Raises:
+            Refusal: stale, not declaring, another lease of that name, over a limit, or slots that are not set
+                aside for the session. Nothing has changed.
+        """
+        session = self._declaring(session_id, epoch)
+        blocks = len(keys) // KEY_SIZE
+        self._check(session, request, blocks, hit, held)
+        tree, pool, fence = session.tree, session.pool, session.inherited_fence
+        run, depth = tree.match(keys, blocks, pool.index)
+        known, rest = cut(held, depth)
+        copies, mine = _other_slots(known, tree.path_slots(run, 0, depth, pool.index)), chained(rest, own)
+        if not session.take_back(chained(copies, mine)):
+            raise Refusal(Why.SLOTS_NOT_SET_ASIDE, request=request, session=session_id)
+        asked = Asked(tokens, blocks, keys[-KEY_SIZE:], 0, full=False)
+        lease = Lease(self._cache.next_lease(), request, asked, depth, run, depth, mine, copies, fence)
+        tree.lock(run, depth, pool.index)
+        session.add(lease)
+        self._cache.commit(session_id, epoch, lease.id, depth, keys[depth * KEY_SIZE :], rest, fence)
+        lease.hit = max(hit, lease.depth)
+        session.counters["duplicate_blocks"] += slot_count(copies)
+        session.counters["leases_declared"] += 1
+        return lease.id
+
+    def over(self, session_id: SessionId, epoch: int) -> int:
+        """The engine has declared all that it holds. Returns how many slots are free now."""
+        return self._declaring(session_id, epoch).declared()
+
+    def _declaring(self, session_id: SessionId, epoch: int) -> Session:
+        session = self._cache.checks.session_at(session_id, epoch)
+        if not session.declaring:
+            raise Refusal(Why.NOT_DECLARING, session=session_id)
+        return session
+
+    def _check(self, session: Session, request: str, blocks: int, hit: int, held: Ranges[int]) -> None:
+        if request in session.requests:
+            raise Refusal(Why.DECLARED_ALREADY, request=request)
+        if slot_count(held) != blocks or hit < blocks:
+            raise Refusal(Why.DECLARATION_OF_OTHER_LENGTH, keys=blocks, slots=slot_count(held), hit=hit)
+        if len(session.leases) >= LEASES_PER_SESSION_MAX:
+            raise Refusal(Why.LEASES_FULL, leases=len(session.leases))
+        self._cache.checks.fence(session, session.inherited_fence, holds=2)  # the commit's, and that of `over`
+
+
+def _other_slots(held: Ranges[int], path: Ranges[int]) -> Ranges[int]:
+    """Those of `held` that are not the same block's in `path`: copies of the lease's own."""
+    copies = no_ranges()
+    for mine, theirs in zip(_slots(held), _slots(path), strict=True):
+        if mine != theirs:
+            append(copies, one_range(mine, 1))
+    return copies
+
+
+def _slots(ranges: Ranges[int]) -> Iterator[int]:
+    return (slot for first, count in pairs(ranges) for slot in range(first, first + count))

@@ -1,0 +1,226 @@
+"""Slots of a pool: who is in which state, checked at every move.
+
+Rules: a slot changes state only in `SlotPool.move`, which refuses every edge that is not in the table and every slot
+that is not in the state it is said to be in. Double and foreign frees end there, before anything has changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvcached.core.index.run import Run
+from kvcached.core.slots.free_ranges import FreeRanges
+from kvcached.core.slots.journal import IllegalTransition, Journal
+from kvcached.core.slots.ranges import Ranges, cut, join, one_range, pairs
+from kvcached.core.slots.states import SLOT_TRANSITIONS, SlotState
+
+_EDGES = tuple(
+    tuple((source, target) in SLOT_TRANSITIONS for target in SlotState) for source in SlotState
+)  # two tuple look-ups a move instead of hashing a pair of enums
+
+#: Slots of one state as bytes to compare with and copy from; longer ranges make theirs when they come.
+_PATTERN_LENGTH_MAX = 8192
+#: Commits that wait for their copy to the host pool. Beyond that the oldest are left to demotion, which finds them.
+UNSTORED_MAX = 4096
+#: Stores that failed since the last tick; demotion finds the others.
+FAILED_STORES_MAX = 256
+
+
+class SlotPool:
+    """Numbered slots, each in one state.
+
+    Attributes:
+        name: what messages call it.
+        slots: number of slots.
+        counts: slots by state; they add up to `slots`.
+        protected: blocks of the index in this pool that eviction cannot have.
+        clock: logical time of last use; grows with every touch.
+        journal: what happened to slots.
+    """
+
+    __slots__ = (
+        "_free",
+        "_pattern_length",
+        "_patterns",
+        "_states",
+        "clock",
+        "counts",
+        "journal",
+        "name",
+        "protected",
+        "slots",
+    )
+
+    def __init__(self, name: str, slots: int, initial: SlotState) -> None:
+        self.name = name
+        self.slots = slots
+        self.clock = 0
+        self.journal = Journal()
+        self._pattern_length = min(slots, _PATTERN_LENGTH_MAX)
+        self._patterns = tuple(bytes([state]) * self._pattern_length for state in SlotState)
+        self._set_all(initial)
+
+    def _set_all(self, state: SlotState) -> None:
+        self.protected = 0
+        self.counts = [0] * len(SlotState)
+        self.counts[state] = self.slots
+        self._states = bytearray([state]) * self.slots
+        self._free = FreeRanges(self.slots, empty=state is not SlotState.FREE)
+
+    @property
+    def free(self) -> int:
+        """Slots that can be granted at once."""
+        return self.counts[SlotState.FREE]
+
+    def state_of(self, slot: int) -> SlotState:
+        """The state of one slot."""
+        return SlotState(self._states[slot])
+
+    def holds(self, first: int, count: int, state: SlotState) -> bool:
+        """Whether the slots ``[first, first + count)`` exist and are all in one state."""
+        return first >= 0 and self._states.startswith(bytes([state]) * count, first)
+
+    def count_in(self, first: int, count: int, state: SlotState) -> int:
+        """How many of the slots ``[first, first + count)`` are in a state."""
+        return self._states.count(state, first, first + count)
+
+    def having(self, ranges: Ranges[int], state: SlotState) -> Ranges[int]:
+        """Those of the slots that are in a state. Slot by slot: for what happens seldom."""
+        slots = (slot for first, count in pairs(ranges) for slot in range(first, first + count))
+        return join([one_range(slot, 1) for slot in slots if self._states[slot] == state])
+
+    def count_states(self) -> list[int]:
+        """Slots by state, counted afresh (the invariant checker compares them with `counts`)."""
+        return [self._states.count(state) for state in SlotState]
+
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """What the allocator holds, as (first, count), by first slot."""
+        return self._free.ranges()
+
+    def take(self, count: int, state: SlotState, cause: str) -> Ranges[int]:
+        """Move `count` free slots to `state`; the caller has checked `free`. The ranges belong to the caller."""
+        ranges = self._free.take(count)
+        self.move(ranges, SlotState.FREE, state, cause)
+        return ranges
+
+    def move(self, ranges: Ranges[int], source: SlotState, target: SlotState, cause: str) -> None:
+        """Move slots along one edge of the table; into FREE they can be granted again.
+
+        Raises:
+            IllegalTransition: no such edge, a slot is not in `source`, or it does not exist. Nothing has changed.
+        """
+        if not ranges:
+            return
+        states, edge = self._states, _EDGES[source][target]
+        old, new, longest = self._patterns[source], self._patterns[target], self._pattern_length
+        moved = 0
+        for first, count in pairs(ranges):
+            if count > longest:
+                old, new, longest = bytes([source]) * count, bytes([target]) * count, count
+            if not edge or count <= 0 or first < 0 or not states.startswith(old[:count], first):
+                self._undo(cut(ranges, moved)[0], source)
+                self._refuse(first, count, source, target)
+            states[first : first + count] = new[:count]
+            moved += count
+        if not target:  # FREE
+            give = self._free.give
+            for first, count in pairs(ranges):
+                give(first, count)
+        counts = self.counts
+        counts[source] -= moved
+        counts[target] += moved
+        self.journal.record(cause, source, target, ranges[:])
+
+    def _undo(self, ranges: Ranges[int], source: SlotState) -> None:
+        for first, count in pairs(ranges):
+            self._states[first : first + count] = bytes([source]) * count
+
+    def _refuse(self, first: int, count: int, source: SlotState, target: SlotState) -> None:
+        for slot in range(max(first, 0), min(first + max(count, 1), self.slots)):
+            actual = self.state_of(slot)
+            if actual is not source or (source, target) not in SLOT_TRANSITIONS:
+                raise IllegalTransition(slot, actual, source, target, self.journal.story(slot))
+        raise IllegalTransition(first, source, source, target, [])
+
+
+class DevicePool(SlotPool):
+    """The slots of one engine replica, the same ids on every shard.
+
+    Attributes:
+        index: position of this pool in its tree.
+        shards: how many hold a part of every slot; each has its own part in a transfer.
+        epoch: of the daemon; another one makes requests of an earlier life stale.
+        healthy: false while a worker is lost; nothing is copied then.
+        watermark: slots that demotion keeps free.
+        load_threshold: fewer blocks than this are computed rather than loaded.
+        load_quota: blocks that loads may be writing at any time.
+        orphaned: FILLING slots that are not in the tree any more, because a load before theirs failed.
+        paused: no copies are started, because somebody has asked for that.
+        clearing: its namespace is being cleared: nobody gets a session, and no copies are started.
+        stores_paused: a store failed or was refused: demotion starts no further one before the next tick.
+        demand: slots that somebody waits for while blocks are written back; 0 where nobody does.
+        failed_stores: paths whose store failed, tried once more at the next tick.
+        unstored: ends of committed paths that the host pool is to get, oldest first, as (run, depth).
+    """
+
+    __slots__ = (
+        "clearing",
+        "demand",
+        "epoch",
+        "failed_stores",
+        "healthy",
+        "index",
+        "load_quota",
+        "load_threshold",
+        "orphaned",
+        "paused",
+        "shards",
+        "stores_paused",
+        "unstored",
+        "watermark",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        slots: int,
+        epoch: int,
+        *,
+        shards: int = 1,
+        watermark: int = 0,
+        load_threshold: int = 1,
+        load_quota: int | None = None,
+    ) -> None:
+        super().__init__(name, slots, SlotState.FREE)
+        self.index = index
+        self.shards = shards
+        self.epoch = epoch
+        self.healthy = True
+        self.watermark = watermark
+        self.load_threshold = load_threshold
+        self.load_quota = max(slots // 2, load_threshold) if load_quota is None else load_quota
+        self.orphaned = 0
+        self.demand = 0
+        self.paused = False
+        self.clearing = False
+        self.stores_paused = False
+        self.failed_stores: deque[tuple[Run, int]] = deque(maxlen=FAILED_STORES_MAX)
+        self.unstored: deque[tuple[Run, int]] = deque(maxlen=UNSTORED_MAX)
+
+    @property
+    def evictable(self) -> int:
+        """Slots of the index that eviction can free."""
+        counts = self.counts
+        return counts[SlotState.CACHED] + counts[SlotState.FILLING] - self.orphaned - self.protected
+
+    @property
+    def copies(self) -> bool:
+        """Whether copies may be started."""
+        return self.healthy and not (self.paused or self.clearing)
+
+    def note_unstored(self, run: Run, depth: int) -> int:
+        """The host pool is to get the path ``[0, depth)``. Returns how many older paths were forgotten for it."""
+        forgotten = int(len(self.unstored) == UNSTORED_MAX)
+        self.unstored.append((run, depth))
+        return forgotten

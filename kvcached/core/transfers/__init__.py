@@ -1,0 +1,1 @@
+"""Copies between tiers, from their reservation to what follows from their end."""

@@ -1,0 +1,393 @@
+"""Blocks of a chain from storage into the host pool: asked for, reserved as far as there are hits, fetched in pieces.
+
+A prefetch asks storage which of the next blocks it has, reserves slots for those and no others, and fetches them in
+batches, several at a time. What has come enters the index in the order of the chain. What the index has of the chain is
+locked meanwhile, and until whoever asked has acquired it. Whoever waits may stop waiting at any time: copies that were
+begun end by themselves, and what they bring is kept. Whether a fetch is quicker than computing is learned from earlier
+fetches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcached.core.index.run import KEY_SIZE, Run
+from kvcached.core.index.tree import HOST, Piece, PrefixTree
+from kvcached.core.messages import PrefetchOver, QueryStorage, StartFetch, StorageSpan, TransferKind
+from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, slot_count
+from kvcached.core.slots.states import PrefetchState, SlotState, TransferState
+from kvcached.core.transfers.prefix_locks import PrefixLocks
+from kvcached.core.transfers.storage_copies import mark_backed
+from kvcached.core.transfers.storage_state import Arrival, Prefetch, PrefetchEnd
+from kvcached.core.transfers.table import TransferTable
+from kvcached.core.transfers.transfer import StorageTransfer
+from kvcached_client.types import TransferId
+
+#: What an observation weighs beside the next one.
+_DECAY = 0.9
+#: Refusals in a row after which one fetch is made anyway, lest an estimate of bad times stays for ever.
+_REFUSALS_MAX = 32
+
+
+class FetchEstimate:
+    """Duration = latency + blocks x time per block: a least-squares line in which old fetches fade."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._refusals = 0
+
+    def observe(self, blocks: int, took_us: int) -> None:
+        """So many blocks came together, and took so long."""
+        if blocks <= 0 or took_us < 0:
+            return
+        for name, value in (
+            ("_weight", 1),
+            ("_x", blocks),
+            ("_y", took_us),
+            ("_xx", blocks**2),
+            ("_xy", blocks * took_us),
+        ):
+            setattr(self, name, getattr(self, name) * _DECAY + value)
+
+    def predict_us(self, blocks: int) -> float | None:
+        """How long so many blocks will take; None where none has been fetched yet."""
+        if not self._weight:
+            return None
+        spread = self._weight * self._xx - self._x**2
+        per_block = (self._weight * self._xy - self._x * self._y) / spread if spread > 1e-6 * self._xx else -1.0
+        latency = (self._y - per_block * self._x) / self._weight
+        if per_block < 0 or latency < 0:  # sizes too alike, or too noisy: a line through the origin
+            per_block, latency = self._y / self._x, 0.0
+        return latency + per_block * blocks
+
+    def is_worth_it(self, blocks: int, tokens: int, prefill_tokens_per_s: float) -> bool:
+        """Whether a fetch of blocks is predicted to end before their tokens would be computed.
+
+        True where the engine has not said how fast it computes, where nothing is known, and once in a while.
+        """
+        predicted_us = self.predict_us(blocks)
+        if not prefill_tokens_per_s or predicted_us is None or predicted_us <= tokens / prefill_tokens_per_s * 1e6:
+            self._refusals = 0
+            return True
+        self._refusals += 1
+        if self._refusals > _REFUSALS_MAX:
+            self._refusals = 0
+            return True
+        return False
+
+
+#: Chains under way, of all engines.
+PREFETCHES_MAX = 256
+#: One question names at most so many blocks; a longer chain takes several.
+QUERY_BLOCKS_MAX = 1024
+#: One copy, and how many of one chain are under way.
+FETCH_BLOCKS_MAX = 32
+FETCHES_PER_CHAIN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchLimits:
+    """How much prefetching there may be.
+
+    Attributes:
+        threshold_blocks: fewer hits than this are not fetched.
+        bytes_per_s: of all prefetches together; 0 = no limit.
+        slab_bytes: of the host pool, to know what a block takes.
+    """
+
+    threshold_blocks: int = 1
+    bytes_per_s: int = 0
+    slab_bytes: int = 0
+
+
+class Prefetches:
+    """Those under way.
+
+    Args:
+        limits: see there.
+        table: of all transfers.
+        generation: of a tree's namespace; None for a tree that no request reaches any more.
+        locks: where what a prefetch continues, and what it brings, is locked.
+
+    Attributes:
+        under_way: by id.
+        copies: prefetches by the copies of them that are under way.
+        estimate: how long fetches take.
+        paused: no copies are begun, because somebody has asked for that.
+    """
+
+    def __init__(
+        self,
+        limits: PrefetchLimits,
+        table: TransferTable,
+        generation: Callable[[PrefixTree], int | None],
+        locks: PrefixLocks,
+    ) -> None:
+        self.under_way: dict[int, Prefetch] = {}
+        self.copies: dict[TransferId, Prefetch] = {}
+        self.estimate = FetchEstimate()
+        self.paused = False
+        self._limits = limits
+        self._table = table
+        self._generation = generation
+        self._effects = table.effects
+        self._counters = table.counters
+        self._locks = locks
+        self._budget_bytes = float(limits.bytes_per_s)
+        self._ticked_ms = 0
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def find(self, tree: PrefixTree, keys: bytes, limit: int) -> Prefetch | None:
+        """One that fetches the same blocks already."""
+        last = keys[: limit * KEY_SIZE][-KEY_SIZE:]
+        for each in self.under_way.values():
+            if each.tree is tree and not each.stopping and each.limit == limit and each.keys[-KEY_SIZE:] == last:
+                return each
+        return None
+
+    def begin(self, prefetch: Prefetch) -> None:
+        """Ask storage, or say at once why not."""
+        if prefetch.limit - prefetch.next < max(self._limits.threshold_blocks, 1):
+            self._refuse(prefetch, PrefetchEnd.NOTHING)
+        elif len(self.under_way) >= PREFETCHES_MAX:
+            self._refuse(prefetch, PrefetchEnd.RATE_LIMITED)
+        else:
+            self.under_way[prefetch.id] = prefetch
+            known = known_depth(prefetch.tree, prefetch.keys, prefetch.limit)
+            self._locks.begin(prefetch.id, prefetch.tree, prefetch.keys, known)
+            self._ask(prefetch)
+
+    def stop(self, prefetch: Prefetch) -> None:
+        """Begin no more copies for it."""
+        prefetch.stopping = True
+        self._go_on(prefetch, PrefetchEnd.STOPPED)
+
+    def tick(self, now_ms: int) -> None:
+        """Time has passed."""
+        if rate := self._limits.bytes_per_s:
+            grown = self._budget_bytes + rate * max(now_ms - self._ticked_ms, 0) / 1000
+            self._budget_bytes = min(grown, float(rate))
+        self._ticked_ms = now_ms
+
+    # --- what arrives -----------------------------------------------------------------------------------------------
+
+    def answered(self, query: int, found: int, now_us: int) -> None:
+        """Storage has the first `found` of the blocks that it was asked about; below 0: it could not say."""
+        prefetch = self.under_way.get(query)
+        if prefetch is None or prefetch.state is not PrefetchState.ASKING:
+            return
+        found = min(found, prefetch.asked)
+        prefetch.found = prefetch.next + max(found, 0)
+        prefetch.began_us, prefetch.began_at = now_us, prefetch.next
+        verdict = self._verdict(prefetch, found)
+        if verdict is None:
+            prefetch.enter(PrefetchState.FETCHING)
+            self._go_on(prefetch, PrefetchEnd.FETCHED)
+        else:
+            self._over(prefetch, verdict)
+
+    def settled(self, transfer: TransferId, good: int, now_us: int) -> None:
+        """Storage writes the slots of a copy no more; its first `good` blocks are what had been stored."""
+        prefetch = self.copies.pop(transfer, None)
+        if prefetch is None:
+            return
+        copy = self._close(prefetch, transfer, good)
+        good = max(min(good, copy.blocks), 0)
+        if not self._is_current(prefetch):
+            _free(copy.tree, copy.host, "namespace cleared")
+            prefetch.stopping, prefetch.found = True, prefetch.inserted
+        else:
+            prefetch.arrived[copy.start] = Arrival(copy.host, good)
+            if good < copy.blocks:
+                prefetch.found = min(prefetch.found, copy.start + good)
+                self._counters["prefetch_failed_blocks"] += copy.blocks - good
+            self._take_in(prefetch)
+        if not prefetch.copies and prefetch.inserted == prefetch.next:
+            self.estimate.observe(prefetch.next - prefetch.began_at, now_us - prefetch.began_us)
+        self._go_on(prefetch, PrefetchEnd.FETCHED)
+
+    def lost(self) -> None:
+        """Storage is gone, and certainly touches no slot any more."""
+        for transfer in list(self.copies):
+            prefetch = self.copies.pop(transfer)
+            copy = self._close(prefetch, transfer, 0)
+            _free(copy.tree, copy.host, "storage was lost")
+        for prefetch in list(self.under_way.values()):
+            self._over(prefetch, PrefetchEnd.UNAVAILABLE)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, prefetch: Prefetch) -> None:
+        prefetch.asked = min(prefetch.limit - prefetch.next, QUERY_BLOCKS_MAX)
+        keys = prefetch.keys[prefetch.next * KEY_SIZE : (prefetch.next + prefetch.asked) * KEY_SIZE]
+        self._effects.append(QueryStorage(prefetch.id, prefetch.namespace, prefetch.generation, keys))
+
+    def _verdict(self, prefetch: Prefetch, found: int) -> PrefetchEnd | None:
+        """Why hits are not fetched; None if they are."""
+        is_first = not prefetch.fetched
+        tree, blocks = prefetch.tree, prefetch.found - prefetch.next
+        reasons = (
+            (found < 0, PrefetchEnd.UNAVAILABLE),
+            (not self._is_current(prefetch), PrefetchEnd.CLEARED),
+            (self.paused, PrefetchEnd.UNAVAILABLE),
+            (prefetch.stopping, PrefetchEnd.STOPPED),
+            (not blocks, PrefetchEnd.NOTHING if is_first else PrefetchEnd.FETCHED),
+            (is_first and blocks < self._limits.threshold_blocks, PrefetchEnd.BELOW_THRESHOLD),
+        )
+        for holds, end in reasons:
+            if holds:
+                return end
+        if not self.estimate.is_worth_it(blocks, blocks * prefetch.block_tokens, prefetch.prefill_tokens_per_s):
+            return PrefetchEnd.RECOMPUTE
+        if self._limits.bytes_per_s and self._budget_bytes <= 0:
+            return PrefetchEnd.RATE_LIMITED
+        self._budget_bytes -= blocks * self._block_bytes(tree)
+        return None
+
+    def _is_current(self, prefetch: Prefetch) -> bool:
+        """Whether its namespace has not been cleared since it began."""
+        tree = prefetch.tree
+        return tree.namespace == prefetch.namespace and self._generation(tree) == prefetch.generation
+
+    def _block_bytes(self, tree: PrefixTree) -> int:
+        return self._limits.slab_bytes // tree.host.slots_per_slab if tree.host and tree.host.slots_per_slab else 0
+
+    def _go_on(self, prefetch: Prefetch, end: PrefetchEnd) -> None:
+        """Begin what may be begun; where nothing is under way any more, ask on or end."""
+        if prefetch.state is not PrefetchState.FETCHING:
+            return  # the answer to its question is still to come
+        prefetch.stopping = prefetch.stopping or self.paused or not self._is_current(prefetch)
+        while (
+            not prefetch.stopping
+            and prefetch.next < prefetch.found
+            and len(prefetch.copies) < FETCHES_PER_CHAIN
+            and self._fetch(prefetch)
+        ):
+            pass
+        if prefetch.copies:
+            return
+        if prefetch.stopping:
+            self._over(prefetch, PrefetchEnd.STOPPED if prefetch.next < prefetch.limit else end)
+        elif prefetch.next < prefetch.found:
+            self._over(prefetch, PrefetchEnd.NO_ROOM)
+        elif prefetch.inserted < prefetch.next:
+            self._over(prefetch, PrefetchEnd.FAILED)
+        elif prefetch.asked == QUERY_BLOCKS_MAX and prefetch.next < prefetch.limit:
+            prefetch.enter(PrefetchState.ASKING)
+            self._ask(prefetch)
+        else:
+            self._over(prefetch, end)
+
+    def _fetch(self, prefetch: Prefetch) -> bool:
+        """Begin the next copy; False where the host pool has no slot for it."""
+        tree, start = prefetch.tree, prefetch.next
+        wanted = min(prefetch.found - start, FETCH_BLOCKS_MAX)
+        known = known_depth(tree, prefetch.keys, start)  # it may be longer than what could be locked of it
+        slots = tree.reserve_host(wanted, f"prefetch {prefetch.id}", keep=known)
+        blocks = slot_count(slots)
+        if not blocks:
+            return False
+        copy = StorageTransfer(
+            self._table.next_id(), TransferKind.LOAD, tree, tree.root, [Piece(start, start + blocks)], slots,
+            prefetch.namespace,
+        )  # fmt: skip
+        copy.enter(TransferState.RUNNING)
+        prefetch.next += blocks
+        prefetch.copies[copy.id] = self._table.fetches[copy.id] = copy
+        self.copies[copy.id] = prefetch
+        keys = prefetch.keys[max(start - 1, 0) * KEY_SIZE : (start + blocks) * KEY_SIZE]
+        parent = keys[:KEY_SIZE] if start else b""
+        span = StorageSpan(start, parent, keys[KEY_SIZE:] if start else keys, slots)
+        self._effects.append(StartFetch(copy.id, prefetch.namespace, prefetch.generation, span))
+        return True
+
+    def _close(self, prefetch: Prefetch, transfer: TransferId, good: int) -> StorageTransfer:
+        copy = prefetch.copies.pop(transfer)
+        del self._table.fetches[transfer]
+        copy.enter(TransferState.DONE if good >= copy.blocks else TransferState.FAILED)
+        return copy
+
+    def _take_in(self, prefetch: Prefetch) -> None:
+        """Put into the index what has come in order."""
+        while (arrival := prefetch.arrived.pop(prefetch.inserted, None)) is not None:
+            good, rest = cut(arrival.slots, arrival.good)
+            _free(prefetch.tree, rest, f"end of prefetch {prefetch.id}")
+            taken = _insert(prefetch.tree, prefetch.keys, prefetch.inserted, good)
+            prefetch.inserted += arrival.good
+            prefetch.fetched += taken
+            self._counters["prefetched_blocks"] += taken
+            self._locks.extend(prefetch.id, known_depth(prefetch.tree, prefetch.keys, prefetch.inserted))
+            if slot_count(rest):
+                break
+
+    def _over(self, prefetch: Prefetch, end: PrefetchEnd) -> None:
+        for arrival in prefetch.arrived.values():  # behind a block that did not come
+            _free(prefetch.tree, arrival.slots, f"end of prefetch {prefetch.id}")
+        prefetch.arrived.clear()
+        del self.under_way[prefetch.id]
+        self._locks.hand_over(prefetch.id)
+        self._refuse(prefetch, end)
+
+    def _refuse(self, prefetch: Prefetch, end: PrefetchEnd) -> None:
+        prefetch.enter(PrefetchState.OVER)
+        prefetch.end = end if self._is_current(prefetch) else PrefetchEnd.CLEARED
+        self._counters[f"prefetches_{prefetch.end}"] += 1
+        self._effects.append(PrefetchOver(prefetch.id))
+
+
+def _free(tree: PrefixTree, slots: Ranges[int], cause: str) -> None:
+    tree.members[HOST].move(slots, SlotState.FILLING, SlotState.FREE, cause)
+
+
+def known_depth(tree: PrefixTree, keys: bytes, limit: int) -> tuple[Run, int]:
+    """How far the index knows a chain: blocks that some device pool holds, then blocks of the host pool."""
+    run, depth = tree.root, 0
+    for pool in tree.pools:
+        found, reach = tree.match(keys, limit, pool.index)
+        if reach > depth:
+            run, depth = found, reach
+    return tree.match_host(run, depth, keys, limit)
+
+
+def _insert(tree: PrefixTree, keys: bytes, start: int, ranges: Ranges[int]) -> int:
+    """Blocks from `start` on of a chain lie in these slots, FILLING until now: into the index with those it lacks.
+
+    Returns how many that are. The others' slots are free again: somebody has stored the same blocks meanwhile, or a
+    block before them has left the index.
+    """
+    count = slot_count(ranges)
+    if not count:
+        return 0
+    host = tree.members[HOST]
+    end = start + count
+    run, depth = known_depth(tree, keys, end)
+    if depth < start:
+        host.move(ranges, SlotState.FILLING, SlotState.FREE, "the prefix has gone")
+        return 0
+    tree.cover_host(run, depth)
+    if depth < end:
+        run = tree.extend_host(run, depth, keys[depth * KEY_SIZE : end * KEY_SIZE])
+    tree.lock(run, end, HOST)
+    taken, at, left = 0, start, no_ranges()
+    for piece in tree.missing_in_host(run, end):
+        first = max(piece.start, start)
+        if first < piece.end:
+            append(left, _part(ranges, start, at, first))
+            mine = _part(ranges, start, first, piece.end)
+            host.move(mine, SlotState.FILLING, SlotState.CACHED, "fetched")
+            tree.put_host(run, [Piece(first, piece.end)], mine)
+            taken, at = taken + piece.end - first, piece.end
+    append(left, _part(ranges, start, at, end))
+    host.move(left, SlotState.FILLING, SlotState.FREE, "stored meanwhile")
+    mark_backed(tree, run, start, end)
+    tree.touch(tree.resolve(run, end), HOST)
+    tree.unlock_host(run, end)
+    tree.drop_lost(run)
+    return taken
+
+
+def _part(ranges: Ranges[int], start: int, first: int, end: int) -> Ranges[int]:
+    """The slots of blocks ``[first, end)`` where `ranges` has those from `start` on."""
+    return cut(cut(ranges, end - start)[0], first - start)[1]

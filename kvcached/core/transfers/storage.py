@@ -1,0 +1,181 @@
+"""The storage tier: what is written to storage, what is fetched from it, and whether there is any.
+
+Nothing here waits, and nothing else in the core depends on it: without storage the host pool is the lowest tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvcached.core.index.run import KEY_SIZE
+from kvcached.core.index.tree import PrefixTree
+from kvcached.core.messages import (
+    BackupSettled,
+    FetchSettled,
+    StorageAnswered,
+    StorageEvent,
+    StorageLost,
+    StorageReady,
+    StorageSuspended,
+)
+from kvcached.core.slots.states import PrefetchState
+from kvcached.core.transfers.prefetch import Prefetches, PrefetchLimits
+from kvcached.core.transfers.prefix_locks import PrefixLocks
+from kvcached.core.transfers.storage_copies import BackupPolicy, Backups, Candidates
+from kvcached.core.transfers.storage_state import Prefetch, PrefetchEnd
+from kvcached.core.transfers.table import TransferTable
+from kvcached.core.transfers.transfer import StorageTransfer
+from kvcached_client.types import SessionId
+
+
+class StorageState(StrEnum):
+    """Whether storage can be used."""
+
+    ABSENT = "absent"  #: there is none, or it has not started yet
+    READY = "ready"
+    SUSPENDED = "suspended"  #: it fails; nothing is begun
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSpec:
+    """What the storage tier does.
+
+    Attributes:
+        backup: which blocks are written.
+        watermark_percent: part of the host pool below which, where no more of it is free, `BackupPolicy.ON_EVICTION`
+            writes the next victims.
+        prefetch: how much prefetching there may be.
+    """
+
+    backup: BackupPolicy = BackupPolicy.NEVER
+    watermark_percent: int = 0
+    prefetch: PrefetchLimits = field(default_factory=PrefetchLimits)
+
+
+class StorageTier:
+    """Decisions about storage.
+
+    Args:
+        spec: what it does.
+        table: of all transfers.
+        generation: of a tree's namespace; None for a tree that no request reaches any more.
+        candidates: paths that wait to be backed up.
+        locks: of prefixes that prefetches continue.
+
+    Attributes:
+        state: whether it can be used.
+        paused: nothing is begun, because somebody has asked for that.
+        backups, prefetches: the two directions.
+        locks: of prefixes that prefetches continue.
+    """
+
+    def __init__(
+        self,
+        spec: StorageSpec,
+        table: TransferTable,
+        generation: Callable[[PrefixTree], int | None],
+        candidates: Candidates,
+        locks: PrefixLocks,
+    ) -> None:
+        self.state = StorageState.ABSENT
+        self.paused = False
+        self.backups = Backups(table, generation, candidates)
+        self.prefetches = Prefetches(spec.prefetch, table, generation, locks)
+        self._table = table
+        self.locks = locks
+        self._spec = spec
+        self._generation = generation
+        self._now_ms = 0
+        self._last_prefetch = 0
+
+    @property
+    def copies(self) -> list[StorageTransfer]:
+        """Those under way."""
+        return [*self._table.backups.values(), *self._table.fetches.values()]
+
+    @property
+    def backups_under_way(self) -> list[StorageTransfer]:
+        """Those of them that storage reads host slots for."""
+        return list(self._table.backups.values())
+
+    def holds(self, tree: PrefixTree) -> bool:
+        """Whether a copy under way, or one that has come, has slots of a tree."""
+        prefetches = self.prefetches.under_way.values()
+        return any(copy.tree is tree for copy in self.copies) or any(
+            each.tree is tree and bool(each.arrived) for each in prefetches
+        )
+
+    def prefetch(
+        self,
+        session: SessionId,
+        tree: PrefixTree,
+        keys: bytes,
+        depth: int,
+        limit: int,
+        block_tokens: int,
+        prefill_tokens_per_s: float,
+    ) -> Prefetch:
+        """Begin to fetch blocks ``[depth, limit)`` of a chain, or join whoever fetches up to there already.
+
+        What there is of the chain by the end is locked until the session has acquired it.
+        """
+        known = self.prefetches.find(tree, keys, limit)
+        if known is not None:
+            self.locks.join(known.id, session)
+            return known
+        self._last_prefetch += 1
+        generation = self._generation(tree)
+        prefetch = Prefetch(
+            self._last_prefetch, tree, tree.namespace, generation or 0, keys[: limit * KEY_SIZE], limit,
+            block_tokens, prefill_tokens_per_s, inserted=depth, next=depth, found=depth,
+        )  # fmt: skip
+        if self.state is StorageState.READY and not self.paused and generation is not None:
+            self.prefetches.begin(prefetch)
+            self.locks.join(prefetch.id, session)
+        else:
+            prefetch.enter(PrefetchState.OVER)
+            prefetch.end = PrefetchEnd.UNAVAILABLE
+        return prefetch
+
+    def handle(self, event: StorageEvent) -> None:
+        """Take in what arrived. What is about a copy or question that is over changes nothing."""
+        match event:
+            case StorageReady():
+                self.state = StorageState.READY
+                self.backups.candidates.policy = self._spec.backup
+            case StorageSuspended():
+                self._halt(StorageState.SUSPENDED)
+            case StorageLost():
+                self._halt(StorageState.ABSENT)
+                for copy in list(self._table.backups.values()):
+                    self.backups.end(copy, 0, self._now_ms)
+                self.prefetches.lost()
+            case StorageAnswered():
+                self.prefetches.answered(event.query, event.found, event.now_us)
+            case FetchSettled():
+                self.prefetches.settled(event.transfer, event.good, event.now_us)
+            case BackupSettled():
+                backup = self._table.backups.get(event.transfer)
+                if backup is not None:
+                    self.backups.end(backup, min(max(event.written, 0), backup.blocks), self._now_ms)
+
+    def tick(self, now_ms: int) -> None:
+        """Time has passed."""
+        self._now_ms = now_ms
+        self.backups.tick(now_ms)
+        self.prefetches.tick(now_ms)
+        self.locks.tick(now_ms)
+
+    def settle(self, trees: Callable[[], Iterable[PrefixTree]]) -> None:
+        """Start what may be started. `trees` tells what there is, where that is asked."""
+        if self.state is StorageState.READY and not self.paused and self._spec.backup is not BackupPolicy.NEVER:
+            self.backups.start(trees, self._spec.watermark_percent)
+
+    def _halt(self, state: StorageState) -> None:
+        self.state = state
+        self.backups.candidates.policy = BackupPolicy.NEVER
+        self.backups.candidates.skip_all()
+        for prefetch in list(self.prefetches.under_way.values()):
+            self.prefetches.stop(prefetch)

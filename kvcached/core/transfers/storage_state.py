@@ -1,0 +1,91 @@
+"""What the storage tier holds: copies between host pool and storage, prefetches, and paths that wait to be backed up.
+
+Storage is a hint that expires, found by asking: it has no part in the index. A block that is fetched enters the index
+when it is there and proven, so no request ever waits for storage unless it asked to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvcached.core.index.tree import PrefixTree
+from kvcached.core.slots.ranges import Ranges
+from kvcached.core.slots.states import PREFETCH_TRANSITIONS, PrefetchState, follow
+from kvcached.core.transfers.transfer import StorageTransfer
+from kvcached_client.types import TransferId
+
+
+class PrefetchEnd(StrEnum):
+    """Why a prefetch is over."""
+
+    FETCHED = "fetched"  #: all that storage had has come
+    NOTHING = "nothing"  #: the host pool has everything, or storage nothing
+    BELOW_THRESHOLD = "below_threshold"  #: fewer blocks than are worth a fetch
+    RECOMPUTE = "recompute"  #: the engine is predicted to compute them sooner
+    RATE_LIMITED = "rate_limited"  #: other prefetches have used up the bytes of this second
+    NO_ROOM = "no_room"  #: the host pool had no slots for the rest
+    STOPPED = "stopped"  #: whoever asked for it did not wait for the rest
+    FAILED = "failed"  #: a block was not there after all, or was not what had been stored
+    CLEARED = "cleared"  #: the namespace was cleared meanwhile
+    UNAVAILABLE = "unavailable"  #: there is no storage, or none that works
+
+
+class Arrival(NamedTuple):
+    """Blocks that have come, and wait for those before them."""
+
+    slots: Ranges[int]
+    good: int  #: leading ones that are what was stored
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """Blocks of one chain on their way from storage into the host pool.
+
+    Attributes:
+        id: of the query too.
+        tree, namespace, generation: where.
+        keys: of the whole chain.
+        limit: how many blocks of it are wanted.
+        block_tokens: tokens per block.
+        prefill_tokens_per_s: how fast the engine computes; 0 where it has not said.
+        inserted: depth up to which blocks are in the index.
+        next: depth of the next block to fetch.
+        found: depth up to which storage says it has blocks.
+        copies: under way.
+        arrived: by depth of their first block.
+        fetched: blocks that have entered the index through it.
+        asked: how many blocks the present question is about.
+        began_us, began_at: when the present fetch began, and with which block.
+        stopping: no more copies are begun.
+    """
+
+    id: int
+    tree: PrefixTree
+    namespace: bytes
+    generation: int
+    keys: bytes
+    limit: int
+    block_tokens: int
+    prefill_tokens_per_s: float
+    inserted: int
+    next: int
+    found: int
+    state: PrefetchState = PrefetchState.ASKING
+    end: PrefetchEnd = PrefetchEnd.FETCHED
+    copies: dict[TransferId, StorageTransfer] = field(default_factory=dict)
+    arrived: dict[int, Arrival] = field(default_factory=dict)
+    fetched: int = 0
+    asked: int = 0
+    began_us: int = 0
+    began_at: int = 0
+    stopping: bool = False
+
+    def enter(self, state: PrefetchState) -> None:
+        """Go along an edge of the table.
+
+        Raises:
+            RuntimeError: there is no such edge: a bug of ours.
+        """
+        self.state = follow(PREFETCH_TRANSITIONS, self.state, state, f"prefetch {self.id}")

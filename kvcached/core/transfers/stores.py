@@ -1,0 +1,231 @@
+"""Copies from device pools to the host pool: of what was committed or hit, and of what is about to leave a device.
+
+Which of these, the namespace's write policy says. Under write-back nothing leaves a device before its copy has ended;
+whoever needs its slots waits for that, unless no copy can be made.
+
+A store is planned when it can start: blocks that are still there and still lack a host copy. From then on they are in
+the host index, so a load may count on it and depend on it. Where it fails they are taken out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcached.core.index.run import Run, Segment
+from kvcached.core.index.tree import BATCH_DIVISOR, HOST, SLACK_DIVISOR, Piece, PrefixTree, first_blocks
+from kvcached.core.lease import FenceHold
+from kvcached.core.messages import TransferKind
+from kvcached.core.session import Session
+from kvcached.core.slots.ranges import Ranges, join, slot_count
+from kvcached.core.slots.slots import DevicePool
+from kvcached.core.slots.states import SlotState, TransferState
+from kvcached.core.transfers.table import TransferTable
+from kvcached.core.transfers.transfer import WorkerTransfer
+from kvcached_client.types import WritePolicy
+
+#: Stores under way in one pool: one to copy, and the next ones to be on the way to the workers.
+STORES_MAX = 8
+#: A load that arrives waits for the store under way, so stores are short.
+STORE_BLOCKS_MAX = 256
+#: Paths that wait for one fence to be stored. Beyond that they are left to demotion.
+UNSTORED_PER_FENCE_MAX = 256
+#: Tails without a host copy that one demotion looks behind.
+UNSTORED_TAILS_PASSED_MAX = 16
+#: Under these policies a tail is stored, if it has not been, before it leaves a device ahead of need.
+_STORE_TAILS = frozenset({WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK})
+
+
+class Stores:
+    """Plans stores, and settles what follows from their end."""
+
+    def __init__(self, table: TransferTable) -> None:
+        self._table = table
+
+    def settle(self, tree: PrefixTree, pool: DevicePool) -> None:
+        """Start the stores of what was committed or hit, and make room."""
+        if pool.copies:
+            self._store_unstored(tree, pool)
+            self.demote(tree, pool)
+
+    def _store_unstored(self, tree: PrefixTree, pool: DevicePool) -> None:
+        """Start stores of what was committed or hit, as many as may be under way."""
+        if tree.write_policy is WritePolicy.NEVER:
+            pool.unstored.clear()  # of before the policy was set, or a failed copy that was to be made again
+        if not pool.unstored:
+            return
+        room = STORES_MAX - len(self._table.of_pool(pool, TransferKind.STORE))
+        while room > 0 and pool.unstored:
+            run, depth = pool.unstored.popleft()
+            room -= self.store(tree, pool, run, depth)
+
+    def note_hit(self, session: Session, run: Run, depth: int) -> None:
+        """A second request has the path ``[0, depth)``: reason enough to copy it where the policy waits for one."""
+        tree = session.tree
+        is_wanted = session.writes_through and tree.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        if is_wanted and tree.missing_in_host(run, depth):
+            self._table.counters["stores_forgotten"] += session.pool.note_unstored(run, depth)
+
+    def store(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> bool:
+        """Start to copy what the host pool lacks of the path ``[0, depth)``; False if nothing was started."""
+        run, depth = self._settled_end(tree, pool, run, depth)
+        hold = self._unsignalled(pool, tree, run, depth)
+        if hold is not None:
+            if len(hold.unstored) < UNSTORED_PER_FENCE_MAX or run in hold.unstored:
+                hold.unstored[run] = max(depth, hold.unstored.get(run, 0))
+            else:
+                self._table.counters["stores_forgotten"] += 1
+            return False
+        missing = tree.missing_in_host(run, depth)
+        pieces = first_blocks(missing, STORE_BLOCKS_MAX)
+        if not pieces:
+            return False
+        wanted = _count(pieces)
+        slots = tree.reserve_host(wanted, f"store for pool {pool.name}", keep=(run, depth))
+        got = slot_count(slots)
+        if got < wanted:
+            self._table.counters["store_refused_blocks"] += _count(missing) - got
+            pieces = first_blocks(pieces, got)
+            pool.stores_paused = True
+        elif wanted < _count(missing):
+            pool.unstored.appendleft((run, depth))
+        if not pieces:
+            return False
+        self._start_store(tree, pool, tree.resolve(run, pieces[-1].end), pieces, slots)
+        return True
+
+    def _start_store(
+        self, tree: PrefixTree, pool: DevicePool, run: Run, pieces: list[Piece], slots: Ranges[int]
+    ) -> None:
+        device = slots[:0]
+        for piece in pieces:
+            device.extend(tree.path_slots(run, piece.start, piece.end, pool.index))
+        transfer = WorkerTransfer(self._table.next_id(), TransferKind.STORE, tree, run, pieces, slots, pool, device)
+        tree.put_host(run, pieces, slots)
+        tree.share_priority(run, pool.index, HOST)
+        self._table.lock(transfer)
+        self._table.start(transfer)
+
+    def _settled_end(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> tuple[Run, int]:
+        """How much of the path ``[0, depth)`` the pool holds before the first block that a load is still writing.
+
+        What comes behind that goes with the load if it fails, so a store must not hold it.
+        """
+        run, depth = _resident_end(tree, pool, run, depth)
+        for load in self._table.of_pool(pool, TransferKind.LOAD):
+            if not load.orphaned and load.crosses(run, depth):
+                depth = load.start
+        return tree.resolve(run, depth), depth
+
+    def _unsignalled(self, pool: DevicePool, tree: PrefixTree, run: Run, depth: int) -> FenceHold | None:
+        """The first fence until which blocks of the path may still be written; None where they are settled."""
+        for session in self._table.sessions.values():
+            for hold in session.holds if session.pool is pool else ():
+                first = hold.suspect + 1
+                if hold.suspect < min(hold.depth, depth) and tree.resolve(run, first) is tree.resolve(hold.run, first):
+                    return hold
+        return None
+
+    def demote(self, tree: PrefixTree, pool: DevicePool) -> None:
+        """Keep slots free: the watermark and from time to time some more, or as many as somebody waits for.
+
+        The device copy of the least valuable tails that the host pool holds is dropped. Others are stored first where
+        the policy has them stored, and go when that has ended.
+        """
+        free = pool.free
+        batch = pool.slots // BATCH_DIVISOR if free < pool.watermark else 0
+        wanted = max(pool.watermark + batch, pool.demand) - free
+        if wanted <= 0:
+            pool.demand = 0
+            return
+        policy, slack = tree.policies[pool.index], pool.slots // SLACK_DIVISOR
+        freed: list[Ranges[int]] = []
+        passed: list[Segment] = []
+        while wanted > 0 and len(passed) < UNSTORED_TAILS_PASSED_MAX and (segment := policy.pop()) is not None:
+            stored = min(tree.stored_tail(segment), policy.most(segment))
+            if stored:
+                freed.append(tree.trim_tail(segment, stored, wanted, pool.index, slack=slack))
+                wanted -= slot_count(freed[-1])
+            else:
+                passed.append(segment)
+        slots = join(freed)
+        pool.move(slots, SlotState.CACHED, SlotState.FREE, "demotion")
+        self._table.counters["demoted_blocks"] += slot_count(slots)
+        self._store_tails(tree, pool, passed, wanted)
+
+    def _store_tails(self, tree: PrefixTree, pool: DevicePool, tails: list[Segment], wanted: int) -> None:
+        """File tails without a host copy again, and start to store those that the policy has stored.
+
+        Under write-back those are no more than it takes to free `wanted` slots, with what is being stored already.
+        """
+        under_way = self._table.of_pool(pool, TransferKind.STORE)
+        room = STORES_MAX - len(under_way)
+        is_on_need = tree.write_policy is WritePolicy.WRITE_BACK
+        wanted -= sum(store.blocks for store in under_way)
+        for segment in tails:
+            tree.policies[pool.index].add(segment)
+            is_due = tree.write_policy in _STORE_TAILS and (wanted > 0 or not is_on_need)
+            if is_due and room > 0 and not pool.stores_paused:
+                wanted -= segment.evictable_tail
+                room -= self.store(tree, pool, segment.run, segment.run.start + segment.length)
+
+    def write_back(self, tree: PrefixTree, pool: DevicePool, count: int) -> bool:
+        """Somebody needs `count` slots, more than are free: whether to wait for blocks that are being written back.
+
+        False without that policy, where nothing can be stored, and where the slots are free now.
+        """
+        if tree.write_policy is not WritePolicy.WRITE_BACK or tree.host is None or not pool.copies:
+            return False
+        pool.demand = max(pool.demand, count)
+        self.demote(tree, pool)
+        under_way = self._table.of_pool(pool, TransferKind.STORE) if pool.free < count else []
+        for store in under_way:
+            self._table.hurry(store)
+        return bool(under_way)
+
+    def try_again(self, pools: Iterable[DevicePool]) -> None:
+        """Some time has passed: what failed is stored anew, and nobody waits any more who did not ask again."""
+        for pool in pools:
+            pool.stores_paused, pool.demand = False, 0
+            for run, depth in pool.failed_stores:
+                self._table.counters["stores_forgotten"] += pool.note_unstored(run, depth)
+            pool.failed_stores.clear()
+
+    def available(self, tree: PrefixTree, pool: DevicePool) -> int:
+        """How many slots can be granted now: what is being written back cannot, nor what would have to be."""
+        waits = tree.write_policy is WritePolicy.WRITE_BACK and pool.copies
+        if waits and tree.host is not None and self._table.of_pool(pool, TransferKind.STORE):
+            return pool.free
+        return pool.free + pool.evictable
+
+    def end(self, store: WorkerTransfer) -> None:
+        """Every shard is through with a store, and no load depends on it any more if it failed."""
+        tree, pool, cause = store.tree, store.pool, f"end of store {store.id}"
+        tree.unlock(tree.resolve(store.run, store.end), store.end, pool.index)
+        if store.state is TransferState.DONE:
+            tree.members[HOST].move(store.host, SlotState.FILLING, SlotState.CACHED, cause)
+            self._table.counters["stored_blocks"] += store.blocks
+            if tree.listener is not None:
+                tree.listener.stored(tree, store.run, store.end)
+            return
+        pool.stores_paused = True
+        for holder in tree.pools:  # another replica may have the same blocks
+            if _resident_end(tree, holder, store.run, store.end)[1] > store.start:
+                holder.failed_stores.append((store.run, store.end))
+        self._table.counters["store_failed_blocks"] += store.blocks
+        tree.punch_host(store.run, store.pieces)
+        tree.members[HOST].move(store.host, SlotState.FILLING, SlotState.FREE, cause)
+
+
+def _resident_end(tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> tuple[Run, int]:
+    """How much of the path ``[0, depth)`` the pool still holds, and the run where that ends."""
+    run = tree.resolve(run, depth)
+    while run.parent is not None:
+        segment = run.segments[pool.index]
+        if segment is not None:
+            return run, min(depth, run.start + segment.length)
+        run, depth = run.parent, run.start
+    return run, 0
+
+
+def _count(pieces: list[Piece]) -> int:
+    return sum(piece.end - piece.start for piece in pieces)

@@ -1,0 +1,134 @@
+"""Transfers under way: their ids, their pins, their start, and what somebody's waiting for one changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvcached.core.index.run import KEY_SIZE, Run
+from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.lease import Lease
+from kvcached.core.messages import BlockSpan, Effect, Grant, HurryTransfer, StartTransfer, TransferKind
+from kvcached.core.session import Session
+from kvcached.core.slots.ranges import append, cut, one_range, place_of
+from kvcached.core.slots.slots import DevicePool
+from kvcached.core.slots.states import SlotState, TransferState
+from kvcached.core.transfers.transfer import EngineTransfer, ShardTransfer, StorageTransfer, WorkerTransfer
+from kvcached_client.types import SessionId, ShardIndex, TransferId
+
+
+class TransferTable:
+    """Every transfer that has not ended.
+
+    Attributes:
+        worker, engine: those that shards make, by who makes them.
+        backups, fetches: those of storage, by their direction.
+        sessions: of the cache.
+        effects: of the cache.
+        counters: of the cache.
+    """
+
+    def __init__(self, sessions: dict[SessionId, Session], effects: list[Effect], counters: Counter[str]) -> None:
+        self.worker: dict[TransferId, WorkerTransfer] = {}
+        self.engine: dict[TransferId, EngineTransfer] = {}
+        self.backups: dict[TransferId, StorageTransfer] = {}
+        self.fetches: dict[TransferId, StorageTransfer] = {}
+        self.sessions = sessions
+        self.effects = effects
+        self.counters = counters
+        self._last = 0
+
+    def of_pool(self, pool: DevicePool, kind: TransferKind | None = None) -> list[WorkerTransfer]:
+        """A pool's transfers."""
+        return [each for each in self.worker.values() if each.pool is pool and kind in (None, each.kind)]
+
+    def hurry(self, transfer: WorkerTransfer) -> None:
+        """Somebody waits for a transfer now."""
+        if not transfer.urgent and transfer.state is TransferState.RUNNING:
+            self.effects.append(HurryTransfer(transfer.id, transfer.pool.name))
+        transfer.urgent = True
+
+    def next_id(self) -> TransferId:
+        """An id that no transfer of this daemon has had."""
+        self._last += 1
+        return TransferId(self._last)
+
+    # --- blocks that prove bad --------------------------------------------------------------------------------------
+
+    def pass_on(self, load: ShardTransfer, slot: int) -> bool:
+        """The bytes in a host slot are bad: tell the other transfers that read it; False if there are none.
+
+        The last one of them that ends drops the block.
+        """
+        others: Iterable[ShardTransfer] = self.worker.values() if load.tree.pools else self.engine.values()
+        readers = [
+            (other, place)
+            for other in others
+            if other.tree is load.tree and (place := place_of(other.host, slot)) is not None
+        ]
+        for other, place in readers:
+            other.corrupt.add(place)
+        return bool(readers)
+
+    def free_bad(self, tree: PrefixTree, slot: int, cause: str) -> None:
+        """A bad block has left the index: its CACHED slot is free, or will be when storage reads it no more."""
+        self.free_unread(tree, slot, SlotState.CACHED, cause)
+
+    def free_unread(self, tree: PrefixTree, slot: int, state: SlotState, cause: str) -> None:
+        """Free a slot that no index knows, unless a backup reads it: then it is QUARANTINED until that has ended."""
+        ranges, pool = one_range(slot, 1), tree.members[HOST]
+        backups = (each for each in self.backups.values() if each.tree is tree)
+        reader = next((each for each in backups if place_of(each.host, slot) is not None), None)
+        if reader is None:
+            pool.move(ranges, state, SlotState.FREE, cause)
+            return
+        if state is SlotState.CACHED:
+            pool.move(ranges, state, SlotState.QUARANTINED, cause)
+        append(reader.set_aside, ranges)
+
+    # --- transfers of workers ---------------------------------------------------------------------------------------
+
+    def grant(self, session: Session, lease: Lease) -> Grant:
+        """What a lease holds, and the loads that part of its hit waits for."""
+        tree, pool = session.tree, session.pool
+        run = tree.resolve(lease.run, lease.hit)
+        hit_ranges = tree.path_ranges(run, lease.hit, pool.index)
+        loads = [self.worker[transfer] for transfer in sorted(lease.loads)]
+        ready = min((load.start for load in loads), default=lease.hit)
+        tickets = tuple((load.id, load.progress) for load in loads)
+        return Grant(lease.id, lease.hit, ready, tickets, hit_ranges, lease.open.tobytes())
+
+    def lock(self, transfer: WorkerTransfer) -> None:
+        """Lock its path in both pools."""
+        tree, end = transfer.tree, transfer.end
+        tree.lock(tree.resolve(transfer.run, end), end, transfer.pool.index)
+        tree.lock(tree.resolve(transfer.run, end), end, HOST)
+
+    def start(self, transfer: WorkerTransfer) -> None:
+        """Order it from every shard."""
+        tree, run = transfer.tree, transfer.run
+        self.worker[transfer.id] = transfer
+        transfer.enter(TransferState.RUNNING)
+        transfer.was_started = True
+        transfer.waiting = {ShardIndex(shard) for shard in range(transfer.pool.shards)}
+        self.effects.append(
+            StartTransfer(
+                transfer.id,
+                transfer.pool.name,
+                transfer.kind,
+                tuple(_spans(tree, run, transfer)),
+                transfer.urgent,
+                transfer.progress,
+            )
+        )
+
+
+def _spans(tree: PrefixTree, run: Run, transfer: WorkerTransfer) -> Iterable[BlockSpan]:
+    device, host = transfer.device, transfer.host
+    for start, end in transfer.pieces:
+        mine, device = cut(device, end - start)
+        theirs, host = cut(host, end - start)
+        run_here = tree.resolve(run, end)
+        keys = tree.path_keys(run_here, max(start - 1, 0), end)
+        parent = keys[:KEY_SIZE] if start else b""
+        yield BlockSpan(start, parent, keys[KEY_SIZE:] if start else keys, mine, theirs)

@@ -1,0 +1,146 @@
+"""A transfer: a copy of blocks of one path between two tiers. Its executor is whoever moves the bytes.
+
+==============  ======================================  =========================================================
+executor        it copies between                       what it may touch ends with
+==============  ======================================  =========================================================
+worker          a device pool and the host pool         the word of every shard's worker, or its death
+engine          an engine's own memory, the host pool   the word of every shard's process, or the engine's death
+storage         the host pool and storage               the word of the storage process, or its death
+==============  ======================================  =========================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvcached.core.index.run import Run
+from kvcached.core.index.tree import Piece, PrefixTree
+from kvcached.core.lease import Lease
+from kvcached.core.messages import TransferKind
+from kvcached.core.slots.ranges import Ranges, no_ranges
+from kvcached.core.slots.slots import DevicePool
+from kvcached.core.slots.states import TRANSFER_TRANSITIONS, TransferState, follow
+from kvcached_client.types import ShardIndex, TransferId
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """What every copy has, whoever makes it. Its path ``[0, end)`` is locked in the host pool until it ends.
+
+    Attributes:
+        id: never used twice, whoever the executor is.
+        kind: store or load, seen from the tier above.
+        tree: where.
+        run: the deepest run of its path; `RunTree.resolve` finds where its blocks are after splits.
+        pieces: blocks that it copies, shallow ones first; a load has one piece.
+        host: their host slots. Those that it writes to are FILLING.
+    """
+
+    id: TransferId
+    kind: TransferKind
+    tree: PrefixTree
+    run: Run
+    pieces: list[Piece]
+    host: Ranges[int]
+    state: TransferState = field(default=TransferState.QUEUED, kw_only=True)
+
+    @property
+    def start(self) -> int:
+        """Depth of its first block."""
+        return self.pieces[0].start
+
+    @property
+    def end(self) -> int:
+        """Depth behind its last block."""
+        return self.pieces[-1].end
+
+    @property
+    def blocks(self) -> int:
+        """How many it copies."""
+        return sum(piece.end - piece.start for piece in self.pieces)
+
+    def enter(self, state: TransferState) -> None:
+        """Go along an edge of the table.
+
+        Raises:
+            RuntimeError: there is no such edge: a bug of ours.
+        """
+        self.state = follow(TRANSFER_TRANSITIONS, self.state, state, f"transfer {self.id}")
+
+
+@dataclass(slots=True, eq=False)
+class ShardTransfer(Transfer):
+    """A copy that every shard of an engine makes its own part of.
+
+    Attributes:
+        waiting: shards that are not through with it.
+        failure: what shards said that failed.
+        corrupt: blocks of a load, counted from its first, whose stored bytes are bad.
+    """
+
+    waiting: set[ShardIndex] = field(default_factory=set, kw_only=True)
+    failure: str = field(default="", kw_only=True)
+    corrupt: set[int] = field(default_factory=set, kw_only=True)
+
+
+@dataclass(slots=True, eq=False)
+class EngineTransfer(ShardTransfer):
+    """A copy between an engine's memory and host slots, made by the engine's own shard processes."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerTransfer(ShardTransfer):
+    """A copy between a device pool and host slots, made by the pool's workers.
+
+    Its path is locked in the device pool, too, but for a load that is orphaned.
+
+    Attributes:
+        pool: the device pool.
+        device: the device slots. Those that it writes to are FILLING.
+        after: stores that must end before a load can start.
+        leases: those that a load was started for, or that joined it. Some may have been released since.
+        progress: entry of the progress pages that a load reports to.
+        urgent: somebody waits for it.
+        was_started: shards were told of it.
+        orphaned: a load before it on its path failed; its slots are in no tree, and free when it ends.
+    """
+
+    pool: DevicePool
+    device: Ranges[int]
+    after: set[TransferId] = field(default_factory=set)
+    leases: list[Lease] = field(default_factory=list)
+    progress: int = 0
+    urgent: bool = False
+    orphaned: bool = False
+    was_started: bool = False
+
+    def crosses(self, run: Run, depth: int) -> bool:
+        """Whether the path ``[0, depth)`` to `run` shares the first block of this transfer."""
+        if depth <= self.start:
+            return False
+        return self.tree.resolve(run, self.start + 1) is self.tree.resolve(self.run, self.start + 1)
+
+
+@dataclass(slots=True, eq=False)
+class StorageTransfer(Transfer):
+    """A copy between host slots and storage: a backup is its store, a fetch its load.
+
+    The slots of a fetch are in no index, so that there is no path to lock: its run is the root.
+
+    Attributes:
+        namespace: whose blocks; the tree may have another namespace by the end.
+        attempts: of a backup: how often it has been tried before.
+        set_aside: of a backup: slots that have left the index while it reads them.
+    """
+
+    namespace: bytes
+    attempts: int = 0
+    set_aside: Ranges[int] = field(default_factory=no_ranges)
+
+    def depth_of(self, index: int) -> int:
+        """Depth of one of its blocks, counted from 0."""
+        for start, end in self.pieces:
+            if index < end - start:
+                return start + index
+            index -= end - start
+        raise IndexError(index)

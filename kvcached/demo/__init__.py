@@ -1,0 +1,1 @@
+"""`kvcached demo`: what the cache does for an engine, for its successor, and for another replica."""

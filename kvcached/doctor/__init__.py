@@ -1,0 +1,1 @@
+"""Checks of an engine's environment, as `kvcached doctor` runs them."""

@@ -1,0 +1,150 @@
+"""Checks of an engine's environment: what its own interpreter says, and what only the daemon's side can see."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+from kvcached.doctor.vllm_flags import VllmFlags, check_flags, check_layout, check_model, parse
+from kvcached_client.client import Admin
+from kvcached_client.doctor.checks import DISTRIBUTION, HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
+from kvcached_client.errors import KvcachedError
+from kvcached_client.protocol.engine import AttachedInfo
+from kvcached_client.vllm.keys import ALGORITHMS, VllmHashing, block_hashes
+
+#: vLLM takes twenty seconds to import on an idle machine, minutes on a busy one.
+DEADLINE_S: Final = 300
+_VERSION_MIN: Final = (3, 11)
+_VERSION_DEADLINE_S: Final = 30
+_SEED_VARIABLE: Final = "PYTHONHASHSEED"
+_MODULE: Final = "kvcached_client.doctor"
+_NOTHING_SAID: Final[dict[str, Any]] = {"hashes": [], "error": "the process ended without an answer"}
+
+
+def examine(python: str, run_dir: Path, model: str, vllm_arguments: Sequence[str]) -> Iterator[Finding]:
+    """Every finding, those of the engine's interpreter first.
+
+    Args:
+        python: the engine's interpreter.
+        run_dir: of the daemon.
+        model: folder of the model or its config.json; "" for what `vllm_arguments` name.
+        vllm_arguments: of vLLM; none where they are not to be checked.
+    """
+    flags = parse(vllm_arguments)
+    usable = _version(python)
+    yield usable
+    if usable.level != "fail":
+        yield from _ask_engine(python, run_dir, flags.algorithm)
+    if vllm_arguments:
+        yield from check_flags(flags, os.environ, run_dir)
+    if model or flags.model:
+        yield from check_model(model or flags.model, flags)
+    yield from _layout(run_dir, model or flags.model, flags)
+
+
+def _version(python: str) -> Finding:
+    """Whether there is an interpreter, of a version that can import the client."""
+    command = [python, "-c", "import sys; print(*sys.version_info[:2])"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_VERSION_DEADLINE_S, check=True)
+        version = tuple(map(int, done.stdout.split()))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return Finding("python", "fail", f"{python}: {error}", "name the engine's interpreter: --python PYTHON")
+    if version < _VERSION_MIN:
+        wanted = ".".join(map(str, _VERSION_MIN))
+        text = f"{python} is version {'.'.join(map(str, version))}, {DISTRIBUTION} needs {wanted}"
+        return Finding("python", "fail", text, f"make the engine's environment with Python {wanted} or newer")
+    return Finding("interpreter", "ok", python)
+
+
+def _ask_engine(python: str, run_dir: Path, algorithm: str) -> Iterator[Finding]:
+    """What the engine's interpreter finds, and whether another one of its processes hashes alike."""
+    command = [python, "-P", "-m", _MODULE, "--hash-algo", algorithm]
+    checks, hashes = [*command, "--run-dir", str(run_dir)], [*command, "--hash-only"]
+    found, said = 0, _NOTHING_SAID
+    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile("w+") as other_errors:
+        with _started(checks, errors) as first, _started(hashes, other_errors) as second:
+            for line in _lines(first):
+                if "check" in line:
+                    yield Finding(**line)
+                    found += 1
+                else:
+                    said = line
+            other = next(_lines(second), _NOTHING_SAID)
+        if first.returncode or not found:
+            yield _broken_off(python, first.returncode, errors)
+            return
+    yield from _agreement(algorithm, said, other, os.environ)
+
+
+def _started(command: list[str], errors: IO[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True)
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    """The JSON that a process prints, as it comes; one that takes too long is ended."""
+    watch = threading.Timer(DEADLINE_S, process.kill)
+    watch.start()
+    try:
+        for line in process.stdout or ():
+            yield json.loads(line)
+    finally:
+        watch.cancel()
+
+
+def _broken_off(python: str, code: int, errors: IO[str]) -> Finding:
+    """Why the engine's side said nothing, or not all."""
+    errors.seek(0)
+    said = errors.read().strip().splitlines()
+    reason = said[-1] if said else f"ended with {code}"
+    if "kvcached_client" in reason:
+        return Finding("client", "fail", f"{python}: {reason}", f"{python} -m pip install {DISTRIBUTION}")
+    return Finding("engine", "fail", f"{python} -m {_MODULE}: {reason}", f"run it by hand: {python} -m {_MODULE}")
+
+
+def _agreement(
+    algorithm: str, one: dict[str, Any], other: dict[str, Any], environment: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Whether two processes call the same blocks the same, and this project computes their names."""
+    for each in (one, other):
+        if each["error"]:
+            yield Finding("hashes", "fail", f"block hashes of {algorithm}: {each['error']}", "see the message")
+            return
+    if not one["hashes"]:
+        return  # there is no vLLM
+    if one["hashes"] != other["hashes"]:
+        yield Finding(
+            "hashes",
+            "fail",
+            f"two processes hash the same tokens differently ({algorithm}): engines would share nothing",
+            f"--prefix-caching-hash-algo sha256_cbor, or set {_SEED_VARIABLE} to the same number for every engine",
+        )
+        return
+    if algorithm in ALGORITHMS:
+        hashing = VllmHashing(HASH_BLOCK_SIZE, algorithm, environment.get(_SEED_VARIABLE))
+        if [each.hex() for each in block_hashes(HASHED_TOKENS, hashing)] != one["hashes"]:
+            fix = "report it with vLLM's version; the connector does not need them, `kvcached explain` does"
+            yield Finding("hashes", "warn", "vLLM's block hashes are not those that kvcached computes", fix)
+            return
+    yield Finding("hashes", "ok", f"two processes hash the same tokens alike ({algorithm})")
+
+
+def _layout(run_dir: Path, model: str, flags: VllmFlags) -> Iterator[Finding]:
+    offered = _offered(run_dir)
+    if model and offered is not None:
+        yield from check_layout(model, flags, offered)
+
+
+def _offered(run_dir: Path) -> AttachedInfo | None:
+    """What the daemon offers; that it does not answer has been said by the engine's side."""
+    try:
+        with Admin.connect(run_dir) as admin:
+            return admin.describe().attached
+    except KvcachedError:
+        return None

@@ -1,0 +1,299 @@
+"""vLLM's arguments as `kvcached doctor` reads them: what would not work with kvcached, and how to say it instead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from kvcached_client.blocks.layout import DType, layout_from_model_config
+from kvcached_client.blocks.slabs import slots_per_slab, smallest_slab
+from kvcached_client.doctor.checks import Finding
+from kvcached_client.errors import RequestError
+from kvcached_client.protocol.engine import AttachedInfo
+from kvcached_client.vllm.keys import PICKLED_ALGORITHMS, SECRET_SEED_ALGORITHMS
+from kvcached_client.vllm.settings import read_settings
+
+#: What `--kv-transfer-config` has to say.
+TRANSFER_CONFIG: Final = {
+    "kv_connector": "KvcachedConnector",
+    "kv_connector_module_path": "kvcached_client.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+DEFAULT_ALGORITHM: Final = "sha256"
+#: vLLM's attention on a CPU refuses others, and takes this where none is named.
+_BLOCK_SIZE_UNIT: Final = 32
+_DEFAULT_BLOCK_SIZE: Final = 128
+_SINGLE: Final = ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size", "nnodes")
+_SHORT: Final = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size"}
+_CHECK: Final = "vllm flags"
+_MODEL: Final = "model"
+#: `layer_types` whose blocks vLLM keeps in one group; fields that models with state-space layers have.
+_ATTENTION_LAYERS: Final = {"full_attention", "sliding_attention", "chunked_attention"}
+_STATE_SPACE_FIELDS: Final = (
+    "mamba_d_state",
+    "mamba_state_dim",
+    "ssm_state_size",
+    "state_size",
+    "hybrid_override_pattern",
+)
+#: Models with some layers of full attention whose older configurations do not say which.
+_MIXED_MODELS: Final = {"gemma2", "gemma3", "gemma3_text", "cohere2", "gpt_oss"}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmFlags:
+    """vLLM's command line, as far as it matters here.
+
+    Attributes:
+        options: values by name, without the dashes before it and with dashes in it; "" for one without a value.
+        words: what belongs to no option: "serve", the model.
+    """
+
+    options: dict[str, str] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+
+    @property
+    def algorithm(self) -> str:
+        """How blocks are hashed."""
+        return self.options.get("prefix-caching-hash-algo", DEFAULT_ALGORITHM)
+
+    @property
+    def model(self) -> str:
+        """Name or path of the model; "" where none is named."""
+        words = self.words[1:] if self.words[:1] == ["serve"] else self.words
+        return self.options.get("model") or (words[0] if words else "")
+
+
+def parse(arguments: Sequence[str]) -> VllmFlags:
+    """Read vLLM's arguments. Those that do not matter here are taken as they come."""
+    flags, name = VllmFlags(), ""
+    for argument in arguments:
+        dashed = argument.startswith("--") or argument in _SHORT
+        if dashed:
+            head, equals, value = argument.partition("=")
+            name = _SHORT.get(head) or head.removeprefix("--")
+            key, dot, rest = name.partition(".")
+            name = key.replace("_", "-") + dot + rest
+            flags.options[name] = value
+            name = "" if equals else name
+        elif name:
+            flags.options[name] = argument
+            name = ""
+        else:
+            flags.words.append(argument)
+    return flags
+
+
+def check_flags(flags: VllmFlags, environment: Mapping[str, str], run_dir: Path) -> Iterator[Finding]:
+    """What of vLLM's arguments does not fit.
+
+    Args:
+        flags: vLLM's arguments.
+        environment: of the engine, for PYTHONHASHSEED.
+        run_dir: of the daemon that is meant.
+    """
+    found = [*_transfer_config(flags, run_dir), *_hashing(flags, environment), *_sizes(flags)]
+    yield from found
+    if not any(finding.level == "fail" for finding in found):
+        yield Finding(_CHECK, "ok", "nothing in vLLM's arguments keeps it from using kvcached")
+
+
+def _transfer_config(flags: VllmFlags, run_dir: Path) -> Iterator[Finding]:
+    whole = f"--kv-transfer-config '{json.dumps(TRANSFER_CONFIG)}'"
+    text = flags.options.get("kv-transfer-config")
+    dotted = {
+        name.partition(".")[2]: value for name, value in flags.options.items() if name.startswith("kv-transfer-config.")
+    }
+    if text is None and not dotted:
+        yield Finding(_CHECK, "fail", "--kv-transfer-config is missing: vLLM would not use kvcached", f"add {whole}")
+        return
+    try:
+        config: Any = {**(json.loads(text) if text else {}), **dotted}
+    except (ValueError, TypeError) as error:
+        yield Finding(_CHECK, "fail", f"--kv-transfer-config is no JSON object: {error}", f"write {whole}")
+        return
+    for name, wanted in TRANSFER_CONFIG.items():
+        if config.get(name) != wanted:
+            said = repr(config[name]) if name in config else "missing"
+            yield Finding(_CHECK, "fail", f"--kv-transfer-config: {name} is {said}", f'write "{name}": "{wanted}"')
+    extra = config.get("kv_connector_extra_config", {})
+    try:
+        settings = read_settings(extra)
+    except (ValueError, TypeError) as error:
+        yield Finding(_CHECK, "fail", str(error), "correct kv_connector_extra_config")
+        return
+    if settings.run_dir is not None and Path(settings.run_dir).resolve() != run_dir.resolve():
+        yield Finding(
+            _CHECK,
+            "fail",
+            f"the connector is told to use the daemon in {settings.run_dir}, not the one in {run_dir}",
+            "give both the same run_dir",
+        )
+
+
+def _hashing(flags: VllmFlags, environment: Mapping[str, str]) -> Iterator[Finding]:
+    algorithm = flags.algorithm
+    if algorithm in SECRET_SEED_ALGORITHMS and "PYTHONHASHSEED" not in environment:
+        yield Finding(
+            _CHECK,
+            "fail",
+            f"block hashes of {algorithm} begin with a random number: nothing is found again after a restart",
+            "--prefix-caching-hash-algo sha256_cbor, or set PYTHONHASHSEED to the same number for every engine",
+        )
+    if algorithm in PICKLED_ALGORITHMS:
+        yield Finding(
+            _CHECK,
+            "warn",
+            f"block hashes of {algorithm} depend on Python's pickle: only engines of one Python and one vLLM share "
+            "blocks, and `kvcached explain` cannot compute their keys",
+            "--prefix-caching-hash-algo sha256_cbor",
+        )
+
+
+def _sizes(flags: VllmFlags) -> Iterator[Finding]:
+    block_size = flags.options.get("block-size", "")
+    if block_size.isdecimal() and (int(block_size) == 0 or int(block_size) % _BLOCK_SIZE_UNIT):
+        yield Finding(
+            _CHECK,
+            "fail",
+            f"--block-size {block_size}: vLLM's attention on a CPU takes multiples of {_BLOCK_SIZE_UNIT} only",
+            f"--block-size {_BLOCK_SIZE_UNIT}",
+        )
+    for name in _SINGLE:
+        if flags.options.get(name, "1") != "1":
+            yield Finding(_CHECK, "fail", f"--{name} {flags.options[name]} is not supported", f"leave out --{name}")
+
+
+def check_model(model: str, flags: VllmFlags) -> Iterator[Finding]:
+    """Whether vLLM and the connector take a model's kinds of layers; nothing where its configuration is not here.
+
+    Args:
+        model: folder of a model, or its config.json.
+        flags: vLLM's arguments, for the longest context.
+    """
+    try:
+        text = _text_config(_read_config(model))
+    except (OSError, ValueError):
+        return
+    if text.get("kv_lora_rank"):
+        yield Finding(
+            _MODEL,
+            "fail",
+            "vLLM computes wrong outputs where a model with multi-head latent attention (kv_lora_rank) reads cached "
+            "blocks on the CPU, and the connector refuses it",
+            "use another model, or no kvcached",
+        )
+    kinds = set(text.get("layer_types") or ())
+    if kinds - _ATTENTION_LAYERS or any(name in text for name in _STATE_SPACE_FIELDS):
+        others = ", ".join(sorted(kinds - _ATTENTION_LAYERS)) or "state space"
+        text_ = f"the model has layers that are not attention ({others}): the connector does not support them"
+        yield Finding(_MODEL, "fail", text_, "use another model, or no kvcached")
+        return
+    window = _only_window(text)
+    longest = flags.options.get("max-model-len") or text.get("max_position_embeddings")
+    if window and not (str(longest).isdecimal() and int(str(longest)) <= window):
+        yield Finding(
+            _MODEL,
+            "fail",
+            f"all layers of the model have sliding windows of {window} tokens: vLLM drops blocks behind them, and the "
+            "connector refuses longer contexts",
+            f"--max-model-len {window}, or use no kvcached",
+        )
+
+
+def _only_window(text: Mapping[str, Any]) -> int:
+    """Tokens of the sliding window that all layers of a model have; 0 where some have none."""
+    window, kinds = text.get("sliding_window"), set(text.get("layer_types") or ())
+    if not isinstance(window, int) or text.get("use_sliding_window") is False:
+        return 0
+    if kinds:
+        return window if kinds == {"sliding_attention"} else 0
+    is_mixed = (
+        text.get("model_type") in _MIXED_MODELS or "sliding_window_pattern" in text or "max_window_layers" in text
+    )
+    return 0 if is_mixed else window
+
+
+def _read_config(model: str) -> dict[str, Any]:
+    """The configuration of a model in this folder or file.
+
+    Raises:
+        OSError: there is none here.
+        ValueError: it is no JSON object.
+    """
+    path = Path(model)
+    config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError("it is no JSON object")  # noqa: TRY004 - as for text that is no JSON
+    return config
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config", config)
+    return text if isinstance(text, dict) else config
+
+
+def check_layout(model: str, flags: VllmFlags, offered: AttachedInfo) -> Iterator[Finding]:
+    """Whether a slab of the host pool holds a block of the model.
+
+    Args:
+        model: folder of a model, or its config.json; a name of the hub is not looked up.
+        flags: vLLM's arguments, for the sizes in them.
+        offered: what the daemon has.
+    """
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        text = f"{model} is neither a folder nor a config.json here: blocks are not compared with the slabs"
+        yield Finding("layout", "warn", text, "name the folder of the model: --model DIR")
+        return
+    try:
+        block_size = int(flags.options.get("block-size") or _DEFAULT_BLOCK_SIZE)
+        shards = int(flags.options.get("tensor-parallel-size") or 1)
+        config = _read_config(model)
+        layout = layout_from_model_config(
+            _as_one_group(config), block_size=block_size, shards=shards, kv_dtype=_dtype(flags, config)
+        )
+    except (RequestError, ValueError, OSError, AttributeError) as error:
+        yield Finding(
+            "layout",
+            "warn",
+            f"{path} does not tell the size of a block: {error}",
+            "compare it by hand: docs/configuration.md",
+        )
+        return
+    size = layout.bytes_per_block()
+    slots = slots_per_slab(offered.slab_bytes, size, layout.host_parts)
+    alike = ", and is held once for all" if layout.host_parts < shards else ""
+    words = f"a block of {block_size} tokens takes {size} bytes on each of {shards} shards{alike}"
+    if slots:
+        yield Finding("layout", "ok", f"{words}; {slots} of them in a slab of {offered.slab_bytes} bytes")
+    else:
+        fix = f"set slab_bytes in the daemon's [host] table to {smallest_slab(size, layout.host_parts)} or more"
+        yield Finding("layout", "fail", f"{words}: a slab of {offered.slab_bytes} bytes holds none", fix)
+
+
+def _as_one_group(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as vLLM takes it for the connector: layers with windows keep blocks as all others."""
+    dtypes = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name)}
+    kept = {name: value for name, value in {**dtypes, **_text_config(config)}.items() if name != "layer_types"}
+    kinds = set(_text_config(config).get("layer_types") or ())
+    return kept if kinds <= _ATTENTION_LAYERS else dict(config)
+
+
+def _dtype(flags: VllmFlags, config: Mapping[str, Any]) -> DType | None:
+    """Element type of the cache; None for that of the model. By itself vLLM takes bfloat16 for models in float32."""
+    named = {"half": "float16", "float": "float32", "fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+    for option in ("kv-cache-dtype", "dtype"):
+        value = flags.options.get(option, "auto")
+        value = named.get(value, value)
+        for dtype in get_args(DType):
+            if value == dtype:
+                return dtype  # type: ignore[no-any-return]
+    text = _text_config(config)
+    named_by_model = [each[name] for each in (text, config) for name in ("dtype", "torch_dtype") if each.get(name)]
+    return "bfloat16" if named_by_model[:1] in ([], ["float32"]) else None

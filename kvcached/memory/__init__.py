@@ -1,0 +1,1 @@
+"""Sealed shared memory, and what lies in it."""

@@ -1,0 +1,34 @@
+"""Whether a pool fits into the memory that is left, asked before it is made.
+
+Pools are touched lazily, so that an impossible size would otherwise show as a killed process hours later.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvcached_client.doctor.memory_bounds import memory_bounds
+
+
+class NotEnoughMemory(Exception):
+    """A pool is larger than the memory that is left."""
+
+
+def check_available(size_bytes: int, purpose: str, *, root: Path = Path("/")) -> None:
+    """Refuse a size that the machine or the cgroup cannot give.
+
+    Args:
+        size_bytes: what is about to be allocated.
+        purpose: what it is for, for the message.
+        root: where /proc and /sys are.
+
+    Raises:
+        NotEnoughMemory: names the size, what is left, and which limit says so.
+    """
+    bound = min(memory_bounds(root), key=lambda bound: bound.available_bytes, default=None)
+    if bound is not None and size_bytes > bound.available_bytes:
+        raise NotEnoughMemory(
+            f"{purpose} needs {size_bytes} bytes, but {max(0, bound.available_bytes)} are available "
+            f"({bound.source}); lower the number of slots, or host.size_bytes or host.memory_percent, or raise the"
+            " limit"
+        )

@@ -1,0 +1,74 @@
+"""The memory of a device pool: the daemon makes it, holds it, and hands it to workers and engines.
+
+It belongs to no worker, so that no worker's death loses it. Its descriptors are kept by the service manager
+(`kvcached.recovery.fd_store`), so that the daemon's own death does not either. The daemon never maps it.
+
+`ShardMemory` is all that the daemon knows of a device: what makes a shard's memory, what it is passed on as, and
+what tells it from other memory. On a CPU it is a sealed memfd.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import Self
+
+from kvcached.memory.host_pool import MemoryIdentity
+from kvcached.memory.progress import ProgressPage
+from kvcached.memory.sealed import sealed_memfd
+
+
+class ShardMemory:
+    """One shard's part of a device pool, and the page that tells how far loads into it are.
+
+    Attributes:
+        descriptor: the memory's, close-on-exec. This is what outlives the daemon; the page does not.
+        size_bytes: of the memory.
+        progress: the page. While a worker lives, it writes the page; the daemon does when the worker is dead.
+    """
+
+    def __init__(self, name: str, descriptor: int, size_bytes: int) -> None:
+        """Take over the descriptor, and make a page.
+
+        Raises:
+            OSError: the kernel refused one of the steps; the descriptor is still the caller's.
+        """
+        self.progress = ProgressPage.make(f"{name}-progress")
+        self.descriptor = descriptor
+        self.size_bytes = size_bytes
+
+    @classmethod
+    def make(cls, name: str, size_bytes: int) -> Self:
+        """New memory, all zero. It takes up memory only where it is written.
+
+        Raises:
+            OSError: the kernel refused one of the steps.
+        """
+        with ExitStack() as made:
+            descriptor = sealed_memfd(name, size_bytes)
+            made.callback(os.close, descriptor)
+            memory = cls(name, descriptor, size_bytes)
+            made.pop_all()
+        return memory
+
+    @property
+    def identity(self) -> MemoryIdentity:
+        """Which memory it is, as long as somebody holds it."""
+        return MemoryIdentity.of(self.descriptor)
+
+    @property
+    def for_worker(self) -> tuple[int, ...]:
+        """What a worker maps: memory, page, and the eventfd of each entry of the page. They stay this object's."""
+        return (self.descriptor, *self.progress.writable)
+
+    @property
+    def for_engine(self) -> tuple[int, ...]:
+        """What a shard process of an engine maps: the same, but for the page, which it can only read."""
+        return (self.descriptor, *self.progress.descriptors)
+
+    def close(self) -> None:
+        """Give it back. The memory is freed when nobody else has it. Does nothing the second time."""
+        self.progress.close()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

@@ -1,0 +1,150 @@
+"""The host pool's memory: one sealed memfd of the daemon's, handed to every worker.
+
+It belongs to no worker, so that no worker's death loses it, and its descriptor is kept by the service manager
+(`kvcached.recovery.fd_store`), so that the daemon's own death does not either. The daemon maps it for the headers
+beside the blocks, and never touches a block.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached.memory.header_table import HeaderTable
+from kvcached.memory.sealed import memory_fault, sealed_memfd
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.mapping import map_sealed
+from kvcached_client.blocks.slabs import HEADER_BYTES, header_area_bytes
+
+_log: Final = logging.getLogger(__name__)
+
+
+class MemoryIdentity(NamedTuple):
+    """What tells a memfd from every other one of the same boot."""
+
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> Self:
+        """Of the memory behind a descriptor."""
+        status = os.fstat(descriptor)
+        return cls(status.st_dev, status.st_ino)
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The memory of a host pool of `slabs` slabs.
+
+    Attributes:
+        descriptor: the memfd, close-on-exec. Whoever made this closes it, after the workers.
+    """
+
+    descriptor: int
+    slabs: int
+    slab_bytes: int
+
+    @property
+    def identity(self) -> MemoryIdentity:
+        """Which memory it is, as long as somebody holds it."""
+        return MemoryIdentity.of(self.descriptor)
+
+    def close(self) -> None:
+        """Close the descriptor. The memory is freed when the last process that has it ends."""
+        os.close(self.descriptor)
+
+
+def create_host_memory(slabs: int, slab_bytes: int) -> HostMemory:
+    """Make a host pool, all zero. It takes up memory only where it is written.
+
+    Raises:
+        OSError: the kernel refused one of the steps.
+    """
+    return HostMemory(sealed_memfd("kvcached-host", slabs * slab_bytes), slabs, slab_bytes)
+
+
+def adopt_host_memory(descriptor: int, slabs: int, slab_bytes: int) -> HostMemory | None:
+    """The host pool behind a descriptor that was kept, or None, with a log line, where it is no such pool.
+
+    The descriptor belongs to what is returned; where that is None, it stays the caller's to close.
+    """
+    if (fault := memory_fault(descriptor, slabs * slab_bytes)) is not None:
+        _log.warning("the host pool that was kept cannot be used, and its blocks are lost: %s", fault)
+        return None
+    os.set_inheritable(descriptor, False)  # noqa: FBT003 - takes no keyword
+    return HostMemory(descriptor, slabs, slab_bytes)
+
+
+class HostHeaders:
+    """The headers of a host pool, mapped so that no forked child has them. Used by one thread.
+
+    All of the pool is mapped, and only the pages of headers are ever touched.
+
+    Attributes:
+        table: the headers, for who reads many of them.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        """Map it. The descriptor stays the caller's, who closes it after this is no longer used.
+
+        The mapping goes with the last reference to this or to `table`.
+
+        Raises:
+            DaemonFailure: the kernel refused to map it.
+        """
+        size_bytes = memory.slabs * memory.slab_bytes
+        self._descriptor, self._slab_bytes = memory.descriptor, memory.slab_bytes
+        self._mapped = memoryview(map_sealed(memory.descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
+        self.table = HeaderTable(self._mapped)
+
+    def clear_slab(self, slab: int, geometry: HostGeometry) -> None:
+        """Zero the headers of a slab that is lent, in all its parts: nothing is left of those who had it before.
+
+        Raises:
+            ValueError: there is no such slab.
+        """
+        size_bytes = header_area_bytes(geometry.slots_per_slab)
+        for part in range(geometry.parts):
+            self.table.clear(geometry.header_offset(slab * geometry.slots_per_slab, part), size_bytes)
+
+    def try_end(self, slab: int, size_bytes: int) -> str:
+        """Write random bytes to the end of a slab, read them back another way, and put back what was there.
+
+        Args:
+            slab: whose last `size_bytes`, or all where it has fewer, belong to nobody while this runs.
+            size_bytes: how many.
+
+        Returns:
+            What was wrong; "" for nothing.
+        """
+        size_bytes, end = min(size_bytes, self._slab_bytes), (slab + 1) * self._slab_bytes
+        start, written = end - size_bytes, os.urandom(size_bytes)
+        try:
+            before = os.pread(self._descriptor, size_bytes, start)
+            os.pwrite(self._descriptor, written, start)
+            is_same = self._mapped.cast("B")[start:end] == written  # as engines and workers see it
+            os.pwrite(self._descriptor, before, start)
+        except OSError as error:
+            return f"cannot be written: {error.strerror}"
+        return "" if is_same else "what was read is not what was written"
+
+    def claim(self, slots: npt.NDArray[np.int64], geometry: HostGeometry, epoch: int, session: int) -> None:
+        """Write who may be writing these slots into all their headers, before the reply that gives them.
+
+        Raises:
+            ValueError: one of the slots does not exist; nothing was touched.
+        """
+        if not len(slots):
+            return
+        for end in (int(slots.min()), int(slots.max())):
+            geometry.header_offset(end, 0)
+        slabs, index = np.divmod(slots, geometry.slots_per_slab)
+        places = slabs * geometry.slab_bytes + index * HEADER_BYTES
+        for part in range(geometry.parts):
+            self.table.claim(places + geometry.header_offset(0, part), epoch, session)

@@ -1,0 +1,1 @@
+"""What the daemon needs of other processes: who they are, and messages to and from them."""

@@ -1,0 +1,98 @@
+"""Child processes of an earlier daemon: each holds a lock while it lives, so that its death can be waited for.
+
+Until then such a process may write into memory that has outlived its daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from kvcached.process.identity import PID_MAX, arguments_of, pidfd_of
+
+
+def take_lock(path: str) -> int:
+    """A descriptor with a lock on a file, which is held until every process that inherits the descriptor has ended.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+    except OSError as error:
+        os.close(lock)
+        raise OSError(error.errno, f"{path} is locked by another process") from error
+    return lock
+
+
+def name_holder(lock: int, pid: int) -> None:
+    """Write down which process holds a lock."""
+    os.pwrite(lock, f"{pid}\n".encode(), 0)
+
+
+async def end_earlier(path: Path, module: str, deadline_s: float) -> None:
+    """Kill the process that holds a lock, if there is one, and wait until it is dead.
+
+    Args:
+        path: the lock.
+        module: what such a process runs; nothing else is killed.
+        deadline_s: how long its death may take.
+
+    Raises:
+        OSError: it does not end, or another program holds the lock.
+    """
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            await _end_holder(lock, path.name, module, deadline_s)
+    finally:
+        os.close(lock)
+
+
+async def _end_holder(lock: int, name: str, module: str, deadline_s: float) -> None:
+    """End the process that wrote its id into a file and holds a lock on it."""
+    text = os.pread(lock, 20, 0).strip()
+    pid = int(text) if text.isdigit() else 0
+    if not 0 < pid <= PID_MAX:
+        raise OSError(f"the process of an earlier daemon that holds {name} starts or ends right now; start again")
+    pidfd = pidfd_of(pid)
+    if pidfd is None:
+        return
+    try:
+        arguments = arguments_of(pid)
+        if arguments and module.encode() not in arguments:
+            raise OSError(f"a process holds {name} in the run directory, and it is not {pid}, as written there")
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        await _readable(pidfd, deadline_s)
+    except TimeoutError:
+        raise OSError(f"process {pid} of an earlier daemon, which holds {name}, does not end") from None
+    finally:
+        os.close(pidfd)
+
+
+async def _readable(descriptor: int, deadline_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        loop.remove_reader(descriptor)
+        ready.set_result(None)
+
+    loop.add_reader(descriptor, tell)
+    try:
+        async with asyncio.timeout(deadline_s):
+            await ready
+    finally:
+        loop.remove_reader(descriptor)

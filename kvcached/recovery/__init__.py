@@ -1,0 +1,1 @@
+"""What outlives a daemon, and how the next one takes it over."""

@@ -1,0 +1,333 @@
+"""Descriptors that the service manager keeps while the daemon is dead, and the datagrams that say so: both ends.
+
+The manager is systemd, or `kvcached supervise`. A stored memfd keeps its memory, so that the next daemon has the blocks
+of the one before it. What was stored comes back at the next start as descriptors from 3 on, with three variables that
+say how many, under which names, and for which process.
+
+The daemon's end is `notify`, `store`, `remove` and `take_stored`; the manager's end is `NoticeSocket` and
+`KeptDescriptors`. The manager names its socket in ``$NOTIFY_SOCKET``; a leading ``@`` stands for an abstract one.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+NOTIFY_VARIABLE: Final = "NOTIFY_SOCKET"
+READY: Final = "READY=1"
+STOPPING: Final = "STOPPING=1"
+
+#: The longest that a message waits for room in the manager's queue: a manager that is stopped must not stop us.
+WAIT_S: Final = 2.0
+
+#: More than any daemon stores: a larger number is a mistake.
+DESCRIPTORS_MAX: Final = 1024
+FIRST_DESCRIPTOR: Final = 3
+#: Set by whoever starts the daemon.
+PID_VARIABLE: Final = "LISTEN_PID"
+COUNT_VARIABLE: Final = "LISTEN_FDS"
+NAMES_VARIABLE: Final = "LISTEN_FDNAMES"
+VARIABLES: Final = (PID_VARIABLE, COUNT_VARIABLE, NAMES_VARIABLE)
+#: What systemd calls descriptors without a name.
+UNNAMED: Final = "unknown"
+NAME_LENGTH_MAX: Final = 255
+
+#: A daemon stores one descriptor for the host pool, and one for each shard of each device pool.
+KEPT_MAX: Final = 256
+#: Of one message; systemd's own limit on text is the same.
+MESSAGE_BYTES_MAX: Final = 4096
+_DESCRIPTORS_PER_MESSAGE_MAX: Final = 16
+#: More than a queue holds. Whoever floods it must not keep us from signals.
+_MESSAGES_PER_CALL_MAX: Final = 1024
+#: Between two log lines about messages that were not believed.
+_REFUSAL_LOG_PAUSE_S: Final = 60.0
+#: Writable in containers whose file system is not.
+_LAST_RESORT: Final = "/dev/shm"  # noqa: S108 - the directory that is made in it is private
+_CREDENTIALS: Final = struct.Struct("iII")
+
+_log: Final = logging.getLogger(__name__)
+
+
+def notify(state: str, descriptors: tuple[int, ...] = (), *, wait_s: float = WAIT_S) -> bool:
+    """Send `state`, and descriptors with it, to whoever waits for it. Does nothing where nobody asked.
+
+    Takes at most `wait_s`.
+
+    A manager that cannot be reached is logged and no reason to stop: it decides by itself what a missing message means.
+
+    Returns:
+        Whether it was sent. Nobody says whether it was understood.
+    """
+    address = os.environ.get(NOTIFY_VARIABLE, "")
+    if not address:
+        return False
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.settimeout(wait_s)
+        try:
+            sender.sendmsg([state.encode()], ancillary, 0, address)
+        except OSError as error:
+            _log.warning("%s not sent to %s: %s", state.replace("\n", " "), NOTIFY_VARIABLE, error)
+            return False
+    return True
+
+
+def take_stored() -> dict[str, list[int]]:
+    """The descriptors that the manager gives back, by name; close-on-exec, and the caller's to close.
+
+    Comes before the process opens anything else. The variables leave the environment, so that no child takes them for
+    its own, and a second call gives nothing. Values that make no sense are logged, and what they say is not believed.
+    """
+    pid, count, names = (os.environ.pop(variable, "") for variable in VARIABLES)
+    if pid != str(os.getpid()):
+        if pid:
+            _log.warning("%s=%s is not this process (%d): descriptors not taken", PID_VARIABLE, pid, os.getpid())
+        return {}
+    if not (count.isdecimal() and count.isascii() and len(count) <= NAME_LENGTH_MAX and int(count) <= DESCRIPTORS_MAX):
+        _log.warning("%s=%s is no number up to %d: descriptors not taken", COUNT_VARIABLE, count, DESCRIPTORS_MAX)
+        return {}
+    descriptors = range(FIRST_DESCRIPTOR, FIRST_DESCRIPTOR + int(count))
+    return _by_name(descriptors, names)
+
+
+def is_anything_stored() -> bool:
+    """Whether the manager gives something back, which `take_stored` has not taken yet."""
+    return os.environ.get(PID_VARIABLE, "") == str(os.getpid()) and os.environ.get(COUNT_VARIABLE, "") not in {"", "0"}
+
+
+def store(name: str, descriptor: int) -> bool:
+    """Ask the manager to keep a duplicate of a descriptor under a name, until `remove` or the service's end.
+
+    The same file twice under one name is kept once.
+
+    Returns:
+        Whether somebody was asked; False where there is no manager.
+
+    Raises:
+        ValueError: the name cannot be sent.
+    """
+    return notify(f"FDSTORE=1\nFDNAME={_checked(name)}\nFDPOLL=0", (descriptor,))
+
+
+def remove(name: str) -> bool:
+    """Ask the manager to close what it keeps under a name. Returns and raises as `store`."""
+    return notify(f"FDSTOREREMOVE=1\nFDNAME={_checked(name)}")
+
+
+def is_name(name: str) -> bool:
+    """Whether descriptors may be called so: 1 to 255 printable ASCII characters, no colon."""
+    return 0 < len(name) <= NAME_LENGTH_MAX and name.isascii() and name.isprintable() and ":" not in name
+
+
+def _checked(name: str) -> str:
+    if not is_name(name):
+        raise ValueError(f"{name!r} is no name for a descriptor: give up to 255 ASCII characters without colons")
+    return name
+
+
+def _by_name(descriptors: range, names: str) -> dict[str, list[int]]:
+    called = names.split(":") if names else []
+    if len(called) != len(descriptors):
+        if called:
+            _log.warning("%s has %d names for %d descriptors: not used", NAMES_VARIABLE, len(called), len(descriptors))
+        called = [UNNAMED] * len(descriptors)
+    found: dict[str, list[int]] = {}
+    for name, descriptor in zip(called, descriptors, strict=True):
+        try:
+            os.set_inheritable(descriptor, False)  # noqa: FBT003 - takes no keyword
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            _log.warning("descriptor %d (%s) was announced and is not there", descriptor, name)
+        else:
+            found.setdefault(name, []).append(descriptor)
+    return found
+
+
+class Notice(NamedTuple):
+    """One message of the daemon's."""
+
+    fields: dict[str, str]
+    descriptors: list[int]  #: close-on-exec; the receiver's to close
+
+
+class NoticeSocket:
+    """A datagram socket in a directory of its own, which no other user may enter.
+
+    This user's other processes may send to it. By the kernel's word on each message only one process is listened to.
+
+    Attributes:
+        name: its path.
+
+    Raises:
+        OSError: no directory for temporary files can be written, nor /dev/shm.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        try:
+            self.name = _bind_in_private(self._socket)
+        except OSError:
+            self._socket.close()
+            raise
+        self._refusals = _Refusals()
+
+    def fileno(self) -> int:
+        """For who waits until there is a message."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Close it, and remove its directory."""
+        self._socket.close()
+        shutil.rmtree(Path(self.name).parent, ignore_errors=True)
+
+    def messages(self, pid: int) -> Iterator[Notice]:
+        """What process `pid`, of this user, has sent; all other messages are dropped and counted. Never waits."""
+        room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_DESCRIPTORS_PER_MESSAGE_MAX * 4)
+        for _ in range(_MESSAGES_PER_CALL_MAX):
+            try:
+                data, ancillary, flags, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return
+            sender, descriptors = _unpacked(ancillary)
+            fault = ""
+            # Nobody is process 0, but senders from other pid namespaces look so.
+            if sender is None or not pid or sender[:2] != (pid, os.geteuid()):
+                fault = f"it is of process {sender[0] if sender else 0}, not of the daemon ({pid})"
+            elif flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                fault = f"more than {MESSAGE_BYTES_MAX} bytes or {_DESCRIPTORS_PER_MESSAGE_MAX} descriptors"
+            if fault:
+                self._refusals.note(fault)
+                _close(descriptors)
+            else:
+                yield Notice(_fields(data), descriptors)
+
+
+class _Refusals:
+    """Logs that notifications were not believed: the first one, then one line for all within a minute.
+
+    A line for each would let whoever may send to the socket fill the disk.
+    """
+
+    def __init__(self) -> None:
+        self._unlogged = 0
+        self._logged_s = -math.inf
+
+    def note(self, fault: str) -> None:
+        """One more."""
+        self._unlogged += 1
+        now_s = time.monotonic()
+        if now_s - self._logged_s < _REFUSAL_LOG_PAUSE_S:
+            return
+        _log.warning("%d notifications were not believed since the last such line; the last: %s", self._unlogged, fault)
+        self._unlogged, self._logged_s = 0, now_s
+
+
+class KeptDescriptors:
+    """Descriptors that are kept for the next daemon, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, int]] = []
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._kept)
+
+    @property
+    def names(self) -> list[str]:
+        """What they are called."""
+        return [name for name, _ in self._kept]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """They themselves, in the same order."""
+        return [descriptor for _, descriptor in self._kept]
+
+    def take(self, notice: Notice) -> None:
+        """Keep, drop, or close again what came with a message, as it says."""
+        name = notice.fields.get("FDNAME", "stored")
+        if not is_name(name):
+            _log.warning("descriptors called %r are called %s", name, UNNAMED)
+            name = UNNAMED
+        if notice.fields.get("FDSTOREREMOVE") == "1":
+            self._drop(name)
+        if notice.fields.get("FDSTORE") != "1":
+            _close(notice.descriptors)
+            return
+        for descriptor in notice.descriptors:
+            self._keep(name, descriptor)
+
+    def close(self) -> None:
+        """Close all of them."""
+        _close(self.descriptors)
+        self._kept.clear()
+
+    def _keep(self, name: str, descriptor: int) -> None:
+        same = [other for known, other in self._kept if known == name and os.path.sameopenfile(other, descriptor)]
+        if same or len(self._kept) == KEPT_MAX:
+            if not same:
+                _log.error("descriptor %s not kept: the limit of %d is reached", name, KEPT_MAX)
+            os.close(descriptor)
+        else:
+            self._kept.append((name, descriptor))
+
+    def _drop(self, name: str) -> None:
+        _close([descriptor for known, descriptor in self._kept if known == name])
+        self._kept = [(known, descriptor) for known, descriptor in self._kept if known != name]
+
+
+def _bind_in_private(unbound: socket.socket) -> str:
+    """Bind to a path in a new directory that only this user may enter; returns the path."""
+    for parent in (None, _LAST_RESORT):
+        try:
+            directory = Path(tempfile.mkdtemp(prefix="kvcached-notify-", dir=parent))
+        except OSError as error:
+            reason = error
+            continue
+        try:
+            unbound.bind(path := str(directory / "socket"))
+        except OSError as error:  # a path that is too long, too
+            directory.rmdir()
+            reason = error
+        else:
+            return path
+    raise OSError(
+        reason.errno,
+        f"no socket for the daemon's notifications, neither where TMPDIR says nor in {_LAST_RESORT}: {reason}; "
+        f"name a directory that can be written in TMPDIR",
+    )
+
+
+def _unpacked(ancillary: list[tuple[int, int, bytes]]) -> tuple[tuple[int, int, int] | None, list[int]]:
+    """Process, user and group of the sender, and what it sent along."""
+    sender, descriptors = None, array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(content) == _CREDENTIALS.size:
+            sender = _CREDENTIALS.unpack(content)
+        elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) // descriptors.itemsize * descriptors.itemsize])
+    return sender, list(descriptors)
+
+
+def _fields(data: bytes) -> dict[str, str]:
+    lines = data.decode("utf-8", "replace").split("\n")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,101 @@
+"""The run directory: taken by one daemon at a time, of its own user, and not where somebody else says."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import stat
+import time
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Final
+
+from kvcached.recovery.state_file import LEDGER_NAME, read_ledger
+from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, LOCK_NAME, RPC_SOCKET_NAME
+
+#: An epoch is the time of a start in milliseconds, or one more than the one before. No clock comes to this one.
+EPOCH_MAX: Final = 1 << 48
+_MODE: Final = 0o750
+_ROOT: Final = 0
+#: Of the lock file that are read: longer than any epoch.
+_LOCK_BYTES_MAX: Final = 64
+
+_log: Final = logging.getLogger(__name__)
+
+
+class RunDirUnusable(Exception):
+    """The message says why, and what to do."""
+
+
+def claim_run_dir(run_dir: Path) -> tuple[int, AbstractContextManager[object]]:
+    """Make the run directory this daemon's own.
+
+    Returns:
+        The epoch of this start, larger than any before it here, and what holds the directory until it is left.
+
+    Raises:
+        RunDirUnusable: it is another daemon's or another user's, or something in it is not what it has to be.
+    """
+    with ExitStack() as held:
+        try:
+            directory = _open_directory(run_dir)
+            held.callback(os.close, directory)
+            lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+            held.callback(os.close, lock)
+            _lock(lock, run_dir)
+            _check_sockets(run_dir)
+            epoch = _next_epoch(lock, run_dir)
+            os.pwrite(lock, f"{epoch:<{_LOCK_BYTES_MAX}}".encode(), 0)
+        except OSError as error:
+            what = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+            raise RunDirUnusable(f"run directory {run_dir}: {what}; mend that, or choose another run_dir") from None
+        return epoch, held.pop_all()
+
+
+def _open_directory(run_dir: Path) -> int:
+    """The directory, which no other user can exchange for another one from now on."""
+    run_dir.mkdir(mode=_MODE, parents=True, exist_ok=True)
+    found = run_dir.lstat()
+    is_link = stat.S_ISLNK(found.st_mode)
+    if is_link and found.st_uid not in {_ROOT, os.geteuid()}:
+        raise RunDirUnusable(f"{run_dir} is a link that user {found.st_uid} made; remove it, or choose another run_dir")
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if is_link else os.O_NOFOLLOW)
+    directory = os.open(run_dir, flags)
+    status = os.fstat(directory)
+    fault = ""
+    if status.st_uid != os.geteuid():
+        fault = f"{run_dir} belongs to another user; choose another run_dir"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        fault = f"others may write into {run_dir}, and so replace its sockets; chmod go-w it"
+    if fault:
+        os.close(directory)
+        raise RunDirUnusable(fault)
+    return directory
+
+
+def _lock(lock: int, run_dir: Path) -> None:
+    if not stat.S_ISREG(os.fstat(lock).st_mode):
+        raise RunDirUnusable(f"{run_dir / LOCK_NAME} is no file; remove it")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunDirUnusable(f"another daemon runs in {run_dir}; stop it, or choose another run_dir") from None
+
+
+def _check_sockets(run_dir: Path) -> None:
+    """A socket that an earlier daemon left is removed later; nothing else is, whoever put it there."""
+    for path in (run_dir / ATTACH_SOCKET_NAME, run_dir / RPC_SOCKET_NAME):
+        if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
+            raise RunDirUnusable(f"{path} is there, and is no socket; remove it, or choose another run_dir")
+
+
+def _next_epoch(lock: int, run_dir: Path) -> int:
+    """Larger than any before it. Where the file is damaged, the clock and the ledger know of those."""
+    text = os.pread(lock, _LOCK_BYTES_MAX + 1, 0).strip()
+    before = int(text or b"0") if len(text) <= _LOCK_BYTES_MAX and not text.strip(b"0123456789") else EPOCH_MAX
+    if before >= EPOCH_MAX:
+        _log.warning("%s is damaged: it begins with %r, which is not an epoch", run_dir / LOCK_NAME, text[:20])
+        ledger = read_ledger(run_dir / LEDGER_NAME)
+        before = 0 if ledger is None or ledger.epoch >= EPOCH_MAX else ledger.epoch
+    return max(before + 1, time.time_ns() // 1_000_000)

@@ -1,0 +1,317 @@
+"""What a daemon finds at its start and takes over: the pools that were kept, their blocks, and living engines.
+
+The service manager has kept the memory of the pools. Headers say which blocks are in it, the state file who had it.
+
+Done before the sockets open. An engine of before that still lives gets nothing back here: it is an expired session,
+whose slots wait until it has introduced itself anew or is dead. Whatever does not fit the configuration is left behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached.config.host import HostConfig
+from kvcached.config.replica import ReplicaConfig
+from kvcached.core.cache import Cache
+from kvcached.core.namespaces import NamespaceSpec
+from kvcached.core.restart.restore import StoredBlocks
+from kvcached.core.restart.takeover import Owner, RestoredCache
+from kvcached.memory.host_pool import HostHeaders, HostMemory, adopt_host_memory, create_host_memory
+from kvcached.process.identity import ProcessIdentity
+from kvcached.process.peer import PeerProcess, UnseenProcess
+from kvcached.recovery.device_pools import DevicePool, device_pool, kept_device
+from kvcached.recovery.fd_store import remove, store, take_stored
+from kvcached.recovery.generations import recorded_policy
+from kvcached.recovery.scan import UNKNOWN_OWNER, FoundBlocks, FoundClaims, scan
+from kvcached.recovery.state_file import (
+    LEDGER_NAME,
+    HostPoolRecord,
+    Ledger,
+    LedgerFile,
+    SessionRecord,
+    SpaceRecord,
+    read_ledger,
+)
+from kvcached.service.offload_admission import Shape
+from kvcached.service.replica import Replica
+from kvcached.service.sessions import FoundSession, Peer
+from kvcached_client.blocks.header import NAMESPACE_BYTES, HeaderKind
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.types import ShardIndex
+
+#: What the service manager calls the host pool's memory.
+HOST_MEMORY_NAME: Final = "host"
+
+_Member: TypeAlias = tuple[Peer, ShardIndex | None]
+_Living: TypeAlias = Mapping[Owner, tuple[SessionRecord, list[_Member]]]
+
+_log: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Inheritance:
+    """What there is at the start.
+
+    Attributes:
+        ledger: of the daemon before; None where there was none on this boot.
+        host: the host pool, new or kept; None without a host tier.
+        is_kept: the host pool is the one that the ledger is about.
+        devices: the device pools, by replica.
+    """
+
+    ledger: Ledger | None
+    host: HostMemory | None
+    is_kept: bool
+    devices: Mapping[str, DevicePool]
+
+    def host_record(self) -> HostPoolRecord | None:
+        """The host pool as the next ledger names it."""
+        if self.host is None:
+            return None
+        device, inode = self.host.identity
+        return HostPoolRecord(
+            device=device, inode=inode, slabs=self.host.slabs, slab_bytes=self.host.slab_bytes, lent={}
+        )
+
+
+def inherit(run_dir: Path, host: HostConfig | None, replicas: Sequence[ReplicaConfig], parts: ExitStack) -> Inheritance:
+    """The ledger, and the pools: those that were kept where they are what is configured, else new ones to be kept.
+
+    Nobody who could write into them by an earlier daemon's order lives any more: that is the caller's to see to.
+
+    Args:
+        run_dir: where the ledger is.
+        host: what is configured; None without a host tier.
+        replicas: the same, of device pools.
+        parts: closes the descriptors.
+
+    Raises:
+        OSError: a new pool cannot be made.
+    """
+    found, ledger = take_stored(), read_ledger(run_dir / LEDGER_NAME)
+    kept = found.pop(HOST_MEMORY_NAME, [])
+    memory = None if host is None or ledger is None else _kept(kept, host, ledger)
+    for descriptor in kept:
+        if memory is None or descriptor != memory.descriptor:
+            os.close(descriptor)
+    is_kept = memory is not None
+    if memory is None and host is not None:
+        memory = create_host_memory(host.slabs, host.slab_bytes)
+        remove(HOST_MEMORY_NAME)
+        if store(HOST_MEMORY_NAME, memory.descriptor):
+            _log.info("the service manager keeps the host pool: it outlives the daemon")
+    if memory is not None:
+        parts.callback(memory.close)
+    devices = {each.name: kept_device(each, found, ledger) for each in replicas}
+    for name, descriptors in found.items():  # of what is not configured any more, or not as it was
+        remove(name)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    pools = {each.name: device_pool(each, devices[each.name], parts) for each in replicas}
+    return Inheritance(ledger, memory, is_kept, pools)
+
+
+def ledger_file(run_dir: Path) -> LedgerFile:
+    """Where this daemon's ledger goes."""
+    return LedgerFile(run_dir / LEDGER_NAME)
+
+
+def take_over_timed(
+    inheritance: Inheritance, cache: Cache, replicas: Sequence[Replica], headers: HostHeaders | None
+) -> Takeover:
+    """`take_over`, and a log line. Collecting garbage meanwhile would cost as much again, and find none."""
+    if inheritance.ledger is None:
+        return Takeover()
+    start_ns = time.monotonic_ns()
+    gc.disable()
+    try:
+        taken = take_over(inheritance.ledger, cache, replicas, headers if inheritance.is_kept else None)
+    finally:
+        gc.enable()
+    gc.freeze()  # the index is there to stay
+    _log.info(
+        "taken over in %d ms: %d blocks of the host pool, %d living engines",
+        (time.monotonic_ns() - start_ns) // 1_000_000,
+        taken.blocks,
+        len(taken.sessions),
+    )
+    return taken
+
+
+def _kept(kept: list[int], host: HostConfig, ledger: Ledger) -> HostMemory | None:
+    if not kept or ledger.host is None:
+        return None
+    memory = adopt_host_memory(kept[0], host.slabs, host.slab_bytes)
+    if memory is not None and memory.identity != (ledger.host.device, ledger.host.inode):
+        _log.warning("the ledger is of another host pool than the one that was kept, and its blocks are lost")
+        return None
+    return memory
+
+
+@dataclass(slots=True)
+class Takeover:
+    """What was taken over.
+
+    Attributes:
+        blocks: host copies that are in the index again.
+        shapes: of namespaces of engines in attached mode, by their root.
+        sessions: engines that still live.
+    """
+
+    blocks: int = 0
+    shapes: dict[bytes, Shape] = field(default_factory=dict)
+    sessions: list[FoundSession] = field(default_factory=list)
+
+
+def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers: HostHeaders | None) -> Takeover:
+    """Fill a cache that has served nobody with what an earlier daemon has left.
+
+    Args:
+        ledger: of that daemon.
+        cache: new, of the present configuration.
+        replicas: those that are configured, with their memory, kept or new.
+        headers: of the host pool; None where that is none of what the ledger is about.
+    """
+    revival, taken = RestoredCache(cache), Takeover()
+    living = {(record.epoch, record.id): (record, peers) for record in ledger.sessions if (peers := _living(record))}
+    if headers is not None:
+        _take_replicas(ledger, replicas, headers, revival)
+        if cache.offload.namespaces.most:
+            _take_spaces(ledger, headers, revival, taken, living)
+    kept = {replica.name for replica in replicas if replica.is_kept}
+    for owner, (record, peers) in living.items():
+        session = None
+        if record.mode == "device" and record.place in kept:
+            session = revival.pool_session(record.place)
+        elif record.mode == "attached" and bytes.fromhex(record.place) in taken.shapes:
+            session = revival.offload_session(owner, bytes.fromhex(record.place))
+        if session is not None:
+            digest, instance = bytes.fromhex(record.token_digest), bytes.fromhex(record.instance)
+            is_over = record.is_over or len(peers) < len(record.members)
+            taken.sessions.append(FoundSession(session, owner, digest, instance, peers, is_over))
+        else:  # whatever it writes into is nobody's any more
+            for peer, _ in peers:
+                peer.close()
+    taken.blocks = revival.blocks
+    return taken
+
+
+def _take_replicas(ledger: Ledger, replicas: Iterable[Replica], headers: HostHeaders, revival: RestoredCache) -> None:
+    """The host copies of each namespace that is configured as it was, once for all its replicas."""
+    recorded = {record.name: record for record in ledger.replicas}
+    done: set[bytes] = set()
+    for replica in replicas:
+        record = recorded.get(replica.name)
+        namespace = replica.namespace
+        geometry = replica.host_geometry
+        if record is None or record.namespace != namespace.hex() or namespace in done or geometry is None:
+            continue
+        done.add(namespace)
+        kind = HeaderKind(replica.header_namespace, bytes.fromhex(replica.layout.fingerprint()), replica.generation)
+        slabs = list(ledger.host.lent.get(record.namespace, ())) if ledger.host is not None else []
+        revival.replica(replica.name, slabs, stored(scan(headers.table, geometry, kind, slabs)))
+
+
+class _Owners(NamedTuple):
+    """Who may still write into slots of a namespace."""
+
+    living: Collection[Owner]  #: sessions of the ledger, some process of which lives
+    unknown: Owner  #: stands for any of them
+    ledger_epoch: int  #: of the daemon that wrote the ledger
+
+
+def _take_spaces(
+    ledger: Ledger, headers: HostHeaders, revival: RestoredCache, taken: Takeover, living: _Living
+) -> None:
+    for number, record in enumerate(ledger.spaces):
+        if ledger.host is None or _geometry(ledger.host, record).slots_per_slab != record.slots_per_slab:
+            _log.warning("namespace %r is dropped: its blocks have another layout now", record.label)
+            continue
+        engines = {owner: peers for owner, (session, peers) in living.items() if session.place == record.root}
+        root = bytes.fromhex(record.root)
+        taken.shapes[root] = Shape(bytes.fromhex(record.fingerprint), record.block_bytes, replicated=record.replicated)
+        unknown = (0, number)
+        owners = _Owners(engines, unknown, ledger.epoch)
+        claimants = _take_space(record, ledger.host, headers, revival, owners)
+        if unknown in claimants:  # one of the engines is writing: which, nobody can say
+            session_id = revival.offload_session(unknown, root)
+            everybody = [member for peers in engines.values() for member in peers]
+            taken.sessions.append(FoundSession(session_id, unknown, b"", b"", everybody))
+
+
+def _take_space(
+    record: SpaceRecord,
+    host: HostPoolRecord,
+    headers: HostHeaders,
+    revival: RestoredCache,
+    owners: _Owners,
+) -> Collection[Owner]:
+    """Returns who may still be writing."""
+    root = bytes.fromhex(record.root)
+    spec = NamespaceSpec(root, record.label, record.block_size, record.shards, record.slots_per_slab)
+    kind = HeaderKind(root[:NAMESPACE_BYTES], bytes.fromhex(record.fingerprint), revival.generation(root))
+    slabs = list(host.lent.get(record.root, ()))
+    found = scan(headers.table, _geometry(host, record), kind, slabs)
+    claims = _claims(found.claims, owners)
+    policy = recorded_policy(record, revival.namespaces_policy)
+    revival.namespace(spec, slabs, stored(found), claims, policy)
+    return claims.keys()
+
+
+def _geometry(host: HostPoolRecord, space: SpaceRecord) -> HostGeometry:
+    return HostGeometry(
+        slabs=host.slabs,
+        slab_bytes=host.slab_bytes,
+        shards=space.shards,
+        block_bytes=space.block_bytes,
+        replicated=space.replicated,
+    )
+
+
+def _living(record: SessionRecord) -> list[_Member]:
+    found = ((_peer(each.process), each.shard) for each in record.members)
+    return [(peer, None if shard is None else ShardIndex(shard)) for peer, shard in found if peer is not None]
+
+
+def _peer(process: ProcessIdentity | None) -> Peer | None:
+    return UnseenProcess() if process is None else PeerProcess.found(process)
+
+
+def _claims(claims: FoundClaims, owners: _Owners) -> dict[Owner, npt.NDArray[np.int64]]:
+    """The slots of each living owner. Where the shards of a slot name several, any: only one was told of it.
+
+    While any engine lives, slots of an owner whom no shard names are those of `unknown`. So are slots with a claim that
+    is younger than the ledger: a daemon that took over was killed after it had written its claims into the headers, and
+    before it wrote its ledger. It had served nobody, so they are claims of the ledger's sessions under other numbers.
+    """
+    owner_of: dict[int, Owner] = {}
+    for slot, epoch, session in zip(
+        claims.slots.tolist(), claims.epochs.tolist(), claims.sessions.tolist(), strict=True
+    ):
+        owner = (epoch, session)
+        if owner in owners.living:
+            owner_of[slot] = owner
+        elif owners.living and (owner == UNKNOWN_OWNER or epoch > owners.ledger_epoch):
+            owner_of.setdefault(slot, owners.unknown)
+    slots: dict[Owner, list[int]] = {}
+    for slot, owner in owner_of.items():
+        slots.setdefault(owner, []).append(slot)
+    return {owner: np.array(held, np.int64) for owner, held in slots.items()}
+
+
+def stored(found: FoundBlocks) -> StoredBlocks:
+    """Blocks as the core takes them: by age, not by epoch and transfer."""
+    ages = np.empty(len(found), np.int64)
+    ages[np.lexsort((found.transfers, found.epochs))] = np.arange(len(found))
+    return StoredBlocks(found.keys, found.parents, found.depths, found.slots, ages)

@@ -1,0 +1,135 @@
+"""Both ends of systemd's watchdog: a daemon whose event loop hangs stops saying that it lives, and is ended for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from kvcached.recovery.fd_store import NOTIFY_VARIABLE, READY, notify
+
+#: Set by the manager: after how many microseconds of silence it ends which process.
+USEC_VARIABLE: Final = "WATCHDOG_USEC"
+PID_VARIABLE: Final = "WATCHDOG_PID"
+VARIABLES: Final = (USEC_VARIABLE, PID_VARIABLE)
+ALIVE: Final = "WATCHDOG=1"
+#: Sent while a start goes on: the manager is to wait for so long from now.
+MORE_TIME: Final = "EXTEND_TIMEOUT_USEC"
+#: A start whose event loop turns has this long again, ...
+EXTENSION_S: Final = 60.0
+#: ... and says so at this interval. Adopting workers and reading a large host pool's headers may take a minute.
+EXTENSION_INTERVAL_S: Final = 20.0
+#: A manager that wants to hear of us more often than this is mistaken, and would keep the loop busy.
+_INTERVAL_S_MIN: Final = 0.05
+#: A watch looks so many times within the shortest silence that it is to notice.
+_LOOKS: Final = 8
+
+
+def silence_allowed_s(environment: Mapping[str, str]) -> float | None:
+    """How long this process may be silent, as its manager says; None where nobody watches it."""
+    microseconds, pid = environment.get(USEC_VARIABLE, ""), environment.get(PID_VARIABLE, "")
+    is_number = microseconds.isascii() and microseconds.isdecimal() and len(microseconds) <= len(str(2**63))
+    if not is_number or not int(microseconds) or pid not in {"", str(os.getpid())}:
+        return None
+    return int(microseconds) / 1e6
+
+
+class Pings:
+    """Says to the manager, from the event loop, that the loop turns: a loop that hangs is silent.
+
+    While the process starts that is a request for more time; from `ready` on it is ``WATCHDOG=1``, twice in the time
+    after which the manager would end the process, and until the process ends.
+    """
+
+    def __init__(self) -> None:
+        """Begin."""
+        self._loop = asyncio.get_running_loop()
+        self._allowed_s = silence_allowed_s(os.environ)
+        self._timer = self._loop.call_later(EXTENSION_INTERVAL_S, self._ask_for_time)
+
+    def ready(self) -> None:
+        """Tell the manager that the process is ready."""
+        self._timer.cancel()
+        notify(READY)
+        if self._allowed_s is not None and os.environ.get(NOTIFY_VARIABLE):
+            self._ping(max(self._allowed_s / 2, _INTERVAL_S_MIN))
+
+    def close(self) -> None:
+        """Say nothing more."""
+        self._timer.cancel()
+
+    # Neither waits for a manager that does not read: the next message says the same.
+
+    def _ask_for_time(self) -> None:
+        notify(f"{MORE_TIME}={EXTENSION_S * 1e6:.0f}", wait_s=0)
+        self._timer = self._loop.call_later(EXTENSION_INTERVAL_S, self._ask_for_time)
+
+    def _ping(self, interval_s: float) -> None:
+        notify(ALIVE, wait_s=0)
+        self._timer = self._loop.call_later(interval_s, self._ping, interval_s)
+
+
+class Watch:
+    """Notices that a process has stopped saying that it lives. Lives in one event loop's thread.
+
+    Time in which this process itself did not run, be it stopped or the whole machine asleep, is nobody's silence: the
+    watched process then has its whole time again.
+
+    Args:
+        start_s: how long a start may take before the process is ready, or asks for more time.
+        silence_s: how long it may be silent from then on.
+        on_silent: called once for each process, with the time for which it has been silent.
+    """
+
+    def __init__(self, start_s: float, silence_s: float, on_silent: Callable[[float], None]) -> None:
+        self._start_s = start_s
+        self._silence_s = silence_s
+        self._on_silent = on_silent
+        self._loop = asyncio.get_running_loop()
+        self._look_s = min(start_s, silence_s) / _LOOKS
+        self._is_ready = False
+        self._heard_s = 0.0
+        self._deadline_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """A process was started."""
+        self.end()
+        self._is_ready = False
+        self._expect_within(self._start_s)
+        self._look_later()
+
+    def hear(self, fields: Mapping[str, str]) -> None:
+        """It said something."""
+        if self._timer is None:
+            return
+        if fields.get("READY") == "1" or fields.get("WATCHDOG") == "1":
+            self._is_ready = True
+            self._expect_within(self._silence_s)
+        elif MORE_TIME in fields and not self._is_ready:
+            self._expect_within(max(EXTENSION_S, self._deadline_s - self._loop.time()))
+
+    def end(self) -> None:
+        """It is dead, or nobody is to be watched."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expect_within(self, seconds: float) -> None:
+        self._heard_s = self._loop.time()
+        self._deadline_s = self._heard_s + seconds
+
+    def _look_later(self) -> None:
+        self._due_s = self._loop.time() + self._look_s
+        self._timer = self._loop.call_at(self._due_s, self._look)
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        if now_s - self._due_s > self._look_s:
+            self._expect_within(self._silence_s if self._is_ready else self._start_s)
+        if now_s >= self._deadline_s:
+            self.end()
+            self._on_silent(now_s - self._heard_s)
+        else:
+            self._look_later()

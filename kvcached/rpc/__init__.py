@@ -1,1 +1,0 @@
-"""The ZeroMQ side: sockets and frames, no decisions."""

@@ -1,0 +1,1 @@
+"""The two sockets: bytes in, bytes out."""

@@ -1,0 +1,275 @@
+"""How many connections one socket serves, and whose: per process, per user, and until they have introduced themselves.
+
+A connection is half-open until its peer has introduced itself. Half-open ones have a deadline and a limit of their own:
+at the limit the oldest one of the process that has most of them is dropped, so a process that opens them without end
+loses its own, and another one gets in. Who has introduced itself is admitted, or is told with its first answer why not.
+
+The servers accept and close; here is who may stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from kvcached.process.sampled_log import SampledLog
+from kvcached.process.seqpacket import Credentials, peer_credentials
+from kvcached.server.zmtp import Reader
+from kvcached_client.errors import ErrorCode, RequestError, request_error
+
+#: To introduce itself a client needs no more than this machine's attention for a moment.
+HALF_OPEN_S_MAX: Final = 2.0
+HALF_OPEN_MAX: Final = 64
+#: Descriptors that admitted connections leave free: half-open ones of both sockets, new workers, storage, files.
+DESCRIPTORS_RESERVED: Final = 192
+#: Without free descriptors a connection can be neither accepted nor refused, and the listener stays readable.
+NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+ACCEPT_PAUSE_S: Final = 1.0
+#: So many processes together fill a socket, and no fewer.
+_PROCESSES_TO_FILL: Final = 8
+_PER_PROCESS_MIN: Final = 8
+
+C = TypeVar("C", bound=Hashable)
+
+_log: Final = logging.getLogger(__name__)
+
+
+class ConnectionLimits(NamedTuple):
+    """The limits of one socket.
+
+    Attributes:
+        connections: admitted, of all processes.
+        per_process: admitted, of one. Processes that are not visible from here (pid 0) have the common limit only.
+        half_open: not admitted yet.
+        descriptor: connections with this descriptor or a higher one are not admitted.
+    """
+
+    connections: int
+    per_process: int
+    half_open: int
+    descriptor: int
+
+    @classmethod
+    def within(cls, connections_max: int, share: float) -> ConnectionLimits:
+        """At most `connections_max`, or where this process may open few files, `share` of those left."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        reserved = min(DESCRIPTORS_RESERVED, limit // 2)
+        descriptor = limit - reserved
+        free = max(descriptor - len(list(Path("/proc/self/fd").iterdir())), 0)
+        connections = min(connections_max, int(free * share))
+        return cls(
+            connections,
+            max(connections // _PROCESSES_TO_FILL, _PER_PROCESS_MIN),
+            min(HALF_OPEN_MAX, reserved // 4),
+            descriptor,
+        )
+
+
+class _Place:
+    __slots__ = ("credentials", "descriptor", "expires_s", "is_admitted")
+
+    def __init__(self, credentials: Credentials, descriptor: int, expires_s: float) -> None:
+        self.credentials = credentials
+        self.descriptor = descriptor
+        self.expires_s = expires_s
+        self.is_admitted = False
+
+
+class Connections(Generic[C]):
+    """The connections of one socket, in the running event loop.
+
+    Args:
+        name: of the socket, for the log.
+        limits: of it.
+        drop: closes a connection that loses its place; it calls `close` here.
+        allowed_uids: whose connections are admitted; by default the daemon's own user's. Root is no exception.
+
+    Attributes:
+        sampled: the log of what peers can cause as often as they like.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        limits: ConnectionLimits,
+        drop: Callable[[C], None],
+        allowed_uids: AbstractSet[int] | None = None,
+    ) -> None:
+        self.sampled = SampledLog(_log)
+        self._name = name
+        self._limits = limits
+        self._drop = drop
+        self._allowed_uids = frozenset([os.geteuid()] if allowed_uids is None else allowed_uids)
+        self._places: dict[C, _Place] = {}
+        self._half_open: dict[C, None] = {}  #: the oldest first
+        self._of_process: Counter[int] = Counter()
+        self._admitted = 0
+        self._loop = asyncio.get_running_loop()
+        self._expiry: asyncio.TimerHandle | None = None
+
+    def __iter__(self) -> Iterator[C]:
+        return iter(self._places)
+
+    def open(self, connection: C, credentials: Credentials, descriptor: int) -> None:
+        """Somebody has connected, and has a place until it has introduced itself. Somebody else may lose one."""
+        self._places[connection] = _Place(credentials, descriptor, self._loop.time() + HALF_OPEN_S_MAX)
+        self._half_open[connection] = None
+        if len(self._half_open) > self._limits.half_open:
+            of_process = Counter(self._places[each].credentials.pid for each in self._half_open)
+            ((pid, count),) = of_process.most_common(1)
+            self.sampled.note(
+                "half-open", "%s: process %d has %d connections that say nothing: dropped", self._name, pid, count
+            )
+            self._drop(next(each for each in self._half_open if self._places[each].credentials.pid == pid))
+        if self._expiry is None:
+            self._expiry = self._loop.call_later(HALF_OPEN_S_MAX, self._drop_expired)
+
+    def admit(self, connection: C) -> None:
+        """A peer has introduced itself. Where it is not admitted its connection stays half-open.
+
+        Raises:
+            RequestError: why it is not.
+        """
+        place = self._places[connection]
+        if place.is_admitted:
+            return
+        try:
+            self._check(place)
+        except RequestError as error:
+            pid = place.credentials.pid
+            self.sampled.note(f"refused {error.code}", "%s: refused process %d: %s", self._name, pid, error.message)
+            raise
+        place.is_admitted = True
+        del self._half_open[connection]
+        self._admitted += 1
+        self._of_process[place.credentials.pid] += 1
+
+    def close(self, connection: C) -> None:
+        """A connection has ended. Does nothing the second time."""
+        place = self._places.pop(connection, None)
+        if place is None:
+            return
+        if not place.is_admitted:
+            del self._half_open[connection]
+        else:
+            pid = place.credentials.pid
+            self._admitted -= 1
+            self._of_process[pid] -= 1
+            if not self._of_process[pid]:
+                del self._of_process[pid]
+        if not self._places and self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
+    def _drop_expired(self) -> None:
+        self._expiry = None
+        now_s = self._loop.time()
+        for connection in [each for each in self._half_open if self._places[each].expires_s <= now_s]:
+            pid = self._places[connection].credentials.pid
+            self.sampled.note(
+                "silent", "%s: process %d said nothing for %g s: dropped", self._name, pid, HALF_OPEN_S_MAX
+            )
+            self._drop(connection)
+        oldest = next(iter(self._half_open), None)
+        if oldest is not None and self._expiry is None:
+            self._expiry = self._loop.call_at(self._places[oldest].expires_s, self._drop_expired)
+
+    def _check(self, place: _Place) -> None:
+        limits, (pid, uid, _) = self._limits, place.credentials
+        if uid not in self._allowed_uids:
+            allowed = ", ".join(map(str, sorted(self._allowed_uids)))
+            raise request_error(
+                ErrorCode.UNAUTHENTICATED,
+                f"user {uid} may not connect, only {allowed}",
+                "run the engine as the daemon's user",
+            )
+        if pid and self._of_process[pid] >= limits.per_process:
+            raise _too_many(f"process {pid} has {limits.per_process} connections")
+        if self._admitted >= limits.connections:
+            raise _too_many(f"{limits.connections} connections are open")
+        if place.descriptor >= limits.descriptor:
+            raise no_descriptors()
+
+
+def no_descriptors() -> RequestError:
+    """What is told to who would take a descriptor that the daemon keeps for itself."""
+    return request_error(
+        ErrorCode.LIMIT,
+        "the daemon keeps its last descriptors for itself",
+        "allow the daemon more open files (LimitNOFILE, ulimit -n), or close connections",
+    )
+
+
+def _too_many(message: str) -> RequestError:
+    return request_error(ErrorCode.LIMIT, message, "close those that are not needed")
+
+
+class Connection:
+    """An open connection.
+
+    Attributes:
+        descriptor: of the socket; -1 once it is closed.
+        credentials: who connected.
+        peer: names it to the handler; never used again.
+        reader: what comes in.
+        unsent: replies that its peer has not made room for. While there are any, nothing is read from it.
+        refusal: the answer to its first request where it is not admitted.
+        is_deaf: nothing can be sent any more; what its peer said before that is read to the end.
+        is_watched: the loop says when there is something to read.
+        is_queued: it waits for its next turn.
+        counted_bytes: what the server's total has for it.
+    """
+
+    __slots__ = (
+        "counted_bytes", "credentials", "descriptor", "is_deaf", "is_queued", "is_watched", "peer", "reader", "refusal",
+        "socket", "unsent",
+    )  # fmt: skip
+
+    def __init__(self, accepted: socket.socket, peer: bytes) -> None:
+        self.socket = accepted
+        self.descriptor = accepted.fileno()
+        self.credentials = peer_credentials(accepted)
+        self.peer = peer
+        self.reader = Reader()
+        self.unsent = bytearray()
+        self.refusal: RequestError | None = None
+        self.is_deaf = False
+        self.is_watched = False
+        self.is_queued = False
+        self.counted_bytes = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return self.descriptor >= 0
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory that its messages and replies take."""
+        return self.reader.held_bytes + len(self.unsent)
+
+    def send(self, data: bytes | memoryview) -> int:
+        """Send what the peer has room for; how many bytes that was.
+
+        Raises:
+            OSError: nothing can be sent any more.
+        """
+        try:
+            return self.socket.send(data)
+        except BlockingIOError:
+            return 0
+
+    def close(self) -> None:
+        """Close it. The loop must not watch it any more."""
+        self.descriptor = -1
+        self.unsent.clear()
+        self.socket.close()

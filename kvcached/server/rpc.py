@@ -1,0 +1,353 @@
+"""The RPC socket: a ROUTER without libzmq, so that every limit is applied before anything is kept.
+
+One turn of a connection is one `recv` and a few messages; what else it has sent waits for its next turn, and processes
+take turns. A connection whose peer does not read its replies is not read from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final, Protocol
+
+from kvcached.process.seqpacket import SocketFile, listen
+from kvcached.server.codec import decode, refusal
+from kvcached.server.connections import ACCEPT_PAUSE_S, NO_DESCRIPTORS, Connection, ConnectionLimits, Connections
+from kvcached.server.zmtp import GREETING, Message, encode_message
+from kvcached_client.errors import RequestError
+from kvcached_client.protocol.engine import Header, Request, encode
+
+
+class Answer(Protocol):
+    """What the service answers with: a header and the frames that follow it."""
+
+    @property
+    def header(self) -> Header:
+        """The reply."""
+
+    @property
+    def frames(self) -> tuple[bytes, ...]:
+        """Its frames, in the verb's order."""
+
+
+class Handler(Protocol):
+    """Who serves requests."""
+
+    def submit(self, peer: bytes, request: Request, frames: list[bytes], respond: Callable[[Answer], None]) -> None:
+        """Serve one request; call `respond` once if it wants a reply, now or later."""
+
+    def refused(self, error: RequestError) -> RequestError:
+        """Take note of a message that was no request."""
+
+    def count(self, what: str) -> None:
+        """Take note of something that happened.
+
+        ``dropped_replies``: the peer was gone. ``disconnects``: a connection that was served has ended, for any reason.
+        """
+
+
+log = logging.getLogger(__name__)
+
+#: A node has a few dozen engine processes with two connections each, and their shards.
+CONNECTIONS_MAX: Final = 1024
+#: Of the descriptors that are left where there are few; the rest is for attach.sock, processes and workers.
+DESCRIPTORS_SHARE: Final = 0.5
+_BACKLOG: Final = 128
+#: Connections accepted before others get a turn.
+ACCEPTS_PER_TURN_MAX: Final = 4
+#: Messages of one connection served before others get a turn.
+MESSAGES_PER_TURN_MAX: Final = 16
+#: Of one `recv`: most requests are whole in it.
+RECEIVE_BYTES_MAX: Final = 64 * 1024
+#: Messages that are not whole, or wait, and replies that are not read, of all connections: three of the largest
+#: messages. Beyond it the process that has most of them loses its connection that has most.
+HELD_BYTES_MAX: Final = 24 << 20
+#: For the last replies, which wait for nobody but this machine. A peer that does not read loses its own.
+CLOSE_LINGER_MS: Final = 200
+#: Turns of each connection at the end; what a peer sends on and on is not waited for.
+LAST_TURNS_MAX: Final = 64
+
+
+class RpcServer:
+    """Receives messages, decodes them, hands requests to the handler, encodes and sends what it answers.
+
+    Lives in one event loop's thread and never waits, except at its `close`.
+
+    Attributes:
+        endpoint: the ``ipc://`` address it is bound to.
+    """
+
+    def __init__(self, path: Path, handler: Handler) -> None:
+        self.endpoint = f"ipc://{path}"
+        self._path = path
+        self._handler = handler
+        limits = ConnectionLimits.within(CONNECTIONS_MAX, DESCRIPTORS_SHARE)
+        self._connections: Connections[Connection] = Connections("rpc", limits, self._close)
+        self._listener: socket.socket | None = None
+        self._file: SocketFile | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._buffer = bytearray(RECEIVE_BYTES_MAX)
+        self._received = memoryview(self._buffer)
+        self._queues: dict[int, deque[Connection]] = {}  #: connections that wait for their next turn, by process
+        self._held_bytes = 0
+        self._last_peer = 0
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Bind, owner-only, and serve from now on.
+
+        Raises:
+            OSError: the path cannot be bound.
+        """
+        self._path.unlink(missing_ok=True)
+        self._listener = listen(str(self._path), _BACKLOG, socket.SOCK_STREAM)
+        self._file = SocketFile.at(str(self._path))
+        self._loop = loop
+        loop.add_reader(self._listener.fileno(), self._on_connecting)
+
+    def serve_rest(self) -> None:
+        """Serve what has been received, for there will be nobody to do it later."""
+        for connection in list(self._connections):
+            for _ in range(LAST_TURNS_MAX):
+                if not connection.is_open or connection.unsent or not self._take_turn(connection):
+                    break
+
+    def close(self) -> None:
+        """Stop serving and remove the socket. Replies that are on their way have a moment to leave."""
+        if self._loop is None or self._listener is None:
+            return
+        self._loop.remove_reader(self._listener.fileno())
+        if self._file is not None:
+            self._file.remove()
+        self._listener.close()
+        self._linger()
+        for connection in list(self._connections):
+            self._close(connection)
+        self._loop = self._listener = None
+
+    # --- connections come and go ------------------------------------------------------------------------------------
+
+    def _on_connecting(self) -> None:
+        listener, loop = self._listener, self._loop
+        if listener is None or loop is None:
+            return
+        for _ in range(ACCEPTS_PER_TURN_MAX):
+            try:
+                accepted, _ = listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:
+                if error.errno not in NO_DESCRIPTORS:
+                    raise
+                self._connections.sampled.note(
+                    "accept", "rpc: %s; no connection is accepted for %g s", error.strerror, ACCEPT_PAUSE_S
+                )
+                loop.remove_reader(listener.fileno())
+                loop.call_later(ACCEPT_PAUSE_S, self._resume)
+                return
+            self._accept(accepted)
+
+    def _resume(self) -> None:
+        if self._listener is not None and self._loop is not None:
+            self._loop.add_reader(self._listener.fileno(), self._on_connecting)
+
+    def _accept(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)  # noqa: FBT003
+        self._last_peer += 1
+        connection = Connection(accepted, self._last_peer.to_bytes(8, "big"))
+        self._connections.open(connection, connection.credentials, connection.descriptor)
+        self._send(connection, GREETING)
+        self._arrange(connection)
+
+    def _admit(self, connection: Connection) -> None:
+        try:
+            self._connections.admit(connection)
+        except RequestError as error:
+            connection.refusal = error
+
+    def _close(self, connection: Connection) -> None:
+        if not connection.is_open or self._loop is None:
+            return
+        if connection.is_watched:
+            self._loop.remove_reader(connection.descriptor)
+        if connection.unsent:
+            self._loop.remove_writer(connection.descriptor)
+            self._handler.count("dropped_replies")
+        self._held_bytes -= connection.counted_bytes
+        connection.close()
+        self._connections.close(connection)
+        if connection.reader.is_ready:
+            self._handler.count("disconnects")
+
+    # --- what comes in ----------------------------------------------------------------------------------------------
+
+    def _take_turn(self, connection: Connection) -> bool:
+        """Receive once, or serve what was received before; whether there was anything."""
+        if connection.reader.has_more:
+            self._take(connection, b"")
+            return True
+        try:
+            size = connection.socket.recv_into(self._buffer)
+        except BlockingIOError:
+            return False
+        except OSError:
+            size = 0
+        if not size:
+            self._close(connection)
+            return False
+        self._take(connection, self._received[:size])
+        return True
+
+    def _take(self, connection: Connection, data: memoryview | bytes) -> None:
+        reader = connection.reader
+        was_ready = reader.is_ready
+        messages = reader.read(data, MESSAGES_PER_TURN_MAX)
+        if reader.commands:
+            if reader.is_ready and not was_ready:
+                self._admit(connection)
+            self._send(connection, b"".join(reader.commands))
+            reader.commands.clear()
+        for message in messages:
+            self._serve_guarded(connection, message)
+        if reader.violation is not None:
+            self._connections.sampled.note(
+                "violation", "rpc: process %d is cut off: %s", connection.credentials.pid, reader.violation
+            )
+            self._close(connection)
+        self._arrange(connection)
+
+    def _serve_guarded(self, connection: Connection, message: Message) -> None:
+        """Serve one message; a bug met on the way must not take those behind it along."""
+        if not connection.is_open:
+            return
+        try:
+            self._serve(connection, message)
+        except Exception:
+            log.exception("internal error around a message")
+            self._handler.count("errors_internal")
+
+    def _serve(self, connection: Connection, message: Message) -> None:
+        parts, error = message.parts, connection.refusal or message.error
+        if error is None:
+            try:
+                request, frames = decode(parts)
+            except RequestError as caught:
+                error = caught
+            else:
+                self._handler.submit(connection.peer, request, frames, partial(self._answer, connection))
+                return
+        self._handler.refused(error)
+        self._send(connection, encode_message([encode(refusal(parts, error))]))
+        if connection.refusal is not None:
+            self._close(connection)
+
+    # --- whose turn it is -------------------------------------------------------------------------------------------
+
+    def _arrange(self, connection: Connection) -> None:
+        """Watch a connection, queue it for its next turn, or leave it until its peer has read."""
+        loop = self._loop
+        if not connection.is_open or loop is None:
+            return
+        is_watched = not connection.unsent and not connection.reader.has_more
+        if is_watched != connection.is_watched:
+            connection.is_watched = is_watched
+            if is_watched:
+                loop.add_reader(connection.descriptor, self._take_turn, connection)
+            else:
+                loop.remove_reader(connection.descriptor)
+        if not connection.unsent and connection.reader.has_more and not connection.is_queued:
+            connection.is_queued = True
+            if not self._queues:
+                loop.call_soon(self._serve_queues)
+            self._queues.setdefault(connection.credentials.pid, deque()).append(connection)
+        held_bytes = connection.held_bytes
+        if held_bytes != connection.counted_bytes:
+            self._held_bytes += held_bytes - connection.counted_bytes
+            connection.counted_bytes = held_bytes
+            while self._held_bytes > HELD_BYTES_MAX:
+                self._drop_largest()
+
+    def _serve_queues(self) -> None:
+        """A turn for one connection of each process that has more to be served."""
+        for pid, queue in list(self._queues.items()):
+            connection = queue.popleft()
+            connection.is_queued = False
+            if not queue:
+                del self._queues[pid]
+            if connection.is_open and not connection.unsent:
+                self._take(connection, b"")
+        if self._queues and self._loop is not None:
+            self._loop.call_soon(self._serve_queues)
+
+    def _drop_largest(self) -> None:
+        held: Counter[int] = Counter()
+        for each in self._connections:
+            held[each.credentials.pid] += each.counted_bytes
+        ((pid, size),) = held.most_common(1)
+        largest = max(
+            (each for each in self._connections if each.credentials.pid == pid), key=lambda each: each.counted_bytes
+        )
+        self._connections.sampled.note("held", "rpc: messages of process %d take %d bytes: one is dropped", pid, size)
+        self._close(largest)
+
+    # --- what goes out ----------------------------------------------------------------------------------------------
+
+    def _answer(self, connection: Connection, answer: Answer) -> None:
+        self._send(connection, encode_message([encode(answer.header), *answer.frames]))
+
+    def _send(self, connection: Connection, data: bytes) -> None:
+        if not connection.is_open or connection.is_deaf:
+            self._handler.count("dropped_replies")
+            return
+        if connection.unsent:
+            connection.unsent += data
+        else:
+            try:
+                sent = connection.send(data)
+            except OSError:
+                connection.is_deaf = True
+                self._handler.count("dropped_replies")
+                return
+            if sent == len(data) or self._loop is None:
+                return
+            connection.unsent += memoryview(data)[sent:]
+            self._loop.add_writer(connection.descriptor, self._on_writable, connection)
+        self._arrange(connection)
+
+    def _on_writable(self, connection: Connection) -> None:
+        if not self._flush(connection) or self._loop is None:
+            return
+        self._loop.remove_writer(connection.descriptor)
+        self._arrange(connection)
+
+    def _flush(self, connection: Connection) -> bool:
+        """Send what waits; whether nothing does any more."""
+        try:
+            with memoryview(connection.unsent) as unsent:
+                sent = connection.send(unsent)
+        except OSError:
+            connection.is_deaf = True
+            self._handler.count("dropped_replies")
+            sent = len(connection.unsent)
+        del connection.unsent[:sent]
+        return not connection.unsent
+
+    def _linger(self) -> None:
+        """Wait until the last replies have left, or the time for it is over."""
+        waiting = {each.descriptor: each for each in self._connections if each.unsent}
+        poll = select.poll()
+        for descriptor in waiting:
+            poll.register(descriptor, select.POLLOUT)
+        end_ns = time.monotonic_ns() + CLOSE_LINGER_MS * 1_000_000
+        while waiting and (left_ms := (end_ns - time.monotonic_ns()) // 1_000_000) > 0:
+            for descriptor, _ in poll.poll(left_ms):
+                if self._flush(waiting[descriptor]) and self._loop is not None:
+                    poll.unregister(descriptor)
+                    self._loop.remove_writer(descriptor)
+                    del waiting[descriptor]

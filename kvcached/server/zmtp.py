@@ -1,0 +1,273 @@
+"""ZMTP 3.1 with the NULL mechanism, as a ROUTER speaks it to one peer: bytes in, messages out. No I/O.
+
+The protocol of ZeroMQ's connections (rfc.zeromq.org/spec/37). `Reader` is strict, and bounds everything before it is
+kept: parts and bytes of a message by the protocol's limits, the handshake by its own. A message beyond a limit becomes
+one error, at once; what follows of it is skipped, and where that has no end either, the connection is over.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.protocol.engine import FRAME_COUNT_MAX, FRAME_SIZE_BYTES_MAX, MESSAGE_SIZE_BYTES_MAX
+
+_GREETING_SIZE_BYTES: Final = 64
+_SIGNATURE_SIZE_BYTES: Final = 10
+_MECHANISM: Final = b"NULL".ljust(20, b"\0")
+#: Signature, version 3.1, mechanism, no server role (NULL has none), filler.
+GREETING: Final = (b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x01" + _MECHANISM).ljust(_GREETING_SIZE_BYTES, b"\0")
+_VERSION_MIN: Final = 3
+_PEERS: Final = (b"DEALER", b"ROUTER", b"REQ")
+
+_MORE: Final = 1
+_LONG: Final = 2
+_COMMAND: Final = 4
+_HEAD_SIZE_BYTES: Final = 2
+_LONG_HEAD: Final = struct.Struct(">BQ")
+_SHORT_MAX: Final = 255
+_PROPERTY_SIZE: Final = struct.Struct(">I")
+#: A READY with an identity of 255 bytes takes 300.
+COMMAND_SIZE_BYTES_MAX: Final = 1024
+#: Of a PING, to be sent back.
+_PING_CONTEXT_BYTES_MAX: Final = 16
+_PING_TTL_BYTES: Final = 2
+
+#: Frames in one turn, so that a peer of many small ones takes less than a millisecond of everybody's time.
+FRAMES_PER_TURN_MAX: Final = 512
+#: Of a message that was refused already: a request whose keys are a part each is a mistake, and so many are no request.
+SKIPPED_PARTS_MAX: Final = 8192
+SKIPPED_BYTES_MAX: Final = 2 * MESSAGE_SIZE_BYTES_MAX
+
+
+class Message(NamedTuple):
+    """What a peer sent: its parts; or, where it is beyond a limit, those before the limit and the error."""
+
+    parts: list[bytes]
+    error: RequestError | None = None
+
+
+def encode_message(parts: list[bytes]) -> bytes:
+    """A message as it is on the wire."""
+    pieces: list[bytes] = []
+    last = len(parts) - 1
+    for index, part in enumerate(parts):
+        flags = _MORE if index < last else 0
+        size = len(part)
+        pieces.append(bytes((flags, size)) if size <= _SHORT_MAX else _LONG_HEAD.pack(flags | _LONG, size))
+        pieces.append(part)
+    return b"".join(pieces)
+
+
+def _command(name: bytes, body: bytes) -> bytes:
+    return bytes((_COMMAND, 1 + len(name) + len(body), len(name))) + name + body
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes((len(name),)) + name + _PROPERTY_SIZE.pack(len(value)) + value
+
+
+_READY: Final = _command(b"READY", _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b""))
+
+
+class ProtocolViolation(Exception):
+    """The peer does not speak ZMTP, or goes beyond what can be skipped. Its connection is over."""
+
+
+class Reader:
+    """One connection's incoming side.
+
+    Attributes:
+        is_ready: the handshake is over.
+        violation: why the connection is over; nothing is read after it.
+        commands: what has to be sent to the peer beside replies.
+        has_more: another `read` may find messages without further bytes.
+    """
+
+    __slots__ = (
+        "_greeted", "_is_refused", "_needed", "_parts", "_parts_bytes", "_rest", "_skip_bytes", "_skipped_bytes",
+        "_skipped_parts", "commands", "has_more", "is_ready", "violation",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self.violation: ProtocolViolation | None = None
+        self.commands: list[bytes] = []
+        self.has_more = False
+        self._greeted = False
+        self._rest = bytearray()  #: received, not parsed
+        self._needed = 1  #: bytes of `_rest` without which there is nothing to parse
+        self._parts: list[bytes] = []  #: of the message that is not whole yet
+        self._parts_bytes = 0
+        self._is_refused = False  #: that message is skipped
+        self._skip_bytes = 0  #: of the frame that is skipped, still to come
+        self._skipped_bytes = 0
+        self._skipped_parts = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """What is kept of messages that are not whole yet, or not taken yet."""
+        return len(self._rest) + self._parts_bytes
+
+    def read(self, data: memoryview | bytes, messages_max: int) -> list[Message]:
+        """The next messages, of what was received before and `data`, at most so many.
+
+        `data` may be used again afterwards.
+        """
+        messages: list[Message] = []
+        self.has_more = False
+        if self._skip_bytes:
+            skipped = min(self._skip_bytes, len(data))
+            self._skip_bytes -= skipped
+            data = data[skipped:]
+        rest = self._rest
+        if rest:
+            rest += data
+            if len(rest) < self._needed:
+                return messages
+            with memoryview(rest) as whole:
+                used = self._parse(whole, messages, messages_max)
+            del rest[:used]
+        else:
+            used = self._parse(data, messages, messages_max)
+            if used < len(data):
+                rest += data[used:]
+        self.has_more = len(rest) >= self._needed and self.violation is None
+        return messages
+
+    def _parse(self, data: memoryview | bytes, messages: list[Message], messages_max: int) -> int:
+        """Take frames from the start of `data`; how many bytes they had. What is skipped may be longer than `data`."""
+        at = 0
+        try:
+            if not self._greeted:
+                at = self._take_greeting(data)
+                if not self._greeted:
+                    return 0
+            for _ in range(FRAMES_PER_TURN_MAX):
+                if len(messages) >= messages_max:
+                    break
+                end = self._take_frame(data, at, messages)
+                if end == at:
+                    return at
+                at = end
+            self._needed = _HEAD_SIZE_BYTES
+        except ProtocolViolation as violation:
+            self.violation = violation
+        return at
+
+    def _take_frame(self, data: memoryview | bytes, at: int, messages: list[Message]) -> int:
+        """Take the frame that begins at `at`; where it ends, or `at` while it is not there whole."""
+        left = len(data) - at
+        if left < _HEAD_SIZE_BYTES:
+            self._needed = _HEAD_SIZE_BYTES
+            return at
+        flags, size, body = data[at], data[at + 1], at + _HEAD_SIZE_BYTES
+        if flags & _LONG:
+            if left < _LONG_HEAD.size:
+                self._needed = _LONG_HEAD.size
+                return at
+            size, body = int.from_bytes(data[at + 1 : at + _LONG_HEAD.size], "big"), at + _LONG_HEAD.size
+        end = body + size
+        if flags & ~(_MORE | _LONG):
+            if flags & ~(_COMMAND | _LONG) or size > COMMAND_SIZE_BYTES_MAX:
+                raise ProtocolViolation(f"frame with flags {flags} and {size} bytes")
+        elif not self.is_ready:
+            raise ProtocolViolation("a message before the handshake's end")
+        elif self._is_refused or not self._fits(size, messages):
+            return self._skip(flags, size, body, len(data))
+        if end > len(data):
+            self._needed = end - at
+            return at
+        self._keep(flags, bytes(data[body:end]), messages)
+        return end
+
+    def _keep(self, flags: int, body: bytes, messages: list[Message]) -> None:
+        if flags & _COMMAND:
+            self._obey(body)
+            return
+        self._parts.append(body)
+        self._parts_bytes += len(body)
+        if not flags & _MORE:
+            messages.append(Message(self._parts))
+            self._parts, self._parts_bytes = [], 0
+
+    def _fits(self, size: int, messages: list[Message]) -> bool:
+        """Whether a further part of so many bytes is within the limits; if not, the message becomes an error."""
+        if len(self._parts) >= FRAME_COUNT_MAX:
+            error = request_error(
+                ErrorCode.BAD_FRAMES,
+                f"a message of more than {FRAME_COUNT_MAX} parts",
+                f"a header and at most {FRAME_COUNT_MAX - 1} frames",
+            )
+        elif size > FRAME_SIZE_BYTES_MAX:
+            error = request_error(ErrorCode.OVERSIZE, f"frame of {size} bytes", f"at most {FRAME_SIZE_BYTES_MAX}")
+        elif self._parts_bytes + size > MESSAGE_SIZE_BYTES_MAX:
+            error = request_error(
+                ErrorCode.OVERSIZE,
+                f"a message of at least {self._parts_bytes + size} bytes",
+                f"at most {MESSAGE_SIZE_BYTES_MAX}",
+            )
+        else:
+            return True
+        messages.append(Message(self._parts, error))
+        self._parts, self._parts_bytes = [], 0
+        self._is_refused, self._skipped_bytes, self._skipped_parts = True, 0, 0
+        return False
+
+    def _skip(self, flags: int, size: int, body: int, length: int) -> int:
+        """Pass over a frame of a refused message; where its bytes in `data` end."""
+        self._skipped_parts += 1
+        self._skipped_bytes += size
+        if self._skipped_parts > SKIPPED_PARTS_MAX or self._skipped_bytes > SKIPPED_BYTES_MAX:
+            raise ProtocolViolation("a message that was refused goes on and on")
+        if not flags & _MORE:
+            self._is_refused = False
+        end = min(body + size, length)
+        self._skip_bytes = body + size - end
+        return end
+
+    def _take_greeting(self, data: memoryview | bytes) -> int:
+        if data and data[0] != GREETING[0]:
+            raise ProtocolViolation("no ZeroMQ greeting")
+        if len(data) < _GREETING_SIZE_BYTES:
+            if len(data) >= _SIGNATURE_SIZE_BYTES and not data[_SIGNATURE_SIZE_BYTES - 1] & 1:
+                raise ProtocolViolation("no ZeroMQ greeting")
+            self._needed = len(data) + 1
+            return 0
+        version, mechanism = data[_SIGNATURE_SIZE_BYTES], bytes(data[12:32])
+        if not data[_SIGNATURE_SIZE_BYTES - 1] & 1 or version < _VERSION_MIN or mechanism != _MECHANISM:
+            raise ProtocolViolation(f"greeting of version {version} with mechanism {mechanism!r}, not 3 with NULL")
+        self._greeted = True
+        return _GREETING_SIZE_BYTES
+
+    def _obey(self, command: bytes) -> None:
+        length = command[0] if command else 0
+        name, body = command[1 : 1 + length], command[1 + length :]
+        if not self.is_ready and name == b"READY":
+            kind = _socket_type(body)
+            if kind not in _PEERS:
+                raise ProtocolViolation(f"a socket of type {kind!r}; use DEALER")
+            self.is_ready = True
+            self.commands.append(_READY)
+        elif self.is_ready and name == b"PING" and 0 <= len(body) - _PING_TTL_BYTES <= _PING_CONTEXT_BYTES_MAX:
+            self.commands.append(_command(b"PONG", body[_PING_TTL_BYTES:]))
+        elif not self.is_ready or name != b"PONG":
+            raise ProtocolViolation(f"command {name!r}")
+
+
+def _socket_type(properties: bytes) -> bytes:
+    """The value of Socket-Type; every property is checked."""
+    kind, at = b"", 0
+    while at < len(properties):
+        value = at + 1 + properties[at] + _PROPERTY_SIZE.size
+        if value > len(properties):
+            raise ProtocolViolation("properties that end too early")
+        name = properties[at + 1 : value - _PROPERTY_SIZE.size]
+        (size,) = _PROPERTY_SIZE.unpack_from(properties, value - _PROPERTY_SIZE.size)
+        at = value + size
+        if at > len(properties):
+            raise ProtocolViolation("a property that ends too late")
+        if name.lower() == b"socket-type":
+            kind = properties[value:at]
+    return kind

@@ -1,0 +1,241 @@
+"""Who gets in: an engine's hello, its shard processes that join, and whether there may be new work at all.
+
+A pool has one engine at a time. Another one gets it once nobody of the old one can write any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvcached.core.cache import Cache
+from kvcached.core.messages import MembersDied
+from kvcached.core.session import Session
+from kvcached.core.slots.states import DAEMON_TRANSITIONS, DaemonState, SessionState
+from kvcached.service.replica import Replica, unknown_replica
+from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
+from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.protocol import engine as wire
+from kvcached_client.protocol.attach import Joined
+from kvcached_client.types import SessionId, ShardIndex
+
+CAPABILITIES: tuple[str, ...] = ()  #: of version 1; a later optional field comes with a name here
+
+_log: Final = logging.getLogger(__name__)
+
+
+class DrainState:
+    """Whether the daemon takes new work: it serves, drains or stops.
+
+    Attributes:
+        state: see `DaemonState`.
+    """
+
+    def __init__(self) -> None:
+        self.state = DaemonState.SERVING
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether there may be new sessions and leases."""
+        return self.state is DaemonState.SERVING
+
+    def enter(self, state: DaemonState) -> bool:
+        """Enter a state, if an edge of the table leads there; whether it did."""
+        if (self.state, state) not in DAEMON_TRANSITIONS:
+            return False
+        _log.info("the daemon was %s and is now %s", self.state, state)
+        self.state = state
+        return True
+
+    def check(self) -> None:
+        """Refuse new work where none is taken.
+
+        Raises:
+            DaemonFailure: `draining`.
+        """
+        if not self.takes_work:
+            raise self.refusal()
+
+    def refusal(self) -> RequestError:
+        """What is told to who comes with new work, or waits until the end."""
+        return request_error(
+            ErrorCode.DRAINING, f"the daemon is {self.state}", "wait until it serves again, or use another daemon"
+        )
+
+
+class Admission:
+    """Opens sessions and lets shard processes in.
+
+    Args:
+        heartbeat_interval_ms: what engines are told.
+    """
+
+    def __init__(
+        self, cache: Cache, replicas: Mapping[str, Replica], groups: EngineGroups, heartbeat_interval_ms: int
+    ) -> None:
+        self._cache = cache
+        self._replicas = replicas
+        self._groups = groups
+        self._heartbeat_interval_ms = heartbeat_interval_ms
+
+    def hello(self, connection: bytes, request: wire.Hello, now_ms: int) -> tuple[wire.Welcome, Peer]:
+        """Open a session for a process, owned by a connection.
+
+        Raises:
+            RequestError: another version, no living process, no such replica or layout, or the pool is taken or down.
+        """
+        check_version(request.version_min, request.version_max)
+        peer = self._groups.claim(request.member)
+        replica = self._replica(request)
+        replaced = self._replaced_session(replica.name, connection, peer)
+        session = self._cache.open_session(replica.name, now_ms)
+        group = self._groups.open(session.id, connection, peer)
+        if replaced is not None:  # after the new group is there: its process must stay watched
+            self._cache.handle(MembersDied(replaced.id))
+        return self._welcome(request.id, request.capabilities, session, group), peer
+
+    def join(
+        self, peer: Peer, session_id: SessionId, token: bytes, shard: ShardIndex
+    ) -> tuple[Joined, tuple[int, ...]]:
+        """Let a shard process in: the answer and the descriptors to pass on, which stay the daemon's own.
+
+        Raises:
+            RequestError: no such session or not its token, expired, or no such shard.
+        """
+        group = self._groups.authenticate(session_id, token)
+        session = self._active_session(group)
+        replica = self._replicas[session.pool.name]
+        if shard >= replica.layout.shards:
+            raise request_error(
+                ErrorCode.BAD_VALUE, f"shard {shard} of {replica.layout.shards}", "shards are counted from 0"
+            )
+        descriptors = replica.workers.descriptors(shard)
+        self._groups.join(group, peer)
+        joined = Joined(
+            kind="memfd",
+            shard=shard,
+            epoch=session.pool.epoch,
+            layout=replica.layout,
+            slots=replica.slots,
+            pool_bytes=replica.layout.pool_bytes(replica.slots),
+        )
+        return joined, descriptors
+
+    def leave(self, peer: Peer) -> list[Peer]:
+        """A shard process touches its pool no more: its death says nothing from now on.
+
+        Returns those that are in no other group, as `EngineGroups.leave`.
+        """
+        left: list[Peer] = []
+        for group in self._groups.of_peer(peer):
+            if group.scheduler is not peer:
+                left += self._groups.leave(group, [peer])
+        return left
+
+    def find_earlier(self, connection: bytes, request: wire.Rejoin) -> tuple[EngineGroup, Peer]:
+        """The group of a session of before a restart, and the process that comes back to it over a connection.
+
+        Raises:
+            RequestError: another version or layout, no living process, or nothing is left of that session.
+        """
+        check_version(request.version_min, request.version_max)
+        peer = self._groups.claim(request.member)
+        if self._groups.of_connection(connection) is not None:
+            raise request_error(ErrorCode.POOL_BUSY, "this connection has a session", "use a connection for each")
+        group = self._groups.find_earlier((request.daemon_epoch, request.session), request.token)
+        if (session := self._cache.sessions.get(group.session)) is None:
+            raise request_error(
+                ErrorCode.NO_SESSION, "the session was not on a device pool", "say hello, as a new engine does"
+            )
+        replica = self._replicas[session.pool.name]
+        check_layout(request.layout, replica)
+        if request.namespace != replica.namespace:
+            raise request_error(
+                ErrorCode.STALE_EPOCH,
+                "the namespace was cleared, or has other weights, since the session was opened",
+                "say hello, as a new engine does",
+            )
+        return group, peer
+
+    def welcome_back(self, request: wire.Rejoin, session: Session, group: EngineGroup) -> wire.Welcome:
+        """The answer to a `Rejoin` that is granted."""
+        return self._welcome(request.id, (), session, group)
+
+    def _replica(self, request: wire.Hello) -> Replica:
+        replica = self._replicas.get(request.replica)
+        if replica is None:
+            raise unknown_replica(request.replica, self._replicas)
+        check_layout(request.layout, replica)
+        return replica
+
+    def _replaced_session(self, replica: str, connection: bytes, peer: Peer) -> Session | None:
+        """The expired session that this process's hello replaces: saying it again is its word that the old is over.
+
+        Raises:
+            Refused: somebody may write into the pool: an active session, or another living process of an expired one.
+        """
+        owned = self._groups.of_connection(connection)
+        for session in self._cache.sessions.values():
+            group = self._groups.of_session(session.id)
+            if group is None or (session.pool.name != replica and group is not owned):
+                continue
+            others = group.living(beside=peer)
+            if session.state is SessionState.ACTIVE or others or session.pool.name != replica:
+                pids = sorted({member.pid for member in group.living()})
+                raise request_error(
+                    ErrorCode.POOL_BUSY,
+                    f"{session.state} session {session.id} holds replica {session.pool.name!r} for processes {pids}",
+                    "say bye in that session, or end its processes, or use another replica",
+                )
+            return session
+        return None
+
+    def _welcome(
+        self, request_id: int, capabilities: Sequence[str], session: Session, group: EngineGroup
+    ) -> wire.Welcome:
+        replica = self._replicas[session.pool.name]
+        return wire.Welcome(
+            id=request_id,
+            version=wire.PROTOCOL_VERSION,
+            session=session.id,
+            token=group.token,
+            daemon_epoch=self._cache.epoch,
+            epoch=session.pool.epoch,
+            generation=replica.generation,
+            namespace=replica.namespace,
+            key_algorithm=replica.key_algorithm,
+            layout=replica.layout,
+            slots=replica.slots,
+            heartbeat_interval_ms=self._heartbeat_interval_ms,
+            session_ttl_ms=self._cache.session_ttl_ms,
+            capabilities=tuple(name for name in CAPABILITIES if name in capabilities),
+        )
+
+    def _active_session(self, group: EngineGroup) -> Session:
+        session = self._cache.sessions.get(group.session)
+        if session is None or session.state is not SessionState.ACTIVE:
+            raise request_error(
+                ErrorCode.SESSION_EXPIRED, f"session {group.session} is over", "say hello again, then join"
+            )
+        return session
+
+
+def check_version(version_min: int, version_max: int) -> None:
+    """Refuse a client that does not speak this daemon's version."""
+    if not version_min <= wire.PROTOCOL_VERSION <= version_max:
+        raise request_error(
+            ErrorCode.UNSUPPORTED_VERSION,
+            f"the client speaks {version_min} to {version_max}, the daemon {wire.PROTOCOL_VERSION}",
+            "client and daemon must be at most one version apart: upgrade the older",
+        )
+
+
+def check_layout(fingerprint: str, replica: Replica) -> None:
+    """Refuse an engine that was built for another layout than the pool has; "" takes whatever there is."""
+    if fingerprint and fingerprint != replica.layout.fingerprint():
+        raise request_error(
+            ErrorCode.WRONG_LAYOUT,
+            f"the engine was built for layout {fingerprint}, the pool has {replica.layout.fingerprint()}",
+            "give daemon and engine the same model, block size, shards and dtype",
+        )

@@ -1,0 +1,346 @@
+"""The requests of engines: one method each, a straight line of who asks, what the core says, the reply.
+
+Nothing here waits: `load` and `vacancy` are answered when the core knows (`kvcached.service.pending`).
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Mapping
+
+from kvcached.core.cache import Cache
+from kvcached.core.messages import MemberLost
+from kvcached.core.restart.rejoin import Rejoin
+from kvcached.core.slots.ranges import Ranges
+from kvcached.service.admission import Admission, DrainState
+from kvcached.service.offload_admission import OffloadAdmission
+from kvcached.service.pending import PendingReplies, PendingReply, Wait
+from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, Replica
+from kvcached.service.replies import Answer, KeptAnswers, LateVerb, Respond, Verb
+from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol import engine as wire
+from kvcached_client.protocol.frames import slot_ranges
+from kvcached_client.types import FenceSequence, LeaseId, SessionId, TransferId
+
+log = logging.getLogger(__name__)
+
+
+class EngineVerbs:
+    """Requests that engines with a device pool make; those that others make, too, go on to `OffloadVerbs`.
+
+    Args:
+        answers: kept for retries; a hello opens those of its session.
+        forget: processes that no session needs any more.
+
+    Attributes:
+        by_type: what serves each verb.
+        late_by_type: the same of those that may be answered later.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        replicas: Mapping[str, Replica],
+        groups: EngineGroups,
+        admission: Admission,
+        offload: OffloadVerbs,
+        *,
+        answers: KeptAnswers,
+        pending: PendingReplies,
+        drain_state: DrainState,
+        now_ms: Callable[[], int],
+        forget: Callable[[list[Peer]], None],
+    ) -> None:
+        self._cache = cache
+        self._replicas = replicas
+        self._groups = groups
+        self._admission = admission
+        self._offload = offload
+        self._answers = answers
+        self._pending = pending
+        self._drain_state = drain_state
+        self._now_ms = now_ms
+        self._forget = forget
+        self._declarations = Rejoin(cache)
+        self.by_type: dict[type[wire.Header], Verb] = {
+            wire.Hello: self._hello,
+            wire.HelloAttached: self._hello_attached,
+            wire.Rejoin: self._rejoin,
+            wire.Declare: self._declare,
+            wire.DeclareOver: self._declare_over,
+            wire.Match: self._match,
+            wire.Acquire: self._acquire,
+            wire.Allocate: self._allocate,
+            wire.Commit: self._commit,
+            wire.Release: self._release,
+            wire.Heartbeat: self._heartbeat,
+            wire.Bye: self._bye,
+            **offload.by_type,
+        }
+        self.late_by_type: dict[type[wire.Header], LateVerb] = {wire.Load: self._load, wire.Vacancy: self._vacancy}
+
+    def _hello(self, connection: bytes, request: wire.Hello, _: list[bytes]) -> Answer:
+        self._drain_state.check()
+        welcome, peer = self._admission.hello(connection, request, self._now_ms())
+        self._answers.open(SessionId(welcome.session))
+        log.info("session %d: process %d on replica %s", welcome.session, peer.pid, request.replica)
+        return Answer(welcome)
+
+    def _rejoin(self, connection: bytes, request: wire.Rejoin, _: list[bytes]) -> Answer:
+        group, peer = self._admission.find_earlier(connection, request)
+        session = self._declarations.resume(group.session, self._now_ms(), FenceSequence(request.fence))
+        self._groups.resume(group, connection, peer)
+        welcome = self._admission.welcome_back(request, session, group)
+        self._answers.open(SessionId(welcome.session))
+        log.info("session %d: process %d rejoined with its leases from before the restart", welcome.session, peer.pid)
+        return Answer(welcome)
+
+    def _declare(self, connection: bytes, request: wire.Declare, frames: list[bytes]) -> Answer:
+        keys, held, own = frames
+        lease = self._declarations.declare(
+            self._groups.owner(connection).session,
+            request.epoch,
+            request.request,
+            request.tokens,
+            request.hit,
+            keys,
+            array("i", held),
+            array("i", own),
+        )
+        return Answer(wire.Declared(id=request.id, lease=lease))
+
+    def _declare_over(self, connection: bytes, request: wire.DeclareOver, _: list[bytes]) -> Answer:
+        freed = self._declarations.over(self._groups.owner(connection).session, request.epoch)
+        return Answer(wire.DeclareEnded(id=request.id, freed=freed))
+
+    def _hello_attached(self, connection: bytes, request: wire.HelloAttached, _: list[bytes]) -> Answer:
+        self._drain_state.check()
+        welcome, peer = self._offload.admission.hello(connection, request, self._now_ms())
+        self._answers.open(SessionId(welcome.session))
+        self._forget(self._offload.admission.take_departed())
+        log.info(
+            "session %d: process %d, %s, in namespace %s (%s)",
+            welcome.session,
+            peer.pid,
+            request.engine,
+            welcome.namespace[:NAMESPACE_SHOWN_BYTES].hex(),
+            request.label,
+        )
+        return Answer(welcome)
+
+    def _match(self, peer: bytes, request: wire.Match, frames: list[bytes]) -> Answer:
+        group = self._groups.owner(peer)
+        if self._offload.owns(group.session):
+            return self._offload.match(group, request, frames[0])
+        device, host = self._cache.match(group.session, request.epoch, frames[0], request.tokens, full=request.full)
+        return Answer(wire.Matched(id=request.id, device=device, host=host))
+
+    def _acquire(self, peer: bytes, request: wire.Acquire, frames: list[bytes]) -> Answer:
+        group = self._groups.owner(peer)
+        if not self._holds(group.session, request.request):
+            self._drain_state.check()
+        if self._offload.owns(group.session):
+            return self._offload.acquire(group, request, frames[0])
+        asked = (request.epoch, request.request, frames[0], request.tokens, request.reserve)
+        grant = self._cache.acquire(group.session, *asked, full=request.full, priority=request.priority)
+        loads = tuple(wire.LoadTicket(transfer, progress) for transfer, progress in grant.loads)
+        header = wire.Acquired(id=request.id, lease=grant.lease, hit=grant.hit, ready=grant.ready, loads=loads)
+        return Answer(header, (grant.hit_ranges, grant.ranges))
+
+    def _holds(self, session: SessionId, request: str) -> bool:
+        """Whether a request has a lease already, so that its acquire is a retry."""
+        found = self._cache.sessions.get(session) or self._cache.offload.sessions.get(session)
+        return found is not None and request in found.requests
+
+    def _allocate(self, peer: bytes, request: wire.Allocate, _: list[bytes]) -> Answer:
+        group = self._groups.owner(peer)
+        ranges = self._cache.allocate(group.session, request.epoch, LeaseId(request.lease), request.blocks)
+        return Answer(wire.Allocated(id=request.id, blocks=request.blocks), (ranges,))
+
+    def _commit(self, peer: bytes, request: wire.Commit, frames: list[bytes]) -> Answer:
+        group = self._groups.owner(peer)
+        done = self._cache.commit(
+            group.session,
+            request.epoch,
+            LeaseId(request.lease),
+            request.start,
+            frames[0],
+            slot_ranges(frames[1]),
+            FenceSequence(request.fence),
+        )
+        return Answer(wire.Committed(id=request.id, depth=done.depth, adopted=done.adopted, duplicates=done.duplicates))
+
+    def _release(self, peer: bytes, request: wire.Release, frames: list[bytes]) -> Answer:
+        group = self._groups.owner(peer)
+        if self._offload.owns(group.session):
+            return self._offload.release(group, request, frames)
+        session, lease, fence = group.session, LeaseId(request.lease), FenceSequence(request.fence)
+        if frames:
+            keys, slots = frames[0], slot_ranges(frames[1])
+            done = self._cache.finish(session, request.epoch, lease, request.start, keys, slots, fence)
+            answer = Answer(wire.Released(id=request.id, adopted=done.adopted, duplicates=done.duplicates))
+        else:
+            self._cache.release(session, request.epoch, lease, fence)
+            answer = Answer(wire.Released(id=request.id))
+        self._pending.look(Wait.LOAD, session=session, subject=lease)
+        return answer
+
+    def _load(self, peer: bytes, request: wire.Load, _: list[bytes], respond: Respond) -> Answer | None:
+        session, lease = self._groups.owner(peer).session, LeaseId(request.lease)
+
+        def ask(*, is_last: bool) -> Answer | None:
+            del is_last
+            loaded = self._cache.load(session, request.epoch, lease)
+            return None if loaded is None else Answer(wire.Loaded(id=request.id, hit=loaded.hit), (loaded.ranges,))
+
+        return self._pending.wait(PendingReply(Wait.LOAD, request, respond, ask, session, lease))
+
+    def _vacancy(self, peer: bytes, request: wire.Vacancy, _: list[bytes], respond: Respond) -> Answer | None:
+        session = self._groups.owner(peer).session
+
+        def ask(*, is_last: bool) -> Answer | None:
+            del is_last
+            available = self._cache.retry_when_freed(session, request.epoch, request.blocks)
+            return None if available is None else Answer(wire.Vacant(id=request.id, available=available))
+
+        return self._pending.wait(PendingReply(Wait.VACANCY, request, respond, ask, session))
+
+    def _heartbeat(self, _: bytes, request: wire.Heartbeat, __: list[bytes]) -> Answer:
+        group = self._groups.authenticate(SessionId(request.session), request.token)
+        if self._offload.owns(group.session):
+            return self._offload.heartbeat(group, request)
+        session = self._cache.heartbeat(group.session, FenceSequence(request.fence), self._now_ms())
+        generation = self._replicas[session.pool.name].generation
+        return Answer(wire.Alive(id=request.id, epoch=session.pool.epoch, generation=generation))
+
+    def _bye(self, peer: bytes, request: wire.Bye, _: list[bytes]) -> Answer:
+        group = self._groups.owner(peer)
+        if self._offload.owns(group.session):
+            self._offload.admission.part(group)
+            self._forget(self._offload.admission.take_departed())
+            return Answer(wire.Goodbye(id=request.id))
+        if group.living(beside=group.scheduler):
+            # Its shard processes may write yet: their slots wait for their deaths.
+            self._cache.handle(MemberLost(group.session))
+            self._forget(self._groups.part(group, group.scheduler))
+        else:
+            self._cache.close_session(group.session)
+        return Answer(wire.Goodbye(id=request.id))
+
+
+class OffloadVerbs:
+    """Requests of engines that keep their own device memory: in offload mode.
+
+    Attributes:
+        admission: opens their sessions.
+        by_type: what serves each verb that only they have.
+    """
+
+    def __init__(
+        self, cache: Cache, groups: EngineGroups, admission: OffloadAdmission, now_ms: Callable[[], int]
+    ) -> None:
+        self._cache = cache
+        self._core = cache.offload
+        self._groups = groups
+        self.admission = admission
+        self._now_ms = now_ms
+        self.by_type: dict[type[wire.Header], Verb] = {
+            wire.PrepareLoad: self._prepare_load,
+            wire.PrepareStore: self._prepare_store,
+            wire.CommitStore: self._commit_store,
+            wire.CompleteLoad: self._complete_load,
+        }
+
+    def owns(self, session: SessionId) -> bool:
+        """Whether a session is one of an engine in offload mode."""
+        return session in self._core.sessions
+
+    # --- verbs that engines on device pools have, too ---------------------------------------------------------------
+
+    def match(self, group: EngineGroup, request: wire.Match, keys: bytes) -> Answer:
+        """How many leading blocks the host pool holds."""
+        self._check_epoch(request.epoch)
+        blocks = self._core.match(group.session, keys, request.tokens, full=request.full)
+        return Answer(wire.Matched(id=request.id, device=0, host=blocks))
+
+    def acquire(self, group: EngineGroup, request: wire.Acquire, keys: bytes) -> Answer:
+        """Pin what the host pool holds of a prompt."""
+        self._check_epoch(request.epoch)
+        if request.reserve:
+            raise request_error(
+                ErrorCode.BAD_VALUE, "in offload mode there are no slots to reserve", "leave reserve at 0"
+            )
+        lease = self._core.acquire(
+            group.session, request.request, keys, request.tokens, full=request.full, priority=request.priority
+        )
+        return Answer(wire.Held(id=request.id, lease=lease.id, hit=lease.hit))
+
+    def release(self, group: EngineGroup, request: wire.Release, frames: list[bytes]) -> Answer:
+        """Give a lease back."""
+        self._check_epoch(request.epoch)
+        if frames:
+            raise request_error(
+                ErrorCode.BAD_FRAMES, "in offload mode a release commits nothing", "store blocks with prepare_store"
+            )
+        self._core.release(group.session, LeaseId(request.lease))
+        return Answer(wire.Released(id=request.id))
+
+    def heartbeat(self, group: EngineGroup, request: wire.Heartbeat) -> Answer:
+        """The session lives."""
+        session = self._core.heartbeat(group.session, self._now_ms())
+        return Answer(wire.Alive(id=request.id, epoch=self._cache.epoch, generation=session.namespace.generation))
+
+    # --- verbs of their own -----------------------------------------------------------------------------------------
+
+    def _prepare_load(self, peer: bytes, request: wire.PrepareLoad, _: list[bytes]) -> Answer:
+        session = self.own_session(peer, request.epoch)
+        plan = self._core.prepare_load(session, LeaseId(request.lease), request.start, request.blocks)
+        header = wire.LoadPrepared(id=request.id, transfer=plan.transfer, generation=plan.generation)
+        return Answer(header, (plan.slots.tobytes(),))
+
+    def _prepare_store(self, peer: bytes, request: wire.PrepareStore, frames: list[bytes]) -> Answer:
+        session = self.own_session(peer, request.epoch)
+        plan = self._core.prepare_store(session, LeaseId(request.lease), request.start, frames[0])
+        header = wire.StorePrepared(id=request.id, transfer=plan.transfer, depth=plan.depth, generation=plan.generation)
+        pieces: Ranges[int] = array("i", [number for start, end in plan.pieces for number in (start, end - start)])
+        return Answer(header, (pieces.tobytes(), plan.slots.tobytes()))
+
+    def _commit_store(self, _: bytes, request: wire.CommitStore, __: list[bytes]) -> Answer:
+        session = self._shard_session(request.session, request.token)
+        self._core.commit_store(session, TransferId(request.transfer), request.shard, request.error)
+        return Answer(wire.Settled(id=request.id))
+
+    def _complete_load(self, _: bytes, request: wire.CompleteLoad, frames: list[bytes]) -> Answer:
+        session = self._shard_session(request.session, request.token)
+        corrupt = tuple(array("i", frames[0]))
+        self._core.complete_load(session, TransferId(request.transfer), request.shard, request.error, corrupt)
+        return Answer(wire.Settled(id=request.id))
+
+    def own_session(self, connection: bytes, epoch: int) -> SessionId:
+        """The session in offload mode that a connection owns.
+
+        Raises:
+            RequestError: it has none, or names another epoch of the host pool.
+        """
+        group = self._groups.of_connection(connection)
+        if group is None or not self.owns(group.session):
+            raise request_error(
+                ErrorCode.NO_SESSION,
+                "this connection has no session in offload mode, or none any more",
+                "close the client and connect again",
+            )
+        self._check_epoch(epoch)
+        return group.session
+
+    def _shard_session(self, session: int, token: bytes) -> SessionId:
+        return self.admission.member(SessionId(session), token)[0].session
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self._cache.epoch:
+            raise request_error(
+                ErrorCode.STALE_EPOCH,
+                f"epoch {epoch} of the host pool is over, it is {self._cache.epoch} now",
+                "attach and say hello again",
+            )

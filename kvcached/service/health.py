@@ -1,0 +1,251 @@
+"""A health check that does the real thing: acquire, bytes through every worker, commit, match, release.
+
+It is answered when the workers have, so requests for it are served here, each in a task of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from array import array
+from collections.abc import Callable, Mapping
+
+from kvcached.core.allocate_slots import discard
+from kvcached.core.cache import Cache
+from kvcached.core.insight.invariants import check_counts
+from kvcached.core.session import Session
+from kvcached.service.admission import DrainState
+from kvcached.service.pending import PendingReplies, PendingReply, Wait
+from kvcached.service.refusals import REFUSED, in_words
+from kvcached.service.replica import Replica
+from kvcached.service.replies import Answer, Respond, internal_error
+from kvcached.service.state_writer import Headers
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.errors import NoCapacity
+from kvcached_client.protocol.engine import Health, HealthPart, HealthReport
+from kvcached_client.types import KEY_SIZE_BYTES, NO_FENCE, unpack_ranges
+
+#: One slot to write into and one to copy to.
+_BLOCKS = 2
+#: A check must answer before its caller gives up. A worker gets much longer before it is given up itself.
+PATIENCE_S = 3.0
+#: What a check writes into the host pool: some pages, in less than a tenth of a millisecond.
+CHECKED_BYTES = 64 << 10
+_STEPS = ("acquire", "workers", "commit", "match", "release")
+
+log = logging.getLogger(__name__)
+
+
+class HealthRequests:
+    """Serves the verb `health`.
+
+    Args:
+        settle: lets the core, and whoever it speaks to, do what the checks have left to do.
+        drain_state: whether the daemon takes new work, which is told along.
+        more: parts that others look after.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        replicas: Mapping[str, Replica],
+        pending: PendingReplies,
+        now_ms: Callable[[], int],
+        *,
+        settle: Callable[[], None],
+        drain_state: DrainState,
+        more: Callable[[], list[HealthPart]] = list,
+    ) -> None:
+        self._cache = cache
+        self._replicas = replicas
+        self._now_ms = now_ms
+        self._settle = settle
+        self._pending = pending
+        self._drain_state = drain_state
+        self._more = more
+        self._checks = HealthChecks(cache)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, _: bytes, request: Health, __: list[bytes], respond: Respond) -> None:
+        """Begin a check, which answers by itself.
+
+        Raises:
+            RequestError: too many are under way.
+        """
+        reply = PendingReply(Wait.HEALTH, request, respond)
+        self._pending.wait(reply)
+        task = asyncio.get_running_loop().create_task(self._answer(reply))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """The daemon ends: no check goes on."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _answer(self, reply: PendingReply) -> None:
+        try:
+            checks = (self._checks.check(replica, self._now_ms()) for replica in self._replicas.values())
+            parts = [part for checked in await asyncio.gather(*checks) for part in checked]
+            self._settle()
+            violations = check_counts(self._cache)
+            parts.append(HealthPart(part="counts", ok=not violations, detail="; ".join(violations[:3])))
+            parts += self._degraded()
+            parts += self._more()
+            parts += self._held_back()
+            is_ok = all(part.ok for part in parts)
+            report = HealthReport(id=reply.request.id, ok=is_ok, parts=tuple(parts))
+            self._pending.done(reply, Answer(report))
+        except Exception:
+            log.exception("internal error during a health check")
+            self._pending.fail(reply, internal_error())
+
+    def _degraded(self) -> list[HealthPart]:
+        """Replicas whose workers die again and again: also where they run just now."""
+        return [
+            _part(
+                replica, "restarts", "degraded: its workers have died again and again; see the daemon's log", ok=False
+            )
+            for replica in self._replicas.values()
+            if replica.workers.is_degraded
+        ]
+
+    def _held_back(self) -> list[HealthPart]:
+        """What people have told the daemon not to do, which is no illness."""
+        what = [] if self._drain_state.takes_work else [str(self._drain_state.state)]
+        paused = [name for name, pool in self._cache.pools.items() if pool.paused]
+        paused += ["engines in offload mode"] if self._cache.offload.paused else []
+        what += [f"paused: {', '.join(paused)}"] if paused else []
+        return [HealthPart(part="mode", ok=True, detail="; ".join(what))] if what else []
+
+
+class HealthChecks:
+    """Checks of one cache's replicas."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._number = 0
+        self._unanswered: set[str] = set()  #: replicas with a probe under way that its check did not wait for
+
+    async def check(self, replica: Replica, now_ms: int) -> list[HealthPart]:
+        """Check one replica: a part per step, up to and with the first that fails.
+
+        It works in a session of its own beside the engine's, on slots that it acquires as an engine does, under keys
+        that nobody else has, and leaves nothing behind. A pool whose slots are all leased is busy, not ill.
+        """
+        if self._cache.pools[replica.name].clearing:
+            return [_part(replica, "acquire", "skipped: the namespace is being cleared")]
+        if replica.name in self._unanswered:
+            return [_part(replica, "workers", "the probe of an earlier check is still unanswered", ok=False)]
+        if not self._cache.pools[replica.name].healthy:
+            return [_part(replica, "workers", "a worker was lost; workers are being restarted, see the log", ok=False)]
+        session = self._cache.open_session(replica.name, now_ms, counted=False)
+        cleared = self._cache.clearings.version
+        keys = secrets.token_bytes(_BLOCKS * KEY_SIZE_BYTES)
+        parts: list[HealthPart] = []
+        try:
+            await self._exercise(replica, session, keys, parts)
+        except REFUSED as refusal:
+            error = in_words(refusal)
+            busy = isinstance(error, NoCapacity) or self._cache.clearings.version != cleared
+            busy = busy or self._cache.pools[replica.name].clearing
+            step = _STEPS[len(parts)]
+            parts.append(_part(replica, step, ("skipped: " if busy else "") + error.message, ok=busy))
+        finally:
+            if replica.name not in self._unanswered:
+                self._leave(replica, session, keys)
+        return parts
+
+    async def _exercise(self, replica: Replica, session: Session, keys: bytes, parts: list[HealthPart]) -> None:
+        cache, epoch, tokens = self._cache, session.pool.epoch, _BLOCKS * replica.layout.block_size
+        self._number += 1
+        grant = cache.acquire(session.id, epoch, f"health-{self._number}", keys, tokens, 0, full=False)
+        parts.append(_part(replica, "acquire"))
+        first, second = (slot for start, count in unpack_ranges(grant.ranges) for slot in range(start, start + count))
+        probe = replica.workers.probe(first, second)
+        done, _ = await asyncio.wait([probe], timeout=PATIENCE_S)
+        if not done:
+            self._leave_when_answered(replica, session, keys, probe)
+            parts.append(_part(replica, "workers", f"no answer for {PATIENCE_S:g} s", ok=False))
+            return
+        probe.result()
+        parts.append(_part(replica, "workers"))
+        cache.commit(session.id, epoch, grant.lease, 0, keys, array("i", grant.ranges), NO_FENCE)
+        parts.append(_part(replica, "commit"))
+        hit, _ = cache.match(session.id, epoch, keys, tokens, full=True)
+        parts.append(_part(replica, "match", "" if hit == _BLOCKS else f"{hit} of {_BLOCKS} blocks", ok=hit == _BLOCKS))
+        cache.release(session.id, epoch, grant.lease, NO_FENCE)
+        parts.append(_part(replica, "release"))
+
+    def _leave_when_answered(
+        self, replica: Replica, session: Session, keys: bytes, probe: asyncio.Future[None]
+    ) -> None:
+        """Keep the slots until no worker writes into them any more."""
+        self._unanswered.add(replica.name)
+
+        def answered(probe: asyncio.Future[None]) -> None:
+            probe.exception()  # the check has reported what there was to report
+            self._unanswered.discard(replica.name)
+            self._leave(replica, session, keys)
+
+        probe.add_done_callback(answered)
+
+    def _leave(self, replica: Replica, session: Session, keys: bytes) -> None:
+        self._cache.close_session(session.id)
+        discard(self._cache.tree_of(replica.name), self._cache.pools[replica.name], keys)
+
+
+class HostMemoryCheck:
+    """A check of the host pool's memory.
+
+    Args:
+        headers: beside its slots; None where there is no host pool, or nothing is handed on.
+        replicas: those that may have blocks in it.
+        geometry: the host pool as the blocks of a namespace lie in it.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        headers: Headers | None,
+        replicas: Mapping[str, Replica],
+        geometry: Callable[[bytes], HostGeometry],
+    ) -> None:
+        self._cache = cache
+        self._headers = headers
+        self._replicas = replicas
+        self._geometry = geometry
+
+    def parts(self) -> list[HealthPart]:
+        """Bytes through the memory that all engines map, without taking anybody's place.
+
+        They go into a slab without blocks, else to the end of a slab, behind its last block. A host pool whose every
+        byte is in use is not written, and says so.
+        """
+        if self._headers is None:
+            return []
+        place = self._unused()
+        if place is None:
+            return [
+                HealthPart(part="host/memory", ok=True, detail="skipped: blocks fill the host pool to its last byte")
+            ]
+        wrong = self._headers.try_end(*place)
+        return [HealthPart(part="host/memory", ok=not wrong, detail=wrong)]
+
+    def _unused(self) -> tuple[int, int] | None:
+        """A slab, and how many bytes at its end belong to nobody; None where there are none."""
+        stock = self._cache.slab_allocator
+        if (slab := stock.unused) is not None:
+            return slab, CHECKED_BYTES
+        known = {each.namespace for each in self._replicas.values() if each.host_geometry is not None}
+        known |= self._cache.offload.namespaces.by_root.keys()
+        for pool in stock.pools:
+            rest = self._geometry(pool.namespace).rest_bytes if pool.slabs and pool.namespace in known else 0
+            if rest:
+                return next(iter(pool.slabs)), min(CHECKED_BYTES, rest)
+        return None
+
+
+def _part(replica: Replica, step: str, detail: str = "", *, ok: bool = True) -> HealthPart:
+    return HealthPart(part=f"{replica.name}/{step}", ok=ok, detail=detail)

@@ -1,0 +1,266 @@
+"""Engines in offload mode: hello, their shard processes that join, and what becomes of an engine's earlier session.
+
+Any number of engines may be in one namespace. What their processes may touch are the slots of copies under way, so an
+earlier session of an engine is over once each of its processes is dead, or has joined the later one: by that it says
+that it is through with what it did before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from kvcached.config.table import SLOTS_MAX
+from kvcached.core.cache import Cache
+from kvcached.core.messages import MemberLost, MembersDied
+from kvcached.core.namespaces import NamespaceSpec
+from kvcached.core.offload_state import OffloadSession
+from kvcached.core.slots.states import SessionState
+from kvcached.service.admission import check_version
+from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.slabs import host_parts, slots_per_slab
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol import engine as wire
+from kvcached_client.protocol.attach import JoinedHost
+from kvcached_client.types import SessionId, ShardIndex
+
+#: A namespace in use cannot be forgotten. One process may hold this part of all there may be, and one at least.
+PROCESS_NAMESPACES_DIVISOR: Final = 2
+
+_PERSON: Final = b"kvcached attach1"
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """The host pool as engines in offload mode map it.
+
+    Attributes:
+        descriptor: its sealed memory, which stays the daemon's.
+        verify_loads: whether their loads are to compare checksums.
+    """
+
+    descriptor: int
+    slabs: int
+    slab_bytes: int
+    verify_loads: bool
+
+
+class Shape(NamedTuple):
+    """What of a namespace only its engines know, and a successor has to: how its blocks lie.
+
+    Attributes:
+        fingerprint: of the order of bytes in a block, 16 bytes.
+        block_bytes: of one block on one shard.
+        replicated: every shard holds the same bytes.
+    """
+
+    fingerprint: bytes
+    block_bytes: int
+    replicated: bool
+
+
+class OffloadAdmission:
+    """Opens sessions of engines in offload mode, and lets their shard processes in.
+
+    Args:
+        share: None where the configuration has no such engines.
+        heartbeat_interval_ms: what engines are told.
+
+    Attributes:
+        shapes: of namespaces by their root; those that the core has forgotten may be among them.
+    """
+
+    def __init__(self, cache: Cache, groups: EngineGroups, share: HostShare | None, heartbeat_interval_ms: int) -> None:
+        self._cache = cache
+        self._groups = groups
+        self._share = share
+        self._heartbeat_interval_ms = heartbeat_interval_ms
+        self._hellos: dict[SessionId, wire.HelloAttached] = {}
+        self._departed: list[Peer] = []
+        self.shapes: dict[bytes, Shape] = {}
+
+    def hello(self, connection: bytes, request: wire.HelloAttached, now_ms: int) -> tuple[wire.WelcomeAttached, Peer]:
+        """Open a session for a process, owned by a connection.
+
+        Raises:
+            RequestError: another version, no living process, no such mode here, or no room for its namespace.
+        """
+        check_version(request.version_min, request.version_max)
+        peer = self._groups.claim(request.member)
+        share = self._required_share()
+        if self._groups.of_connection(connection) is not None:
+            raise request_error(ErrorCode.POOL_BUSY, "this connection has a session", "use a connection for each")
+        earlier = [group for group in self._groups.of_instance(request.instance) if _same(group.scheduler, peer)]
+        spec = _space(request, share)
+        self._check_namespaces(peer, spec.root)
+        session = self._cache.open_offload(spec, now_ms)
+        self._note_shape(spec.root, Shape(request.fingerprint, request.block_bytes, request.replicated))
+        self._hellos[session.id] = request
+        group = self._groups.open(session.id, connection, peer)
+        group.instance = request.instance
+        for old in earlier:
+            self._replace(old, _scheduler_alone(old))
+        return self._welcome(request, session, group), peer
+
+    def join(
+        self, peer: Peer, session_id: SessionId, token: bytes, shard: ShardIndex
+    ) -> tuple[JoinedHost, tuple[int, ...]]:
+        """Let a shard process in: the answer and the descriptor to pass on.
+
+        Raises:
+            RequestError: no such session or not its token, expired, or no such shard.
+        """
+        group, session = self.member(session_id, token)
+        share, hello = self._required_share(), self._hellos[session.id]
+        if shard >= hello.shards:
+            raise request_error(ErrorCode.BAD_VALUE, f"shard {shard} of {hello.shards}", "shards are counted from 0")
+        self._groups.join(group, peer, shard)
+        for old in self._groups.of_instance(group.instance):
+            if old is not group:
+                left = [each for each in old.members if old.shard_of.get(each) == shard and _same(each, peer)]
+                if left:
+                    self._replace(old, left)
+        joined = JoinedHost(
+            shard=shard,
+            shards=hello.shards,
+            epoch=self._cache.epoch,
+            slabs=share.slabs,
+            slab_bytes=share.slab_bytes,
+            block_bytes=hello.block_bytes,
+            replicated=hello.replicated,
+            namespace=session.namespace.spec.root,
+            fingerprint=hello.fingerprint,
+            verify_loads=share.verify_loads,
+        )
+        return joined, (share.descriptor,)
+
+    def member(self, session_id: SessionId, token: bytes) -> tuple[EngineGroup, OffloadSession]:
+        """The group and the active session of who shows its token.
+
+        Raises:
+            RequestError: no such session or not its token, or it has expired.
+        """
+        group = self._groups.authenticate(session_id, token)
+        session = self._cache.offload.sessions.get(session_id)
+        if session is None or session.state is not SessionState.ACTIVE:
+            raise request_error(
+                ErrorCode.SESSION_EXPIRED, f"session {session_id} is over", "say hello again, then join"
+            )
+        return group, session
+
+    def part(self, group: EngineGroup) -> None:
+        """The scheduler says goodbye: the session is over, though shard processes may still copy."""
+        self._replace(group, _scheduler_alone(group))
+
+    def take_departed(self) -> list[Peer]:
+        """Processes that are in no session any more since the last call, for whoever watches them."""
+        departed, self._departed = self._departed, []
+        return departed
+
+    def info(self) -> wire.AttachedInfo | None:
+        """What such engines are offered; None where there is no such mode here."""
+        share = self._share
+        if share is None:
+            return None
+        return wire.AttachedInfo(
+            slabs=share.slabs,
+            slab_bytes=share.slab_bytes,
+            namespaces_max=self._cache.offload.namespaces.most,
+            verify_loads=share.verify_loads,
+        )
+
+    def forget(self, session_id: SessionId) -> None:
+        """A session is over."""
+        self._hellos.pop(session_id, None)
+
+    def geometry(self, root: bytes) -> HostGeometry:
+        """The host pool as the engines of a namespace see it."""
+        share, shards = self._required_share(), self._cache.offload.namespaces.by_root[root].spec.shards
+        shape = self.shapes[root]
+        return HostGeometry(
+            slabs=share.slabs,
+            slab_bytes=share.slab_bytes,
+            shards=shards,
+            block_bytes=shape.block_bytes,
+            replicated=shape.replicated,
+        )
+
+    def _check_namespaces(self, peer: Peer, root: bytes) -> None:
+        """One process leaves namespaces to others.
+
+        Raises:
+            RequestError: it has sessions in as many as one process may.
+        """
+        roots = {
+            session.namespace.spec.root
+            for session in self._cache.offload.sessions.values()
+            if (group := self._groups.of_session(session.id)) is not None and _same(group.scheduler, peer)
+        }
+        most = max(self._cache.offload.namespaces.most // PROCESS_NAMESPACES_DIVISOR, 1)
+        if root not in roots and len(roots) >= most:
+            raise request_error(
+                ErrorCode.LIMIT,
+                f"this process has sessions in {len(roots)} namespaces, and one process may have no more",
+                "end some of them, use another process, or configure more namespaces",
+            )
+
+    def _note_shape(self, root: bytes, shape: Shape) -> None:
+        known = self._cache.offload.namespaces.by_root
+        self.shapes = {other: each for other, each in self.shapes.items() if other in known} | {root: shape}
+
+    def _replace(self, old: EngineGroup, left: list[Peer]) -> None:
+        """Some processes of a session are through with it, which ends it; where all are, nothing of it is left."""
+        self._departed.extend(self._groups.leave(old, left))
+        self._cache.handle(MembersDied(old.session) if not old.living() else MemberLost(old.session))
+
+    def _required_share(self) -> HostShare:
+        if self._share is None:
+            raise request_error(
+                ErrorCode.UNKNOWN_REPLICA,
+                "this daemon serves no engines in offload mode",
+                "put an [attached] table into its configuration",
+            )
+        return self._share
+
+    def _welcome(
+        self, request: wire.HelloAttached, session: OffloadSession, group: EngineGroup
+    ) -> wire.WelcomeAttached:
+        return wire.WelcomeAttached(
+            id=request.id,
+            version=wire.PROTOCOL_VERSION,
+            session=session.id,
+            token=group.token,
+            daemon_epoch=self._cache.epoch,
+            epoch=self._cache.epoch,
+            generation=session.namespace.generation,
+            namespace=session.namespace.spec.root,
+            heartbeat_interval_ms=self._heartbeat_interval_ms,
+            session_ttl_ms=self._cache.session_ttl_ms,
+            verify_loads=self._required_share().verify_loads,
+        )
+
+
+def _space(request: wire.HelloAttached, share: HostShare) -> NamespaceSpec:
+    """The namespace that an engine declares: other sizes or another order of bytes make another one."""
+    parts = host_parts(request.shards, replicated=request.replicated)
+    shape = f"{request.block_size} {request.shards} {request.block_bytes} {parts}".encode()
+    root = hashlib.blake2b(request.keyspace + request.fingerprint + shape, digest_size=32, person=_PERSON).digest()
+    per_slab = slots_per_slab(share.slab_bytes, request.block_bytes, parts)
+    if per_slab * share.slabs > SLOTS_MAX:
+        raise request_error(
+            ErrorCode.WRONG_LAYOUT,
+            f"the host pool has room for {per_slab * share.slabs} such blocks, {SLOTS_MAX} are possible",
+            "use larger blocks, or a smaller host pool",
+        )
+    return NamespaceSpec(root, request.label, request.block_size, request.shards, per_slab)
+
+
+def _scheduler_alone(group: EngineGroup) -> list[Peer]:
+    """The scheduler; nobody where its connection has joined as a shard, too, for then it may copy."""
+    return [] if group.scheduler in group.shard_of else [group.scheduler]
+
+
+def _same(one: Peer, other: Peer) -> bool:
+    return one is other or one.is_same_process(other)

@@ -1,0 +1,344 @@
+"""The seam between sockets and decisions: a typed request in, one reply out.
+
+One method per verb, each a straight line: who asks, what the core says, the reply. Nothing in here waits. `health`
+asks the workers, and answers when they have; `load` and `vacancy` are answered when the core knows.
+
+Between requests the core has its own business: copies to plan, transfers to start. That comes after the reply.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from kvcached.core.cache import Cache
+from kvcached.core.messages import (
+    AbandonLoad,
+    Effect,
+    Event,
+    HurryTransfer,
+    LoadsEnded,
+    MemberLost,
+    MembersDied,
+    NamespaceCleared,
+    SessionEnded,
+    SessionExpired,
+    ShardSettled,
+    SlabAllocated,
+    SlotsHandedOut,
+    StartTransfer,
+)
+from kvcached.core.refusals import Refusal
+from kvcached.service.admin_verbs import AdminVerbs, Clears, Left
+from kvcached.service.admission import Admission, DrainState
+from kvcached.service.engine_verbs import EngineVerbs, OffloadVerbs
+from kvcached.service.health import HealthRequests, HostMemoryCheck
+from kvcached.service.offload_admission import HostShare, OffloadAdmission, Shape
+from kvcached.service.pending import Later, PendingReplies, Wait, later
+from kvcached.service.refusals import REFUSED, in_words
+from kvcached.service.replica import Replica
+from kvcached.service.replies import Answer, KeptAnswers, LateVerb, Respond, Verb, internal_error
+from kvcached.service.report_verbs import ReportVerbs
+from kvcached.service.sessions import EngineGroups, FoundSession, Peer
+from kvcached.service.state_writer import Headers, HostClaims, StatePlace, StateWriter
+from kvcached.service.storage_verbs import StorageVerbs
+from kvcached_client.errors import RequestError
+from kvcached_client.failpoints import failpoint
+from kvcached_client.protocol import engine as wire
+from kvcached_client.protocol.attach import Identified, Joined, JoinedHost
+from kvcached_client.types import SessionId, ShardIndex, TransferId
+
+log = logging.getLogger(__name__)
+
+#: Requests whose answers are kept, so that a retry has one effect. `Acquire` is idempotent by its own request id, and
+#: its answers are large; so is `Load` by its lease. What `Acquire` answers while loads are under way is kept, too: it
+#: may come again when the lease is over, and would make another.
+_KEPT = (
+    wire.Hello,
+    wire.HelloAttached,
+    wire.Rejoin,
+    wire.Declare,
+    wire.DeclareOver,
+    wire.Allocate,
+    wire.Commit,
+    wire.Release,
+    wire.PrepareLoad,
+    wire.PrepareStore,
+)
+
+
+class PeerWatch(Protocol):
+    """Who watches processes for their death."""
+
+    def watch(self, peer: Any) -> None:  # noqa: ANN401 - as below
+        """Tell of a process's death, until it is forgotten."""
+
+    def forget(self, peer: Any) -> None:  # noqa: ANN401 - the same peers that it brought, whatever class they have
+        """Stop watching a process that no session needs any more."""
+
+
+class Service:
+    """Requests and events of one daemon."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        replicas: list[Replica],
+        *,
+        now_ms: Callable[[], int],
+        endpoint: str,
+        heartbeat_interval_ms: int,
+        answers_kept_per_session: int,
+        share: HostShare | None = None,
+        headers: Headers | None = None,
+        state_place: StatePlace | None = None,
+        later: Later = later,
+    ) -> None:
+        self._cache = cache
+        self._replicas = {replica.name: replica for replica in replicas}
+        self._now_ms = now_ms
+        self._endpoint = endpoint
+        self._groups = EngineGroups()
+        self._drain_state = DrainState()
+        self._answers = KeptAnswers(answers_kept_per_session)
+        self._pending = PendingReplies(self.refused, later)
+        self._admission = Admission(cache, self._replicas, self._groups, heartbeat_interval_ms)
+        self._offload_admission = OffloadAdmission(cache, self._groups, share, heartbeat_interval_ms)
+        self._state_writer = StateWriter(
+            cache, self._replicas, self._groups, self._offload_admission, state_place, later
+        )
+        self.recorder = self._state_writer.recorder
+        self._claims = HostClaims(headers, self._replicas, self._offload_admission, cache)
+        host_memory = HostMemoryCheck(cache, headers, self._replicas, self._claims.geometry)
+        self.storage = StorageVerbs(cache, self._groups, self._replicas, self._offload_admission, self._pending)
+        self._health = HealthRequests(
+            cache, self._replicas, self._pending, now_ms, settle=self._settle, drain_state=self._drain_state,
+            more=lambda: [*host_memory.parts(), *self.storage.health()],
+        )  # fmt: skip
+        self._offload = OffloadVerbs(cache, self._groups, self._offload_admission, now_ms)
+        engines = EngineVerbs(
+            cache, self._replicas, self._groups, self._admission, self._offload,
+            answers=self._answers, pending=self._pending, drain_state=self._drain_state, now_ms=now_ms,
+            forget=self._forget,
+        )  # fmt: skip
+        self._clears = Clears(
+            cache, self._replicas, self._pending, self.recorder,
+            own_session=self._offload.own_session, carry_out=self.carry_out,
+        )  # fmt: skip
+        self._admin = AdminVerbs(cache, self._replicas, self._drain_state, self._pending, self._clears, now_ms)
+        reports = ReportVerbs(cache, self._replicas, self._offload_admission.info(), now_ms, self._drain_state)
+        self.watch: PeerWatch | None = None
+        self._verbs: dict[type[wire.Header], Verb] = {
+            **engines.by_type,
+            **reports.by_type,
+            **self._admin.by_type,
+        }
+        self._late_verbs: dict[type[wire.Header], LateVerb] = {
+            wire.Health: self._health.start,
+            **engines.late_by_type,
+            **self._admin.late_by_type,
+            **self.storage.late_by_type,
+        }
+
+    # --- the line from a request to its reply -----------------------------------------------------------------------
+
+    def submit(self, peer: bytes, request: wire.Request, frames: list[bytes], respond: Respond) -> None:
+        """Serve one request: exactly one answer goes to `respond`, or none where the request asked for none.
+
+        `peer` is the routing id of the connection it came from; `frames` are as many as the verb takes, of sizes that
+        fit it.
+        """
+        self.count("requests")
+        answer: Answer | None
+        try:
+            failpoint("daemon.request")
+            late = self._late_verbs.get(type(request))
+            if late is not None:
+                answer = late(peer, request, frames, respond)
+            else:
+                answer = self._kept_answer(peer, request) or self._serve(peer, request, frames)
+            if answer is not None:  # else an error of what follows would be a second reply
+                self.carry_out()
+        except REFUSED as error:
+            answer = Answer(wire.error_reply(request.id, self.refused(error)))
+        except Exception:
+            log.exception("internal error while serving %s", type(request).__name__)
+            answer = Answer(wire.error_reply(request.id, self.refused(internal_error())))
+        if answer is not None and getattr(request, "reply", True):
+            failpoint("daemon.reply")
+            respond(answer)
+        self._settle()
+
+    def stop(self, deadline_ms: int, stopped: Callable[[Left], None]) -> None:
+        """Take no new work, and say when nothing is held and under way, or at the deadline what is left."""
+        self._admin.stop(deadline_ms, stopped)
+
+    def close(self) -> None:
+        """Answer every request that waits: nothing more will come about."""
+        self._pending.close(self._drain_state.refusal())
+        self._health.close()
+
+    def refused(self, error: RequestError | Refusal) -> RequestError:
+        """Count an error by its code, and put it into words."""
+        self.count(f"errors_{error.code}")
+        return in_words(error)
+
+    def count(self, what: str) -> None:
+        """Count something that happened."""
+        self._cache.counters[what] += 1
+
+    def _serve(self, peer: bytes, request: wire.Request, frames: list[bytes]) -> Answer:
+        try:
+            answer = self._verbs[type(request)](peer, request, frames)
+        except REFUSED as error:
+            if not isinstance(request, _KEPT):
+                raise
+            answer = Answer(wire.error_reply(request.id, self.refused(error)))
+        group = self._groups.of_connection(peer)
+        is_kept = isinstance(request, _KEPT) or (isinstance(answer.header, wire.Acquired) and answer.header.loads)
+        if is_kept and group is not None:
+            self._answers.keep(group.session, request, answer)
+        return answer
+
+    def _kept_answer(self, peer: bytes, request: wire.Request) -> Answer | None:
+        """The answer that this request already got, so that a retry has one effect and one answer."""
+        group = self._groups.of_connection(peer)
+        return self._answers.find(group.session, request) if group is not None else None
+
+    # --- what the core wants done -----------------------------------------------------------------------------------
+
+    def carry_out(self) -> None:
+        """Do what the core has asked for."""
+        effects = self._cache.effects
+        while effects:
+            effect = effects.pop(0)
+            if not self.storage.takes(effect):
+                self._carry_out(effect)
+        self._state_writer.keep()
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case SlabAllocated() | SlotsHandedOut():
+                self._claims.write(effect)
+            case StartTransfer():
+                self._state_writer.keep()
+                workers = self._replicas[effect.pool].workers
+                workers.start(effect, partial(self._on_settled, effect.transfer))
+            case HurryTransfer():
+                self._replicas[effect.pool].workers.hurry(effect)
+            case AbandonLoad():
+                self._replicas[effect.pool].workers.abandon(effect)
+            case NamespaceCleared():
+                self._clears.finish(effect)
+            case LoadsEnded():
+                self._pending.look(Wait.LOAD, session=effect.session, subject=effect.lease)
+            case SessionExpired():
+                log.log(
+                    logging.WARNING if effect.quarantined_slots else logging.INFO,
+                    "session %d is over: %d slots are set aside until its processes are dead",
+                    effect.session,
+                    effect.quarantined_slots,
+                )
+                self._groups.end(effect.session)
+                self._pending.session_over(effect.session)
+            case SessionEnded():
+                if self._groups.of_session(effect.session) is not None:
+                    log.info("session %d ended: %d slots are free again", effect.session, effect.freed_slots)
+                self._pending.session_over(effect.session)
+                self._answers.close(effect.session)
+                self._offload_admission.forget(effect.session)
+                self._forget(self._groups.close(effect.session))
+
+    def _settle(self) -> None:
+        """Let the core do what can wait until a reply is out, and carry that out."""
+        try:
+            self._cache.settle()
+            self.carry_out()
+            self._pending.look(Wait.VACANCY)
+            self.carry_out()
+            self._pending.look(Wait.CLEAR, Wait.OPERATOR, Wait.STOP)
+        except Exception:
+            log.exception("internal error between two requests")
+            self.count("errors_internal")
+
+    def _on_settled(self, transfer: TransferId, shard: ShardIndex, error: str, corrupt: tuple[int, ...]) -> None:
+        """A shard is through with a transfer. Never raises: the workers' other messages come by the same way."""
+        if error:
+            log.warning("transfer %d failed on shard %d: %s", transfer, shard, error)
+        if corrupt:
+            log.warning(
+                "%d stored blocks had changed and are dropped; shard %d, load %d", len(corrupt), shard, transfer
+            )
+        try:
+            self.on_event(ShardSettled(transfer, shard, error, corrupt))
+        except Exception:
+            log.exception("internal error at the end of transfer %d on shard %d", transfer, shard)
+            self.count("errors_internal")
+
+    def on_event(self, event: Event) -> None:
+        """What arrived by itself: time, deaths, workers."""
+        self._cache.handle(event)
+        self._state_writer.heard(event)
+        self.carry_out()
+        self._settle()
+
+    # --- attach socket ----------------------------------------------------------------------------------------------
+
+    def identify(self, peer: Peer) -> Identified:
+        """A scheduler process presents itself."""
+        token = self._groups.identify(peer)
+        return Identified(member=token, endpoint=self._endpoint, daemon_epoch=self._cache.epoch)
+
+    def join(
+        self, peer: Peer, session_id: SessionId, token: bytes, shard: ShardIndex
+    ) -> tuple[Joined | JoinedHost, tuple[int, ...]]:
+        """A shard process asks for its memory: the answer and the descriptors to pass on.
+
+        Raises:
+            RequestError: no such session or not its token, expired, no such shard, or it has no worker now.
+        """
+        if not self._offload.owns(session_id):
+            joined_pool = self._admission.join(peer, session_id, token, shard)
+            self._state_writer.keep()
+            return joined_pool
+        joined = self._offload_admission.join(peer, session_id, token, shard)
+        self.carry_out()
+        self._forget(self._offload_admission.take_departed())
+        return joined
+
+    def take_in(self, shapes: Mapping[bytes, Shape], sessions: Iterable[FoundSession]) -> None:
+        """Engines of before a restart, of which nothing is awaited but their introduction or their deaths."""
+        self._offload_admission.shapes.update(shapes)
+        for found in sessions:
+            self._groups.restore(found)
+            for peer, _ in found.members:
+                if self.watch is not None and peer.identity is not None:
+                    self.watch.watch(peer)
+        self.carry_out()
+
+    def peer_lost(self, peer: Peer) -> None:
+        """A process is dead: its groups are over, and their slots free once nobody of them lives."""
+        self._groups.retire(peer)
+        for group in self._groups.of_peer(peer):
+            living = group.living()
+            self._groups.end(group.session)
+            log.info("process %d of session %d is dead, %d live", peer.pid, group.session, len(living))
+            self.on_event(MemberLost(group.session) if living else MembersDied(group.session))
+
+    def leave(self, peer: Peer) -> None:
+        """A shard process touches its pool no more."""
+        self._forget(self._admission.leave(peer))
+        self._state_writer.keep()
+
+    def peer_closed(self, peer: Peer) -> bool:
+        """A process closed its connection, which is not death. Whether a session needs it watched."""
+        self._groups.retire(peer)
+        return bool(self._groups.of_peer(peer))
+
+    def _forget(self, peers: list[Peer]) -> None:
+        for peer in peers:
+            self._groups.retire(peer)
+            if self.watch is not None:
+                self.watch.forget(peer)

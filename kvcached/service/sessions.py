@@ -1,0 +1,276 @@
+"""Which processes stand behind a session, and what their deaths mean.
+
+A session is a group: the process whose connection said hello, and the shard processes that joined with the session's
+token. One of them dying ends the group; its slots are free once all of them are dead, or the only one says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from kvcached.process.identity import ProcessIdentity
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol.engine import TOKEN_SIZE_BYTES
+from kvcached_client.types import SessionId, ShardIndex
+
+
+class Peer(Protocol):
+    """A process at the other end of an attach connection."""
+
+    @property
+    def pid(self) -> int:
+        """Its pid in the daemon's namespace, for messages; 0 where it is not visible, so it is no identity."""
+
+    @property
+    def identity(self) -> ProcessIdentity | None:
+        """What tells it from later processes; None where that cannot be seen from here."""
+
+    def is_dead(self) -> bool:
+        """Whether the process has ended, as its pidfd says."""
+
+    def close(self) -> None:
+        """Nobody needs to know any more whether it lives."""
+
+    def is_same_process(self, other: Any) -> bool:  # noqa: ANN401 - any peer from the same source
+        """Whether two living peers are surely one process."""
+
+
+@dataclass(slots=True, eq=False)
+class EngineGroup:
+    """One session's processes.
+
+    Attributes:
+        token: what its shard processes and heartbeats show.
+        connection: routing id of the connection that owns the session.
+        scheduler: the process of that connection.
+        members: every process that can touch the pool, dead ones included until the end.
+        instance: in offload mode, what the engine calls itself in every hello.
+        shard_of: in offload mode, which shard a member is.
+        found: what it was before a restart; None for one that was opened since.
+        is_over: the session has expired, or has lost a member: what it held is no longer its own. Its living processes
+            may still write, and no later daemon lets it go on.
+    """
+
+    session: SessionId
+    token: bytes
+    connection: bytes
+    scheduler: Peer
+    members: list[Peer] = field(default_factory=list)
+    instance: bytes = b""
+    shard_of: dict[Peer, ShardIndex] = field(default_factory=dict)
+    found: FoundSession | None = None
+    is_over: bool = False
+
+    def living(self, *, beside: Peer | None = None) -> list[Peer]:
+        """Members that are not dead, and not surely the same process as `beside`."""
+        return [
+            member
+            for member in self.members
+            if not member.is_dead() and (beside is None or not member.is_same_process(beside))
+        ]
+
+
+class FoundSession(NamedTuple):
+    """An engine of before a restart that still lives.
+
+    Attributes:
+        id: of its session here, which is expired.
+        earlier: what it was: the epoch of the daemon that opened it, and its id there.
+        token_digest: sha256 of its token there.
+        instance: in offload mode, what it calls itself.
+        members: its living processes; which shard each is, None for the scheduler.
+        is_over: see `EngineGroup`; so is one of whose members some are dead.
+    """
+
+    id: SessionId
+    earlier: tuple[int, int]
+    token_digest: bytes
+    instance: bytes
+    members: list[tuple[Peer, ShardIndex | None]]
+    is_over: bool = False
+
+
+class EngineGroups:
+    """Tokens, groups and connections. Holds no sockets and decides nothing about slots.
+
+    Attributes:
+        version: grows whenever a group or its members change.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._candidates: dict[bytes, Peer] = {}  #: member token -> a process that identified itself
+        self._by_session: dict[SessionId, EngineGroup] = {}
+        self._of_connection: dict[bytes, EngineGroup] = {}
+
+    def identify(self, peer: Peer) -> bytes:
+        """A token that lets this process say hello; asking again gives the same."""
+        for token, candidate in self._candidates.items():
+            if candidate is peer:
+                return token
+        token = secrets.token_bytes(TOKEN_SIZE_BYTES)
+        self._candidates[token] = peer
+        return token
+
+    def claim(self, token: bytes) -> Peer:
+        """The process that holds a member token. A token stays good until its process is gone.
+
+        Raises:
+            Refused: nobody holds it.
+        """
+        peer = self._candidates.get(token)
+        if peer is None or peer.is_dead():
+            raise request_error(
+                ErrorCode.UNAUTHENTICATED,
+                "the member token is not that of a living process",
+                "attach first, then say hello",
+            )
+        return peer
+
+    def open(self, session: SessionId, connection: bytes, peer: Peer) -> EngineGroup:
+        """A new group of one process, owned by a connection."""
+        group = EngineGroup(session, secrets.token_bytes(TOKEN_SIZE_BYTES), connection, peer, [peer])
+        self._by_session[session] = group
+        self._of_connection[connection] = group
+        self.version += 1
+        return group
+
+    def restore(self, found: FoundSession) -> EngineGroup:
+        """The group of a session of before a restart. No connection owns it.
+
+        Its scheduler is the member that is no shard, or where that is dead, any.
+        """
+        peers = [peer for peer, _ in found.members]
+        scheduler = next((peer for peer, shard in found.members if shard is None), peers[0])
+        group = EngineGroup(
+            found.id, secrets.token_bytes(TOKEN_SIZE_BYTES), b"", scheduler, peers, found.instance, found=found
+        )
+        group.is_over = found.is_over
+        group.shard_of = {peer: shard for peer, shard in found.members if shard is not None}
+        self._by_session[found.id] = group
+        self.version += 1
+        return group
+
+    def find_earlier(self, earlier: tuple[int, int], token: bytes) -> EngineGroup:
+        """The group of a session from before a restart, for who shows the token that it had.
+
+        Raises:
+            Stale: it is over, or its token was another. Both read the same to a peer that guesses.
+        """
+        digest = hashlib.sha256(token).digest()
+        for group in self._by_session.values():
+            found = group.found
+            if found is None or found.earlier != earlier or group.is_over:
+                continue
+            if hmac.compare_digest(found.token_digest, digest):
+                return group
+        raise request_error(
+            ErrorCode.NO_SESSION,
+            f"session {earlier[1]} of epoch {earlier[0]} is over, or its token was another",
+            "say hello, as a new engine does",
+        )
+
+    def resume(self, group: EngineGroup, connection: bytes, peer: Peer) -> None:
+        """The scheduler of a group of before a restart is back, over a connection that owns it from now on."""
+        group.connection, group.scheduler, group.found = connection, peer, None
+        if peer not in group.members:
+            group.members.append(peer)
+        self._of_connection[connection] = group
+        self.version += 1
+
+    def join(self, group: EngineGroup, peer: Peer, shard: ShardIndex | None = None) -> None:
+        """A shard process enters a group whose token it has shown; twice is once. `shard`: `EngineGroup.shard_of`."""
+        if peer not in group.members:
+            group.members.append(peer)
+        if shard is not None:
+            group.shard_of[peer] = shard
+        self.version += 1
+
+    def authenticate(self, session: SessionId, token: bytes) -> EngineGroup:
+        """The group of a session, for who shows its token.
+
+        Raises:
+            Stale: no such session, or not its token. Both read the same to a peer that guesses.
+        """
+        group = self._by_session.get(session)
+        if group is None or not hmac.compare_digest(group.token, token):
+            raise request_error(
+                ErrorCode.NO_SESSION,
+                f"session {session} is not open, or its token is another",
+                "attach and say hello again",
+            )
+        return group
+
+    def of_connection(self, connection: bytes) -> EngineGroup | None:
+        """The group that a connection owns."""
+        return self._of_connection.get(connection)
+
+    def owner(self, connection: bytes) -> EngineGroup:
+        """As `of_connection`, for requests that need a session.
+
+        Raises:
+            RequestError: the connection owns none.
+        """
+        group = self._of_connection.get(connection)
+        if group is None:
+            raise request_error(
+                ErrorCode.NO_SESSION,
+                "this connection has no session, or none any more: it was silent for too long, or a worker was lost",
+                "close the client and connect again",
+            )
+        return group
+
+    def of_peer(self, peer: Peer) -> list[EngineGroup]:
+        """Every group that a process is a member of."""
+        return [group for group in self._by_session.values() if peer in group.members]
+
+    def of_session(self, session: SessionId) -> EngineGroup | None:
+        """The group of a session, or None once it is over."""
+        return self._by_session.get(session)
+
+    def part(self, group: EngineGroup, scheduler: Peer) -> list[Peer]:
+        """The scheduler's process said goodbye: only the others are members still. Returns those that left."""
+        self.version += 1
+        left = [member for member in group.members if member is scheduler or member.is_same_process(scheduler)]
+        group.members = [member for member in group.members if member not in left]
+        return [member for member in left if not self.of_peer(member)]
+
+    @property
+    def groups(self) -> list[EngineGroup]:
+        """All of them."""
+        return list(self._by_session.values())
+
+    def of_instance(self, instance: bytes) -> list[EngineGroup]:
+        """The groups of one engine in offload mode, earlier ones first."""
+        return [group for group in self._by_session.values() if group.instance == instance]
+
+    def leave(self, group: EngineGroup, peers: list[Peer]) -> list[Peer]:
+        """These members will not touch a slot of the group any more. Returns those that are in no other group."""
+        self.version += 1
+        group.members = [member for member in group.members if member not in peers]
+        return [peer for peer in peers if not self.of_peer(peer)]
+
+    def end(self, session: SessionId) -> None:
+        """A session has expired, or has lost a member: see `EngineGroup.is_over`."""
+        group = self._by_session.get(session)
+        if group is not None and not group.is_over:
+            group.is_over = True
+            self.version += 1
+
+    def close(self, session: SessionId) -> list[Peer]:
+        """Forget a group; returns its processes that are in no other."""
+        group = self._by_session.pop(session, None)
+        if group is None:
+            return []
+        self.version += 1
+        if self._of_connection.get(group.connection) is group:
+            del self._of_connection[group.connection]
+        return [member for member in group.members if not self.of_peer(member)]
+
+    def retire(self, peer: Peer) -> None:
+        """A process is gone, or will not come back: its member tokens are worth nothing."""
+        self._candidates = {token: owner for token, owner in self._candidates.items() if owner is not peer}

@@ -1,0 +1,245 @@
+"""What a successor would have to know, written down before anybody is told of it.
+
+A daemon that is killed leaves the memory of pools with the service manager and this in its run directory. Where it
+cannot be written it is removed: a cold start is safe, one from an outdated ledger is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached.core.cache import Cache
+from kvcached.core.index.tree import PrefixTree
+from kvcached.core.messages import Event, SlabAllocated, SlotsHandedOut, StorageReady
+from kvcached.core.slots.ranges import Ranges
+from kvcached.recovery.state_file import (
+    HostPoolRecord,
+    Ledger,
+    LedgerFile,
+    MemberRecord,
+    MemoryRecord,
+    ReplicaRecord,
+    SessionRecord,
+    SpaceRecord,
+)
+from kvcached.service.offload_admission import OffloadAdmission
+from kvcached.service.pending import Later
+from kvcached.service.recorder import Recorder
+from kvcached.service.replica import Replica
+from kvcached.service.sessions import EngineGroup, EngineGroups
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.types import SessionId
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Headers(Protocol):
+    """The headers beside the slots of the host pool."""
+
+    def clear_slab(self, slab: int, geometry: HostGeometry) -> None:
+        """Nothing is left of those who had the slab before."""
+
+    def claim(self, slots: npt.NDArray[np.int64], geometry: HostGeometry, epoch: int, session: int) -> None:
+        """A session's processes may be writing these slots."""
+
+    def try_end(self, slab: int, size_bytes: int) -> str:
+        """Write and read the last bytes of a slab, which nobody has: what was wrong, or ""."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """Where the ledger is kept, and what in it does not change while the daemon runs.
+
+    Attributes:
+        boot: which boot of the machine it is.
+        host: the host pool's memory, nothing lent; None without a host tier.
+    """
+
+    file: LedgerFile
+    boot: str
+    host: HostPoolRecord | None
+
+
+class StateWriter:
+    """Writes the ledger whenever it has changed, and has the record of generations written.
+
+    Args:
+        state_place: None where nothing is to be handed on: tests, tools.
+        later: sets timers.
+
+    Attributes:
+        recorder: of generations.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        replicas: Mapping[str, Replica],
+        groups: EngineGroups,
+        admission: OffloadAdmission,
+        state_place: StatePlace | None,
+        later: Later,
+    ) -> None:
+        self._cache = cache
+        self._replicas = replicas
+        self._groups = groups
+        self._offload_admission = admission
+        self._state_place = state_place
+        self.recorder = Recorder(cache.generations, later)
+        self._written = (-1, -1)
+
+    def heard(self, event: Event) -> None:
+        """Something happened: storage is there."""
+        if isinstance(event, StorageReady):
+            self.recorder.open()
+
+    def keep(self) -> None:
+        """Write what has changed since the last time. Comes before the reply or the order that tells of it.
+
+        The record of generations is begun only: who waits for it asks the recorder.
+        """
+        self.recorder.keep()
+        version = (self._cache.version, self._groups.version)
+        if self._state_place is None or version == self._written:
+            return
+        try:
+            self._state_place.file.write(self._ledger(self._state_place))
+        except OSError as error:
+            _log.error("the ledger cannot be written; a crash would lose the cache: %s", error)
+            self._remove(self._state_place)
+        self._written = version
+
+    def _remove(self, state_place: StatePlace) -> None:
+        try:
+            state_place.file.remove()
+        except OSError as error:
+            _log.critical("nor removed; stop the daemon in order and delete it before the next start: %s", error)
+
+    def _ledger(self, state_place: StatePlace) -> Ledger:
+        return Ledger(
+            boot=state_place.boot,
+            epoch=self._cache.epoch,
+            host=None if state_place.host is None else _with_lent(state_place.host, self._cache),
+            spaces=tuple(self._spaces()),
+            replicas=tuple(_replica(each, self._cache.tree_of(each.name)) for each in self._replicas.values()),
+            sessions=tuple(filter(None, map(self._session, self._groups.groups))),
+        )
+
+    def _spaces(self) -> Iterable[SpaceRecord]:
+        for root, space in self._cache.offload.namespaces.by_root.items():
+            shape = self._offload_admission.shapes[root]
+            yield SpaceRecord(
+                root=root.hex(),
+                label=space.spec.label,
+                fingerprint=shape.fingerprint.hex(),
+                block_size=space.spec.block_size,
+                shards=space.spec.shards,
+                block_bytes=shape.block_bytes,
+                replicated=shape.replicated,
+                slots_per_slab=space.spec.host_slots_per_slab,
+                generation=space.generation,
+                write_policy=space.tree.write_policy,
+                configured_policy=self._cache.offload.namespaces.write_policy,
+            )
+
+    def _session(self, group: EngineGroup) -> SessionRecord | None:
+        mode: Literal["attached", "device"]
+        offload, managed = self._cache.offload.sessions.get(group.session), self._cache.sessions.get(group.session)
+        digest, epoch, session = hashlib.sha256(group.token).hexdigest(), self._cache.epoch, group.session
+        members = (MemberRecord(process=each.identity, shard=group.shard_of.get(each)) for each in group.members)
+        if offload is not None:
+            mode, place = "attached", offload.namespace.spec.root.hex()
+        elif managed is not None:
+            mode, place = "device", managed.pool.name
+        else:
+            return None
+        if managed is not None and group.found is not None:  # its engine knows nothing of this daemon yet
+            (epoch, earlier), digest = group.found.earlier, group.found.token_digest.hex()
+            session = SessionId(earlier)
+        return SessionRecord(
+            id=session,
+            epoch=epoch,
+            mode=mode,
+            place=place,
+            instance=group.instance.hex(),
+            token_digest=digest,
+            members=tuple(dict.fromkeys(members)),  # a process has a connection for each of its mappings
+            is_over=group.is_over,
+        )
+
+
+def _with_lent(record: HostPoolRecord, cache: Cache) -> HostPoolRecord:
+    lent: dict[str, tuple[int, ...]] = {}
+    for tree in cache.trees:
+        if tree.host is not None and tree.host.slabs:
+            root = tree.namespace.hex()
+            lent[root] = (*lent.get(root, ()), *sorted(tree.host.slabs))
+    return HostPoolRecord(
+        device=record.device, inode=record.inode, slabs=record.slabs, slab_bytes=record.slab_bytes, lent=lent
+    )
+
+
+def _replica(replica: Replica, tree: PrefixTree) -> ReplicaRecord:
+    return ReplicaRecord(
+        name=replica.name,
+        fingerprint=replica.layout.fingerprint(),
+        namespace=replica.namespace.hex(),
+        generation=replica.generation,
+        weights_version=replica.weights_version,
+        slots=replica.slots,
+        memory=tuple(MemoryRecord(device=each.device, inode=each.inode) for each in replica.memory),
+        write_policy=tree.write_policy,
+        configured_policy=replica.write_policy,
+    )
+
+
+class HostClaims:
+    """Says beside the slots of the host pool whose they are, and who may be writing them.
+
+    Args:
+        headers: None where nothing is to be handed on.
+        cache: whose slabs hold what.
+    """
+
+    def __init__(
+        self, headers: Headers | None, replicas: Mapping[str, Replica], admission: OffloadAdmission, cache: Cache
+    ) -> None:
+        self._headers = headers
+        self._replicas = replicas
+        self._offload_admission = admission
+        self._cache = cache
+
+    def write(self, effect: SlabAllocated | SlotsHandedOut) -> None:
+        """Carry out one effect.
+
+        A slab is wiped before the ledger says whose it is: what lies in it must not be taken for theirs. Claims are
+        there before the reply that hands the slots out.
+        """
+        if self._headers is None:
+            return
+        geometry = self.geometry(effect.namespace)
+        if isinstance(effect, SlabAllocated):
+            self._headers.clear_slab(effect.slab, geometry)
+        else:
+            self._headers.claim(slots_of(effect.slots), geometry, self._cache.epoch, effect.session)
+
+    def geometry(self, namespace: bytes) -> HostGeometry:
+        """The host pool as the blocks of a namespace lie in it."""
+        for replica in self._replicas.values():
+            if replica.namespace == namespace and replica.host_geometry is not None:
+                return replica.host_geometry
+        return self._offload_admission.geometry(namespace)
+
+
+def slots_of(ranges: Ranges[int]) -> npt.NDArray[np.int64]:
+    """The slots one by one."""
+    pairs = np.array(ranges, np.int64).reshape(-1, 2)
+    before = np.cumsum(pairs[:, 1]) - pairs[:, 1]
+    return np.repeat(pairs[:, 0] - before, pairs[:, 1]) + np.arange(int(pairs[:, 1].sum()))

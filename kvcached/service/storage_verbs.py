@@ -1,0 +1,276 @@
+"""The requests about storage, and its process as the service sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvcached.core.cache import Cache
+from kvcached.core.messages import (
+    Effect,
+    ForgetStored,
+    PrefetchOver,
+    QueryStorage,
+    StartBackup,
+    StartFetch,
+)
+from kvcached.core.slots.states import PrefetchState
+from kvcached.core.transfers import storage_requests
+from kvcached.core.transfers.storage_state import Prefetch
+from kvcached.service.offload_admission import OffloadAdmission
+from kvcached.service.pending import WAITING_MAX, PendingReplies, PendingReply, Wait
+from kvcached.service.replica import Replica
+from kvcached.service.replies import Answer, LateVerb, Respond
+from kvcached.service.sessions import EngineGroups
+from kvcached.storage.client import LinkState
+from kvcached.storage.messages import Kind, Over
+from kvcached_client.blocks.header import NAMESPACE_BYTES
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol import engine as wire
+
+STOP_DEADLINE_S: Final = 5.0
+#: What people are told of storage that is ready, but has taken none of the last blocks.
+READ_ONLY: Final = "read_only"
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Link(Protocol):
+    """What the service needs of the storage process."""
+
+    state: LinkState
+    why: str
+    write_refusal: str
+    usage: tuple[int, int, int]
+    restarts: int
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What it did."""
+
+    @property
+    def due(self) -> Mapping[bytes, None]:
+        """How the keys begin that are to be forgotten yet."""
+
+    def carry_out(self, effect: QueryStorage | StartFetch | StartBackup) -> None:
+        """Order what the core asks for."""
+
+    def forget_all(self, tell: Callable[[Over], None]) -> bool:
+        """Have all blocks forgotten; False where nobody is there to be told."""
+
+    def forget(self, prefix: bytes, tell: Callable[[Over], None]) -> None:
+        """Have all blocks forgotten whose keys begin so, when storage works, and again until it has."""
+
+    def attach(self) -> None:
+        """Start it, unless it runs."""
+
+    async def detach(self, deadline_s: float) -> None:
+        """End it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageService:
+    """Storage as it is configured.
+
+    Attributes:
+        link: the process.
+        backend: its name.
+        backup: which blocks are written.
+        timeout_ms, timeout_us_per_token: how long a prefetch with a timeout is waited for.
+    """
+
+    link: Link
+    backend: str
+    backup: str
+    timeout_ms: int
+    timeout_us_per_token: int
+
+
+class StorageVerbs:
+    """Serves `prefetch` and `storage_control`, and hands on what the core asks of storage."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        groups: EngineGroups,
+        replicas: Mapping[str, Replica],
+        admission: OffloadAdmission,
+        pending: PendingReplies,
+    ) -> None:
+        self.storage: StorageService | None = None
+        self._cache = cache
+        self._groups = groups
+        self._replicas = replicas
+        self._offload_admission = admission
+        self._pending = pending
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.late_by_type: dict[type[wire.Header], LateVerb] = {
+            wire.Prefetch: self._prefetch,
+            wire.StorageControl: self._control,
+        }
+
+    # --- what the core asks for -------------------------------------------------------------------------------------
+
+    def takes(self, effect: Effect) -> bool:
+        """Carry an effect out, if it is about storage."""
+        if isinstance(effect, PrefetchOver):
+            self._pending.look(Wait.PREFETCH, subject=effect.prefetch)
+        elif isinstance(effect, ForgetStored):
+            self._forget(effect)
+        elif isinstance(effect, QueryStorage | StartFetch | StartBackup):
+            if self.storage is not None:
+                self.storage.link.carry_out(effect)
+        else:
+            return False
+        return True
+
+    def kind_of(self, namespace: bytes, generation: int) -> Kind | None:
+        """Whose blocks a namespace's are; None where nobody has it any more."""
+        for replica in self._replicas.values():
+            if replica.namespace == namespace and replica.host_geometry is not None:
+                return Kind(
+                    namespace=namespace[:NAMESPACE_BYTES],
+                    header_namespace=replica.header_namespace,
+                    header_generation=replica.generation,
+                    fingerprint=bytes.fromhex(replica.layout.fingerprint()),
+                    generation=0,
+                    geometry=replica.host_geometry,
+                )
+        shape = self._offload_admission.shapes.get(namespace)
+        if shape is None or namespace not in self._cache.offload.namespaces.by_root:
+            return None
+        return Kind(
+            namespace=namespace[:NAMESPACE_BYTES],
+            header_namespace=namespace[:NAMESPACE_BYTES],
+            header_generation=generation,
+            fingerprint=shape.fingerprint,
+            generation=generation,
+            geometry=self._offload_admission.geometry(namespace),
+        )
+
+    def health(self) -> list[wire.HealthPart]:
+        """Whether storage works, if there is any and nobody has taken it off."""
+        link = None if self.storage is None else self.storage.link
+        if link is None or link.state is LinkState.DETACHED:
+            return []
+        if link.state is not LinkState.READY:
+            detail = f"{link.state}: {link.why or 'it starts'}; hits from memory go on"
+        elif link.write_refusal:
+            detail = f"it takes no blocks: {link.write_refusal}; hits go on"
+        else:
+            return [wire.HealthPart(part="storage", ok=True, detail="")]
+        return [wire.HealthPart(part="storage", ok=False, detail=detail)]
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _prefetch(self, peer: bytes, request: wire.Prefetch, frames: list[bytes], respond: Respond) -> Answer | None:
+        """Begin a prefetch; the answer where it is over, nobody wants to wait, or too many wait already."""
+        session = self._groups.owner(peer).session
+        found = storage_requests.prefetch(
+            self._cache, session, request.epoch, frames[0], request.tokens, request.prefill_tokens_per_s,
+            full=request.full,
+        )  # fmt: skip
+        patience_ms = self._patience_ms(request)
+        if not patience_ms or self._pending.count(Wait.PREFETCH) >= WAITING_MAX[Wait.PREFETCH]:
+            return _answer(request, found)
+
+        def ask(*, is_last: bool) -> Answer | None:
+            is_over = found.state is PrefetchState.OVER
+            if not is_over and not is_last:
+                return None
+            answer = _answer(request, found)
+            if not is_over and self._pending.count(Wait.PREFETCH, subject=found.id) == 1:  # nobody else waits
+                storage_requests.stop(self._cache, found)
+            return answer
+
+        reply = PendingReply(Wait.PREFETCH, request, respond, ask, session, found.id)
+        return self._pending.wait(reply, patience_ms)
+
+    def _forget(self, effect: ForgetStored) -> None:
+        kind = self.kind_of(effect.namespace, effect.generation)
+        if self.storage is not None and kind is not None:
+            self.storage.link.forget(kind.stored().prefix(), note_forgotten)
+
+    def _patience_ms(self, request: wire.Prefetch) -> int:
+        if request.stop == "best_effort" or self.storage is None:
+            return 0
+        if request.stop == "wait_complete":
+            return request.deadline_ms
+        grown_ms = request.tokens * self.storage.timeout_us_per_token // 1000
+        return min(self.storage.timeout_ms + grown_ms, request.deadline_ms)
+
+    def _control(self, _: bytes, request: wire.StorageControl, __: list[bytes], respond: Respond) -> Answer | None:
+        storage = self.storage
+        if storage is None:
+            if request.action == "status":
+                return Answer(_report(request.id, None))
+            raise request_error(ErrorCode.BAD_VALUE, "no storage is configured", "add [storage] and start again")
+        link = storage.link
+        if request.action == "attach":
+            link.attach()
+        elif request.action == "detach":
+            reply = PendingReply(Wait.STORAGE, request, respond)
+            self._pending.wait(reply)
+            task = asyncio.get_running_loop().create_task(link.detach(STOP_DEADLINE_S))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _: self._pending.done(reply, Answer(_report(request.id, storage))))
+            return None
+        elif request.action == "clear":
+            reply = PendingReply(Wait.STORAGE, request, respond)
+            self._pending.wait(reply)
+            if not link.forget_all(lambda over: self._pending.done(reply, Answer(_cleared(request.id, storage, over)))):
+                error = request_error(ErrorCode.BAD_VALUE, f"storage is {link.state}", "attach it first")
+                self._pending.fail(reply, error)
+            return None
+        return Answer(_report(request.id, storage))
+
+
+def _cleared(number: int, storage: StorageService, over: Over) -> wire.StorageReport | wire.ErrorReply:
+    if not over.failed:
+        return _report(number, storage)
+    error = request_error(ErrorCode.INTERNAL, f"storage did not forget everything: {over.error}", "clear it again")
+    return wire.error_reply(number, error)
+
+
+def _report(number: int, storage: StorageService | None) -> wire.StorageReport:
+    if storage is None:
+        return wire.StorageReport(
+            id=number, backend="", state=LinkState.DETACHED, why="", backup="never", restarts=0,
+            blocks=-1, size_bytes=-1, capacity_bytes=-1, counters={},
+        )  # fmt: skip
+    blocks, size_bytes, capacity_bytes = storage.link.usage
+    is_read_only = storage.link.state is LinkState.READY and bool(storage.link.write_refusal)
+    return wire.StorageReport(
+        id=number,
+        backend=storage.backend,
+        state=READ_ONLY if is_read_only else storage.link.state,
+        why=storage.link.write_refusal if is_read_only else storage.link.why,
+        backup=storage.backup,
+        restarts=storage.link.restarts,
+        blocks=blocks,
+        size_bytes=size_bytes,
+        capacity_bytes=capacity_bytes,
+        counters={**storage.link.counters, "forgets_due": len(storage.link.due)},
+    )
+
+
+def _answer(request: wire.Prefetch, prefetch: Prefetch) -> Answer:
+    is_over = prefetch.state is PrefetchState.OVER
+    return Answer(
+        wire.Prefetched(
+            id=request.id,
+            blocks=prefetch.inserted,
+            fetched=prefetch.fetched,
+            is_over=is_over,
+            reason=str(prefetch.end) if is_over else "waiting",
+        )
+    )
+
+
+def note_forgotten(over: Over) -> None:
+    """A generation that is over is out of storage."""
+    _log.info("storage forgot %d blocks of a generation that is over", over.count)

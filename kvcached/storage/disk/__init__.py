@@ -1,0 +1,1 @@
+"""Storage in files of a directory."""

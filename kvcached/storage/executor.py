@@ -1,0 +1,200 @@
+"""What the storage process does with one order: frames and checksums between a backend and the host pool.
+
+Blocks go from the host pool to the backend and back without a copy in between. A block is written to storage with the
+checksums that it was stored in the host pool with, and a header appears beside a slot only when what was read is what
+these say: from the engine's first store to its last load they are the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from kvcached.storage import frame
+from kvcached.storage.backend import STORED_KEY_BYTES, Block, Outcome, Result, Storage
+from kvcached.storage.frame import FRAME_BYTES, StoredBlock, StoredKind
+from kvcached.storage.messages import Backup, Fetch, Forget, Kind, Look, Order, Over, Query, Span
+from kvcached_client.blocks import header as host_header
+from kvcached_client.blocks.header import BlockName, HeaderKind
+from kvcached_client.blocks.slabs import HEADER_BYTES
+from kvcached_client.types import KEY_SIZE_BYTES
+
+T = TypeVar("T")
+
+
+class _Slot(NamedTuple):
+    """A block by its name and its places in the host pool, on each shard."""
+
+    name: BlockName
+    headers: list[memoryview]
+    parts: list[memoryview]
+
+
+class HostCopies:
+    """Carries out orders. Used by several threads.
+
+    Args:
+        memory: the host pool.
+        backend: what is below it.
+        timeout_s: how long one call of it may take.
+    """
+
+    def __init__(self, memory: memoryview, backend: Storage, timeout_s: float) -> None:
+        self._memory = memory
+        self._backend = backend
+        self._timeout_s = timeout_s
+
+    def carry_out(self, order: Order) -> Over:
+        """Do what was ordered. Never raises: what the backend raises is in the answer."""
+        try:
+            over = self._carry_out(order)
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything, and the daemon has to hear of it
+            over = Over(sequence=order.sequence, failed=True, error=f"{type(error).__name__}: {error}")
+        return over
+
+    def _carry_out(self, order: Order) -> Over:
+        match order:
+            case Query():
+                return Over(sequence=order.sequence, count=self._find(order.kind.stored(), order.keys))
+            case Fetch():
+                return self._fetch(order)
+            case Backup():
+                return self._back_up(order)
+            case Forget():
+                return Over(sequence=order.sequence, count=self._backend.clear(order.prefix, timeout_s=self._timeout_s))
+            case Look():
+                self._backend.exists([bytes(STORED_KEY_BYTES)], timeout_s=self._timeout_s)
+                return Over(sequence=order.sequence)
+
+    def _find(self, kind: StoredKind, keys: bytes) -> int:
+        prefix, found = kind.prefix(), 0
+        for some in _batches([prefix + key for key in _split(keys)], self._backend.capabilities.batch_blocks):
+            there = self._backend.exists(some, timeout_s=self._timeout_s)
+            if not all(there):
+                return found + there.index(False)
+            found += len(some)
+        return found
+
+    # --- from storage -----------------------------------------------------------------------------------------------
+
+    def _fetch(self, order: Fetch) -> Over:
+        kind, stored = order.kind, order.kind.stored()
+        headers = HeaderKind(kind.header_namespace, kind.fingerprint, kind.header_generation)
+        good = wrong = 0
+        for some in _batches(list(self._slots(kind, order.span)), self._backend.capabilities.batch_blocks):
+            for slot in some:
+                for header in slot.headers:
+                    header[:] = bytes(HEADER_BYTES)  # a claim, too: nobody else writes here
+            frames = _frames(len(some))
+            blocks = [_block(stored, slot, page) for slot, page in zip(some, frames, strict=True)]
+            results = self._backend.get(blocks, timeout_s=self._timeout_s)
+            for slot, page, result in zip(some, frames, results, strict=True):
+                failure = result.outcome is Outcome.FAILED
+                block = self._proven(stored, slot, page) if result.outcome is Outcome.DONE else None
+                if block is None or not _is_next(block, slot.name):
+                    wrong += result.outcome is Outcome.DONE
+                    self._drop_wrong(stored, slot, result)
+                    return _over(order.sequence, good, result if failure else None, wrong=wrong)
+                for header, checksum in zip(slot.headers, block.checksums, strict=True):
+                    packed = host_header.pack(headers, slot.name, checksum, order.epoch, order.transfer)
+                    host_header.write(header, packed)
+                good += 1
+        return Over(sequence=order.sequence, count=good)
+
+    def _proven(self, kind: StoredKind, slot: _Slot, page: memoryview) -> StoredBlock | None:
+        block = frame.unpack(bytes(page), kind, slot.name.key)
+        return block if block is not None and frame.is_sound(block, slot.parts) else None
+
+    def _drop_wrong(self, kind: StoredKind, slot: _Slot, result: Result) -> None:
+        if result.outcome is Outcome.DONE and self._backend.capabilities.deletes:
+            self._backend.delete([kind.prefix() + slot.name.key], timeout_s=self._timeout_s)
+
+    # --- to storage -------------------------------------------------------------------------------------------------
+
+    def _back_up(self, order: Backup) -> Over:
+        stored = order.kind.stored()
+        slots = [slot for span in order.spans for slot in self._slots(order.kind, span)]
+        done = written = 0
+        for some in _batches(slots, self._backend.capabilities.batch_blocks):
+            keys = [stored.prefix() + slot.name.key for slot in some]
+            there = self._backend.exists(keys, timeout_s=self._timeout_s)
+            missing = [slot for slot, is_there in zip(some, there, strict=True) if not is_there]
+            failure = self._put(order.kind, stored, missing)
+            if failure is not None:
+                first, result = failure
+                done += next(at for at, slot in enumerate(some) if slot is first)
+                return _over(order.sequence, done, result, written=written)
+            done, written = done + len(some), written + len(missing)
+        return Over(sequence=order.sequence, count=done, written=written)
+
+    def _put(self, kind: Kind, stored: StoredKind, slots: Sequence[_Slot]) -> tuple[_Slot, Result] | None:
+        """Write blocks; the first that could not be written, and why."""
+        if not slots:
+            return None
+        headers = HeaderKind(kind.header_namespace, kind.fingerprint, kind.header_generation)
+        whole: list[_Slot] = []
+        blocks: list[Block] = []
+        for slot, page in zip(slots, _frames(len(slots)), strict=True):
+            sums = [host_header.stored_checksum(header, headers, slot.name) for header in slot.headers]
+            known = tuple(each for each in sums if each is not None)
+            if len(known) < len(sums):  # what lies there is not that block: a bit has changed, and a load will find it
+                continue
+            page[:] = frame.pack(stored, StoredBlock(slot.name.key, slot.name.parent, slot.name.depth, known))
+            whole.append(slot)
+            blocks.append(_block(stored, slot, page))
+        results = self._backend.put(blocks, timeout_s=self._timeout_s) if blocks else []
+        failed = [
+            (slot, result) for slot, result in zip(whole, results, strict=True) if result.outcome is not Outcome.DONE
+        ]
+        return failed[0] if failed else None
+
+    def _slots(self, kind: Kind, span: Span) -> Iterator[_Slot]:
+        geometry, parent = kind.geometry, span.parent
+        shards = range(geometry.parts)
+        for index, (key, slot) in enumerate(zip(_split(span.keys), _each(span.slots), strict=True)):
+            headers = [geometry.header_offset(slot, shard) for shard in shards]
+            parts = [geometry.block_offset(slot, shard) for shard in shards]
+            yield _Slot(
+                BlockName(key, parent, span.depth + index),
+                [self._memory[at : at + HEADER_BYTES] for at in headers],
+                [self._memory[at : at + geometry.block_bytes] for at in parts],
+            )
+            parent = key
+
+
+def _block(kind: StoredKind, slot: _Slot, page: memoryview) -> Block:
+    return Block(kind.prefix() + slot.name.key, (page, *slot.parts))
+
+
+def _is_next(block: StoredBlock, name: BlockName) -> bool:
+    """Whether a block stands where the chain has it; a forged key alone is not enough."""
+    return (block.parent, block.depth) == (name.parent, name.depth)
+
+
+def _over(sequence: int, count: int, failure: Result | None, *, written: int = 0, wrong: int = 0) -> Over:
+    failed = failure is not None and failure.outcome is Outcome.FAILED
+    error = "" if failure is None else f"{failure.outcome}: {failure.detail}"
+    return Over(sequence=sequence, count=count, written=written, wrong=wrong, failed=failed, error=error)
+
+
+def _frames(count: int) -> list[memoryview]:
+    """Page-aligned memory for so many frames."""
+    raw = np.zeros((count + 1) * FRAME_BYTES, np.uint8)
+    start = -raw.ctypes.data % FRAME_BYTES
+    whole = raw.data[start : start + count * FRAME_BYTES]
+    return [whole[at * FRAME_BYTES : (at + 1) * FRAME_BYTES] for at in range(count)]
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + KEY_SIZE_BYTES] for at in range(0, len(keys), KEY_SIZE_BYTES)]
+
+
+def _each(slots: bytes) -> Iterator[int]:
+    pairs = np.frombuffer(slots, np.int32).reshape(-1, 2).tolist()
+    return (slot for first, count in pairs for slot in range(first, first + count))
+
+
+def _batches(things: Sequence[T], size: int) -> Iterable[Sequence[T]]:
+    return (things[at : at + size] for at in range(0, len(things), size))

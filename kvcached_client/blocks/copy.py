@@ -1,0 +1,219 @@
+"""The copier of blocks between the pages of a shard and the host pool.
+
+A `CopyPlan` says which bytes go where, in batches of pieces: a batch for each layer, or batches of whole blocks. A
+`Copier` carries batches out. `MemoryCopier` is the one for mapped memory; it gives up the interpreter lock while it
+copies, so that other threads go on. A copier for another kind of memory takes the same batches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Final, NamedTuple, Protocol
+
+from xxhash import xxh3_128
+
+from kvcached_client.blocks.pages import LayerPages
+from kvcached_client.failpoints import failpoint
+
+try:
+    from kvcached_client.blocks import _native_copy
+except ImportError:  # built where a C compiler was at hand
+    native_copy_all: Callable[[array[int] | memoryview, int, int], None] | None = None
+    native_copy_summed: Callable[[array[int] | memoryview, int, int, int], bytes | None] | None = None
+else:
+    native_copy_all = _native_copy.copy_all
+    native_copy_summed = _native_copy.copy_summed
+
+_PIECE_NUMBERS: Final = 3
+#: Pieces of a batch of whole blocks, unless a block has more: the plan of a large transfer stays small.
+PIECES_MAX: Final = 8192
+
+
+class Batch(NamedTuple):
+    """Pieces that are copied together, in any order.
+
+    Attributes:
+        pieces: int64 triples: offset from `destination`, offset from `source`, size, all in bytes. No piece overlaps
+            another one's destination.
+        destination: an address.
+        source: the same.
+    """
+
+    pieces: array[int]
+    destination: int
+    source: int
+
+
+class Copier(Protocol):
+    """Carries batches out, one after the other. Used by one thread."""
+
+    def copy(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Copy, and give each batch back once all its bytes are where they belong, in the order of the batches.
+
+        A copier whose copies go on while it does something else may take batches ahead of the one that it gives back.
+        """
+
+    def copy_summed(self, batches: Iterable[Batch], per_sum: int) -> Iterator[bytes]:
+        """The same, with checksums of the very bytes that arrived.
+
+        Args:
+            batches: of groups of `per_sum` pieces; a group is one block.
+            per_sum: pieces of a block.
+
+        Returns:
+            For each batch xxh3_128 of its blocks, 16 bytes for each.
+        """
+
+
+class MemoryCopier:
+    """A `Copier` of memory that stays mapped as long as it is used."""
+
+    def copy(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """See `Copier.copy`."""
+        for batch in _passing(batches):
+            copy_all(*batch)
+            yield batch
+
+    def copy_summed(self, batches: Iterable[Batch], per_sum: int) -> Iterator[bytes]:
+        """See `Copier.copy_summed`."""
+        for pieces, destination, source in _passing(batches):
+            yield copy_summed(pieces, per_sum, destination, source)
+
+
+def _passing(batches: Iterable[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        failpoint("blocks.copy")
+        yield batch
+
+
+class CopyPlan:
+    """Cuts transfers of whole blocks into batches.
+
+    Blocks are indices on the shard. Places are where they are in the host pool, in bytes from its start, one for each.
+    All must exist, and none may be named twice.
+
+    Args:
+        layers: of the shard, in the order in which a block in the host pool has them.
+        host_address: where the host pool is mapped.
+    """
+
+    def __init__(self, layers: Sequence[LayerPages], host_address: int) -> None:
+        self._layers = layers
+        self._host_address = host_address
+        sizes = [layer.page_bytes for layer in layers]
+        self._sizes = array("q", sizes)
+        self._insides = list(accumulate(sizes[:-1], initial=0))  #: where each layer is in a block of the host pool
+        self._block_bytes = sum(sizes)
+
+    @property
+    def pieces_per_block(self) -> int:
+        """Pieces of each block in `by_block`."""
+        return len(self._layers)
+
+    def by_layer(self, blocks: Sequence[int], places: Sequence[int]) -> Iterator[Batch]:
+        """The way from the host pool to the shard: a batch for each layer, with a piece for each block.
+
+        Blocks that follow each other on both sides, all their bytes in one layer, are one piece.
+        """
+        shared: dict[tuple[int, int], array[int]] = {}  # layers with pages of one size share their pieces
+        for layer, inside in zip(self._layers, self._insides, strict=True):
+            shape = layer.page_bytes, layer.stride_bytes
+            if shape not in shared:
+                is_whole = shape == (self._block_bytes, self._block_bytes)
+                shared[shape] = (_merged if is_whole else _pages)(blocks, places, *shape)
+            yield Batch(shared[shape], layer.address, self._host_address + inside)
+
+    def by_block(self, blocks: Sequence[int], places: Sequence[int], *, to_host: bool) -> Iterator[Batch]:
+        """Either way: batches of whole blocks, each with a piece for each layer, in the order of the layers."""
+        pages = [(layer.address, layer.stride_bytes) for layer in self._layers]
+        shard_column, host_column = (1, 0) if to_host else (0, 1)
+        blocks_max = max(1, PIECES_MAX // len(pages))
+        for first in range(0, len(blocks), blocks_max):
+            some, there = blocks[first : first + blocks_max], places[first : first + blocks_max]
+            pieces = array("q", bytes(8 * _PIECE_NUMBERS * len(some) * len(pages)))
+            pieces[shard_column::_PIECE_NUMBERS] = array(
+                "q", [address + block * stride for block in some for address, stride in pages]
+            )
+            pieces[host_column::_PIECE_NUMBERS] = array("q", [at + inside for at in there for inside in self._insides])
+            pieces[2::_PIECE_NUMBERS] = self._sizes * len(some)
+            yield Batch(pieces, self._host_address, 0) if to_host else Batch(pieces, 0, self._host_address)
+
+
+def _pages(blocks: Sequence[int], places: Sequence[int], page_bytes: int, stride_bytes: int) -> array[int]:
+    """A piece for each block, from its place to its page in a layer."""
+    pieces = array("q", bytes(8 * _PIECE_NUMBERS * len(blocks)))
+    pieces[0::_PIECE_NUMBERS] = array("q", [block * stride_bytes for block in blocks])
+    pieces[1::_PIECE_NUMBERS] = array("q", places)
+    pieces[2::_PIECE_NUMBERS] = array("q", [page_bytes]) * len(blocks)
+    return pieces
+
+
+def _merged(blocks: Sequence[int], places: Sequence[int], block_bytes: int, _: int) -> array[int]:
+    """As few pieces as possible, where all bytes of neighbouring blocks are neighbours."""
+    pieces = array("q")
+    end = (-1, -1)
+    for block, place in zip(blocks, places, strict=True):
+        start = block * block_bytes, place
+        if start == end:
+            pieces[-1] += block_bytes
+        else:
+            pieces.extend((*start, block_bytes))
+        end = start[0] + block_bytes, place + block_bytes
+    return pieces
+
+
+def copy_all(pieces: array[int] | memoryview, destination: int, source: int) -> None:
+    """Copy pieces of memory.
+
+    Args:
+        pieces: int64 triples: offset from `destination`, offset from `source`, size, all in bytes. No piece may overlap
+            another one's destination.
+        destination: address of memory that is mapped as far as the pieces reach.
+        source: the same.
+    """
+    if native_copy_all is not None:
+        native_copy_all(pieces, destination, source)
+        return
+    move = ctypes.memmove
+    triples = iter(pieces)
+    for target, origin, size in zip(triples, triples, triples, strict=True):
+        move(destination + target, source + origin, size)
+
+
+def copy_summed(pieces: array[int] | memoryview, per_sum: int, destination: int, source: int) -> bytes:
+    """Copy pieces of memory, with checksums of what was copied.
+
+    Args:
+        pieces: as in `copy_all`.
+        per_sum: so many pieces have one checksum.
+        destination: as in `copy_all`.
+        source: as in `copy_all`.
+
+    Returns:
+        xxh3_128 of each group's bytes, in the order of the pieces, 16 bytes for each group.
+
+    Raises:
+        ValueError: the pieces are no groups of `per_sum`.
+    """
+    if native_copy_summed is not None:
+        sums = native_copy_summed(pieces, per_sum, destination, source)
+        if sums is not None:
+            return sums
+    numbers = per_sum * _PIECE_NUMBERS
+    if per_sum < 1 or len(pieces) % numbers:
+        raise ValueError(f"{len(pieces)} numbers are no groups of {per_sum} pieces")
+    return b"".join(
+        _copy_group(pieces[first : first + numbers], destination, source) for first in range(0, len(pieces), numbers)
+    )
+
+
+def _copy_group(pieces: array[int] | memoryview, destination: int, source: int) -> bytes:
+    checksum = xxh3_128()
+    for first in range(0, len(pieces), _PIECE_NUMBERS):  # each is summed while a cache has it
+        copy_all(pieces[first : first + _PIECE_NUMBERS], destination, source)
+        _, origin, size = pieces[first : first + _PIECE_NUMBERS]
+        checksum.update((ctypes.c_ubyte * size).from_address(source + origin))
+    return checksum.digest()

@@ -1,0 +1,197 @@
+"""The 128 bytes beside each host slot that say what its block is, and prove it. One per slot and shard.
+
+Little-endian::
+
+      0   4s  magic        b"KVCH"
+      4  u16  format       1
+      6  u16  valid        1: the slot holds a block; 2: a claim, see below; anything else: nothing
+      8  u64  generation   of the namespace
+     16  16s  namespace    its first 16 bytes
+     32  16s  fingerprint  of the layout
+     48  16s  key          of the block
+     64  16s  parent       key of the block before it; zeros for the first of a chain
+     80  16s  checksum     xxh3_128 of the block's bytes on this shard
+     96  u64  epoch        of the daemon that ordered the store
+    104  u64  transfer     which store of that epoch it was
+    112  u32  depth        blocks before it in its chain
+    116  u32  zero
+    120  u64  seal         xxh3_64 of the 120 bytes before
+
+A header is no block's while its slot is written, and appears when the block is complete. Its first eight bytes come
+last, in one write: a writer that dies at any moment leaves either no header or a whole one.
+
+A *claim* says who may be writing the slot. The daemon writes it before it tells an engine in attached mode to write, so
+that a daemon that finds it after a restart leaves the slot alone until that engine has spoken or is dead. In a claim
+all fields are zero but magic, format, valid, seal, and::
+
+     96  u64  epoch        of the daemon that gave the slot away
+    104  u64  session      to whom
+
+A claim is no block. Writers leave it in place while they write, where they would zero the header of an earlier block;
+the header of the new block replaces it.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from operator import itemgetter
+from typing import Final, NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from kvcached_client.blocks.slabs import HEADER_BYTES
+from kvcached_client.types import KEY_SIZE_BYTES
+
+CHECKSUM_BYTES: Final = 16
+SEAL_BYTES: Final = 8
+#: Of a namespace, its first ones.
+NAMESPACE_BYTES: Final = 16
+
+_MAGIC: Final = b"KVCH"
+_FORMAT: Final = 1
+_VALID: Final = 1
+_CLAIMED: Final = 2
+#: Magic, format and valid; generation, namespace, fingerprint: what the headers of one transfer begin with.
+_KIND: Final = struct.Struct("<8sQ16s16s")
+#: What `_KIND` packs; key, parent, checksum; epoch, transfer; depth, zero.
+_BODY: Final = struct.Struct(f"<{_KIND.size}s16s16s16sQQII")
+_DEPTH: Final = struct.Struct("<II")
+_SEAL: Final = struct.Struct("<Q")
+_FIRST_WRITE_END: Final = 8
+_NAME_END: Final = _KIND.size + 2 * KEY_SIZE_BYTES
+_CHECKSUM_END: Final = _NAME_END + CHECKSUM_BYTES
+_DEPTH_START: Final = _BODY.size - _DEPTH.size
+_NO_PARENT: Final = bytes(KEY_SIZE_BYTES)
+_EMPTY: Final = bytes(HEADER_BYTES)
+
+# Columns of many headers, each a row of 16 words of 8 bytes.
+_ROW: Final = HEADER_BYTES // 8
+_KEY_COLUMN: Final = _KIND.size // 8
+_PARENT_COLUMN: Final = _KEY_COLUMN + 2
+_CHECKSUM_COLUMN: Final = _PARENT_COLUMN + 2
+_WRITER_COLUMN: Final = _CHECKSUM_COLUMN + 2  #: epoch and transfer: which store it was, which readers do not ask
+_DEPTH_COLUMN: Final = _WRITER_COLUMN + 2
+_SEAL_COLUMN: Final = _DEPTH_COLUMN + 1
+#: All of a header before its seal.
+_SEALED: Final = struct.Struct(f"{_BODY.size}s{SEAL_BYTES}x")
+
+#: How the header of a block begins, and how a claim does.
+BLOCK_START: Final = struct.pack("<4sHH", _MAGIC, _FORMAT, _VALID)
+CLAIM_START: Final = struct.pack("<4sHH", _MAGIC, _FORMAT, _CLAIMED)
+
+
+class BlockName(NamedTuple):
+    """What a block is called in its namespace, and where in a chain it stands."""
+
+    key: bytes
+    parent: bytes  #: empty for the first of a chain
+    depth: int
+
+
+_NOBODY: Final = BlockName(b"", b"", 0)
+
+
+class BlockNames(NamedTuple):
+    """What several blocks are called, in order."""
+
+    keys: bytes  #: 16 bytes each, back to back
+    parents: bytes  #: the same; zeros for the first of a chain
+    depths: array[int]  #: of the type "Q"
+
+
+class HeaderKind(NamedTuple):
+    """What the headers of one transfer have in common."""
+
+    namespace: bytes
+    fingerprint: bytes
+    generation: int
+
+
+def pack(kind: HeaderKind, name: BlockName, checksum: bytes, epoch: int, transfer: int) -> bytes:
+    """A valid header."""
+    parent = name.parent or _NO_PARENT
+    body = _BODY.pack(_start(kind), name.key, parent, checksum, epoch, transfer, name.depth, 0)
+    return body + _SEAL.pack(xxh3_64_intdigest(body))
+
+
+def pack_claim(epoch: int, session: int) -> bytes:
+    """A claim, in place of a header: the slot was given to `session` by the daemon of `epoch`."""
+    body = _BODY.pack(CLAIM_START, b"", b"", b"", epoch, session, 0, 0)
+    return body + _SEAL.pack(xxh3_64_intdigest(body))
+
+
+def invalidate(place: memoryview) -> None:
+    """Say that the slot holds no block. `place` is the header's 128 bytes in the host pool. A claim stays."""
+    if place[:_FIRST_WRITE_END] != CLAIM_START:
+        place[:] = _EMPTY
+
+
+def write(place: memoryview, header: bytes) -> None:
+    """Say that the slot holds the block. The bytes of the block must be there already."""
+    place[_FIRST_WRITE_END:] = header[_FIRST_WRITE_END:]
+    place[:_FIRST_WRITE_END] = header[:_FIRST_WRITE_END]
+
+
+def stored_checksum(place: memoryview | bytes, kind: HeaderKind, name: BlockName) -> bytes | None:
+    """The checksum of a block as it was stored, or None where the slot does not hold that very block."""
+    header = bytes(place)
+    body = header[: _BODY.size]
+    is_that_block = (
+        body[:_NAME_END] == _start(kind) + name.key + (name.parent or _NO_PARENT)
+        and body[_DEPTH_START:] == _DEPTH.pack(name.depth, 0)
+        and header[_BODY.size :] == _SEAL.pack(xxh3_64_intdigest(body))
+    )
+    return body[_NAME_END:_CHECKSUM_END] if is_that_block else None
+
+
+# --- many blocks at once, in a fraction of the time for each ----------------------------------------------------------
+
+
+def pack_all(kind: HeaderKind, names: BlockNames, checksums: bytes, epoch: int, transfer: int) -> bytes:
+    """Valid headers, back to back: those that `pack` gives. `checksums` has 16 bytes for each block."""
+    words = _named(kind, names, epoch, transfer)
+    _fill(words, _CHECKSUM_COLUMN, checksums)
+    words[_SEAL_COLUMN::_ROW] = seals(words.tobytes())
+    return words.tobytes()
+
+
+def stored_checksums(headers: bytes, kind: HeaderKind, names: BlockNames) -> list[bytes | None]:
+    """What `stored_checksum` says of each of several headers, back to back."""
+    found, wanted = array("Q", headers), _named(kind, names, 0, 0)
+    for untold in range(_CHECKSUM_COLUMN, _DEPTH_COLUMN):
+        wanted[untold::_ROW] = found[untold::_ROW]
+    wanted[_SEAL_COLUMN::_ROW] = seals(headers)
+    sums = [headers[at + _NAME_END : at + _CHECKSUM_END] for at in range(0, len(headers), HEADER_BYTES)]
+    good = wanted.tobytes()
+    if good == headers:
+        return [*sums]
+    rows = range(0, len(headers), HEADER_BYTES)
+    return [
+        checksum if headers[at : at + HEADER_BYTES] == good[at : at + HEADER_BYTES] else None
+        for at, checksum in zip(rows, sums, strict=True)
+    ]
+
+
+def seals(headers: bytes) -> array[int]:
+    """What the seals of these headers ought to be."""
+    return array("Q", map(xxh3_64_intdigest, map(itemgetter(0), _SEALED.iter_unpack(headers))))
+
+
+def _named(kind: HeaderKind, names: BlockNames, epoch: int, transfer: int) -> array[int]:
+    """Headers without checksums and seals, as words."""
+    words = array("Q", pack(kind, _NOBODY, b"", epoch, transfer) * len(names.depths))
+    _fill(words, _KEY_COLUMN, names.keys)
+    _fill(words, _PARENT_COLUMN, names.parents)
+    words[_DEPTH_COLUMN::_ROW] = names.depths  # and the zeros behind it
+    return words
+
+
+def _fill(words: array[int], column: int, values: bytes) -> None:
+    """Put 16 bytes into each row."""
+    halves = array("Q", values)
+    words[column::_ROW], words[column + 1 :: _ROW] = halves[0::2], halves[1::2]
+
+
+def _start(kind: HeaderKind) -> bytes:
+    return _KIND.pack(BLOCK_START, kind.generation, kind.namespace, kind.fingerprint)

@@ -1,0 +1,128 @@
+"""Where a host slot's bytes are: arithmetic only. `blocks.slabs` has the part that configurations need, too.
+
+The host pool is `slabs` slabs of `slab_bytes`. A slab belongs to one namespace at a time, which cuts it into slots of
+its own size: slot ``s`` is slot ``s % slots_per_slab`` of slab ``s // slots_per_slab``. Every shard has one part of
+each slab, so that all shards use the same slot numbers::
+
+    slab  = part of shard 0 | part of shard 1 | …          parts of slab_bytes // shards, in whole pages
+    part  = headers of all its slots, in whole pages | blocks of all its slots, back to back
+
+Where every shard holds the same bytes (latent attention), a slab is one part: a block is there once. All shards read
+it; of a store, each shard writes a share of the blocks.
+
+A block's bytes are contiguous: its pages back to back, in the order of the layers (`blocks.pages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated
+
+import msgspec
+
+from kvcached_client.blocks.slabs import (
+    HEADER_BYTES,
+    PAGE_BYTES,
+    header_area_bytes,
+    host_parts,
+    part_bytes,
+    slots_per_slab,
+)
+
+_Size = Annotated[int, msgspec.Meta(gt=0, le=1 << 46)]
+
+
+class HostGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """The host pool as one namespace sees it.
+
+    Attributes:
+        slabs: slabs of the whole pool, whoever has them.
+        slab_bytes: size of one, in whole pages.
+        shards: shards of the namespace's layout.
+        block_bytes: size of one of its blocks on one shard.
+        replicated: every shard holds the same bytes, and the host pool holds them once.
+    """
+
+    slabs: _Size
+    slab_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 46, multiple_of=PAGE_BYTES)]
+    shards: _Size
+    block_bytes: _Size
+    replicated: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Parts of a slab, each with a header and a block for every slot of it."""
+        return host_parts(self.shards, replicated=self.replicated)
+
+    @cached_property
+    def slots_per_slab(self) -> int:
+        """Blocks that one slab holds; 0 where a slab is too small for one."""
+        return slots_per_slab(self.slab_bytes, self.block_bytes, self.parts)
+
+    @cached_property
+    def slots(self) -> int:
+        """Slots of the namespace if it had every slab: slot numbers are below this."""
+        return self.slabs * self.slots_per_slab
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole host pool."""
+        return self.slabs * self.slab_bytes
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of a slab behind its last block, which nobody uses."""
+        part = part_bytes(self.slab_bytes, self.parts)
+        blocks = self.slots_per_slab
+        return self.slab_bytes - (self.parts - 1) * part - header_area_bytes(blocks) - blocks * self.block_bytes
+
+    def share(self, blocks: int, shard: int) -> slice:
+        """Which of the blocks of one store a shard writes: all of its own part, or an equal share of a common one."""
+        if not self.replicated:
+            return slice(blocks)
+        return slice(blocks * shard // self.shards, blocks * (shard + 1) // self.shards)
+
+    def header_offset(self, slot: int, shard: int) -> int:
+        """Where the header of a slot is, in bytes from the start of the host pool.
+
+        Raises:
+            ValueError: there is no such slot or shard.
+        """
+        slab, index = self._place(slot, shard)
+        return self._part_offset(slab, shard) + index * HEADER_BYTES
+
+    def block_offset(self, slot: int, shard: int) -> int:
+        """Where the block of a slot is, in bytes from the start of the host pool.
+
+        Raises:
+            ValueError: there is no such slot or shard.
+        """
+        slab, index = self._place(slot, shard)
+        return self._part_offset(slab, shard) + self._headers_bytes + index * self.block_bytes
+
+    def places(self, slots: Sequence[int], shard: int) -> tuple[list[int], list[int]]:
+        """Where the headers and the blocks of slots are, in bytes from the start of the host pool. All must exist."""
+        header, block = self.header_offset(0, shard), self.block_offset(0, shard)
+        per_slab, slab_bytes, block_bytes = self.slots_per_slab, self.slab_bytes, self.block_bytes
+        headers = [header + slot // per_slab * slab_bytes + slot % per_slab * HEADER_BYTES for slot in slots]
+        blocks = [block + slot // per_slab * slab_bytes + slot % per_slab * block_bytes for slot in slots]
+        return headers, blocks
+
+    @cached_property
+    def _part_bytes(self) -> int:
+        return part_bytes(self.slab_bytes, self.parts)
+
+    @cached_property
+    def _headers_bytes(self) -> int:
+        return header_area_bytes(self.slots_per_slab)
+
+    def _part_offset(self, slab: int, shard: int) -> int:
+        return slab * self.slab_bytes + (0 if self.replicated else shard * self._part_bytes)
+
+    def _place(self, slot: int, shard: int) -> tuple[int, int]:
+        if not (0 <= slot < self.slots and 0 <= shard < self.shards):
+            raise ValueError(
+                f"slot {slot}, shard {shard}: the host pool has {self.slots} slots on {self.shards} shards"
+            )
+        return divmod(slot, self.slots_per_slab)

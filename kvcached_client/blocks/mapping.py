@@ -1,0 +1,78 @@
+"""Sealed shared memory of another process, mapped into this one so that no child inherits it.
+
+Python's ``mmap`` would keep a duplicate of the descriptor for as long as the mapping lives, hence ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from typing import Final
+
+from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError
+
+#: Of memory that several processes map: nobody resizes it while they do.
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+#: Linux 5.1; Python has no name for it before 3.13.
+F_SEAL_FUTURE_WRITE: Final = 0x0010
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+#: A ctypes array of unsigned bytes over a mapping; every view holds it, and its end unmaps the memory.
+Buffer = ctypes.Array[ctypes.c_ubyte]
+
+
+def map_sealed(descriptor: int, size_bytes: int, protection: int) -> Buffer:
+    """The first `size_bytes` of sealed memory as a shared mapping, which needs the descriptor no longer.
+
+    Args:
+        descriptor: of the memory.
+        size_bytes: how much of it, at least 1; the memory must have as much, and cannot shrink later.
+        protection: ``mmap.PROT_READ``, with or without ``mmap.PROT_WRITE``.
+
+    Raises:
+        DaemonFailure: the memory is not sealed, is too small, or cannot be mapped.
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        raise unusable("it cannot carry seals") from None
+    if seals & SEALS != SEALS:
+        raise unusable(f"seals {seals:#x} lack some of {SEALS:#x}")
+    actual_bytes = os.fstat(descriptor).st_size
+    if actual_bytes < size_bytes:
+        raise unusable(f"{actual_bytes} bytes, at least {size_bytes} are needed")
+    return _map_shared(descriptor, size_bytes, protection)
+
+
+def unusable(reason: str) -> RequestError:
+    """What is raised about memory that must not be mapped."""
+    return DaemonFailure(ErrorCode.INTERNAL, f"pool memory: {reason}", "the daemon's worker log says more")
+
+
+def _map_shared(descriptor: int, size_bytes: int, protection: int) -> Buffer:
+    # Unreadable until it is DONTFORK: a child forked by another thread in between gets a mapping that it cannot use.
+    address = _libc.mmap(None, size_bytes, 0, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise unusable(f"mmap: {os.strerror(ctypes.get_errno())}")
+    if (
+        _libc.madvise(address, size_bytes, mmap.MADV_DONTFORK)
+        or _libc.madvise(address, size_bytes, mmap.MADV_DONTDUMP)
+        or _libc.mprotect(address, size_bytes, protection)
+    ):
+        reason = os.strerror(ctypes.get_errno())
+        _libc.munmap(address, size_bytes)
+        raise unusable(f"madvise or mprotect: {reason}")
+    buffer = (ctypes.c_ubyte * size_bytes).from_address(address)
+    # At exit other threads may still hold views, and the kernel unmaps anyway.
+    weakref.finalize(buffer, _libc.munmap, address, size_bytes).atexit = False
+    return buffer

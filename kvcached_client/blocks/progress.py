@@ -1,0 +1,98 @@
+"""Waiting for the layers of a shard's loads, as its progress page (`blocks.progress_page`) tells of them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvcached_client.blocks.mapping import map_sealed
+from kvcached_client.blocks.progress_page import ENTRY_SIZE_BYTES, PAGE_SIZE_BYTES, STATE_DONE, STATE_FAILED
+from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, LoadFailed
+from kvcached_client.protocol.engine import LoadTicket
+from kvcached_client.transport.attach import AttachConnection, close_all
+from kvcached_client.types import PROGRESS_SLOTS
+
+_WORD: Final = np.dtype("<u8")
+_EVENTFD_SIZE_BYTES: Final = 8
+
+
+class _Entry(NamedTuple):
+    transfer: int
+    layers_done: int
+    state: int
+
+
+class ProgressReader:
+    """Waits for layers of one shard's loads. One thread at a time, and one reader per shard: eventfds are shared."""
+
+    def __init__(self, page: int, events: tuple[int, ...], connection: AttachConnection) -> None:
+        """Map the page, whose descriptor stays the caller's, and take over the eventfds of its entries.
+
+        They are closed with the last reference to the reader. The end of `connection` ends every wait.
+
+        Raises:
+            DaemonFailure: the page is not sealed, too small, or cannot be mapped. The eventfds are still the caller's.
+        """
+        buffer = map_sealed(page, PAGE_SIZE_BYTES, mmap.PROT_READ)
+        words = ENTRY_SIZE_BYTES // _WORD.itemsize
+        self._entries = np.ndarray((PROGRESS_SLOTS, words), _WORD, memoryview(buffer))
+        self._events = events
+        self._connection = connection
+        # Not by a close: another thread may be waiting.
+        weakref.finalize(self, close_all, events)
+
+    def wait_layer(self, tickets: Iterable[LoadTicket], layer: int, *, deadline_ms: int) -> None:
+        """Return once each load has this layer in its slots, or is over.
+
+        Raises:
+            LoadFailed: a load failed, or was cut short.
+            DaemonUnreachable: the daemon, or the pool, is gone.
+            DeadlineExceeded: the loads are not that far within `deadline_ms`.
+        """
+        deadline_ns = time.monotonic_ns() + deadline_ms * 1_000_000
+        for ticket in tickets:
+            while not self._has_layer(ticket, layer):
+                self._wait_for_news(ticket, deadline_ns, deadline_ms)
+
+    def _has_layer(self, ticket: LoadTicket, layer: int) -> bool:
+        entry = self._read(ticket.progress)
+        if entry.transfer != ticket.transfer:
+            return entry.transfer > ticket.transfer
+        if entry.state == STATE_FAILED:
+            raise LoadFailed(f"load {ticket.transfer} failed, or was cut short")
+        return entry.state == STATE_DONE or entry.layers_done > layer
+
+    def _read(self, index: int) -> _Entry:
+        """An entry whose parts tell of the same load."""
+        words = self._entries[index]
+        transfer = int(words[0])
+        while True:
+            progress, before = int(words[1]), transfer
+            transfer = int(words[0])
+            if transfer == before:
+                return _Entry(transfer, progress & 0xFFFF_FFFF, progress >> 32)
+
+    def _wait_for_news(self, ticket: LoadTicket, deadline_ns: int, deadline_ms: int) -> None:
+        """Return after something was said about the ticket's entry since this was called last, or now."""
+        event = self._events[ticket.progress]
+        poller = select.poll()
+        poller.register(event, select.POLLIN)
+        poller.register(self._connection.fileno(), select.POLLIN)
+        remaining_ms = max(0, -((time.monotonic_ns() - deadline_ns) // 1_000_000))
+        ready = {descriptor for descriptor, _ in poller.poll(remaining_ms)}
+        if event in ready:
+            # Emptied before the page is looked at: what is said after that look wakes the next poll.
+            with contextlib.suppress(BlockingIOError):  # somebody else waits for this shard, too, and was faster
+                os.read(event, _EVENTFD_SIZE_BYTES)
+        elif ready:
+            raise DaemonUnreachable(f"the daemon, or its pool, went away during load {ticket.transfer}")
+        else:
+            raise DeadlineExceeded(f"load {ticket.transfer} did not reach the layer within {deadline_ms} ms")

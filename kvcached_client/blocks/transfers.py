@@ -1,0 +1,236 @@
+"""Stores and loads of one shard: blocks between its pages and its part of the host pool, proven by headers.
+
+An engine's shard and a worker of the daemon do the same here. A block in the host pool is what its header says, and
+nothing else is believed: a header is gone from before the first byte of its slot is written until the block is
+complete, and a load copies only what the headers say is there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, compress, islice
+from typing import Final, NamedTuple
+
+from xxhash import xxh3_128_digest
+
+from kvcached_client.blocks import header as host_header
+from kvcached_client.blocks.copy import Copier, CopyPlan, MemoryCopier
+from kvcached_client.blocks.header import CHECKSUM_BYTES, BlockNames, HeaderKind
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.job import BlockJob, Indices, JobSpan
+from kvcached_client.blocks.mapping import Buffer
+from kvcached_client.blocks.pages import BlockPages
+from kvcached_client.blocks.slabs import HEADER_BYTES
+from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.failpoints import failpoint
+from kvcached_client.types import KEY_SIZE_BYTES
+
+_DEPTH_MAX: Final = 1 << 32
+
+
+class _Blocks(NamedTuple):
+    """The blocks of a job that was found sound, one of each for every block."""
+
+    names: BlockNames
+    blocks: list[int]  #: indices on the shard
+    headers: list[int]  #: where they are in the host pool, in bytes from its start
+    places: list[int]  #: the same for the blocks
+
+
+class BlockTransfers:
+    """Carries out stores and loads. Used by one thread.
+
+    Args:
+        pages: of the shard, whose blocks are as large as the host pool's.
+        host: where a host slot's bytes are.
+        shard: which one this process is: what part of each slab it has, or what share of each store.
+        memory: the bytes of the host pool, writable. They stay mapped as long as this is used.
+        namespace, fingerprint: whose blocks these are, as headers say it; 16 bytes each.
+        copier: moves the bytes.
+
+    Raises:
+        ValueError: a block of the shard is none of the host pool, or the shard has no part of it.
+    """
+
+    def __init__(
+        self,
+        pages: BlockPages,
+        host: HostGeometry,
+        shard: int,
+        memory: Buffer | memoryview,
+        *,
+        namespace: bytes,
+        fingerprint: bytes,
+        copier: Copier | None = None,
+    ) -> None:
+        if (found := sum(layer.page_bytes for layer in pages.layers)) != host.block_bytes:
+            raise ValueError(f"the shard's blocks have {found} bytes, those of the host pool {host.block_bytes}")
+        if not shard < host.shards:
+            raise ValueError(f"shard {shard}: the host pool has parts for {host.shards}")
+        self._pages = pages  # the memory of an engine's tensors goes with its last owner
+        self._host = host
+        self._shard = shard
+        self._memory = memoryview(memory).cast("B")
+        self._plan = CopyPlan(pages.layers, ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory)))
+        self._copier: Copier = copier or MemoryCopier()
+        self._namespace = namespace
+        self._fingerprint = fingerprint
+
+    def store(self, job: BlockJob, *, epoch: int) -> None:
+        """Copy this shard's blocks into the host pool. After any other error than these, none of their slots holds one.
+
+        Args:
+            job: what to copy.
+            epoch: of the daemon that ordered it, for the headers.
+
+        Raises:
+            BadRequest: the job contradicts itself, or names what does not exist; nothing was touched.
+        """
+        work, kind, memory = self._mine(self._check(job)), self._kind(job), self._memory
+        for place in work.headers:
+            host_header.invalidate(memory[place : place + HEADER_BYTES])
+        failpoint("blocks.store.cleared")
+        batches = self._plan.by_block(work.blocks, work.places, to_host=True)
+        sums = b"".join(self._copier.copy_summed(batches, self._plan.pieces_per_block))
+        failpoint("blocks.store.copied")
+        headers = _split(host_header.pack_all(kind, work.names, sums, epoch, job.transfer), HEADER_BYTES)
+        for place, header in zip(work.headers, headers, strict=True):
+            failpoint("blocks.store.header")
+            host_header.write(memory[place : place + HEADER_BYTES], header)
+
+    def load(self, job: BlockJob, *, verify: bool) -> list[int]:
+        """Copy blocks out of the host pool, whose slots somebody else may be writing meanwhile.
+
+        Headers are read before and after the copy. A daemon that takes the pool over from one that was killed does not
+        know of loads that it granted, and may give their slots to others: then the headers have changed.
+
+        Args:
+            job: what to copy.
+            verify: compare the bytes that arrive with checksums, too, and not only what headers say of the blocks.
+
+        Returns:
+            The blocks that are not good, counted from 0 in the order of the job: what the shard has of them is not to
+            be used. All others were copied.
+
+        Raises:
+            BadRequest: as `store`.
+        """
+        work = self._check(job)
+        before = self._read(work.headers)
+        stored = host_header.stored_checksums(before, self._kind(job), work.names)
+        bad = {index for index, checksum in enumerate(stored) if checksum is None}
+        batches = self._plan.by_block(
+            list(compress(work.blocks, stored)), list(compress(work.places, stored)), to_host=False
+        )
+        if verify:
+            sums = _split(b"".join(self._copier.copy_summed(batches, self._plan.pieces_per_block)), CHECKSUM_BYTES)
+            there = compress(enumerate(stored), stored)
+            bad.update(index for (index, wanted), found in zip(there, sums, strict=True) if wanted != found)
+        else:
+            for _ in self._copier.copy(batches):
+                pass
+        bad.update(_changed(before, self._read(work.headers)))
+        return sorted(bad)
+
+    def load_by_layer(
+        self, job: BlockJob, *, verify: bool, bad_max: int, layer_done: Callable[[], None]
+    ) -> tuple[int, ...]:
+        """Copy blocks out of slots of the host pool that nobody writes meanwhile: by layers, up to the first bad block.
+
+        Args:
+            job: what to copy.
+            verify: compare the blocks' bytes with checksums before the copy, and not only what headers say of them.
+            bad_max: how many bad blocks are named.
+            layer_done: called when a layer of all blocks has arrived. A layer of some of them does not count.
+
+        Returns:
+            The blocks that are not good, counted from 0 in the order of the job; empty where all were copied.
+
+        Raises:
+            BadRequest: as `store`.
+        """
+        work = self._check(job)
+        bad = tuple(islice(self._bad_blocks(work, self._kind(job), verify=verify), bad_max))
+        stop = bad[0] if bad else len(work.blocks)
+        for _ in self._copier.copy(self._plan.by_layer(work.blocks[:stop], work.places[:stop])):
+            if not bad:
+                layer_done()
+        return bad
+
+    def _bad_blocks(self, work: _Blocks, kind: HeaderKind, *, verify: bool) -> Iterator[int]:
+        size, stored = self._host.block_bytes, host_header.stored_checksums(self._read(work.headers), kind, work.names)
+        for index, (checksum, place) in enumerate(zip(stored, work.places, strict=True)):
+            if checksum is None or (verify and checksum != xxh3_128_digest(self._memory[place : place + size])):
+                yield index
+
+    def _read(self, headers: Sequence[int]) -> bytes:
+        return b"".join([self._memory[place : place + HEADER_BYTES] for place in headers])
+
+    def _mine(self, work: _Blocks) -> _Blocks:
+        mine, names = self._host.share(len(work.blocks), self._shard), work.names
+        of_keys = slice(*(None if end is None else end * KEY_SIZE_BYTES for end in (mine.start, mine.stop)))
+        names = BlockNames(names.keys[of_keys], names.parents[of_keys], names.depths[mine])
+        return _Blocks(names, work.blocks[mine], work.headers[mine], work.places[mine])
+
+    def _kind(self, job: BlockJob) -> HeaderKind:
+        return HeaderKind(self._namespace, self._fingerprint, job.generation)
+
+    def _check(self, job: BlockJob) -> _Blocks:
+        if not job.spans:
+            raise _bad("no blocks", "leave the job out")
+        for span in job.spans:
+            _check_span(span)
+        blocks = _indices("blocks of the shard", (span.blocks for span in job.spans), self._pages.blocks)
+        slots = _indices("host slots", (span.slots for span in job.spans), self._host.slots)
+        headers, places = self._host.places(slots, self._shard)
+        return _Blocks(_names(job.spans), blocks, headers, places)
+
+
+def _check_span(span: JobSpan) -> None:
+    keys, rest = divmod(len(span.keys), KEY_SIZE_BYTES)
+    if rest or not keys or not keys == len(span.blocks) == len(span.slots):
+        raise _bad(
+            f"{len(span.keys)} bytes of keys, {len(span.blocks)} blocks and {len(span.slots)} slots",
+            f"give {KEY_SIZE_BYTES} bytes, a block and a slot for each",
+        )
+    if not 0 <= span.depth <= _DEPTH_MAX - keys:
+        raise _bad(f"depth {span.depth}", f"give the number of blocks before the first one, below {_DEPTH_MAX}")
+    if len(span.parent) != (KEY_SIZE_BYTES if span.depth else 0):
+        raise _bad(
+            f"a parent of {len(span.parent)} bytes at depth {span.depth}",
+            f"give the key before the first one, {KEY_SIZE_BYTES} bytes; none at depth 0",
+        )
+
+
+def _indices(kind: str, parts: Iterable[Indices], limit: int) -> list[int]:
+    found = [index for part in parts for index in part.tolist()]
+    if not 0 <= min(found) <= max(found) < limit:
+        raise _bad(f"{kind} from {min(found)} to {max(found)} of {limit}", "name those that exist")
+    if len(set(found)) < len(found):
+        raise _bad(f"{kind}: one is named twice", "name each once")
+    return found
+
+
+def _names(spans: Sequence[JobSpan]) -> BlockNames:
+    parents = [(span.parent or bytes(KEY_SIZE_BYTES)) + span.keys[:-KEY_SIZE_BYTES] for span in spans]
+    depths = (range(span.depth, span.depth + len(span.blocks)) for span in spans)
+    return BlockNames(b"".join(span.keys for span in spans), b"".join(parents), array("Q", chain(*depths)))
+
+
+def _changed(before: bytes, after: bytes) -> Iterator[int]:
+    """Which headers differ."""
+    if before == after:
+        return
+    for index, (one, other) in enumerate(zip(_split(before, HEADER_BYTES), _split(after, HEADER_BYTES), strict=True)):
+        if one != other:
+            yield index
+
+
+def _split(data: bytes, size: int) -> Sequence[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+def _bad(message: str, fix: str) -> RequestError:
+    return request_error(ErrorCode.BAD_VALUE, f"job: {message}", fix)

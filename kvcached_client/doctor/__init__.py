@@ -1,0 +1,1 @@
+"""What the doctor asks an engine's own interpreter."""

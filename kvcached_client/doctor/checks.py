@@ -1,0 +1,347 @@
+"""Checks of an engine's environment, run by `kvcached doctor` in the engine's own interpreter.
+
+    python -m kvcached_client.doctor [--run-dir DIR] [--hash-algo NAME] [--hash-only]
+
+Findings go to stdout as JSON, one a line; whatever else is printed meanwhile goes to stderr. Only the standard library
+is imported at first: what is missing is a finding, not an import error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import resource
+import stat
+import sys
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, TextIO
+
+if TYPE_CHECKING:
+    from kvcached_client.protocol.engine import Description
+
+Level = Literal["ok", "warn", "fail"]
+
+DISTRIBUTION: Final = "kvcached-client"
+DEADLINE_MS: Final = 5000
+#: What the block hashes are computed of: two blocks of 32 tokens.
+HASHED_TOKENS: Final = tuple(range(64))
+HASH_BLOCK_SIZE: Final = 32
+_DESCRIPTORS_MIN: Final = 1024
+_REQUIREMENT: Final = re.compile(r"^([A-Za-z0-9_.-]+)>=([0-9.]+)$")
+_INSTALL: Final = f"install it: {sys.executable} -m pip install {DISTRIBUTION}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found, and what to do about it unless that is "ok"."""
+
+    check: str
+    level: Level
+    text: str
+    fix: str = ""
+
+
+class _Stop(Exception):
+    """What comes next in a chain of checks makes no sense any more."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the checks."""
+    parser = argparse.ArgumentParser(description="Checks of an engine's environment, for `kvcached doctor`.")
+    parser.add_argument("--run-dir", default=None, help="folder of the daemon's sockets")
+    parser.add_argument("--hash-algo", default="", help="vLLM's --prefix-caching-hash-algo: print what it hashes to")
+    parser.add_argument("--hash-only", action="store_true", help="print only that")
+    asked = parser.parse_args(arguments)
+    with _own_stdout() as out:
+        if not asked.hash_only:
+            for finding in examine(asked.run_dir):
+                _print(out, asdict(finding))
+        if asked.hash_algo:
+            _print(out, _hashes(asked.hash_algo))
+
+
+def examine(run_dir: str | None) -> Iterator[Finding]:
+    """Every check, in the order in which they build on each other."""
+    for check in (_python, _client, _packages, _helpers, _vllm, _limits):
+        yield from _guarded(check.__name__.strip("_"), check)
+    yield from _guarded("daemon", lambda: _daemon(run_dir))
+
+
+def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """A check's findings; that it breaks down is one, too."""
+    try:
+        yield from check()
+    except _Stop:
+        return
+    except Exception as error:  # noqa: BLE001 - an environment may be broken in any way
+        yield Finding(name, "fail", f"the check broke down: {type(error).__name__}: {error}", "see the message")
+
+
+# --- the interpreter ------------------------------------------------------------------------------------------------
+
+
+def _python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Finding("python", "ok", f"{version}, {sys.executable}")
+
+
+def _client() -> Iterator[Finding]:
+    place = Path(__file__).parent
+    try:
+        yield Finding("client", "ok", f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}, {place}")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("client", "warn", f"{place} is imported, but {DISTRIBUTION} is not installed", _INSTALL)
+
+
+def _packages() -> Iterator[Finding]:
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    found: list[str] = []
+    for name, least in (match.groups() for each in requirements if (match := _REQUIREMENT.match(each))):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("packages", "fail", f"{name} is not installed", _INSTALL)
+            continue
+        found.append(f"{name} {version}")
+        if _numbers(version) < _numbers(least):
+            yield Finding(
+                "packages", "fail", f"{name} {version} is older than {least}", f"pip install '{name}>={least}'"
+            )
+    yield Finding("packages", "ok", ", ".join(found))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))
+
+
+def _helpers() -> Iterator[Finding]:
+    slower = {"blocks._native_copy": "copies of small pages", "_native_blake3": "kvcached's own block keys"}
+    missing = [name for name in slower if importlib.util.find_spec(f"kvcached_client.{name}") is None]
+    for name in missing:
+        yield Finding(
+            "helpers",
+            "warn",
+            f"kvcached_client.{name} is not built: {slower[name]} are slower",
+            f"with a C compiler: {sys.executable} -m pip install --force-reinstall --no-deps {DISTRIBUTION}",
+        )
+    if not missing:
+        yield Finding("helpers", "ok", "native copies and native block keys are there")
+
+
+def _limits() -> Iterator[Finding]:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors != resource.RLIM_INFINITY and descriptors < _DESCRIPTORS_MIN:
+        yield Finding(
+            "limits", "warn", f"{descriptors} open files are allowed", f"ulimit -n {_DESCRIPTORS_MIN} or more"
+        )
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    words = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked} bytes"
+    yield Finding(
+        "limits", "ok", f"open files {descriptors}; locked memory {words}, of which copies on a CPU need none"
+    )
+
+
+# --- vLLM -----------------------------------------------------------------------------------------------------------
+
+
+def _vllm() -> Iterator[Finding]:
+    if importlib.util.find_spec("vllm") is None:
+        yield Finding(
+            "vllm",
+            "warn",
+            "vLLM is not installed here; other engines do not need it",
+            "install vLLM, if this is its environment",
+        )
+        return
+    from kvcached_client.vllm.settings import check_version  # noqa: PLC0415 - see the module's docstring
+
+    names = importlib.metadata.packages_distributions().get("vllm", [])
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    try:
+        check_version(importlib.metadata.version(names[0]) if names else "unknown")
+    except RuntimeError as error:
+        yield Finding("vllm", "fail", ", ".join(versions) or "its version is not known", str(error))
+        return
+    yield Finding("vllm", "ok", ", ".join(versions))
+    try:
+        connector = importlib.import_module("kvcached_client.vllm").KvcachedConnector
+    except Exception as error:  # noqa: BLE001 - vLLM's imports fail in many ways
+        yield Finding(
+            "connector",
+            "fail",
+            f"KvcachedConnector: {type(error).__name__}: {error}",
+            "see the message; repair vLLM's environment",
+        )
+    else:
+        yield Finding("connector", "ok", f"{connector.__module__}.{connector.__name__}")
+
+
+def _hashes(algorithm: str) -> dict[str, object]:
+    """What vLLM calls some blocks, by its own code in this process; nothing without vLLM, or why not."""
+    if importlib.util.find_spec("vllm") is None:
+        return {"hashes": [], "error": ""}
+    try:
+        hashing = importlib.import_module("vllm.utils.hashing")
+        utilities = importlib.import_module("vllm.v1.core.kv_cache_utils")
+        function = hashing.get_hash_fn_by_name(algorithm)
+        utilities.init_none_hash(function)
+        parent, hashes = None, []
+        for start in range(0, len(HASHED_TOKENS), HASH_BLOCK_SIZE):
+            block = HASHED_TOKENS[start : start + HASH_BLOCK_SIZE]
+            parent = utilities.hash_block_tokens(function, parent, block)
+            hashes.append(parent.hex())
+    except Exception as error:  # noqa: BLE001 - as above
+        return {"hashes": [], "error": f"{type(error).__name__}: {error}"}
+    return {"hashes": hashes, "error": ""}
+
+
+# --- the daemon -----------------------------------------------------------------------------------------------------
+
+
+def _daemon(named: str | None) -> Iterator[Finding]:
+    """From the sockets to bytes that come back: each step needs the one before."""
+    from kvcached_client.transport.run_dir import default_run_dir  # noqa: PLC0415 - see the module's docstring
+
+    run_dir = default_run_dir() if named is None else Path(named)
+    yield from _sockets(run_dir)
+    description = yield from _answers(run_dir)
+    yield from _identity(run_dir)
+    if description.attached is None:
+        yield Finding(
+            "attached mode",
+            "fail",
+            "the daemon serves no engines that keep their own memory, as vLLM does",
+            "put a [host] and an [attached] table into its configuration, as configs/attached-cpu.toml has them",
+        )
+        return
+    offered = description.attached
+    yield Finding("attached mode", "ok", f"host pool of {offered.slabs} slabs of {offered.slab_bytes} bytes")
+    yield from _memory(offered.slabs * offered.slab_bytes)
+    from kvcached_client.doctor.round_trip import round_trip  # noqa: PLC0415 - as above
+
+    yield from round_trip(run_dir, offered)
+
+
+def _memory(pool_bytes: int) -> Iterator[Finding]:
+    """Whether this process may map the host pool, and be the first to write all of it."""
+    from kvcached_client.doctor.memory_bounds import memory_bounds  # noqa: PLC0415 - see the module's docstring
+
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        yield Finding(
+            "memory",
+            "warn",
+            f"ulimit -v allows {address_space} bytes, the host pool takes {pool_bytes}",
+            "ulimit -v unlimited",
+        )
+    bound = min(memory_bounds(), key=lambda bound: bound.limit_bytes, default=None)
+    if bound is None:
+        return
+    said = f"the engine may take {bound.limit_bytes} bytes ({bound.source})"
+    if pool_bytes > bound.limit_bytes:
+        yield Finding(
+            "memory",
+            "warn",
+            f"{said}, the host pool {pool_bytes}: what the engine is the first to write of it counts as the engine's",
+            "raise the limit by the size of the host pool, or configure a smaller one",
+        )
+        return
+    yield Finding("memory", "ok", f"{said}, the host pool {pool_bytes} of them")
+
+
+def _sockets(run_dir: Path) -> Iterator[Finding]:
+    fix = "start the daemon (kvcached serve --config FILE), or name its folder: --run-dir, KVCACHED_RUN_DIR"
+    own = os.geteuid()
+    try:
+        folder = run_dir.stat()
+        sockets = {name: (run_dir / name).stat() for name in ("attach.sock", "rpc.sock")}
+    except OSError as error:
+        yield Finding("sockets", "fail", f"{error.filename}: {error.strerror}", fix)
+        raise _Stop from None
+    if folder.st_uid not in {0, own}:
+        fix_owner = "run daemon and engine as the same user, or the daemon as root"
+        yield Finding(
+            "sockets", "fail", f"{run_dir} belongs to user {folder.st_uid}, the engine is user {own}", fix_owner
+        )
+        raise _Stop
+    if folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        yield Finding(
+            "sockets", "fail", f"others may write into {run_dir}, and so replace its sockets", f"chmod go-w {run_dir}"
+        )
+    for name, status in sockets.items():
+        if not stat.S_ISSOCK(status.st_mode):
+            yield Finding("sockets", "fail", f"{run_dir / name} is no socket", fix)
+            raise _Stop
+        if not os.access(run_dir / name, os.W_OK):
+            yield Finding(
+                "sockets", "fail", f"{run_dir / name} may not be written", "run daemon and engine as the same user"
+            )
+            raise _Stop
+    yield Finding("sockets", "ok", f"{run_dir}, of user {folder.st_uid}")
+
+
+def _answers(run_dir: Path) -> Generator[Finding, None, Description]:
+    """The daemon's answer, and whether it speaks this client's protocol."""
+    from kvcached_client.client import Admin  # noqa: PLC0415 - see the module's docstring
+    from kvcached_client.errors import KvcachedError  # noqa: PLC0415
+    from kvcached_client.protocol.engine import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN  # noqa: PLC0415
+
+    try:
+        with Admin.connect(run_dir, deadline_ms=DEADLINE_MS) as admin:
+            described = admin.describe()
+    except KvcachedError as error:
+        yield Finding("daemon", "fail", str(error), "see its log; client and daemon must be at most one version apart")
+        raise _Stop from None
+    spoken = f"version {described.version}, protocol {described.protocol_min} to {described.protocol_max}"
+    if described.protocol_min > PROTOCOL_VERSION or described.protocol_max < PROTOCOL_VERSION_MIN:
+        own = f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}"
+        yield Finding("daemon", "fail", f"{spoken}; this client speaks {own}", "upgrade the older of the two")
+        raise _Stop
+    yield Finding("daemon", "ok", spoken)
+    return described
+
+
+def _identity(run_dir: Path) -> Iterator[Finding]:
+    from kvcached_client.errors import KvcachedError  # noqa: PLC0415
+    from kvcached_client.transport.attach import identify  # noqa: PLC0415 - see the module's docstring
+
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        own = "this process can show its pidfd"
+    except OSError as error:
+        own = f"pidfd_open: {error.strerror}, so the daemon asks the kernel"
+    try:
+        identify(run_dir, client="doctor", deadline_ms=DEADLINE_MS)[0].close()
+    except KvcachedError as error:
+        fix = (
+            "run both as the same user and in one pid namespace; a sandbox must allow pidfd_open, or the kernel be 6.5"
+        )
+        yield Finding("credentials", "fail", f"{error}; {own}", fix)
+        raise _Stop from None
+    yield Finding("credentials", "ok", f"user {os.geteuid()} is known to the daemon; {own}")
+
+
+# --- output ---------------------------------------------------------------------------------------------------------
+
+
+def _own_stdout() -> TextIO:
+    """What was stdout; from now on whatever else is printed there goes to stderr."""
+    sys.stdout.flush()
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return out
+
+
+def _print(out: TextIO, line: dict[str, object]) -> None:
+    out.write(json.dumps(line) + "\n")
+    out.flush()

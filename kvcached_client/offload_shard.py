@@ -1,0 +1,220 @@
+"""One shard process of an engine in attached mode: it copies blocks between its tensors and the daemon's host pool.
+
+The scheduler asks the daemon what to copy where (`OffloadClient`) and hands each shard a `BlockJob`; the shard says to
+the daemon itself that it is through. Until every shard has said so, nobody else gets the slots.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from kvcached_client.blocks.header import NAMESPACE_BYTES
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.job import BlockJob, JobSpan
+from kvcached_client.blocks.mapping import map_sealed, unusable
+from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.blocks.transfers import BlockTransfers
+from kvcached_client.errors import (
+    DaemonUnreachable,
+    DeadlineExceeded,
+    ErrorCode,
+    KvcachedError,
+    request_error,
+)
+from kvcached_client.failpoints import failpoint
+from kvcached_client.protocol.attach import JoinedHost
+from kvcached_client.protocol.engine import CommitStore, CompleteLoad, Settled
+from kvcached_client.protocol.offload import ERROR_LENGTH_MAX
+from kvcached_client.transport.attach import SessionGrant, join_host
+from kvcached_client.transport.channel import Channel
+from kvcached_client.transport.run_dir import rpc_endpoint
+
+__all__ = ["BlockJob", "JobSpan", "OffloadShard"]
+
+
+class OffloadShard:
+    """The host pool, mapped, and a connection to say what is done. Made by `join`, used by one thread, in one process.
+
+    No forked child has the memory: it is unmapped there.
+
+    Attributes:
+        shard: which one this is.
+        epoch: of the host pool when it was mapped.
+    """
+
+    def __init__(self, grant: SessionGrant, joined: JoinedHost, transfers: BlockTransfers, channel: Channel) -> None:
+        self.shard: int = joined.shard
+        self.epoch: int = joined.epoch
+        self._session = grant
+        self._verify_loads = joined.verify_loads
+        self._transfers: BlockTransfers | None = transfers
+        self._channel = channel
+
+    @classmethod
+    def join(cls, grant: SessionGrant, shard: int, pages: EnginePages, *, deadline_ms: int = 1000) -> Self:
+        """Join a session as one of its shards, and map the host pool.
+
+        Args:
+            grant: from the scheduler.
+            shard: which of its shards this process is.
+            pages: its tensors, as the scheduler declared them.
+            deadline_ms: the longest that joining, and later each word to the daemon, may take.
+
+        Raises:
+            DaemonUnreachable: nothing listens in the session's run directory.
+            DeadlineExceeded: no answer came in time.
+            Refused: what listens there belongs to another user, or these tensors are not those that were declared.
+            Stale: the session is over.
+            RequestError: the daemon refused.
+            DaemonFailure: the memory is not sealed, too small, or cannot be mapped.
+        """
+        memory = join_host(grant, shard, deadline_ms=deadline_ms)
+        try:
+            transfers = _map(memory.joined, memory.memory, pages)
+            # Takes the connection over.
+            channel = Channel(rpc_endpoint(grant.run_dir), deadline_ms=deadline_ms, attached=memory.connection)
+        except BaseException:
+            memory.connection.close()
+            raise
+        finally:
+            os.close(memory.memory)
+        return cls(grant, memory.joined, transfers, channel)
+
+    def store(self, job: BlockJob) -> None:
+        """Copy blocks into the host pool and tell the daemon that they are there.
+
+        Where it raises, the daemon was told that they are not, if it could be told: nobody finds them.
+
+        Raises:
+            BadRequest: the job contradicts itself, or names what does not exist; nothing was copied.
+            Stale: the session is over.
+            TransportError: the daemon did not answer, also not when it was asked again.
+        """
+        transfers = self._open()
+        try:
+            transfers.store(job, epoch=self.epoch)
+        except BaseException as error:
+            self._tell_failure(self._commit(job, error=_words(error)), (), error)
+            raise
+        failpoint("attached.store.written")
+        self._settle(self._commit(job))
+
+    def load(self, job: BlockJob) -> list[int]:
+        """Copy blocks out of the host pool, and tell the daemon that its slots are read no more.
+
+        Returns:
+            The blocks that are not what was stored, counted from 0 in the order of the job; empty where all are good.
+            The engine computes these, and what follows them in their chain.
+
+        Raises:
+            BadRequest, Stale, TransportError: as `store`. No block counts as loaded then.
+        """
+        transfers = self._open()
+        try:
+            bad = transfers.load(job, verify=self._verify_loads)
+        except BaseException as error:
+            self._tell_failure(self._complete(job, error=_words(error)), (b"",), error)
+            raise
+        depths = [depth for span in job.spans for depth in range(span.depth, span.depth + len(span.blocks))]
+        failpoint("attached.load.copied")
+        told = np.array([depths[index] - job.start for index in bad], "<i4")
+        self._settle(self._complete(job), (told.tobytes(),))
+        return bad
+
+    def fileno(self) -> int:
+        """The descriptor of the connection to the daemon, to be polled: it turns readable when the session is over.
+
+        Raises:
+            DaemonUnreachable: the shard is closed.
+        """
+        return self._channel.attach_fileno()
+
+    def close(self) -> None:
+        """Unmap the host pool and close the connections, while no copy is under way. May be repeated."""
+        self._transfers = None
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> BlockTransfers:
+        if self._transfers is None:
+            raise DaemonUnreachable("this shard has left its session; join again")
+        return self._transfers
+
+    def _commit(self, job: BlockJob, *, error: str = "") -> CommitStore:
+        return CommitStore(
+            id=self._channel.next_id(),
+            session=self._session.id,
+            token=self._session.token,
+            transfer=job.transfer,
+            shard=self.shard,
+            error=error,
+        )
+
+    def _complete(self, job: BlockJob, *, error: str = "") -> CompleteLoad:
+        return CompleteLoad(
+            id=self._channel.next_id(),
+            session=self._session.id,
+            token=self._session.token,
+            transfer=job.transfer,
+            shard=self.shard,
+            error=error,
+        )
+
+    def _settle(self, request: CommitStore | CompleteLoad, frames: Sequence[bytes] = ()) -> None:
+        """Say it, and once more with the same id where no answer came: the daemon counts it once."""
+        try:
+            self._channel.ask(request, Settled, frames)
+        except DeadlineExceeded:
+            self._channel.ask(request, Settled, frames)
+
+    def _tell_failure(self, request: CommitStore | CompleteLoad, frames: Sequence[bytes], error: BaseException) -> None:
+        """Say that a copy failed. That nobody hears it is noted with the error, which is what the caller gets."""
+        try:
+            self._settle(request, frames)
+        except KvcachedError as untold:
+            error.add_note(f"and the daemon could not be told: {untold}")
+
+
+def _map(joined: JoinedHost, descriptor: int, pages: EnginePages) -> BlockTransfers:
+    if (pages.block_bytes, pages.fingerprint) != (joined.block_bytes, joined.fingerprint):
+        raise request_error(
+            ErrorCode.WRONG_LAYOUT,
+            f"blocks of {pages.block_bytes} bytes, layout {pages.fingerprint.hex()}; the session was opened for "
+            f"{joined.block_bytes}, {joined.fingerprint.hex()}",
+            "declare the layout of the shards' own tensors, which must be alike",
+        )
+    host = _geometry(joined)
+    if not host.slots_per_slab or joined.shard >= host.shards:
+        raise unusable(f"{host.slots_per_slab} slots in a slab, shard {joined.shard} of {host.shards}")
+    buffer = map_sealed(descriptor, host.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+    return BlockTransfers(
+        pages,
+        host,
+        joined.shard,
+        buffer,
+        namespace=joined.namespace[:NAMESPACE_BYTES],
+        fingerprint=joined.fingerprint,
+    )
+
+
+def _geometry(joined: JoinedHost) -> HostGeometry:
+    sizes = {name: getattr(joined, name) for name in HostGeometry.__struct_fields__}
+    try:
+        return msgspec.convert(sizes, HostGeometry)
+    except msgspec.ValidationError as error:
+        raise unusable(f"{sizes}: {error}") from None
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:ERROR_LENGTH_MAX]

@@ -1,0 +1,200 @@
+"""A shard's pool, mapped into this process.
+
+Rules, because a slot is given to somebody else once this process is dead (see the attach section of docs/protocol.md):
+
+* No child may keep the memory. The mapping is `MADV_DONTFORK`, and its descriptor is closed as soon as it is mapped.
+* The memory cannot change its size under a reader: the seals are checked before it is mapped.
+* The mapping lives as long as the last view of it, whatever order things are closed in.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_client.blocks.layout import KvGroup, Layout
+from kvcached_client.blocks.mapping import Buffer, map_sealed, unusable
+from kvcached_client.blocks.progress import ProgressReader
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol.engine import LoadTicket
+from kvcached_client.transport.attach import JoinedMemory, SessionGrant, close_all, join
+
+#: numpy has no bfloat16 and no float8: their views show the raw bits as unsigned integers of the same size.
+_NUMPY_DTYPE: Final[dict[str, str]] = {
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "float8_e4m3fn": "u1",
+    "float8_e5m2": "u1",
+    "int8": "i1",
+    "uint8": "u1",
+}
+
+
+class MappedPool:
+    """One shard's slots as arrays that share the pool's memory. Made by `map_pool`.
+
+    `close` says that this object is no longer used. Views taken from it stay valid; the memory is unmapped with the
+    last of them. Then, or when the process ends in order, the daemon hears that this process touches the pool no more.
+    A process that ends without `close` is taken for one that died: its session is over.
+
+    Attributes:
+        layout: the shape of a block.
+        slots: number of slots.
+        shard: which shard this is.
+        epoch: the pool's epoch when it was mapped.
+    """
+
+    def __init__(self, memory: JoinedMemory, buffer: Buffer, progress: ProgressReader) -> None:
+        joined = memory.joined
+        self.layout: Layout = joined.layout
+        self.slots: int = joined.slots
+        self.shard: int = joined.shard
+        self.epoch: int = joined.epoch
+        self._connection = memory.connection
+        self._buffer: Buffer | None = buffer
+        self._progress: ProgressReader | None = progress
+
+    def pages(self, layer: int, group: int = 0) -> npt.NDArray[np.uint8]:
+        """The pages of one layer as bytes, scales included: uint8 ``[slots, page_bytes]``.
+
+        Args:
+            layer: counted inside its group.
+            group: index of the layer's group in `layout`.
+
+        Raises:
+            IndexError: there is no such layer or group.
+            ValueError: the pool is closed.
+        """
+        page_bytes = self._group(layer, group).page_bytes(self.layout.block_size)
+        offset, stride = self._place(layer, group)
+        return self._view(np.dtype(np.uint8), (self.slots, page_bytes), offset, (stride, 1))
+
+    def keys_values(self, layer: int, group: int = 0) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
+        """K and V of one layer.
+
+        K has the shape ``[slots, block_size, kv_heads, head_dim]`` and V ``[slots, block_size, kv_heads, v_head_dim]``;
+        V is None in a group without V (MLA). float32, float16, int8 and uint8 have numpy's type; bfloat16 shows as
+        uint16 and float8 as uint8, bit for bit (`kvcached_client.tensors` gives them their type).
+
+        Raises:
+            IndexError: there is no such layer or group.
+            ValueError: the pool is closed.
+        """
+        shape = self._group(layer, group)
+        offset, _ = self._place(layer, group)
+        keys = self._heads(shape, shape.head_dim, group, offset)
+        if not shape.v_head_dim:
+            return keys, None
+        return keys, self._heads(shape, shape.v_head_dim, group, offset + shape.k_bytes(self.layout.block_size))
+
+    def wait_layer(self, tickets: Iterable[LoadTicket], layer: int, group: int = 0, *, deadline_ms: int) -> None:
+        """Wait until the blocks that are being loaded have one layer on this shard. Without tickets it returns at once.
+
+        What is computed from such a layer counts only when `Lease.wait_loaded` has found the hit as long as it was:
+        a load that has made room for another one is over here, however it ended. One thread waits at a time.
+
+        Args:
+            tickets: `Lease.loads`, of one lease or of several.
+            layer: counted inside its group.
+            group: index of the layer's group in `layout`.
+            deadline_ms: the longest that this call may take.
+
+        Raises:
+            LoadFailed: a load failed, or was cut short. Its slots are not to be read.
+            DeadlineExceeded: a load is not that far yet; waiting again is fine.
+            DaemonUnreachable: the daemon, or the pool with its worker, is gone.
+            IndexError: there is no such layer or group.
+            ValueError: the pool is closed.
+        """
+        self._group(layer, group)
+        if self._progress is None:
+            raise ValueError("the mapped pool is closed")
+        layers_before = sum(each.layers for each in self.layout.groups[:group])
+        self._progress.wait_layer(tickets, layers_before + layer, deadline_ms=deadline_ms)
+
+    def close(self) -> None:
+        """Take no more views and wait for no more layers; with the last view, leave the session.
+
+        Does nothing the second time.
+        """
+        self._progress = None
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            weakref.finalize(buffer, self._connection.leave)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _group(self, layer: int, group: int) -> KvGroup:
+        if not 0 <= group < len(self.layout.groups):
+            raise IndexError(f"group {group} of {len(self.layout.groups)}")
+        chosen = self.layout.groups[group]
+        if not 0 <= layer < chosen.layers:
+            raise IndexError(f"layer {layer} of {chosen.layers} in group {group}")
+        return chosen
+
+    def _place(self, layer: int, group: int) -> tuple[int, int]:
+        return self.layout.page_offset(self.slots, group, layer), self.layout.slot_stride_bytes(group)
+
+    def _heads(self, group: KvGroup, head_dim: int, group_index: int, offset: int) -> npt.NDArray[Any]:
+        dtype = np.dtype(_NUMPY_DTYPE[group.dtype])
+        head_bytes = head_dim * dtype.itemsize
+        shape = (self.slots, self.layout.block_size, group.kv_heads, head_dim)
+        strides = (self.layout.slot_stride_bytes(group_index), group.kv_heads * head_bytes, head_bytes, dtype.itemsize)
+        return self._view(dtype, shape, offset, strides)
+
+    def _view(
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, strides: tuple[int, ...]
+    ) -> npt.NDArray[Any]:
+        if self._buffer is None:
+            raise ValueError("the mapped pool is closed")
+        return np.ndarray(shape, dtype, memoryview(self._buffer), offset, strides)
+
+
+def map_pool(grant: SessionGrant, shard: int = 0, *, deadline_ms: int = 5000) -> MappedPool:
+    """Join a session as one of its shards and map that shard's slots, readable and writable.
+
+    Call it in the process that uses the memory: a forked child does not inherit the mapping.
+
+    Raises:
+        DaemonUnreachable: nothing listens in the session's run directory.
+        DeadlineExceeded: no answer came in time.
+        Refused: what listens there belongs to another user, who is not root.
+        RequestError: the daemon refused.
+        DaemonFailure: the memory is not sealed, not of the right size, or cannot be mapped.
+    """
+    memory = join(grant, shard, deadline_ms=deadline_ms)
+    try:
+        return _map(memory)
+    except BaseException:
+        memory.connection.close()
+        close_all(memory.events)
+        raise
+    finally:
+        close_all((memory.pool, memory.progress))
+
+
+def _map(memory: JoinedMemory) -> MappedPool:
+    joined = memory.joined
+    if joined.kind != "memfd":
+        raise request_error(
+            ErrorCode.UNSUPPORTED_VERSION, f"pool memory of kind {joined.kind!r}", "this client maps memfd only"
+        )
+    joined.layout.check()
+    size_bytes = joined.layout.pool_bytes(joined.slots)
+    actual_bytes = os.fstat(memory.pool).st_size
+    if not size_bytes == joined.pool_bytes == actual_bytes or size_bytes <= 0:
+        raise unusable(f"{actual_bytes} bytes, announced as {joined.pool_bytes}, but the layout takes {size_bytes}")
+    buffer = map_sealed(memory.pool, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+    # Last, for it takes the eventfds over.
+    return MappedPool(memory, buffer, ProgressReader(memory.progress, memory.events, memory.connection))

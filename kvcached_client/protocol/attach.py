@@ -1,0 +1,132 @@
+"""Messages of the attach socket: identity, process death and memory, none of which ZeroMQ can carry.
+
+The socket is AF_UNIX SOCK_SEQPACKET, so one send is one message: a MessagePack map as in `protocol`. A process keeps
+its connection open while it uses the pool, but a closed connection is not death; a readable pidfd is.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from kvcached_client.blocks.layout import Layout
+from kvcached_client.errors import ErrorCode, Fault, request_error
+from kvcached_client.protocol.engine import Id, Secret
+from kvcached_client.protocol.offload import Digest, Fingerprint
+from kvcached_client.types import PROGRESS_SLOTS
+
+#: A layout with a dozen groups takes about 2 KiB.
+ATTACH_MESSAGE_SIZE_BYTES_MAX: Final = 16 * 1024
+#: What comes with `Joined`.
+JOINED_DESCRIPTORS: Final = 2 + PROGRESS_SLOTS
+
+
+class Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op"):
+    """Root of the attach messages."""
+
+
+class Identify(Attach, frozen=True, kw_only=True, tag="identify"):
+    """From a scheduler: who am I? Ancillary data: the sender's own pidfd."""
+
+    client: Annotated[str, msgspec.Meta(max_length=128)] = ""
+
+
+class Join(Attach, frozen=True, kw_only=True, tag="join"):
+    """From a shard process: give me the memory of my shard. Ancillary data: the sender's own pidfd."""
+
+    session: Id
+    token: Secret
+    shard: Id
+
+
+class Leave(Attach, frozen=True, kw_only=True, tag="leave"):
+    """From a shard process, on the connection where it joined: it has unmapped the memory, or ends. No answer."""
+
+
+class Identified(Attach, frozen=True, kw_only=True, tag="identified"):
+    """Answer to `Identify`: the token for `Hello`, and where the RPC socket is."""
+
+    member: Secret
+    endpoint: str
+    daemon_epoch: Id
+
+
+class Joined(Attach, frozen=True, kw_only=True, tag="joined"):
+    """Answer to `Join`. Ancillary data: `JOINED_DESCRIPTORS` of them, in this order.
+
+    The pool's sealed memory (kind "memfd"), the shard's sealed progress page, an eventfd for each entry of that page.
+    """
+
+    kind: str
+    shard: Id
+    epoch: Id
+    layout: Layout
+    slots: Id
+    pool_bytes: Id
+
+
+class JoinedHost(Attach, frozen=True, kw_only=True, tag="joined_host"):
+    """Answer to `Join` in attached mode. Ancillary data: the host pool's sealed memory.
+
+    The namespace's blocks lie in it as `HostGeometry` says for these sizes.
+    """
+
+    shard: Id
+    shards: Id
+    epoch: Id
+    slabs: Id
+    slab_bytes: Id
+    block_bytes: Id  #: of one block on one shard
+    namespace: Digest  #: its first 16 bytes are in the header of every block, and so is
+    fingerprint: Fingerprint
+    verify_loads: bool  #: whether loads are to compare checksums
+    replicated: bool = False  #: every shard holds the same bytes, and the host pool holds them once
+
+
+class AttachRefused(Attach, frozen=True, kw_only=True, tag="refused"):
+    """Answer to a request that cannot be served; the daemon closes the connection after it."""
+
+    code: ErrorCode
+    fault: Fault
+    message: str
+    fix: str
+
+
+AttachRequest = Identify | Join | Leave
+AttachReply = Identified | Joined | JoinedHost | AttachRefused
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[AttachRequest] = msgspec.msgpack.Decoder(AttachRequest)
+_reply_decoder: msgspec.msgpack.Decoder[AttachReply] = msgspec.msgpack.Decoder(AttachReply)
+
+
+def encode_attach(message: Attach) -> bytes:
+    """A message as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode_attach_request(data: bytes) -> AttachRequest:
+    """A request, typed.
+
+    Raises:
+        BadRequest: not MessagePack, or not one of the requests.
+    """
+    try:
+        return _request_decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise request_error(ErrorCode.MALFORMED, f"attach message: {error}", "see docs/protocol.md") from None
+
+
+def decode_attach_reply(data: bytes) -> AttachReply:
+    """A reply, typed.
+
+    Raises:
+        BadRequest: not one of the replies.
+    """
+    try:
+        return _reply_decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise request_error(
+            ErrorCode.MALFORMED, f"attach reply: {error}", "client and daemon differ in version"
+        ) from None

@@ -1,0 +1,145 @@
+"""Messages of engines in attached mode: they keep their device memory and copy between it and host slots themselves.
+
+A scheduler says `HelloAttached` and asks for leases, loads and stores; each of its shard processes says when it is
+through with a copy, over a connection of its own and with the session's token.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, INTEGER_MAX, Count, Header, Id, Name, Secret
+
+#: In `CommitStore` and `CompleteLoad`: every shard at once, from a scheduler that calls a copy off.
+EVERY_SHARD: Final = -1
+#: What a block of one shard may take.
+BLOCK_BYTES_MAX: Final = 1 << 36
+ERROR_LENGTH_MAX: Final = 512
+
+_Blocks = Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_PER_MESSAGE_MAX)]
+_Shard = Annotated[int, msgspec.Meta(ge=EVERY_SHARD, lt=64)]
+_Failure = Annotated[str, msgspec.Meta(max_length=ERROR_LENGTH_MAX)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+class HelloAttached(Header, frozen=True, kw_only=True, tag="hello_attached"):
+    """Open a session in a namespace, which is made where nobody has declared it yet. Frames: none."""
+
+    version_min: Id
+    version_max: Id
+    member: Secret  #: from the attach socket: says which process asks
+    engine: Name  #: for logs: name and version of the engine
+    instance: Fingerprint  #: random, made once by an engine: a later hello with the same one replaces the session
+    label: Name  #: what people call the namespace: the model
+    keyspace: Digest  #: of all that keys do not tell and that makes blocks interchangeable; the layout counts apart
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]  #: tokens
+    shards: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    block_bytes: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_BYTES_MAX)]  #: of one block on one shard
+    fingerprint: Fingerprint  #: of the order of bytes in it
+    replicated: bool = False  #: every shard holds the same bytes, so that the host pool holds them once
+
+
+class PrepareLoad(Header, frozen=True, kw_only=True, tag="prepare_load"):
+    """The session's shards are about to read blocks of a lease's hit. Frames: none."""
+
+    epoch: Id
+    lease: Id
+    start: Count  #: depth of the first block
+    blocks: _Blocks
+
+
+class PrepareStore(Header, frozen=True, kw_only=True, tag="prepare_store"):
+    """The next blocks of a lease are computed: where to copy those that lack a copy. Frames: their keys."""
+
+    epoch: Id
+    lease: Id
+    start: Count  #: depth of the first key; must equal the lease's depth
+
+
+class CommitStore(Header, frozen=True, kw_only=True, tag="commit_store"):
+    """A shard has written the slots of a store, headers included, or gives it up. From any process of the session."""
+
+    session: Id
+    token: Secret
+    transfer: Id
+    shard: _Shard
+    error: _Failure = ""
+
+
+class CompleteLoad(Header, frozen=True, kw_only=True, tag="complete_load"):
+    """A shard reads the slots of a load no more. From any process of the session.
+
+    Frames: the blocks that were not what was stored, as int32, counted from the load's first.
+    """
+
+    session: Id
+    token: Secret
+    transfer: Id
+    shard: _Shard
+    error: _Failure = ""
+
+
+class Clear(Header, frozen=True, kw_only=True, tag="clear"):
+    """Nothing that the session's namespace holds is matched again, by anybody. Frames: none."""
+
+    epoch: Id
+
+
+# --- replies --------------------------------------------------------------------------------------------------------
+
+
+class WelcomeAttached(Header, frozen=True, kw_only=True, tag="welcome_attached"):
+    """Answer to `HelloAttached`."""
+
+    version: Id
+    session: Id
+    token: Secret  #: lets the session's shard processes join, and anything of it be said from anywhere
+    daemon_epoch: Id
+    epoch: Id  #: of the host pool; every request names it
+    generation: Id  #: of the namespace at this moment; `clear` makes it grow
+    namespace: Digest
+    heartbeat_interval_ms: Id
+    session_ttl_ms: Id
+    verify_loads: bool  #: whether loads are to compare checksums
+
+
+class Held(Header, frozen=True, kw_only=True, tag="held"):
+    """Answer to `Acquire` in attached mode."""
+
+    lease: Id
+    hit: Count  #: blocks that the host pool holds complete
+
+
+class LoadPrepared(Header, frozen=True, kw_only=True, tag="load_prepared"):
+    """Answer to `PrepareLoad`. Frames: the blocks' host slots."""
+
+    transfer: Id
+    generation: Id  #: that their headers name
+
+
+class StorePrepared(Header, frozen=True, kw_only=True, tag="store_prepared"):
+    """Answer to `PrepareStore`. Frames: pieces as (depth, blocks), and host slots, one for each of their blocks.
+
+    Pieces may lie before `start`, where a copy was lost meanwhile. Blocks behind `depth` found no room; they may be
+    offered again. Before it there may be blocks in no piece, which the write policy does not have copied.
+    """
+
+    transfer: Id  #: 0 = there is nothing to copy
+    depth: Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]  #: of the lease now: `start` of its next store
+    generation: Id  #: for the headers
+
+
+class Settled(Header, frozen=True, kw_only=True, tag="settled"):
+    """Answer to `CommitStore` and `CompleteLoad`."""
+
+
+class Cleared(Header, frozen=True, kw_only=True, tag="cleared"):
+    """Answer to `Clear`."""
+
+    generation: Id
+    blocks: Id  #: that were stored

@@ -1,0 +1,273 @@
+"""Messages that need no session: questions about the daemon and its cache, and what it reports."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvcached_client.blocks.layout import Layout
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol.fields import (
+    FRAME_SIZE_BYTES_MAX,
+    NAME_LENGTH_MAX,
+    TREE_CHILDREN_MAX,
+    TREE_LEVELS_MAX,
+    TREE_NODES_MAX,
+    Count,
+    Header,
+    Id,
+)
+from kvcached_client.types import KEY_SIZE_BYTES, MissReason
+
+
+class Stats(Header, frozen=True, kw_only=True, tag="stats"):
+    """Counters and gauges. Needs no session. Frames: none."""
+
+
+class Health(Header, frozen=True, kw_only=True, tag="health"):
+    """A real acquire, commit and release through every worker. Needs no session. Frames: none."""
+
+
+class Check(Header, frozen=True, kw_only=True, tag="check"):
+    """Run the invariant checker on the live core. Needs no session. Frames: none."""
+
+
+class Describe(Header, frozen=True, kw_only=True, tag="describe"):
+    """Replicas, layouts, limits, versions. Needs no session. Frames: none."""
+
+
+class Tree(Header, frozen=True, kw_only=True, tag="tree"):
+    """A picture of the index: tiers and leases, bounded in depth and width. Needs no session. Frames: none."""
+
+    replica: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""  #: "" = the trees of all replicas
+    levels: Annotated[int, msgspec.Meta(ge=1, le=TREE_LEVELS_MAX)] = 8
+    children: Annotated[int, msgspec.Meta(ge=1, le=TREE_CHILDREN_MAX)] = 8  #: shown per run; the rest is counted
+
+
+class Inspect(Header, frozen=True, kw_only=True, tag="inspect"):
+    """Where a block is and who holds it. Needs no session. Frames: none."""
+
+    key: Annotated[bytes, msgspec.Meta(min_length=KEY_SIZE_BYTES, max_length=KEY_SIZE_BYTES)]
+
+
+class Explain(Header, frozen=True, kw_only=True, tag="explain"):
+    """Why a prompt is no longer hit than it is. Touches nothing, needs no session. Frames: keys of its full blocks."""
+
+    tokens: Count  #: length of the prompt; at most tokens - 1 are matched unless `full`
+    full: bool = False
+    replica: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""  #: for this one only; "" = for all
+    namespace: Annotated[str, msgspec.Meta(max_length=64)] = ""  #: only where its hex digits begin so; "" = anywhere
+
+
+# --- replies --------------------------------------------------------------------------------------------------------
+
+
+class HostStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the host slots of one namespace are. The states add up to `slots`."""
+
+    namespace: str  #: first 16 hex digits
+    replicas: tuple[str, ...]  #: whose device pools are above it; none for engines in attached mode
+    label: str  #: what engines in attached mode call it
+    generation: int
+    sessions: int  #: of engines in attached mode
+    leases: int  #: of theirs
+    slots: int
+    slabs: int  #: slabs that the namespace has now
+    write_policy: str
+    pinned: int  #: blocks that people keep here
+    states: dict[str, int]
+
+
+class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a device pool's slots are. The states add up to `slots`."""
+
+    replica: str
+    epoch: int
+    slots: int
+    states: dict[str, int]
+    evictable: int
+    leases: int
+    session: int
+    healthy: bool
+    degraded: bool  #: its workers have died again and again
+    restarts: int  #: of all its workers, since the daemon's start
+    paused: bool  #: no copies are started
+    pinned: int  #: blocks that people keep here
+
+
+class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):
+    """Answer to `Stats`. Counters only grow."""
+
+    daemon_epoch: Id
+    state: str  #: serving, draining, or stopping
+    attached_paused: bool  #: engines in attached mode start no copies
+    uptime_ms: Id
+    sessions: Id
+    runs: Id
+    cached_blocks: Id
+    pools: tuple[PoolStats, ...]
+    hosts: tuple[HostStats, ...]
+    transfers: dict[str, int]  #: queued and running ones now, by kind
+    counters: dict[str, int]
+
+
+class HealthPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One step of the health check: which part, whether it works, and what it said if not."""
+
+    part: str
+    ok: bool
+    detail: str = ""
+
+
+class HealthReport(Header, frozen=True, kw_only=True, tag="health_report"):
+    """Answer to `Health`."""
+
+    ok: bool
+    parts: tuple[HealthPart, ...]
+
+
+class CheckReport(Header, frozen=True, kw_only=True, tag="check_report"):
+    """Answer to `Check`: broken invariants in words; none is the only good answer."""
+
+    ok: bool
+    violations: tuple[str, ...]
+
+
+class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A configured replica."""
+
+    name: str
+    layout: Layout
+    fingerprint: str
+    slots: int
+    bytes_per_block: int
+    device: str
+    model: str
+    key_algorithm: str
+    namespace: str  #: root of its keys, 64 hex digits
+    generation: int  #: of the namespace; grows when it is cleared
+    weights_version: str  #: as it was set; "" = what the configuration says
+
+
+class AttachedInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the daemon offers to engines in attached mode."""
+
+    slabs: int  #: of the host pool
+    slab_bytes: int
+    namespaces_max: int
+    verify_loads: bool
+
+
+class Description(Header, frozen=True, kw_only=True, tag="description"):
+    """Answer to `Describe`."""
+
+    version: str
+    protocol_min: Id
+    protocol_max: Id
+    daemon_epoch: Id
+    state: str  #: serving, draining, or stopping
+    pid: Id
+    replicas: tuple[ReplicaInfo, ...]
+    attached: AttachedInfo | None  #: None: it serves no such engines
+    limits: dict[str, int]
+
+
+class TreeNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A run of blocks in a `TreeReport`, its children after it."""
+
+    level: int  #: 0 for the root of a namespace, a run without blocks
+    key: bytes  #: name of its first block, which is not its key; for a root the namespace's 32 bytes
+    start: int  #: depth of its first block
+    blocks: int
+    tiers: dict[str, int]  #: blocks of it by replica, and under "host"
+    loading: int  #: device blocks that a load still writes
+    pins: int  #: leases, fences and transfers that end in it
+    children: int
+    hidden: int  #: children that are not shown
+
+
+class TreeReport(Header, frozen=True, kw_only=True, tag="tree_report"):
+    """Answer to `Tree`. Frames: the nodes in preorder, as one MessagePack array of `TreeNode`."""
+
+    runs: Id
+    blocks: Id
+    shown: Count
+
+
+class BlockPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One copy of a block."""
+
+    tier: str  #: a replica's name, or "host"
+    slot: int
+    state: str
+
+
+class InspectReport(Header, frozen=True, kw_only=True, tag="inspect_report"):
+    """Answer to `Inspect`. Without `found` the other fields are empty."""
+
+    found: bool
+    namespace: str = ""
+    depth: Count = 0  #: blocks before it
+    run_start: Count = 0
+    run_blocks: Count = 0
+    parent: bytes = b""  #: name of the block before it, which is not its key
+    children: Count = 0
+    places: tuple[BlockPlace, ...] = ()
+    leases: tuple[str, ...] = ()  #: requests that hold it, at most 32
+    transfers: tuple[str, ...] = ()  #: copies under way that read or write it
+
+
+class Explanation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What of a prompt a replica, or the engines of one attached namespace, would hit, and why no more."""
+
+    namespace: str  #: first 16 hex digits
+    replica: str  #: "" for engines in attached mode
+    label: str  #: what engines in attached mode call the namespace
+    generation: int
+    block_size: int  #: tokens
+    device: int  #: leading blocks in the replica's device pool
+    host: int  #: further ones in the host pool
+    hit: int  #: blocks that an acquire would hit
+    key: bytes  #: of the block behind the hit; empty where there is none
+    reason: MissReason  #: what became of that block
+    others: int  #: chains in the index that go on from the hit, but with other blocks
+
+
+class Explained(Header, frozen=True, kw_only=True, tag="explained"):
+    """Answer to `Explain`: one entry for each replica and for each namespace of engines in attached mode."""
+
+    explanations: tuple[Explanation, ...]
+
+
+_nodes_decoder: msgspec.msgpack.Decoder[list[TreeNode]] = msgspec.msgpack.Decoder(list[TreeNode])
+
+
+def pack_tree_nodes(nodes: list[TreeNode]) -> bytes:
+    """The frame of a `TreeReport`.
+
+    Raises:
+        BadRequest: more nodes, or more bytes, than a frame may have.
+    """
+    frame = msgspec.msgpack.encode(nodes)
+    if len(nodes) > TREE_NODES_MAX or len(frame) > FRAME_SIZE_BYTES_MAX:
+        raise request_error(
+            ErrorCode.OVERSIZE,
+            f"a tree of {len(nodes)} nodes in {len(frame)} bytes",
+            f"ask for fewer levels or children: at most {TREE_NODES_MAX} nodes and {FRAME_SIZE_BYTES_MAX} bytes",
+        )
+    return frame
+
+
+def unpack_tree_nodes(frame: bytes) -> list[TreeNode]:
+    """The inverse of `pack_tree_nodes`.
+
+    Raises:
+        BadRequest: the frame is no array of nodes.
+    """
+    try:
+        return _nodes_decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise request_error(
+            ErrorCode.MALFORMED, f"unreadable tree: {error}", "client and daemon must be at most one version apart"
+        ) from None

@@ -1,0 +1,1 @@
+"""Sockets and deadlines: how a client reaches its daemon, and notices that it is gone."""

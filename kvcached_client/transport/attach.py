@@ -1,0 +1,302 @@
+"""Client of the attach socket: who this process is, and the memory it may map.
+
+Every descriptor is close-on-exec from the start, every wait has a deadline, and nothing is said to a peer that is
+neither root's nor this user's: anybody may have made a directory in /tmp first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Self
+
+import msgspec
+
+from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, RequestError, request_error
+from kvcached_client.protocol.attach import (
+    ATTACH_MESSAGE_SIZE_BYTES_MAX,
+    JOINED_DESCRIPTORS,
+    Attach,
+    AttachRefused,
+    AttachReply,
+    Identified,
+    Identify,
+    Join,
+    Joined,
+    JoinedHost,
+    Leave,
+    decode_attach_reply,
+    encode_attach,
+)
+from kvcached_client.protocol.engine import Id, Secret
+from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, RUN_DIR_VARIABLE, socket_path
+
+#: struct ucred: pid, uid, gid
+_CREDENTIALS: Final = struct.Struct("iII")
+#: struct timeval: seconds, microseconds
+_TIMEVAL: Final = struct.Struct("@ll")
+#: Room for one more than any reply carries shows a peer that sends too many.
+_DESCRIPTORS_MAX: Final = JOINED_DESCRIPTORS + 1
+
+
+class SessionGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a shard process needs to join its scheduler's session. Whoever holds it may map the pool: keep it private.
+
+    Attributes:
+        id: the session.
+        token: 32 secret bytes.
+        run_dir: where the daemon's sockets are.
+    """
+
+    id: Id
+    token: Secret
+    run_dir: str
+
+    def to_bytes(self) -> bytes:
+        """The grant as bytes, for a pipe to the shard process."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """The inverse of `to_bytes`.
+
+        Raises:
+            BadRequest: the bytes are no session grant.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise request_error(
+                ErrorCode.MALFORMED, f"session grant: {error}", "send SessionGrant.to_bytes()"
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"SessionGrant(id={self.id}, run_dir={self.run_dir!r})"
+
+
+class AttachConnection:
+    """An open connection to the attach socket. Keep it open while the pool or the session is in use."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._process_id = os.getpid()
+
+    def fileno(self) -> int:
+        """The descriptor, to be polled: it turns readable when the daemon, or the pool behind it, is gone."""
+        return self._socket.fileno()
+
+    def is_closed_by_daemon(self) -> bool:
+        """Whether the other end is gone. Never waits.
+
+        The daemon says nothing unasked on this socket, so a message without a question counts as gone, too.
+        """
+        self._socket.settimeout(0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+        return True
+
+    def leave(self) -> None:
+        """Say that this process does not touch the memory any more, if anybody hears it, and close. Never waits.
+
+        In a forked child it says nothing: the memory is its parent's.
+        """
+        if os.getpid() == self._process_id:
+            with contextlib.suppress(OSError):
+                self._socket.settimeout(0)
+                self._socket.send(encode_attach(Leave()))
+        self.close()
+
+    def close(self) -> None:
+        """Close this end. Does nothing the second time."""
+        self._socket.close()
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedMemory:
+    """A shard's memory as the daemon sent it, not yet checked or mapped. The holder closes the descriptors."""
+
+    connection: AttachConnection
+    joined: Joined
+    pool: int
+    progress: int
+    events: tuple[int, ...]
+
+
+def identify(
+    run_dir: str | os.PathLike[str], *, client: str = "", deadline_ms: int
+) -> tuple[AttachConnection, Identified]:
+    """Tell the daemon which process this is.
+
+    Raises:
+        DaemonUnreachable: nothing listens in `run_dir`, or it closed the connection.
+        DeadlineExceeded: no answer came within `deadline_ms`.
+        Refused: what listens there belongs to another user, who is not root.
+        RequestError: the daemon refused.
+    """
+    connection, reply, descriptors = _ask(run_dir, Identify(client=client), deadline_ms)
+    if not isinstance(reply, Identified) or descriptors:
+        _discard(connection, descriptors)
+        raise _unexpected(reply, descriptors)
+    return AttachConnection(connection), reply
+
+
+def join(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedMemory:
+    """Ask for the memory of one shard of a session's pool.
+
+    Raises:
+        DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
+    """
+    question = Join(session=grant.id, token=grant.token, shard=shard)
+    connection, reply, descriptors = _ask(grant.run_dir, question, deadline_ms)
+    if not isinstance(reply, Joined) or reply.shard != shard or len(descriptors) != JOINED_DESCRIPTORS:
+        _discard(connection, descriptors)
+        raise _unexpected(reply, descriptors)
+    pool, progress, *events = descriptors
+    return JoinedMemory(AttachConnection(connection), reply, pool, progress, tuple(events))
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedHostMemory:
+    """The host pool as the daemon sent it, not yet checked or mapped. The holder closes the descriptor."""
+
+    connection: AttachConnection
+    joined: JoinedHost
+    memory: int
+
+
+def join_host(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedHostMemory:
+    """Ask for the host pool, for one shard of a session in attached mode.
+
+    A process that joins says that it is through with all that it copied as the same shard of an earlier session.
+
+    Raises:
+        DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
+    """
+    question = Join(session=grant.id, token=grant.token, shard=shard)
+    connection, reply, descriptors = _ask(grant.run_dir, question, deadline_ms)
+    if not isinstance(reply, JoinedHost) or reply.shard != shard or len(descriptors) != 1:
+        _discard(connection, descriptors)
+        raise _unexpected(reply, descriptors)
+    return JoinedHostMemory(AttachConnection(connection), reply, descriptors[0])
+
+
+def _ask(
+    run_dir: str | os.PathLike[str], question: Attach, deadline_ms: int
+) -> tuple[socket.socket, AttachReply, list[int]]:
+    deadline_ns = time.monotonic_ns() + deadline_ms * 1_000_000
+    path = socket_path(run_dir, ATTACH_SOCKET_NAME)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # With a timeout of Python's a full queue of connections would be an error at once; so the kernel waits.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(deadline_ms * 1000, 10**6)))
+        connection.connect(path)
+        _check_user(connection, path)
+        _send(connection, question)
+        remaining_ns = max(1, deadline_ns - time.monotonic_ns())
+        connection.settimeout(remaining_ns / 1e9)
+        reply, descriptors = _receive(connection, path)
+    except (TimeoutError, BlockingIOError):
+        connection.close()
+        raise DeadlineExceeded(f"no answer from {path} within {deadline_ms} ms") from None
+    except FileNotFoundError:
+        connection.close()
+        raise DaemonUnreachable(f"no socket {path}; is the daemon running?") from None
+    except OSError as error:
+        connection.close()
+        raise DaemonUnreachable(f"{path}: {error.strerror}; is the daemon running?") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection, reply, descriptors
+
+
+def _check_user(connection: socket.socket, path: str) -> None:
+    user, own = _peer_user(connection), os.geteuid()
+    if user not in {0, own}:
+        raise request_error(
+            ErrorCode.UNAUTHENTICATED,
+            f"what listens at {path} belongs to user {user}, and not to root or user {own}",
+            f"run the daemon as one of them, or name its run directory in {RUN_DIR_VARIABLE}",
+        )
+
+
+def _peer_user(connection: socket.socket) -> int:
+    """Who made the socket that this one is connected to."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return int(user)
+
+
+def _send(connection: socket.socket, question: Attach) -> None:
+    own = _own_pidfd()
+    try:
+        socket.send_fds(connection, [encode_attach(question)], own)
+    finally:
+        for descriptor in own:
+            os.close(descriptor)
+
+
+def _own_pidfd() -> list[int]:
+    try:
+        return [os.pidfd_open(os.getpid())]
+    except OSError:
+        # A sandbox may forbid the call. The daemon then needs SO_PEERPIDFD, and refuses where it lacks that as well.
+        return []
+
+
+def _receive(connection: socket.socket, path: str) -> tuple[AttachReply, list[int]]:
+    # `socket.recv_fds` ignores its flags (Python 3.11), and so lets descriptors pass to every child.
+    received = array("i")
+    room = socket.CMSG_LEN(_DESCRIPTORS_MAX * received.itemsize)
+    data, ancillary, flags, _ = connection.recvmsg(ATTACH_MESSAGE_SIZE_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received.frombytes(content[: len(content) // received.itemsize * received.itemsize])
+    descriptors = list(received)
+    try:
+        return _read(data, flags, path), descriptors
+    except BaseException:
+        close_all(descriptors)
+        raise
+
+
+def _read(data: bytes, flags: int, path: str) -> AttachReply:
+    if not data:
+        raise DaemonUnreachable(f"{path}: the daemon closed the connection without an answer")
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise request_error(
+            ErrorCode.OVERSIZE, "the attach reply is larger than allowed", "client and daemon differ in version"
+        )
+    reply = decode_attach_reply(data)
+    if isinstance(reply, AttachRefused):
+        raise request_error(reply.code, reply.message, reply.fix)
+    return reply
+
+
+def _discard(connection: socket.socket, descriptors: list[int]) -> None:
+    connection.close()
+    close_all(descriptors)
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close descriptors of this process."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _unexpected(reply: AttachReply, descriptors: list[int]) -> RequestError:
+    return request_error(
+        ErrorCode.MALFORMED,
+        f"the daemon answered {type(reply).__name__} with {len(descriptors)} descriptors",
+        "client and daemon differ in version",
+    )

@@ -1,0 +1,449 @@
+"""Blocking calls over one ZeroMQ connection: deadlines, the daemon's death, and failures as misses.
+
+A call is sent once. On a local socket a message is neither lost nor reordered while its connection lives, so a second
+copy would only add to the load of a daemon that is slow. What a passed deadline leaves unknown is settled by sending
+the same request with the same id again, which is the caller's decision (see `Lease`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+import zmq
+
+from kvcached_client.errors import (
+    CircuitOpen,
+    DaemonUnreachable,
+    DeadlineExceeded,
+    ErrorCode,
+    RequestError,
+    Stale,
+    request_error,
+)
+from kvcached_client.protocol.engine import (
+    FRAME_SIZE_BYTES_MAX,
+    Acquire,
+    Allocate,
+    Bye,
+    Commit,
+    Header,
+    Load,
+    Match,
+    Matched,
+    Prefetch,
+    Release,
+    Request,
+    Vacancy,
+    raise_for_error,
+)
+from kvcached_client.transport.attach import AttachConnection
+from kvcached_client.transport.calls import PENDING_MAX, PendingCalls
+from kvcached_client.transport.connection_monitor import ConnectionMonitor, await_message_or_end
+from kvcached_client.transport.listener import check_own, silent
+from kvcached_client.transport.misses import Circuit, CircuitState, Failures, MissPolicy
+from kvcached_client.types import NO_FENCE, RequestId
+
+R = TypeVar("R", bound=Header)
+
+#: How long a farewell that nobody answers may take to get into the daemon's socket.
+FAREWELL_MS: Final = 100
+#: What the daemon answers at once, so that silence says that it hangs, ...
+_ANSWERED_SOON: Final = (Match, Acquire, Allocate, Commit, Release)
+#: ... and what it answers when something has come about.
+_ANSWERED_LATE: Final = (Load, Vacancy, Prefetch)
+#: A deadline that does not pass.
+_NEVER_NS: Final = 1 << 62
+#: How long replies may be on their way after the daemon has closed the attach connection. It sends them before that.
+_LAST_REPLIES_MS: Final = 1000
+_IPC: Final = "ipc://"
+
+_log: Final = logging.getLogger("kvcached_client")
+
+
+def open_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, queue_length: int) -> zmq.Socket[bytes]:
+    """A connected DEALER socket that queues only for a peer that is there, and drops what is left when it is closed."""
+    dealer = make_dealer(context, queue_length=queue_length)
+    dealer.connect(endpoint)
+    return dealer
+
+
+def make_dealer(context: zmq.Context[zmq.Socket[bytes]], *, queue_length: int) -> zmq.Socket[bytes]:
+    """The same, not connected yet."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.IMMEDIATE, 1)
+    dealer.setsockopt(zmq.SNDHWM, queue_length)
+    dealer.setsockopt(zmq.RCVHWM, queue_length)
+    dealer.setsockopt(zmq.MAXMSGSIZE, FRAME_SIZE_BYTES_MAX)
+    return dealer
+
+
+class Channel:
+    """One connection to a daemon. Not thread-safe, and of no use in a forked child."""
+
+    def __init__(self, endpoint: str, *, deadline_ms: int, attached: AttachConnection | None = None) -> None:
+        """Connect to `endpoint`; calls take at most `deadline_ms`.
+
+        With `attached`, the end of that connection ends every call at once, the one that waits included. It is closed
+        with the channel. Without it, the end of the ZeroMQ connection ends the call that waits, and later ones may
+        find the next daemon.
+
+        Raises:
+            DaemonUnreachable: nothing listens at `endpoint`.
+            Refused: another user's daemon does.
+        """
+        if path := _socket_of(endpoint):  # ZeroMQ would wait for somebody to come
+            check_own(path)
+        self.endpoint = endpoint
+        self.is_closed = False
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.is_gone = False  #: the daemon closed the attach connection; this channel is of no more use
+        self.deadline_ms = deadline_ms
+        self._attached = attached
+        self._process_id = os.getpid()
+        self._calls = PendingCalls()
+        self._socket = make_dealer(self.context, queue_length=PENDING_MAX)
+        # Otherwise ZeroMQ drops what has come and is not read yet when the connection ends. `_send` looks by itself.
+        self._socket.setsockopt(zmq.IMMEDIATE, 0)
+        self._monitor: ConnectionMonitor | None = ConnectionMonitor(self._socket)
+        self._socket.connect(endpoint)
+        self._readable = self._poller(zmq.POLLIN)
+        self._writable = self._poller(zmq.POLLOUT)
+
+    def next_id(self) -> RequestId:
+        """An id for the next request."""
+        return self._calls.next_id()
+
+    def deadline_ns(self) -> int:
+        """When a call that starts now has to be over, on the monotonic clock."""
+        return time.monotonic_ns() + self.deadline_ms * 1_000_000
+
+    def attach_fileno(self) -> int:
+        """The descriptor of the attach connection: it turns readable when the daemon ends it.
+
+        Raises:
+            DaemonUnreachable: the channel is closed, or has none.
+        """
+        if self._attached is None or self.is_closed:
+            raise DaemonUnreachable(f"this client of {self.endpoint} has no attach connection")
+        return self._attached.fileno()
+
+    def ask(
+        self, request: Request, expected: type[R], frames: Sequence[bytes] = (), *, deadline_ns: int | None = None
+    ) -> tuple[R, list[bytes]]:
+        """Send a request and wait for its reply and the reply's frames, until `deadline_ns` (default: as a new call).
+
+        Raises:
+            RequestError: the daemon, or this side before sending, refused.
+            DaemonUnreachable: the daemon is gone, or was not there to take the request; or the channel is closed.
+            DeadlineExceeded: no reply came in time; whether the request took effect is unknown.
+            RuntimeError: this process is a fork of the one that opened the channel.
+        """
+        self.send(request, frames, deadline_ns=deadline_ns)
+        return self.receive(request, expected)
+
+    def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
+        """The first half of `ask`, with a deadline for the answer. Where it raises, nothing was sent.
+
+        To be sent it has no longer than the channel's own deadline, however long its answer may take.
+        """
+        self._check_usable()
+        if deadline_ns is None:
+            deadline_ns = self.deadline_ns()
+        parts = self._calls.send(request, frames, deadline_ns=deadline_ns)
+        try:
+            self._send(parts, min(deadline_ns, self.deadline_ns()))
+        except BaseException:
+            self._calls.abandon(RequestId(request.id))
+            raise
+
+    def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
+        """The second half of `ask`, for a request that was sent, with the deadline that it was sent with."""
+        request_id = RequestId(request.id)
+        try:
+            reply, reply_frames = self._wait_for_reply(request_id)
+        except BaseException:
+            self._calls.abandon(request_id)
+            raise
+        if not isinstance(reply, expected):
+            raise request_error(
+                ErrorCode.MALFORMED,
+                f"{type(reply).__name__} instead of {expected.__name__}",
+                "client and daemon differ in version",
+            )
+        return reply, reply_frames
+
+    def is_over(self, request: Request) -> bool:
+        """Whether `receive` would not wait for a request that was sent. Reads what has come.
+
+        Raises:
+            DaemonUnreachable, RuntimeError: as `ask`.
+        """
+        self._check_usable()
+        request_id = RequestId(request.id)
+        if self._calls.is_answered(request_id):
+            return True
+        while self._poll(self._readable, 0):
+            self._calls.receive(self._socket.recv_multipart(zmq.NOBLOCK))
+        self._calls.expire(time.monotonic_ns())
+        return self._calls.is_answered(request_id) or not self._calls.is_pending(request_id)
+
+    def abandon(self, request: Request) -> None:
+        """Wait no longer for the reply to a request that was sent."""
+        self._calls.abandon(RequestId(request.id))
+
+    def listen(self, wake: int, deadline_ns: int) -> bool:
+        """Wait until a message has come, or the descriptor `wake` is readable; whether that was in time.
+
+        Raises:
+            DaemonUnreachable, RuntimeError: as `ask`.
+        """
+        self._check_usable()
+        poller = self._poller(zmq.POLLIN)
+        poller.register(wake, zmq.POLLIN)
+        return self._poll(poller, deadline_ns, wake)
+
+    def post(self, request: Request) -> bool:
+        """Send a request whose reply nobody waits for, if it can be sent without waiting; whether it was.
+
+        Raises:
+            RequestError, DaemonUnreachable, RuntimeError: as `ask`.
+        """
+        self._check_usable()
+        parts = self._calls.send(request, deadline_ns=0)
+        self._calls.abandon(RequestId(request.id))
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        """Close the connection and the attach connection. Sockets that others opened in `context` must be closed.
+
+        Messages that are still on their way out have `linger_ms` to leave. Does nothing the second time.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if os.getpid() == self._process_id:
+            if self._monitor is not None:
+                self._monitor.close()
+            self._socket.close(linger=linger_ms)
+            self.context.term()
+        if self._attached is not None:
+            self._attached.close()
+
+    def _poller(self, event: int) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._socket, event)
+        if self._attached is not None:
+            poller.register(self._attached.fileno(), zmq.POLLIN)
+        if self._monitor is not None and self._attached is None and event == zmq.POLLIN:
+            poller.register(self._monitor.events, zmq.POLLIN)
+        return poller
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._process_id:
+            raise RuntimeError(
+                f"this kvcached client belongs to process {self._process_id}; "
+                f"a forked child connects its own, or joins the session with map_pool"
+            )
+        if self.is_closed:
+            raise DaemonUnreachable(f"this client of {self.endpoint} is closed; connect again")
+        if self.is_gone:
+            raise DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
+
+    def _send(self, parts: list[bytes], deadline_ns: int) -> None:
+        # However long the answer may take: a daemon that is there takes a request at once.
+        deadline_ns = min(deadline_ns, self.deadline_ns())
+        while True:
+            try:
+                if self._monitor is not None and not self._monitor.await_connection(lambda: _remaining_ms(deadline_ns)):
+                    raise self._untaken()
+                if self._attached is not None:
+                    self._check_daemon(self._attached)
+                self._socket.send_multipart(parts, zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                if not self._poll(self._writable, deadline_ns):
+                    raise self._untaken() from None
+
+    def _check_daemon(self, attached: AttachConnection) -> None:
+        """From the first request on the attach connection says whether the daemon is there, and no monitor."""
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+        if attached.is_closed_by_daemon():
+            self.is_gone = True
+            raise DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
+
+    def _untaken(self) -> DaemonUnreachable:
+        if path := _socket_of(self.endpoint):
+            return silent(path, self.deadline_ms)
+        return DaemonUnreachable(f"{self.endpoint} took no request for {self.deadline_ms} ms; is the daemon running?")
+
+    def _wait_for_reply(self, request_id: RequestId) -> tuple[Header, list[bytes]]:
+        answer = self._calls.take(request_id)  # it may have come while another one was waited for
+        while answer is None and self._calls.is_pending(request_id):
+            if self._poll(self._readable, self._calls.deadline_ns(request_id)):
+                self._calls.receive(self._socket.recv_multipart(zmq.NOBLOCK))
+            answer = self._calls.take(request_id)
+            self._calls.expire(time.monotonic_ns())
+        if answer is None:
+            raise DeadlineExceeded(f"no reply from {self.endpoint} within {self.deadline_ms} ms")
+        return raise_for_error(answer.reply), answer.frames
+
+    def _poll(self, poller: zmq.Poller, deadline_ns: int, wake: int | None = None) -> bool:
+        """Whether the socket, or the descriptor `wake` that is polled beside it, is ready before the deadline.
+
+        Where the daemon has closed the attach connection, replies that it sent before that are awaited, which may take
+        `_LAST_REPLIES_MS` beyond the deadline; mostly it takes a tenth of that.
+
+        Raises:
+            DaemonUnreachable: the socket is not ready, and the daemon closed the attach connection, or this one.
+        """
+        ready = [which for which, _ in poller.poll(_remaining_ms(deadline_ns))]
+        if self._socket in ready or wake in ready:
+            return True
+        if ready and self._attached is not None and self._attached.is_closed_by_daemon():
+            if poller is not self._writable and await_message_or_end(self._socket, _LAST_REPLIES_MS):
+                return True
+            self.is_gone = True
+            raise DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
+        if ready and self._monitor is not None:
+            self._monitor.read()
+            if self._socket.poll(0):  # what came before the end
+                return True
+            if self._monitor.is_lost:
+                raise DaemonUnreachable(
+                    f"the daemon behind {self.endpoint} was gone before it answered; whether it did as asked is unknown"
+                )
+        return False
+
+
+class SessionChannel(Channel):
+    """A channel whose connection owns a session: it knows the pool's epoch and what to do about failures."""
+
+    def __init__(self, endpoint: str, *, deadline_ms: int, attached: AttachConnection, failures: Failures) -> None:
+        super().__init__(endpoint, deadline_ms=deadline_ms, attached=attached)
+        self.epoch = 0
+        self.is_stale = False  #: the daemon said that the session or the pool's epoch is over
+        self.named_fence = NO_FENCE  #: the highest that any lease of the session has named
+        self.misses = MissPolicy(failures)
+        self._circuit = Circuit()
+        self._probe: Match | None = None  #: sent since the circuit is not closed
+
+    @property
+    def is_waiting_in_vain(self) -> bool:
+        """Whether the daemon has not answered since a deadline passed: nothing is waited for until it does."""
+        return self._circuit.state is CircuitState.OPEN
+
+    def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
+        """As `Channel.send`; gives back first what was granted after the caller had stopped waiting for it.
+
+        Raises:
+            CircuitOpen: the daemon owes an answer; nothing was sent. Releases and farewells are: the daemon gets to
+                know of them when it goes on, and only `receive` raises.
+        """
+        if self._circuit.state is not CircuitState.CLOSED and not self._answers_again():
+            self._circuit.note_miss()
+            if not isinstance(request, (Release, Bye)):
+                raise self._circuit_open()
+        self.give_back_late()
+        super().send(request, frames, deadline_ns=deadline_ns)
+
+    def give_back_late(self) -> None:
+        """Release the leases that came, among replies that were read, after the caller had stopped waiting."""
+        for lease in self._calls.orphans():
+            if not self.post(Release(id=self.next_id(), epoch=self.epoch, lease=lease, reply=False)):
+                break
+            self._calls.drop_orphan(lease)
+
+    def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
+        """As `Channel.receive`; notes when the session is over, and when the daemon does not answer.
+
+        Raises:
+            CircuitOpen: the daemon owes earlier answers; this one is not waited for.
+        """
+        if self.is_waiting_in_vain and not self._calls.is_answered(RequestId(request.id)):
+            self.abandon(request)
+            raise self._circuit_open()
+        try:
+            return super().receive(request, expected)
+        except Stale:
+            self.is_stale = True
+            raise
+        except DeadlineExceeded as error:
+            if self.misses.is_on and self._circuit.state is CircuitState.CLOSED:
+                self._note_silence(request, str(error))
+            raise
+
+    def _note_silence(self, request: Request, why: str) -> None:
+        if isinstance(request, _ANSWERED_SOON):
+            self._circuit.open(time.monotonic_ns(), why)
+        elif isinstance(request, _ANSWERED_LATE):
+            self._circuit.doubt(time.monotonic_ns())
+        else:
+            return
+        self._send_probe()
+
+    def _send_probe(self) -> None:
+        """Ask something that changes nothing and is answered at once, if that can be sent without waiting."""
+        probe = Match(id=self.next_id(), epoch=self.epoch, tokens=0)
+        try:
+            self._socket.send_multipart(self._calls.send(probe, (b"",), deadline_ns=_NEVER_NS), zmq.NOBLOCK)
+        except (zmq.Again, RequestError) as error:
+            self.abandon(probe)
+            _log.debug("no probe was sent: %s", error)
+        else:
+            self._probe = probe
+
+    def _answers_again(self) -> bool:
+        """Whether the probe was answered, so that the daemon may be asked again. Waits for a moment at most."""
+        probe = self._probe
+        if probe is None:
+            self._send_probe()
+            return False
+        is_answered = self.is_over(probe)
+        while not is_answered and self._poll(self._readable, self._circuit.probe_grace_end_ns):
+            is_answered = self.is_over(probe)
+        now_ns = time.monotonic_ns()
+        if is_answered and not self._circuit.is_resting(now_ns):
+            self._circuit.close(now_ns)
+            self._probe = None
+            with contextlib.suppress(RequestError):  # that the session is over is noted; the next answer says it, too
+                self.receive(probe, Matched)
+            return True
+        if self._circuit.state is CircuitState.DOUBTED:
+            self._circuit.open(now_ns, f"no reply from {self.endpoint} to a probe either")
+        return False
+
+    def _circuit_open(self) -> CircuitOpen:
+        return CircuitOpen(f"{self.endpoint} was not asked: it has not answered since a deadline passed")
+
+    def hang_up(self) -> None:
+        """Close, and end the session without waiting for the daemon's answer, or for the one to a hello before it."""
+        linger_ms = 0
+        try:
+            if self.post(Bye(id=self.next_id())):
+                linger_ms = FAREWELL_MS
+        except DaemonUnreachable as error:
+            _log.debug("no goodbye: %s", error)
+        finally:
+            self.close(linger_ms=linger_ms)
+
+
+def _remaining_ms(deadline_ns: int) -> int:
+    """Whole milliseconds until a moment of the monotonic clock, rounded up."""
+    return max(0, -((time.monotonic_ns() - deadline_ns) // 1_000_000))
+
+
+def _socket_of(endpoint: str) -> str:
+    """The path of a local socket; "" for another kind of endpoint."""
+    return endpoint.removeprefix(_IPC) if endpoint.startswith(_IPC) else ""

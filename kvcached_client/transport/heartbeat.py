@@ -1,0 +1,115 @@
+"""Says at intervals that the session lives. In a thread, so that an engine's long step does not end its session."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import zmq
+
+from kvcached_client.errors import KvcachedError, Stale
+from kvcached_client.failpoints import failpoint
+from kvcached_client.protocol.engine import Alive, decode_reply, encode, raise_for_error
+from kvcached_client.protocol.engine import Heartbeat as HeartbeatRequest
+from kvcached_client.transport.attach import SessionGrant
+from kvcached_client.transport.channel import open_dealer
+from kvcached_client.types import FenceSequence
+
+#: Heartbeats that the daemon has not taken yet. A third one would say nothing new.
+_QUEUE_LENGTH: Final = 2
+#: A daemon that asks for more is mistaken, and would make this thread spin.
+_INTERVAL_MS_MIN: Final = 10
+
+_log: Final = logging.getLogger("kvcached_client")
+
+
+class Heartbeat:
+    """A thread that sends the session's heartbeats over its own connection, until `stop` or `close`."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        grant: SessionGrant,
+        *,
+        epoch: int,
+        generation: int | None,
+        interval_ms: int,
+        on_stale: Callable[[], None] | None = None,
+    ) -> None:
+        """Start it. Another epoch or generation than these says that the session is over; None = it may grow.
+
+        `on_stale` is called then, once, by the thread.
+        """
+        #: The daemon said that the session is over or that the pool was replaced; found at the next heartbeat's time.
+        self.is_stale = False
+        self.signalled = FenceSequence(0)  #: the highest fence that has signalled
+        self._grant = grant
+        self._expected = (epoch, generation)
+        self._on_stale = on_stale
+        self._interval_s = max(interval_ms, _INTERVAL_MS_MIN) / 1000
+        self._stopped = threading.Event()
+        self._process_id = os.getpid()
+        self._thread = threading.Thread(
+            target=self._run, args=(context, endpoint), name="kvcached-heartbeat", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the thread end soon. Any thread may call this, the heartbeat's own included."""
+        # A fork copies the event with its lock, perhaps taken, and not the thread.
+        if os.getpid() == self._process_id:
+            self._stopped.set()
+
+    def close(self) -> None:
+        """Stop, and wait for the thread: afterwards its socket is closed. Does nothing the second time."""
+        self.stop()
+        self._thread.join()
+
+    def _run(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        beat_count = 0
+        with open_dealer(context, endpoint, queue_length=_QUEUE_LENGTH) as dealer:
+            while not self._stopped.wait(self._interval_s):
+                beat_count += 1
+                failpoint("client.heartbeat")
+                self._read_replies(dealer)
+                self._send(dealer, beat_count)
+
+    def _send(self, dealer: zmq.Socket[bytes], request_id: int) -> None:
+        request = HeartbeatRequest(id=request_id, session=self._grant.id, token=self._grant.token, fence=self.signalled)
+        try:
+            dealer.send(encode(request), zmq.NOBLOCK)
+        except zmq.Again:
+            _log.debug("heartbeat %d was not sent: the daemon is not there or takes nothing", request_id)
+
+    def _read_replies(self, dealer: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                parts = dealer.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                reply = raise_for_error(decode_reply(parts[0]))
+            except Stale as error:
+                self._note_stale(str(error))
+            except KvcachedError as error:
+                _log.warning("heartbeat answered by an error: %s", error)
+            else:
+                if isinstance(reply, Alive) and not self._is_expected(reply):
+                    self._note_stale(f"the pool is at epoch {reply.epoch}, generation {reply.generation}")
+
+    def _is_expected(self, reply: Alive) -> bool:
+        epoch, generation = self._expected
+        return reply.epoch == epoch and generation in {None, reply.generation}
+
+    def _note_stale(self, reason: str) -> None:
+        if self.is_stale:
+            return
+        self.is_stale = True
+        level = logging.WARNING if self._on_stale is None else logging.INFO  # whoever is told says what it means
+        _log.log(level, "kvcached session %d is over: %s", self._grant.id, reason)
+        if self._on_stale is not None:
+            self._on_stale()

@@ -1,0 +1,186 @@
+"""Failures as misses: what becomes of an error where the engine wants none, and why nothing was granted.
+
+A daemon that hangs would cost each call its deadline. So the first deadline that passes opens a circuit: from then on
+calls are misses at once, until the daemon has answered a probe that was sent when the circuit opened::
+
+    CLOSED ──▶ DOUBTED ──▶ OPEN ──▶ CLOSED
+       │          └──────▶ CLOSED     ▲
+       └──────────────────▶ OPEN ─────┘
+
+It is doubted after the deadline of a request that the daemon answers when something has come about, such as the end of
+a load: that may just take long. The next call then gives the probe's answer a moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from enum import Enum, StrEnum
+from types import TracebackType
+from typing import Final, Literal
+
+from kvcached_client.errors import (
+    CircuitOpen,
+    DaemonFailure,
+    DaemonUnreachable,
+    DeadlineExceeded,
+    KvcachedError,
+    NoCapacity,
+    RequestError,
+    Stale,
+)
+
+Failures = Literal["raise", "miss"]
+
+#: How long the first call after a doubt waits for the probe's answer. A daemon that is well takes a millisecond or two,
+#: and some tens of them on a machine that is busy.
+PROBE_GRACE_NS: Final = 50_000_000
+#: A circuit that opens again so soon after it was closed belongs to a daemon that is slow rather than gone. It then
+#: stays open for a pause, ...
+RELAPSE_NS: Final = 10_000_000_000
+#: ... the first one so long, each further one twice as long, up to the longest: a deadline in half a minute is no loss.
+PAUSE_NS_MIN: Final = 1_000_000_000
+PAUSE_NS_MAX: Final = 30_000_000_000
+
+_log: Final = logging.getLogger("kvcached_client")
+
+
+class MissReason(StrEnum):
+    """Why a call did nothing where failures are misses."""
+
+    NO_CAPACITY = "no_capacity"  #: the pool is full: no failure, but load
+    DEADLINE = "deadline"  #: no answer within the deadline
+    CIRCUIT_OPEN = "circuit_open"  #: not asked: the daemon has not answered since an earlier call's deadline passed
+    UNREACHABLE = "unreachable"  #: the daemon is gone; see `Client.rejoin`
+    STALE = "stale"  #: session or pool is over: close, connect again
+    UNAVAILABLE = "unavailable"  #: the daemon does not serve this now: a worker is lost, or it drains
+    REFUSED = "refused"  #: the daemon, or this side before sending, did not accept the request: a mistake of the caller
+
+
+_REASONS: Final[tuple[tuple[type[KvcachedError], MissReason], ...]] = (
+    (NoCapacity, MissReason.NO_CAPACITY),
+    (CircuitOpen, MissReason.CIRCUIT_OPEN),
+    (DeadlineExceeded, MissReason.DEADLINE),
+    (DaemonUnreachable, MissReason.UNREACHABLE),
+    (Stale, MissReason.STALE),
+    (DaemonFailure, MissReason.UNAVAILABLE),
+)
+
+
+def reason_of(error: KvcachedError) -> MissReason:
+    """The reason that stands for an error."""
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), MissReason.REFUSED)
+
+
+class MissPolicy:
+    """``with policy:`` lets errors pass, or counts them and goes on after the block, as configured.
+
+    A pool that is full is no failure: it is neither counted nor logged.
+
+    Attributes:
+        is_on: whether failures become misses.
+        count: failures that did.
+        last_failure: the last of them.
+        last_reason: of the last block that did not end well, a full pool included.
+    """
+
+    def __init__(self, failures: Failures) -> None:
+        self.is_on = failures == "miss"
+        self.count = 0
+        self.last_failure: KvcachedError | None = None
+        self.last_reason: MissReason | None = None
+        #: Kinds of failure already logged: there are few, and one line of each is enough.
+        self._logged: set[str] = set()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not self.is_on or not isinstance(error, KvcachedError):
+            return False
+        self.last_reason = reason_of(error)
+        if not isinstance(error, NoCapacity):
+            self.count += 1
+            self.last_failure = error
+            self._log_once(error)
+        return True
+
+    def _log_once(self, error: KvcachedError) -> None:
+        if isinstance(error, (CircuitOpen, DeadlineExceeded)):
+            return  # the circuit says so when it opens
+        name = error.code.value if isinstance(error, RequestError) else type(error).__name__
+        if name not in self._logged:
+            self._logged.add(name)
+            _log.warning("kvcached failed, going on without cached blocks (logged once per kind of failure): %s", error)
+
+
+class CircuitState(Enum):
+    """Whether the daemon is asked."""
+
+    CLOSED = "closed"  #: it is
+    DOUBTED = "doubted"  #: it is, once it has answered a probe
+    OPEN = "open"  #: it is not
+
+
+_S = CircuitState
+_NEXT: Final[Mapping[CircuitState, frozenset[CircuitState]]] = {
+    _S.CLOSED: frozenset({_S.DOUBTED, _S.OPEN}),
+    _S.DOUBTED: frozenset({_S.CLOSED, _S.OPEN}),
+    _S.OPEN: frozenset({_S.CLOSED}),
+}
+
+
+class Circuit:
+    """Whether the daemon is to be asked, on the caller's clock. Sends nothing itself."""
+
+    def __init__(self) -> None:
+        self._state = _S.CLOSED
+        self._since_ns = 0  #: when the present state began
+        self._closed_ns: int | None = None  #: when it was last closed after having been open
+        self._pause_ns = 0
+        self._misses = 0  #: calls since it is open
+
+    @property
+    def state(self) -> CircuitState:
+        """The present state."""
+        return self._state
+
+    @property
+    def probe_grace_end_ns(self) -> int:
+        """Until when a call waits for the probe's answer."""
+        return self._since_ns + PROBE_GRACE_NS
+
+    def is_resting(self, now_ns: int) -> bool:
+        """Whether it stays open, though the probe was answered."""
+        return self._state is _S.OPEN and now_ns < self._since_ns + self._pause_ns
+
+    def doubt(self, now_ns: int) -> None:
+        """A request that may take long has had no answer."""
+        self._go(_S.DOUBTED, now_ns)
+
+    def open(self, now_ns: int, why: str) -> None:
+        """A request that is answered at once has had no answer, nor has the probe."""
+        is_relapse = self._closed_ns is not None and now_ns - self._closed_ns < RELAPSE_NS
+        self._pause_ns = min(max(2 * self._pause_ns, PAUSE_NS_MIN), PAUSE_NS_MAX) if is_relapse else 0
+        self._misses = 0
+        self._go(_S.OPEN, now_ns)
+        _log.warning("kvcached does not answer; calls are misses at once until it does: %s", why)
+
+    def note_miss(self) -> None:
+        """A call was not made."""
+        self._misses += 1
+
+    def close(self, now_ns: int) -> None:
+        """The probe was answered."""
+        if self._state is _S.OPEN:
+            self._closed_ns = now_ns
+            seconds = (now_ns - self._since_ns) / 1e9
+            _log.info("kvcached answers again after %.1f s; %d calls were misses meanwhile", seconds, self._misses)
+        self._go(_S.CLOSED, now_ns)
+
+    def _go(self, state: CircuitState, now_ns: int) -> None:
+        if state not in _NEXT[self._state]:
+            raise RuntimeError(f"circuit: {self._state.value} to {state.value}")
+        self._state, self._since_ns = state, now_ns

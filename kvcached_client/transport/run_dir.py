@@ -1,0 +1,58 @@
+"""Where a daemon's sockets are. The daemon and its clients find the directory by the same rule."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from kvcached_client.errors import ErrorCode, request_error
+
+RUN_DIR_VARIABLE: Final = "KVCACHED_RUN_DIR"
+ATTACH_SOCKET_NAME: Final = "attach.sock"
+RPC_SOCKET_NAME: Final = "rpc.sock"
+#: Held by the daemon that runs there.
+LOCK_NAME: Final = "daemon.lock"
+#: sizeof(sockaddr_un.sun_path) on Linux is 108, the closing zero included.
+SOCKET_PATH_BYTES_MAX: Final = 107
+
+
+def default_run_dir() -> Path:
+    """The run directory that the environment names.
+
+    ``$KVCACHED_RUN_DIR``, else the first entry of ``$RUNTIME_DIRECTORY`` (set by systemd), else
+    ``$XDG_RUNTIME_DIR/kvcached``, else ``/tmp/kvcached-<uid>``. An empty variable counts as unset.
+    """
+    if named := os.environ.get(RUN_DIR_VARIABLE):
+        return Path(named)
+    if runtime := os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]:
+        return Path(runtime)
+    if session := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(session) / "kvcached"
+    return Path(f"/tmp/kvcached-{os.getuid()}")  # noqa: S108 - the attach socket proves who its peer is
+
+
+def socket_path(run_dir: str | os.PathLike[str], name: str) -> str:
+    """The path of a socket in a run directory.
+
+    Raises:
+        BadRequest: the path is longer than the kernel's 107 bytes.
+    """
+    path = str(Path(run_dir) / name)
+    size = len(os.fsencode(path))
+    if size > SOCKET_PATH_BYTES_MAX:
+        raise request_error(
+            ErrorCode.BAD_VALUE,
+            f"socket path {path} is {size} bytes long, {SOCKET_PATH_BYTES_MAX} are possible",
+            f"name a shorter run directory in {RUN_DIR_VARIABLE}",
+        )
+    return path
+
+
+def rpc_endpoint(run_dir: str | os.PathLike[str]) -> str:
+    """The ZeroMQ endpoint of the daemon in a run directory.
+
+    Raises:
+        BadRequest: see `socket_path`.
+    """
+    return f"ipc://{socket_path(run_dir, RPC_SOCKET_NAME)}"

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvcached.cli.main import main
+from kvcached.config import machine as config_machine
+from kvcached.config.machine import check_machine
+from kvcached.config.problems import ConfigError
+from kvcached.config.schema import Config, load_config
+from kvcached_client.doctor.memory_bounds import MemoryBound
+from kvcached_client.transport.run_dir import LOCK_NAME
+from tests.project.daemon_process import clean_environment
+
+HOST = '[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[attached]\n'
+DISK = '\n[storage.settings]\ndirectory = "{disk}"\ncapacity_bytes = "64MiB"\n'
+STORAGE = HOST + "\n[storage]\n" + DISK
+GIB = 1 << 30
+
+
+def load(tmp_path: Path, text: str) -> Config:
+    path = tmp_path / "kvcached.toml"
+    path.write_text(text.replace("{disk}", str(tmp_path / "disk")))
+    return load_config(path, environment={}, options={"run_dir": str(tmp_path / "run")})
+
+
+def problems(tmp_path: Path, text: str, *, is_trial: bool = True, is_restart: bool = False) -> list[str]:
+    config = load(tmp_path, text)
+    try:
+        check_machine(config, is_trial=is_trial, is_restart=is_restart)
+    except ConfigError as error:
+        return [str(problem).replace(f"{tmp_path}/", "") for problem in error.problems]
+    return []
+
+
+# Each: what to replace in STORAGE, by what, and the problem that follows.
+BAD = {
+    "backend": ("[storage]\n", '[storage]\nbackend = "s3"\n', ':8: storage.backend = "s3": there is no such backend'),
+    "no directory": ('directory = "{disk}"\n', "", ":9: storage.settings.directory: is missing; add it: a path"),
+    "relative directory": ("{disk}", "disk", ':10: storage.settings.directory = "disk": is no absolute path'),
+    "unknown setting": ("capacity_bytes", "capacity_byte", "storage.settings.capacity_byte = "),
+    "tiny capacity": ('"64MiB"', "1", ":11: storage.settings.capacity_bytes = 1: is too small; give a size from 4MiB"),
+    "capacity": ('"64MiB"', '"512TiB"', ": is more than the whole file system of disk has ("),
+    "file as directory": ("{disk}", "/proc/version/x", "cannot be made: /proc/version cannot be written"),
+    "key file": (
+        "[storage]\n",
+        '[storage]\nkey_file = "no"\n',
+        ':8: storage.key_file = "no": the key file no: No such',
+    ),
+    "faults": ("[storage]\n", "[storage]\nfaults.seed = 'x'\n", ": storage.faults: Expected `int`"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), BAD.values(), ids=BAD)
+def test_storage_that_cannot_be_opened_is_refused_with_its_line(
+    old: str, new: str, expected: str, tmp_path: Path
+) -> None:
+    """A backend, a setting, a directory or a key file that the start would fail for is told with line and fix."""
+    assert old in STORAGE
+
+    found = problems(tmp_path, STORAGE.replace(old, new, 1))
+
+    assert expected in "\n".join(found)
+    assert all("; " in each for each in found)
+
+
+def test_storage_that_can_be_opened_is_not_refused(tmp_path: Path) -> None:
+    """A directory that can be made, or that a daemon has made, is in order, and looking at it makes nothing."""
+    assert problems(tmp_path, STORAGE) == []
+    assert not (tmp_path / "disk").exists()
+
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/lock").touch()
+
+    assert problems(tmp_path, STORAGE) == []
+
+
+def test_directory_with_other_files_is_refused(tmp_path: Path) -> None:
+    """A directory that holds what is not the cache's is not taken."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/holiday.jpg").touch()
+
+    (problem,) = problems(tmp_path, STORAGE)
+
+    assert "holds other files, as holiday.jpg; name an empty directory" in problem
+
+
+def test_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    """A key is refused where others can read it or where it is no key, and taken where it is one."""
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    text = STORAGE.replace("[storage]\n", f'[storage]\nkey_file = "{key}"\n', 1)
+    key.chmod(0o644)
+    assert "chmod 600" in problems(tmp_path, text)[0]
+
+    key.chmod(0o600)
+    assert problems(tmp_path, text) == []
+
+    key.write_text("short")
+    assert "holds no key of 32 bytes" in problems(tmp_path, text)[0]
+
+
+def test_restart_with_a_kept_host_pool_looks_at_settings_only(tmp_path: Path) -> None:
+    """A disk or key that is away at a restart is no reason to lose the host pool; a setting that is wrong stays one."""
+    away = STORAGE.replace("{disk}", "/proc/no").replace("[storage]\n", '[storage]\nkey_file = "/no/key"\n', 1)
+
+    assert len(problems(tmp_path, away)) == 2
+    assert problems(tmp_path, away, is_restart=True) == []
+    assert problems(tmp_path, STORAGE.replace('"64MiB"', "1"), is_restart=True)
+
+
+def test_memory_that_the_machine_lacks_is_refused_at_the_key_that_asks_for_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is larger than the machine is refused in numbers and units that people read, and in whole sentences."""
+    monkeypatch.setattr(config_machine, "memory_bounds", lambda: [MemoryBound(23 * GIB, 20 * GIB, "/proc/meminfo")])
+
+    found = problems(tmp_path, HOST.replace("8MiB", "10TiB"), is_trial=False)
+
+    expected = "the memory of the host pool comes to 10.0TiB, and there are 23.0GiB in all (/proc/meminfo)"
+    assert found == [
+        f"kvcached.toml:2: host.size_bytes = 10995116277760: {expected}; use a smaller size, or raise the limit"
+    ]
+
+
+def test_memory_that_is_taken_now_is_refused_in_a_trial_unless_it_is_the_daemons_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check-config` says that too little is left; beside the daemon that has that memory already it does not."""
+    bound = MemoryBound(23 * GIB, 1 << 20, "/proc/meminfo")
+    monkeypatch.setattr(config_machine, "memory_bounds", lambda: [bound])
+    assert problems(tmp_path, HOST, is_trial=False) == []
+    (problem,) = problems(tmp_path, HOST)
+    assert "the memory of the host pool comes to 8.0MiB, and there are 1.0MiB left" in problem
+
+    (tmp_path / "run").mkdir()
+    lock = os.open(tmp_path / "run" / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert problems(tmp_path, HOST) == []
+    finally:
+        os.close(lock)
+
+
+@pytest.mark.parametrize("command", ["serve", "check-config"])
+def test_serve_and_check_config_refuse_the_same(command: str, tmp_path: Path) -> None:
+    """Both end with exit code 2 and the mistake with its line, and `serve` before it has started or made anything."""
+    path = tmp_path / "kvcached.toml"
+    path.write_text(STORAGE.replace("[storage]\n", '[storage]\nbackend = "s3"\n', 1).replace("{disk}", str(tmp_path)))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcached", command, "--config", str(path), "--run-dir", str(tmp_path / "run")],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f'kvcached: {path}:8: storage.backend = "s3": there is no such backend; installed: disk' in done.stderr
+    assert "KILL" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_config_of_a_good_configuration_prints_it(tmp_path: Path) -> None:
+    """What this machine can serve is printed as before."""
+    path = tmp_path / "kvcached.toml"
+    path.write_text(STORAGE.replace("{disk}", str(tmp_path / "disk")))
+
+    result = CliRunner().invoke(main, ["check-config", "--config", str(path), "--json"])
+
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["config"]["host"]["size_bytes"] == 8 << 20

@@ -1,0 +1,27 @@
+"""What all tests share. `make test` runs those that are quick and a few with a whole daemon, `make test-all` all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# A busy machine stops a process for longer than any example takes.
+settings.register_profile("without deadlines", deadline=None)
+settings.load_profile("without deadlines")
+
+_TESTS = Path(__file__).parent
+#: Folders whose tests start no processes, or few. What is in another folder is for `make test-all`.
+_QUICK = frozenset(
+    {"attach", "client", "config", "core", "cuda_driver", "keys", "project", "protocol", "rpc", "service", "simulation"}
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the other folders, but for those that are marked to be in every run."""
+    for item in items:
+        folder = item.path.relative_to(_TESTS).parts[0]
+        if folder not in _QUICK and item.get_closest_marker("end_to_end") is None:
+            item.add_marker(pytest.mark.full)

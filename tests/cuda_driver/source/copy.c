@@ -1,0 +1,351 @@
+// Copies and fills. A copy reads its source when it runs and not when it is queued, unless the documents say that it may
+// read earlier: then the seed decides. The copies of a batch run in an order that the seed decides.
+#include "fake_cuda.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+enum { ORDER_STREAM = 1, ORDER_DURING_CALL = 2, ORDER_ANY = 3 };
+
+typedef struct {
+    uintptr_t destination, source;
+    size_t size;
+    Side to, from;
+    uint64_t destination_serials, source_serials;
+    unsigned char *staged; // what the source held when it was read, if that was early
+} Piece;
+
+typedef struct {
+    uint64_t stream, position; // for the order of the pieces
+    size_t count;
+    bool is_fill;
+    unsigned char byte;
+    Piece pieces[];
+} Batch;
+
+// The kernel copies: an address that is gone is an error here, where memcpy would end the process.
+CUresult move_bytes(uintptr_t destination, uintptr_t source, size_t size) {
+    for (size_t done = 0; done < size;) {
+        struct iovec from = {(void *)(source + done), size - done}, to = {(void *)(destination + done), size - done};
+        ssize_t moved = process_vm_writev(getpid(), &from, 1, &to, 1, 0);
+        if (moved < 0 && (errno == EPERM || errno == ENOSYS)) { // a sandbox that forbids the call
+            memcpy((void *)(destination + done), (void *)(source + done), size - done);
+            return CUDA_SUCCESS;
+        }
+        if (moved <= 0) return CUDA_ERROR_ILLEGAL_ADDRESS;
+        done += (size_t)moved;
+    }
+    return CUDA_SUCCESS;
+}
+
+static CUresult fill_bytes(uintptr_t destination, unsigned char byte, size_t size) {
+    unsigned char pattern[4096];
+    CUresult result = CUDA_SUCCESS;
+    memset(pattern, byte, sizeof pattern);
+    for (size_t done = 0; done < size && result == CUDA_SUCCESS; done += sizeof pattern)
+        result = move_bytes(destination + done, (uintptr_t)pattern,
+                            size - done < sizeof pattern ? size - done : sizeof pattern);
+    return result;
+}
+
+static CUresult run_piece(const Batch *batch, const Piece *piece) {
+    pthread_mutex_lock(&driver_lock);
+    bool is_same =
+        range_serials(piece->destination, piece->size) == piece->destination_serials &&
+        (piece->staged != NULL || batch->is_fill || range_serials(piece->source, piece->size) == piece->source_serials);
+    if (!is_same)
+        refuse(CUDA_ERROR_ILLEGAL_ADDRESS,
+               "memory of a queued copy from %#zx to %#zx was freed, remapped or unregistered", (size_t)piece->source,
+               (size_t)piece->destination);
+    pthread_mutex_unlock(&driver_lock);
+    if (!is_same) return CUDA_ERROR_ILLEGAL_ADDRESS;
+    if (batch->is_fill) return fill_bytes(piece->destination, batch->byte, piece->size);
+    return move_bytes(piece->destination, piece->staged == NULL ? piece->source : (uintptr_t)piece->staged,
+                      piece->size);
+}
+
+static CUresult run_batch(void *state, char *words, size_t room) {
+    Batch *batch = state;
+    CUresult result = CUDA_SUCCESS;
+    size_t bytes = 0, to_device = 0, to_host = 0;
+    for (size_t last = batch->count; last > 1; last--) { // Fisher and Yates
+        size_t other = draw(DRAW_SHUFFLE, batch->stream << 32 | batch->position, last) % last;
+        Piece piece = batch->pieces[last - 1];
+        batch->pieces[last - 1] = batch->pieces[other];
+        batch->pieces[other] = piece;
+    }
+    for (size_t each = 0; each < batch->count && result == CUDA_SUCCESS; each++) {
+        result = run_piece(batch, &batch->pieces[each]);
+        const Piece *piece = &batch->pieces[each];
+        bytes += piece->size;
+        if (piece->to == SIDE_DEVICE && piece->from != SIDE_DEVICE) to_device += piece->size;
+        if (piece->to != SIDE_DEVICE && piece->from == SIDE_DEVICE) to_host += piece->size;
+    }
+    snprintf(words, room, "\"count\":%zu,\"bytes\":%zu,\"to_device\":%zu,\"to_host\":%zu", batch->count, bytes, to_device,
+             to_host);
+    return result;
+}
+
+static void drop_batch(void *state) {
+    Batch *batch = state;
+    for (size_t each = 0; each < batch->count; each++) free(batch->pieces[each].staged);
+    free(batch);
+}
+
+static Batch *batch_new(size_t count) {
+    Batch *batch = calloc(1, sizeof *batch + count * sizeof *batch->pieces);
+    if (batch == NULL) abort();
+    batch->count = count;
+    return batch;
+}
+
+static CUresult check_piece(Piece *piece, bool is_fill) {
+    CUresult result =
+        range_check(piece->destination, piece->size, true, "destination", &piece->to, &piece->destination_serials);
+    if (result == CUDA_SUCCESS && !is_fill)
+        result = range_check(piece->source, piece->size, false, "source", &piece->from, &piece->source_serials);
+    return result;
+}
+
+static CUresult stage(Piece *piece) {
+    piece->staged = malloc(piece->size);
+    if (piece->staged == NULL) abort();
+    CUresult result = move_bytes((uintptr_t)piece->staged, piece->source, piece->size);
+    if (result != CUDA_SUCCESS) return refuse(CUDA_ERROR_INVALID_VALUE, "the source of a copy cannot be read");
+    return result;
+}
+
+static void enqueue(Stream *stream, Batch *batch) {
+    Operation *operation = operation_new(batch->is_fill ? "fill" : "copy", RUN_FREE);
+    batch->stream = stream_serial(stream);
+    batch->position = stream_position(stream);
+    operation->run = run_batch;
+    operation->drop = drop_batch;
+    operation->state = batch;
+    operation->may_fail = true;
+    stream_enqueue(stream, operation);
+}
+
+typedef enum { ANY_SIDE, TO_DEVICE, TO_HOST, ON_DEVICE } Direction;
+
+static CUresult check_direction(const Piece *piece, Direction direction) {
+    bool to = piece->to == SIDE_DEVICE, from = piece->from == SIDE_DEVICE;
+    bool fits = direction == ANY_SIDE || (direction == TO_DEVICE && to && !from) ||
+                (direction == TO_HOST && !to && from) || (direction == ON_DEVICE && to && from);
+    return fits ? CUDA_SUCCESS : refuse(CUDA_ERROR_INVALID_VALUE, "the call's direction is not that of its addresses");
+}
+
+// What the section "API synchronization behavior" says of memcpy: `is_async` is the suffix of the call's name.
+static CUresult copy(CUdeviceptr destination, CUdeviceptr source, size_t size, CUstream handle, bool is_async,
+                     Direction direction) {
+    CUresult result;
+    Stream *stream = stream_find(handle, &result);
+    if (stream == NULL || size == 0) return result;
+    Batch *batch = batch_new(1);
+    Piece *piece = &batch->pieces[0];
+    *piece = (Piece){.destination = destination, .source = source, .size = size};
+    result = check_piece(piece, false);
+    if (result == CUDA_SUCCESS) result = check_direction(piece, direction);
+    bool is_pageable = piece->from == SIDE_PAGEABLE || piece->to == SIDE_PAGEABLE;
+    // With pageable memory an asynchronous copy may wait for the stream, and may not.
+    bool waits =
+        !is_async || (is_pageable && (draw(DRAW_PAGEABLE, stream_serial(stream), stream_position(stream)) & 1));
+    if (result == CUDA_SUCCESS && waits && piece->from == SIDE_PAGEABLE && piece->to == SIDE_DEVICE) {
+        result =
+            stream_finish(stream, stream_position(stream)); // then the source is staged, and the rest is not waited for
+        if (result == CUDA_SUCCESS) result = stage(piece);
+        waits = false;
+    }
+    if (result != CUDA_SUCCESS) {
+        drop_batch(batch);
+        return result;
+    }
+    waits = waits && !(piece->from == SIDE_DEVICE && piece->to == SIDE_DEVICE);
+    enqueue(stream, batch);
+    return waits ? stream_finish(stream, stream_position(stream)) : CUDA_SUCCESS;
+}
+
+static CUresult fill(CUdeviceptr destination, unsigned char byte, size_t size, CUstream handle) {
+    CUresult result;
+    Stream *stream = stream_find(handle, &result);
+    if (stream == NULL || size == 0) return result;
+    Batch *batch = batch_new(1);
+    batch->is_fill = true;
+    batch->byte = byte;
+    batch->pieces[0] = (Piece){.destination = destination, .size = size};
+    result = check_piece(&batch->pieces[0], true);
+    if (result == CUDA_SUCCESS) enqueue(stream, batch);
+    else drop_batch(batch);
+    return result;
+}
+
+// --- batches ---
+
+typedef struct {
+    unsigned order;
+    struct {
+        unsigned type;
+        int id;
+    } source_hint, destination_hint;
+    unsigned flags;
+} Attributes;
+
+typedef struct {
+    CUdeviceptr *destinations, *sources;
+    size_t *sizes, count;
+    Attributes *attributes;
+    size_t *indices, attribute_count;
+} BatchArguments;
+
+static CUresult check_attributes(const BatchArguments *all) {
+    if (all->destinations == NULL || all->sources == NULL || all->sizes == NULL || all->count == 0)
+        return refuse(CUDA_ERROR_INVALID_VALUE, "a batch has at least one copy");
+    if (all->attributes == NULL || all->indices == NULL || all->attribute_count == 0 ||
+        all->attribute_count > all->count)
+        return refuse(CUDA_ERROR_INVALID_VALUE, "a batch has between one attribute and as many as copies");
+    for (size_t each = 0; each < all->attribute_count; each++) {
+        if (all->attributes[each].order < ORDER_STREAM || all->attributes[each].order > ORDER_ANY)
+            return refuse(CUDA_ERROR_INVALID_VALUE, "attribute %zu has no srcAccessOrder", each);
+        if (all->attributes[each].flags > 1)
+            return refuse(CUDA_ERROR_INVALID_VALUE, "attribute %zu has unknown flags", each);
+        if (each == 0 ? all->indices[0] != 0
+                      : all->indices[each] <= all->indices[each - 1] || all->indices[each] >= all->count)
+            return refuse(CUDA_ERROR_INVALID_VALUE,
+                          "the indices of attributes begin at 0, go up and end below the count");
+    }
+    return CUDA_SUCCESS;
+}
+
+static int by_destination(const void *left, const void *right) {
+    uintptr_t one = (*(Piece *const *)left)->destination, other = (*(Piece *const *)right)->destination;
+    return (one > other) - (one < other);
+}
+
+// Copies that depend on one another have no defined result.
+static CUresult check_independent(Batch *batch) {
+    CUresult result = CUDA_SUCCESS;
+    Piece **sorted = malloc(batch->count * sizeof(Piece *));
+    if (sorted == NULL) abort();
+    for (size_t each = 0; each < batch->count; each++) sorted[each] = &batch->pieces[each];
+    qsort(sorted, batch->count, sizeof *sorted, by_destination);
+    for (size_t each = 1; each < batch->count && result == CUDA_SUCCESS; each++)
+        if (sorted[each - 1]->destination + sorted[each - 1]->size > sorted[each]->destination)
+            result = refuse(CUDA_ERROR_INVALID_VALUE, "two copies of a batch write to %#zx",
+                            (size_t)sorted[each]->destination);
+    for (size_t each = 0; each < batch->count && result == CUDA_SUCCESS; each++) {
+        uintptr_t source = batch->pieces[each].source;
+        size_t low = 0, high = batch->count; // the first destination that ends behind the source's start
+        while (low < high) {
+            size_t middle = (low + high) / 2;
+            if (sorted[middle]->destination + sorted[middle]->size <= source) low = middle + 1;
+            else high = middle;
+        }
+        if (low < batch->count && sorted[low]->destination < source + batch->pieces[each].size)
+            result = refuse(CUDA_ERROR_INVALID_VALUE, "a copy of a batch reads at %#zx what the batch writes",
+                            (size_t)source);
+    }
+    free(sorted);
+    return result;
+}
+
+// ANY may read the source before the work that is queued now, and as late as the copy runs: the seed decides.
+static bool reads_at_once(unsigned order, Stream *stream, size_t index) {
+    return order == ORDER_DURING_CALL ||
+           (order == ORDER_ANY &&
+            (draw(DRAW_ANY_ORDER, stream_serial(stream) << 32 | stream_position(stream), index) & 1));
+}
+
+static CUresult fill_pieces(Batch *batch, const BatchArguments *all, Stream *stream, size_t *failed) {
+    CUresult result = CUDA_SUCCESS;
+    for (size_t each = 0, attribute = 0; each < all->count; each++) {
+        Piece *piece = &batch->pieces[each];
+        if (attribute + 1 < all->attribute_count && all->indices[attribute + 1] == each) attribute++;
+        *piece =
+            (Piece){.destination = all->destinations[each], .source = all->sources[each], .size = all->sizes[each]};
+        result = check_piece(piece, false);
+        if (result == CUDA_SUCCESS && reads_at_once(all->attributes[attribute].order, stream, each))
+            result = stage(piece);
+        if (result != CUDA_SUCCESS) {
+            *failed = each;
+            return result;
+        }
+    }
+    return check_independent(batch);
+}
+
+static CUresult copy_batch(const BatchArguments *all, size_t *failed, CUstream handle) {
+    size_t unused;
+    CUresult result;
+    if (failed == NULL) failed = &unused;
+    *failed = SIZE_MAX; // not one copy in particular
+    if (handle == NULL || (uintptr_t)handle == 1)
+        return refuse(CUDA_ERROR_INVALID_VALUE, "a batch cannot run on the NULL or legacy stream");
+    Stream *stream = stream_find(handle, &result);
+    if (stream == NULL) return result;
+    result = check_attributes(all);
+    if (result != CUDA_SUCCESS) return result;
+    Batch *batch = batch_new(all->count);
+    result = fill_pieces(batch, all, stream, failed);
+    if (result == CUDA_SUCCESS) enqueue(stream, batch);
+    else drop_batch(batch);
+    return result;
+}
+
+static size_t total(const size_t *sizes, size_t count) {
+    size_t bytes = 0;
+    for (size_t each = 0; sizes != NULL && each < count; each++) bytes += sizes[each];
+    return bytes;
+}
+
+#define BATCH_WORDS "\"count\":%zu,\"bytes\":%zu,\"attributes\":%zu,\"abi\":%d"
+
+API CUresult cuMemcpyBatchAsync(CUdeviceptr *destinations, CUdeviceptr *sources, size_t *sizes, size_t count,
+                                Attributes *attributes, size_t *indices, size_t attribute_count, size_t *failed,
+                                CUstream stream) {
+    BatchArguments all = {destinations, sources, sizes, count, attributes, indices, attribute_count};
+    CALL(NEEDS_CONTEXT, copy_batch(&all, failed, stream), stream, BATCH_WORDS, count, total(sizes, count),
+         attribute_count, 12080);
+}
+API CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *destinations, CUdeviceptr *sources, size_t *sizes, size_t count,
+                                   Attributes *attributes, size_t *indices, size_t attribute_count, CUstream stream) {
+    BatchArguments all = {destinations, sources, sizes, count, attributes, indices, attribute_count};
+    CALL(NEEDS_CONTEXT, copy_batch(&all, NULL, stream), stream, BATCH_WORDS, count, total(sizes, count),
+         attribute_count, 13000);
+}
+
+#define COPY_CALL(to, from, stream, is_async, direction)                                                               \
+    CALL(NEEDS_CONTEXT,                                                                                                \
+         copy((CUdeviceptr)(uintptr_t)(to), (CUdeviceptr)(uintptr_t)(from), size, stream, is_async, direction),        \
+         stream, "\"destination\":%zu,\"source\":%zu,\"bytes\":%zu", (size_t)(uintptr_t)(to),                          \
+         (size_t)(uintptr_t)(from), size)
+
+API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t size) { COPY_CALL(to, from, NULL, false, ANY_SIDE); }
+API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
+    COPY_CALL(to, from, stream, true, ANY_SIDE);
+}
+API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t size) {
+    COPY_CALL(to, from, NULL, false, TO_DEVICE);
+}
+API CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t size) { COPY_CALL(to, from, NULL, false, TO_HOST); }
+API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t size) {
+    COPY_CALL(to, from, NULL, false, ON_DEVICE);
+}
+API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t size, CUstream stream) {
+    COPY_CALL(to, from, stream, true, TO_DEVICE);
+}
+API CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t size, CUstream stream) {
+    COPY_CALL(to, from, stream, true, TO_HOST);
+}
+API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
+    COPY_CALL(to, from, stream, true, ON_DEVICE);
+}
+API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char byte, size_t size) {
+    CALL(NEEDS_CONTEXT, fill(to, byte, size, NULL), NULL, "\"destination\":%llu,\"bytes\":%zu", to, size);
+}
+API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char byte, size_t size, CUstream stream) {
+    CALL(NEEDS_CONTEXT, fill(to, byte, size, stream), stream, "\"destination\":%llu,\"bytes\":%zu", to, size);
+}

@@ -1,0 +1,104 @@
+"""A hostile process: ``python -m tests.daemon.flooder RUN_DIR KIND``.
+
+It floods until its standard input ends, and prints a line when it has sent more than the daemon has room for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from kvcached.server.zmtp import GREETING, encode_message
+from kvcached_client.protocol.engine import FRAME_SIZE_BYTES_MAX, Describe, encode
+from tests.rpc.raw_peer import READY, frame
+
+#: Connections that are kept open, and how often they are replaced by new ones before the line is printed.
+CONNECTIONS: Final = 400
+ROUNDS: Final = 3
+
+
+def main(run_dir: Path, kind: str) -> None:
+    """Flood, say so, and go on."""
+    steps = KINDS[kind](run_dir)
+    for _ in range(ROUNDS):
+        next(steps)
+    sys.stdout.write("flooding\n")
+    sys.stdout.flush()
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        next(steps)
+
+
+def _opened(path: Path, kind: socket.SocketKind, first: bytes) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, kind)
+    connection.settimeout(1)
+    with suppress(OSError):  # a daemon that is busy, or drops it
+        connection.connect(str(path))
+        if first:
+            connection.send(first)
+    return connection
+
+
+def _connections(name: str, kind: socket.SocketKind, first: bytes) -> Callable[[Path], Iterator[None]]:
+    def steps(run_dir: Path) -> Iterator[None]:
+        kept: list[socket.socket] = []
+        while True:
+            for _ in range(CONNECTIONS):
+                kept.append(_opened(run_dir / name, kind, first))
+                if len(kept) > CONNECTIONS:
+                    kept.pop(0).close()
+            yield
+
+    return steps
+
+
+def _streams(start: bytes, more: bytes) -> Callable[[Path], Iterator[None]]:
+    """A few connections that send `more` on and on behind `start`, and never read; those that end are replaced."""
+
+    def steps(run_dir: Path) -> Iterator[None]:
+        def opened() -> socket.socket:
+            connection = _opened(run_dir / "rpc.sock", socket.SOCK_STREAM, GREETING + READY + start)
+            connection.setblocking(False)
+            return connection
+
+        left = {opened(): more for _ in range(8)}  # what each of them has to send before it begins anew
+        for turn in itertools.count():
+            _, writable, _ = select.select([], left, [], 0.01)
+            for stream in writable:
+                try:
+                    left[stream] = left[stream][stream.send(left[stream]) :] or more
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    stream.close()
+                    del left[stream]
+                    left[opened()] = more
+            if turn % 100 == 99:
+                yield
+
+    return steps
+
+
+_REQUEST: Final = encode(Describe(id=1))
+KINDS: Final[dict[str, Callable[[Path], Iterator[None]]]] = {
+    "silent rpc": _connections("rpc.sock", socket.SOCK_STREAM, b""),
+    "half a handshake": _connections("rpc.sock", socket.SOCK_STREAM, GREETING),
+    "idle rpc": _connections("rpc.sock", socket.SOCK_STREAM, GREETING + READY),
+    "silent attach": _connections("attach.sock", socket.SOCK_SEQPACKET, b""),
+    "no attach message": _connections("attach.sock", socket.SOCK_SEQPACKET, b"\xc1"),
+    "no zmtp": _connections("rpc.sock", socket.SOCK_STREAM, b"GET / HTTP/1.1\r\n\r\n"),
+    "parts": _streams(frame(1, _REQUEST), frame(1, b"") * 100_000),
+    "large parts": _streams(
+        frame(1, _REQUEST), b"\x03" + FRAME_SIZE_BYTES_MAX.to_bytes(8, "big") + bytes(FRAME_SIZE_BYTES_MAX)
+    ),
+    "no requests": _streams(b"", encode_message([b"\xc1"]) * 10_000),
+    "unread": _streams(b"", encode_message([_REQUEST]) * 1000),
+}
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

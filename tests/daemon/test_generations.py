@@ -1,0 +1,191 @@
+"""Generations over several lives of a real daemon whose storage lasts: nothing that was cleared is served again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvcached_client import Admin
+from kvcached_client.errors import DaemonFailure
+from tests.daemon.conftest import RunningDaemon, started
+from tests.daemon.test_renewal import WEIGHTS
+from tests.daemon.test_restart import Engine
+from tests.daemon.test_storage import BLOCKS, backed_up, connected, fetch, report, until, with_storage
+
+pytestmark = pytest.mark.slow
+
+RECORD = "generations.json"
+#: Beside the engines in attached mode.
+REPLICA = """
+[[replica]]
+name = "default"
+model = "tiny"
+block_size = 4
+slots = 16
+[[replica.group]]
+layers = 2
+kv_heads = 1
+head_dim = 8
+v_head_dim = 8
+dtype = "float32"
+"""
+
+
+def reboot(tmp_path: Path) -> None:
+    """What the machine's restart takes along: the host pool, which is gone already, and the run directory's files."""
+    (tmp_path / "run" / "ledger.json").unlink(missing_ok=True)
+
+
+def store(daemon: RunningDaemon, engine: Engine) -> None:
+    """Blocks of the present generation, in storage, which has no others then."""
+    until(lambda: report(daemon).counters["forgets_due"] == 0)
+    engine.store("a", BLOCKS)
+    backed_up(daemon, BLOCKS)
+
+
+def nothing_between(tmp_path: Path) -> None:
+    """An ordinary stop and start: the ledger is there, the host pool's memory is not."""
+    assert (tmp_path / "run" / "ledger.json").exists()
+
+
+@pytest.mark.parametrize("between", [nothing_between, reboot], ids=["stop and start", "reboot"])
+def test_blocks_of_older_weights_never_come_back(tmp_path: Path, between: Callable[[Path], None]) -> None:
+    """Cleared, stored, started again, cleared: what was stored after the first clear is no hit after the second."""
+    text = with_storage(tmp_path / "disk")
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        store(daemon, engine)  # KV of W1
+        second = engine.scheduler.client.clear()
+        until(lambda: report(daemon).blocks == 0)
+        store(daemon, engine)  # KV of W2
+    between(tmp_path)
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        third = engine.scheduler.client.clear()  # W3
+        found = fetch(engine, "a")
+        assert (third > second, found.fetched, engine.load("a", BLOCKS)) == (True, 0, 0)
+
+
+@pytest.mark.parametrize("between", [nothing_between, reboot], ids=["stop and start", "reboot"])
+def test_blocks_that_were_stored_after_a_clear_are_found_by_the_next_life(
+    tmp_path: Path, between: Callable[[Path], None]
+) -> None:
+    """Storage survives restarts after a clear as before it, with the same bytes."""
+    text = with_storage(tmp_path / "disk")
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        generation = engine.scheduler.client.clear()
+        store(daemon, engine)
+    between(tmp_path)
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        assert engine.scheduler.client.generation == generation
+        assert fetch(engine, "a").fetched == BLOCKS
+        assert engine.load("a", BLOCKS) == BLOCKS
+
+
+def test_what_people_clear_is_found_in_no_tier_and_in_no_later_life(tmp_path: Path) -> None:
+    """Storage gives nothing of an engine's cleared namespace back, before and after a SIGKILL and a reboot."""
+    text = with_storage(tmp_path / "disk")
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        store(daemon, engine)
+        with Admin.connect(daemon.run_dir, deadline_ms=10_000) as admin:
+            assert admin.clear("tiny").blocks == BLOCKS
+        assert (engine.load("a", BLOCKS), fetch(engine, "a").fetched) == (0, 0)
+        daemon.process.send_signal(signal.SIGKILL)
+        daemon.process.wait()
+    reboot(tmp_path)
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        assert fetch(engine, "a").fetched == 0
+        store(daemon, engine)
+        assert engine.load("a", BLOCKS) == BLOCKS
+
+
+def test_clear_holds_though_daemon_and_machine_end_right_after_it(tmp_path: Path) -> None:
+    """SIGKILL as soon as the clear is answered, and a reboot: what was cleared is not found, and storage forgets it."""
+    text = with_storage(tmp_path / "disk")
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        store(daemon, engine)
+        engine.scheduler.client.clear()
+        daemon.process.kill()
+        daemon.process.wait()
+    reboot(tmp_path)
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        assert fetch(engine, "a").fetched == 0
+        until(lambda: report(daemon).blocks == 0)  # the next life forgets what the last one had no time to
+
+
+@pytest.mark.parametrize("damage", ["removed", "damaged", "all of storage emptied"])
+def test_without_its_record_storage_is_cold_and_nothing_cleared_is_found(tmp_path: Path, damage: str) -> None:
+    """Where the record is lost, blocks are not found, in no generation that a later clear begins; new ones are."""
+    disk = tmp_path / "disk"
+    text = with_storage(disk)
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        engine.scheduler.client.clear()
+        store(daemon, engine)
+    reboot(tmp_path)
+    if damage == "removed":
+        (disk / RECORD).unlink()
+    elif damage == "damaged":
+        (disk / RECORD).write_bytes(b"\0" * 64)
+    else:
+        shutil.rmtree(disk)
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        assert fetch(engine, "a").fetched == 0
+        engine.scheduler.client.clear()
+        assert fetch(engine, "a").fetched == 0
+        engine.store("b", BLOCKS)
+        until(lambda: report(daemon).counters.get("written_blocks") == BLOCKS)
+    reboot(tmp_path)
+    with started(tmp_path, text) as daemon, connected(daemon) as engine:
+        assert fetch(engine, "b").fetched == BLOCKS
+
+
+def test_clear_that_cannot_be_written_down_is_an_error(tmp_path: Path) -> None:
+    """A device that takes nothing: the engine is told, and its next clear is answered when it takes something again."""
+    disk = tmp_path / "disk"
+    with started(tmp_path, with_storage(disk)) as daemon, connected(daemon) as engine:
+        (disk / f"{RECORD}.new").unlink(missing_ok=True)
+        (disk / f"{RECORD}.new").mkdir()
+        with pytest.raises(DaemonFailure, match="restart of the machine"):
+            engine.scheduler.client.clear()
+        (disk / f"{RECORD}.new").rmdir()
+        generation = engine.scheduler.client.clear()
+        assert f'"generation":{generation}' in (disk / RECORD).read_text().replace(" ", "")
+
+
+def test_device_that_hangs_delays_the_clear_and_nothing_else(tmp_path: Path) -> None:
+    """While the record is being written engines are served; the clear is answered when the device says something."""
+    disk = tmp_path / "disk"
+    pipe = disk / f"{RECORD}.new"
+    with started(tmp_path, with_storage(disk)) as daemon, connected(daemon) as engine, ThreadPoolExecutor(1) as thread:
+        while pipe.exists():
+            pass  # the record of the namespace is being written still
+        os.mkfifo(pipe)  # to open it for writing waits for a reader
+        cleared = thread.submit(engine.scheduler.client.clear)
+        with connected(daemon) as other:
+            other.store("b", BLOCKS)
+            assert other.load("b", BLOCKS) == BLOCKS
+        assert not cleared.done()
+        reader = os.open(pipe, os.O_RDONLY)
+        pipe.unlink()
+        os.close(reader)
+        assert isinstance(cleared.exception(), DaemonFailure | None)  # a pipe cannot be synced; it may be tried again
+        engine.scheduler.client.clear()
+
+
+def test_weights_survive_a_reboot_with_their_generation(tmp_path: Path) -> None:
+    """What was set is what the next life serves, though nothing but storage is left."""
+    text = with_storage(tmp_path / "disk") + REPLICA
+    with started(tmp_path, text) as daemon, Admin.connect(daemon.run_dir, deadline_ms=10_000) as admin:
+        done = admin.set_weights("default", WEIGHTS)
+        daemon.process.send_signal(signal.SIGKILL)
+        daemon.process.wait()
+    reboot(tmp_path)
+    with started(tmp_path, text) as daemon, Admin.connect(daemon.run_dir, deadline_ms=10_000) as admin:
+        (info,) = admin.describe().replicas
+        assert (info.weights_version, info.generation, info.namespace) == (
+            WEIGHTS, done.generation, done.namespace.hex(),
+        )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Mistakes of the client's part of the host pool, which workers and engines share."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcached_client.blocks import header
+from kvcached_client.blocks.copy import MemoryCopier
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.layout import Layout
+from kvcached_client.blocks.transfers import BlockTransfers
+from tests.mutants.mutant import caught_by, rewrite
+
+
+@caught_by("tests/client/test_host_header.py::test_claim_outlasts_invalidation")
+def claim_lost_while_its_slot_is_written(patch: pytest.MonkeyPatch) -> None:
+    """A writer that begins erases who is writing: after a restart nothing says that the slot is in use."""
+    rewrite(patch, header.invalidate, "if place[:_FIRST_WRITE_END] != CLAIM_START:\n    place", "place")
+
+
+@caught_by("tests/client/test_host_header.py::test_header_is_whole_or_not_there")
+def header_begins_before_it_is_whole(patch: pytest.MonkeyPatch) -> None:
+    """The bytes that make a header valid are written before the rest of it."""
+    rest = "place[_FIRST_WRITE_END:] = header[_FIRST_WRITE_END:]"
+    start = "place[:_FIRST_WRITE_END] = header[:_FIRST_WRITE_END]"
+    rewrite(patch, header.write, f"{rest}\n{start}", f"{start}\n{rest}")
+
+
+@caught_by("tests/client/test_block_transfers.py::test_headers_are_gone_while_blocks_are_overwritten")
+def header_written_before_its_block(patch: pytest.MonkeyPatch) -> None:
+    """A shard says that a block is there before it has copied it."""
+    early = (
+        "host_header.pack(kind, host_header.BlockName(work.names.keys[:16], b'', 0), bytes(16), epoch, job.transfer)"
+    )
+    old = "host_header.invalidate(memory[place : place + HEADER_BYTES])"
+    rewrite(patch, BlockTransfers.store, old, f"host_header.write(memory[place : place + HEADER_BYTES], {early})")
+
+
+@caught_by("tests/worker/test_transfers.py::test_headers_are_gone_while_blocks_are_overwritten")
+def header_valid_while_it_is_overwritten(patch: pytest.MonkeyPatch) -> None:
+    """A host slot is believed to hold its old block while a new one is written into it."""
+    rewrite(patch, BlockTransfers.store, "host_header.invalidate(memory[place : place + HEADER_BYTES])", "pass")
+
+
+@caught_by("tests/worker/test_transfers.py::test_layers_are_told_after_their_bytes")
+def layer_told_before_its_bytes(patch: pytest.MonkeyPatch) -> None:
+    """A load tells of a layer before it is copied."""
+    rewrite(patch, MemoryCopier.copy, "copy_all(*batch)\nyield batch", "yield batch\ncopy_all(*batch)")
+
+
+@caught_by("tests/client/test_block_transfers.py::test_block_that_is_overwritten_while_it_is_read_is_reported")
+def load_looks_at_headers_once(patch: pytest.MonkeyPatch) -> None:
+    """A load that was overtaken by a store into its slots is believed."""
+    rewrite(patch, BlockTransfers.load, "bad.update(_changed(before, self._read(work.headers)))", "pass")
+
+
+@caught_by("tests/worker/test_replicated.py::test_a_block_is_stored_once_and_loaded_by_every_shard")
+def replicated_block_written_by_nobody(patch: pytest.MonkeyPatch) -> None:
+    """Of blocks that all shards hold alike, each shard leaves the last of its share to the next one."""
+    rewrite(patch, HostGeometry.share, "(blocks * shard // self.shards,", "(-(-blocks * shard // self.shards),")
+
+
+@caught_by("tests/daemon/test_replicated.py::test_host_pool_holds_each_block_once_for_all_shards")
+def replicated_blocks_held_by_each_shard(patch: pytest.MonkeyPatch) -> None:
+    """The host pool holds blocks that are the same on all shards once for each."""
+    patch.setattr(Layout, "replicated", False)

@@ -1,0 +1,77 @@
+"""Mistakes about what a daemon finds after a restart."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcached.core.restart import restore
+from kvcached.core.restart.takeover import RestoredCache
+from kvcached.core.session import Session
+from kvcached.process.identity import open_process
+from kvcached.recovery import scan
+from kvcached.recovery.fd_store import NoticeSocket
+from kvcached.recovery.generations import generation_of
+from kvcached.service.sessions import EngineGroups
+from kvcached_client.types import FenceSequence
+from tests.mutants.mutant import caught_by, rewrite
+
+
+@caught_by("tests/core/test_restore.py::test_claimed_slots_wait_for_their_owner")
+def claims_of_living_engines_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Slots that an engine from before the restart may still write are granted to others."""
+    rewrite(patch, RestoredCache._fill, "set_aside.extend(ranges)", "pass")
+
+
+@caught_by("tests/recovery/test_notices.py::test_messages_of_others_are_not_believed")
+def forged_notification_believed(patch: pytest.MonkeyPatch) -> None:
+    """Any process of the same user can take the host pool from the supervisor's store."""
+    rewrite(patch, NoticeSocket.messages, "not pid or sender[:2] != (pid, os.geteuid())", "sender[1] != os.geteuid()")
+
+
+@caught_by("tests/service/test_generations.py::test_generation_goes_on")
+def generation_forgotten_at_the_start(patch: pytest.MonkeyPatch) -> None:
+    """A daemon starts in a new generation whatever was written down."""
+    rewrite(patch, generation_of, "editions.items()", "()")
+
+
+@caught_by("tests/core/test_declarations.py::test_nothing_is_granted_before_all_is_declared")
+def pool_free_before_its_engine_spoke(patch: pytest.MonkeyPatch) -> None:
+    """A device pool that outlived the daemon is granted before the engine that writes into it has declared itself."""
+    resume = Session.resume
+
+    def resume_with_all_declared(self: Session, now_ms: int, fence: FenceSequence) -> None:
+        resume(self, now_ms, fence)
+        self.declared()
+        self.declaring = True
+
+    patch.setattr(Session, "resume", resume_with_all_declared)
+
+
+@caught_by("tests/recovery/test_ledger.py::test_another_process_with_the_pid_is_not_taken_for_it")
+def process_known_by_its_pid_alone(patch: pytest.MonkeyPatch) -> None:
+    """After a restart a stranger with a dead process's pid is taken for it."""
+    rewrite(patch, open_process, " or (found is not None and found.started != started)", "")
+
+
+@caught_by("tests/service/test_rejoin.py::test_only_its_engine_comes_back")
+def rejoin_without_its_token(patch: pytest.MonkeyPatch) -> None:
+    """Whoever knows the number of an earlier session gets its slots."""
+    rewrite(patch, EngineGroups.find_earlier, "hmac.compare_digest(found.token_digest, digest)", "found.token_digest")
+
+
+@caught_by("tests/core/test_restore.py::test_chains_without_gap_are_found")
+def restored_block_behind_a_gap(patch: pytest.MonkeyPatch) -> None:
+    """A block is found after a restart though one before it is missing."""
+    rewrite(patch, restore._linked, "_followed(parents)[:count] == root", "parents[:count] != lost")
+
+
+@caught_by("tests/recovery/test_scan.py::test_shards_have_to_agree")
+def restored_block_of_different_shards(patch: pytest.MonkeyPatch) -> None:
+    """After a restart a block counts although its shards hold different ones."""
+    rewrite(patch, scan._good_blocks, "headers[1:]", "()")
+
+
+@caught_by("tests/recovery/test_scan.py::test_flipped_bit_loses_its_block_only")
+def restored_header_without_its_seal(patch: pytest.MonkeyPatch) -> None:
+    """After a restart a torn or damaged header counts as a block."""
+    rewrite(patch, scan._good_blocks, "good[_sealed(of_shard[good])]", "good")

@@ -1,0 +1,47 @@
+"""Mistakes of the service: which requests are served, who is answered, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcached.service.admin_verbs import Clears
+from kvcached.service.engine_verbs import EngineVerbs
+from kvcached.service.pending import PendingReplies
+from kvcached.service.service import Service
+from tests.mutants.mutant import caught_by, rewrite
+
+
+@caught_by("tests/service/test_drain.py::test_drain_refuses_new_work_and_lets_the_rest_go_on")
+def lease_granted_while_draining(patch: pytest.MonkeyPatch) -> None:
+    """A daemon that drains grants new leases."""
+    rewrite(patch, EngineVerbs._acquire, "self._drain_state.check()", "pass")
+
+
+@caught_by("tests/service/test_state_writer.py::test_clear_is_durable_before_its_reply")
+def ledger_behind_the_replies(patch: pytest.MonkeyPatch) -> None:
+    """What a successor has to know is not written before the reply that tells of it."""
+    rewrite(patch, Service.carry_out, "self._state_writer.keep()", "pass")
+
+
+@caught_by("tests/service/test_service.py::test_bye_while_shards_live_frees_nothing_yet")
+def quarantine_after_a_goodbye_skipped(patch: pytest.MonkeyPatch) -> None:
+    """A scheduler's goodbye frees what its living shard processes may still write."""
+    rewrite(patch, EngineVerbs._bye, "group.living(beside=group.scheduler)", "False")
+
+
+@caught_by("tests/service/test_service.py::test_expiry_is_told_and_ends_with_the_process")
+def reply_to_a_refusal_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A request that is refused gets no reply."""
+    rewrite(patch, Service.submit, "Answer(wire.error_reply(request.id, self.refused(error)))", "None")
+
+
+@caught_by("tests/service/test_drain.py::test_closing_answers_engines_that_wait")
+def waiting_request_dropped_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    """Requests that wait when the daemon ends get no reply."""
+    patch.setattr(PendingReplies, "close", lambda *_: None)
+
+
+@caught_by("tests/service/test_clears.py::test_clear_of_an_idle_replica_is_answered_at_once")
+def workers_keep_the_old_generation(patch: pytest.MonkeyPatch) -> None:
+    """Workers write the old generation into headers after a clear."""
+    rewrite(patch, Clears.finish, "replica.workers.generation = clear.generation", "pass")

@@ -1,0 +1,135 @@
+"""Mistakes of the storage tier: its process, and the disk's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvcached.service.storage_verbs import StorageVerbs
+from kvcached.storage import cipher, executor, frame
+from kvcached.storage.client import StorageLink
+from kvcached.storage.disk import backend, directory, opening
+from kvcached.storage.disk.catalog import DiskCatalog
+from kvcached.storage.disk.index import DiskIndex
+from kvcached.storage.disk.slots import SlotFile
+from kvcached.storage.disk.space import DiskSpace
+from kvcached.storage.executor import HostCopies
+from kvcached.storage.messages import Over
+from kvcached.storage.order_book import OpenOrder, OrderBook
+from tests.mutants.mutant import caught_by, rewrite
+
+
+@caught_by("tests/daemon/test_storage.py::test_cleared_blocks_do_not_come_back")
+def cleared_blocks_stay_in_storage(patch: pytest.MonkeyPatch) -> None:
+    """What was cleared is found again in storage."""
+    patch.setattr(StorageVerbs, "_forget", lambda *_: None)
+
+
+@caught_by("tests/storage/test_disk_slots.py::test_writer_into_a_file_that_is_gone_has_no_room")
+def disk_block_in_a_file_that_is_gone(patch: pytest.MonkeyPatch) -> None:
+    """A block is told as stored on the disk although its file was given back meanwhile."""
+    rewrite(patch, DiskCatalog._record_one, "file.is_retired", "False")
+
+
+@caught_by("tests/storage/test_disk_directory.py::test_two_backends_never_share_a_directory")
+def disk_directory_shared(patch: pytest.MonkeyPatch) -> None:
+    """Two daemons use one directory."""
+    rewrite(patch, directory._lock, "fcntl.LOCK_EX", "fcntl.LOCK_SH")
+
+
+@caught_by("tests/storage/test_disk_space.py::test_least_recently_used_blocks_make_room")
+def disk_evicts_what_was_stored_first(patch: pytest.MonkeyPatch) -> None:
+    """A block on the disk goes by its age, however often it is used."""
+    rewrite(patch, DiskIndex.oldest, "ORDER BY used", "ORDER BY stored")
+
+
+@caught_by("tests/storage/test_disk_space.py::test_floor_frees_space_first_and_then_refuses")
+def disk_free_space_floor_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """The disk's cache keeps its files while the file system fills up."""
+    rewrite(patch, DiskSpace.excess_bytes, "max(0, lacking, ", "max(0, ")
+
+
+@caught_by("tests/storage/test_disk_slots.py::test_reader_never_gets_the_next_block_of_its_slot")
+def disk_label_not_compared_after_reading(patch: pytest.MonkeyPatch) -> None:
+    """A slot of the disk that is given away while it is read hands out the next block's bytes."""
+    rewrite(patch, backend._read, "is_whole and place.file.label(place.slot) == place.label", "is_whole")
+
+
+@caught_by("tests/storage/test_disk_crash.py::test_deleted_blocks_stay_away_when_the_index_is_made_anew")
+def disk_label_stays_on_a_free_slot(patch: pytest.MonkeyPatch) -> None:
+    """A block that was deleted from the disk comes back when the index is made anew."""
+
+    def release(self: SlotFile, slot: int) -> None:
+        self.free.append(slot)
+
+    patch.setattr(SlotFile, "release", release)
+
+
+@caught_by("tests/storage/test_disk_crash.py::test_changed_label_is_never_believed")
+def disk_label_without_its_seal(patch: pytest.MonkeyPatch) -> None:
+    """A slot of the disk with a damaged label stays in use when the index is made anew."""
+    rewrite(patch, SlotFile.labelled, 'labels["seal"] == np.array(seals, np.uint64)', 'labels["seal"] != 0')
+
+
+@caught_by("tests/storage/test_disk_crash.py::test_slots_that_the_index_does_not_know_are_free")
+def disk_slots_lost_with_their_entries(patch: pytest.MonkeyPatch) -> None:
+    """Slots whose entries were lost in a crash take no block any more."""
+    patch.setattr(opening, "_free", lambda *_: None)
+
+
+@caught_by("tests/storage/test_encrypted.py::test_parts_cannot_change_places")
+def encrypted_part_of_any_place(patch: pytest.MonkeyPatch) -> None:
+    """A part of an encrypted value can stand in another's place."""
+    rewrite(patch, cipher._context, 'number.to_bytes(2, "little") + ', "")
+
+
+@caught_by("tests/storage/test_encrypted.py::test_values_cannot_change_places")
+def encrypted_value_of_any_name(patch: pytest.MonkeyPatch) -> None:
+    """An encrypted value can stand under another name."""
+    rewrite(patch, cipher._context, "return name + ", "return ")
+
+
+@caught_by("tests/storage/test_copies.py::test_slots_have_no_header_while_they_are_read_into")
+def header_stays_while_storage_writes(patch: pytest.MonkeyPatch) -> None:
+    """A host slot is believed to hold its old block while storage reads a new one into it."""
+    rewrite(patch, HostCopies._fetch, "header[:] = bytes(HEADER_BYTES)", "pass")
+
+
+@caught_by("tests/storage/test_link.py::test_forgetting_a_namespace_survives_the_process")
+def storage_forgets_to_forget(patch: pytest.MonkeyPatch) -> None:
+    """A namespace that was cleared stays in storage if its process dies meanwhile."""
+
+    def forgot(self: StorageLink, prefix: bytes, tell: Callable[[Over], None], over: Over) -> None:
+        self.due.pop(prefix, None)
+        tell(over)
+
+    patch.setattr(StorageLink, "_forgot", forgot)
+
+
+@caught_by("tests/storage/test_link.py::test_orders_that_wait_for_their_turn_are_not_late")
+def storage_order_late_before_its_turn(patch: pytest.MonkeyPatch) -> None:
+    """Orders that wait for their turn count as late: many prefetches have storage suspended and killed."""
+
+    def under_way(self: OrderBook) -> Iterator[OpenOrder]:
+        return iter(self._open.values())
+
+    patch.setattr(OrderBook, "_under_way", under_way)
+
+
+@caught_by("tests/storage/test_link.py::test_suspended_storage_is_asked_until_it_answers")
+def storage_that_was_late_is_given_up(patch: pytest.MonkeyPatch) -> None:
+    """Storage that was suspended for being late, and then fails, is never asked again."""
+    rewrite(patch, StorageLink._judge, " or self.state is LinkState.SUSPENDED", "")
+
+
+@caught_by("tests/storage/test_copies.py::test_other_block_under_the_key_is_not_used")
+def stored_block_of_another_chain(patch: pytest.MonkeyPatch) -> None:
+    """A block from storage is used wherever its key is asked for, whatever stands before it."""
+    patch.setattr(executor, "_is_next", lambda *_: True)
+
+
+@caught_by("tests/storage/test_copies.py::test_changed_byte_ends_the_hit")
+def stored_bytes_believed_unread(patch: pytest.MonkeyPatch) -> None:
+    """Bytes from storage are used without a look at their checksums."""
+    patch.setattr(frame, "is_sound", lambda *_: True)

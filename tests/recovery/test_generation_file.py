@@ -1,0 +1,50 @@
+"""The record of generations as a file."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvcached.recovery.generations import EditionRecord, Record, RecordFile, read_record
+
+ROOT = b"r" * 32
+RECORD = Record(
+    editions=(EditionRecord(namespace=ROOT.hex(), generation=7, weights_version="step 9"),), forgets=("ab" * 16,)
+)
+
+
+def test_file_says_what_was_written(tmp_path: Path) -> None:
+    """A record is read as it was written, and nobody but its owner reads it."""
+    path = tmp_path / "generations.json"
+
+    assert asyncio.run(written(path, RECORD)) == ("", RECORD)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def written(path: Path, record: Record) -> tuple[str, Record | None]:
+    """Why it could not be written, and what is read then."""
+    over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    RecordFile(path).write(record, over.set_result)
+    why = await over
+    return why, await read_record(path)
+
+
+def test_file_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    """A directory that is not there is not made: storage makes it, and what is mounted there may come yet."""
+    why, found = asyncio.run(written(tmp_path / "gone" / "generations.json", RECORD))
+
+    assert ("No such file" in why, found) == (True, None)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 100, b'{"format":2}', b'{"editions":[{"namespace":"zz","generation":1}]}', b"[" * 100_000]
+)
+def test_damaged_file_is_no_record(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever lies there, the start goes on without it, and says what that means."""
+    path = tmp_path / "generations.json"
+    path.write_bytes(content)
+
+    assert asyncio.run(read_record(path)) is None
+    assert "nothing is found that was stored before" in caplog.text

@@ -1,0 +1,65 @@
+"""A peer that speaks ZMTP over a bare socket, and whatever else it likes."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvcached.server.zmtp import GREETING, Reader, encode_message
+from kvcached_client.protocol.engine import Reply, decode_reply
+
+_READY_BODY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+READY = bytes((4, len(_READY_BODY))) + _READY_BODY
+PATIENCE_S = 20
+
+
+def frame(flags: int, body: bytes) -> bytes:
+    """A short frame."""
+    return bytes((flags, len(body))) + body
+
+
+class RawPeer:
+    """A connection to `path`; with `shakes_hands` it has sent all of its handshake."""
+
+    def __init__(self, path: Path, *, shakes_hands: bool = True) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(PATIENCE_S)
+        self.socket.connect(str(path))
+        # What a server says is shaped as what a client says, but for the type of its socket.
+        self._reader = Reader()
+        self._replies: list[list[bytes]] = []
+        if shakes_hands:
+            self.socket.sendall(GREETING + READY)
+
+    def send(self, *parts: bytes) -> None:
+        """Send a message."""
+        self.socket.sendall(encode_message(list(parts)))
+
+    def receive(self) -> list[bytes] | None:
+        """The parts of the next reply, or None where the other side has closed the connection."""
+        while not self._replies:
+            try:
+                data = self.socket.recv(65_536)
+            except ConnectionError:
+                data = b""
+            if not data:
+                return None
+            self._replies += [message.parts for message in self._reader.read(data, 1000)]
+            while self._reader.has_more:
+                self._replies += [message.parts for message in self._reader.read(b"", 1000)]
+        return self._replies.pop(0)
+
+    def reply(self) -> Reply | None:
+        """The header of the next reply."""
+        parts = self.receive()
+        return None if parts is None else decode_reply(parts[0])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.socket.close()

@@ -1,0 +1,200 @@
+"""What a successor has to know is written down before anybody is told of it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvcached.core.restart.takeover import RestoredCache
+from kvcached.process.identity import ProcessIdentity
+from kvcached.recovery.state_file import HostPoolRecord, Ledger, LedgerFile, boot_id, read_ledger
+from kvcached.service.sessions import FoundSession
+from kvcached.service.state_writer import StatePlace
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.protocol import engine as wire
+from tests.service.attached_office import BLOCK_BYTES, INSTANCE, AttachedOffice, slots_in
+from tests.service.office import EPOCH, ONE, SLAB_BYTES, FakePeer, Office, key_chain
+
+RECORD = HostPoolRecord(device=1, inode=2, slabs=4, slab_bytes=SLAB_BYTES, lent={})
+
+
+class Notes:
+    """The headers of a host pool: what was written there, in order."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.written: list[tuple[Any, ...]] = []
+
+    def clear_slab(self, slab: int, geometry: HostGeometry) -> None:
+        known = read_ledger(self._path)
+        is_lent = (
+            known is not None and known.host is not None and any(slab in each for each in known.host.lent.values())
+        )
+        self.written.append(("clear", slab, geometry.block_bytes, is_lent))
+
+    def claim(self, slots: npt.NDArray[np.int64], geometry: HostGeometry, epoch: int, session: int) -> None:
+        self.written.append(("claim", slots.tolist(), geometry.block_bytes, epoch, session))
+
+    def try_end(self, slab: int, size_bytes: int) -> str:
+        self.written.append(("try", slab, size_bytes))
+        return ""
+
+
+def process(pid: int) -> FakePeer:
+    return FakePeer(pid, identity=ProcessIdentity(pid, 1000 + pid))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.json"
+
+
+@pytest.fixture
+def notes(path: Path) -> Notes:
+    return Notes(path)
+
+
+@pytest.fixture
+def office(path: Path, notes: Notes) -> AttachedOffice:
+    return AttachedOffice(state_place=StatePlace(LedgerFile(path), boot_id(), RECORD), headers=notes)
+
+
+def ledger_at_reply(office: Office, path: Path, request: wire.Request, *frames: bytes) -> tuple[Any, Ledger]:
+    """The reply to a request, and the ledger as it is when the reply goes out."""
+    found: list[tuple[Any, Ledger | None]] = []
+    office.service.submit(ONE, request, list(frames), lambda answer: found.append((answer.header, read_ledger(path))))
+    ((header, ledger),) = found
+    assert ledger is not None
+    return header, ledger
+
+
+def test_sessions_are_known_before_the_welcome(office: AttachedOffice, path: Path) -> None:
+    """A session and its processes are in the ledger when its engine hears of it, and when each shard has joined."""
+    scheduler, shard = process(1), process(2)
+    welcome, ledger = ledger_at_reply(office, path, office.hello_attached(scheduler))
+    (session,) = ledger.sessions
+    assert (session.id, session.epoch, session.mode) == (welcome.session, EPOCH, "attached")
+    assert (session.instance, session.token_digest) == (
+        INSTANCE.hex(),
+        hashlib.sha256(welcome.token).hexdigest(),
+    )
+    assert [(each.process, each.shard) for each in session.members] == [(scheduler.identity, None)]
+    (space,) = ledger.spaces
+    assert (space.root, space.block_bytes, space.generation) == (welcome.namespace.hex(), BLOCK_BYTES, 0)
+
+    office.join(shard, welcome, 1)
+    after = read_ledger(path)
+    assert after is not None
+    assert [(each.process, each.shard) for each in after.sessions[0].members][1:] == [(shard.identity, 1)]
+
+
+def test_engine_on_a_pool_is_known_with_its_shards(office: AttachedOffice, path: Path) -> None:
+    """The same for a session on a device pool."""
+    welcome, ledger = ledger_at_reply(office, path, office.hello(process(1)))
+    assert [(each.mode, each.place) for each in ledger.sessions] == [("device", "a")]
+    office.service.join(process(2), welcome.session, welcome.token, 0)  # type: ignore[arg-type]
+    after = read_ledger(path)
+    assert after is not None
+    assert len(after.sessions[0].members) == 2
+    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
+
+
+def test_process_is_written_down_once(office: AttachedOffice, path: Path) -> None:
+    """A process that maps the pool again, as one does after each restart, is one member for the next daemon."""
+    welcome, _ = ledger_at_reply(office, path, office.hello(process(1)))
+    for _ in range(3):
+        office.service.join(process(2), welcome.session, welcome.token, 0)  # type: ignore[arg-type]
+    ledger = read_ledger(path)
+    assert ledger is not None
+    assert [each.process for each in ledger.sessions[0].members] == [process(1).identity, process(2).identity]
+
+
+def test_engine_that_has_not_returned_is_written_down_as_it_was(office: AttachedOffice, path: Path) -> None:
+    """A daemon that dies before an engine has come back to it leaves the engine to the next one, by the same name."""
+    session = RestoredCache(office.cache).pool_session("a")
+    found = FoundSession(session, (EPOCH - 1, 5), b"d" * 32, b"", [(process(1), None)])
+    office.service.take_in({}, [found])
+    ledger = read_ledger(path)
+    assert ledger is not None
+    (record,) = ledger.sessions
+    assert (record.epoch, record.id, record.token_digest) == (EPOCH - 1, 5, (b"d" * 32).hex())
+
+
+def test_slab_is_wiped_then_written_down_then_given_out(office: AttachedOffice, path: Path, notes: Notes) -> None:
+    """Old headers are gone before the ledger says whose a slab is; claims are there before the reply."""
+    welcome, _ = ledger_at_reply(office, path, office.hello_attached(process(1)))
+    held = office.acquire_blocks(3)
+    prepare = office.prepare_store(held.lease)
+    answers: list[Any] = []
+    office.service.submit(ONE, prepare, [key_chain(3)], answers.append)
+
+    slots = slots_in(answers[0].frames[1])
+    assert notes.written == [
+        ("clear", slots[0] // 8, BLOCK_BYTES, False),
+        ("claim", slots, BLOCK_BYTES, EPOCH, welcome.session),
+    ]
+    ledger = read_ledger(path)
+    assert ledger is not None
+    assert ledger.host is not None
+    assert ledger.host.lent == {welcome.namespace.hex(): (slots[0] // 8,)}
+
+
+def test_clear_is_durable_before_its_reply(office: AttachedOffice, path: Path) -> None:
+    """When a clear is answered the new generation is written down."""
+    ledger_at_reply(office, path, office.hello_attached(process(1)))
+    cleared, ledger = ledger_at_reply(office, path, wire.Clear(id=office.next_id(), epoch=EPOCH))
+    assert (cleared.generation, ledger.spaces[0].generation) == (1, 1)
+
+
+def test_nothing_is_written_where_nothing_changed(office: AttachedOffice, path: Path) -> None:
+    """Requests that change nothing which a successor has to know cost no write."""
+    ledger_at_reply(office, path, office.hello_attached(process(1)))
+    office.acquire_blocks(3)
+    before = path.stat().st_ino
+    office.hit(3)
+    office.expect(wire.Held, office.acquire(key_chain(2), "s"), key_chain(2))
+    assert path.stat().st_ino == before
+
+
+def test_ledger_that_cannot_be_written_is_removed(
+    office: AttachedOffice, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An outdated ledger would be believed; without one the next start is cold. The engine is served all the same."""
+    ledger_at_reply(office, path, office.hello_attached(process(1)))
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LedgerFile, "write", fail)
+    office.expect(wire.Cleared, wire.Clear(id=office.next_id(), epoch=EPOCH))
+    assert not path.exists()
+    assert "cannot be written" in caplog.text
+
+
+def test_ledger_that_cannot_be_removed_either_stops_nobody(
+    office: AttachedOffice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a file system that takes nothing any more engines are served on, and the log says what to do."""
+
+    def fail(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(LedgerFile, "write", fail)
+    monkeypatch.setattr(LedgerFile, "remove", fail)
+    office.attach(process(1))
+    office.expect(wire.Cleared, wire.Clear(id=office.next_id(), epoch=EPOCH))
+    assert "delete it before the next start" in caplog.text
+
+
+def test_end_of_a_session_is_written_down(office: AttachedOffice, path: Path) -> None:
+    """A session that is over is not in the ledger any more."""
+    ledger_at_reply(office, path, office.hello_attached(process(1)))
+    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
+    after = read_ledger(path)
+    assert after is not None
+    assert after.sessions == ()
