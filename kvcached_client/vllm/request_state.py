@@ -135,6 +135,8 @@ class RequestState:
         local_blocks: leading blocks that vLLM itself had when it asked for the hit.
         depth: where the lease's next store starts.
         offered: blocks that need no offer any more: offered, hit, or refused for the time being.
+        recomputed_from: depth of the first block of its hit that could not be loaded and is computed instead; None once
+            the daemon was asked whether it wants them again.
         full: leading blocks that are computed, or will be at the end of this step.
         due: as many of them are to be offered without waiting for more.
         block_ids: its blocks in vLLM's pool.
@@ -157,6 +159,7 @@ class RequestState:
     local_blocks: int = 0
     depth: int = 0
     offered: int = 0
+    recomputed_from: int | None = None
     full: int = 0
     due: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -164,7 +167,13 @@ class RequestState:
     parting_start: int = 0
     parting: list[int] = field(default_factory=list)
 
+    @property
+    def has_recomputed(self) -> bool:
+        """Whether a part of its hit was computed since it could not be loaded, and all of the hit is there by now."""
+        return self.recomputed_from is not None and self.due >= self.depth and not self.is_finished
+
     def forget_lease(self) -> None:
         """The lease is given back, or gone."""
         self.lease = self.load = None
         self.depth = self.offered = 0
+        self.recomputed_from = None

@@ -35,12 +35,20 @@ RESET_S_MAX: Final = 2.0
 
 @dataclass(slots=True)
 class _Loading:
-    """A load that workers have been told of: into which blocks, and whether one of them is bad."""
+    """A load that workers have been told of: into which blocks, and from which depth on they are bad."""
 
     session: int
     transfer: TransferId
-    blocks: frozenset[int]
-    has_failed: bool = False
+    start: int  #: depth of the first block
+    blocks: tuple[int, ...]
+    bad_from: int | None = None  #: depth of the first block that is bad
+
+    def note_bad(self, block_ids: Collection[int]) -> None:
+        """Some blocks, maybe of other loads, do not hold what was to be loaded."""
+        for depth, block in enumerate(self.blocks, self.start):
+            if block in block_ids:
+                self.bad_from = depth if self.bad_from is None else min(self.bad_from, depth)
+                return
 
 
 class SchedulerSide:
@@ -132,7 +140,7 @@ class SchedulerSide:
         span = job_span(request.block_hashes, start, loaded, load.slots[start : start + len(loaded)])
         job = BlockJob(load.transfer, load.generation, (span,))
         self._new_loads.append(LoadOrder(tracked.session, request.request_id, job))
-        self._loading[request.request_id] = _Loading(tracked.session, load.transfer, frozenset(loaded))
+        self._loading[request.request_id] = _Loading(tracked.session, load.transfer, start, tuple(loaded))
         tracked.load = None
         tracked.wants_load = False
 
@@ -164,16 +172,17 @@ class SchedulerSide:
         """
         if bad_blocks:
             for under_way in self._loading.values():
-                under_way.has_failed |= not under_way.blocks.isdisjoint(bad_blocks)
+                under_way.note_bad(bad_blocks)
         for request_id in failed:
             if (loading := self._loading.get(request_id)) is not None:
-                loading.has_failed = True
+                loading.bad_from = loading.start
         for request_id in requests:
             loading = self._loading.pop(request_id, None)
-            if loading is not None and loading.has_failed:
+            if loading is not None and loading.bad_from is not None:
                 self._link.submit(DropLoad(loading.session, loading.transfer))  # a worker may not have told the daemon
                 if (tracked := self._by_id.get(request_id)) is not None:
                     tracked.may_load = False
+                    tracked.recomputed_from = loading.bad_from
 
     def stored(self, done: Mapping[StoreId, int], failed: Collection[StoreId]) -> None:
         """So many workers are through with each store; `failed` are those that failed on some worker."""

@@ -221,7 +221,7 @@ class StoreQueue:
                 self._part(tracked)
             elif tracked.due:
                 self._leases.seek(tracked, load=False)
-        elif tracked.due > max(tracked.offered, tracked.depth):
+        elif tracked.due > max(tracked.offered, tracked.depth) or tracked.has_recomputed:
             self._offer(tracked)
         elif tracked.is_finished:
             self._part(tracked)
@@ -283,24 +283,29 @@ class StoreQueue:
                 tracked.is_asked = tracked.is_asked and not tracked.wants_load
 
     def _offer(self, tracked: RequestState) -> None:
-        """Offer the blocks behind the lease's depth."""
+        """Offer the blocks behind the lease's depth. The daemon may want those before it that were computed again."""
         if len(self._stores) >= STORES_MAX or not self._link.is_taking or tracked.lease is None:
             self._put_off(tracked)
             return
         start = tracked.depth
         blocks = self._blocks_to_offer(tracked, start)
+        recomputed = tracked.block_ids[tracked.recomputed_from : start] if tracked.has_recomputed else []
+        if len(recomputed) + len(blocks) > self._stores.room:
+            recomputed = []
         keys = pack_keys(tracked.request.block_hashes, start, start + len(blocks))
-        ticket = self._leases.next_ticket()
-        if not blocks or not self._link.submit(Offer(ticket, tracked.session, tracked.lease, start, keys)):
+        offer = Offer(self._leases.next_ticket(), tracked.session, tracked.lease, start, keys)
+        if not (blocks or recomputed) or not self._link.submit(offer):
             self._put_off(tracked)
             return
         if tracked.is_finished:  # held already, by the request
             tracked.parting_start, tracked.parting = start + len(blocks), tracked.parting[len(blocks) :]
         else:
-            self._stores.hold(blocks)
-        tracked.ticket = ticket
+            self._stores.hold(recomputed + blocks)
+        tracked.ticket = offer.ticket
         tracked.offered = start + len(blocks)
-        self._stores.offered(ticket, PendingStore(tracked, tracked.preemptions, tracked.session, start, blocks))
+        tracked.recomputed_from = None
+        first, held = start - len(recomputed), recomputed + blocks
+        self._stores.offered(offer.ticket, PendingStore(tracked, tracked.preemptions, tracked.session, first, held))
 
     def _blocks_to_offer(self, tracked: RequestState, start: int) -> list[int]:
         """The blocks from depth `start` on, up to the limits; none where they are not held any more."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvcached_client.vllm.commands import DropStore, Offer, Release
 from kvcached_client.vllm.scheduler import GENERATED_BLOCKS_PER_OFFER
-from tests.vllm_connector.rig import BLOCK, GENERATION, Rig, generate, running
+from tests.vllm_connector.rig import BLOCK, GENERATION, FakeRequest, Rig, generate, running
 
 
 def test_full_blocks_are_offered_and_held() -> None:
@@ -101,6 +103,45 @@ def test_earlier_blocks_that_are_gone_cancel_the_store() -> None:
     assert rig.idle().stores == ()
     assert [drop.transfer for drop in rig.link.taken(DropStore)] == [plan.transfer]
     assert (rig.held, rig.side.take_skipped()) == ([], 2)
+
+
+def recompute(rig: Rig, request: FakeRequest, bad: int) -> list[int]:
+    """Load a hit of 3 blocks of which one is bad, and compute what vLLM then lacks; the request's blocks."""
+    rig.found(3)
+    rig.matched(request)
+    blocks = rig.blocks(-(-request.num_tokens // BLOCK))
+    rig.side.allocated(request, blocks, 3 * BLOCK)
+    rig.idle()
+    rig.side.loaded({"r"}, (), {blocks[bad]})
+    rig.run_new(request, blocks, bad * BLOCK, request.num_tokens - bad * BLOCK)
+    return blocks
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_recomputed_blocks_are_held_with_the_next_offer(bad: int) -> None:
+    """What was computed for a bad load is held with the next offer: the daemon gets it though the request ends."""
+    rig = Rig()
+    request = rig.arrive("r", 4 * BLOCK + 1)
+    blocks = recompute(rig, request, bad)
+    assert rig.held == blocks[bad:4]
+    rig.finish(request, blocks)
+    rig.plan(pieces=[(bad, 4 - bad)])
+    orders = rig.idle()
+    assert orders.stores[0].job.spans[0].blocks.tolist() == blocks[bad:4]
+    rig.report(orders)
+    assert (rig.held, rig.side.take_skipped(), rig.side.is_busy) == ([], 0, False)
+
+
+def test_recomputed_blocks_are_offered_where_nothing_follows() -> None:
+    """A bad load of all full blocks of a request is followed by an offer of none: the daemon asks for what it lacks."""
+    rig = Rig()
+    request = rig.arrive("r", 3 * BLOCK + 1)
+    blocks = recompute(rig, request, 1)
+    (offer,) = rig.link.taken(Offer)
+    assert (offer.start, offer.keys) == (3, b"")
+    rig.plan(pieces=[(1, 2)], offer=offer)
+    assert rig.idle().stores[0].job.spans[0].blocks.tolist() == blocks[1:3]
+    assert rig.link.taken(Offer) == []
 
 
 def test_decode_offers_some_blocks_at_a_time() -> None:
