@@ -11,8 +11,8 @@ import click
 
 from kvcached.cli.options import EPILOG, ExitCode, fail
 
-#: In a checkout a link to the folder `configs`; in a wheel its files.
-_SHIPPED: Final = Path(__file__).parents[1] / "configs"
+#: Where the examples are: a wheel has its own copies in the package, a checkout the folder `configs`.
+_SHIPPED: Final = tuple(Path(__file__).parents[level] / "configs" for level in (1, 2))
 _UNIT: Final = "kvcached.service"
 _CONFIGURATION: Final = "kvcached.toml"
 #: What the shipped files say, and `init` says otherwise.
@@ -65,7 +65,7 @@ def init(engine: str, disk: Path | None, directory: Path, *, force: bool) -> Non
 
 
 def _shipped(name: str) -> str:
-    return (_SHIPPED / name).read_text()
+    return next(folder / name for folder in _SHIPPED if folder.is_dir()).read_text()
 
 
 def _quoted(path: Path) -> str:
