@@ -8,8 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvcached_client.admin import Admin
     from kvcached_client.blocks.layout import KvGroup, Layout
-    from kvcached_client.client import Admin, Client
+    from kvcached_client.client import Client
     from kvcached_client.errors import (
         BadRequest,
         CircuitOpen,
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "transport.attach": ("SessionGrant",),
-    "client": ("Admin", "Client"),
+    "admin": ("Admin",),
+    "client": ("Client",),
     "errors": (
         "BadRequest",
         "CircuitOpen",

@@ -1,13 +1,25 @@
-"""What people and tools have a daemon do: pause and resume copies, drain, clear a replica, set its weights."""
+"""`Admin`: what people and tools ask a daemon, without a session: reports, and changes to what it does."""
 
 from __future__ import annotations
 
-from typing import Final
+import os
+from typing import Final, Self
 
 from kvcached_client.protocol.engine import (
+    Check,
+    CheckReport,
     ClearReplica,
+    Describe,
+    Description,
     Drain,
     Drained,
+    Explain,
+    Explained,
+    Explanation,
+    Health,
+    HealthReport,
+    Inspect,
+    InspectReport,
     Pause,
     Paused,
     Pin,
@@ -18,16 +30,79 @@ from kvcached_client.protocol.engine import (
     Resumed,
     SetPolicy,
     SetWeights,
+    Stats,
+    StatsReport,
     StorageControl,
     StorageReport,
+    Tree,
+    TreeNode,
+    TreeReport,
     Unpin,
     Unpinned,
+    unpack_tree_nodes,
 )
 from kvcached_client.protocol.storage import StorageAction
 from kvcached_client.transport.channel import Channel
+from kvcached_client.transport.run_dir import default_run_dir, rpc_endpoint
 from kvcached_client.types import WritePolicy
 
 _NS_PER_MS: Final = 1_000_000
+
+
+class ReportCalls:
+    """The questions that need no session.
+
+    Each raises `RequestError` where the daemon refuses, `DaemonUnreachable` where none answers, and `DeadlineExceeded`.
+    """
+
+    _channel: Channel
+
+    def stats(self) -> StatsReport:
+        """Counters and gauges."""
+        return self._channel.ask(Stats(id=self._channel.next_id()), StatsReport)[0]
+
+    def health(self) -> HealthReport:
+        """What the daemon found when it tried a real request through every worker."""
+        return self._channel.ask(Health(id=self._channel.next_id()), HealthReport)[0]
+
+    def check(self) -> CheckReport:
+        """What the invariant checker says about the live core."""
+        return self._channel.ask(Check(id=self._channel.next_id()), CheckReport)[0]
+
+    def describe(self) -> Description:
+        """Replicas, layouts, limits, versions."""
+        return self._channel.ask(Describe(id=self._channel.next_id()), Description)[0]
+
+    def tree(self, replica: str = "", *, levels: int = 8, children: int = 8) -> tuple[TreeReport, list[TreeNode]]:
+        """What the index holds, and its runs in preorder.
+
+        Args:
+            replica: whose tree; "" for those of all replicas.
+            levels: how deep, 1 to 64.
+            children: how many of each run's children, 1 to 256; the others are counted.
+        """
+        request = Tree(id=self._channel.next_id(), replica=replica, levels=levels, children=children)
+        report, frames = self._channel.ask(request, TreeReport)
+        return report, unpack_tree_nodes(frames[0])
+
+    def inspect(self, key: bytes) -> InspectReport:
+        """Where the block with a 16-byte key is, and who holds it."""
+        return self._channel.ask(Inspect(id=self._channel.next_id(), key=key), InspectReport)[0]
+
+    def explain(
+        self, keys: bytes, tokens: int, *, full: bool = False, replica: str = "", namespace: str = ""
+    ) -> tuple[Explanation, ...]:
+        """What of a prompt would be hit, and why no more, for each replica and attached namespace.
+
+        Args:
+            keys: 16 bytes for each full block of the prompt.
+            tokens: its length. One of them at least is left to compute, unless `full`.
+            full: as in `Client.match`.
+            replica: for this one only; "" for all.
+            namespace: only where its hex digits begin so; "" for all.
+        """
+        request = Explain(id=self._channel.next_id(), tokens=tokens, full=full, replica=replica, namespace=namespace)
+        return self._channel.ask(request, Explained, (keys,))[0].explanations
 
 
 class AdminCalls:
@@ -132,3 +207,32 @@ class AdminCalls:
     def _deadline_ns(self, deadline_ms: int) -> int:
         """When a call is over that the daemon may take so long for."""
         return self._channel.deadline_ns() + deadline_ms * _NS_PER_MS
+
+
+class Admin(ReportCalls, AdminCalls):
+    """Questions and orders to a daemon, without a session. A context manager. Not thread-safe."""
+
+    def __init__(self, channel: Channel) -> None:
+        """Use `connect`."""
+        self._channel = channel
+
+    @classmethod
+    def connect(cls, run_dir: str | os.PathLike[str] | None = None, *, deadline_ms: int = 5000) -> Self:
+        """Speak to the daemon in `run_dir` (default: `run_dir.default_run_dir`). Calls take at most `deadline_ms`.
+
+        Raises:
+            DaemonUnreachable: nothing listens in `run_dir`.
+            BadRequest: the path of the socket is too long.
+        """
+        endpoint = rpc_endpoint(default_run_dir() if run_dir is None else run_dir)
+        return cls(Channel(endpoint, deadline_ms=deadline_ms))
+
+    def close(self) -> None:
+        """Close the connection. Does nothing the second time."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

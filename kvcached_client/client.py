@@ -1,145 +1,41 @@
-"""The blocking client: `Client` for an engine's scheduler, `Admin` for people and tools."""
+"""`Client`: the session of an engine's scheduler on the device pool of one replica. Every call blocks."""
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
-from typing import Final, Self, get_args
+from typing import Self, get_args
 
-from kvcached_client.admin import AdminCalls
+from kvcached_client.admin import ReportCalls
 from kvcached_client.blocks.layout import Layout
-from kvcached_client.errors import ErrorCode, KvcachedError, request_error
+from kvcached_client.errors import DaemonUnreachable, ErrorCode, KvcachedError, request_error
+from kvcached_client.failpoints import failpoint
+from kvcached_client.grants import NOTHING, Grant, blocks_of, check_fence, grant_of
 from kvcached_client.keys import KeyChain, Tokens
-from kvcached_client.lease import CachePolicy, Lease, acquire_lease, check_fence
+from kvcached_client.lease import CachePolicy, Lease
 from kvcached_client.prefetch import PrefetchCalls
 from kvcached_client.protocol.engine import (
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
-    Bye,
-    Check,
-    CheckReport,
-    Describe,
-    Description,
-    Explain,
-    Explained,
-    Explanation,
-    Goodbye,
-    Health,
-    HealthReport,
+    Acquire,
+    Acquired,
+    Heartbeat,
     Hello,
-    Inspect,
-    InspectReport,
     Match,
     Matched,
-    Stats,
-    StatsReport,
-    Tree,
-    TreeNode,
-    TreeReport,
     Welcome,
-    unpack_tree_nodes,
 )
-from kvcached_client.protocol.engine import Heartbeat as HeartbeatRequest
-from kvcached_client.protocol.fields import RESERVE_REQUEST_PREFIX
-from kvcached_client.rejoin import declare, open_channel, rejoin
-from kvcached_client.reserve import Reserve
+from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN, RESERVE_REQUEST_PREFIX
+from kvcached_client.rejoin import Reserve, declare, rejoin
 from kvcached_client.transport.attach import SessionGrant
-from kvcached_client.transport.channel import FAREWELL_MS, Channel, SessionChannel
-from kvcached_client.transport.heartbeat import Heartbeat
 from kvcached_client.transport.misses import Failures
-from kvcached_client.transport.run_dir import default_run_dir, rpc_endpoint
+from kvcached_client.transport.retry_when_freed import with_vacancies
+from kvcached_client.transport.run_dir import default_run_dir
+from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel
 from kvcached_client.types import NO_FENCE, FenceSequence
 
-_log: Final = logging.getLogger("kvcached_client")
 
-
-class _Reports:
-    """The questions that need no session.
-
-    Each raises `RequestError` where the daemon refuses, `DaemonUnreachable` where none answers, and `DeadlineExceeded`.
-    """
-
-    _channel: Channel
-
-    def stats(self) -> StatsReport:
-        """Counters and gauges."""
-        return self._channel.ask(Stats(id=self._channel.next_id()), StatsReport)[0]
-
-    def health(self) -> HealthReport:
-        """What the daemon found when it tried a real request through every worker."""
-        return self._channel.ask(Health(id=self._channel.next_id()), HealthReport)[0]
-
-    def check(self) -> CheckReport:
-        """What the invariant checker says about the live core."""
-        return self._channel.ask(Check(id=self._channel.next_id()), CheckReport)[0]
-
-    def describe(self) -> Description:
-        """Replicas, layouts, limits, versions."""
-        return self._channel.ask(Describe(id=self._channel.next_id()), Description)[0]
-
-    def tree(self, replica: str = "", *, levels: int = 8, children: int = 8) -> tuple[TreeReport, list[TreeNode]]:
-        """What the index holds, and its runs in preorder.
-
-        Args:
-            replica: whose tree; "" for those of all replicas.
-            levels: how deep, 1 to 64.
-            children: how many of each run's children, 1 to 256; the others are counted.
-        """
-        request = Tree(id=self._channel.next_id(), replica=replica, levels=levels, children=children)
-        report, frames = self._channel.ask(request, TreeReport)
-        return report, unpack_tree_nodes(frames[0])
-
-    def inspect(self, key: bytes) -> InspectReport:
-        """Where the block with a 16-byte key is, and who holds it."""
-        return self._channel.ask(Inspect(id=self._channel.next_id(), key=key), InspectReport)[0]
-
-    def explain(
-        self, keys: bytes, tokens: int, *, full: bool = False, replica: str = "", namespace: str = ""
-    ) -> tuple[Explanation, ...]:
-        """What of a prompt would be hit, and why no more, for each replica and attached namespace.
-
-        Args:
-            keys: 16 bytes for each full block of the prompt.
-            tokens: its length. One of them at least is left to compute, unless `full`.
-            full: as in `Client.match`.
-            replica: for this one only; "" for all.
-            namespace: only where its hex digits begin so; "" for all.
-        """
-        request = Explain(id=self._channel.next_id(), tokens=tokens, full=full, replica=replica, namespace=namespace)
-        return self._channel.ask(request, Explained, (keys,))[0].explanations
-
-
-class Admin(_Reports, AdminCalls):
-    """Questions and orders to a daemon, without a session. A context manager. Not thread-safe."""
-
-    def __init__(self, channel: Channel) -> None:
-        """Use `connect`."""
-        self._channel = channel
-
-    @classmethod
-    def connect(cls, run_dir: str | os.PathLike[str] | None = None, *, deadline_ms: int = 5000) -> Self:
-        """Speak to the daemon in `run_dir` (default: `run_dir.default_run_dir`). Calls take at most `deadline_ms`.
-
-        Raises:
-            DaemonUnreachable: nothing listens in `run_dir`.
-            BadRequest: the path of the socket is too long.
-        """
-        endpoint = rpc_endpoint(default_run_dir() if run_dir is None else run_dir)
-        return cls(Channel(endpoint, deadline_ms=deadline_ms))
-
-    def close(self) -> None:
-        """Close the connection. Does nothing the second time."""
-        self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Client(_Reports, PrefetchCalls):
+class Client(EngineSession, ReportCalls, PrefetchCalls):
     """An engine's session on one replica's pool. A context manager. Not thread-safe.
 
     Close it: for one that is dropped instead, the heartbeats end but no bye is said, for nobody knows whether the
@@ -163,21 +59,14 @@ class Client(_Reports, PrefetchCalls):
 
     def __init__(self, channel: SessionChannel, welcome: Welcome, run_dir: str, *, heartbeat: bool) -> None:
         """Use `connect`."""
-        self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=run_dir)
+        super().__init__(channel, welcome, run_dir, generation=welcome.generation, heartbeat=heartbeat)
         self.layout = welcome.layout
         self.slots = welcome.slots
-        self.epoch = welcome.epoch
-        self.namespace = welcome.namespace
         self._key_algorithm = welcome.key_algorithm
-        self._channel = channel
-        self._channel.epoch = welcome.epoch
         self._daemon_epoch = welcome.daemon_epoch
-        self._process_id = os.getpid()
-        self._is_closed = False
         self._signalled = FenceSequence(0)
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._reserve: Reserve | None = None
-        self._heartbeat = self._beat(welcome) if heartbeat else None
 
     @classmethod
     def connect(
@@ -247,12 +136,6 @@ class Client(_Reports, PrefetchCalls):
         return client
 
     @property
-    def is_alive(self) -> bool:
-        """Whether, as far as is known here, the session and its pool are still there. If not: close, connect again."""
-        heartbeat_stale = self._heartbeat is not None and self._heartbeat.is_stale
-        return not (self._is_closed or self._channel.is_gone or self._channel.is_stale or heartbeat_stale)
-
-    @property
     def failure_count(self) -> int:
         """Failures that became misses. A pool that was full is none."""
         return self._channel.misses.count
@@ -319,15 +202,15 @@ class Client(_Reports, PrefetchCalls):
             BadRequest: the prompt is empty (with either setting of ``failures``) or longer than a message may be.
             RequestError, TransportError: see `kvcached_client.errors`.
         """
-        lease = acquire_lease(
+        lease = _acquire_lease(
             self._channel,
             request,
             chain,
+            self._reserve,
             reserve_tokens=reserve_tokens,
             cache=cache,
             full=full,
             priority=priority,
-            reserve=self._reserve,
         )
         self._leases.add(lease)
         return lease
@@ -377,7 +260,7 @@ class Client(_Reports, PrefetchCalls):
             if self._reserve is not None:
                 self._reserve.signal(self._signalled)
             self._channel.post(
-                HeartbeatRequest(
+                Heartbeat(
                     id=self._channel.next_id(),
                     session=self.session.id,
                     token=self.session.token,
@@ -396,22 +279,7 @@ class Client(_Reports, PrefetchCalls):
 
         Does nothing the second time. In a forked child it only closes the child's copies of descriptors.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            if os.getpid() == self._process_id:
-                if self._heartbeat is not None:
-                    self._heartbeat.close()
-                self._say_goodbye()
-        finally:
-            self._channel.close(linger_ms=FAREWELL_MS if self._channel.is_waiting_in_vain else 0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().close()
 
     def _go_on(self, channel: SessionChannel, welcome: Welcome) -> None:
         """The session is another one now, over another connection."""
@@ -424,40 +292,71 @@ class Client(_Reports, PrefetchCalls):
         self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=self.session.run_dir)
         self.epoch, self._daemon_epoch = welcome.epoch, welcome.daemon_epoch
         if beats is not None:
-            self._heartbeat = self._beat(welcome)
+            self._heartbeat = self._start_heartbeat(welcome, welcome.generation)
             self._heartbeat.signalled = self._signalled
         if self._reserve is not None:
             self._reserve.refill()
-
-    def _beat(self, welcome: Welcome) -> Heartbeat:
-        """Heartbeats of the present session."""
-        heartbeat = Heartbeat(
-            self._channel.context,
-            self._channel.endpoint,
-            self.session,
-            epoch=welcome.epoch,
-            generation=welcome.generation,
-            interval_ms=welcome.heartbeat_interval_ms,
-        )
-        # Not at exit: the thread dies with the process.
-        weakref.finalize(self, heartbeat.stop).atexit = False
-        return heartbeat
 
     def _hold_reserve(self, blocks: int) -> None:
         if blocks:
             tokens = (blocks - 1) * self.layout.block_size
             name = f"{RESERVE_REQUEST_PREFIX}session {self.session.id}"
-            keeper = acquire_lease(
-                self._channel, name, self.chain((0,)), reserve_tokens=tokens, cache="nothing", full=False
+            prompt = self.chain((0,))
+            keeper = _acquire_lease(
+                self._channel, name, prompt, None, reserve_tokens=tokens, cache="nothing", full=False, priority=0
             )
             self._reserve = Reserve(keeper) if keeper.granted else None
 
-    def _say_goodbye(self) -> None:
+
+def _acquire_lease(
+    channel: SessionChannel,
+    name: str,
+    chain: KeyChain,
+    reserve: Reserve | None,
+    *,
+    reserve_tokens: int,
+    cache: CachePolicy,
+    full: bool,
+    priority: int,
+) -> Lease:
+    tokens = chain.token_count
+    is_valued = PRIORITY_MIN <= priority <= PRIORITY_MAX
+    if tokens < 1 or reserve_tokens < 0 or cache not in get_args(CachePolicy) or not is_valued:
+        raise request_error(
+            ErrorCode.BAD_VALUE,
+            f"a prompt of {tokens} tokens, a reserve of {reserve_tokens}, cache {cache!r}, priority {priority}",
+            f"at least one token; cache is one of {', '.join(get_args(CachePolicy))}; priorities go from"
+            f" {PRIORITY_MIN} to {PRIORITY_MAX}",
+        )
+    prompt_blocks = blocks_of(tokens, chain.block_size)
+    more = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
+
+    def attempt(deadline_ns: int) -> Grant:
+        request = Acquire(
+            id=channel.next_id(),
+            epoch=channel.epoch,
+            request=name,
+            tokens=tokens,
+            reserve=more,
+            full=full,
+            priority=priority,
+        )
+        reply, frames = channel.ask(request, Acquired, (chain.keys,), deadline_ns=deadline_ns)
+        return grant_of(reply, frames, prompt_blocks + more)
+
+    with channel.misses:
         try:
-            self._channel.ask(Bye(id=self._channel.next_id()), Goodbye)
-        except KvcachedError as error:
-            # The session ends anyway, with this process at the latest.
-            _log.info("kvcached session %d closed without the daemon's answer: %s", self.session.id, error)
+            grant = with_vacancies(channel, attempt)
+        except DaemonUnreachable:
+            slots = reserve.take(prompt_blocks + more) if reserve is not None and channel.is_gone else None
+            if slots is None:
+                raise
+            grant = NOTHING._replace(table=slots)
+        failpoint("client.acquired")
+        return Lease(channel, chain, cache, grant, name, reserve)
+    lease = Lease(channel, chain, cache, None, name)
+    lease.reason = channel.misses.last_reason
+    return lease
 
 
 def _check_welcome(welcome: Welcome, fingerprint: str) -> None:

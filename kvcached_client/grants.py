@@ -1,7 +1,8 @@
-"""What the daemon grants, as a lease holds it."""
+"""What the daemon grants to a lease, and checks of numbers that go into its messages."""
 
 from __future__ import annotations
 
+from operator import index
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -9,14 +10,14 @@ import numpy.typing as npt
 
 from kvcached_client.blocks.block_table import expand_ranges
 from kvcached_client.errors import ErrorCode, RequestError, request_error
-from kvcached_client.protocol.engine import Acquired, LoadTicket
-from kvcached_client.types import LeaseId
+from kvcached_client.protocol.engine import INTEGER_MAX, Acquired, LoadTicket
+from kvcached_client.types import FenceSequence, LeaseId
 
 Slots = npt.NDArray[np.int32]
 
 
 class Grant(NamedTuple):
-    """What the daemon granted."""
+    """A granted lease."""
 
     id: LeaseId
     hit_blocks: int
@@ -26,7 +27,7 @@ class Grant(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """What a daemon that was started anew has to know of a lease. See `protocol_return.Declare`."""
+    """What the next daemon must know of a lease. See `protocol.rejoin.Declare`."""
 
     request: str
     tokens: int
@@ -38,10 +39,10 @@ NOTHING: Final = Grant(LeaseId(0), 0, 0, (), np.empty(0, np.int32))
 
 
 def grant_of(reply: Acquired, frames: list[bytes], blocks: int) -> Grant:
-    """The grant that an answer to `Acquire` holds.
+    """The grant in a reply to `Acquire`.
 
     Raises:
-        BadRequest: it contradicts itself, or is not for so many blocks.
+        BadRequest: the reply contradicts itself, or is not for `blocks` blocks.
     """
     if not reply.ready <= reply.hit <= blocks or (reply.ready < reply.hit and not reply.loads):
         raise _strange(
@@ -53,16 +54,28 @@ def grant_of(reply: Acquired, frames: list[bytes], blocks: int) -> Grant:
     return Grant(LeaseId(reply.lease), reply.hit, reply.ready, reply.loads, table)
 
 
+def check_fence(fence: FenceSequence) -> FenceSequence:
+    """A fence as an int.
+
+    Raises:
+        BadRequest: it does not fit into a message.
+    """
+    named = FenceSequence(index(fence))
+    if not 0 <= named <= INTEGER_MAX:
+        raise request_error(ErrorCode.BAD_VALUE, f"fence {named}", f"fences are numbers from 0 to {INTEGER_MAX}")
+    return named
+
+
 def blocks_of(tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens, the last one perhaps in part."""
+    """Blocks needed for `tokens`; the last one may be partly filled."""
     return int(-(-tokens // block_size))
 
 
 def slots_of(packed: bytes, blocks: int) -> Slots:
-    """A frame of ranges as so many slots.
+    """The slots of a frame of ranges.
 
     Raises:
-        BadRequest: they are others, or more, or fewer.
+        BadRequest: the frame is malformed, or has another number of slots than `blocks`.
     """
     try:
         slots = expand_ranges(packed)

@@ -1,7 +1,7 @@
-"""The scheduler's side of attached mode: leases on prefixes in the host pool, and copies announced to the daemon.
+"""The scheduler's side of offload mode: leases on prefixes in the host pool, and slots for copies.
 
-The engine keeps its own device memory. Its shard processes copy between that and host slots (`attached_shard`); this
-client asks which slots. One thread uses it; every call blocks until its deadline at most.
+The engine keeps its own device memory. Its shard processes copy blocks between that memory and host slots
+(`offload_shard`); this client asks the daemon which slots. One thread uses it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,21 +17,19 @@ from typing import Final, Generic, NamedTuple, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.errors import DeadlineExceeded, ErrorCode, KvcachedError, RequestError, request_error
+from kvcached_client.errors import DeadlineExceeded, ErrorCode, RequestError, request_error
 from kvcached_client.failpoints import failpoint
 from kvcached_client.grants import slots_of
-from kvcached_client.prefetch import PendingPrefetch, PrefetchResult
+from kvcached_client.prefetch import PendingPrefetch
 from kvcached_client.protocol.engine import (
     EVERY_SHARD,
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
     Acquire,
-    Bye,
     Clear,
     Cleared,
     CommitStore,
     CompleteLoad,
-    Goodbye,
     Held,
     HelloAttached,
     LoadPrepared,
@@ -47,10 +44,8 @@ from kvcached_client.protocol.engine import (
     WelcomeAttached,
 )
 from kvcached_client.protocol.storage import StopPolicy
-from kvcached_client.transport.attach import SessionGrant, identify
-from kvcached_client.transport.channel import SessionChannel
-from kvcached_client.transport.heartbeat import Heartbeat
 from kvcached_client.transport.run_dir import default_run_dir
+from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel, waiting
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId, unpack_ranges
 
 _INSTANCE_BYTES: Final = 16
@@ -63,14 +58,14 @@ _log: Final = logging.getLogger("kvcached_client")
 
 @dataclass(frozen=True, slots=True)
 class OffloadLayout:
-    """What a block of an engine is, as far as the daemon must know.
+    """The shape of an engine's blocks, as far as the daemon must know it.
 
     Attributes:
-        block_size: tokens.
-        shards: processes that hold a part of each block each.
-        block_bytes: of one block on one shard, all layers.
+        block_size: tokens in a block.
+        shards: number of processes; each holds a part of every block.
+        block_bytes: bytes of one block on one shard, all layers.
         fingerprint: 16 bytes that two engines share only if the bytes of a block mean the same to both.
-        replicated: every shard holds the same bytes (latent attention): the daemon keeps them once, whoever wrote them.
+        replicated: every shard holds the same bytes (latent attention), so the daemon keeps them only once.
     """
 
     block_size: int
@@ -81,18 +76,18 @@ class OffloadLayout:
 
 
 class Hold(NamedTuple):
-    """A lease, and how many leading blocks the host pool holds for it."""
+    """A lease, and the number of leading blocks that the host pool holds for it."""
 
     lease: LeaseId
     hit: int
 
 
 class PreparedLoad(NamedTuple):
-    """Where to read: one host slot for each block.
+    """The host slots to read, one for each block.
 
     Attributes:
-        transfer: what shards and daemon call it.
-        generation: that the blocks' headers must name.
+        transfer: id of the copy, for shards and daemon.
+        generation: generation that the blocks' headers must have.
         slots: int32 ``[blocks]``.
     """
 
@@ -102,21 +97,21 @@ class PreparedLoad(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive blocks of a chain: depth of the first, and how many."""
+    """Consecutive blocks of a chain: the depth of the first, and their number."""
 
     start: int
     blocks: int
 
 
 class PreparedStore(NamedTuple):
-    """Where to write.
+    """The host slots to write.
 
     Attributes:
-        transfer: 0 where there is nothing to copy.
-        depth: of the lease now: where its next store starts. Blocks offered behind that found no room; some before it
-            may be none that the namespace's write policy has copied.
-        generation: for the blocks' headers.
-        pieces: which blocks to copy. Some may lie before what was offered: their copies were lost meanwhile.
+        transfer: id of the copy; 0 if there is nothing to copy.
+        depth: new depth of the lease, where its next store starts. The host pool had no room for offered blocks beyond
+            it. Under some write policies not every block before it is copied.
+        generation: generation to write into the blocks' headers.
+        pieces: the blocks to copy. Pieces before the offered blocks replace copies that were lost.
         slots: int32, one for each block of the pieces, in their order.
     """
 
@@ -128,34 +123,34 @@ class PreparedStore(NamedTuple):
 
 
 def new_instance() -> bytes:
-    """What an engine calls itself in every hello, so that a later session replaces its earlier one. 16 random bytes."""
+    """16 random bytes that name an engine in every hello, so that its next session replaces its last one."""
     return os.urandom(_INSTANCE_BYTES)
 
 
-class PendingAnswer(Generic[T]):
-    """A request that was sent, and whose answer may be fetched later, before its deadline. Used by its client's thread.
+class PendingReply(Generic[T]):
+    """A request that was sent; its reply may be fetched later, before its deadline, by the client's thread.
 
-    Where it is not fetched, what the daemon grants stays granted until the session ends.
+    If the reply is not fetched, what the daemon granted stays granted until the session ends.
     """
 
     def __init__(self, receive: Callable[[], T]) -> None:
         self._receive = receive
 
     def result(self) -> T:
-        """The answer; waits for it. Once only. Raises as the call does that waits at once."""
+        """Wait for the reply. Call it once; it raises what the blocking form of the call raises."""
         return self._receive()
 
 
-class OffloadClient:
-    """An engine's session in attached mode. A context manager. Not thread-safe, and of no use in a forked child.
+class OffloadClient(EngineSession):
+    """An engine's session in offload mode. A context manager. Not thread-safe, and unusable in a forked child.
 
-    Where the session is over or the daemon gone, calls raise `Stale` or `TransportError`: close it and connect again.
+    Every call blocks, until its deadline at most. The form of a call that begins with ``begin_`` sends the request and
+    does not wait; other calls may be made before its reply is fetched.
+
+    If the session is over or the daemon is gone, calls raise `Stale` or `TransportError`: close and connect again.
 
     Attributes:
-        session: what shard processes need to join.
-        epoch: of the host pool.
-        generation: of the namespace when the session began.
-        namespace: 32 bytes.
+        generation: generation of the namespace when the session began.
         verify_loads: whether loads compare checksums.
     """
 
@@ -167,27 +162,11 @@ class OffloadClient:
         on_stale: Callable[[], None] | None,
     ) -> None:
         """Use `connect`."""
-        self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=run_dir)
-        self.epoch = welcome.epoch
+        super().__init__(channel, welcome, run_dir, generation=None, on_stale=on_stale)
         self.generation = welcome.generation
-        self.namespace = welcome.namespace
         self.verify_loads = welcome.verify_loads
-        self._channel = channel
-        self._channel.epoch = welcome.epoch
-        self._is_closed = False
-        self._process_id = os.getpid()
-        #: Preparations whose answer did not come in time: whether there is a copy to call off is not known.
+        #: Preparations without a reply in time: it is unknown whether there is a copy to cancel.
         self._unsettled: list[tuple[PrepareLoad | PrepareStore, tuple[bytes, ...]]] = []
-        self._heartbeat = Heartbeat(
-            channel.context,
-            channel.endpoint,
-            self.session,
-            epoch=welcome.epoch,
-            generation=None,
-            interval_ms=welcome.heartbeat_interval_ms,
-            on_stale=on_stale,
-        )
-        weakref.finalize(self, self._heartbeat.stop).atexit = False
 
     @classmethod
     def connect(
@@ -202,35 +181,30 @@ class OffloadClient:
         deadline_ms: int = 1000,
         on_stale: Callable[[], None] | None = None,
     ) -> Self:
-        """Open a session in the namespace that `keyspace` and `layout` make.
+        """Open a session in the namespace that `keyspace` and `layout` define.
 
         Args:
-            run_dir: where the daemon's sockets are; default: `run_dir.default_run_dir`.
+            run_dir: directory of the daemon's sockets; default: `run_dir.default_run_dir`.
             engine: name and version of the engine, for logs.
             instance: `new_instance`, the same in every connect of one engine.
-            keyspace: 32 bytes, a digest of all that makes blocks with the same keys interchangeable.
-            label: what people call the namespace: the model.
+            keyspace: 32 bytes, a digest of everything that makes blocks with the same keys interchangeable.
+            label: name of the namespace for people, such as the model's.
             layout: shape of a block.
-            deadline_ms: the longest that one call may take, each step of this one included.
-            on_stale: called by another thread when heartbeats are told that the session is over.
+            deadline_ms: limit for one call, and for each step of this one.
+            on_stale: called by another thread when a heartbeat's reply says that the session is over.
 
         Raises:
-            DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not answer.
-            RequestError: see `kvcached_client.errors`; `unknown_replica` where the daemon serves no such engines.
+            DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not reply.
+            RequestError: see `kvcached_client.errors`; `unknown_replica` if the daemon does not serve offload mode.
         """
         directory = os.fspath(default_run_dir() if run_dir is None else run_dir)
-        attached, identified = identify(directory, client="kvcached_client", deadline_ms=deadline_ms)
-        try:
-            channel = SessionChannel(identified.endpoint, deadline_ms=deadline_ms, attached=attached, failures="raise")
-        except BaseException:
-            attached.close()
-            raise
+        channel, member = open_channel(directory, deadline_ms=deadline_ms, failures="raise")
         try:
             hello = HelloAttached(
                 id=channel.next_id(),
                 version_min=PROTOCOL_VERSION_MIN,
                 version_max=PROTOCOL_VERSION,
-                member=identified.member,
+                member=member,
                 engine=engine,
                 instance=instance,
                 label=label,
@@ -244,65 +218,33 @@ class OffloadClient:
             welcome, _ = channel.ask(hello, WelcomeAttached)
             return cls(channel, welcome, directory, on_stale)
         except BaseException:
+            # The daemon may have opened the session, and would keep it as long as this process lives.
             channel.hang_up()
             raise
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether, as far as is known here, the session is still there. If not: close, connect again."""
-        return not (self._is_closed or self._channel.is_gone or self._channel.is_stale or self._heartbeat.is_stale)
-
     def match(self, keys: bytes, tokens: int, *, full: bool = False) -> int:
-        """How many leading blocks the host pool holds. Pins nothing."""
+        """How many leading blocks the host pool holds. Locks nothing."""
         request = Match(id=self._channel.next_id(), epoch=self.epoch, tokens=tokens, full=full)
         return self._channel.ask(request, Matched, (keys,))[0].host
 
     def begin_acquire(
         self, request: str, keys: bytes, tokens: int, *, full: bool = False, priority: int = 0
-    ) -> PendingAnswer[Hold]:
-        """As `acquire`, and does not wait. Other calls may be made before the answer is fetched."""
-        asked = Acquire(
-            id=self._channel.next_id(),
-            epoch=self.epoch,
-            request=request,
-            tokens=tokens,
-            full=full,
-            priority=priority,
-        )
-        self._channel.send(asked, (keys,))
-        return PendingAnswer(partial(self._held, asked, len(keys) // KEY_SIZE_BYTES))
-
-    def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False, priority: int = 0) -> Hold:
-        """Pin the longest prefix of a prompt that the host pool holds. Asking again gives the same lease.
+    ) -> PendingReply[Hold]:
+        """Lock the longest prefix of a prompt that the host pool holds. A repeated call gets the same lease.
 
         Args:
             request: the engine's own id of the request, at most 256 characters.
             keys: 16 bytes for each full block of the prompt.
-            tokens: of the prompt. One at least is left to compute, unless `full`.
+            tokens: length of the prompt. At least its last token is left to compute, unless `full`.
             full: also use the block with the last token.
-            priority: -8 to 7; blocks that only requests of lower ones use are evicted first.
+            priority: -8 to 7; blocks that only requests of lower priority use are evicted first.
         """
-        return self.begin_acquire(request, keys, tokens, full=full, priority=priority).result()
+        request_id = self._channel.next_id()
+        asked = Acquire(id=request_id, epoch=self.epoch, request=request, tokens=tokens, full=full, priority=priority)
+        self._channel.send(asked, (keys,))
+        return PendingReply(partial(self._held, asked, len(keys) // KEY_SIZE_BYTES))
 
-    def prefetch(
-        self,
-        keys: bytes,
-        tokens: int,
-        *,
-        stop: StopPolicy = "timeout",
-        deadline_ms: int | None = None,
-        prefill_tokens_per_s: float = 0.0,
-        full: bool = False,
-    ) -> PrefetchResult:
-        """Bring a prompt's blocks from storage into the host pool, where `acquire` hits them. See `Client.prefetch`."""
-        return self.begin_prefetch(
-            keys,
-            tokens,
-            stop=stop,
-            deadline_ms=deadline_ms,
-            prefill_tokens_per_s=prefill_tokens_per_s,
-            full=full,
-        ).result()
+    acquire = waiting(begin_acquire)
 
     def begin_prefetch(
         self,
@@ -314,7 +256,7 @@ class OffloadClient:
         prefill_tokens_per_s: float = 0.0,
         full: bool = False,
     ) -> PendingPrefetch:
-        """As `prefetch`, and does not wait. Other calls may be made before the answer is fetched."""
+        """Bring a prompt's blocks from storage into the host pool, where `acquire` hits them. See `Client.prefetch`."""
         return PendingPrefetch(
             self._channel,
             0,
@@ -326,26 +268,26 @@ class OffloadClient:
             full=full,
         )
 
+    prefetch = waiting(begin_prefetch)
+
     def listen(self, wake: int, timeout_s: float) -> bool:
-        """Wait until the daemon has said something, or the descriptor `wake` is readable; False after `timeout_s`."""
+        """Wait for a message of the daemon, or until the descriptor `wake` is readable; False after `timeout_s`."""
         return self._channel.listen(wake, time.monotonic_ns() + int(timeout_s * 1e9))
 
-    def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
-        """The shards are about to read blocks of a lease's hit. Each of them has to say when it is through.
+    def begin_prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PendingReply[PreparedLoad]:
+        """Ask for the slots of blocks of a lease's hit, for the shards to read. Each shard reports when it is done.
 
         Raises:
-            Refused: `hit_gone`: the blocks are not to be had any more; the namespace was cleared, or they proved bad.
+            Refused: `hit_gone`: the blocks no longer exist, because the namespace was cleared or they proved bad.
         """
-        return self.begin_prepare_load(lease, start, blocks).result()
-
-    def begin_prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PendingAnswer[PreparedLoad]:
-        """As `prepare_load`, and does not wait. Other calls may be made before the answer is fetched."""
         request = PrepareLoad(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start, blocks=blocks)
         self._send_prepare(request)
-        return PendingAnswer(partial(self._load_prepared, request))
+        return PendingReply(partial(self._load_prepared, request))
+
+    prepare_load = waiting(begin_prepare_load)
 
     def cancel_load(self, transfer: TransferId) -> None:
-        """No shard will read the slots of a load."""
+        """Call off a prepared load: no shard will read its slots."""
         request = CompleteLoad(
             id=self._channel.next_id(),
             session=self.session.id,
@@ -355,26 +297,24 @@ class OffloadClient:
         )
         self._channel.ask(request, Settled, (b"",))
 
-    def prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PreparedStore:
-        """The next blocks of a lease are computed: which have to be copied where.
+    def begin_prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PendingReply[PreparedStore]:
+        """Offer the next computed blocks of a lease: the reply says which of them to copy to which slots.
 
-        Each shard has to say when it is through, unless `transfer` is 0.
+        Each shard reports when it is done, unless `transfer` is 0.
 
         Args:
-            lease: of the request.
-            start: depth of the first block; the lease's depth, which is its hit at first, then that of its last store.
+            lease: lease of the request.
+            start: depth of the first block: at first the lease's hit, then `depth` of its last store.
             keys: 16 bytes a block.
         """
-        return self.begin_prepare_store(lease, start, keys).result()
-
-    def begin_prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PendingAnswer[PreparedStore]:
-        """As `prepare_store`, and does not wait. Other calls may be made before the answer is fetched."""
         request = PrepareStore(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start)
         self._send_prepare(request, (keys,))
-        return PendingAnswer(partial(self._store_prepared, request, keys))
+        return PendingReply(partial(self._store_prepared, request, keys))
+
+    prepare_store = waiting(begin_prepare_store)
 
     def cancel_store(self, transfer: TransferId, why: str) -> None:
-        """No shard will write the slots of a store, or go on doing so."""
+        """Call off a prepared store: no shard will write its slots, or continue to."""
         request = CommitStore(
             id=self._channel.next_id(),
             session=self.session.id,
@@ -386,48 +326,27 @@ class OffloadClient:
         self._channel.ask(request, Settled)
 
     def release(self, lease: LeaseId) -> None:
-        """Give a lease back. Copies under way for it go on."""
+        """Give a lease back. Its copies in flight continue."""
         request = Release(id=self._channel.next_id(), epoch=self.epoch, lease=lease)
         self._channel.ask(request, Released)
 
     def post_release(self, lease: LeaseId) -> None:
-        """Give a lease back without waiting for the daemon's word; that it refused is not heard."""
+        """Give a lease back without waiting for the reply. A refusal goes unnoticed."""
         self._channel.send(Release(id=self._channel.next_id(), epoch=self.epoch, lease=lease, reply=False))
 
     def settle(self) -> None:
         """Give back what was granted after a deadline had passed.
 
-        Later calls do that in passing; this is for an engine that has no other one to make.
+        Every other call does that, too; this one is for an engine that has no other call to make.
         """
-        self._call_off_late()
-        self.match(b"", 0)  # late answers come before the one to this
+        self._cancel_late()
+        self.match(b"", 0)  # late replies arrive before the reply to this
         self._channel.give_back_late()
 
     def clear(self) -> int:
-        """Nothing that the namespace holds is matched again, by any engine. Returns its new generation."""
+        """Begin a new generation of the namespace: no engine finds what it holds now. Returns the generation."""
         request = Clear(id=self._channel.next_id(), epoch=self.epoch)
         return self._channel.ask(request, Cleared)[0].generation
-
-    def close(self) -> None:
-        """End the session. Copies of its shard processes that are under way keep their slots until those are dead.
-
-        Does nothing the second time.
-        """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            if os.getpid() == self._process_id:
-                self._heartbeat.close()
-                self._say_goodbye()
-        finally:
-            self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _held(self, request: Acquire, blocks: int) -> Hold:
         held = self._channel.receive(request, Held)[0]
@@ -448,8 +367,8 @@ class OffloadClient:
         return PreparedStore(TransferId(reply.transfer), reply.depth, reply.generation, pieces, slots)
 
     def _send_prepare(self, request: PrepareLoad | PrepareStore, frames: tuple[bytes, ...] = ()) -> None:
-        """Ask for a copy's slots. A copy that was granted too late for its caller is called off with the next one."""
-        self._call_off_late()
+        """Ask for a copy's slots. A copy that was granted too late for its caller is cancelled with the next one."""
+        self._cancel_late()
         self._channel.send(request, frames)
 
     def _receive_prepared(
@@ -461,8 +380,8 @@ class OffloadClient:
             self._unsettled.append((request, frames))
             raise
 
-    def _call_off_late(self) -> None:
-        """Ask again, with the same ids, for what was not answered in time: the daemon answers as it did then."""
+    def _cancel_late(self) -> None:
+        """Repeat requests without a reply in time, with their ids: the daemon repeats its replies."""
         while self._unsettled:
             request, frames = self._unsettled[0]
             try:
@@ -471,14 +390,8 @@ class OffloadClient:
                 elif transfer := self._channel.ask(request, StorePrepared, frames)[0].transfer:
                     self.cancel_store(TransferId(transfer), "the answer came too late")
             except RequestError as error:
-                _log.debug("what was not answered in time was refused: %s", error)
+                _log.debug("a request without a reply in time was refused: %s", error)
             self._unsettled.pop(0)
-
-    def _say_goodbye(self) -> None:
-        try:
-            self._channel.ask(Bye(id=self._channel.next_id()), Goodbye)
-        except KvcachedError as error:
-            _log.info("kvcached session %d closed without the daemon's answer: %s", self.session.id, error)
 
 
 def _strange(what: str) -> RequestError:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvcached_client.keys import KeyChain
 from kvcached_client.protocol.engine import Prefetch, Prefetched
 from kvcached_client.protocol.storage import PREFETCH_DEADLINE_MS_MAX, StopPolicy
-from kvcached_client.transport.channel import SessionChannel
+from kvcached_client.transport.session import SessionChannel
 
 #: What the way to the daemon and back may take besides the time that it waits.
 _WAY_MS = 1000

@@ -1,11 +1,15 @@
-"""Going on with a daemon that was started anew, where the pool with the engine's slots has outlived the one before."""
+"""How a managed engine survives its daemon: a reserve of slots meanwhile, and rejoining the next daemon."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from kvcached_client.grants import Declaration
+import numpy as np
+
+from kvcached_client.errors import KvcachedError
+from kvcached_client.grants import Declaration, Slots
 from kvcached_client.protocol.engine import (
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
@@ -16,10 +20,14 @@ from kvcached_client.protocol.engine import (
     Rejoin,
     Welcome,
 )
-from kvcached_client.transport.attach import SessionGrant, identify
-from kvcached_client.transport.channel import SessionChannel
-from kvcached_client.transport.misses import Failures
-from kvcached_client.types import FenceSequence, LeaseId
+from kvcached_client.transport.attach import SessionGrant
+from kvcached_client.transport.session import SessionChannel
+from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
+
+if TYPE_CHECKING:
+    from kvcached_client.lease import Lease
+
+_log: Final = logging.getLogger("kvcached_client")
 
 
 class Declarable(Protocol):
@@ -30,21 +38,6 @@ class Declarable(Protocol):
 
     def take_up(self, channel: SessionChannel, lease_id: LeaseId) -> None:
         """It goes on over another connection, under another id."""
-
-
-def open_channel(run_dir: str, *, deadline_ms: int, failures: Failures) -> tuple[SessionChannel, bytes]:
-    """A connection to the daemon, and what names this process there.
-
-    Raises:
-        DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
-    """
-    attached, identified = identify(run_dir, client="kvcached_client", deadline_ms=deadline_ms)
-    try:
-        channel = SessionChannel(identified.endpoint, deadline_ms=deadline_ms, attached=attached, failures=failures)
-    except BaseException:
-        attached.close()
-        raise
-    return channel, identified.member
 
 
 def rejoin(
@@ -107,3 +100,58 @@ def _declare(channel: SessionChannel, told: Declaration) -> LeaseId:
         hit=told.hit,
     )
     return LeaseId(channel.ask(request, Declared, told.frames)[0].lease)
+
+
+class Reserve:
+    """The slots of one lease, which nobody writes before they are taken. Used by one thread.
+
+    Args:
+        keeper: the lease; it has slots only.
+    """
+
+    def __init__(self, keeper: Lease) -> None:
+        self._keeper = keeper
+        self._capacity_tokens = keeper.capacity_tokens
+        self._free: list[int] = keeper.block_table.tolist()
+        #: Slots that came back while work was queued on them, with the fence behind that.
+        self._fenced: list[tuple[FenceSequence, list[int]]] = []
+        self._signalled = NO_FENCE
+
+    def take(self, count: int) -> Slots | None:
+        """So many slots, or None where fewer are left."""
+        if count > len(self._free):
+            return None
+        taken, self._free = self._free[:count], self._free[count:]
+        return np.array(taken, np.int32)
+
+    def give(self, slots: Slots, fence: FenceSequence) -> None:
+        """Slots come back. They are taken again once `fence` has signalled."""
+        self._fenced.append((fence, slots.tolist()))
+        self.signal(self._signalled)
+
+    def signal(self, fence: FenceSequence) -> None:
+        """The engine's queued work up to a fence is over."""
+        self._signalled = fence
+        self._free += [slot for named, slots in self._fenced if named <= fence for slot in slots]
+        self._fenced = [(named, slots) for named, slots in self._fenced if named > fence]
+
+    def refill(self) -> None:
+        """Slots in place of those that other leases have taken for good, as far as the pool has any."""
+        had = len(self._free)
+        try:
+            self._keeper.allocate(self._capacity_tokens)
+        except KvcachedError as error:
+            _log.info("the reserve has only %d slots for now: %s", had, error)
+        self._free += self._keeper.block_table[had:].tolist()
+
+    # As a lease that is declared:
+
+    def declaration(self) -> Declaration | None:
+        """What is left of it."""
+        self._keeper.hold_only(np.array(self._free, np.int32))
+        return self._keeper.declaration()
+
+    def take_up(self, channel: SessionChannel, lease_id: LeaseId) -> None:
+        """See `Lease.take_up`. Slots that wait for their fence are the daemon's, which waits for it as well."""
+        self._fenced.clear()
+        self._keeper.take_up(channel, lease_id)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from kvcached.doctor.vllm_flags import VllmFlags, check_flags, check_layout, check_model, parse
-from kvcached_client.client import Admin
+from kvcached_client.admin import Admin
 from kvcached_client.doctor.checks import DISTRIBUTION, HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
 from kvcached_client.errors import KvcachedError
 from kvcached_client.protocol.engine import AttachedInfo

@@ -292,7 +292,7 @@ def _sockets(run_dir: Path) -> Iterator[Finding]:
 
 def _answers(run_dir: Path) -> Generator[Finding, None, Description]:
     """The daemon's answer, and whether it speaks this client's protocol."""
-    from kvcached_client.client import Admin  # noqa: PLC0415 - see the module's docstring
+    from kvcached_client.admin import Admin  # noqa: PLC0415 - see the module's docstring
     from kvcached_client.errors import KvcachedError  # noqa: PLC0415
     from kvcached_client.protocol.engine import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN  # noqa: PLC0415
 

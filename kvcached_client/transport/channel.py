@@ -7,8 +7,6 @@ the same request with the same id again, which is the caller's decision (see `Le
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import time
 from collections.abc import Sequence
@@ -17,52 +15,28 @@ from typing import Final, TypeVar
 import zmq
 
 from kvcached_client.errors import (
-    CircuitOpen,
     DaemonUnreachable,
     DeadlineExceeded,
     ErrorCode,
-    RequestError,
-    Stale,
     request_error,
 )
 from kvcached_client.protocol.engine import (
     FRAME_SIZE_BYTES_MAX,
-    Acquire,
-    Allocate,
-    Bye,
-    Commit,
     Header,
-    Load,
-    Match,
-    Matched,
-    Prefetch,
-    Release,
     Request,
-    Vacancy,
     raise_for_error,
 )
 from kvcached_client.transport.attach import AttachConnection
 from kvcached_client.transport.calls import PENDING_MAX, PendingCalls
 from kvcached_client.transport.connection_monitor import ConnectionMonitor, await_message_or_end
 from kvcached_client.transport.listener import check_own, silent
-from kvcached_client.transport.misses import Circuit, CircuitState, Failures, MissPolicy
-from kvcached_client.types import NO_FENCE, RequestId
+from kvcached_client.types import RequestId
 
 R = TypeVar("R", bound=Header)
 
-#: How long a farewell that nobody answers may take to get into the daemon's socket.
-FAREWELL_MS: Final = 100
-#: What the daemon answers at once, so that silence says that it hangs, ...
-_ANSWERED_SOON: Final = (Match, Acquire, Allocate, Commit, Release)
-#: ... and what it answers when something has come about.
-_ANSWERED_LATE: Final = (Load, Vacancy, Prefetch)
-#: A deadline that does not pass.
-_NEVER_NS: Final = 1 << 62
 #: How long replies may be on their way after the daemon has closed the attach connection. It sends them before that.
 _LAST_REPLIES_MS: Final = 1000
 _IPC: Final = "ipc://"
-
-_log: Final = logging.getLogger("kvcached_client")
 
 
 def open_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, queue_length: int) -> zmq.Socket[bytes]:
@@ -325,118 +299,6 @@ class Channel:
                     f"the daemon behind {self.endpoint} was gone before it answered; whether it did as asked is unknown"
                 )
         return False
-
-
-class SessionChannel(Channel):
-    """A channel whose connection owns a session: it knows the pool's epoch and what to do about failures."""
-
-    def __init__(self, endpoint: str, *, deadline_ms: int, attached: AttachConnection, failures: Failures) -> None:
-        super().__init__(endpoint, deadline_ms=deadline_ms, attached=attached)
-        self.epoch = 0
-        self.is_stale = False  #: the daemon said that the session or the pool's epoch is over
-        self.named_fence = NO_FENCE  #: the highest that any lease of the session has named
-        self.misses = MissPolicy(failures)
-        self._circuit = Circuit()
-        self._probe: Match | None = None  #: sent since the circuit is not closed
-
-    @property
-    def is_waiting_in_vain(self) -> bool:
-        """Whether the daemon has not answered since a deadline passed: nothing is waited for until it does."""
-        return self._circuit.state is CircuitState.OPEN
-
-    def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
-        """As `Channel.send`; gives back first what was granted after the caller had stopped waiting for it.
-
-        Raises:
-            CircuitOpen: the daemon owes an answer; nothing was sent. Releases and farewells are: the daemon gets to
-                know of them when it goes on, and only `receive` raises.
-        """
-        if self._circuit.state is not CircuitState.CLOSED and not self._answers_again():
-            self._circuit.note_miss()
-            if not isinstance(request, (Release, Bye)):
-                raise self._circuit_open()
-        self.give_back_late()
-        super().send(request, frames, deadline_ns=deadline_ns)
-
-    def give_back_late(self) -> None:
-        """Release the leases that came, among replies that were read, after the caller had stopped waiting."""
-        for lease in self._calls.orphans():
-            if not self.post(Release(id=self.next_id(), epoch=self.epoch, lease=lease, reply=False)):
-                break
-            self._calls.drop_orphan(lease)
-
-    def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
-        """As `Channel.receive`; notes when the session is over, and when the daemon does not answer.
-
-        Raises:
-            CircuitOpen: the daemon owes earlier answers; this one is not waited for.
-        """
-        if self.is_waiting_in_vain and not self._calls.is_answered(RequestId(request.id)):
-            self.abandon(request)
-            raise self._circuit_open()
-        try:
-            return super().receive(request, expected)
-        except Stale:
-            self.is_stale = True
-            raise
-        except DeadlineExceeded as error:
-            if self.misses.is_on and self._circuit.state is CircuitState.CLOSED:
-                self._note_silence(request, str(error))
-            raise
-
-    def _note_silence(self, request: Request, why: str) -> None:
-        if isinstance(request, _ANSWERED_SOON):
-            self._circuit.open(time.monotonic_ns(), why)
-        elif isinstance(request, _ANSWERED_LATE):
-            self._circuit.doubt(time.monotonic_ns())
-        else:
-            return
-        self._send_probe()
-
-    def _send_probe(self) -> None:
-        """Ask something that changes nothing and is answered at once, if that can be sent without waiting."""
-        probe = Match(id=self.next_id(), epoch=self.epoch, tokens=0)
-        try:
-            self._socket.send_multipart(self._calls.send(probe, (b"",), deadline_ns=_NEVER_NS), zmq.NOBLOCK)
-        except (zmq.Again, RequestError) as error:
-            self.abandon(probe)
-            _log.debug("no probe was sent: %s", error)
-        else:
-            self._probe = probe
-
-    def _answers_again(self) -> bool:
-        """Whether the probe was answered, so that the daemon may be asked again. Waits for a moment at most."""
-        probe = self._probe
-        if probe is None:
-            self._send_probe()
-            return False
-        is_answered = self.is_over(probe)
-        while not is_answered and self._poll(self._readable, self._circuit.probe_grace_end_ns):
-            is_answered = self.is_over(probe)
-        now_ns = time.monotonic_ns()
-        if is_answered and not self._circuit.is_resting(now_ns):
-            self._circuit.close(now_ns)
-            self._probe = None
-            with contextlib.suppress(RequestError):  # that the session is over is noted; the next answer says it, too
-                self.receive(probe, Matched)
-            return True
-        if self._circuit.state is CircuitState.DOUBTED:
-            self._circuit.open(now_ns, f"no reply from {self.endpoint} to a probe either")
-        return False
-
-    def _circuit_open(self) -> CircuitOpen:
-        return CircuitOpen(f"{self.endpoint} was not asked: it has not answered since a deadline passed")
-
-    def hang_up(self) -> None:
-        """Close, and end the session without waiting for the daemon's answer, or for the one to a hello before it."""
-        linger_ms = 0
-        try:
-            if self.post(Bye(id=self.next_id())):
-                linger_ms = FAREWELL_MS
-        except DaemonUnreachable as error:
-            _log.debug("no goodbye: %s", error)
-        finally:
-            self.close(linger_ms=linger_ms)
 
 
 def _remaining_ms(deadline_ns: int) -> int:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from kvcached_client.errors import DeadlineExceeded, ErrorCode, NoCapacity
 from kvcached_client.protocol.engine import BLOCKS_PER_MESSAGE_MAX, Vacancy, Vacant
-from kvcached_client.transport.channel import SessionChannel
+from kvcached_client.transport.session import SessionChannel
 
 T = TypeVar("T")
 

@@ -1,10 +1,11 @@
-"""What the scheduler's side asks of the daemon's thread and what it hears from it, and the queues between the two."""
+"""Commands of the scheduler's side to the daemon's thread, events back, and the queues between the two."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,14 +18,14 @@ from kvcached_client.vllm.orders import SessionNote
 
 @dataclass(frozen=True, slots=True)
 class Seek:
-    """Acquire what is cached of a request's prompt; answered by `Found` or `NotFound`.
+    """Acquire the cached prefix of a prompt; the event is `Found` or `NotFound`.
 
     Attributes:
-        ticket: comes back in the answer.
-        name: of the request, unique among live leases.
-        keys: of its full blocks, 16 bytes each.
-        tokens: that it has.
-        load: prepare to load the hit at once; else the lease is for storing only, and its hit counts all of `keys`.
+        ticket: comes back in the event.
+        name: name of the request, unique among live leases.
+        keys: keys of its full blocks, 16 bytes each.
+        tokens: number of its tokens.
+        load: prepare to load the hit at once. Otherwise the lease is for stores only, and its hit counts all of `keys`.
         prefill_tokens_per_s: how fast vLLM computes prompts; 0 = not known.
     """
 
@@ -38,14 +39,14 @@ class Seek:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The blocks that follow on a lease are computed; answered by `Planned` or `Unplanned`.
+    """The next blocks of a lease are computed; the event is `Planned` or `Unplanned`.
 
     Attributes:
-        ticket: comes back in the answer.
+        ticket: comes back in the event.
         session: number of the lease's session.
-        lease: whose.
+        lease: the lease.
         start: depth of the first block.
-        keys: of the blocks, 16 bytes each.
+        keys: keys of the blocks, 16 bytes each.
     """
 
     ticket: int
@@ -57,7 +58,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class DropLoad:
-    """A prepared load is not wanted."""
+    """A prepared load will not be made."""
 
     session: int
     transfer: TransferId
@@ -65,7 +66,7 @@ class DropLoad:
 
 @dataclass(frozen=True, slots=True)
 class DropStore:
-    """A prepared store cannot be made."""
+    """A prepared store will not be made."""
 
     session: int
     transfer: TransferId
@@ -74,7 +75,7 @@ class DropStore:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A lease is not needed any more."""
+    """A lease is no longer needed."""
 
     session: int
     lease: LeaseId
@@ -82,7 +83,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class MakeUpClear:
-    """Clear the namespace, if that is owed."""
+    """Clear the namespace, if a clear is still owed."""
 
 
 Command = Seek | Offer | DropLoad | DropStore | Release | MakeUpClear
@@ -92,7 +93,7 @@ Command = Seek | Offer | DropLoad | DropStore | Release | MakeUpClear
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """There is a session."""
+    """A session was opened."""
 
     note: SessionNote
 
@@ -106,10 +107,10 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """A seek waits for blocks from storage; its answer still comes.
+    """A seek waits for blocks from storage; its `Found` or `NotFound` comes later.
 
     Attributes:
-        ticket: of the seek.
+        ticket: ticket of the seek.
         most_s: how much longer than usual that may take.
     """
 
@@ -119,14 +120,14 @@ class Fetching:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A lease.
+    """A lease was granted.
 
     Attributes:
-        ticket: of the seek.
+        ticket: ticket of the seek.
         session: number of the lease's session.
         lease: to be released once.
         hit: leading blocks that are cached.
-        load: where they are; None where no load was asked for, there is no hit, or it cannot be loaded.
+        load: slots of the hit; None if no load was requested, there is no hit, or it cannot be loaded.
     """
 
     ticket: int
@@ -138,11 +139,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class NotFound:
-    """No lease: there is no session, or the daemon refused, or it did not answer in time.
+    """No lease: there is no session, the daemon refused, or it did not reply in time.
 
     Attributes:
-        ticket: of the seek.
-        is_late: the daemon did not answer in time.
+        ticket: ticket of the seek.
+        is_late: the daemon did not reply in time.
     """
 
     ticket: int
@@ -151,7 +152,7 @@ class NotFound:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What of an offer to copy where, and from where the next one starts."""
+    """Which blocks of an offer to copy to which slots, and where the next offer starts."""
 
     ticket: int
     plan: PreparedStore
@@ -159,7 +160,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Unplanned:
-    """Nothing of an offer is to be copied: the session is lost, or the daemon refused."""
+    """No block of an offer is to be copied: the session is lost, or the daemon refused."""
 
     ticket: int
 
@@ -167,15 +168,17 @@ class Unplanned:
 Event = Connected | Lost | Fetching | Found | NotFound | Planned | Unplanned
 
 
-#: Seeks of one turn: all that vLLM usually admits in a step. The daemon answers them in one go.
+#: Waiting seeks and offers: more than vLLM admits in a step. Further requests go without the cache.
+COMMANDS_MAX: Final = 1024
+#: Seeks of one turn: as many as vLLM usually admits in a step. The daemon answers them together.
 SEEKS_PER_TURN_MAX: Final = 64
-#: Other commands of one turn. No request waits for them, and a seek that comes meanwhile waits until they are answered:
-#: about a millisecond. So many go with every turn, however many seeks there are, for they hold blocks and leases.
+#: Other commands of one turn. No request waits for them, but a seek that arrives meanwhile waits for their replies,
+#: about a millisecond. Every turn takes that many, however many seeks there are, because they hold blocks and leases.
 OTHERS_PER_TURN_MAX: Final = 4
 
 
 class CommandQueue:
-    """Two queues: seeks that a request waits for, and all other commands. Each keeps its order. Not thread-safe."""
+    """Two queues, each in order: seeks that a request waits for, and all other commands. Not thread-safe."""
 
     def __init__(self) -> None:
         self._urgent: deque[Seek] = deque()
@@ -185,14 +188,14 @@ class CommandQueue:
         return len(self._urgent) + len(self._others)
 
     def put(self, command: Command) -> None:
-        """Add a command behind those of its kind."""
+        """Add a command at the end of its queue."""
         if isinstance(command, Seek) and command.load:
             self._urgent.append(command)
         else:
             self._others.append(command)
 
     def put_back(self, seeks: Iterable[Seek]) -> None:
-        """Add seeks that could not be carried out before all others, in this order."""
+        """Put seeks that could not be carried out back at the front, in this order."""
         self._urgent.extendleft(reversed(list(seeks)))
 
     def take_turn(self) -> list[Command]:
@@ -202,7 +205,7 @@ class CommandQueue:
         return turn
 
     def remove(self, kinds: tuple[type[Command], ...]) -> list[Command]:
-        """Take out all commands of some kinds."""
+        """Remove and return all commands of some kinds."""
         waiting: list[Command] = [*self._urgent, *self._others]
         self._urgent.clear()
         self._others.clear()
@@ -221,7 +224,7 @@ _TYPICAL_S_MAX: Final = 1.0
 
 
 class EventQueue:
-    """Appended to by one thread, taken from by another one."""
+    """A queue from one thread to another."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
@@ -238,13 +241,13 @@ class EventQueue:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is an event, no longer than so many seconds; whether there is one."""
+        """Wait at most `timeout_s` for an event; returns whether there is one."""
         with self._arrived:
             return bool(self._events) or self._arrived.wait_for(lambda: bool(self._events), timeout_s)
 
 
 class TypicalTime:
-    """A running median of times: each moves it a tenth up or down. One that is very long counts like any other.
+    """A running median: each time moves it a tenth up or down, so that one very long time counts like any other.
 
     Attributes:
         seconds: the median so far.
@@ -257,3 +260,83 @@ class TypicalTime:
         """Count one more time."""
         moved = self.seconds * _STEP if seconds > self.seconds else self.seconds / _STEP
         self.seconds = min(max(moved, _TYPICAL_S_MIN), _TYPICAL_S_MAX)
+
+
+class CommandInbox:
+    """What the scheduler's side sees of the thread that talks to the daemon: commands go in, events come out.
+
+    Any thread may call the public methods; they never wait for the daemon, except `wait` and `clear`.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        # Guarded by `_changed`:
+        self._commands = CommandQueue()
+        self._is_open = False  #: commands are accepted
+        self._is_closing = False
+        self._owes_clear = False
+        self._quiet_until = 0.0  #: no seeks and offers before that
+        self._is_listening = False  #: the thread waits for the daemon, or for `_wake`
+        self._wake: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  #: for a thread that listens
+        # Appended by the thread, taken by the scheduler:
+        self._events = EventQueue()
+        self._answers = TypicalTime()  #: of seeks; changed by the thread
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether seeks and offers are accepted: there is a session, and the daemon is not behind."""
+        is_behind = len(self._commands) >= COMMANDS_MAX or self._is_quiet
+        return self._is_open and not is_behind
+
+    def submit(self, command: Command) -> bool:
+        """Add a command; returns whether it was accepted. Without a session none is."""
+        with self._changed:
+            if not (self.is_taking if isinstance(command, (Seek, Offer)) else self._is_open):
+                return False
+            self._commands.put(command)
+            self._notify()
+            return True
+
+    def take(self) -> list[Event]:
+        """The events since the last call."""
+        return self._events.take()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for events; returns whether there are any."""
+        return self._events.wait(timeout_s)
+
+    @property
+    def answer_s(self) -> float:
+        """How long the daemon typically takes to reply to a seek."""
+        return self._answers.seconds
+
+    def clear(self, timeout_s: float) -> bool:
+        """Clear the namespace; returns whether that was done in time. If not, it is done later."""
+        with self._changed:
+            self._owes_clear = True
+            if self._is_open:
+                self._commands.put(MakeUpClear())
+                self._notify()
+                self._changed.wait_for(lambda: not (self._owes_clear and self._is_open), timeout_s)
+            return not self._owes_clear
+
+    def wake(self) -> None:
+        """Make the thread check whether its session still exists."""
+        with self._changed:
+            self._notify()
+
+    def _notify(self) -> None:
+        """Wake the thread. The caller holds `_changed`."""
+        self._changed.notify_all()
+        if self._is_listening and self._wake is not None:
+            self._is_listening = False
+            os.eventfd_write(self._wake, 1)
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether the pause after a missed deadline is not over."""
+        return self._clock() < self._quiet_until

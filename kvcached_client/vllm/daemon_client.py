@@ -1,6 +1,6 @@
-"""The session's client as far as the daemon's thread uses it, and the seeks that wait for blocks from storage.
+"""The interface of the session's client that the daemon's thread uses, and seeks that wait for blocks from storage.
 
-A daemon without storage costs one question now and then.
+A daemon without storage is asked for blocks only every few seconds.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import LeaseId, TransferId
 from kvcached_client.vllm.commands import Seek
 
-#: How long requests wait for storage: as the daemon is configured to, not at all, or for all that is there. Or storage
-#: is not used.
+#: How long requests wait for storage: as long as the daemon is configured to, not at all, or until every block has
+#: come; "off" does not use storage.
 PrefetchMode: TypeAlias = Literal["timeout", "best_effort", "wait_complete", "off"]
 
-#: Seeks that wait at once. A daemon takes no more than this of all engines; whoever comes later goes without storage.
+#: Seeks that may wait at once. A daemon accepts no more than this from all engines; further seeks go without storage.
 FETCHES_MAX: Final = 256
-#: How long a request is held for storage, whatever the daemon's configuration says.
+#: How long a request waits for storage at most, whatever the daemon's configuration says.
 FETCH_MS_MAX: Final = 60_000
-#: A daemon without storage, or with one that does not work, is not asked for that long.
+#: How long a daemon whose storage is missing or broken is not asked again.
 UNAVAILABLE_S: Final = 5.0
 
 
 class Pending(Protocol):
-    """What is used of `PendingPrefetch`. All but `abandon` raise `KvcachedError`."""
+    """The part of `PendingPrefetch` that is used. Everything but `abandon` raises `KvcachedError`."""
 
     @property
     def is_over(self) -> bool:
         """Whether `result` would not wait."""
 
     def result(self) -> PrefetchResult:
-        """What became of it."""
+        """The outcome."""
 
     def abandon(self) -> None:
-        """Nobody wants the answer any more."""
+        """Ignore the reply."""
 
 
 class Fetch(NamedTuple):
-    """A seek, and what it waits for."""
+    """A seek, and the prefetch that it waits for."""
 
     seek: Seek
     pending: Pending
 
 
 class Fetches:
-    """Those that wait, the oldest first.
+    """Seeks that wait for storage, the oldest first.
 
     Args:
         mode: see `PrefetchMode`.
@@ -57,7 +57,8 @@ class Fetches:
     """
 
     def __init__(self, mode: PrefetchMode, clock: Callable[[], float]) -> None:
-        self.mode = mode
+        self.stop: StopPolicy = "timeout" if mode == "off" else mode
+        self._is_on = mode != "off"
         self._clock = clock
         self._waiting: list[Fetch] = []
         self._not_before = 0.0
@@ -66,16 +67,16 @@ class Fetches:
         return bool(self._waiting)
 
     def are_wanted(self, seek: Seek) -> bool:
-        """Whether storage is to be asked before a seek."""
+        """Whether to ask storage before a seek."""
         is_possible = len(self._waiting) < FETCHES_MAX and self._clock() >= self._not_before
-        return self.mode != "off" and seek.load and is_possible
+        return self._is_on and seek.load and is_possible
 
     def add(self, seek: Seek, pending: Pending) -> None:
-        """Have a seek wait."""
+        """Let a seek wait for its prefetch."""
         self._waiting.append(Fetch(seek, pending))
 
     def take_over(self) -> Fetch | None:
-        """One whose prefetch is over; it waits no more. Raises KvcachedError where the daemon is gone."""
+        """Remove and return one whose prefetch is over. Raises KvcachedError if the daemon is gone."""
         for fetch in self._waiting:
             if fetch.pending.is_over:
                 self._waiting.remove(fetch)
@@ -83,12 +84,12 @@ class Fetches:
         return None
 
     def note(self, result: PrefetchResult) -> None:
-        """What became of one."""
+        """Note the outcome of one."""
         if result.reason == "unavailable":
             self._not_before = self._clock() + UNAVAILABLE_S
 
     def take_all(self) -> list[Seek]:
-        """All of them; their answers are not waited for any more."""
+        """Remove and return all of them; their replies are ignored."""
         for fetch in self._waiting:
             fetch.pending.abandon()
         seeks = [fetch.seek for fetch in self._waiting]
@@ -96,7 +97,7 @@ class Fetches:
         return seeks
 
     def new_session(self) -> None:
-        """Another daemon may have storage."""
+        """Ask storage again: the new daemon may have some."""
         self._not_before = 0.0
 
 
@@ -107,22 +108,22 @@ class Asked(Protocol[T_co]):
     """A request that was sent to the daemon."""
 
     def result(self) -> T_co:
-        """The answer; waits for it."""
+        """Wait for the reply."""
 
 
 class Client(Protocol):
-    """What is used of `OffloadClient`. All but the attributes raise `KvcachedError`."""
+    """The part of `OffloadClient` that is used. Everything but the attributes raises `KvcachedError`."""
 
     @property
     def session(self) -> SessionGrant:
-        """For the shards."""
+        """What the shards need to join."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether, as far as is known, the session is still there."""
+        """Whether the session still exists, as far as is known."""
 
     def begin_acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Asked[Hold]:
-        """Pin what is cached of a prompt."""
+        """Lock the cached prefix of a prompt."""
 
     def begin_prefetch(
         self,
@@ -136,22 +137,22 @@ class Client(Protocol):
         """Bring blocks from storage into the host pool."""
 
     def listen(self, wake: int, timeout_s: float) -> bool:
-        """Wait until the daemon has said something, or the descriptor `wake` is readable; False after `timeout_s`."""
+        """Wait for a message of the daemon, or until the descriptor `wake` is readable; False after `timeout_s`."""
 
     def begin_prepare_load(self, lease: LeaseId, start: int, blocks: int) -> Asked[PreparedLoad]:
-        """Where blocks of a hit are."""
+        """Ask for the slots of a hit."""
 
     def cancel_load(self, transfer: TransferId) -> None:
-        """A prepared load will not be made."""
+        """Call off a prepared load."""
 
     def begin_prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> Asked[PreparedStore]:
-        """Where computed blocks are to go."""
+        """Ask for slots for computed blocks."""
 
     def cancel_store(self, transfer: TransferId, why: str) -> None:
-        """A prepared store will not be made."""
+        """Call off a prepared store."""
 
     def post_release(self, lease: LeaseId) -> None:
-        """Give a lease back, without an answer."""
+        """Give a lease back without waiting for the reply."""
 
     def settle(self) -> None:
         """Give back what was granted after a deadline had passed."""

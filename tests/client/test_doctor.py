@@ -232,7 +232,7 @@ def test_daemon_of_another_protocol_is_told(sockets: Path, monkeypatch: pytest.M
                 limits={},
             )
 
-    monkeypatch.setattr("kvcached_client.client.Admin", NewerAdmin)
+    monkeypatch.setattr("kvcached_client.admin.Admin", NewerAdmin)
     findings = list(doctor._guarded("daemon", lambda: doctor._daemon(str(sockets))))
     assert [(finding.check, finding.level) for finding in findings] == [("sockets", "ok"), ("daemon", "fail")]
 

@@ -12,6 +12,7 @@ from kvcached_client.offload import Hold
 from kvcached_client.types import LeaseId, TransferId
 from kvcached_client.vllm import daemon_thread as link_module
 from kvcached_client.vllm.commands import (
+    COMMANDS_MAX,
     Connected,
     DropLoad,
     DropStore,
@@ -22,7 +23,7 @@ from kvcached_client.vllm.commands import (
     Release,
     Unplanned,
 )
-from kvcached_client.vllm.daemon_thread import COMMANDS_MAX, DaemonThread
+from kvcached_client.vllm.daemon_thread import DaemonThread
 from tests.vllm_connector.link_rig import (
     CLEARED,
     DRAINING,

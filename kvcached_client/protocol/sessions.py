@@ -1,0 +1,215 @@
+"""Messages of sessions: those on a device pool, and those that every engine sends."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvcached_client.blocks.layout import Layout
+from kvcached_client.errors import ErrorCode, Fault
+from kvcached_client.protocol.fields import (
+    BLOCKS_PER_MESSAGE_MAX,
+    NAME_LENGTH_MAX,
+    Count,
+    Header,
+    Id,
+    Name,
+    Priority,
+    RequestName,
+    Secret,
+)
+from kvcached_client.types import PROGRESS_SLOTS
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+class Hello(Header, frozen=True, kw_only=True, tag="hello"):
+    """Open a session on a replica's pool. Frames: none. Sent by the scheduler's connection; it owns the session."""
+
+    version_min: Id
+    version_max: Id
+    member: Secret  #: from the attach socket: says which process asks
+    replica: Name
+    layout: Annotated[str, msgspec.Meta(max_length=64)] = (
+        ""  #: fingerprint the engine was built for; "" = take the daemon's
+    )
+    client: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""
+    capabilities: Annotated[tuple[Name, ...], msgspec.Meta(max_length=32)] = ()
+
+
+class Match(Header, frozen=True, kw_only=True, tag="match"):
+    """How many leading blocks are cached. Read-only: touches nothing. Frames: keys."""
+
+    epoch: Id
+    tokens: Count  #: length of the prompt; at most tokens - 1 are matched unless `full`
+    full: bool = False
+
+
+class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
+    """Match, pin the hit, and reserve slots for the rest. Idempotent by `request`. Frames: keys.
+
+    In attached mode there is nothing to reserve, and the answer is `Held`.
+    """
+
+    epoch: Id
+    request: RequestName  #: the engine's own id of the request
+    tokens: Count
+    reserve: Count = 0  #: further exclusive slots, for output to come
+    full: bool = False
+    priority: Priority = 0  #: blocks that only requests of lower ones use are evicted first
+
+
+class Allocate(Header, frozen=True, kw_only=True, tag="allocate"):
+    """More exclusive slots for a lease. Frames: none."""
+
+    epoch: Id
+    lease: Id
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_PER_MESSAGE_MAX)]
+
+
+class Commit(Header, frozen=True, kw_only=True, tag="commit"):
+    """Blocks of a lease are computed: make them matchable. Frames: keys, slots, [tokens]."""
+
+    epoch: Id
+    lease: Id
+    start: Count  #: index in the chain of the first key; must equal the lease's depth
+    fence: Id = 0  #: the engine's work on these slots is over once this fence has signalled; 0 = it is over
+
+
+class Release(Header, frozen=True, kw_only=True, tag="release"):
+    """Give a lease back. With frames (keys, slots, [tokens]) it commits first: one message ends a request."""
+
+    epoch: Id
+    lease: Id
+    start: Count = 0
+    fence: Id = 0
+    reply: bool = True  #: false: one-way, no reply is sent
+
+
+class Load(Header, frozen=True, kw_only=True, tag="load"):
+    """Wait until every load that a lease depends on has ended. Frames: none. Until it is answered, nothing commits."""
+
+    epoch: Id
+    lease: Id
+
+
+class Vacancy(Header, frozen=True, kw_only=True, tag="vacancy"):
+    """Wait until so many slots can be granted, or no copy is under way whose end could free any. Frames: none."""
+
+    epoch: Id
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_PER_MESSAGE_MAX)]
+
+
+class Heartbeat(Header, frozen=True, kw_only=True, tag="heartbeat"):
+    """The session lives. May come from any connection that knows the session's token. Frames: none."""
+
+    session: Id
+    token: Secret
+    fence: Id = 0  #: the highest fence that has signalled
+    reply: bool = True
+
+
+class Bye(Header, frozen=True, kw_only=True, tag="bye"):
+    """End the session: no process of it will touch the pool again. Frames: none."""
+
+
+# --- replies --------------------------------------------------------------------------------------------------------
+
+
+class Welcome(Header, frozen=True, kw_only=True, tag="welcome"):
+    """Answer to `Hello`."""
+
+    version: Id
+    session: Id
+    token: Secret  #: lets the session's shard processes join, and its heartbeats be sent from anywhere
+    daemon_epoch: Id
+    epoch: Id  #: of the replica's pool; every request names it
+    generation: Id  #: of the namespace; grows when its contents are cleared
+    namespace: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  #: root of every chain of keys
+    key_algorithm: Name
+    layout: Layout
+    slots: Id
+    heartbeat_interval_ms: Id
+    session_ttl_ms: Id
+    capabilities: tuple[Name, ...]
+
+
+class Matched(Header, frozen=True, kw_only=True, tag="matched"):
+    """Answer to `Match`: leading blocks by the best place they can be had from."""
+
+    device: Count
+    host: Count = 0  #: further blocks after those, in the host pool
+
+
+class LoadTicket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A copy from the host pool into device slots that is under way, and where each shard's progress page tells it."""
+
+    transfer: Id
+    progress: Annotated[int, msgspec.Meta(ge=0, lt=PROGRESS_SLOTS)]  #: index of its entry in the progress page
+
+
+class Acquired(Header, frozen=True, kw_only=True, tag="acquired"):
+    """Answer to `Acquire`. Frames: slots of the hit, exclusive slots, in block order."""
+
+    lease: Id
+    hit: Count  #: blocks in the first frame
+    ready: Count  #: that many of them can be read now; the rest when `loads` have ended
+    loads: Annotated[tuple[LoadTicket, ...], msgspec.Meta(max_length=PROGRESS_SLOTS)] = ()
+
+
+class Allocated(Header, frozen=True, kw_only=True, tag="allocated"):
+    """Answer to `Allocate`. Frames: exclusive slots."""
+
+    blocks: Count
+
+
+class Committed(Header, frozen=True, kw_only=True, tag="committed"):
+    """Answer to `Commit`. What was there already comes before what is new, for residency is a prefix."""
+
+    depth: Count  #: the lease's depth now: the `start` of its next commit
+    adopted: Count
+    duplicates: Count  #: that many of the first blocks were there already; their slots stay the lease's until release
+
+
+class Released(Header, frozen=True, kw_only=True, tag="released"):
+    """Answer to `Release`; the counts are those of the commit that it carried."""
+
+    adopted: Count = 0
+    duplicates: Count = 0
+
+
+class Loaded(Header, frozen=True, kw_only=True, tag="loaded"):
+    """Answer to `Load`: the hit as it is now. Frames: exclusive slots for blocks that could not be loaded.
+
+    Where a load failed the hit is shorter than `Acquired` said. The slots then replace those of the blocks from `hit`
+    to the old hit in the lease's block table: the engine computes them.
+    """
+
+    hit: Count
+
+
+class Vacant(Header, frozen=True, kw_only=True, tag="vacant"):
+    """Answer to `Vacancy`."""
+
+    available: Count  #: slots that are free or evictable now
+
+
+class Alive(Header, frozen=True, kw_only=True, tag="alive"):
+    """Answer to `Heartbeat`."""
+
+    epoch: Id
+    generation: Id
+
+
+class Goodbye(Header, frozen=True, kw_only=True, tag="goodbye"):
+    """Answer to `Bye`."""
+
+
+class ErrorReply(Header, frozen=True, kw_only=True, tag="error"):
+    """Answer to any request that cannot be served. `id` is 0 where the request's own could not be read."""
+
+    code: ErrorCode
+    fault: Fault
+    message: str
+    fix: str

@@ -1,0 +1,285 @@
+"""A session over a channel: what a managed engine's client and an offload engine's client do alike.
+
+`SessionChannel` adds to a channel what belongs to a session: the pool's epoch, stale sessions, and what to do while the
+daemon does not answer. `EngineSession` is the common base of `Client` and `OffloadClient`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Final, ParamSpec, Protocol, Self, TypeVar
+
+import zmq
+
+from kvcached_client.errors import CircuitOpen, DaemonUnreachable, DeadlineExceeded, KvcachedError, RequestError, Stale
+from kvcached_client.protocol.engine import (
+    Acquire,
+    Allocate,
+    Bye,
+    Commit,
+    Goodbye,
+    Header,
+    Load,
+    Match,
+    Matched,
+    Prefetch,
+    Release,
+    Request,
+    Vacancy,
+    Welcome,
+    WelcomeAttached,
+)
+from kvcached_client.transport.attach import AttachConnection, SessionGrant, identify
+from kvcached_client.transport.channel import Channel
+from kvcached_client.transport.heartbeat import Heartbeat
+from kvcached_client.transport.misses import Circuit, CircuitState, Failures, MissPolicy
+from kvcached_client.types import NO_FENCE, RequestId
+
+R = TypeVar("R", bound=Header)
+P = ParamSpec("P")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+#: How long a goodbye whose reply nobody awaits may take to reach the daemon's socket.
+_FAREWELL_MS: Final = 100
+#: Requests that the daemon answers at once: if it does not, it hangs.
+_ANSWERED_SOON: Final = (Match, Acquire, Allocate, Commit, Release)
+#: Requests that the daemon answers when something has happened, such as the end of a load.
+_ANSWERED_LATE: Final = (Load, Vacancy, Prefetch)
+#: A deadline that never passes.
+_NEVER_NS: Final = 1 << 62
+
+_log: Final = logging.getLogger("kvcached_client")
+
+
+class SessionChannel(Channel):
+    """A channel whose connection owns a session: it knows the pool's epoch and what to do about failures."""
+
+    def __init__(self, endpoint: str, *, deadline_ms: int, attached: AttachConnection, failures: Failures) -> None:
+        super().__init__(endpoint, deadline_ms=deadline_ms, attached=attached)
+        self.epoch = 0
+        self.is_stale = False  #: the daemon said that the session or the pool's epoch is over
+        self.named_fence = NO_FENCE  #: the highest that any lease of the session has named
+        self.misses = MissPolicy(failures)
+        self._circuit = Circuit()
+        self._probe: Match | None = None  #: sent since the circuit is not closed
+
+    @property
+    def is_waiting_in_vain(self) -> bool:
+        """Whether the daemon has not answered since a deadline passed: nothing is waited for until it does."""
+        return self._circuit.state is CircuitState.OPEN
+
+    def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
+        """As `Channel.send`; gives back first what was granted after the caller had stopped waiting for it.
+
+        Raises:
+            CircuitOpen: the daemon owes an answer; nothing was sent. Releases and farewells are: the daemon gets to
+                know of them when it goes on, and only `receive` raises.
+        """
+        if self._circuit.state is not CircuitState.CLOSED and not self._answers_again():
+            self._circuit.note_miss()
+            if not isinstance(request, (Release, Bye)):
+                raise self._circuit_open()
+        self.give_back_late()
+        super().send(request, frames, deadline_ns=deadline_ns)
+
+    def give_back_late(self) -> None:
+        """Release the leases that came, among replies that were read, after the caller had stopped waiting."""
+        for lease in self._calls.orphans():
+            if not self.post(Release(id=self.next_id(), epoch=self.epoch, lease=lease, reply=False)):
+                break
+            self._calls.drop_orphan(lease)
+
+    def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
+        """As `Channel.receive`; notes when the session is over, and when the daemon does not answer.
+
+        Raises:
+            CircuitOpen: the daemon owes earlier answers; this one is not waited for.
+        """
+        if self.is_waiting_in_vain and not self._calls.is_answered(RequestId(request.id)):
+            self.abandon(request)
+            raise self._circuit_open()
+        try:
+            return super().receive(request, expected)
+        except Stale:
+            self.is_stale = True
+            raise
+        except DeadlineExceeded as error:
+            if self.misses.is_on and self._circuit.state is CircuitState.CLOSED:
+                self._note_silence(request, str(error))
+            raise
+
+    def _note_silence(self, request: Request, why: str) -> None:
+        if isinstance(request, _ANSWERED_SOON):
+            self._circuit.open(time.monotonic_ns(), why)
+        elif isinstance(request, _ANSWERED_LATE):
+            self._circuit.doubt(time.monotonic_ns())
+        else:
+            return
+        self._send_probe()
+
+    def _send_probe(self) -> None:
+        """Ask something that changes nothing and is answered at once, if that can be sent without waiting."""
+        probe = Match(id=self.next_id(), epoch=self.epoch, tokens=0)
+        try:
+            self._socket.send_multipart(self._calls.send(probe, (b"",), deadline_ns=_NEVER_NS), zmq.NOBLOCK)
+        except (zmq.Again, RequestError) as error:
+            self.abandon(probe)
+            _log.debug("no probe was sent: %s", error)
+        else:
+            self._probe = probe
+
+    def _answers_again(self) -> bool:
+        """Whether the probe was answered, so that the daemon may be asked again. Waits for a moment at most."""
+        probe = self._probe
+        if probe is None:
+            self._send_probe()
+            return False
+        is_answered = self.is_over(probe)
+        while not is_answered and self._poll(self._readable, self._circuit.probe_grace_end_ns):
+            is_answered = self.is_over(probe)
+        now_ns = time.monotonic_ns()
+        if is_answered and not self._circuit.is_resting(now_ns):
+            self._circuit.close(now_ns)
+            self._probe = None
+            with contextlib.suppress(RequestError):  # that the session is over is noted; the next answer says it, too
+                self.receive(probe, Matched)
+            return True
+        if self._circuit.state is CircuitState.DOUBTED:
+            self._circuit.open(now_ns, f"no reply from {self.endpoint} to a probe either")
+        return False
+
+    def _circuit_open(self) -> CircuitOpen:
+        return CircuitOpen(f"{self.endpoint} was not asked: it has not answered since a deadline passed")
+
+    def hang_up(self) -> None:
+        """Close, and end the session without waiting for the daemon's answer, or for the one to a hello before it."""
+        linger_ms = 0
+        try:
+            if self.post(Bye(id=self.next_id())):
+                linger_ms = _FAREWELL_MS
+        except DaemonUnreachable as error:
+            _log.debug("no goodbye: %s", error)
+        finally:
+            self.close(linger_ms=linger_ms)
+
+
+def open_channel(run_dir: str, *, deadline_ms: int, failures: Failures) -> tuple[SessionChannel, bytes]:
+    """Connect to the daemon; returns the channel and the token that names this process in a hello.
+
+    Raises:
+        DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
+    """
+    attached, identified = identify(run_dir, client="kvcached_client", deadline_ms=deadline_ms)
+    try:
+        channel = SessionChannel(identified.endpoint, deadline_ms=deadline_ms, attached=attached, failures=failures)
+    except BaseException:
+        attached.close()
+        raise
+    return channel, identified.member
+
+
+class EngineSession:
+    """An open session with its heartbeats, until `close`. A context manager.
+
+    Attributes:
+        session: what shard processes need to join.
+        epoch: of the pool.
+        namespace: 32 bytes, the root of every chain of keys.
+    """
+
+    def __init__(
+        self,
+        channel: SessionChannel,
+        welcome: Welcome | WelcomeAttached,
+        run_dir: str,
+        *,
+        generation: int | None,
+        heartbeat: bool = True,
+        on_stale: Callable[[], None] | None = None,
+    ) -> None:
+        """Take over the channel on which the daemon has welcomed the session.
+
+        `generation` is the only one in which the session is valid; None if the namespace may be cleared meanwhile.
+        """
+        self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=run_dir)
+        self.epoch = welcome.epoch
+        self.namespace = welcome.namespace
+        self._channel = channel
+        self._channel.epoch = welcome.epoch
+        self._process_id = os.getpid()
+        self._is_closed = False
+        self._on_stale = on_stale
+        self._heartbeat = self._start_heartbeat(welcome, generation) if heartbeat else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the session still exists, as far as this process knows. If not, close it and connect again."""
+        heartbeat_stale = self._heartbeat is not None and self._heartbeat.is_stale
+        return not (self._is_closed or self._channel.is_gone or self._channel.is_stale or heartbeat_stale)
+
+    def close(self) -> None:
+        """End the session. Does nothing the second time.
+
+        In a forked child it only closes the child's copies of descriptors.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if os.getpid() == self._process_id:
+                if self._heartbeat is not None:
+                    self._heartbeat.close()
+                self._say_goodbye()
+        finally:
+            self._channel.close(linger_ms=_FAREWELL_MS if self._channel.is_waiting_in_vain else 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_heartbeat(self, welcome: Welcome | WelcomeAttached, generation: int | None) -> Heartbeat:
+        heartbeat = Heartbeat(
+            self._channel.context,
+            self._channel.endpoint,
+            self.session,
+            epoch=welcome.epoch,
+            generation=generation,
+            interval_ms=welcome.heartbeat_interval_ms,
+            on_stale=self._on_stale,
+        )
+        # Not at exit: the thread dies with the process.
+        weakref.finalize(self, heartbeat.stop).atexit = False
+        return heartbeat
+
+    def _say_goodbye(self) -> None:
+        try:
+            self._channel.ask(Bye(id=self._channel.next_id()), Goodbye)
+        except KvcachedError as error:
+            # The session ends anyway, at the latest when this process dies.
+            _log.info("kvcached session %d closed without the daemon's reply: %s", self.session.id, error)
+
+
+class Pending(Protocol[T_co]):
+    """A request that was sent to the daemon."""
+
+    def result(self) -> T_co:
+        """Wait for the reply."""
+
+
+def waiting(begin: Callable[P, Pending[T]]) -> Callable[P, T]:
+    """The blocking form of a call that sends a request and returns before the reply."""
+
+    @wraps(begin)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return begin(*args, **kwargs).result()
+
+    return call
