@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.index.tree import BATCH_DIVISOR, SLACK_DIVISOR, PrefixTree
-from kvcached.core.lease import Lease
+from kvcached.core.lease import ManagedLease
 from kvcached.core.refusals import Refusal, Why
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import Ranges, chained, no_ranges
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState
@@ -17,7 +17,7 @@ from kvcached_client.types import WritePolicy
 _DEMOTED = frozenset({WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK})
 
 
-def take_slots(session: Session, worker_copies: WorkerCopies, count: int, cause: str) -> Ranges[int]:
+def take_slots(session: ManagedSession, worker_copies: WorkerCopies, count: int, cause: str) -> Ranges[int]:
     """Grant slots of a session's pool, evicting what is missing, or refuse without any loss.
 
     Raises:
@@ -35,7 +35,7 @@ def take_slots(session: Session, worker_copies: WorkerCopies, count: int, cause:
     return pool.take(count, SlotState.LEASED, cause)
 
 
-def replace_missing(session: Session, worker_copies: WorkerCopies, lease: Lease) -> None:
+def replace_missing(session: ManagedSession, worker_copies: WorkerCopies, lease: ManagedLease) -> None:
     """Slots for blocks of a lease's hit that could not be loaded.
 
     Raises:
@@ -58,7 +58,7 @@ def discard(tree: PrefixTree, pool: DevicePool, keys: bytes) -> None:
         pool.move(dropped, SlotState.CACHED, SlotState.FREE, "discard")
 
 
-def _evict(session: Session, shortage: int, cause: str) -> None:
+def _evict(session: ManagedSession, shortage: int, cause: str) -> None:
     """Free what is short, unless demotion has done so already; a batch where nothing is demoted."""
     tree, pool = session.tree, session.pool
     if shortage <= 0:
@@ -68,7 +68,7 @@ def _evict(session: Session, shortage: int, cause: str) -> None:
     tree.evict(shortage, pool.index, cause, slack=pool.slots // SLACK_DIVISOR)
 
 
-def _no_capacity(session: Session, worker_copies: WorkerCopies, count: int) -> Refusal:
+def _no_capacity(session: ManagedSession, worker_copies: WorkerCopies, count: int) -> Refusal:
     pool = session.pool
     session.counters["no_capacity"] += 1
     reachable = pool.free + pool.counts[SlotState.CACHED] + pool.counts[SlotState.FILLING]

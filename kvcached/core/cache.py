@@ -16,7 +16,7 @@ from kvcached.core.eviction.slab_eviction import evict_slabs
 from kvcached.core.generations import Generations
 from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.lease import Asked, FenceHold, Lease
+from kvcached.core.lease import Asked, FenceHold, ManagedLease
 from kvcached.core.messages import (
     Commitment,
     Effect,
@@ -34,10 +34,9 @@ from kvcached.core.messages import (
 )
 from kvcached.core.namespaces import NamespaceSpec, PoolSpec, build_trees
 from kvcached.core.offload import Offload
-from kvcached.core.offload_state import OffloadSession
 from kvcached.core.pins import Pins
 from kvcached.core.refusals import Refusal, Why
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession, OffloadSession
 from kvcached.core.slots.host_slots import HostPool, HostQuota, SlabAllocator
 from kvcached.core.slots.ranges import Ranges, append, chained, cut, no_ranges, slot_count
 from kvcached.core.slots.slots import DevicePool, SlotPool
@@ -95,7 +94,7 @@ class Cache:
         self.epoch = epoch
         self.session_ttl_ms = session_ttl_ms
         self.pools: dict[str, DevicePool] = {}
-        self.sessions: dict[SessionId, Session] = {}
+        self.sessions: dict[SessionId, ManagedSession] = {}
         self.effects: list[Effect] = []
         self.counters: Counter[str] = Counter()
         self.eviction_log = EvictionLog()
@@ -157,7 +156,7 @@ class Cache:
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
-    def open_session(self, replica: str, now_ms: int, *, counted: bool = True) -> Session:
+    def open_session(self, replica: str, now_ms: int, *, counted: bool = True) -> ManagedSession:
         """Give a replica's pool to a new session. One engine at a time is the service's business.
 
         What a session does that is not `counted` (a health check) is missing in the counters.
@@ -165,7 +164,7 @@ class Cache:
         pool = self.pools[replica]
         if pool.clearing:
             raise Refusal(Why.CLEARING, replica=replica)
-        session = Session(SessionId(self._next_session), self._trees[replica], pool, now_ms)
+        session = ManagedSession(SessionId(self._next_session), now_ms, self._trees[replica], pool)
         if counted:
             session.count_in(self.counters)
         self._next_session += 1
@@ -183,10 +182,10 @@ class Cache:
         self._next_session += 1
         return session
 
-    def restore_session(self, replica: str) -> Session:
+    def restore_session(self, replica: str) -> ManagedSession:
         """An engine from before a restart may write into all of a pool, which has outlived that: it is expired."""
         pool = self.pools[replica]
-        session = Session(SessionId(self._next_session), self._trees[replica], pool, self._now_ms)
+        session = ManagedSession(SessionId(self._next_session), self._now_ms, self._trees[replica], pool)
         self._next_session += 1
         session.restore()
         self.sessions[session.id] = session
@@ -198,10 +197,10 @@ class Cache:
         self._next_session += 1
         return session
 
-    def heartbeat(self, session_id: SessionId, fence: FenceSequence, now_ms: int) -> Session:
+    def heartbeat(self, session_id: SessionId, fence: FenceSequence, now_ms: int) -> ManagedSession:
         """The session lives, and its work up to `fence` is over."""
         session = self.checks.session(session_id)
-        session.last_heard_ms = now_ms
+        session.heard(now_ms)
         session.signal(fence)
         return session
 
@@ -295,7 +294,7 @@ class Cache:
         try:
             tree.touch(run, pool.index, hit=depth, priority=priority)
             ranges = take_slots(session, self._worker_copies, need, cause)
-            lease = Lease(self.next_lease(), request, asked, depth, run, depth, ranges, priority=priority)
+            lease = ManagedLease(self.next_lease(), request, asked, depth, run, depth, ranges, priority=priority)
             session.add(lease)
         except BaseException:
             pool.move(ranges, SlotState.LEASED, SlotState.FREE, f"rollback of {cause}")
@@ -424,20 +423,20 @@ class Cache:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def _acquire_from_host(self, session: Session, lease: Lease, keys: bytes, limit: int) -> None:
+    def _acquire_from_host(self, session: ManagedSession, lease: ManagedLease, keys: bytes, limit: int) -> None:
         self._worker_copies.stores.note_hit(session, lease.run, lease.depth)
         self._worker_copies.loads.join(session, lease)
         self._worker_copies.loads.start(session, lease, keys, limit)
         session.tree.touch_host(lease.run, hit=lease.depth, priority=lease.priority)
         lease.hit = lease.depth
 
-    def _grant_again(self, session: Session, lease: Lease, asked: Asked) -> Grant:
-        if lease.asked != asked or lease.depth > lease.hit:
+    def _grant_again(self, session: ManagedSession, lease: ManagedLease, asked: Asked) -> Grant:
+        if lease.asked != asked or lease.has_grown:
             raise Refusal(Why.REQUEST_IN_USE, request=lease.request, lease=lease.id)
         # What became of its loads is for `load` to tell, lest two answers to one request differ.
         return lease.answer or self._table.grant(session, lease)
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: ManagedSession) -> None:
         """The one way out: everything a session holds is given back, however it went."""
         self._locks.leave(session.id)
         freed = session.end(self._worker_copies.cut_off)
@@ -463,11 +462,11 @@ class Cache:
         self.offload.on_ticked(now_ms, late=late)
         for session in list(self.sessions.values()):
             if late:
-                session.last_heard_ms = now_ms
+                session.heard(now_ms)
             elif session.state is SessionState.ACTIVE and now_ms - session.last_heard_ms > self.session_ttl_ms:
                 self._expire(session)
 
-    def _expire(self, session: Session) -> None:
+    def _expire(self, session: ManagedSession) -> None:
         """Its leases are over, but its processes may live: what they could write waits for their death."""
         self._locks.leave(session.id)
         session.expire(self._worker_copies.cut_off)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvcached.core.index.run import KEY_SIZE
-from kvcached.core.lease import Lease
+from kvcached.core.lease import ManagedLease
 from kvcached.core.refusals import Refusal, Why
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import Ranges, slot_count, subtract
 from kvcached.core.slots.states import SessionState
 from kvcached_client.types import FenceSequence, LeaseId, SessionId
@@ -23,26 +23,28 @@ class Checks:
         session_ttl_ms: for what an expired session is told.
     """
 
-    def __init__(self, sessions: dict[SessionId, Session], block_sizes: dict[str, int], session_ttl_ms: int) -> None:
+    def __init__(
+        self, sessions: dict[SessionId, ManagedSession], block_sizes: dict[str, int], session_ttl_ms: int
+    ) -> None:
         self._sessions = sessions
         self.block_sizes = block_sizes
         self._session_ttl_ms = session_ttl_ms
 
-    def session(self, session_id: SessionId) -> Session:
+    def session(self, session_id: SessionId) -> ManagedSession:
         """An active session."""
         session = self._sessions.get(session_id)
         if session is not None and session.state is SessionState.ACTIVE:
             return session
         raise not_alive(session_id, None if session is None else session.state, self._session_ttl_ms)
 
-    def session_at(self, session_id: SessionId, epoch: int) -> Session:
+    def session_at(self, session_id: SessionId, epoch: int) -> ManagedSession:
         """An active session whose peer speaks of the pool's memory as it is now."""
         session = self.session(session_id)
         if epoch != session.pool.epoch:
             raise Refusal(Why.STALE_EPOCH, epoch=epoch, pool=session.pool.name, present=session.pool.epoch)
         return session
 
-    def lease(self, session: Session, lease_id: LeaseId, granted: int) -> Lease:
+    def lease(self, session: ManagedSession, lease_id: LeaseId, granted: int) -> ManagedLease:
         """A session's lease; ids up to `granted` have been given out."""
         lease = session.leases.get(lease_id)
         if lease is not None:
@@ -53,12 +55,18 @@ class Checks:
             raise Refusal(Why.LEASE_RELEASED, lease=lease_id)
         raise Refusal(Why.NO_SUCH_LEASE, lease=lease_id)
 
-    def hit_limit(self, session: Session, keys: bytes, tokens: int, *, full: bool) -> int:
+    def hit_limit(self, session: ManagedSession, keys: bytes, tokens: int, *, full: bool) -> int:
         """How many blocks of a prompt may be a hit: one token is left to compute, unless `full`."""
         return hit_limit(len(keys) // KEY_SIZE, self.block_sizes[session.pool.name], tokens, full=full)
 
     def commit(
-        self, session: Session, lease: Lease, start: int, keys: bytes, slots: Ranges[int], fence: FenceSequence
+        self,
+        session: ManagedSession,
+        lease: ManagedLease,
+        start: int,
+        keys: bytes,
+        slots: Ranges[int],
+        fence: FenceSequence,
     ) -> Ranges[int]:
         """Refuse what does not fit; return the lease's exclusive slots without the committed ones."""
         self.fence(session, fence)
@@ -73,7 +81,7 @@ class Checks:
             raise Refusal(Why.COMMIT_OF_FOREIGN_SLOTS, lease=lease.id)
         return left
 
-    def fence(self, session: Session, fence: FenceSequence, holds: int = 1) -> None:
+    def fence(self, session: ManagedSession, fence: FenceSequence, holds: int = 1) -> None:
         """Whether a session may have that many fences more."""
         if fence > session.fence and len(session.holds) + holds > FENCE_HOLDS_PER_SESSION_MAX:
             raise Refusal(Why.FENCES_FULL, fences=len(session.holds))

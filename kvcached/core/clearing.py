@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import NamespaceCleared
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.core.slots.states import SessionState, SlotState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage import StorageTier
@@ -43,10 +43,10 @@ class Clearings:
 
     def __init__(
         self,
-        sessions: dict[SessionId, Session],
+        sessions: dict[SessionId, ManagedSession],
         worker_copies: WorkerCopies,
         storage: StorageTier,
-        expire: Callable[[Session], None],
+        expire: Callable[[ManagedSession], None],
         locks: PrefixLocks,
     ) -> None:
         self.version = 0

@@ -1,4 +1,4 @@
-"""What one request holds, and what a fence still holds after it."""
+"""What one request of an engine holds, with a device pool or without one, and what a fence still holds after it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvcached.core.index.run import Run
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import Grant
 from kvcached.core.slots.ranges import Ranges, no_ranges
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, TransferId
@@ -23,25 +24,16 @@ class Asked(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A locked prefix ``(run, depth)`` and exclusive slots.
-
-    Its hit may still be loading. Where a load fails, `depth` falls behind `hit` until the engine has asked for slots in
-    place of those of the missing blocks.
+    """A locked prefix ``(run, depth)`` that one request counts on.
 
     Attributes:
-        id: never used twice.
+        id: never used twice by leases of its kind.
         request: the engine's id of the request.
         asked: what the acquire asked for, to tell a retry from another request of the same name.
         hit: depth that the engine was told.
-        run: the deepest run it reaches; `PrefixTree.resolve` finds where it is after splits.
+        run: the deepest run it reaches; `RunTree.resolve` finds where it is after splits.
         depth: blocks ``[0, depth)`` of its chain are in the tree and locked.
-        open: exclusive slots that may still be committed.
-        scratch: exclusive slots of blocks that were in the tree already; the engine reads them until release.
-        fence: the latest fence of its commits: until it has signalled, none of its slots is free of queued work.
-        loads: transfers that part of the hit waits for.
-        replacement: slots for blocks of the hit that could not be loaded.
         priority: of the request: blocks that it uses are evicted after those of lower ones.
-        answer: what its acquire was answered, and is again; None for a lease of before a restart.
     """
 
     id: LeaseId
@@ -50,13 +42,67 @@ class Lease:
     hit: int
     run: Run
     depth: int
+    priority: int = field(default=0, kw_only=True)
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the engine has gone on behind its hit: an acquire of the same name is another request then."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False)
+class ManagedLease(Lease):
+    """A prefix in a device pool, and exclusive slots for what comes behind it.
+
+    Its hit may still be loading. Where a load fails, `depth` falls behind `hit` until the engine has asked for slots in
+    place of those of the missing blocks.
+
+    Attributes:
+        open: exclusive slots that may still be committed.
+        scratch: exclusive slots of blocks that were in the tree already; the engine reads them until release.
+        fence: the latest fence of its commits: until it has signalled, none of its slots is free of queued work.
+        loads: transfers that part of the hit waits for.
+        replacement: slots for blocks of the hit that could not be loaded.
+        answer: what its acquire was answered, and is again; None for a lease from before a restart.
+    """
+
     open: Ranges[int]
     scratch: Ranges[int] = field(default_factory=no_ranges)
     fence: FenceSequence = NO_FENCE
     loads: set[TransferId] = field(default_factory=set)
     replacement: Ranges[int] = field(default_factory=no_ranges)
-    priority: int = 0
     answer: Grant | None = None
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether something was committed behind its hit."""
+        return self.depth > self.hit
+
+
+@dataclass(slots=True, eq=False)
+class OffloadLease(Lease):
+    """A prefix in the host pool, and what the request goes on storing behind it.
+
+    Some of its blocks may be holes: copies that failed.
+
+    Attributes:
+        tree, generation: of the namespace when it was acquired; the tree is a retired one after a clear.
+        passed: blocks behind those that were offered and, by the write policy, not taken in. Nothing behind them is.
+    """
+
+    tree: PrefixTree
+    generation: int
+    passed: int = 0
+
+    @property
+    def reached(self) -> int:
+        """Where its next offer starts."""
+        return self.depth + self.passed
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether something was offered behind its hit."""
+        return self.reached > self.hit
 
 
 @dataclass(slots=True)

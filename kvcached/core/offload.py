@@ -15,12 +15,12 @@ from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.generations import Generations
 from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import HOST, Listener, Piece, PrefixTree
-from kvcached.core.lease import Asked
+from kvcached.core.lease import Asked, OffloadLease
 from kvcached.core.messages import SessionEnded, SessionExpired, SlotsHandedOut, TransferKind
 from kvcached.core.namespaces import Namespaces, NamespaceSpec
-from kvcached.core.offload_state import OffloadLease, OffloadSession
 from kvcached.core.pins import Pins
 from kvcached.core.refusals import Refusal, Why
+from kvcached.core.session import OffloadSession
 from kvcached.core.slots.host_slots import SlabAllocator
 from kvcached.core.slots.ranges import Ranges, no_ranges, pairs, slot_count
 from kvcached.core.slots.slots import SlotPool
@@ -104,14 +104,14 @@ class Offload:
         Raises:
             Refusal: there are too many namespaces, a block does not fit a slab, or another shape was declared.
         """
-        session = OffloadSession(session_id, self.namespaces.enter(spec), now_ms)
+        session = OffloadSession(session_id, now_ms, self.namespaces.enter(spec))
         self.sessions[session_id] = session
         self._counters["sessions_opened"] += 1
         return session
 
     def restore(self, session_id: SessionId, root: bytes, slots: list[tuple[SlotPool, Ranges[int]]]) -> OffloadSession:
         """A session of before a restart, in a namespace that is there again: its slots are set aside already."""
-        session = OffloadSession(session_id, self.namespaces.reenter(root), 0, quarantined=slots)
+        session = OffloadSession(session_id, 0, self.namespaces.reenter(root), quarantined=slots)
         session.enter(SessionState.EXPIRED)
         self.sessions[session_id] = session
         for _, ranges in slots:  # under the name that it has now, lest this daemon is killed, too
@@ -121,7 +121,7 @@ class Offload:
     def heartbeat(self, session_id: SessionId, now_ms: int) -> OffloadSession:
         """The session lives."""
         session = self._active(session_id)
-        session.last_heard_ms = now_ms
+        session.heard(now_ms)
         return session
 
     def lose_member(self, session: OffloadSession) -> None:
@@ -176,7 +176,7 @@ class Offload:
         """Expire sessions that went silent; nobody where the tick itself was late."""
         for session in list(self.sessions.values()):
             if late:
-                session.last_heard_ms = now_ms
+                session.heard(now_ms)
             elif session.state is SessionState.ACTIVE and now_ms - session.last_heard_ms > self._session_ttl_ms:
                 self.expire(session)
 
@@ -199,7 +199,7 @@ class Offload:
         asked = Asked(tokens, len(keys) // KEY_SIZE, keys[-KEY_SIZE:], 0, full)
         held = session.requests.get(request)
         if held is not None:
-            if held.asked != asked or held.reached > held.hit:
+            if held.asked != asked or held.has_grown:
                 raise Refusal(Why.REQUEST_IN_USE, request=request, lease=held.id)
             return held
         if len(session.leases) >= OFFLOAD_LEASES_MAX:
@@ -217,14 +217,14 @@ class Offload:
             LeaseId(self._last_lease),
             request,
             asked,
-            tree,
-            session.namespace.generation,
             depth,
             run,
             depth,
+            tree,
+            session.namespace.generation,
             priority=priority,
         )
-        session.leases[lease.id] = session.requests[request] = lease
+        session.add(lease)
         self._counters["acquires"] += 1
         self._counters["host_hit_blocks"] += depth
         self._counters["missed_blocks"] += len(keys) // KEY_SIZE - depth
@@ -350,7 +350,7 @@ class Offload:
         return StorePlan(TransferId(0), lease.reached, lease.generation, [], no_ranges())
 
     def _release(self, session: OffloadSession, lease: OffloadLease) -> None:
-        del session.leases[lease.id], session.requests[lease.request]
+        session.remove(lease)
         run = lease.tree.resolve(lease.run, lease.depth)
         lease.tree.touch(run, HOST, priority=lease.priority)
         lease.tree.unlock_host(run, lease.depth)

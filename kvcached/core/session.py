@@ -1,34 +1,92 @@
-"""One engine group on one pool: the owner of leases and fences, and the one way to give back all that it holds."""
+"""One engine group in a namespace: the owner of leases, and what it may still write when it is silent.
+
+A managed session has a device pool, and the daemon's workers copy for it. An offload session has none: its engine keeps
+its own device memory, and copies between that and host slots by itself, so that a host slot that it was given is its
+own until it says that it is through, or is dead.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.lease import FenceHold, Lease
+from kvcached.core.lease import FenceHold, Lease, ManagedLease, OffloadLease
+from kvcached.core.namespaces import Namespace
 from kvcached.core.slots.ranges import Ranges, append, no_ranges, slot_count, subtract
-from kvcached.core.slots.slots import DevicePool
+from kvcached.core.slots.slots import DevicePool, SlotPool
 from kvcached.core.slots.states import SESSION_TRANSITIONS, SessionState, SlotState, follow
-from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, SessionId
+from kvcached.core.transfers.transfer import EngineTransfer
+from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, SessionId, TransferId
 
 #: Told before a pool's part of the path to a run ends at a depth.
 CutOff = Callable[[PrefixTree, DevicePool, Run, int], None]
+LeaseT = TypeVar("LeaseT", bound=Lease)
 
 
-@dataclass(slots=True)
-class Session:
-    """What an engine group holds.
+@dataclass(slots=True, eq=False)
+class Session(Generic[LeaseT]):
+    """What an engine group holds, whatever its kind.
 
     Attributes:
-        id: never used twice.
-        tree, pool: where it works.
-        state: see `SessionState`.
+        id: never used twice, not by sessions of the other kind either.
         last_heard_ms: time of the last heartbeat, or of its start.
-        leases: what it holds, by id.
+        state: see `SessionState`.
+        leases: what its requests hold, by id.
         requests: the same leases by the engine's request id.
+    """
+
+    id: SessionId
+    last_heard_ms: int
+    state: SessionState = field(default=SessionState.ACTIVE, kw_only=True)
+    leases: dict[LeaseId, LeaseT] = field(default_factory=dict, kw_only=True)
+    requests: dict[str, LeaseT] = field(default_factory=dict, kw_only=True)
+
+    def heard(self, now_ms: int) -> None:
+        """It lives."""
+        self.last_heard_ms = now_ms
+
+    def add(self, lease: LeaseT) -> None:
+        """Put a lease on the books."""
+        self.leases[lease.id] = self.requests[lease.request] = lease
+
+    def remove(self, lease: LeaseT) -> None:
+        """Take a lease off the books; what it holds is the caller's to give back."""
+        del self.leases[lease.id], self.requests[lease.request]
+
+    def enter(self, state: SessionState) -> None:
+        """Go along an edge of the table.
+
+        Raises:
+            RuntimeError: there is no such edge: a bug of ours.
+        """
+        self.state = follow(SESSION_TRANSITIONS, self.state, state, f"session {self.id}")
+
+
+@dataclass(slots=True, eq=False)
+class OffloadSession(Session[OffloadLease]):
+    """An engine group that keeps its own device memory.
+
+    Attributes:
+        namespace: where it works.
+        transfers: copies that its processes are not through with.
+        quarantined: host slots that they could write when it expired, with the pool that they are of.
+    """
+
+    namespace: Namespace
+    transfers: dict[TransferId, EngineTransfer] = field(default_factory=dict)
+    quarantined: list[tuple[SlotPool, Ranges[int]]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class ManagedSession(Session[ManagedLease]):
+    """An engine group on one device pool, and the one way to give back all that it holds.
+
+    Attributes:
+        tree, pool: where it works.
         fence: the highest fence that has signalled.
         holds: what later fences hold.
         quarantined: slots that it could write when it expired.
@@ -40,13 +98,8 @@ class Session:
             queued on every slot that the session has ever held.
     """
 
-    id: SessionId
     tree: PrefixTree
     pool: DevicePool
-    last_heard_ms: int
-    state: SessionState = SessionState.ACTIVE
-    leases: dict[LeaseId, Lease] = field(default_factory=dict)
-    requests: dict[str, Lease] = field(default_factory=dict)
     fence: FenceSequence = NO_FENCE
     holds: list[FenceHold] = field(default_factory=list)
     quarantined: Ranges[int] = field(default_factory=no_ranges)
@@ -60,15 +113,11 @@ class Session:
         self.counters = counters
         self.writes_through = self.tree.host is not None
 
-    def add(self, lease: Lease) -> None:
-        """Put a lease on the books."""
-        self.leases[lease.id] = self.requests[lease.request] = lease
-
-    def release(self, lease: Lease, fence: FenceSequence) -> None:
+    def release(self, lease: ManagedLease, fence: FenceSequence) -> None:
         """Give a lease's lock and exclusive slots back, at once or when this fence and its commits' have signalled."""
         fence = max(fence, lease.fence)
         cause = f"release of lease {lease.id}"
-        slots = self._remove(lease)
+        slots = self._take_off(lease)
         if fence > self.fence:
             self.pool.move(slots, SlotState.LEASED, SlotState.FENCED, cause)
             self.holds.append(FenceHold(fence, lease.run, lease.depth, lease.depth, slots))
@@ -92,20 +141,20 @@ class Session:
     def expire(self, cut_off: CutOff) -> None:
         """Its leases are over, but its processes may live: what they could write is quarantined."""
         self.quarantined.extend(self._strip(SlotState.QUARANTINED, f"expiry of session {self.id}", cut_off))
-        self._enter(SessionState.EXPIRED)
+        self.enter(SessionState.EXPIRED)
 
     def restore(self) -> None:
         """It is from before a restart: of an empty pool it could write every slot."""
         pool = self.pool
         self.quarantined = pool.take(pool.free, SlotState.QUARANTINED, f"session {self.id} from before the restart")
         self.declaring = True
-        self._enter(SessionState.EXPIRED)
+        self.enter(SessionState.EXPIRED)
 
     def resume(self, now_ms: int, fence: FenceSequence) -> None:
         """Its engine has come back, and is about to say what it holds. `fence` becomes `inherited_fence`."""
-        self.last_heard_ms = now_ms
+        self.heard(now_ms)
         self.inherited_fence = fence
-        self._enter(SessionState.ACTIVE)
+        self.enter(SessionState.ACTIVE)
 
     def take_back(self, slots: Ranges[int]) -> bool:
         """Slots that it says are a lease's: LEASED again. Where they are not set aside: False, nothing has changed."""
@@ -143,12 +192,12 @@ class Session:
         self.pool.move(self.quarantined, SlotState.QUARANTINED, SlotState.FREE, cause)
         freed += slot_count(self.quarantined)
         self.quarantined = no_ranges()
-        self._enter(SessionState.ENDED)
+        self.enter(SessionState.ENDED)
         return freed
 
-    def _remove(self, lease: Lease) -> Ranges[int]:
+    def _take_off(self, lease: ManagedLease) -> Ranges[int]:
         """Take a lease off the books; its lock and its slots (returned, LEASED still) are the caller's to give back."""
-        del self.leases[lease.id], self.requests[lease.request]
+        self.remove(lease)
         lease.loads.clear()
         slots = lease.open
         append(slots, lease.scratch)
@@ -166,7 +215,7 @@ class Session:
         """
         stripped = no_ranges()
         for lease in list(self.leases.values()):
-            slots = self._remove(lease)
+            slots = self._take_off(lease)
             self.pool.move(slots, SlotState.LEASED, target, cause)
             self._unlock(lease.run, lease.depth)
             stripped.extend(slots)
@@ -187,6 +236,3 @@ class Session:
             return no_ranges()
         cut_off(self.tree, self.pool, run, hold.suspect)
         return self.pool.having(self.tree.drop(run, hold.suspect, self.pool.index), SlotState.CACHED)
-
-    def _enter(self, state: SessionState) -> None:
-        self.state = follow(SESSION_TRANSITIONS, self.state, state, f"session {self.id}")

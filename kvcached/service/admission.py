@@ -11,7 +11,7 @@ from typing import Final
 
 from kvcached.core.cache import Cache
 from kvcached.core.messages import MembersDied
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.core.slots.states import DAEMON_TRANSITIONS, DaemonState, SessionState
 from kvcached.service.replica import Replica, unknown_replica
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
@@ -158,7 +158,7 @@ class Admission:
             )
         return group, peer
 
-    def welcome_back(self, request: wire.Rejoin, session: Session, group: EngineGroup) -> wire.Welcome:
+    def welcome_back(self, request: wire.Rejoin, session: ManagedSession, group: EngineGroup) -> wire.Welcome:
         """The answer to a `Rejoin` that is granted."""
         return self._welcome(request.id, (), session, group)
 
@@ -169,7 +169,7 @@ class Admission:
         check_layout(request.layout, replica)
         return replica
 
-    def _replaced_session(self, replica: str, connection: bytes, peer: Peer) -> Session | None:
+    def _replaced_session(self, replica: str, connection: bytes, peer: Peer) -> ManagedSession | None:
         """The expired session that this process's hello replaces: saying it again is its word that the old is over.
 
         Raises:
@@ -192,7 +192,7 @@ class Admission:
         return None
 
     def _welcome(
-        self, request_id: int, capabilities: Sequence[str], session: Session, group: EngineGroup
+        self, request_id: int, capabilities: Sequence[str], session: ManagedSession, group: EngineGroup
     ) -> wire.Welcome:
         replica = self._replicas[session.pool.name]
         return wire.Welcome(
@@ -212,7 +212,7 @@ class Admission:
             capabilities=tuple(name for name in CAPABILITIES if name in capabilities),
         )
 
-    def _active_session(self, group: EngineGroup) -> Session:
+    def _active_session(self, group: EngineGroup) -> ManagedSession:
         session = self._cache.sessions.get(group.session)
         if session is None or session.state is not SessionState.ACTIVE:
             raise request_error(

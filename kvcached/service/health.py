@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from kvcached.core.allocate_slots import discard
 from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check_counts
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.service.admission import DrainState
 from kvcached.service.pending import PendingReplies, PendingReply, Wait
 from kvcached.service.refusals import REFUSED, in_words
@@ -157,7 +157,7 @@ class HealthChecks:
                 self._leave(replica, session, keys)
         return parts
 
-    async def _exercise(self, replica: Replica, session: Session, keys: bytes, parts: list[HealthPart]) -> None:
+    async def _exercise(self, replica: Replica, session: ManagedSession, keys: bytes, parts: list[HealthPart]) -> None:
         cache, epoch, tokens = self._cache, session.pool.epoch, _BLOCKS * replica.layout.block_size
         self._number += 1
         grant = cache.acquire(session.id, epoch, f"health-{self._number}", keys, tokens, 0, full=False)
@@ -179,7 +179,7 @@ class HealthChecks:
         parts.append(_part(replica, "release"))
 
     def _leave_when_answered(
-        self, replica: Replica, session: Session, keys: bytes, probe: asyncio.Future[None]
+        self, replica: Replica, session: ManagedSession, keys: bytes, probe: asyncio.Future[None]
     ) -> None:
         """Keep the slots until no worker writes into them any more."""
         self._unanswered.add(replica.name)
@@ -191,7 +191,7 @@ class HealthChecks:
 
         probe.add_done_callback(answered)
 
-    def _leave(self, replica: Replica, session: Session, keys: bytes) -> None:
+    def _leave(self, replica: Replica, session: ManagedSession, keys: bytes) -> None:
         self._cache.close_session(session.id)
         discard(self._cache.tree_of(replica.name), self._cache.pools[replica.name], keys)
 

@@ -15,7 +15,7 @@ from kvcached.config.table import SLOTS_MAX
 from kvcached.core.cache import Cache
 from kvcached.core.messages import MemberLost, MembersDied
 from kvcached.core.namespaces import NamespaceSpec
-from kvcached.core.offload_state import OffloadSession
+from kvcached.core.session import OffloadSession
 from kvcached.core.slots.states import SessionState
 from kvcached.service.admission import check_version
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer

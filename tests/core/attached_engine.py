@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvcached.core.cache import Cache
+from kvcached.core.lease import OffloadLease
 from kvcached.core.messages import Effect, SessionEnded, SessionExpired, Ticked
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.offload import LoadPlan
-from kvcached.core.offload_state import OffloadLease
 from kvcached.core.slots.host_slots import RESTING_MS, HostPool
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.engine_copies import StorePlan

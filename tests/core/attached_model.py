@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from kvcached.core.cache import Cache
 from kvcached.core.index.tree import HOST
+from kvcached.core.lease import OffloadLease
 from kvcached.core.messages import MemberLost, MembersDied, Ticked
-from kvcached.core.offload_state import OffloadLease
 from kvcached.core.refusals import Refusal
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.engine_copies import EVERY_SHARD, StorePlan

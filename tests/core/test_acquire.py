@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.core.slots.journal import IllegalTransition
 from kvcached.core.slots.states import SlotState
 from kvcached_client.types import FenceSequence, LeaseId, unpack_ranges
@@ -122,7 +122,7 @@ def test_acquire_that_fails_at_any_step_leaves_nothing_behind(
     engine.store("abcdef")
     engine.store("ABCDEF")
     session = cache.sessions[engine.session]
-    owner: Any = {"tree": session.tree, "pool": session.pool, "session": Session}[step.split(".", maxsplit=1)[0]]
+    owner: Any = {"tree": session.tree, "pool": session.pool, "session": ManagedSession}[step.split(".", maxsplit=1)[0]]
 
     def fail(*_: object, **__: object) -> None:
         raise Injected

@@ -9,7 +9,7 @@ from kvcached.core.checks import Checks
 from kvcached.core.clearing import Clearings
 from kvcached.core.index import run_tree
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.core.slots.host_slots import SlabAllocator
 from kvcached_client.types import SessionId
 from tests.mutants.mutant import caught_by, rewrite
@@ -31,7 +31,7 @@ def cleared_while_a_copy_runs(patch: pytest.MonkeyPatch) -> None:
 def epoch_check_of_a_request_dropped(patch: pytest.MonkeyPatch) -> None:
     """A request that names a past epoch of its pool is served."""
 
-    def session_at(self: Checks, session_id: SessionId, epoch: int) -> Session:
+    def session_at(self: Checks, session_id: SessionId, epoch: int) -> ManagedSession:
         return self.session(session_id)
 
     patch.setattr(Checks, "session_at", session_at)

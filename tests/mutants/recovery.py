@@ -6,7 +6,7 @@ import pytest
 
 from kvcached.core.restart import restore
 from kvcached.core.restart.takeover import RestoredCache
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.process.identity import open_process
 from kvcached.recovery import scan
 from kvcached.recovery.fd_store import NoticeSocket
@@ -37,14 +37,14 @@ def generation_forgotten_at_the_start(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_declarations.py::test_nothing_is_granted_before_all_is_declared")
 def pool_free_before_its_engine_spoke(patch: pytest.MonkeyPatch) -> None:
     """A device pool that outlived the daemon is granted before the engine that writes into it has declared itself."""
-    resume = Session.resume
+    resume = ManagedSession.resume
 
-    def resume_with_all_declared(self: Session, now_ms: int, fence: FenceSequence) -> None:
+    def resume_with_all_declared(self: ManagedSession, now_ms: int, fence: FenceSequence) -> None:
         resume(self, now_ms, fence)
         self.declared()
         self.declaring = True
 
-    patch.setattr(Session, "resume", resume_with_all_declared)
+    patch.setattr(ManagedSession, "resume", resume_with_all_declared)
 
 
 @caught_by("tests/recovery/test_ledger.py::test_another_process_with_the_pid_is_not_taken_for_it")

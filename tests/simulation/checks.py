@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvcached.core.cache import Cache
 from kvcached.core.index.tree import HOST, PrefixTree
 from kvcached.core.insight.invariants import check
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SessionState, SlotState
 from kvcached.service import recorder
@@ -116,7 +116,7 @@ class Checks:
                 raise Broken(f"the epoch of {name} went from {self._world.epochs[name]} to {number}")
         self._world.epochs.update(now)
 
-    def look_at_returned(self, session: Session) -> None:
+    def look_at_returned(self, session: ManagedSession) -> None:
         """A session from before a restart goes on: what its engine has queued is waited for.
 
         Raises:

@@ -13,7 +13,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.pauses import is_paused
 from kvcached.core.restart.rejoin import Rejoin
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import no_ranges
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SessionState, SlotState
@@ -39,7 +39,7 @@ from tests.simulation.storage_mistakes import STORAGE_MISTAKES
 def _pool_given_away(patch: pytest.MonkeyPatch) -> None:
     """An expired session's pool goes to whoever asks, though its processes live."""
 
-    def replaced(self: Admission, replica: str, *_: object) -> Session | None:
+    def replaced(self: Admission, replica: str, *_: object) -> ManagedSession | None:
         sessions = [each for each in self._cache.sessions.values() if each.pool.name == replica]
         return sessions[0] if sessions and sessions[0].state is SessionState.EXPIRED else None
 
@@ -209,8 +209,8 @@ def _taken_over_late(patch: pytest.MonkeyPatch) -> None:
 
 def _queued_work_forgotten(patch: pytest.MonkeyPatch) -> None:
     """An engine that comes back is believed at once, whatever it has queued."""
-    resume = Session.resume
-    patch.setattr(Session, "resume", lambda session, now_ms, _: resume(session, now_ms, NO_FENCE))
+    resume = ManagedSession.resume
+    patch.setattr(ManagedSession, "resume", lambda session, now_ms, _: resume(session, now_ms, NO_FENCE))
 
 
 def _ended_session_goes_on(patch: pytest.MonkeyPatch) -> None:

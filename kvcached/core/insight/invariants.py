@@ -17,9 +17,8 @@ from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.tree import HOST, PrefixTree
 from kvcached.core.lease import FenceHold, Lease
 from kvcached.core.messages import TransferKind
-from kvcached.core.offload_state import OffloadLease, OffloadSession
 from kvcached.core.pins import Held
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession, OffloadSession
 from kvcached.core.slots.ranges import Ranges, has_holes, no_ranges, pairs, slot_count, without_holes
 from kvcached.core.slots.slots import DevicePool, SlotPool
 from kvcached.core.slots.states import SessionState, SlotState, TransferState
@@ -228,7 +227,7 @@ def _slots(pool: SlotPool, claims: Iterable[_Claim]) -> Iterator[str]:
 
 
 def _device_claims(
-    runs: list[Run], pool: DevicePool, sessions: list[Session], transfers: list[WorkerTransfer]
+    runs: list[Run], pool: DevicePool, sessions: list[ManagedSession], transfers: list[WorkerTransfer]
 ) -> Iterator[_Claim]:
     yield SlotState.FREE, "the free list", pool.free_ranges()
     loads = [each for each in transfers if each.kind is TransferKind.LOAD]
@@ -303,7 +302,7 @@ def _prefix_locks(cache: Cache, tree: PrefixTree) -> Iterator[str]:
 
 
 #: Whatever locks a path.
-_Holder = Lease | FenceHold | OffloadLease | Held | PrefixLock
+_Holder = Lease | FenceHold | Held | PrefixLock
 
 
 def _path_locks(

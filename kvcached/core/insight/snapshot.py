@@ -16,7 +16,6 @@ from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.tree import HOST, PrefixTree
 from kvcached.core.lease import Lease
 from kvcached.core.messages import TransferKind
-from kvcached.core.offload_state import OffloadLease
 from kvcached.core.slots.ranges import Ranges, pairs, slot_count, without_holes
 from kvcached.core.transfers.transfer import EngineTransfer, WorkerTransfer
 
@@ -195,7 +194,7 @@ def _offset(run: Run, key: bytes) -> int | None:
 def _found(cache: Cache, tree: PrefixTree, run: Run, offset: int) -> Found:
     depth = run.start + offset
     before = run.keys[: offset * KEY_SIZE] if offset or run.parent is None else run.parent.keys
-    leases: list[Lease | OffloadLease] = [
+    leases: list[Lease] = [
         lease for session in cache.sessions.values() if session.tree is tree for lease in session.leases.values()
     ]
     offload = (lease for session in cache.offload.sessions.values() for lease in session.leases.values())

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from kvcached.core.cache import LEASES_PER_SESSION_MAX, Cache
 from kvcached.core.index.run import KEY_SIZE
-from kvcached.core.lease import Asked, Lease
+from kvcached.core.lease import Asked, ManagedLease
 from kvcached.core.refusals import Refusal, Why
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import Ranges, append, chained, cut, no_ranges, one_range, pairs, slot_count
 from kvcached.core.slots.states import SessionState
 from kvcached_client.types import FenceSequence, LeaseId, SessionId
@@ -24,7 +24,7 @@ class Rejoin:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
 
-    def resume(self, session_id: SessionId, now_ms: int, fence: FenceSequence) -> Session:
+    def resume(self, session_id: SessionId, now_ms: int, fence: FenceSequence) -> ManagedSession:
         """The engine of an expired session from before the restart is back.
 
         Args:
@@ -84,7 +84,7 @@ class Rejoin:
         if not session.take_back(chained(copies, mine)):
             raise Refusal(Why.SLOTS_NOT_SET_ASIDE, request=request, session=session_id)
         asked = Asked(tokens, blocks, keys[-KEY_SIZE:], 0, full=False)
-        lease = Lease(self._cache.next_lease(), request, asked, depth, run, depth, mine, copies, fence)
+        lease = ManagedLease(self._cache.next_lease(), request, asked, depth, run, depth, mine, copies, fence)
         tree.lock(run, depth, pool.index)
         session.add(lease)
         self._cache.commit(session_id, epoch, lease.id, depth, keys[depth * KEY_SIZE :], rest, fence)
@@ -97,13 +97,13 @@ class Rejoin:
         """The engine has declared all that it holds. Returns how many slots are free now."""
         return self._declaring(session_id, epoch).declared()
 
-    def _declaring(self, session_id: SessionId, epoch: int) -> Session:
+    def _declaring(self, session_id: SessionId, epoch: int) -> ManagedSession:
         session = self._cache.checks.session_at(session_id, epoch)
         if not session.declaring:
             raise Refusal(Why.NOT_DECLARING, session=session_id)
         return session
 
-    def _check(self, session: Session, request: str, blocks: int, hit: int, held: Ranges[int]) -> None:
+    def _check(self, session: ManagedSession, request: str, blocks: int, hit: int, held: Ranges[int]) -> None:
         if request in session.requests:
             raise Refusal(Why.DECLARED_ALREADY, request=request)
         if slot_count(held) != blocks or hit < blocks:

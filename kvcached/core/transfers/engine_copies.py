@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import HOST, Piece, PrefixTree, first_blocks
+from kvcached.core.lease import OffloadLease
 from kvcached.core.messages import SlotsHandedOut, TransferKind
-from kvcached.core.offload_state import OffloadLease, OffloadSession
+from kvcached.core.session import OffloadSession
 from kvcached.core.slots.ranges import Ranges, cut, no_ranges, slot_count
 from kvcached.core.slots.slots import SlotPool
 from kvcached.core.slots.states import SlotState, TransferState

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 
 from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import HOST, Piece, PrefixTree
-from kvcached.core.lease import FenceHold, Lease
+from kvcached.core.lease import FenceHold, ManagedLease
 from kvcached.core.messages import AbandonLoad, LoadsEnded, TransferKind
 from kvcached.core.pins import Pins
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import cut, pairs
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState, TransferState
@@ -37,7 +37,7 @@ class Loads:
         self._pins = pins
         self._end_queued = end
 
-    def join(self, session: Session, lease: Lease) -> None:
+    def join(self, session: ManagedSession, lease: ManagedLease) -> None:
         """A lease whose hit other loads are still writing waits for them."""
         if not session.pool.counts[SlotState.FILLING]:
             return
@@ -49,7 +49,7 @@ class Loads:
                 lease.loads.add(load.id)
                 session.counters["joined_loads"] += 1
 
-    def settled_blocks(self, session: Session, lease: Lease, keys: bytes) -> int:
+    def settled_blocks(self, session: ManagedSession, lease: ManagedLease, keys: bytes) -> int:
         """How many of the blocks that a lease commits come before one that a load is still writing.
 
         Those behind it must not be built on it: where the load fails, they would have to go with it.
@@ -62,7 +62,7 @@ class Loads:
         starts = [load.start for load in loads if not load.orphaned and load.crosses(run, depth)]
         return min([count, *(start - lease.depth for start in starts)])
 
-    def start(self, session: Session, lease: Lease, keys: bytes, limit: int) -> None:
+    def start(self, session: ManagedSession, lease: ManagedLease, keys: bytes, limit: int) -> None:
         """Start to load what the host pool has behind a new lease's hit, into the first of its exclusive slots."""
         tree, pool = session.tree, session.pool
         if not pool.copies:
@@ -79,7 +79,7 @@ class Loads:
             self._start_one(session, lease, keys, count, free.pop())
             blocks -= count
 
-    def _start_one(self, session: Session, lease: Lease, keys: bytes, count: int, progress: int) -> None:
+    def _start_one(self, session: ManagedSession, lease: ManagedLease, keys: bytes, count: int, progress: int) -> None:
         tree, pool = session.tree, session.pool
         start, end = lease.depth, lease.depth + count
         source, _ = tree.match_host(lease.run, start, keys, end)
@@ -155,7 +155,7 @@ class Loads:
         if not load.was_started:
             self._table.effects.append(AbandonLoad(load.id, pool.name, load.progress))
 
-    def _tell_loaded(self, pool: DevicePool, lease: Lease) -> None:
+    def _tell_loaded(self, pool: DevicePool, lease: ManagedLease) -> None:
         for session in self._table.sessions.values():
             if session.pool is pool and session.leases.get(lease.id) is lease:
                 self._table.effects.append(LoadsEnded(session.id, lease.id))
@@ -213,10 +213,10 @@ class Loads:
                 return
 
 
-def _shorten(session: Session, run: Run, depth: int) -> None:
+def _shorten(session: ManagedSession, run: Run, depth: int) -> None:
     """Whatever a session holds of the path to `run` beyond `depth` ends there now."""
     tree, pool = session.tree, session.pool.index
-    holders: list[Lease | FenceHold] = [*session.leases.values(), *session.holds]
+    holders: list[ManagedLease | FenceHold] = [*session.leases.values(), *session.holds]
     for holder in holders:
         if _passes(tree, holder.run, holder.depth, run, depth):
             tree.unlock(tree.resolve(holder.run, holder.depth), holder.depth, pool)

@@ -15,7 +15,7 @@ from kvcached.core.index.run import Run, Segment
 from kvcached.core.index.tree import BATCH_DIVISOR, HOST, SLACK_DIVISOR, Piece, PrefixTree, first_blocks
 from kvcached.core.lease import FenceHold
 from kvcached.core.messages import TransferKind
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import Ranges, join, slot_count
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState, TransferState
@@ -58,7 +58,7 @@ class Stores:
             run, depth = pool.unstored.popleft()
             room -= self.store(tree, pool, run, depth)
 
-    def note_hit(self, session: Session, run: Run, depth: int) -> None:
+    def note_hit(self, session: ManagedSession, run: Run, depth: int) -> None:
         """A second request has the path ``[0, depth)``: reason enough to copy it where the policy waits for one."""
         tree = session.tree
         is_wanted = session.writes_through and tree.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE

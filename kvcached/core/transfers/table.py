@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import HOST, PrefixTree
-from kvcached.core.lease import Lease
+from kvcached.core.lease import ManagedLease
 from kvcached.core.messages import BlockSpan, Effect, Grant, HurryTransfer, StartTransfer, TransferKind
-from kvcached.core.session import Session
+from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import append, cut, one_range, place_of
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState, TransferState
@@ -28,7 +28,9 @@ class TransferTable:
         counters: of the cache.
     """
 
-    def __init__(self, sessions: dict[SessionId, Session], effects: list[Effect], counters: Counter[str]) -> None:
+    def __init__(
+        self, sessions: dict[SessionId, ManagedSession], effects: list[Effect], counters: Counter[str]
+    ) -> None:
         self.worker: dict[TransferId, WorkerTransfer] = {}
         self.engine: dict[TransferId, EngineTransfer] = {}
         self.backups: dict[TransferId, StorageTransfer] = {}
@@ -88,7 +90,7 @@ class TransferTable:
 
     # --- transfers of workers ---------------------------------------------------------------------------------------
 
-    def grant(self, session: Session, lease: Lease) -> Grant:
+    def grant(self, session: ManagedSession, lease: ManagedLease) -> Grant:
         """What a lease holds, and the loads that part of its hit waits for."""
         tree, pool = session.tree, session.pool
         run = tree.resolve(lease.run, lease.hit)

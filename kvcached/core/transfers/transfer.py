@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import Piece, PrefixTree
-from kvcached.core.lease import Lease
+from kvcached.core.lease import ManagedLease
 from kvcached.core.messages import TransferKind
 from kvcached.core.slots.ranges import Ranges, no_ranges
 from kvcached.core.slots.slots import DevicePool
@@ -108,7 +108,7 @@ class WorkerTransfer(ShardTransfer):
     pool: DevicePool
     device: Ranges[int]
     after: set[TransferId] = field(default_factory=set)
-    leases: list[Lease] = field(default_factory=list)
+    leases: list[ManagedLease] = field(default_factory=list)
     progress: int = 0
     urgent: bool = False
     orphaned: bool = False
