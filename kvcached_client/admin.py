@@ -50,9 +50,9 @@ _NS_PER_MS: Final = 1_000_000
 
 
 class ReportCalls:
-    """The questions that need no session.
+    """Reports, which need no session.
 
-    Each raises `RequestError` where the daemon refuses, `DaemonUnreachable` where none answers, and `DeadlineExceeded`.
+    Each raises `RequestError` if the daemon refuses, `DaemonUnreachable` if there is none, and `DeadlineExceeded`.
     """
 
     _channel: Channel
@@ -62,11 +62,11 @@ class ReportCalls:
         return self._channel.ask(Stats(id=self._channel.next_id()), StatsReport)[0]
 
     def health(self) -> HealthReport:
-        """What the daemon found when it tried a real request through every worker."""
+        """The result of a real request through every worker."""
         return self._channel.ask(Health(id=self._channel.next_id()), HealthReport)[0]
 
     def check(self) -> CheckReport:
-        """What the invariant checker says about the live core."""
+        """The result of the invariant checker on the live core."""
         return self._channel.ask(Check(id=self._channel.next_id()), CheckReport)[0]
 
     def describe(self) -> Description:
@@ -74,32 +74,32 @@ class ReportCalls:
         return self._channel.ask(Describe(id=self._channel.next_id()), Description)[0]
 
     def tree(self, replica: str = "", *, levels: int = 8, children: int = 8) -> tuple[TreeReport, list[TreeNode]]:
-        """What the index holds, and its runs in preorder.
+        """The contents of the index: totals, and its runs in preorder.
 
         Args:
-            replica: whose tree; "" for those of all replicas.
-            levels: how deep, 1 to 64.
-            children: how many of each run's children, 1 to 256; the others are counted.
+            replica: replica whose tree is shown; "" for all replicas.
+            levels: depth, 1 to 64.
+            children: children shown of each run, 1 to 256; further ones are only counted.
         """
         request = Tree(id=self._channel.next_id(), replica=replica, levels=levels, children=children)
         report, frames = self._channel.ask(request, TreeReport)
         return report, unpack_tree_nodes(frames[0])
 
     def inspect(self, key: bytes) -> InspectReport:
-        """Where the block with a 16-byte key is, and who holds it."""
+        """The places of the block with a 16-byte key, and the requests that hold it."""
         return self._channel.ask(Inspect(id=self._channel.next_id(), key=key), InspectReport)[0]
 
     def explain(
         self, keys: bytes, tokens: int, *, full: bool = False, replica: str = "", namespace: str = ""
     ) -> tuple[Explanation, ...]:
-        """What of a prompt would be hit, and why no more, for each replica and attached namespace.
+        """The hit of a prompt, and why it is not longer, for each replica and each namespace in offload mode.
 
         Args:
             keys: 16 bytes for each full block of the prompt.
-            tokens: its length. One of them at least is left to compute, unless `full`.
+            tokens: its length. At least its last token is left to compute, unless `full`.
             full: as in `Client.match`.
-            replica: for this one only; "" for all.
-            namespace: only where its hex digits begin so; "" for all.
+            replica: only this replica; "" for all.
+            namespace: only namespaces whose hex digits begin with this; "" for all.
         """
         request = Explain(id=self._channel.next_id(), tokens=tokens, full=full, replica=replica, namespace=namespace)
         return self._channel.ask(request, Explained, (keys,))[0].explanations
@@ -108,91 +108,91 @@ class ReportCalls:
 class AdminCalls:
     """Requests that change what the daemon does, without a session. Each may be repeated.
 
-    Each raises `RequestError` where the daemon refuses, `DaemonUnreachable` where none answers, and `DeadlineExceeded`.
+    Each raises `RequestError` if the daemon refuses, `DaemonUnreachable` if there is none, and `DeadlineExceeded`.
     """
 
     _channel: Channel
 
     def pause(self, replica: str = "", *, deadline_ms: int = 5000) -> Paused:
-        """Have no copies started between device and host memory, and wait until none is under way.
+        """Start no more copies between device and host memory, and wait until none is in flight.
 
         Args:
-            replica: whose copies; "" for all, those of engines in attached mode included.
-            deadline_ms: past it the answer says how many are still under way. The pause holds all the same.
+            replica: whose copies; "" for all, including those of engines in offload mode.
+            deadline_ms: after it, the reply says how many copies are still in flight. The pause continues.
         """
         request = Pause(id=self._channel.next_id(), replica=replica, deadline_ms=deadline_ms)
         return self._channel.ask(request, Paused, deadline_ns=self._deadline_ns(deadline_ms))[0]
 
     def resume(self, replica: str = "") -> Resumed:
-        """End a pause; for all, "", the draining, too."""
+        """End a pause; "" ends all pauses and the draining."""
         return self._channel.ask(Resume(id=self._channel.next_id(), replica=replica), Resumed)[0]
 
     def drain(self, *, deadline_ms: int = 5000) -> Drained:
-        """Have no new sessions and leases admitted, and wait until no lease, copy or waiting request is left.
+        """Admit no new sessions and leases, and wait until no lease, copy or waiting request is left.
 
         Args:
-            deadline_ms: past it the answer says what is left. The draining goes on all the same.
+            deadline_ms: after it, the reply says what is left. The draining continues.
         """
         request = Drain(id=self._channel.next_id(), deadline_ms=deadline_ms)
         return self._channel.ask(request, Drained, deadline_ns=self._deadline_ns(deadline_ms))[0]
 
     def clear(self, target: str, *, deadline_ms: int = 60_000) -> ReplicaCleared:
-        """Have nothing matched any more of what a namespace holds. Engines of replicas have to connect anew.
+        """Clear a namespace: nothing that it holds is matched again. Engines of its replicas must connect again.
 
         Args:
             target: a replica, with all that share its namespace, or a namespace: as in `set_policy`.
-            deadline_ms: copies of replicas under way are awaited. Past it, the clear will be made all the same.
+            deadline_ms: limit of the wait for copies in flight. After it, the clear is still made.
 
         Raises:
-            RequestError: not exactly one namespace is meant (`unknown_replica`).
-            DaemonFailure: it is cleared, and that could not be written down beside storage (`internal`).
+            RequestError: the target is not exactly one namespace (`unknown_replica`).
+            DaemonFailure: the namespace is cleared, but this could not be recorded beside storage (`internal`).
         """
         request = ClearReplica(id=self._channel.next_id(), target=target)
         return self._channel.ask(request, ReplicaCleared, deadline_ns=self._deadline_ns(deadline_ms))[0]
 
     def set_weights(self, target: str, version: str, *, deadline_ms: int = 60_000) -> ReplicaCleared:
-        """As `clear`, and other weights from then on; nothing happens where the replica has these already.
+        """Clear a namespace and give it other weights. Does nothing if it has these weights already.
 
         Args:
             target: a replica, or the first hex digits of its namespace; all that share it have the same weights.
-                Engines in attached mode name their weights themselves: their namespaces are refused (`bad_value`).
-            version: stands in place of the configuration's `revision` in the root of all keys, 256 characters at most.
+                Engines in offload mode name their weights themselves, so their namespaces are refused (`bad_value`).
+            version: replaces the configuration's `revision` in the root of all keys; at most 256 characters.
             deadline_ms: as of `clear`.
         """
         request = SetWeights(id=self._channel.next_id(), target=target, version=version)
         return self._channel.ask(request, ReplicaCleared, deadline_ns=self._deadline_ns(deadline_ms))[0]
 
     def set_policy(self, target: str, policy: WritePolicy) -> PolicySet:
-        """Have blocks of a namespace copied to the host pool by another policy from now on.
+        """Change the policy by which blocks of a namespace are copied to the host pool.
 
         Args:
-            target: a replica by its name, or the namespace of engines in attached mode: by the first hex digits of its
-                root, four or more, or by what they call it.
+            target: a replica by its name, or a namespace in offload mode by its label or by the first hex digits of its
+                root, at least four.
             policy: see `docs/policies.md`.
         """
         return self._channel.ask(SetPolicy(id=self._channel.next_id(), target=target, policy=policy), PolicySet)[0]
 
     def storage(self, action: StorageAction = "status") -> StorageReport:
-        """What storage does; start it, end it, or have it forget all that it holds.
+        """The state of storage; or start it, end it, or clear it.
 
         Args:
             action: status, attach, detach, or clear.
 
         Raises:
-            BadRequest: none is configured, or it cannot do that now.
+            BadRequest: no storage is configured, or it cannot do that now.
         """
         return self._channel.ask(StorageControl(id=self._channel.next_id(), action=action), StorageReport)[0]
 
     def pin(self, target: str, keys: bytes, *, ttl_ms: int) -> Pinned:
-        """Have what is cached of a prefix kept for a time, though nobody uses it: a system prompt, say.
+        """Keep the cached blocks of a prefix for a time, even if nobody uses them; for example of a system prompt.
 
-        Again with the same keys it is kept for longer, with what has been cached since.
+        A repeated call with the same keys extends the time, and includes blocks that have been cached since.
 
         Args:
             target: a replica by its name, for its pool and the host pool; or a namespace as in `set_policy`, for the
                 host pool.
-            keys: of the prefix's full blocks, 16 bytes each: `KeyChain.keys`.
-            ttl_ms: for so long, a week at most.
+            keys: keys of the prefix's full blocks, 16 bytes each: `KeyChain.keys`.
+            ttl_ms: how long, at most a week.
 
         Raises:
             RequestError: over the quota (`limit`), or no such target.
@@ -201,16 +201,16 @@ class AdminCalls:
         return self._channel.ask(request, Pinned, (keys,))[0]
 
     def unpin(self, target: str, keys: bytes) -> bool:
-        """Keep a prefix no longer; whether it was kept. Target and keys are those of `pin`."""
+        """End a pin; returns whether there was one. Target and keys are those of `pin`."""
         return self._channel.ask(Unpin(id=self._channel.next_id(), target=target), Unpinned, (keys,))[0].was_pinned
 
     def _deadline_ns(self, deadline_ms: int) -> int:
-        """When a call is over that the daemon may take so long for."""
+        """Deadline of a call for which the daemon may take `deadline_ms`."""
         return self._channel.deadline_ns() + deadline_ms * _NS_PER_MS
 
 
 class Admin(ReportCalls, AdminCalls):
-    """Questions and orders to a daemon, without a session. A context manager. Not thread-safe."""
+    """Reports and commands of people and tools. Needs no session. A context manager. Not thread-safe."""
 
     def __init__(self, channel: Channel) -> None:
         """Use `connect`."""
@@ -218,7 +218,7 @@ class Admin(ReportCalls, AdminCalls):
 
     @classmethod
     def connect(cls, run_dir: str | os.PathLike[str] | None = None, *, deadline_ms: int = 5000) -> Self:
-        """Speak to the daemon in `run_dir` (default: `run_dir.default_run_dir`). Calls take at most `deadline_ms`.
+        """Connect to the daemon in `run_dir` (default: `run_dir.default_run_dir`). Calls take at most `deadline_ms`.
 
         Raises:
             DaemonUnreachable: nothing listens in `run_dir`.

@@ -29,7 +29,7 @@ from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN, RESERVE_
 from kvcached_client.rejoin import Reserve, declare, rejoin
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.misses import Failures
-from kvcached_client.transport.retry_when_freed import with_vacancies
+from kvcached_client.transport.retry_when_freed import retry_when_freed
 from kvcached_client.transport.run_dir import default_run_dir
 from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel
 from kvcached_client.types import NO_FENCE, FenceSequence
@@ -38,21 +38,20 @@ from kvcached_client.types import NO_FENCE, FenceSequence
 class Client(EngineSession, ReportCalls, PrefetchCalls):
     """An engine's session on one replica's pool. A context manager. Not thread-safe.
 
-    Close it: for one that is dropped instead, the heartbeats end but no bye is said, for nobody knows whether the
-    engine still writes. Its pool is then busy until the session has expired.
+    Close it. If it is only dropped, its heartbeats end, but the session is not closed, because the engine may still
+    write: the pool is then busy until the session has expired.
 
-    A fork takes no client along: in the child its methods raise `RuntimeError`, and the parent's goes on.
+    A forked child cannot use it: there its methods raise `RuntimeError`. The parent's client is not affected.
 
-    Where the daemon is killed its workers, and with them the pool, outlive it for a while. An engine then goes on with
-    the slots of its leases, and takes those of its reserve for new requests; when a daemon is back, `rejoin` goes on
-    with all of them.
+    If the daemon is killed, the pool outlives it. The engine continues with the slots of its leases, and takes slots of
+    its reserve for new requests; when the next daemon is up, `rejoin` continues the session with all of them.
 
     Attributes:
         session: what shard processes need for `map_pool`.
-        layout: the shape of a block.
-        slots: slots of the pool, the same on every shard.
-        epoch: of the pool.
-        namespace: 32 bytes, root of every chain of keys.
+        layout: shape of a block.
+        slots: number of slots in the pool, the same on every shard.
+        epoch: epoch of the pool.
+        namespace: 32 bytes, the root of every chain of keys.
     """
 
     _channel: SessionChannel
@@ -83,25 +82,25 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
         """Open a session on a replica's pool.
 
         Args:
-            run_dir: where the daemon's sockets are; default: `run_dir.default_run_dir`.
+            run_dir: directory of the daemon's sockets; default: `run_dir.default_run_dir`.
             replica: name of a replica in the daemon's configuration.
-            deadline_ms: the longest that one call may take, each step of this one included.
+            deadline_ms: limit for one call, and for each step of this one.
             failures: "raise" raises typed errors. "miss" makes every failure of the daemon look like an empty cache:
-                `match` gives 0, `acquire` a lease that is not granted, and the other methods of a lease do nothing.
-                `failure_count` counts them, `last_failure` and `Lease.reason` say why; the first of each kind is
-                logged. Once a deadline has passed, calls are misses at once until the daemon answers. `connect` always
-                raises.
-            layout: what the engine was built for; another one on the daemon's side is refused.
+                `match` returns 0, `acquire` a lease that is not granted, and the other methods of a lease do nothing.
+                `failure_count` counts the failures, `last_failure` and `Lease.reason` say why; the first of each kind
+                is logged. After a missed deadline, calls are misses at once until the daemon replies again. `connect`
+                always raises.
+            layout: the layout that the engine was built for; the daemon refuses another one.
             heartbeat: send heartbeats from a thread. Without them the session expires; for tests and short tools.
-            reserve_blocks: slots to hold for the time when the daemon is away: `acquire` and `allocate` take from them
-                then, and everything is computed. The pool is smaller by them at all other times.
+            reserve_blocks: slots to hold in reserve. While the daemon is away, `acquire` and `allocate` take slots from
+                the reserve, and everything is computed. At all other times the pool is smaller by these slots.
 
         Raises:
-            ValueError: `failures` is neither of the two, or `deadline_ms` is less than 1.
-            NoCapacity: there are not as many slots as `reserve_blocks`.
-            DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not answer.
-            Refused: unknown replica; another layout; another session, be it an earlier one of this process that was
-                not closed, holds the pool; or what listens in `run_dir` belongs to neither root nor this user.
+            ValueError: `failures` is neither "raise" nor "miss", or `deadline_ms` is less than 1.
+            NoCapacity: there are fewer free slots than `reserve_blocks`.
+            DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not reply.
+            Refused: the replica is unknown; its layout is another one; another session holds the pool, maybe one of
+                this process that was not closed; or the socket in `run_dir` belongs to neither root nor this user.
             RequestError: see `kvcached_client.errors`.
         """
         if failures not in get_args(Failures):
@@ -137,16 +136,16 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
 
     @property
     def failure_count(self) -> int:
-        """Failures that became misses. A pool that was full is none."""
+        """Number of failures that became misses. A full pool is not a failure."""
         return self._channel.misses.count
 
     @property
     def last_failure(self) -> KvcachedError | None:
-        """The last failure that became a miss; None where none has."""
+        """The last failure that became a miss, if any."""
         return self._channel.misses.last_failure
 
     def chain(self, tokens: Tokens = (), *, lora: str = "", salt: str = "") -> KeyChain:
-        """A chain of keys, rooted in the session's namespace, the LoRA adapter and the tenant's salt.
+        """A chain of keys. Its root is the session's namespace, the LoRA adapter and the tenant's salt.
 
         Raises:
             BadRequest: see `KeyChain`.
@@ -156,10 +155,10 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
         )
 
     def match(self, chain: KeyChain, *, full: bool = False) -> int:
-        """How many leading blocks are cached, in the pool or in host memory behind it. Touches nothing.
+        """How many leading blocks are cached, in the pool or in host memory. Reserves nothing.
 
         The last token is left to compute, so a prompt that is cached to its end counts one block less, unless `full`.
-        `acquire` may load fewer of those in host memory: the daemon's configuration has a threshold and a quota.
+        `acquire` may load fewer of the blocks in host memory: the daemon's configuration has a threshold and a quota.
 
         Raises:
             RequestError, TransportError: see `kvcached_client.errors`.
@@ -182,24 +181,24 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
         full: bool = False,
         priority: int = 0,
     ) -> Lease:
-        """Pin the cached blocks of a prompt and get slots for the rest of it.
+        """Lock the cached blocks of a prompt against eviction, and get slots for the rest of the prompt.
 
-        Cached blocks that are only in host memory may be on their way when it returns: see `Lease.is_loading`.
+        Cached blocks that are only in host memory may still be loading when it returns: see `Lease.is_loading`.
 
-        Asking again with the same `request`, after a deadline passed, gives the same lease. Where copies under way are
-        about to make room it waits for them, within its deadline.
+        After a missed deadline, a call with the same `request` gets the same lease. If copies in flight are about to
+        free slots, it waits for them, within its deadline.
 
         Args:
             request: the engine's own id of the request, at most 256 characters.
-            chain: the prompt is what it holds now. Extend it with the output as that appears.
-            reserve_tokens: output tokens to have slots for from the start.
+            chain: the prompt: the tokens that the chain holds now. Extend the chain with the output later.
+            reserve_tokens: output tokens that get slots from the start.
             cache: which blocks `commit` and `finish` make findable: "all", "prompt" (none with output), "nothing".
             full: also use the block with the prompt's last token if it is cached; nothing is left to compute then.
-            priority: -8 to 7; blocks that only requests of lower ones use are evicted first.
+            priority: -8 to 7; blocks that only requests of lower priority use are evicted first.
 
         Raises:
-            NoCapacity: nothing free and nothing evictable; nothing was taken.
-            BadRequest: the prompt is empty (with either setting of ``failures``) or longer than a message may be.
+            NoCapacity: no slot is free and nothing can be evicted; nothing was taken.
+            BadRequest: the prompt is longer than a message may be, or empty (also with ``failures="miss"``).
             RequestError, TransportError: see `kvcached_client.errors`.
         """
         lease = _acquire_lease(
@@ -216,18 +215,17 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
         return lease
 
     def rejoin(self) -> None:
-        """Go on with a daemon that was started anew after this client's was killed: the session and all leases do.
+        """Continue the session and all its leases with the next daemon, after this client's daemon was killed.
 
-        Leases keep their slots; what they had committed is findable again, and blocks that were on their way from host
-        memory are asked for by `Lease.wait_loaded` as if the load had failed. `session`, `epoch` and the leases' ids
-        are new ones. Shard processes go on with the memory that they have mapped; to wait for loads they map it again
-        with the new `session`. Call it once `is_alive` is False; where it raises, the client is as it was, and calling
-        it again may help.
+        Leases keep their slots, and their committed blocks are findable again. For blocks that were still loading,
+        `Lease.wait_loaded` behaves as after a failed load. `session`, `epoch` and the ids of the leases are new. Shard
+        processes keep using the memory that they have mapped; to wait for loads, they map it again with the new
+        `session`. Call it when `is_alive` is False. If it raises, the client is unchanged, and you may call it again.
 
         Raises:
-            DaemonUnreachable, DeadlineExceeded: no daemon is there yet.
-            Stale: the pool, or the namespace, is not there any more: close the client and connect again.
-            RequestError: see `kvcached_client.errors`; the same.
+            DaemonUnreachable, DeadlineExceeded: no daemon is up yet.
+            Stale: the pool or the namespace no longer exists: close the client and connect again.
+            RequestError: see `kvcached_client.errors`; close the client and connect again.
         """
         grant, layout = self.session, self.layout.fingerprint()
         channel, member = open_channel(grant.run_dir, deadline_ms=self._channel.deadline_ms, failures="raise")
@@ -238,22 +236,22 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
             _check_welcome(welcome, layout)
             declare(channel, [*self._leases] if self._reserve is None else [self._reserve, *self._leases])
         except BaseException:
-            channel.close()  # without a goodbye: leases are being written
+            channel.close()  # without a goodbye, because the engine is writing to its slots
             raise
         self._go_on(channel, welcome)
 
     def signal_fence(self, sequence: FenceSequence) -> None:
-        """Say that the engine's queued work up to a fence is over, and with it the use of what was released under it.
+        """Report that the engine's queued work up to a fence is done: slots released under that fence are free now.
 
-        Sent at once if possible, and again with every heartbeat, to a daemon that was started anew, too. A lower number
-        than before changes nothing.
+        It is sent at once if possible, and again with every heartbeat, also to the next daemon. A lower number than in
+        an earlier call changes nothing.
 
         Raises:
             BadRequest: the number is negative, or 2^63 or more.
-            DaemonUnreachable: the daemon is gone, or the client closed.
+            DaemonUnreachable: the daemon is gone, or the client is closed.
         """
         with self._channel.misses:
-            # Noted first: a daemon that is started anew is told of it, too.
+            # Noted first, so that it also reaches the next daemon.
             self._signalled = max(self._signalled, check_fence(sequence))
             if self._heartbeat is not None:
                 self._heartbeat.signalled = self._signalled
@@ -270,19 +268,19 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
             )
 
     def close(self) -> None:
-        """End the session: its leases end, its slots go back to the pool.
+        """End the session: its leases end, and its slots go back to the pool.
 
-        Stop the shard processes before, let no work on the mapped pool be queued, and signal the last fence: blocks
-        committed under one that has not signalled are dropped. A process of the session that
-        still lives could write, so the daemon then frees nothing: the slots are quarantined, and the pool is busy for
-        the next session, until that process is dead.
+        Before that, stop the shard processes, finish all queued work on the mapped pool, and signal the last fence:
+        blocks committed under a fence that has not signalled are dropped. As long as another process of the session
+        lives, it could write to the pool: the daemon then frees no slot, and refuses the next session, until that
+        process is dead.
 
         Does nothing the second time. In a forked child it only closes the child's copies of descriptors.
         """
         super().close()
 
     def _go_on(self, channel: SessionChannel, welcome: Welcome) -> None:
-        """The session is another one now, over another connection."""
+        """Replace the session and its connection by those that the next daemon granted."""
         old, beats = self._channel, self._heartbeat
         if beats is not None:
             beats.close()
@@ -346,7 +344,7 @@ def _acquire_lease(
 
     with channel.misses:
         try:
-            grant = with_vacancies(channel, attempt)
+            grant = retry_when_freed(channel, attempt)
         except DaemonUnreachable:
             slots = reserve.take(prompt_blocks + more) if reserve is not None and channel.is_gone else None
             if slots is None:
@@ -373,5 +371,5 @@ def _check_welcome(welcome: Welcome, fingerprint: str) -> None:
             f"the pool's layout is {welcome.layout.fingerprint()}, the engine's {fingerprint}",
             "configure the replica for this model, dtype, block size and sharding",
         )
-    # A missing package for the keys shows now, not in the first request.
+    # If a package for the key algorithm is missing, fail now and not in the first request.
     KeyChain(welcome.namespace, welcome.layout.block_size, algorithm=welcome.key_algorithm)

@@ -1,4 +1,4 @@
-"""Every error of kvcached, whose fault it is, and what to do about it.
+"""All errors of kvcached, with whose fault they are and what to do.
 
 ::
 
@@ -6,16 +6,16 @@
     ├── RequestError            the daemon answered with a typed error
     │   ├── BadRequest          fault "caller":  the message breaks the protocol or its limits
     │   ├── Refused             fault "caller":  well formed, not allowed (credentials, foreign lease, …)
-    │   ├── Stale               fault "epoch":   the daemon, pool or session it speaks of is gone: attach again
-    │   ├── NoCapacity          fault "load":    nothing free and nothing evictable; release, or try later
-    │   └── DaemonFailure       fault "daemon":  kvcached failed, or does not serve this now; not the caller's doing
-    ├── TransportError          no answer came
+    │   ├── Stale               fault "epoch":   the daemon, pool or session no longer exists: connect again
+    │   ├── NoCapacity          fault "load":    no slot is free or evictable; release a lease, or try later
+    │   └── DaemonFailure       fault "daemon":  kvcached failed, or does not serve this now; not the caller's fault
+    ├── TransportError          no reply came
     │   ├── DaemonUnreachable   nothing listens there, or the attach socket closed
-    │   │   └── DaemonSilent    a process listens there and takes no request
+    │   │   └── DaemonSilent    a process listens there, but accepts no request
     │   └── DeadlineExceeded    the deadline of the call passed
     └── LoadFailed              a shard's wait for a layer: the load failed; `Lease.wait_loaded` says what is left
 
-A miss is not an error: `match` and `acquire` answer it with zero blocks.
+A miss is not an error: `match` and `acquire` return zero blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import ClassVar
 
 
 class ErrorCode(StrEnum):
-    """The code field of an error reply. A code never changes its meaning; new ones may be added."""
+    """The code of an error reply. Codes never change their meaning; new ones may be added."""
 
     # the message itself
     MALFORMED = "malformed"
@@ -65,7 +65,7 @@ class ErrorCode(StrEnum):
 
 
 class Fault(StrEnum):
-    """Whose doing an error is."""
+    """Whose fault an error is."""
 
     CALLER = "caller"
     EPOCH = "epoch"
@@ -74,7 +74,7 @@ class Fault(StrEnum):
 
 
 class KvcachedError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Base class of all errors that this package raises."""
 
 
 class RequestError(KvcachedError):
@@ -82,9 +82,9 @@ class RequestError(KvcachedError):
 
     Attributes:
         code: what went wrong.
-        fault: whose doing it is.
-        message: one sentence with the offending values.
-        fix: one sentence that says what to do.
+        fault: whose fault it is.
+        message: what is wrong, with the values at fault.
+        fix: what to do.
     """
 
     fault: ClassVar[Fault] = Fault.CALLER
@@ -97,15 +97,15 @@ class RequestError(KvcachedError):
 
 
 class BadRequest(RequestError):
-    """The message breaks the protocol or one of its limits. Sending it again gives the same answer."""
+    """The message breaks the protocol or one of its limits. Sending it again gives the same reply."""
 
 
 class Refused(RequestError):
-    """The message is well formed, but this peer may not do that, or not to this object."""
+    """The message is well formed, but not allowed for this peer or this object."""
 
 
 class Stale(RequestError):
-    """The request speaks of a daemon, pool or session that is gone. Attach again; the cache may be cold."""
+    """The request names a daemon, pool or session that no longer exists. Connect again; the cache may be cold."""
 
     fault = Fault.EPOCH
 
@@ -113,43 +113,43 @@ class Stale(RequestError):
 class NoCapacity(RequestError):
     """Not enough free and evictable slots. Nothing was taken and nothing was evicted.
 
-    The code `CAPACITY_PENDING` says that copies under way will make more of them evictable.
+    The code `CAPACITY_PENDING` means that copies in flight will make more slots evictable.
     """
 
     fault = Fault.LOAD
 
 
 class DaemonFailure(RequestError):
-    """kvcached or one of its workers failed, or does not serve this at present. Nothing of the request outlives it."""
+    """kvcached or one of its workers failed, or does not serve this now. The request has had no effect."""
 
     fault = Fault.DAEMON
 
 
 class TransportError(KvcachedError):
-    """No answer came. Whether the request took effect is unknown; a retry with its id is safe."""
+    """No reply came. Whether the request took effect is unknown; a retry with its id is safe."""
 
 
 class DaemonUnreachable(TransportError):
-    """Nothing answers at the socket, or the peer closed it."""
+    """Nothing listens at the socket, or the peer closed it."""
 
 
 class DaemonSilent(DaemonUnreachable):
-    """A process listens at the socket and took no request in time: it is stopped, hangs, or is overloaded."""
+    """A process listens at the socket, but accepted no request in time: it is stopped, hangs, or is overloaded."""
 
 
 class DeadlineExceeded(TransportError):
-    """The deadline passed before the answer came."""
+    """The deadline passed before the reply came."""
 
 
 class CircuitOpen(TransportError):
-    """The daemon was not asked: an earlier call's deadline passed, and it has not answered since.
+    """The request was not sent, because the daemon has not replied since an earlier call missed its deadline.
 
-    Only where failures are misses, and so never raised to a caller: it is what `Client.last_failure` shows.
+    Never raised to a caller: it exists only with ``failures="miss"``, in `Client.last_failure`.
     """
 
 
 class LoadFailed(KvcachedError):
-    """A load from host memory failed, or was cut short. `Lease.wait_loaded` says what of the hit is there."""
+    """A load from host memory failed, or was cut short. `Lease.wait_loaded` returns what is left of the hit."""
 
 
 _CLASS_OF: dict[ErrorCode, type[RequestError]] = {
@@ -187,5 +187,5 @@ _CLASS_OF: dict[ErrorCode, type[RequestError]] = {
 
 
 def request_error(code: ErrorCode, message: str, fix: str) -> RequestError:
-    """The exception that stands for an error code; both sides build theirs here."""
+    """The exception for an error code; client and daemon both build their errors here."""
     return _CLASS_OF[code](code, message, fix)

@@ -1,7 +1,7 @@
-"""One shard process of an engine in attached mode: it copies blocks between its tensors and the daemon's host pool.
+"""One shard process of an engine in offload mode: it copies blocks between its tensors and the daemon's host pool.
 
-The scheduler asks the daemon what to copy where (`OffloadClient`) and hands each shard a `BlockJob`; the shard says to
-the daemon itself that it is through. Until every shard has said so, nobody else gets the slots.
+The scheduler asks the daemon what to copy where (`OffloadClient`) and sends each shard a `BlockJob`. Each shard reports
+to the daemon when it is done; until every shard has reported, nobody else gets the slots.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ __all__ = ["BlockJob", "JobSpan", "OffloadShard"]
 
 
 class OffloadShard:
-    """The host pool, mapped, and a connection to say what is done. Made by `join`, used by one thread, in one process.
+    """The mapped host pool, and a connection for reports. Made by `join`; used by one thread of one process.
 
-    No forked child has the memory: it is unmapped there.
+    A forked child does not inherit the mapping.
 
     Attributes:
-        shard: which one this is.
-        epoch: of the host pool when it was mapped.
+        shard: index of this shard.
+        epoch: epoch of the host pool when it was mapped.
     """
 
     def __init__(self, grant: SessionGrant, joined: JoinedHost, transfers: BlockTransfers, channel: Channel) -> None:
@@ -61,15 +61,15 @@ class OffloadShard:
         """Join a session as one of its shards, and map the host pool.
 
         Args:
-            grant: from the scheduler.
-            shard: which of its shards this process is.
-            pages: its tensors, as the scheduler declared them.
-            deadline_ms: the longest that joining, and later each word to the daemon, may take.
+            grant: session grant from the scheduler.
+            shard: index of this shard.
+            pages: the shard's tensors, with the layout that the scheduler declared.
+            deadline_ms: limit for joining, and later for each report to the daemon.
 
         Raises:
             DaemonUnreachable: nothing listens in the session's run directory.
-            DeadlineExceeded: no answer came in time.
-            Refused: what listens there belongs to another user, or these tensors are not those that were declared.
+            DeadlineExceeded: no reply came in time.
+            Refused: the socket belongs to another user, or the tensors have another layout than the declared one.
             Stale: the session is over.
             RequestError: the daemon refused.
             DaemonFailure: the memory is not sealed, too small, or cannot be mapped.
@@ -87,14 +87,14 @@ class OffloadShard:
         return cls(grant, memory.joined, transfers, channel)
 
     def store(self, job: BlockJob) -> None:
-        """Copy blocks into the host pool and tell the daemon that they are there.
+        """Copy blocks into the host pool, and report to the daemon that they are there.
 
-        Where it raises, the daemon was told that they are not, if it could be told: nobody finds them.
+        If it raises, it has reported the failure, if the daemon could be reached, and nobody finds the blocks.
 
         Raises:
-            BadRequest: the job contradicts itself, or names what does not exist; nothing was copied.
+            BadRequest: the job contradicts itself, or names blocks that do not exist; nothing was copied.
             Stale: the session is over.
-            TransportError: the daemon did not answer, also not when it was asked again.
+            TransportError: the daemon did not reply, even when the report was repeated.
         """
         transfers = self._open()
         try:
@@ -106,11 +106,11 @@ class OffloadShard:
         self._settle(self._commit(job))
 
     def load(self, job: BlockJob) -> list[int]:
-        """Copy blocks out of the host pool, and tell the daemon that its slots are read no more.
+        """Copy blocks out of the host pool, and report to the daemon that the slots are no longer read.
 
         Returns:
-            The blocks that are not what was stored, counted from 0 in the order of the job; empty where all are good.
-            The engine computes these, and what follows them in their chain.
+            The blocks that differ from what was stored, counted from 0 in the order of the job; empty if all are good.
+            The engine computes these blocks, and everything after them in their chain.
 
         Raises:
             BadRequest, Stale, TransportError: as `store`. No block counts as loaded then.
@@ -128,7 +128,7 @@ class OffloadShard:
         return bad
 
     def fileno(self) -> int:
-        """The descriptor of the connection to the daemon, to be polled: it turns readable when the session is over.
+        """The descriptor of the connection to the daemon; it becomes readable when the session is over.
 
         Raises:
             DaemonUnreachable: the shard is closed.
@@ -136,7 +136,7 @@ class OffloadShard:
         return self._channel.attach_fileno()
 
     def close(self) -> None:
-        """Unmap the host pool and close the connections, while no copy is under way. May be repeated."""
+        """Unmap the host pool and close the connections, when no copy is in flight. May be called again."""
         self._transfers = None
         self._channel.close()
 
@@ -172,18 +172,18 @@ class OffloadShard:
         )
 
     def _settle(self, request: CommitStore | CompleteLoad, frames: Sequence[bytes] = ()) -> None:
-        """Say it, and once more with the same id where no answer came: the daemon counts it once."""
+        """Send a report; if no reply came, repeat it with the same id: the daemon counts it once."""
         try:
             self._channel.ask(request, Settled, frames)
         except DeadlineExceeded:
             self._channel.ask(request, Settled, frames)
 
     def _tell_failure(self, request: CommitStore | CompleteLoad, frames: Sequence[bytes], error: BaseException) -> None:
-        """Say that a copy failed. That nobody hears it is noted with the error, which is what the caller gets."""
+        """Report that a copy failed. If that fails as well, add a note to the error, which the caller gets."""
         try:
             self._settle(request, frames)
         except KvcachedError as untold:
-            error.add_note(f"and the daemon could not be told: {untold}")
+            error.add_note(f"the failure could not be reported to the daemon: {untold}")
 
 
 def _map(joined: JoinedHost, descriptor: int, pages: EnginePages) -> BlockTransfers:

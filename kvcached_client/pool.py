@@ -1,10 +1,10 @@
 """A shard's pool, mapped into this process.
 
-Rules, because a slot is given to somebody else once this process is dead (see the attach section of docs/protocol.md):
+The daemon reuses slots once this process is dead (see the attach section of docs/protocol.md). Therefore:
 
-* No child may keep the memory. The mapping is `MADV_DONTFORK`, and its descriptor is closed as soon as it is mapped.
-* The memory cannot change its size under a reader: the seals are checked before it is mapped.
-* The mapping lives as long as the last view of it, whatever order things are closed in.
+* No child may keep the memory: the mapping is `MADV_DONTFORK`, and its descriptor is closed as soon as it is mapped.
+* The memory cannot change its size under a reader: its seals are checked before it is mapped.
+* The mapping lives as long as its last view, in whatever order things are closed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol.engine import LoadTicket
 from kvcached_client.transport.attach import JoinedMemory, SessionGrant, close_all, join
 
-#: numpy has no bfloat16 and no float8: their views show the raw bits as unsigned integers of the same size.
+#: numpy has no bfloat16 and no float8: views show these as unsigned integers of the same size.
 _NUMPY_DTYPE: Final[dict[str, str]] = {
     "float32": "<f4",
     "float16": "<f2",
@@ -40,15 +40,15 @@ _NUMPY_DTYPE: Final[dict[str, str]] = {
 class MappedPool:
     """One shard's slots as arrays that share the pool's memory. Made by `map_pool`.
 
-    `close` says that this object is no longer used. Views taken from it stay valid; the memory is unmapped with the
-    last of them. Then, or when the process ends in order, the daemon hears that this process touches the pool no more.
-    A process that ends without `close` is taken for one that died: its session is over.
+    Views stay valid after `close`; the memory is unmapped with the last of them. Then, or when the process exits
+    normally, the daemon is told that this process no longer uses the pool. A process that ends without `close` counts
+    as dead: its session is over.
 
     Attributes:
-        layout: the shape of a block.
+        layout: shape of a block.
         slots: number of slots.
-        shard: which shard this is.
-        epoch: the pool's epoch when it was mapped.
+        shard: index of this shard.
+        epoch: epoch of the pool when it was mapped.
     """
 
     def __init__(self, memory: JoinedMemory, buffer: Buffer, progress: ProgressReader) -> None:
@@ -65,7 +65,7 @@ class MappedPool:
         """The pages of one layer as bytes, scales included: uint8 ``[slots, page_bytes]``.
 
         Args:
-            layer: counted inside its group.
+            layer: index of the layer in its group.
             group: index of the layer's group in `layout`.
 
         Raises:
@@ -80,8 +80,8 @@ class MappedPool:
         """K and V of one layer.
 
         K has the shape ``[slots, block_size, kv_heads, head_dim]`` and V ``[slots, block_size, kv_heads, v_head_dim]``;
-        V is None in a group without V (MLA). float32, float16, int8 and uint8 have numpy's type; bfloat16 shows as
-        uint16 and float8 as uint8, bit for bit (`kvcached_client.tensors` gives them their type).
+        V is None in a group without V (MLA). float32, float16, int8 and uint8 have numpy's type; bfloat16 is shown as
+        uint16 and float8 as uint8, bit for bit (`kvcached_client.tensors` returns their real types).
 
         Raises:
             IndexError: there is no such layer or group.
@@ -95,21 +95,21 @@ class MappedPool:
         return keys, self._heads(shape, shape.v_head_dim, group, offset + shape.k_bytes(self.layout.block_size))
 
     def wait_layer(self, tickets: Iterable[LoadTicket], layer: int, group: int = 0, *, deadline_ms: int) -> None:
-        """Wait until the blocks that are being loaded have one layer on this shard. Without tickets it returns at once.
+        """Wait until one layer of the loading blocks has arrived on this shard. Without tickets it returns at once.
 
-        What is computed from such a layer counts only when `Lease.wait_loaded` has found the hit as long as it was:
-        a load that has made room for another one is over here, however it ended. One thread waits at a time.
+        A result computed from such a layer is valid only if `Lease.wait_loaded` then returns the whole hit: a load
+        whose progress entry was reused counts as done here, however it ended. Only one thread may wait at a time.
 
         Args:
-            tickets: `Lease.loads`, of one lease or of several.
-            layer: counted inside its group.
+            tickets: `Lease.loads`, of one or more leases.
+            layer: index of the layer in its group.
             group: index of the layer's group in `layout`.
-            deadline_ms: the longest that this call may take.
+            deadline_ms: limit for this call.
 
         Raises:
-            LoadFailed: a load failed, or was cut short. Its slots are not to be read.
-            DeadlineExceeded: a load is not that far yet; waiting again is fine.
-            DaemonUnreachable: the daemon, or the pool with its worker, is gone.
+            LoadFailed: a load failed, or was cut short. Do not read its slots.
+            DeadlineExceeded: a load has not reached the layer yet; you may wait again.
+            DaemonUnreachable: the daemon or the pool is gone.
             IndexError: there is no such layer or group.
             ValueError: the pool is closed.
         """
@@ -120,7 +120,7 @@ class MappedPool:
         self._progress.wait_layer(tickets, layers_before + layer, deadline_ms=deadline_ms)
 
     def close(self) -> None:
-        """Take no more views and wait for no more layers; with the last view, leave the session.
+        """Give out no more views and stop waiting; the session is left with the last view.
 
         Does nothing the second time.
         """
@@ -168,8 +168,8 @@ def map_pool(grant: SessionGrant, shard: int = 0, *, deadline_ms: int = 5000) ->
 
     Raises:
         DaemonUnreachable: nothing listens in the session's run directory.
-        DeadlineExceeded: no answer came in time.
-        Refused: what listens there belongs to another user, who is not root.
+        DeadlineExceeded: no reply came in time.
+        Refused: the socket belongs to another user, who is not root.
         RequestError: the daemon refused.
         DaemonFailure: the memory is not sealed, not of the right size, or cannot be mapped.
     """
@@ -196,5 +196,5 @@ def _map(memory: JoinedMemory) -> MappedPool:
     if not size_bytes == joined.pool_bytes == actual_bytes or size_bytes <= 0:
         raise unusable(f"{actual_bytes} bytes, announced as {joined.pool_bytes}, but the layout takes {size_bytes}")
     buffer = map_sealed(memory.pool, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-    # Last, for it takes the eventfds over.
+    # Last, because it takes over the eventfds.
     return MappedPool(memory, buffer, ProgressReader(memory.progress, memory.events, memory.connection))

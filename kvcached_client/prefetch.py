@@ -1,4 +1,4 @@
-"""Blocks that are to come from storage into the host pool before a prompt is acquired."""
+"""Prefetch: bring blocks from storage into the host pool before a prompt is acquired."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvcached_client.protocol.engine import Prefetch, Prefetched
 from kvcached_client.protocol.storage import PREFETCH_DEADLINE_MS_MAX, StopPolicy
 from kvcached_client.transport.session import SessionChannel
 
-#: What the way to the daemon and back may take besides the time that it waits.
+#: Time for the messages, in addition to the time that the daemon may wait.
 _WAY_MS = 1000
 
 
 class PrefetchResult(NamedTuple):
-    """What became of a prefetch.
+    """The outcome of a prefetch.
 
     Attributes:
-        blocks: leading blocks of the prompt that were in the index, or have come.
-        fetched: how many of them have come from storage through it.
-        is_over: nothing more will come. False where the time was up: what has been begun still comes.
+        blocks: leading blocks of the prompt that were in the index, or have been fetched.
+        fetched: blocks fetched from storage by this prefetch.
+        is_over: no more blocks will come. False if the time ran out; fetches that have begun continue.
         reason: why it is over: fetched, nothing, below_threshold, recompute, rate_limited, no_room, stopped, failed,
             cleared, unavailable; or waiting.
     """
@@ -32,10 +32,7 @@ class PrefetchResult(NamedTuple):
 
 
 class PendingPrefetch:
-    """A prefetch that was asked for, and whose answer may be fetched later. Used by its client's thread.
-
-    Sends the request. See `Client.prefetch`.
-    """
+    """Sends a prefetch request; its reply may be fetched later, by the client's thread. See `Client.prefetch`."""
 
     def __init__(
         self,
@@ -65,21 +62,21 @@ class PendingPrefetch:
 
     @property
     def is_over(self) -> bool:
-        """Whether `result` would not wait. Hears what the daemon has said."""
+        """Whether the reply has arrived, so that `result` would not wait."""
         return self._channel.is_over(self._request)
 
     def result(self) -> PrefetchResult:
-        """What became of it; waits for the answer. Once only."""
+        """Wait for the reply. Call it once."""
         reply = self._channel.receive(self._request, Prefetched)[0]
         return PrefetchResult(reply.blocks, reply.fetched, reply.is_over, reply.reason)
 
     def abandon(self) -> None:
-        """Nobody wants the answer any more. What the daemon has begun goes on."""
+        """Ignore the reply. Fetches that have begun continue."""
         self._channel.abandon(self._request)
 
 
 class PrefetchCalls:
-    """The requests about storage of a session on a device pool."""
+    """The storage requests of `Client`."""
 
     _channel: SessionChannel
     epoch: int
@@ -97,15 +94,15 @@ class PrefetchCalls:
 
         Args:
             chain: the prompt.
-            stop: how long to wait: "best_effort" not at all, "wait_complete" until all has come, "timeout" as long as
-                the daemon is configured to, which grows with the prompt.
-            deadline_ms: at most so long, whatever `stop` says.
-            prefill_tokens_per_s: how fast this engine computes. Blocks that it is predicted to compute sooner than
-                they come are not fetched; 0: all are.
-            full: also the block with the prompt's last token.
+            stop: how long to wait: "best_effort" does not wait, "wait_complete" waits until every block has come,
+                "timeout" waits at most as long as the daemon is configured to, which grows with the prompt.
+            deadline_ms: upper bound of the wait, whatever `stop` says.
+            prefill_tokens_per_s: speed of this engine. Blocks that it is predicted to compute sooner than they can be
+                fetched are not fetched; 0: fetch all.
+            full: also fetch the block with the prompt's last token.
 
         Raises:
-            RequestError, TransportError: see `kvcached_client.errors`; with ``failures="miss"`` nothing has come.
+            RequestError, TransportError: see `kvcached_client.errors`; with ``failures="miss"`` nothing was fetched.
         """
         with self._channel.misses:
             return self.begin_prefetch(
@@ -122,7 +119,7 @@ class PrefetchCalls:
         prefill_tokens_per_s: float = 0.0,
         full: bool = False,
     ) -> PendingPrefetch:
-        """As `prefetch`, and does not wait. Other calls may be made before the answer is fetched; errors are raised."""
+        """As `prefetch`, without waiting. Other calls may be made before the reply is fetched; errors are raised."""
         return PendingPrefetch(
             self._channel,
             self.epoch,

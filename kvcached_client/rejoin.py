@@ -31,13 +31,13 @@ _log: Final = logging.getLogger("kvcached_client")
 
 
 class Declarable(Protocol):
-    """A lease, as far as it is declared."""
+    """What `declare` needs of a lease."""
 
     def declaration(self) -> Declaration | None:
-        """What there is to say of it; None where it is given back."""
+        """What the next daemon must know; None if the lease is released."""
 
     def take_up(self, channel: SessionChannel, lease_id: LeaseId) -> None:
-        """It goes on over another connection, under another id."""
+        """Continue over another connection, under another id."""
 
 
 def rejoin(
@@ -49,13 +49,13 @@ def rejoin(
     namespace: bytes,
     fence: FenceSequence,
 ) -> Welcome:
-    """Ask to go on with a session of the daemon before.
+    """Ask to continue a session of the earlier daemon.
 
-    Until `fence` has signalled, work may be queued on every slot that the session has ever held: what is declared is
-    not for others before that, and what is not declared is not granted.
+    Until `fence` has signalled, the engine may have queued work on every slot that the session ever held: until then
+    nobody else gets these slots, whether they are declared or not.
 
     Raises:
-        Stale: nothing is left of it, or the namespace was cleared since.
+        Stale: the pool no longer exists, or the namespace has been cleared.
         RequestError, TransportError: see `kvcached_client.errors`.
     """
     request = Rejoin(
@@ -76,10 +76,10 @@ def rejoin(
 
 
 def declare(channel: SessionChannel, leases: Iterable[Declarable]) -> None:
-    """Declare all leases, then say that this was all.
+    """Declare all leases, then end the declaration.
 
     Raises:
-        RequestError, TransportError: one was not taken. Then nothing else is granted in the pool: end the session.
+        RequestError, TransportError: a lease was not accepted. The pool then grants nothing: end the session.
     """
     taken: list[tuple[Declarable, LeaseId]] = []
     for lease in leases:
@@ -103,40 +103,40 @@ def _declare(channel: SessionChannel, told: Declaration) -> LeaseId:
 
 
 class Reserve:
-    """The slots of one lease, which nobody writes before they are taken. Used by one thread.
+    """Slots for new requests while the daemon is away, held by one lease. Used by one thread.
 
     Args:
-        keeper: the lease; it has slots only.
+        keeper: the lease that holds the slots.
     """
 
     def __init__(self, keeper: Lease) -> None:
         self._keeper = keeper
         self._capacity_tokens = keeper.capacity_tokens
         self._free: list[int] = keeper.block_table.tolist()
-        #: Slots that came back while work was queued on them, with the fence behind that.
+        #: Returned slots on which work may still be queued, with the fence that ends the work.
         self._fenced: list[tuple[FenceSequence, list[int]]] = []
         self._signalled = NO_FENCE
 
     def take(self, count: int) -> Slots | None:
-        """So many slots, or None where fewer are left."""
+        """Take `count` slots, or None if fewer are left."""
         if count > len(self._free):
             return None
         taken, self._free = self._free[:count], self._free[count:]
         return np.array(taken, np.int32)
 
     def give(self, slots: Slots, fence: FenceSequence) -> None:
-        """Slots come back. They are taken again once `fence` has signalled."""
+        """Return slots. They can be taken again once `fence` has signalled."""
         self._fenced.append((fence, slots.tolist()))
         self.signal(self._signalled)
 
     def signal(self, fence: FenceSequence) -> None:
-        """The engine's queued work up to a fence is over."""
+        """Note that the engine's queued work up to a fence is done."""
         self._signalled = fence
         self._free += [slot for named, slots in self._fenced if named <= fence for slot in slots]
         self._fenced = [(named, slots) for named, slots in self._fenced if named > fence]
 
     def refill(self) -> None:
-        """Slots in place of those that other leases have taken for good, as far as the pool has any."""
+        """Replace the slots that other leases have taken, as far as the pool has free ones."""
         had = len(self._free)
         try:
             self._keeper.allocate(self._capacity_tokens)
@@ -144,14 +144,14 @@ class Reserve:
             _log.info("the reserve has only %d slots for now: %s", had, error)
         self._free += self._keeper.block_table[had:].tolist()
 
-    # As a lease that is declared:
+    # The interface of `Declarable`:
 
     def declaration(self) -> Declaration | None:
-        """What is left of it."""
+        """Declare the slots that are left."""
         self._keeper.hold_only(np.array(self._free, np.int32))
         return self._keeper.declaration()
 
     def take_up(self, channel: SessionChannel, lease_id: LeaseId) -> None:
-        """See `Lease.take_up`. Slots that wait for their fence are the daemon's, which waits for it as well."""
+        """See `Lease.take_up`. Slots that wait for a fence go back to the daemon, which waits for it, too."""
         self._fenced.clear()
         self._keeper.take_up(channel, lease_id)

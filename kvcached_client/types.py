@@ -6,7 +6,7 @@ from array import array
 from enum import StrEnum
 from typing import NewType
 
-#: One block key: the first 16 bytes of a block's chained hash.
+#: Key of a block: the first 16 bytes of its chained hash.
 BlockKey = NewType("BlockKey", bytes)
 #: Keys of consecutive blocks, 16 bytes each, back to back.
 PackedKeys = NewType("PackedKeys", bytes)
@@ -18,31 +18,31 @@ LeaseId = NewType("LeaseId", int)
 RequestId = NewType("RequestId", int)
 ShardIndex = NewType("ShardIndex", int)
 SlotId = NewType("SlotId", int)
-#: A copy between tiers, joined over all shards; never used twice by a daemon.
+#: A copy between tiers, on all shards together. A daemon never uses an id twice.
 TransferId = NewType("TransferId", int)
 BlockCount = NewType("BlockCount", int)
-#: A point in an engine's queued work; grows by one or more per fence. 0 = the work is already over.
+#: A point in an engine's queued work; later fences have higher numbers. 0 = the work is already done.
 FenceSequence = NewType("FenceSequence", int)
 NO_FENCE = FenceSequence(0)
 
 
 class MissReason(StrEnum):
-    """Why a prompt's hit ends where it does: what became of the block behind it. Values never change."""
+    """Why a prompt's hit is not longer: what happened to the block after it. Values never change."""
 
-    HIT = "hit"  #: there is none: every full block is a hit
-    LAST_TOKEN = "last_token"  # noqa: S105 - of a prompt. It is cached, but that token has to be computed
-    NEVER_STORED = "never_stored"  #: nothing is known of it
-    EVICTED = "evicted"  #: others needed its slot
-    CORRUPT_OR_FAILED = "corrupt_or_failed"  #: its copy failed, or proved to be damaged
-    NO_ROOM = "no_room"  #: it was to be stored when every slot was in use
-    WORKER_LOST = "worker_lost"  #: host memory has it, but the worker that would load it has died
+    HIT = "hit"  #: every full block is a hit
+    LAST_TOKEN = "last_token"  # noqa: S105 - of a prompt. Its block is cached, but the last token must be computed
+    NEVER_STORED = "never_stored"  #: the block is unknown
+    EVICTED = "evicted"  #: its slot was needed
+    CORRUPT_OR_FAILED = "corrupt_or_failed"  #: its copy failed, or was damaged
+    NO_ROOM = "no_room"  #: every slot was in use when it was to be stored
+    WORKER_LOST = "worker_lost"  #: it is in host memory, but the worker that would load it has died
     CLEARED = "cleared"  #: it was stored before the namespace was cleared
     FILLING = "filling"  #: it is being stored right now
-    BELOW_THRESHOLD = "below_threshold"  #: host memory has it, but too few blocks to be worth a load
-    OVER_QUOTA = "over_quota"  #: host memory has it, but as many blocks are being loaded as may be
-    PAUSED = "paused"  #: host memory has it, but copies are paused
-    OTHER_REPLICA = "other_replica"  #: only the device pool of another replica has it
-    UNKNOWN_NAMESPACE = "unknown_namespace"  #: nobody has declared the namespace
+    BELOW_THRESHOLD = "below_threshold"  #: it is in host memory, but there are too few blocks for a load
+    OVER_QUOTA = "over_quota"  #: it is in host memory, but the quota of loading blocks is used up
+    PAUSED = "paused"  #: it is in host memory, but copies are paused
+    OTHER_REPLICA = "other_replica"  #: it is only in the device pool of another replica
+    UNKNOWN_NAMESPACE = "unknown_namespace"  #: no engine has declared the namespace
 
 
 class WritePolicy(StrEnum):
@@ -55,7 +55,7 @@ class WritePolicy(StrEnum):
 
 
 KEY_SIZE_BYTES = 16
-#: Loads under way in one pool: the entries of a shard's progress page.
+#: Loads in flight in one pool: the entries of a shard's progress page.
 PROGRESS_SLOTS = 32
 RANGE_SIZE_BYTES = 8
 

@@ -1,7 +1,7 @@
-"""Client of the attach socket: who this process is, and the memory it may map.
+"""Client of the attach socket: it proves which process this is, and gets the memory that the process may map.
 
-Every descriptor is close-on-exec from the start, every wait has a deadline, and nothing is said to a peer that is
-neither root's nor this user's: anybody may have made a directory in /tmp first.
+Every descriptor is close-on-exec from the start, and every wait has a deadline. Nothing is sent to a peer of another
+user than root and this one: anybody could have made the directory in /tmp first.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, RUN_DIR_VARIAB
 _CREDENTIALS: Final = struct.Struct("iII")
 #: struct timeval: seconds, microseconds
 _TIMEVAL: Final = struct.Struct("@ll")
-#: Room for one more than any reply carries shows a peer that sends too many.
+#: One more than any reply has, so that too many are noticed.
 _DESCRIPTORS_MAX: Final = JOINED_DESCRIPTORS + 1
 
 
 class SessionGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a shard process needs to join its scheduler's session. Whoever holds it may map the pool: keep it private.
+    """What a shard process needs to join its scheduler's session. It is a secret: its holder may map the pool.
 
     Attributes:
-        id: the session.
+        id: id of the session.
         token: 32 secret bytes.
-        run_dir: where the daemon's sockets are.
+        run_dir: directory of the daemon's sockets.
     """
 
     id: Id
@@ -88,13 +88,13 @@ class AttachConnection:
         self._process_id = os.getpid()
 
     def fileno(self) -> int:
-        """The descriptor, to be polled: it turns readable when the daemon, or the pool behind it, is gone."""
+        """The descriptor; it becomes readable when the daemon, or the pool behind it, is gone."""
         return self._socket.fileno()
 
     def is_closed_by_daemon(self) -> bool:
-        """Whether the other end is gone. Never waits.
+        """Whether the daemon has closed its end. Never waits.
 
-        The daemon says nothing unasked on this socket, so a message without a question counts as gone, too.
+        The daemon sends nothing unrequested on this socket, so an unexpected message counts as closed, too.
         """
         self._socket.settimeout(0)
         try:
@@ -106,9 +106,9 @@ class AttachConnection:
         return True
 
     def leave(self) -> None:
-        """Say that this process does not touch the memory any more, if anybody hears it, and close. Never waits.
+        """Tell the daemon, if it is there, that this process no longer uses the memory, and close. Never waits.
 
-        In a forked child it says nothing: the memory is its parent's.
+        In a forked child it only closes: the memory is its parent's.
         """
         if os.getpid() == self._process_id:
             with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ class AttachConnection:
 
 @dataclass(frozen=True, slots=True)
 class JoinedMemory:
-    """A shard's memory as the daemon sent it, not yet checked or mapped. The holder closes the descriptors."""
+    """A shard's memory as the daemon sent it, not yet checked or mapped. The caller closes the descriptors."""
 
     connection: AttachConnection
     joined: Joined
@@ -135,12 +135,12 @@ class JoinedMemory:
 def identify(
     run_dir: str | os.PathLike[str], *, client: str = "", deadline_ms: int
 ) -> tuple[AttachConnection, Identified]:
-    """Tell the daemon which process this is.
+    """Prove to the daemon which process this is.
 
     Raises:
         DaemonUnreachable: nothing listens in `run_dir`, or it closed the connection.
-        DeadlineExceeded: no answer came within `deadline_ms`.
-        Refused: what listens there belongs to another user, who is not root.
+        DeadlineExceeded: no reply came within `deadline_ms`.
+        Refused: the socket belongs to another user, who is not root.
         RequestError: the daemon refused.
     """
     connection, reply, descriptors = _ask(run_dir, Identify(client=client), deadline_ms)
@@ -167,7 +167,7 @@ def join(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedMemory:
 
 @dataclass(frozen=True, slots=True)
 class JoinedHostMemory:
-    """The host pool as the daemon sent it, not yet checked or mapped. The holder closes the descriptor."""
+    """The host pool as the daemon sent it, not yet checked or mapped. The caller closes the descriptor."""
 
     connection: AttachConnection
     joined: JoinedHost
@@ -175,9 +175,9 @@ class JoinedHostMemory:
 
 
 def join_host(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedHostMemory:
-    """Ask for the host pool, for one shard of a session in attached mode.
+    """Ask for the host pool, as one shard of a session in offload mode.
 
-    A process that joins says that it is through with all that it copied as the same shard of an earlier session.
+    By joining, a process declares that it has finished all copies as the same shard of an earlier session.
 
     Raises:
         DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
@@ -197,7 +197,7 @@ def _ask(
     path = socket_path(run_dir, ATTACH_SOCKET_NAME)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        # With a timeout of Python's a full queue of connections would be an error at once; so the kernel waits.
+        # With Python's own timeout, a full queue of connections would fail at once; so the kernel waits.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(deadline_ms * 1000, 10**6)))
         connection.connect(path)
         _check_user(connection, path)
@@ -207,7 +207,7 @@ def _ask(
         reply, descriptors = _receive(connection, path)
     except (TimeoutError, BlockingIOError):
         connection.close()
-        raise DeadlineExceeded(f"no answer from {path} within {deadline_ms} ms") from None
+        raise DeadlineExceeded(f"no reply from {path} within {deadline_ms} ms") from None
     except FileNotFoundError:
         connection.close()
         raise DaemonUnreachable(f"no socket {path}; is the daemon running?") from None
@@ -225,13 +225,13 @@ def _check_user(connection: socket.socket, path: str) -> None:
     if user not in {0, own}:
         raise request_error(
             ErrorCode.UNAUTHENTICATED,
-            f"what listens at {path} belongs to user {user}, and not to root or user {own}",
+            f"the socket {path} belongs to user {user}, not to root or user {own}",
             f"run the daemon as one of them, or name its run directory in {RUN_DIR_VARIABLE}",
         )
 
 
 def _peer_user(connection: socket.socket) -> int:
-    """Who made the socket that this one is connected to."""
+    """The user of the process that listens."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return int(user)
@@ -250,12 +250,12 @@ def _own_pidfd() -> list[int]:
     try:
         return [os.pidfd_open(os.getpid())]
     except OSError:
-        # A sandbox may forbid the call. The daemon then needs SO_PEERPIDFD, and refuses where it lacks that as well.
+        # A sandbox may forbid the call. The daemon then needs SO_PEERPIDFD; without that it refuses.
         return []
 
 
 def _receive(connection: socket.socket, path: str) -> tuple[AttachReply, list[int]]:
-    # `socket.recv_fds` ignores its flags (Python 3.11), and so lets descriptors pass to every child.
+    # `socket.recv_fds` ignores its flags (Python 3.11), so descriptors would be inherited by every child.
     received = array("i")
     room = socket.CMSG_LEN(_DESCRIPTORS_MAX * received.itemsize)
     data, ancillary, flags, _ = connection.recvmsg(ATTACH_MESSAGE_SIZE_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
@@ -272,7 +272,7 @@ def _receive(connection: socket.socket, path: str) -> tuple[AttachReply, list[in
 
 def _read(data: bytes, flags: int, path: str) -> AttachReply:
     if not data:
-        raise DaemonUnreachable(f"{path}: the daemon closed the connection without an answer")
+        raise DaemonUnreachable(f"{path}: the daemon closed the connection without a reply")
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         raise request_error(
             ErrorCode.OVERSIZE, "the attach reply is larger than allowed", "client and daemon differ in version"

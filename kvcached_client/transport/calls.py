@@ -2,11 +2,11 @@
 
 A `PendingCalls` gives requests their ids, turns them into message parts, and pairs replies with requests. Rules:
 
-* What it encodes, a daemon accepts: each header is read back by the daemon's own decoder before it leaves.
+* Every header is read back by the daemon's own decoder before it is sent, so that the daemon accepts it.
 * A request is *pending* until its reply is taken or it is abandoned; there are at most `PENDING_MAX` of them.
-* A reply to an abandoned request changes nothing here, except that slots granted by it have to be given back: the lease
-  is then an *orphan*, unless the caller has asked for the same request name again and so got the same lease. While
-  such a repetition waits for its reply, nobody knows which, and the lease stays.
+* A reply to an abandoned request changes nothing here, but if it grants a lease, that lease must be released: it is an
+  *orphan*, unless the caller has repeated the acquire with the same name and so got the same lease. While such a
+  repetition waits for its reply, it is unknown which lease it gets, and the orphan stays.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from kvcached_client.protocol.engine import (
 from kvcached_client.protocol.frames import check_frames, check_reply_frames
 from kvcached_client.types import LeaseId, RequestId
 
-#: A caller that runs more requests at once than this has lost the daemon; ZeroMQ's own queues stay as short.
+#: With more requests pending, the daemon is lost. ZeroMQ's own queues are as short.
 PENDING_MAX: Final = 1024
-#: Timed-out acquires whose late grants are still told from other late replies.
+#: Abandoned acquires whose late grants are still recognised.
 ABANDONED_MAX: Final = 1024
 
 
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
 
 
 class _GivenUp(NamedTuple):
-    """An acquire that nobody waits for: its name, and the lease that a repetition of it got."""
+    """An abandoned acquire: its name, and the lease that a repetition of it got."""
 
     name: str
     repeated: LeaseId | None
@@ -57,34 +57,34 @@ class PendingCalls:
 
     def __init__(self) -> None:
         self._last_id = 0
-        #: Requests that wait for a reply, by id, each with the time at which it is given up.
+        #: Pending requests by id, with their deadlines.
         self._deadlines_ns: dict[RequestId, int] = {}
-        #: Acquires that wait for a reply, by id: the name that makes them idempotent.
+        #: Pending acquires by id, with the name that makes them idempotent.
         self._acquire_names: dict[RequestId, str] = {}
-        #: Replies, or what was wrong with them, that nobody has taken yet. Their requests are still pending.
+        #: Replies that were not taken yet, or the error of an unreadable one. Their requests are still pending.
         self._answers: dict[RequestId, Answer | RequestError] = {}
-        #: Acquires that were given up, by id: their grants may still come. The oldest are forgotten first.
+        #: Abandoned acquires by id, whose grants may still arrive. The oldest are forgotten first.
         self._abandoned: dict[RequestId, _GivenUp] = {}
-        #: Leases granted to acquires that were given up, with the acquires' names.
+        #: Leases granted to abandoned acquires, with the acquires' names.
         self._orphans: dict[LeaseId, str] = {}
-        #: Messages that no pending request waits for: late, duplicate, or answers to nothing.
+        #: Messages without a pending request: late, duplicate, or unexpected.
         self.unpaired_count = 0
 
     @property
     def pending_count(self) -> int:
-        """Requests without an answer that was taken."""
+        """Number of pending requests."""
         return len(self._deadlines_ns)
 
     def is_pending(self, request_id: RequestId) -> bool:
-        """Whether its answer is waited for, or is there and was not taken."""
+        """Whether a request is pending: its reply was not taken, and it was not abandoned."""
         return request_id in self._deadlines_ns
 
     def is_answered(self, request_id: RequestId) -> bool:
-        """Whether its answer is there."""
+        """Whether the reply of a request has arrived."""
         return request_id in self._answers
 
     def deadline_ns(self, request_id: RequestId) -> int:
-        """When a pending request is given up, on the caller's clock."""
+        """The deadline of a pending request, on the caller's clock."""
         return self._deadlines_ns[request_id]
 
     def next_id(self) -> RequestId:
@@ -93,13 +93,12 @@ class PendingCalls:
         return RequestId(self._last_id)
 
     def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int) -> list[bytes]:
-        """The parts of a request's message. From now on it is pending, unless it asks for no reply.
+        """The parts of a request's message. The request is pending from now on, unless it asks for no reply.
 
-        A request may be sent again with its id: the daemon answers as before and does nothing twice.
+        A request may be sent again with its id: the daemon repeats its reply and does nothing twice.
 
         Raises:
-            BadRequest: no message can say it, or the daemon would refuse it unread: a field or frame is out of its
-                limits.
+            BadRequest: the request cannot be encoded, or a field or frame is out of its limits.
             Refused: `PENDING_MAX` requests are pending.
         """
         header = _encode(request)
@@ -115,7 +114,7 @@ class PendingCalls:
         return [header, *frames]
 
     def receive(self, parts: Sequence[bytes]) -> RequestId | None:
-        """Take in a message of the daemon; the id of the request that it answers, None where nobody waits for it."""
+        """Read a message of the daemon; returns the id of its pending request, None if there is none."""
         answer: Answer | RequestError
         try:
             answer = _read(parts)
@@ -134,7 +133,7 @@ class PendingCalls:
         return None
 
     def take(self, request_id: RequestId) -> Answer | None:
-        """The answer to a pending request, which is then no longer pending; None while there is none.
+        """Take the reply to a request, which is then no longer pending; None while there is none.
 
         Raises:
             BadRequest: the daemon's reply is unreadable.
@@ -150,7 +149,7 @@ class PendingCalls:
         return answer
 
     def abandon(self, request_id: RequestId) -> None:
-        """Wait no longer for a reply. A pending acquire's late grant becomes an orphan."""
+        """Stop waiting for a reply. The late grant of a pending acquire becomes an orphan."""
         name = self._forget(request_id)
         lease = _granted(self._answers.pop(request_id, None))
         if name is None:
@@ -163,7 +162,7 @@ class PendingCalls:
         self._abandoned[request_id] = _GivenUp(name, None)
 
     def expire(self, now_ns: int) -> list[RequestId]:
-        """Abandon the unanswered requests whose deadline has passed, and name them."""
+        """Abandon the requests without a reply whose deadline has passed, and return their ids."""
         passed = [
             request_id
             for request_id, deadline_ns in self._deadlines_ns.items()
@@ -174,12 +173,12 @@ class PendingCalls:
         return passed
 
     def orphans(self) -> list[LeaseId]:
-        """Leases that were granted too late for anybody to want them; to be released, and dropped once that is sent."""
+        """Leases that were granted too late. The caller releases each, then drops it."""
         asked_again = set(self._acquire_names.values())
         return [lease for lease, name in self._orphans.items() if name not in asked_again]
 
     def drop_orphan(self, lease: LeaseId) -> None:
-        """An orphan is released."""
+        """Forget an orphan whose release was sent."""
         del self._orphans[lease]
 
     def _forget(self, request_id: RequestId) -> str | None:
@@ -187,7 +186,7 @@ class PendingCalls:
         return self._acquire_names.pop(request_id, None)
 
     def _adopt(self, name: str, lease: LeaseId) -> None:
-        """The caller holds a lease: what it gave up under the same name is no orphan if it is the same one."""
+        """The caller holds this lease: an abandoned acquire of the same name makes it no orphan."""
         self._orphans.pop(lease, None)
         for request_id, given_up in self._abandoned.items():
             if given_up.name == name:

@@ -1,8 +1,8 @@
-"""Blocking calls over one ZeroMQ connection: deadlines, the daemon's death, and failures as misses.
+"""Blocking calls over one ZeroMQ connection, with deadlines and detection of the daemon's death.
 
-A call is sent once. On a local socket a message is neither lost nor reordered while its connection lives, so a second
-copy would only add to the load of a daemon that is slow. What a passed deadline leaves unknown is settled by sending
-the same request with the same id again, which is the caller's decision (see `Lease`).
+A request is sent once. On a local socket no message is lost or reordered while its connection lives, so a second copy
+would only add to the load of a slow daemon. After a missed deadline it is unknown whether the request took effect; to
+find out, the caller may send the same request again with the same id (see `Lease`).
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from kvcached_client.types import RequestId
 
 R = TypeVar("R", bound=Header)
 
-#: How long replies may be on their way after the daemon has closed the attach connection. It sends them before that.
+#: How long replies may take to arrive after the daemon has closed the attach connection. It sends them before.
 _LAST_REPLIES_MS: Final = 1000
 _IPC: Final = "ipc://"
 
 
 def open_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, queue_length: int) -> zmq.Socket[bytes]:
-    """A connected DEALER socket that queues only for a peer that is there, and drops what is left when it is closed."""
+    """A connected DEALER socket. It queues messages only while a peer is connected, and drops them when closed."""
     dealer = make_dealer(context, queue_length=queue_length)
     dealer.connect(endpoint)
     return dealer
 
 
 def make_dealer(context: zmq.Context[zmq.Socket[bytes]], *, queue_length: int) -> zmq.Socket[bytes]:
-    """The same, not connected yet."""
+    """The same socket, not connected yet."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.IMMEDIATE, 1)
@@ -58,31 +58,31 @@ def make_dealer(context: zmq.Context[zmq.Socket[bytes]], *, queue_length: int) -
 
 
 class Channel:
-    """One connection to a daemon. Not thread-safe, and of no use in a forked child."""
+    """One connection to a daemon. Not thread-safe, and unusable in a forked child."""
 
     def __init__(self, endpoint: str, *, deadline_ms: int, attached: AttachConnection | None = None) -> None:
         """Connect to `endpoint`; calls take at most `deadline_ms`.
 
-        With `attached`, the end of that connection ends every call at once, the one that waits included. It is closed
-        with the channel. Without it, the end of the ZeroMQ connection ends the call that waits, and later ones may
-        find the next daemon.
+        With `attached`, the end of that connection ends every call at once, including a waiting one. The channel
+        closes it. Without `attached`, the end of the ZeroMQ connection ends only the waiting call; later calls may
+        reach the next daemon.
 
         Raises:
             DaemonUnreachable: nothing listens at `endpoint`.
             Refused: another user's daemon does.
         """
-        if path := _socket_of(endpoint):  # ZeroMQ would wait for somebody to come
+        if path := _socket_of(endpoint):  # ZeroMQ would wait for a listener
             check_own(path)
         self.endpoint = endpoint
         self.is_closed = False
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.is_gone = False  #: the daemon closed the attach connection; this channel is of no more use
+        self.is_gone = False  #: the daemon closed the attach connection; this channel is unusable
         self.deadline_ms = deadline_ms
         self._attached = attached
         self._process_id = os.getpid()
         self._calls = PendingCalls()
         self._socket = make_dealer(self.context, queue_length=PENDING_MAX)
-        # Otherwise ZeroMQ drops what has come and is not read yet when the connection ends. `_send` looks by itself.
+        # Otherwise ZeroMQ drops unread messages when the connection ends. `_send` checks the connection itself.
         self._socket.setsockopt(zmq.IMMEDIATE, 0)
         self._monitor: ConnectionMonitor | None = ConnectionMonitor(self._socket)
         self._socket.connect(endpoint)
@@ -94,11 +94,11 @@ class Channel:
         return self._calls.next_id()
 
     def deadline_ns(self) -> int:
-        """When a call that starts now has to be over, on the monotonic clock."""
+        """The deadline of a call that starts now, on the monotonic clock."""
         return time.monotonic_ns() + self.deadline_ms * 1_000_000
 
     def attach_fileno(self) -> int:
-        """The descriptor of the attach connection: it turns readable when the daemon ends it.
+        """The descriptor of the attach connection; it becomes readable when the daemon closes the connection.
 
         Raises:
             DaemonUnreachable: the channel is closed, or has none.
@@ -110,21 +110,21 @@ class Channel:
     def ask(
         self, request: Request, expected: type[R], frames: Sequence[bytes] = (), *, deadline_ns: int | None = None
     ) -> tuple[R, list[bytes]]:
-        """Send a request and wait for its reply and the reply's frames, until `deadline_ns` (default: as a new call).
+        """Send a request and wait for its reply and frames, until `deadline_ns` (default: that of a new call).
 
         Raises:
-            RequestError: the daemon, or this side before sending, refused.
-            DaemonUnreachable: the daemon is gone, or was not there to take the request; or the channel is closed.
+            RequestError: the request was refused, by the daemon or before it was sent.
+            DaemonUnreachable: the daemon is gone or did not accept the request, or the channel is closed.
             DeadlineExceeded: no reply came in time; whether the request took effect is unknown.
-            RuntimeError: this process is a fork of the one that opened the channel.
+            RuntimeError: this process is a fork of the process that opened the channel.
         """
         self.send(request, frames, deadline_ns=deadline_ns)
         return self.receive(request, expected)
 
     def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
-        """The first half of `ask`, with a deadline for the answer. Where it raises, nothing was sent.
+        """The first half of `ask`; `deadline_ns` is for the reply. If it raises, nothing was sent.
 
-        To be sent it has no longer than the channel's own deadline, however long its answer may take.
+        Sending takes no longer than the channel's own deadline, however long the reply may take.
         """
         self._check_usable()
         if deadline_ns is None:
@@ -137,7 +137,7 @@ class Channel:
             raise
 
     def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
-        """The second half of `ask`, for a request that was sent, with the deadline that it was sent with."""
+        """The second half of `ask`: wait for the reply, until the deadline given to `send`."""
         request_id = RequestId(request.id)
         try:
             reply, reply_frames = self._wait_for_reply(request_id)
@@ -153,7 +153,7 @@ class Channel:
         return reply, reply_frames
 
     def is_over(self, request: Request) -> bool:
-        """Whether `receive` would not wait for a request that was sent. Reads what has come.
+        """Whether `receive` would return at once. Reads the messages that have arrived.
 
         Raises:
             DaemonUnreachable, RuntimeError: as `ask`.
@@ -168,11 +168,11 @@ class Channel:
         return self._calls.is_answered(request_id) or not self._calls.is_pending(request_id)
 
     def abandon(self, request: Request) -> None:
-        """Wait no longer for the reply to a request that was sent."""
+        """Stop waiting for the reply to a request."""
         self._calls.abandon(RequestId(request.id))
 
     def listen(self, wake: int, deadline_ns: int) -> bool:
-        """Wait until a message has come, or the descriptor `wake` is readable; whether that was in time.
+        """Wait for a message, or until the descriptor `wake` is readable; returns False at the deadline.
 
         Raises:
             DaemonUnreachable, RuntimeError: as `ask`.
@@ -183,7 +183,7 @@ class Channel:
         return self._poll(poller, deadline_ns, wake)
 
     def post(self, request: Request) -> bool:
-        """Send a request whose reply nobody waits for, if it can be sent without waiting; whether it was.
+        """Send a request without waiting, and ignore its reply; returns whether it could be sent.
 
         Raises:
             RequestError, DaemonUnreachable, RuntimeError: as `ask`.
@@ -198,9 +198,9 @@ class Channel:
         return True
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Close the connection and the attach connection. Sockets that others opened in `context` must be closed.
+        """Close both connections. Other sockets of `context` must be closed before.
 
-        Messages that are still on their way out have `linger_ms` to leave. Does nothing the second time.
+        Queued messages have `linger_ms` to be sent. Does nothing the second time.
         """
         if self.is_closed:
             return
@@ -234,8 +234,6 @@ class Channel:
             raise DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
 
     def _send(self, parts: list[bytes], deadline_ns: int) -> None:
-        # However long the answer may take: a daemon that is there takes a request at once.
-        deadline_ns = min(deadline_ns, self.deadline_ns())
         while True:
             try:
                 if self._monitor is not None and not self._monitor.await_connection(lambda: _remaining_ms(deadline_ns)):
@@ -249,7 +247,7 @@ class Channel:
                     raise self._untaken() from None
 
     def _check_daemon(self, attached: AttachConnection) -> None:
-        """From the first request on the attach connection says whether the daemon is there, and no monitor."""
+        """From the first request on, the attach connection shows whether the daemon lives, not the monitor."""
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
@@ -260,10 +258,12 @@ class Channel:
     def _untaken(self) -> DaemonUnreachable:
         if path := _socket_of(self.endpoint):
             return silent(path, self.deadline_ms)
-        return DaemonUnreachable(f"{self.endpoint} took no request for {self.deadline_ms} ms; is the daemon running?")
+        return DaemonUnreachable(
+            f"{self.endpoint} accepted no request for {self.deadline_ms} ms; is the daemon running?"
+        )
 
     def _wait_for_reply(self, request_id: RequestId) -> tuple[Header, list[bytes]]:
-        answer = self._calls.take(request_id)  # it may have come while another one was waited for
+        answer = self._calls.take(request_id)  # it may have arrived during the wait for another one
         while answer is None and self._calls.is_pending(request_id):
             if self._poll(self._readable, self._calls.deadline_ns(request_id)):
                 self._calls.receive(self._socket.recv_multipart(zmq.NOBLOCK))
@@ -274,13 +274,13 @@ class Channel:
         return raise_for_error(answer.reply), answer.frames
 
     def _poll(self, poller: zmq.Poller, deadline_ns: int, wake: int | None = None) -> bool:
-        """Whether the socket, or the descriptor `wake` that is polled beside it, is ready before the deadline.
+        """Whether the socket, or the descriptor `wake`, is ready before the deadline.
 
-        Where the daemon has closed the attach connection, replies that it sent before that are awaited, which may take
-        `_LAST_REPLIES_MS` beyond the deadline; mostly it takes a tenth of that.
+        If the daemon has closed the attach connection, replies that it sent before are still awaited. That may take
+        `_LAST_REPLIES_MS` beyond the deadline, but mostly a tenth of it.
 
         Raises:
-            DaemonUnreachable: the socket is not ready, and the daemon closed the attach connection, or this one.
+            DaemonUnreachable: the socket is not ready, and the daemon has closed a connection.
         """
         ready = [which for which, _ in poller.poll(_remaining_ms(deadline_ns))]
         if self._socket in ready or wake in ready:
@@ -292,17 +292,18 @@ class Channel:
             raise DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
         if ready and self._monitor is not None:
             self._monitor.read()
-            if self._socket.poll(0):  # what came before the end
+            if self._socket.poll(0):  # messages from before the end
                 return True
             if self._monitor.is_lost:
                 raise DaemonUnreachable(
-                    f"the daemon behind {self.endpoint} was gone before it answered; whether it did as asked is unknown"
+                    f"the daemon behind {self.endpoint} was gone before it replied; "
+                    "whether the request took effect is unknown"
                 )
         return False
 
 
 def _remaining_ms(deadline_ns: int) -> int:
-    """Whole milliseconds until a moment of the monotonic clock, rounded up."""
+    """Whole milliseconds until a time of the monotonic clock, rounded up."""
     return max(0, -((time.monotonic_ns() - deadline_ns) // 1_000_000))
 
 

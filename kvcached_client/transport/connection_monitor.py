@@ -1,4 +1,4 @@
-"""Whether a ZeroMQ connection lives: ZeroMQ itself would connect anew and never say that an answer will not come."""
+"""Detects the end of a ZeroMQ connection: ZeroMQ itself reconnects, and never says that a reply will not come."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 _EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-#: Each of them says that the earlier connection has ended: ZeroMQ connects again only after that.
+#: Each of these means that the earlier connection has ended: ZeroMQ reconnects only after that.
 _END_EVENTS: Final = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED
 )
-#: The address of a monitor that was closed is free again only some time later.
+#: Each monitor gets a new address, because that of a closed monitor stays in use for some time.
 _numbers: Final = count()
 
 
 def await_message_or_end(watched: zmq.Socket[bytes], remaining_ms: int) -> bool:
-    """Wait until a message has come or the one connection of a socket without a monitor has ended; whether one came.
+    """Wait for a message or the end of the socket's only connection; returns whether a message has arrived.
 
-    All messages of a connection come before its end. An end of before the call is seen when ZeroMQ connects again,
-    which it tries every 100 ms.
+    The socket has no monitor yet. All messages of a connection arrive before its end. If the connection ended before
+    this call, that shows when ZeroMQ tries to reconnect, which it does every 100 ms.
     """
     events = watched.get_monitor_socket(_END_EVENTS, f"inproc://kvcached-end-{next(_numbers)}")
     try:
@@ -31,17 +31,17 @@ def await_message_or_end(watched: zmq.Socket[bytes], remaining_ms: int) -> bool:
         poller.register(events, zmq.POLLIN)
         poller.poll(remaining_ms)
     finally:
-        watched.disable_monitor()  # nobody would read its events, and a full monitor stops the socket's I/O thread
+        watched.disable_monitor()  # a full monitor that nobody reads would stop the socket's I/O thread
         events.close(linger=0)
     return bool(watched.poll(0))
 
 
 class ConnectionMonitor:
-    """Watches a socket that has one connection, from before it connects. Belongs to the socket's thread.
+    """Watches a socket with one connection, from before it connects. Belongs to the socket's thread.
 
     Attributes:
-        events: to be polled: it turns readable when there is something to `read`.
-        is_lost: the connection has ended since the last `await_connection`, though there may be a new one.
+        events: to be polled; it becomes readable when there is something to `read`.
+        is_lost: the connection has ended since the last `await_connection`; there may be a new one.
     """
 
     def __init__(self, watched: zmq.Socket[bytes]) -> None:
@@ -51,14 +51,14 @@ class ConnectionMonitor:
         self.is_lost = False
 
     def read(self) -> None:
-        """Take in what has happened. Never waits."""
+        """Process the events so far. Never waits."""
         while self.events.poll(0):
             event = parse_monitor_message(self.events.recv_multipart(zmq.NOBLOCK))["event"]
             self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.is_lost = self.is_lost or not self._is_connected
 
     def await_connection(self, remaining_ms: Callable[[], int]) -> bool:
-        """Wait until there is a connection and forget those before it; False when no time remains."""
+        """Wait until there is a connection, and reset `is_lost`; False when no time remains."""
         self.read()
         while not self._is_connected:
             if not self.events.poll(remaining_ms()):
@@ -68,6 +68,6 @@ class ConnectionMonitor:
         return True
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._watched.disable_monitor()
         self.events.close(linger=0)

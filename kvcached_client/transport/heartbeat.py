@@ -1,4 +1,4 @@
-"""Says at intervals that the session lives. In a thread, so that an engine's long step does not end its session."""
+"""Sends heartbeats from a thread, so that a long step of the engine does not end its session."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.channel import open_dealer
 from kvcached_client.types import FenceSequence
 
-#: Heartbeats that the daemon has not taken yet. A third one would say nothing new.
+#: Heartbeats that may be queued. A third one would add nothing.
 _QUEUE_LENGTH: Final = 2
-#: A daemon that asks for more is mistaken, and would make this thread spin.
+#: Lower bound of the interval that the daemon sets, so that this thread never spins.
 _INTERVAL_MS_MIN: Final = 10
 
 _log: Final = logging.getLogger("kvcached_client")
@@ -40,11 +40,11 @@ class Heartbeat:
         interval_ms: int,
         on_stale: Callable[[], None] | None = None,
     ) -> None:
-        """Start it. Another epoch or generation than these says that the session is over; None = it may grow.
+        """Start the thread. A reply with another epoch or generation means that the session is over.
 
-        `on_stale` is called then, once, by the thread.
+        With `generation` None, any generation is accepted. When the session is over, the thread calls `on_stale` once.
         """
-        #: The daemon said that the session is over or that the pool was replaced; found at the next heartbeat's time.
+        #: A reply said that the session is over or that the pool was replaced. Replies are read before each heartbeat.
         self.is_stale = False
         self.signalled = FenceSequence(0)  #: the highest fence that has signalled
         self._grant = grant
@@ -59,13 +59,13 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread end soon. Any thread may call this, the heartbeat's own included."""
-        # A fork copies the event with its lock, perhaps taken, and not the thread.
+        """Let the thread end soon. Any thread may call this, even the heartbeat's own."""
+        # A fork copies the event with its lock, which may be held, but not the thread.
         if os.getpid() == self._process_id:
             self._stopped.set()
 
     def close(self) -> None:
-        """Stop, and wait for the thread: afterwards its socket is closed. Does nothing the second time."""
+        """Stop, and wait until the thread has ended and closed its socket. Does nothing the second time."""
         self.stop()
         self._thread.join()
 
@@ -83,7 +83,7 @@ class Heartbeat:
         try:
             dealer.send(encode(request), zmq.NOBLOCK)
         except zmq.Again:
-            _log.debug("heartbeat %d was not sent: the daemon is not there or takes nothing", request_id)
+            _log.debug("heartbeat %d was not sent: the daemon is gone or accepts nothing", request_id)
 
     def _read_replies(self, dealer: zmq.Socket[bytes]) -> None:
         while True:
@@ -96,7 +96,7 @@ class Heartbeat:
             except Stale as error:
                 self._note_stale(str(error))
             except KvcachedError as error:
-                _log.warning("heartbeat answered by an error: %s", error)
+                _log.warning("a heartbeat was refused: %s", error)
             else:
                 if isinstance(reply, Alive) and not self._is_expected(reply):
                     self._note_stale(f"the pool is at epoch {reply.epoch}, generation {reply.generation}")
@@ -109,7 +109,7 @@ class Heartbeat:
         if self.is_stale:
             return
         self.is_stale = True
-        level = logging.WARNING if self._on_stale is None else logging.INFO  # whoever is told says what it means
+        level = logging.WARNING if self._on_stale is None else logging.INFO  # the callee of on_stale logs what it means
         _log.log(level, "kvcached session %d is over: %s", self._grant.id, reason)
         if self._on_stale is not None:
             self._on_stale()

@@ -1,4 +1,4 @@
-"""Who listens at a local socket: told apart are nobody, another user's daemon, and one that does not answer."""
+"""Who listens at a local socket: nobody, another user's daemon, or a daemon that does not reply."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _CREDENTIALS: Final = struct.Struct("iII")
 
 
 class Listener(NamedTuple):
-    """The process that called listen(); `pid` is 0 where it is not to be seen from here."""
+    """The process that called listen(); `pid` is 0 if it is in another pid namespace."""
 
     pid: int
     user: int
 
 
 def find_listener(path: str) -> Listener | None:
-    """Who listens at `path`; None where so many wait there that no more are let in.
+    """The listener at `path`; None if its queue of connections is full.
 
     Raises:
-        DaemonUnreachable: nobody does.
+        DaemonUnreachable: nobody listens.
         Refused: this user may not connect.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
@@ -47,7 +47,7 @@ def find_listener(path: str) -> Listener | None:
 
 
 def check_own(path: str) -> None:
-    """Refuse another user's daemon, which would close the connection without a word. Root is no exception.
+    """Refuse another user's daemon, which would close the connection without a reply. This holds for root, too.
 
     Raises:
         DaemonUnreachable, Refused: as `find_listener`.
@@ -58,7 +58,7 @@ def check_own(path: str) -> None:
 
 
 def silent(path: str, deadline_ms: int) -> DaemonUnreachable:
-    """The error for a request that nobody took in time: somebody listens and does not answer, or nobody is there."""
+    """The error for a request that was not accepted in time: the listener does not reply, or there is none."""
     try:
         listener = find_listener(path)
     except DaemonUnreachable as error:
@@ -66,14 +66,14 @@ def silent(path: str, deadline_ms: int) -> DaemonUnreachable:
     except RequestError:
         listener = None
     who = f"process {listener.pid}" if listener is not None and listener.pid else "a process"
-    why = "it hangs, or has more to do than it can; see its log, or restart it"
+    why = "it hangs or is overloaded; see its log, or restart it"
     if listener is not None and _is_stopped(listener.pid):
-        why = f"it is stopped (SIGSTOP, or a debugger); kill -CONT {listener.pid} lets it go on"
-    return DaemonSilent(f"{who} listens at {path}, but took no request for {deadline_ms} ms: {why}")
+        why = f"it is stopped (SIGSTOP, or a debugger); continue it with kill -CONT {listener.pid}"
+    return DaemonSilent(f"{who} listens at {path}, but accepted no request for {deadline_ms} ms: {why}")
 
 
 def _not_allowed(path: str, error: PermissionError) -> DaemonUnreachable | RequestError:
-    """The first of the path's parts, from its end, that can be seen at all is what keeps this user out."""
+    """The last part of the path that is visible to this user is the one that denies access."""
     for place in (Path(path), *Path(path).parents):
         try:
             owner = place.stat().st_uid
@@ -89,8 +89,8 @@ def _others(what: str, user: int) -> RequestError:
     own = os.geteuid()
     return request_error(
         ErrorCode.UNAUTHENTICATED,
-        f"{what} belongs to {_user(user)}, and this is {_user(own)}: a daemon serves its own user only",
-        f"run this as that user, as with: sudo -u '#{user}' …",
+        f"{what} belongs to {_user(user)}, but this process runs as {_user(own)}; a daemon serves its own user only",
+        f"run this as that user, for example with: sudo -u '#{user}' …",
     )
 
 

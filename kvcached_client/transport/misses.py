@@ -1,14 +1,14 @@
-"""Failures as misses: what becomes of an error where the engine wants none, and why nothing was granted.
+"""Failures as misses: errors become misses if the engine wants that, with the reason why nothing was granted.
 
-A daemon that hangs would cost each call its deadline. So the first deadline that passes opens a circuit: from then on
-calls are misses at once, until the daemon has answered a probe that was sent when the circuit opened::
+If the daemon hangs, every call would wait for its full deadline. Therefore the first missed deadline opens a circuit:
+from then on calls are misses at once, until the daemon answers a probe that was sent when the circuit opened::
 
     CLOSED ──▶ DOUBTED ──▶ OPEN ──▶ CLOSED
        │          └──────▶ CLOSED     ▲
        └──────────────────▶ OPEN ─────┘
 
-It is doubted after the deadline of a request that the daemon answers when something has come about, such as the end of
-a load: that may just take long. The next call then gives the probe's answer a moment.
+The state is DOUBTED after a missed deadline of a request that the daemon answers only when something has happened, such
+as the end of a load, because that may just take long. The next call then waits briefly for the reply to the probe.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from kvcached_client.errors import (
 
 Failures = Literal["raise", "miss"]
 
-#: How long the first call after a doubt waits for the probe's answer. A daemon that is well takes a millisecond or two,
-#: and some tens of them on a machine that is busy.
+#: How long the first call in the state DOUBTED waits for the reply to the probe. A healthy daemon takes a millisecond
+#: or two, and some tens of milliseconds on a busy machine.
 PROBE_GRACE_NS: Final = 50_000_000
-#: A circuit that opens again so soon after it was closed belongs to a daemon that is slow rather than gone. It then
-#: stays open for a pause, ...
+#: If a circuit opens again this soon after it was closed, the daemon is slow rather than gone. The circuit then stays
+#: open for a pause, ...
 RELAPSE_NS: Final = 10_000_000_000
-#: ... the first one so long, each further one twice as long, up to the longest: a deadline in half a minute is no loss.
+#: ... of at first this length; each further pause is twice as long, up to the maximum: one deadline in half a minute.
 PAUSE_NS_MIN: Final = 1_000_000_000
 PAUSE_NS_MAX: Final = 30_000_000_000
 
@@ -46,15 +46,15 @@ _log: Final = logging.getLogger("kvcached_client")
 
 
 class MissReason(StrEnum):
-    """Why a call did nothing where failures are misses."""
+    """Why a call did nothing, with ``failures="miss"``."""
 
-    NO_CAPACITY = "no_capacity"  #: the pool is full: no failure, but load
-    DEADLINE = "deadline"  #: no answer within the deadline
-    CIRCUIT_OPEN = "circuit_open"  #: not asked: the daemon has not answered since an earlier call's deadline passed
+    NO_CAPACITY = "no_capacity"  #: the pool is full, which is load and not a failure
+    DEADLINE = "deadline"  #: no reply within the deadline
+    CIRCUIT_OPEN = "circuit_open"  #: not sent: the daemon has not replied since an earlier deadline
     UNREACHABLE = "unreachable"  #: the daemon is gone; see `Client.rejoin`
-    STALE = "stale"  #: session or pool is over: close, connect again
-    UNAVAILABLE = "unavailable"  #: the daemon does not serve this now: a worker is lost, or it drains
-    REFUSED = "refused"  #: the daemon, or this side before sending, did not accept the request: a mistake of the caller
+    STALE = "stale"  #: session or pool is over: close and connect again
+    UNAVAILABLE = "unavailable"  #: the daemon does not serve this now: a worker is lost, or the daemon drains
+    REFUSED = "refused"  #: the request was refused, by the daemon or before it was sent: a mistake of the caller
 
 
 _REASONS: Final[tuple[tuple[type[KvcachedError], MissReason], ...]] = (
@@ -68,20 +68,20 @@ _REASONS: Final[tuple[tuple[type[KvcachedError], MissReason], ...]] = (
 
 
 def reason_of(error: KvcachedError) -> MissReason:
-    """The reason that stands for an error."""
+    """The reason for an error."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), MissReason.REFUSED)
 
 
 class MissPolicy:
-    """``with policy:`` lets errors pass, or counts them and goes on after the block, as configured.
+    """``with policy:`` lets errors pass, or counts them and continues after the block, as configured.
 
-    A pool that is full is no failure: it is neither counted nor logged.
+    A full pool is not a failure: it is neither counted nor logged.
 
     Attributes:
         is_on: whether failures become misses.
-        count: failures that did.
-        last_failure: the last of them.
-        last_reason: of the last block that did not end well, a full pool included.
+        count: failures that became misses.
+        last_failure: the last of these failures.
+        last_reason: reason of the last block that did not succeed, including a full pool.
     """
 
     def __init__(self, failures: Failures) -> None:
@@ -113,15 +113,17 @@ class MissPolicy:
         name = error.code.value if isinstance(error, RequestError) else type(error).__name__
         if name not in self._logged:
             self._logged.add(name)
-            _log.warning("kvcached failed, going on without cached blocks (logged once per kind of failure): %s", error)
+            _log.warning(
+                "kvcached failed, continuing without cached blocks (logged once per kind of failure): %s", error
+            )
 
 
 class CircuitState(Enum):
-    """Whether the daemon is asked."""
+    """Whether requests are sent to the daemon."""
 
-    CLOSED = "closed"  #: it is
-    DOUBTED = "doubted"  #: it is, once it has answered a probe
-    OPEN = "open"  #: it is not
+    CLOSED = "closed"  #: they are sent
+    DOUBTED = "doubted"  #: they are sent once the daemon has answered a probe
+    OPEN = "open"  #: they are not sent
 
 
 _S = CircuitState
@@ -133,7 +135,7 @@ _NEXT: Final[Mapping[CircuitState, frozenset[CircuitState]]] = {
 
 
 class Circuit:
-    """Whether the daemon is to be asked, on the caller's clock. Sends nothing itself."""
+    """Decides whether requests are sent, on the caller's clock. Sends nothing itself."""
 
     def __init__(self) -> None:
         self._state = _S.CLOSED
@@ -149,27 +151,27 @@ class Circuit:
 
     @property
     def probe_grace_end_ns(self) -> int:
-        """Until when a call waits for the probe's answer."""
+        """Until when a call waits for the reply to the probe."""
         return self._since_ns + PROBE_GRACE_NS
 
     def is_resting(self, now_ns: int) -> bool:
-        """Whether it stays open, though the probe was answered."""
+        """Whether it stays open even if the probe was answered."""
         return self._state is _S.OPEN and now_ns < self._since_ns + self._pause_ns
 
     def doubt(self, now_ns: int) -> None:
-        """A request that may take long has had no answer."""
+        """A request that may take long got no reply."""
         self._go(_S.DOUBTED, now_ns)
 
     def open(self, now_ns: int, why: str) -> None:
-        """A request that is answered at once has had no answer, nor has the probe."""
+        """A request that is answered at once got no reply, or the probe got none."""
         is_relapse = self._closed_ns is not None and now_ns - self._closed_ns < RELAPSE_NS
         self._pause_ns = min(max(2 * self._pause_ns, PAUSE_NS_MIN), PAUSE_NS_MAX) if is_relapse else 0
         self._misses = 0
         self._go(_S.OPEN, now_ns)
-        _log.warning("kvcached does not answer; calls are misses at once until it does: %s", why)
+        _log.warning("kvcached does not reply; calls are misses at once until it does: %s", why)
 
     def note_miss(self) -> None:
-        """A call was not made."""
+        """Count a call that was not sent."""
         self._misses += 1
 
     def close(self, now_ns: int) -> None:
@@ -177,7 +179,7 @@ class Circuit:
         if self._state is _S.OPEN:
             self._closed_ns = now_ns
             seconds = (now_ns - self._since_ns) / 1e9
-            _log.info("kvcached answers again after %.1f s; %d calls were misses meanwhile", seconds, self._misses)
+            _log.info("kvcached replies again after %.1f s; %d calls were misses meanwhile", seconds, self._misses)
         self._go(_S.CLOSED, now_ns)
 
     def _go(self, state: CircuitState, now_ns: int) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for slots that copies under way are about to free."""
+"""Retry when slots are freed: wait for slots that copies in flight are about to free."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvcached_client.transport.session import SessionChannel
 T = TypeVar("T")
 
 
-def with_vacancies(channel: SessionChannel, attempt: Callable[[int], T]) -> T:
-    """What ``attempt(deadline_ns)`` returns; where capacity is only pending, the daemon says when to try again.
+def retry_when_freed(channel: SessionChannel, attempt: Callable[[int], T]) -> T:
+    """Call ``attempt(deadline_ns)``; if capacity is pending, wait until slots are freed and call it again.
 
-    An attempt that fails says nothing about how many slots it lacks, for the client does not know the hit. So each wait
-    is for one slot more than there were: it ends with the first copy that frees any.
+    The client does not know how many slots a failed attempt lacks, because it does not know the hit. So each wait is
+    for one slot more than were available: it ends with the first copy that frees any.
 
     Args:
-        channel: all attempts and waits together take as long as one of its calls may.
-        attempt: a request with an id of its own each time.
+        channel: all attempts and waits together take at most as long as one of its calls.
+        attempt: sends a request, each time with a new id.
 
     Raises:
-        NoCapacity: nothing under way frees enough, or not in time. What was asked for was not granted.
+        NoCapacity: no copy in flight frees enough slots, or not in time. Nothing was granted.
     """
     deadline_ns = channel.deadline_ns()
     available, is_last = 0, False
@@ -41,5 +41,5 @@ def with_vacancies(channel: SessionChannel, attempt: Callable[[int], T]) -> T:
         except DeadlineExceeded:
             raise shortage from None
         available = vacant.available
-        # Less than was waited for: no copy is under way that frees any.
+        # Fewer than requested: no copy in flight will free any.
         is_last = available < wanted

@@ -1,4 +1,4 @@
-"""Where a daemon's sockets are. The daemon and its clients find the directory by the same rule."""
+"""The directory of the daemon's sockets. The daemon and its clients find it by the same rule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcached_client.errors import ErrorCode, request_error
 RUN_DIR_VARIABLE: Final = "KVCACHED_RUN_DIR"
 ATTACH_SOCKET_NAME: Final = "attach.sock"
 RPC_SOCKET_NAME: Final = "rpc.sock"
-#: Held by the daemon that runs there.
+#: Locked by the daemon that uses the directory.
 LOCK_NAME: Final = "daemon.lock"
 #: sizeof(sockaddr_un.sun_path) on Linux is 108, the closing zero included.
 SOCKET_PATH_BYTES_MAX: Final = 107
@@ -43,7 +43,7 @@ def socket_path(run_dir: str | os.PathLike[str], name: str) -> str:
     if size > SOCKET_PATH_BYTES_MAX:
         raise request_error(
             ErrorCode.BAD_VALUE,
-            f"socket path {path} is {size} bytes long, {SOCKET_PATH_BYTES_MAX} are possible",
+            f"socket path {path} is {size} bytes long, at most {SOCKET_PATH_BYTES_MAX} are possible",
             f"name a shorter run directory in {RUN_DIR_VARIABLE}",
         )
     return path

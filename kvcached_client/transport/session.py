@@ -59,7 +59,7 @@ _log: Final = logging.getLogger("kvcached_client")
 
 
 class SessionChannel(Channel):
-    """A channel whose connection owns a session: it knows the pool's epoch and what to do about failures."""
+    """A channel whose connection owns a session: it knows the pool's epoch and how to treat failures."""
 
     def __init__(self, endpoint: str, *, deadline_ms: int, attached: AttachConnection, failures: Failures) -> None:
         super().__init__(endpoint, deadline_ms=deadline_ms, attached=attached)
@@ -68,19 +68,19 @@ class SessionChannel(Channel):
         self.named_fence = NO_FENCE  #: the highest that any lease of the session has named
         self.misses = MissPolicy(failures)
         self._circuit = Circuit()
-        self._probe: Match | None = None  #: sent since the circuit is not closed
+        self._probe: Match | None = None  #: sent when the circuit left the state closed
 
     @property
     def is_waiting_in_vain(self) -> bool:
-        """Whether the daemon has not answered since a deadline passed: nothing is waited for until it does."""
+        """Whether the daemon has not replied since a missed deadline: until it does, no call waits."""
         return self._circuit.state is CircuitState.OPEN
 
     def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
-        """As `Channel.send`; gives back first what was granted after the caller had stopped waiting for it.
+        """As `Channel.send`; first releases leases that were granted after the caller had stopped waiting.
 
         Raises:
-            CircuitOpen: the daemon owes an answer; nothing was sent. Releases and farewells are: the daemon gets to
-                know of them when it goes on, and only `receive` raises.
+            CircuitOpen: the daemon has not replied since a missed deadline; nothing was sent. Releases and goodbyes are
+                sent anyway, for the daemon to read when it continues; for these, only `receive` raises.
         """
         if self._circuit.state is not CircuitState.CLOSED and not self._answers_again():
             self._circuit.note_miss()
@@ -90,17 +90,17 @@ class SessionChannel(Channel):
         super().send(request, frames, deadline_ns=deadline_ns)
 
     def give_back_late(self) -> None:
-        """Release the leases that came, among replies that were read, after the caller had stopped waiting."""
+        """Release leases that were granted after the caller had stopped waiting, as far as their replies were read."""
         for lease in self._calls.orphans():
             if not self.post(Release(id=self.next_id(), epoch=self.epoch, lease=lease, reply=False)):
                 break
             self._calls.drop_orphan(lease)
 
     def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
-        """As `Channel.receive`; notes when the session is over, and when the daemon does not answer.
+        """As `Channel.receive`; notes when the session is over, and when the daemon does not reply.
 
         Raises:
-            CircuitOpen: the daemon owes earlier answers; this one is not waited for.
+            CircuitOpen: the daemon has not replied since a missed deadline; this reply is not awaited.
         """
         if self.is_waiting_in_vain and not self._calls.is_answered(RequestId(request.id)):
             self.abandon(request)
@@ -125,7 +125,7 @@ class SessionChannel(Channel):
         self._send_probe()
 
     def _send_probe(self) -> None:
-        """Ask something that changes nothing and is answered at once, if that can be sent without waiting."""
+        """Send a request that changes nothing and is answered at once, if it can be sent without waiting."""
         probe = Match(id=self.next_id(), epoch=self.epoch, tokens=0)
         try:
             self._socket.send_multipart(self._calls.send(probe, (b"",), deadline_ns=_NEVER_NS), zmq.NOBLOCK)
@@ -136,7 +136,7 @@ class SessionChannel(Channel):
             self._probe = probe
 
     def _answers_again(self) -> bool:
-        """Whether the probe was answered, so that the daemon may be asked again. Waits for a moment at most."""
+        """Whether the probe was answered, so that requests may be sent again. Waits only briefly."""
         probe = self._probe
         if probe is None:
             self._send_probe()
@@ -148,7 +148,7 @@ class SessionChannel(Channel):
         if is_answered and not self._circuit.is_resting(now_ns):
             self._circuit.close(now_ns)
             self._probe = None
-            with contextlib.suppress(RequestError):  # that the session is over is noted; the next answer says it, too
+            with contextlib.suppress(RequestError):  # a stale session is noted; the next reply says it, too
                 self.receive(probe, Matched)
             return True
         if self._circuit.state is CircuitState.DOUBTED:
@@ -156,10 +156,10 @@ class SessionChannel(Channel):
         return False
 
     def _circuit_open(self) -> CircuitOpen:
-        return CircuitOpen(f"{self.endpoint} was not asked: it has not answered since a deadline passed")
+        return CircuitOpen(f"not sent to {self.endpoint}, which has not replied since a missed deadline")
 
     def hang_up(self) -> None:
-        """Close, and end the session without waiting for the daemon's answer, or for the one to a hello before it."""
+        """Close, and end the session without waiting for any reply, not even to a hello."""
         linger_ms = 0
         try:
             if self.post(Bye(id=self.next_id())):

@@ -113,7 +113,7 @@ def test_admin_notices_that_the_daemon_dies(daemon: FakeDaemon) -> None:
         call = caller.submit(admin.clear, "default")
         assert came.wait(10)
         daemon.stop()
-        with pytest.raises(DaemonUnreachable, match="was gone before it answered"):
+        with pytest.raises(DaemonUnreachable, match="was gone before it replied"):
             call.result(timeout=10)
         (daemon.run_dir / "attach.sock").unlink()
         successor = FakeDaemon(daemon.run_dir)

@@ -208,7 +208,7 @@ def test_failure_of_a_copy_that_cannot_be_told_stays_the_failure(daemon: FakeDae
     with pytest.raises(BadRequest, match="blocks of the shard") as caught:
         shard.store(BAD_JOB)
 
-    assert "could not be told" in "".join(caught.value.__notes__)
+    assert "could not be reported" in "".join(caught.value.__notes__)
 
 
 def test_long_errors_are_cut(daemon: FakeDaemon, shard: OffloadShard, monkeypatch: pytest.MonkeyPatch) -> None:

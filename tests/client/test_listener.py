@@ -39,7 +39,9 @@ def test_another_users_daemon_is_told_at_once(listening: Path, monkeypatch: pyte
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
 
-    with pytest.raises(Refused, match=rf"belongs to user \S+ \({user}\), and this is user 12345") as caught:
+    with pytest.raises(
+        Refused, match=rf"belongs to user \S+ \({user}\), but this process runs as user 12345"
+    ) as caught:
         Admin.connect(listening, deadline_ms=3_600_000)
 
     assert f"sudo -u '#{user}'" in str(caught.value)
@@ -51,7 +53,7 @@ def test_command_on_another_users_daemon_is_wrong_usage(listening: Path, monkeyp
 
     result = CliRunner().invoke(main, ["health", "--run-dir", str(listening)])
 
-    assert (result.exit_code, "and this is user 12345" in result.stderr) == (2, True)
+    assert (result.exit_code, "but this process runs as user 12345" in result.stderr) == (2, True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")
@@ -64,7 +66,7 @@ def test_directory_that_may_not_be_entered_names_its_owner(listening: Path) -> N
     finally:
         os.seteuid(0)
 
-    assert "belongs to user root (0), and this is user nobody (65534)" in str(caught.value)
+    assert "belongs to user root (0), but this process runs as user nobody (65534)" in str(caught.value)
 
 
 def test_a_process_that_listens_and_does_not_answer_is_told_apart_from_none(listening: Path) -> None:
@@ -72,20 +74,22 @@ def test_a_process_that_listens_and_does_not_answer_is_told_apart_from_none(list
     with Admin.connect(listening, deadline_ms=100) as admin, pytest.raises(DaemonSilent) as caught:
         admin.stats()
 
-    assert f"process {os.getpid()} listens at {listening}/rpc.sock, but took no request for 100 ms" in str(caught.value)
+    assert f"process {os.getpid()} listens at {listening}/rpc.sock, but accepted no request for 100 ms" in str(
+        caught.value
+    )
     assert "it hangs" in str(caught.value)
     result = CliRunner().invoke(main, ["health", "--run-dir", str(listening), "--deadline-ms", "100"])
     assert (result.exit_code, "start it with" in result.stderr) == (4, False)
 
 
 def test_a_stopped_process_is_called_stopped(tmp_path: Path) -> None:
-    """A daemon under SIGSTOP is said to be stopped, with what lets it go on."""
+    """A daemon under SIGSTOP is said to be stopped, with the command that continues it."""
     with subprocess.Popen([sys.executable, "-c", _LISTEN_AND_STOP, str(tmp_path / "rpc.sock")]) as process:
         try:
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
             with (
                 Admin.connect(tmp_path, deadline_ms=100) as admin,
-                pytest.raises(DaemonSilent, match=f"it is stopped .* kill -CONT {process.pid} lets it go on"),
+                pytest.raises(DaemonSilent, match=f"it is stopped .* continue it with kill -CONT {process.pid}"),
             ):
                 admin.stats()
         finally:

@@ -38,7 +38,7 @@ def test_socket_path_is_limited_to_what_the_kernel_takes() -> None:
     name = "attach.sock"
     longest = "/" + "d" * (107 - len(name) - 2)
     assert len(socket_path(longest, name)) == 107
-    with pytest.raises(BadRequest, match=r"108 bytes long, 107"):
+    with pytest.raises(BadRequest, match=r"108 bytes long, at most 107"):
         socket_path(longest + "d", name)
     with pytest.raises(BadRequest, match=r"108 bytes long"):
         socket_path(longest[:-1] + "é", name)
