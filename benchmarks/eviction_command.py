@@ -71,11 +71,11 @@ def hit_percent(requests: Sequence[Recorded], policy: str, slots: int) -> float:
         count = len(request.full_ids)
         blocks += count
         try:
-            grant = cache.acquire(session.id, 1, str(number), keys, count, 0, full=True)
+            grant = cache.managed.acquire(session.id, 1, str(number), keys, count, 0, full=True)
         except Refusal:
             continue  # longer than the pool: computed, and not kept
         hits += grant.hit
         rest = keys[grant.hit * KEY_SIZE :]
-        cache.finish(session.id, 1, grant.lease, grant.hit, rest, array("i", grant.ranges), NO_FENCE)
+        cache.managed.finish(session.id, 1, grant.lease, grant.hit, rest, array("i", grant.ranges), NO_FENCE)
         cache.settle()
     return 100 * hits / blocks

@@ -89,10 +89,10 @@ class OneEngine:
         self._requests += 1
         name = str(self._requests)
         start = perf_counter_ns()
-        grant = cache.acquire(session, epoch, name, keys, blocks * BLOCK_SIZE + 1, 0, full=False)
+        grant = cache.managed.acquire(session, epoch, name, keys, blocks * BLOCK_SIZE + 1, 0, full=False)
         self._settle()
         if grant.loads:
-            cache.load(session, epoch, grant.lease)
+            cache.managed.load(session, epoch, grant.lease)
         spent = perf_counter_ns() - start
         self.hit_blocks += grant.hit
         granted = array("i", grant.ranges)
@@ -101,9 +101,9 @@ class OneEngine:
         missing = keys[grant.hit * KEY_SIZE :]
         start = perf_counter_ns()
         if missing:
-            cache.commit(session, epoch, grant.lease, grant.hit, missing, slots, _DONE)
+            cache.managed.commit(session, epoch, grant.lease, grant.hit, missing, slots, _DONE)
             self._settle()
-        cache.release(session, epoch, grant.lease, _DONE)
+        cache.managed.release(session, epoch, grant.lease, _DONE)
         self._settle()
         return spent + perf_counter_ns() - start
 
@@ -115,7 +115,7 @@ class OneEngine:
     def hit(self, keys: bytes) -> tuple[int, int]:
         """The same by tiers: blocks on the device, and blocks behind those in the host pool."""
         tokens = len(keys) // KEY_SIZE * BLOCK_SIZE
-        return self.cache.match(self.session.id, self.pool.epoch, keys, tokens, full=True)
+        return self.cache.managed.match(self.session.id, self.pool.epoch, keys, tokens, full=True)
 
     def evict(self, blocks: int) -> int:
         """Free so many device slots; nanoseconds."""

@@ -310,6 +310,7 @@ def _build_tree(
             index,
             spec.slots,
             epoch,
+            block_size=spec.block_size,
             shards=spec.shards,
             watermark=spec.watermark,
             load_threshold=spec.load_threshold,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvcached.core.admission_filter import AdmissionFilter
-from kvcached.core.checks import check_alive, hit_limit
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.generations import Generations
 from kvcached.core.index.run import KEY_SIZE, Run
@@ -20,7 +19,7 @@ from kvcached.core.messages import SessionEnded, SessionExpired, SlotsHandedOut,
 from kvcached.core.namespaces import Namespaces, NamespaceSpec
 from kvcached.core.pins import Pins
 from kvcached.core.refusals import Refusal, Why
-from kvcached.core.session import OffloadSession
+from kvcached.core.session import OffloadSession, Sessions
 from kvcached.core.slots.host_slots import SlabAllocator
 from kvcached.core.slots.ranges import Ranges, no_ranges, pairs, slot_count
 from kvcached.core.slots.slots import SlotPool
@@ -31,8 +30,6 @@ from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import EngineTransfer
 from kvcached_client.types import LeaseId, MissReason, SessionId, TransferId, WritePolicy
 
-#: As for engines on device pools.
-OFFLOAD_LEASES_MAX = 16_384
 #: Copies of one session under way. A store has as many blocks as its message, so this is far above what engines need.
 TRANSFERS_PER_SESSION_MAX = 16_384
 
@@ -78,15 +75,13 @@ class Offload:
         listener: Listener,
         write_policy: WritePolicy,
     ) -> None:
-        self.sessions: dict[SessionId, OffloadSession] = {}
+        self.sessions = Sessions[OffloadSession, OffloadLease](session_ttl_ms)
         self.namespaces = Namespaces(
             allocator, namespaces_max, table.counters, eviction_log, locks, generations, pins, listener, write_policy
         )
         self._copies = EngineCopies(table)
-        self._session_ttl_ms = session_ttl_ms
         self._effects = table.effects
         self._counters = table.counters
-        self._last_lease = 0
         self._admission_filter = AdmissionFilter()
         self._locks = locks
         self.paused = False
@@ -120,7 +115,7 @@ class Offload:
 
     def heartbeat(self, session_id: SessionId, now_ms: int) -> OffloadSession:
         """The session lives."""
-        session = self._active(session_id)
+        session = self.sessions.active(session_id)
         session.heard(now_ms)
         return session
 
@@ -174,18 +169,15 @@ class Offload:
 
     def on_ticked(self, now_ms: int, *, late: bool) -> None:
         """Expire sessions that went silent; nobody where the tick itself was late."""
-        for session in list(self.sessions.values()):
-            if late:
-                session.heard(now_ms)
-            elif session.state is SessionState.ACTIVE and now_ms - session.last_heard_ms > self._session_ttl_ms:
-                self.expire(session)
+        for session in self.sessions.silent(now_ms, late=late):
+            self.expire(session)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def match(self, session_id: SessionId, keys: bytes, tokens: int, *, full: bool) -> int:
         """How many leading blocks the host pool holds. Changes nothing."""
-        session = self._active(session_id)
-        return longest_hit(session.namespace.tree, keys, _hit_limit(session, keys, tokens, full=full))[1]
+        session = self.sessions.active(session_id)
+        return longest_hit(session.tree, keys, session.hit_limit(keys, tokens, full=full))[1]
 
     def acquire(
         self, session_id: SessionId, request: str, keys: bytes, tokens: int, *, full: bool, priority: int = 0
@@ -195,26 +187,21 @@ class Offload:
         Raises:
             Refusal: over a limit, or another request under a live request's id.
         """
-        session = self._active(session_id)
+        session = self.sessions.active(session_id)
         asked = Asked(tokens, len(keys) // KEY_SIZE, keys[-KEY_SIZE:], 0, full)
-        held = session.requests.get(request)
+        held = session.granted(request, asked)
         if held is not None:
-            if held.asked != asked or held.has_grown:
-                raise Refusal(Why.REQUEST_IN_USE, request=request, lease=held.id)
             return held
-        if len(session.leases) >= OFFLOAD_LEASES_MAX:
-            raise Refusal(Why.LEASES_FULL, leases=len(session.leases))
-        tree = session.namespace.tree
-        limit = _hit_limit(session, keys, tokens, full=full)
+        tree = session.tree
+        limit = session.hit_limit(keys, tokens, full=full)
         run, depth = longest_hit(tree, keys, limit)
         tree.lock(run, depth, HOST)
         self._locks.acquired(session.id, keys, limit)
         tree.touch(run, HOST, hit=depth, priority=priority)
         if tree.listener is not None:
             tree.listener.sighted(tree, run, depth)
-        self._last_lease += 1
         lease = OffloadLease(
-            LeaseId(self._last_lease),
+            self.sessions.next_lease(),
             request,
             asked,
             depth,
@@ -232,8 +219,8 @@ class Offload:
 
     def release(self, session_id: SessionId, lease_id: LeaseId) -> None:
         """Give a lease back. Copies under way for it go on."""
-        session = self._active(session_id)
-        self._release(session, self._lease(session, lease_id))
+        session = self.sessions.active(session_id)
+        self._release(session, self.sessions.lease(session, lease_id))
         self._counters["releases"] += 1
         self.namespaces.drop_retired()
 
@@ -243,11 +230,11 @@ class Offload:
         Raises:
             Refusal: not the session's lease, not within its hit, over a limit, or the namespace was cleared since.
         """
-        session = self._active(session_id)
-        lease = self._lease(session, lease_id)
+        session = self.sessions.active(session_id)
+        lease = self.sessions.lease(session, lease_id)
         if blocks < 1 or start + blocks > lease.hit:
             raise Refusal(Why.LOAD_BEHIND_HIT, start=start, end=start + blocks, hit=lease.hit)
-        if lease.tree is not session.namespace.tree:
+        if lease.tree is not session.tree:
             raise Refusal(Why.HIT_CLEARED, lease=lease.id)
         if self.paused:
             raise Refusal(Why.COPIES_PAUSED)
@@ -283,9 +270,9 @@ class Offload:
         Raises:
             Refusal: not the session's lease, `start` is not where it is, or over a limit. Nothing has changed.
         """
-        session = self._active(session_id)
-        lease = self._lease(session, lease_id)
-        if lease.tree is not session.namespace.tree:  # what continues a cleared prefix is of no use
+        session = self.sessions.active(session_id)
+        lease = self.sessions.lease(session, lease_id)
+        if lease.tree is not session.tree:  # what continues a cleared prefix is of no use
             return StorePlan(TransferId(0), start + len(keys) // KEY_SIZE, lease.generation, [], no_ranges())
         if start != lease.reached:
             raise Refusal(Why.STORE_OUT_OF_ORDER, start=start, lease=lease.id, reached=lease.reached)
@@ -323,7 +310,7 @@ class Offload:
         Returns:
             The generation, and how many blocks the old one held.
         """
-        namespace = self._active(session_id).namespace
+        namespace = self.sessions.active(session_id).namespace
         blocks = self.namespaces.clear(namespace)
         return namespace.generation, blocks
 
@@ -356,27 +343,11 @@ class Offload:
         lease.tree.unlock_host(run, lease.depth)
         lease.tree.drop_lost(run)
 
-    def _active(self, session_id: SessionId) -> OffloadSession:
-        session = self.sessions.get(session_id)
-        state = None if session is None else session.state
-        check_alive(session_id, state, self._session_ttl_ms)
-        return self.sessions[session_id]
-
-    def _lease(self, session: OffloadSession, lease_id: LeaseId) -> OffloadLease:
-        lease = session.leases.get(lease_id)
-        if lease is not None:
-            return lease
-        if any(lease_id in other.leases for other in self.sessions.values()):
-            raise Refusal(Why.FOREIGN_LEASE, lease=lease_id)
-        if 0 < lease_id <= self._last_lease:
-            raise Refusal(Why.LEASE_RELEASED, lease=lease_id)
-        raise Refusal(Why.NO_SUCH_LEASE, lease=lease_id)
-
     def _transfer(
         self, session_id: SessionId, transfer: TransferId, shard: int, kind: TransferKind
     ) -> tuple[OffloadSession, EngineTransfer | None]:
         """A copy that a shard speaks of; None where it is over."""
-        session = self._active(session_id)
+        session = self.sessions.active(session_id)
         copy = session.transfers.get(transfer)
         if not EVERY_SHARD <= shard < session.namespace.spec.shards or (copy is not None and copy.kind is not kind):
             raise Refusal(
@@ -402,7 +373,3 @@ def longest_hit(tree: PrefixTree, keys: bytes, limit: int) -> tuple[Run, int]:
                 depth = whole - count + list(states).index(False)
                 break
     return tree.resolve(run, depth), depth
-
-
-def _hit_limit(session: OffloadSession, keys: bytes, tokens: int, *, full: bool) -> int:
-    return hit_limit(len(keys) // KEY_SIZE, session.namespace.spec.block_size, tokens, full=full)

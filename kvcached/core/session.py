@@ -10,21 +10,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from kvcached.core.index.run import Run
+from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.lease import FenceHold, Lease, ManagedLease, OffloadLease
+from kvcached.core.lease import Asked, FenceHold, Lease, ManagedLease, OffloadLease
 from kvcached.core.namespaces import Namespace
+from kvcached.core.refusals import Refusal, Why
 from kvcached.core.slots.ranges import Ranges, append, no_ranges, slot_count, subtract
 from kvcached.core.slots.slots import DevicePool, SlotPool
 from kvcached.core.slots.states import SESSION_TRANSITIONS, SessionState, SlotState, follow
 from kvcached.core.transfers.transfer import EngineTransfer
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, SessionId, TransferId
 
+#: A scheduler runs hundreds of requests at once and queues thousands; beyond that something does not release.
+LEASES_PER_SESSION_MAX = 16_384
+#: A fence is one engine step; a session this far behind is not signalling at all.
+FENCE_HOLDS_PER_SESSION_MAX = 65_536
 #: Told before a pool's part of the path to a run ends at a depth.
 CutOff = Callable[[PrefixTree, DevicePool, Run, int], None]
 LeaseT = TypeVar("LeaseT", bound=Lease)
+SessionT = TypeVar("SessionT", bound="Session[Any]")
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +50,40 @@ class Session(Generic[LeaseT]):
     state: SessionState = field(default=SessionState.ACTIVE, kw_only=True)
     leases: dict[LeaseId, LeaseT] = field(default_factory=dict, kw_only=True)
     requests: dict[str, LeaseT] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        raise NotImplementedError
+
+    def hit_limit(self, keys: bytes, tokens: int, *, full: bool) -> int:
+        """How many blocks of a prompt may be a hit: one token is left to compute, unless `full`.
+
+        Raises:
+            Refusal: the keys are of more blocks than the tokens fill.
+        """
+        blocks, block_size = len(keys) // KEY_SIZE, self.block_size
+        if blocks * block_size > tokens:
+            raise Refusal(Why.TOO_MANY_KEYS, blocks=blocks, block_size=block_size, tokens=tokens)
+        return blocks if full else min(blocks, max(tokens - 1, 0) // block_size)
+
+    def granted(self, request: str, asked: Asked) -> LeaseT | None:
+        """The lease that a request has, where this is a retry of its acquire; None where it has none yet.
+
+        Raises:
+            Refusal: another request has this name, or there is no room for one lease more.
+        """
+        lease = self.requests.get(request)
+        if lease is None:
+            self.check_room()
+        elif lease.asked != asked or lease.has_grown:
+            raise Refusal(Why.REQUEST_IN_USE, request=request, lease=lease.id)
+        return lease
+
+    def check_room(self) -> None:
+        """Refuse a session that has as many leases as it may have."""
+        if len(self.leases) >= LEASES_PER_SESSION_MAX:
+            raise Refusal(Why.LEASES_FULL, leases=len(self.leases))
 
     def heard(self, now_ms: int) -> None:
         """It lives."""
@@ -80,6 +120,16 @@ class OffloadSession(Session[OffloadLease]):
     transfers: dict[TransferId, EngineTransfer] = field(default_factory=dict)
     quarantined: list[tuple[SlotPool, Ranges[int]]] = field(default_factory=list)
 
+    @property
+    def tree(self) -> PrefixTree:
+        """Of the present generation of its namespace."""
+        return self.namespace.tree
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.namespace.spec.block_size
+
 
 @dataclass(slots=True, eq=False)
 class ManagedSession(Session[ManagedLease]):
@@ -107,6 +157,16 @@ class ManagedSession(Session[ManagedLease]):
     writes_through: bool = False
     declaring: bool = False
     inherited_fence: FenceSequence = NO_FENCE
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.pool.block_size
+
+    def check_fence(self, fence: FenceSequence, holds: int = 1) -> None:
+        """Refuse a session that may not have so many fences more."""
+        if fence > self.fence and len(self.holds) + holds > FENCE_HOLDS_PER_SESSION_MAX:
+            raise Refusal(Why.FENCES_FULL, fences=len(self.holds))
 
     def count_in(self, counters: Counter[str]) -> None:
         """It is an engine's, not a health check's: what it does is counted there, and copied to the host pool."""
@@ -236,3 +296,58 @@ class ManagedSession(Session[ManagedLease]):
             return no_ranges()
         cut_off(self.tree, self.pool, run, hold.suspect)
         return self.pool.having(self.tree.drop(run, hold.suspect, self.pool.index), SlotState.CACHED)
+
+
+class Sessions(dict[SessionId, SessionT], Generic[SessionT, LeaseT]):
+    """Active and expired sessions of one kind by id, and the ids of their leases.
+
+    Args:
+        ttl_ms: how long a session may be silent.
+    """
+
+    def __init__(self, ttl_ms: int) -> None:
+        super().__init__()
+        self._ttl_ms = ttl_ms
+        self._last_lease = 0
+
+    def next_lease(self) -> LeaseId:
+        """An id that no lease of this kind has had."""
+        self._last_lease += 1
+        return LeaseId(self._last_lease)
+
+    def active(self, session_id: SessionId) -> SessionT:
+        """An active session.
+
+        Raises:
+            Refusal: there is none of this id, or it has expired.
+        """
+        session = self.get(session_id)
+        if session is None:
+            raise Refusal(Why.NO_SUCH_SESSION, session=session_id)
+        if session.state is not SessionState.ACTIVE:
+            raise Refusal(Why.SESSION_EXPIRED, session=session_id, ttl_ms=self._ttl_ms)
+        return session
+
+    def lease(self, session: Session[LeaseT], lease_id: LeaseId) -> LeaseT:
+        """A session's lease.
+
+        Raises:
+            Refusal: it is another session's, or released, or has never been.
+        """
+        lease = session.leases.get(lease_id)
+        if lease is not None:
+            return lease
+        if any(lease_id in other.leases for other in self.values()):
+            raise Refusal(Why.FOREIGN_LEASE, lease=lease_id)
+        if 0 < lease_id <= self._last_lease:
+            raise Refusal(Why.LEASE_RELEASED, lease=lease_id)
+        raise Refusal(Why.NO_SUCH_LEASE, lease=lease_id)
+
+    def silent(self, now_ms: int, *, late: bool) -> list[SessionT]:
+        """Active sessions that went silent; none where the tick itself was late: then all count as heard."""
+        if late:
+            for session in self.values():
+                session.heard(now_ms)
+            return []
+        active = (session for session in self.values() if session.state is SessionState.ACTIVE)
+        return [session for session in active if now_ms - session.last_heard_ms > self._ttl_ms]

@@ -18,10 +18,8 @@ from kvcached.core.cache import Cache
 from kvcached.core.generations import Edition
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import NamespaceCleared
-from kvcached.core.pauses import copies_under_way, is_paused, pause, resume
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import DaemonState
-from kvcached.core.writing import set_write_policy
 from kvcached.service.admission import DrainState
 from kvcached.service.pending import PendingReplies, PendingReply, Wait
 from kvcached.service.recorder import Recorder
@@ -93,11 +91,11 @@ class AdminVerbs:
 
     def left(self) -> Left:
         """What is held and under way now."""
-        names = [name for session in self._cache.sessions.values() for name in session.requests]
+        names = [name for session in self._cache.managed.sessions.values() for name in session.requests]
         names += [name for session in self._cache.offload.sessions.values() for name in session.requests]
         return Left(
             leases=sum(not name.startswith(RESERVE_REQUEST_PREFIX) for name in names),
-            copies=copies_under_way(self._cache),
+            copies=self._cache.copies_under_way(),
             requests=self._pending.count(*_DRAINED),
         )
 
@@ -120,10 +118,10 @@ class AdminVerbs:
 
     def _pause(self, _: bytes, request: wire.Pause, __: list[bytes], respond: Respond) -> Answer | None:
         check_replica(request.replica, self._replicas)
-        pause(self._cache, request.replica)
+        self._cache.pause(request.replica)
 
         def ask(*, is_last: bool) -> Answer | None:
-            holds, under_way = is_paused(self._cache, request.replica), copies_under_way(self._cache, request.replica)
+            holds, under_way = self._cache.is_paused(request.replica), self._cache.copies_under_way(request.replica)
             if under_way and holds and not is_last:
                 return None
             return Answer(wire.Paused(id=request.id, under_way=under_way, holds=holds))
@@ -132,7 +130,7 @@ class AdminVerbs:
 
     def _resume(self, _: bytes, request: wire.Resume, __: list[bytes]) -> Answer:
         check_replica(request.replica, self._replicas)
-        resume(self._cache, request.replica)
+        self._cache.resume(request.replica)
         if not request.replica:
             self._drain_state.enter(DaemonState.SERVING)
         return Answer(wire.Resumed(id=request.id, state=self._drain_state.state))
@@ -151,7 +149,7 @@ class AdminVerbs:
     def _set_policy(self, _: bytes, request: wire.SetPolicy, __: list[bytes]) -> Answer:
         namespace = resolve_namespace(self._cache, self._replicas, request.target)
         before = namespace.tree.write_policy
-        set_write_policy(self._cache, namespace.tree, request.policy)
+        self._cache.set_write_policy(namespace.tree, request.policy)
         shown = namespace.root[:NAMESPACE_SHOWN_BYTES].hex()
         _log.info("write policy of namespace %s: %s, was %s", shown, request.policy, before)
         return Answer(

@@ -144,7 +144,7 @@ class Admission:
         if self._groups.of_connection(connection) is not None:
             raise request_error(ErrorCode.POOL_BUSY, "this connection has a session", "use a connection for each")
         group = self._groups.find_earlier((request.daemon_epoch, request.session), request.token)
-        if (session := self._cache.sessions.get(group.session)) is None:
+        if (session := self._cache.managed.sessions.get(group.session)) is None:
             raise request_error(
                 ErrorCode.NO_SESSION, "the session was not on a device pool", "say hello, as a new engine does"
             )
@@ -176,7 +176,7 @@ class Admission:
             Refused: somebody may write into the pool: an active session, or another living process of an expired one.
         """
         owned = self._groups.of_connection(connection)
-        for session in self._cache.sessions.values():
+        for session in self._cache.managed.sessions.values():
             group = self._groups.of_session(session.id)
             if group is None or (session.pool.name != replica and group is not owned):
                 continue
@@ -213,7 +213,7 @@ class Admission:
         )
 
     def _active_session(self, group: EngineGroup) -> ManagedSession:
-        session = self._cache.sessions.get(group.session)
+        session = self._cache.managed.sessions.get(group.session)
         if session is None or session.state is not SessionState.ACTIVE:
             raise request_error(
                 ErrorCode.SESSION_EXPIRED, f"session {group.session} is over", "say hello again, then join"

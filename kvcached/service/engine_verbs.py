@@ -134,7 +134,9 @@ class EngineVerbs:
         group = self._groups.owner(peer)
         if self._offload.owns(group.session):
             return self._offload.match(group, request, frames[0])
-        device, host = self._cache.match(group.session, request.epoch, frames[0], request.tokens, full=request.full)
+        device, host = self._cache.managed.match(
+            group.session, request.epoch, frames[0], request.tokens, full=request.full
+        )
         return Answer(wire.Matched(id=request.id, device=device, host=host))
 
     def _acquire(self, peer: bytes, request: wire.Acquire, frames: list[bytes]) -> Answer:
@@ -144,24 +146,24 @@ class EngineVerbs:
         if self._offload.owns(group.session):
             return self._offload.acquire(group, request, frames[0])
         asked = (request.epoch, request.request, frames[0], request.tokens, request.reserve)
-        grant = self._cache.acquire(group.session, *asked, full=request.full, priority=request.priority)
+        grant = self._cache.managed.acquire(group.session, *asked, full=request.full, priority=request.priority)
         loads = tuple(wire.LoadTicket(transfer, progress) for transfer, progress in grant.loads)
         header = wire.Acquired(id=request.id, lease=grant.lease, hit=grant.hit, ready=grant.ready, loads=loads)
         return Answer(header, (grant.hit_ranges, grant.ranges))
 
     def _holds(self, session: SessionId, request: str) -> bool:
         """Whether a request has a lease already, so that its acquire is a retry."""
-        found = self._cache.sessions.get(session) or self._cache.offload.sessions.get(session)
+        found = self._cache.managed.sessions.get(session) or self._cache.offload.sessions.get(session)
         return found is not None and request in found.requests
 
     def _allocate(self, peer: bytes, request: wire.Allocate, _: list[bytes]) -> Answer:
         group = self._groups.owner(peer)
-        ranges = self._cache.allocate(group.session, request.epoch, LeaseId(request.lease), request.blocks)
+        ranges = self._cache.managed.allocate(group.session, request.epoch, LeaseId(request.lease), request.blocks)
         return Answer(wire.Allocated(id=request.id, blocks=request.blocks), (ranges,))
 
     def _commit(self, peer: bytes, request: wire.Commit, frames: list[bytes]) -> Answer:
         group = self._groups.owner(peer)
-        done = self._cache.commit(
+        done = self._cache.managed.commit(
             group.session,
             request.epoch,
             LeaseId(request.lease),
@@ -179,10 +181,10 @@ class EngineVerbs:
         session, lease, fence = group.session, LeaseId(request.lease), FenceSequence(request.fence)
         if frames:
             keys, slots = frames[0], slot_ranges(frames[1])
-            done = self._cache.finish(session, request.epoch, lease, request.start, keys, slots, fence)
+            done = self._cache.managed.finish(session, request.epoch, lease, request.start, keys, slots, fence)
             answer = Answer(wire.Released(id=request.id, adopted=done.adopted, duplicates=done.duplicates))
         else:
-            self._cache.release(session, request.epoch, lease, fence)
+            self._cache.managed.release(session, request.epoch, lease, fence)
             answer = Answer(wire.Released(id=request.id))
         self._pending.look(Wait.LOAD, session=session, subject=lease)
         return answer
@@ -192,7 +194,7 @@ class EngineVerbs:
 
         def ask(*, is_last: bool) -> Answer | None:
             del is_last
-            loaded = self._cache.load(session, request.epoch, lease)
+            loaded = self._cache.managed.load(session, request.epoch, lease)
             return None if loaded is None else Answer(wire.Loaded(id=request.id, hit=loaded.hit), (loaded.ranges,))
 
         return self._pending.wait(PendingReply(Wait.LOAD, request, respond, ask, session, lease))
@@ -202,7 +204,7 @@ class EngineVerbs:
 
         def ask(*, is_last: bool) -> Answer | None:
             del is_last
-            available = self._cache.retry_when_freed(session, request.epoch, request.blocks)
+            available = self._cache.managed.retry_when_freed(session, request.epoch, request.blocks)
             return None if available is None else Answer(wire.Vacant(id=request.id, available=available))
 
         return self._pending.wait(PendingReply(Wait.VACANCY, request, respond, ask, session))
@@ -211,7 +213,7 @@ class EngineVerbs:
         group = self._groups.authenticate(SessionId(request.session), request.token)
         if self._offload.owns(group.session):
             return self._offload.heartbeat(group, request)
-        session = self._cache.heartbeat(group.session, FenceSequence(request.fence), self._now_ms())
+        session = self._cache.managed.heartbeat(group.session, FenceSequence(request.fence), self._now_ms())
         generation = self._replicas[session.pool.name].generation
         return Answer(wire.Alive(id=request.id, epoch=session.pool.epoch, generation=generation))
 

@@ -160,7 +160,7 @@ class HealthChecks:
     async def _exercise(self, replica: Replica, session: ManagedSession, keys: bytes, parts: list[HealthPart]) -> None:
         cache, epoch, tokens = self._cache, session.pool.epoch, _BLOCKS * replica.layout.block_size
         self._number += 1
-        grant = cache.acquire(session.id, epoch, f"health-{self._number}", keys, tokens, 0, full=False)
+        grant = cache.managed.acquire(session.id, epoch, f"health-{self._number}", keys, tokens, 0, full=False)
         parts.append(_part(replica, "acquire"))
         first, second = (slot for start, count in unpack_ranges(grant.ranges) for slot in range(start, start + count))
         probe = replica.workers.probe(first, second)
@@ -171,11 +171,11 @@ class HealthChecks:
             return
         probe.result()
         parts.append(_part(replica, "workers"))
-        cache.commit(session.id, epoch, grant.lease, 0, keys, array("i", grant.ranges), NO_FENCE)
+        cache.managed.commit(session.id, epoch, grant.lease, 0, keys, array("i", grant.ranges), NO_FENCE)
         parts.append(_part(replica, "commit"))
-        hit, _ = cache.match(session.id, epoch, keys, tokens, full=True)
+        hit, _ = cache.managed.match(session.id, epoch, keys, tokens, full=True)
         parts.append(_part(replica, "match", "" if hit == _BLOCKS else f"{hit} of {_BLOCKS} blocks", ok=hit == _BLOCKS))
-        cache.release(session.id, epoch, grant.lease, NO_FENCE)
+        cache.managed.release(session.id, epoch, grant.lease, NO_FENCE)
         parts.append(_part(replica, "release"))
 
     def _leave_when_answered(

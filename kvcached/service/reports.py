@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kvcached import VERSION
-from kvcached.core.cache import LEASES_PER_SESSION_MAX, Cache
+from kvcached.core.cache import Cache
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.insight.explain import explain
 from kvcached.core.insight.snapshot import RunView, block_count, find, survey, trees_of
 from kvcached.core.messages import TransferKind
 from kvcached.core.namespaces import Namespace
+from kvcached.core.session import LEASES_PER_SESSION_MAX
 from kvcached.core.slots.host_slots import HostPool
 from kvcached.core.slots.slots import DevicePool, SlotPool
 from kvcached.core.slots.states import DaemonState, SlotState, TransferState
@@ -76,7 +77,7 @@ def stats_report(
         state=state,
         attached_paused=cache.offload.paused,
         uptime_ms=uptime_ms,
-        sessions=len(cache.sessions) + len(cache.offload.sessions),
+        sessions=len(cache.managed.sessions) + len(cache.offload.sessions),
         runs=sum(tree.run_count for tree in cache.trees),
         cached_blocks=sum(pool.counts[SlotState.CACHED] for pool in cache.pools.values()),
         pools=tuple(_pool_stats(cache, pool, replicas[name]) for name, pool in sorted(cache.pools.items())),
@@ -87,7 +88,7 @@ def stats_report(
 
 
 def _pool_stats(cache: Cache, pool: DevicePool, replica: Replica) -> wire.PoolStats:
-    sessions = [session for session in cache.sessions.values() if session.pool is pool]
+    sessions = [session for session in cache.managed.sessions.values() if session.pool is pool]
     return wire.PoolStats(
         replica=pool.name,
         epoch=pool.epoch,

@@ -151,7 +151,10 @@ class StateWriter:
 
     def _session(self, group: EngineGroup) -> SessionRecord | None:
         mode: Literal["attached", "device"]
-        offload, managed = self._cache.offload.sessions.get(group.session), self._cache.sessions.get(group.session)
+        offload, managed = (
+            self._cache.offload.sessions.get(group.session),
+            self._cache.managed.sessions.get(group.session),
+        )
         digest, epoch, session = hashlib.sha256(group.token).hexdigest(), self._cache.epoch, group.session
         members = (MemberRecord(process=each.identity, shard=group.shard_of.get(each)) for each in group.members)
         if offload is not None:

@@ -18,7 +18,6 @@ from kvcached.core.messages import (
     StartFetch,
 )
 from kvcached.core.slots.states import PrefetchState
-from kvcached.core.transfers import storage_requests
 from kvcached.core.transfers.storage_state import Prefetch
 from kvcached.service.offload_admission import OffloadAdmission
 from kvcached.service.pending import WAITING_MAX, PendingReplies, PendingReply, Wait
@@ -169,8 +168,8 @@ class StorageVerbs:
     def _prefetch(self, peer: bytes, request: wire.Prefetch, frames: list[bytes], respond: Respond) -> Answer | None:
         """Begin a prefetch; the answer where it is over, nobody wants to wait, or too many wait already."""
         session = self._groups.owner(peer).session
-        found = storage_requests.prefetch(
-            self._cache, session, request.epoch, frames[0], request.tokens, request.prefill_tokens_per_s,
+        found = self._cache.prefetch(
+            session, request.epoch, frames[0], request.tokens, request.prefill_tokens_per_s,
             full=request.full,
         )  # fmt: skip
         patience_ms = self._patience_ms(request)
@@ -183,7 +182,7 @@ class StorageVerbs:
                 return None
             answer = _answer(request, found)
             if not is_over and self._pending.count(Wait.PREFETCH, subject=found.id) == 1:  # nobody else waits
-                storage_requests.stop(self._cache, found)
+                self._cache.storage.prefetches.stop(found)
             return answer
 
         reply = PendingReply(Wait.PREFETCH, request, respond, ask, session, found.id)

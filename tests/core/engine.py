@@ -43,7 +43,7 @@ class Engine:
     def acquire(self, text: str, *, reserve: int = 0, request: str = "", full: bool = True) -> Grant:
         self._requests += 1
         keys = keys_of(text)
-        return self.cache.acquire(
+        return self.cache.managed.acquire(
             self.session,
             self.epoch,
             request or f"request-{self.session}-{self._requests}",
@@ -58,13 +58,15 @@ class Engine:
         keys = keys_of(text)[16 * grant.hit :]
         if slots is None:
             slots = cut(array("i", grant.ranges), len(keys) // 16)[0]
-        return self.cache.commit(self.session, self.epoch, grant.lease, grant.hit, keys, slots, FenceSequence(fence))
+        return self.cache.managed.commit(
+            self.session, self.epoch, grant.lease, grant.hit, keys, slots, FenceSequence(fence)
+        )
 
     def release(self, grant: Grant, *, fence: int = 0) -> None:
-        self.cache.release(self.session, self.epoch, grant.lease, FenceSequence(fence))
+        self.cache.managed.release(self.session, self.epoch, grant.lease, FenceSequence(fence))
 
     def release_id(self, lease: int) -> None:
-        self.cache.release(self.session, self.epoch, LeaseId(lease), FenceSequence(0))
+        self.cache.managed.release(self.session, self.epoch, LeaseId(lease), FenceSequence(0))
 
     def store(self, text: str) -> None:
         """Compute and release a prompt."""
@@ -73,10 +75,10 @@ class Engine:
         self.release(grant)
 
     def hit(self, text: str) -> int:
-        return self.cache.match(self.session, self.epoch, keys_of(text), len(text) * BLOCK_SIZE, full=True)[0]
+        return self.cache.managed.match(self.session, self.epoch, keys_of(text), len(text) * BLOCK_SIZE, full=True)[0]
 
     def signal(self, fence: int, now_ms: int = 0) -> None:
-        self.cache.heartbeat(self.session, FenceSequence(fence), now_ms)
+        self.cache.managed.heartbeat(self.session, FenceSequence(fence), now_ms)
 
 
 def make_cache(slots: int = 16, names: str = "a") -> Cache:
@@ -107,7 +109,7 @@ def snapshot(cache: Cache) -> object:
         session.id: {
             lease.id: (lease.depth, bytes(lease.open), bytes(lease.scratch)) for lease in session.leases.values()
         }
-        for session in cache.sessions.values()
+        for session in cache.managed.sessions.values()
     }
     return trees, leases, [(bytes(pool._states), pool.free_ranges(), pool.protected) for pool in cache.pools.values()]
 

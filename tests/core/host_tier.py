@@ -104,14 +104,14 @@ def crowd_out(engine: Engine) -> None:
 
 def host_of(cache: Cache, replica: str = "a") -> HostPool:
     """The host pool of a replica's namespace."""
-    host = cache._trees[replica].host
+    host = cache.managed.trees[replica].host
     assert host is not None
     return host
 
 
 def host_hit(engine: Engine, text: str) -> tuple[int, int]:
     """Blocks on the engine's device, and further ones in the host pool."""
-    return engine.cache.match(engine.session, engine.epoch, keys_of(text), len(text) * BLOCK_SIZE, full=True)
+    return engine.cache.managed.match(engine.session, engine.epoch, keys_of(text), len(text) * BLOCK_SIZE, full=True)
 
 
 def spans(order: StartTransfer) -> list[tuple[int, int]]:

@@ -153,7 +153,7 @@ class Driver:
     def resident(self, name: str) -> dict[bytes, int]:
         """Key -> slot, read from the tree."""
         pool = self.cache.pools[name]
-        tree = self.cache._trees[name]
+        tree = self.cache.managed.trees[name]
         found: dict[bytes, int] = {}
         for run in tree.runs():
             segment = run.segments[pool.index]
@@ -230,7 +230,7 @@ class Driver:
             return
         chain, full = self.some_chain(), bool(self.choose(2))
         tokens = len(chain) * BLOCK_SIZE + self.choose(BLOCK_SIZE)
-        hit, _ = self.cache.match(session.id, session.epoch, b"".join(chain), tokens, full=full)
+        hit, _ = self.cache.managed.match(session.id, session.epoch, b"".join(chain), tokens, full=full)
         assert hit == self.expect_hit(session.pool, chain, tokens, full=full)
 
     def acquire(self) -> None:
@@ -248,7 +248,9 @@ class Driver:
         free = self.free_slots(session.pool)
         evictable = len(set(self.cached[session.pool]) - pinned)
         try:
-            grant = self.cache.acquire(session.id, session.epoch, request, b"".join(chain), tokens, reserve, full=full)
+            grant = self.cache.managed.acquire(
+                session.id, session.epoch, request, b"".join(chain), tokens, reserve, full=full
+            )
         except Refusal as error:
             assert error.code is ErrorCode.NO_CAPACITY
             assert need > free + evictable
@@ -272,7 +274,9 @@ class Driver:
         first = len(lease.grant.hit_ranges) if lease.grant else 0
         keys = b"".join(lease.chain[: max(tokens // BLOCK_SIZE, 0)])
         try:
-            grant = self.cache.acquire(session.id, session.epoch, lease.request, keys, tokens, reserve, full=full)
+            grant = self.cache.managed.acquire(
+                session.id, session.epoch, lease.request, keys, tokens, reserve, full=full
+            )
         except Refusal as error:
             assert error.code is ErrorCode.REQUEST_CONFLICT
             assert lease.depth != lease.hit or len(lease.chain) * BLOCK_SIZE > tokens
@@ -291,7 +295,7 @@ class Driver:
         pinned, free = self.pinned_keys(session.pool), self.free_slots(session.pool)
         evictable = len(set(self.cached[session.pool]) - pinned)
         try:
-            slots = expand(self.cache.allocate(session.id, session.epoch, lease.id, count))
+            slots = expand(self.cache.managed.allocate(session.id, session.epoch, lease.id, count))
         except Refusal as error:
             assert error.code is ErrorCode.NO_CAPACITY
             assert count > free + evictable
@@ -322,7 +326,7 @@ class Driver:
         fence = session.next_fence if self.choose(3) == 0 else 0
         session.next_fence += bool(fence)
         ranges = array("i", [number for slot in slots for number in (slot, 1)])
-        call = self.cache.finish if finish else self.cache.commit
+        call = self.cache.managed.finish if finish else self.cache.managed.commit
         done = call(session.id, session.epoch, lease.id, lease.depth, b"".join(keys), ranges, FenceSequence(fence))
         known = [index for index, key in enumerate(keys) if key in self.cached[session.pool]]
         assert known == list(range(done.duplicates))
@@ -350,7 +354,7 @@ class Driver:
         session, lease = picked
         fence = session.next_fence if self.choose(3) == 0 else 0
         session.next_fence += bool(fence)
-        self.cache.release(session.id, session.epoch, lease.id, FenceSequence(fence))
+        self.cache.managed.release(session.id, session.epoch, lease.id, FenceSequence(fence))
         self._released(session, lease, fence)
 
     def _released(self, session: ModelSession, lease: ModelLease, fence: int) -> None:
@@ -366,7 +370,7 @@ class Driver:
             return
         session.fence = max(session.fence, self.choose(session.next_fence + 1))
         session.heard_ms = self.now_ms
-        self.cache.heartbeat(session.id, FenceSequence(session.fence), self.now_ms)
+        self.cache.managed.heartbeat(session.id, FenceSequence(session.fence), self.now_ms)
         session.holds = [hold for hold in session.holds if hold[0] > session.fence]
 
     def tick(self) -> None:
@@ -443,7 +447,7 @@ class Driver:
         foreign = [
             (other.id, held) for other in self.sessions.values() if other is not session for held in other.leases
         ]
-        call = self.cache
+        call = self.cache.managed
         kind = self.choose(9)
         expected: ErrorCode | None = None
         try:

@@ -22,7 +22,6 @@ from kvcached.core.messages import (
 )
 from kvcached.core.slots.ranges import cut, pairs
 from kvcached.core.slots.states import SlotState
-from kvcached.core.transfers.storage_requests import prefetch
 from kvcached.core.transfers.storage_state import Prefetch
 from kvcached_client.types import SessionId, ShardIndex
 from tests.core.engine import BLOCK_SIZE, keys_of
@@ -115,7 +114,7 @@ class StorageWorld:
                     position += count
 
     def prefetch(self, session: SessionId, text: str, *, epoch: int = 0, rate: float = 0.0) -> Prefetch:
-        return prefetch(self.cache, session, epoch, keys_of(text), len(text) * BLOCK_SIZE, rate, full=True)
+        return self.cache.prefetch(session, epoch, keys_of(text), len(text) * BLOCK_SIZE, rate, full=True)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

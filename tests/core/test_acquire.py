@@ -32,7 +32,7 @@ def test_grant_covers_the_rest_of_the_prompt_and_the_reserve(cache: Cache) -> No
     engine.store("ab")
     keys = keys_of("abc")
 
-    grant = cache.acquire(engine.session, EPOCH, "r", keys, 3 * BLOCK_SIZE + 1, 2, full=False)
+    grant = cache.managed.acquire(engine.session, EPOCH, "r", keys, 3 * BLOCK_SIZE + 1, 2, full=False)
 
     assert grant.hit == 2
     assert sum(count for _, count in unpack_ranges(grant.ranges)) == 4 - 2 + 2
@@ -121,7 +121,7 @@ def test_acquire_that_fails_at_any_step_leaves_nothing_behind(
     engine = Engine(cache)
     engine.store("abcdef")
     engine.store("ABCDEF")
-    session = cache.sessions[engine.session]
+    session = cache.managed.sessions[engine.session]
     owner: Any = {"tree": session.tree, "pool": session.pool, "session": ManagedSession}[step.split(".", maxsplit=1)[0]]
 
     def fail(*_: object, **__: object) -> None:
@@ -148,11 +148,11 @@ def test_commit_that_is_refused_changes_nothing(cache: Cache) -> None:
     before = snapshot(cache)
 
     with refused("out_of_order"):
-        cache.commit(engine.session, EPOCH, grant.lease, 1, keys, mine, none)
+        cache.managed.commit(engine.session, EPOCH, grant.lease, 1, keys, mine, none)
     with refused("unknown_slot"):
-        cache.commit(engine.session, EPOCH, grant.lease, 0, keys, theirs, none)
+        cache.managed.commit(engine.session, EPOCH, grant.lease, 0, keys, theirs, none)
     with refused("bad_value"):
-        cache.commit(engine.session, EPOCH, grant.lease, 0, keys[:32], mine, none)
+        cache.managed.commit(engine.session, EPOCH, grant.lease, 0, keys[:32], mine, none)
     assert snapshot(cache) == before
 
 
@@ -166,7 +166,8 @@ def test_commit_of_scattered_slots_takes_no_longer_than_sorting_them(cache: Cach
         slots.extend((slot, 1))
     keys = b"".join(index.to_bytes(16) for index in range(20_000))
     count_lines(
-        lambda: big.commit(engine.session, EPOCH, grant.lease, 0, keys, slots, FenceSequence(0)), most=60 * 20_000
+        lambda: big.managed.commit(engine.session, EPOCH, grant.lease, 0, keys, slots, FenceSequence(0)),
+        most=60 * 20_000,
     )
 
     assert big.pools["a"].counts[SlotState.CACHED] == 20_000
@@ -179,9 +180,9 @@ def test_finish_commits_and_releases_or_does_neither(cache: Cache) -> None:
     ranges, none = array("i", grant.ranges), FenceSequence(0)
 
     with refused("out_of_order"):
-        cache.finish(engine.session, EPOCH, grant.lease, 2, keys_of("abcd"), ranges, none)
-    assert grant.lease in cache.sessions[engine.session].leases
-    done = cache.finish(engine.session, EPOCH, grant.lease, 0, keys_of("abcd"), ranges, none)
+        cache.managed.finish(engine.session, EPOCH, grant.lease, 2, keys_of("abcd"), ranges, none)
+    assert grant.lease in cache.managed.sessions[engine.session].leases
+    done = cache.managed.finish(engine.session, EPOCH, grant.lease, 0, keys_of("abcd"), ranges, none)
 
     assert (done.adopted, states(cache)[:3]) == (4, (12, 0, 4))
 
@@ -192,8 +193,10 @@ def test_decoding_extends_the_same_run(cache: Cache) -> None:
     grant = engine.acquire("ab")
     engine.commit(grant, "ab")
     for index, text in enumerate(["abc", "abcd", "abcde"], start=2):
-        slots = array("i", cache.allocate(engine.session, EPOCH, grant.lease, 1))
-        cache.commit(engine.session, EPOCH, grant.lease, index, keys_of(text)[16 * index :], slots, FenceSequence(0))
+        slots = array("i", cache.managed.allocate(engine.session, EPOCH, grant.lease, 1))
+        cache.managed.commit(
+            engine.session, EPOCH, grant.lease, index, keys_of(text)[16 * index :], slots, FenceSequence(0)
+        )
     engine.release(grant)
 
     (run,) = cache.trees[0].runs()
@@ -218,10 +221,10 @@ def test_every_lease_state_times_every_operation(new_cache: Callable[..., Cache]
     session, none = engine.session, FenceSequence(0)
     ranges = array("i", held.ranges)
     calls: dict[str, Callable[[], object]] = {
-        "allocate": lambda: cache.allocate(session, EPOCH, lease_id, 1),
-        "commit": lambda: cache.commit(session, EPOCH, lease_id, 0, keys_of("ab"), ranges, none),
-        "release": lambda: cache.release(session, EPOCH, lease_id, none),
-        "finish": lambda: cache.finish(session, EPOCH, lease_id, 0, keys_of("ab"), ranges, none),
+        "allocate": lambda: cache.managed.allocate(session, EPOCH, lease_id, 1),
+        "commit": lambda: cache.managed.commit(session, EPOCH, lease_id, 0, keys_of("ab"), ranges, none),
+        "release": lambda: cache.managed.release(session, EPOCH, lease_id, none),
+        "finish": lambda: cache.managed.finish(session, EPOCH, lease_id, 0, keys_of("ab"), ranges, none),
     }
     before = snapshot(cache)
 
@@ -240,7 +243,7 @@ def test_core_bug_raises_with_a_story_instead_of_freeing_twice(cache: Cache) -> 
     """Were a lease released twice past every check, the pool would refuse and tell what happened to the slot."""
     engine = Engine(cache)
     grant = engine.acquire("ab")
-    session = cache.sessions[engine.session]
+    session = cache.managed.sessions[engine.session]
     lease = session.leases[grant.lease]
     engine.release(grant)
     session.add(lease)

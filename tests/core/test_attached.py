@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcached.core import offload as attached
+from kvcached.core import session as core_session
 from kvcached.core.cache import Cache
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.engine_copies import EVERY_SHARD
@@ -234,7 +235,7 @@ def test_leases_are_used_by_their_session_only(cache: Cache, engine: AttachedEng
 
 def test_leases_and_copies_of_a_session_are_bounded(engine: AttachedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A session that never releases, or whose shards never answer, is refused at its limit."""
-    monkeypatch.setattr(attached, "OFFLOAD_LEASES_MAX", 2)
+    monkeypatch.setattr(core_session, "LEASES_PER_SESSION_MAX", 2)
     monkeypatch.setattr(attached, "TRANSFERS_PER_SESSION_MAX", 1)
     engine.store("a")
     lease, second = engine.acquire("ab"), engine.acquire("ac")

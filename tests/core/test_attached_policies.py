@@ -9,7 +9,6 @@ import pytest
 from kvcached.core.admission_filter import FILTER_BLOCKS_MAX, AdmissionFilter
 from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check
-from kvcached.core.writing import set_write_policy
 from kvcached_client.types import WritePolicy
 from tests.core.attached_engine import AttachedEngine, make_attached, space
 from tests.core.engine import keys_of, refused
@@ -59,10 +58,10 @@ def test_offers_of_one_request_are_one_sighting(new_attached: NewAttached) -> No
     """A request that offers its blocks some at a time sights each once; what comes behind one passed over is passed."""
     engine = engine_under(new_attached, SELECTIVE)
     engine.store("abcdef")  # sighted
-    set_write_policy(engine.cache, engine.cache.trees[0], WritePolicy.NEVER)
+    engine.cache.set_write_policy(engine.cache.trees[0], WritePolicy.NEVER)
     lease = engine.acquire("abcdef")
     assert engine.prepare(lease, "ab").depth == 2
-    set_write_policy(engine.cache, engine.cache.trees[0], SELECTIVE)
+    engine.cache.set_write_policy(engine.cache.trees[0], SELECTIVE)
     plan = engine.prepare(lease, "abcdef", 2)
     assert (plan.transfer, plan.depth) == (0, 6)
     engine.release(lease)

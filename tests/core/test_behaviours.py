@@ -147,7 +147,7 @@ def test_granted_slots_are_one_formula(tokens: int, reserve: int, cached: int, i
     engine = Engine(cache)
     engine.store("abcdefghi"[:cached])
     keys = keys_of("abcdefghi"[: tokens // BLOCK_SIZE])
-    grant = cache.acquire(engine.session, EPOCH, "r", keys, tokens, reserve, full=is_full)
+    grant = cache.managed.acquire(engine.session, EPOCH, "r", keys, tokens, reserve, full=is_full)
 
     usable = tokens // BLOCK_SIZE if is_full else max(tokens - 1, 0) // BLOCK_SIZE
     assert grant.hit == slot_count(array("i", grant.hit_ranges)) == min(cached, usable)
@@ -179,9 +179,13 @@ def lines_of_an_eviction(prompts: int) -> int:
     beginning = bytes(64)
     for number in range(prompts):
         keys = beginning + b"".join((number * 8 + index + 1).to_bytes(16) for index in range(8))
-        grant = cache.acquire(engine.session, EPOCH, f"{number}", keys, len(keys) // 16 * BLOCK_SIZE, 0, full=True)
+        grant = cache.managed.acquire(
+            engine.session, EPOCH, f"{number}", keys, len(keys) // 16 * BLOCK_SIZE, 0, full=True
+        )
         slots = array("i", grant.ranges)
-        cache.finish(engine.session, EPOCH, grant.lease, grant.hit, keys[grant.hit * 16 :], slots, FenceSequence(0))
+        cache.managed.finish(
+            engine.session, EPOCH, grant.lease, grant.hit, keys[grant.hit * 16 :], slots, FenceSequence(0)
+        )
     pool, lines = cache.pools["a"], 0
     free = pool.free
 

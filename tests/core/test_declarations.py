@@ -52,10 +52,10 @@ class Returned:
 
     def hit(self, text: str) -> int:
         keys = keys_of(text)
-        return self.cache.match(self.session, EPOCH, keys, len(text) * BLOCK_SIZE, full=True)[0]
+        return self.cache.managed.match(self.session, EPOCH, keys, len(text) * BLOCK_SIZE, full=True)[0]
 
     def release(self, lease: LeaseId) -> None:
-        self.cache.release(self.session, EPOCH, lease, FenceSequence(0))
+        self.cache.managed.release(self.session, EPOCH, lease, FenceSequence(0))
 
 
 def ranges(slots: list[int]) -> Ranges[int]:
@@ -74,9 +74,9 @@ def test_declared_leases_go_on(cache: Cache, returned: Returned) -> None:
     assert returned.over() == 11
 
     keys = keys_of("abcd")[48:]
-    done = cache.commit(returned.session, EPOCH, lease, 3, keys, ranges([7]), FenceSequence(0))
+    done = cache.managed.commit(returned.session, EPOCH, lease, 3, keys, ranges([7]), FenceSequence(0))
     assert (done.depth, returned.hit("abcd")) == (4, 4)
-    assert array("i", cache.allocate(returned.session, EPOCH, lease, 2))[1] == 2
+    assert array("i", cache.managed.allocate(returned.session, EPOCH, lease, 2))[1] == 2
     returned.release(lease)
     assert states(cache) == (12, 0, 4, 0, 0)
 
@@ -125,7 +125,7 @@ def test_hit_that_was_loading_is_shorter(cache: Cache, returned: Returned) -> No
     """Blocks that were on their way when the daemon died get slots of the lease's own when their end is asked for."""
     lease = returned.declare("ab", [1, 2], [9], hit=4, tokens=20)
     returned.over()
-    loaded = cache.load(returned.session, EPOCH, lease)
+    loaded = cache.managed.load(returned.session, EPOCH, lease)
 
     assert loaded is not None
     assert loaded.hit == 2
@@ -142,9 +142,9 @@ def test_nothing_counts_before_the_fence_of_before_has_signalled(cache: Cache) -
     assert states(cache) == (0, 0, 2, 14, 0)
     assert cache.pools["a"].evictable == 0
     with refused("no_capacity"):
-        cache.acquire(returned.session, EPOCH, "r", keys_of("x"), 4, 0, full=True)
+        cache.managed.acquire(returned.session, EPOCH, "r", keys_of("x"), 4, 0, full=True)
 
-    cache.heartbeat(returned.session, FenceSequence(5), 0)
+    cache.managed.heartbeat(returned.session, FenceSequence(5), 0)
     assert states(cache) == (14, 0, 2, 0, 0)
     assert cache.pools["a"].evictable == 2
 
@@ -199,9 +199,9 @@ def test_nothing_is_granted_before_all_is_declared(cache: Cache, returned: Retur
     """Until the engine has said that this was all, no slot of the pool is anybody's."""
     returned.declare("ab", [1, 2], [])
     with refused("no_capacity"):
-        cache.acquire(returned.session, EPOCH, "r", keys_of("x"), 4, 0, full=True)
+        cache.managed.acquire(returned.session, EPOCH, "r", keys_of("x"), 4, 0, full=True)
     returned.over()
-    assert cache.acquire(returned.session, EPOCH, "r", keys_of("x"), 4, 0, full=True).hit == 0
+    assert cache.managed.acquire(returned.session, EPOCH, "r", keys_of("x"), 4, 0, full=True).hit == 0
 
 
 def test_declaring_ends_once(returned: Returned) -> None:
@@ -223,7 +223,7 @@ def test_sessions_of_now_declare_nothing(cache: Cache) -> None:
         core.over(engine.session, EPOCH)
     for now_ms in (1, 500, 1000, TTL_MS + 1):
         cache.handle(Ticked(now_ms))
-    assert cache.sessions[engine.session].state is SessionState.EXPIRED
+    assert cache.managed.sessions[engine.session].state is SessionState.EXPIRED
     with refused("no_session"):
         core.resume(engine.session, 0, NO_FENCE)
 

@@ -25,7 +25,7 @@ def make(policy: str, *, slots: int = 16, host_slabs: int = 0, per_slab: int = 1
 def acquire(engine: Engine, text: str, priority: int) -> None:
     """Compute and release a prompt of a priority, unless part of it has to be loaded first."""
     name = f"{text} at {priority}"
-    grant = engine.cache.acquire(
+    grant = engine.cache.managed.acquire(
         engine.session, engine.epoch, name, keys_of(text), len(text) * BLOCK_SIZE, 0, full=True, priority=priority
     )
     if grant.hit < len(text) and not grant.loads:
@@ -190,7 +190,7 @@ def test_beginning_of_a_prompt_has_the_priority_of_what_continued_it() -> None:
     engine = Engine(cache)
     for text, priority in (("abxy", 0), ("abuv", 0), ("abxy", 5)):
         acquire(engine, text, priority)
-    held = cache.acquire(engine.session, engine.epoch, "r", keys_of("0123456789"), 40, 0, full=True, priority=4)
+    held = cache.managed.acquire(engine.session, engine.epoch, "r", keys_of("0123456789"), 40, 0, full=True, priority=4)
     engine.commit(held, "0123456789")
     take(engine, 4)
     assert (engine.hit("abxy"), engine.hit("abuv")) == (2, 2)

@@ -326,7 +326,7 @@ class History:
         else:
             self.now_ms += self.random.choice((100, RESTING_MS))
             for engine in self.engines:
-                self.cache.sessions[engine.session].last_heard_ms = self.now_ms
+                self.cache.managed.sessions[engine.session].last_heard_ms = self.now_ms
             for attached in self.attached:
                 self.cache.offload.heartbeat(attached.session, self.now_ms)
             self.cache.handle(Ticked(self.now_ms))

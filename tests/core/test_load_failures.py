@@ -39,14 +39,14 @@ def test_hit_is_cut_where_a_load_failed(new_tiers: MakeTiers, error: str, corrup
     workers.answer(order, error, corrupt)
 
     for grant, text in ((first, "abcd"), (second, "abcX")):
-        loaded = cache.load(engine.session, engine.epoch, grant.lease)
+        loaded = cache.managed.load(engine.session, engine.epoch, grant.lease)
         assert loaded is not None
         assert loaded.hit == left
         assert sum(array("i", loaded.ranges)[1::2]) == grant.hit - left
-        assert cache.load(engine.session, engine.epoch, grant.lease) == loaded
-        slots = cut(cache.sessions[engine.session].leases[grant.lease].open, 4 - left)[0]
+        assert cache.managed.load(engine.session, engine.epoch, grant.lease) == loaded
+        slots = cut(cache.managed.sessions[engine.session].leases[grant.lease].open, 4 - left)[0]
         keys = keys_of(text)[16 * left :]
-        done = cache.commit(engine.session, engine.epoch, grant.lease, left, keys, slots, FenceSequence(0))
+        done = cache.managed.commit(engine.session, engine.epoch, grant.lease, left, keys, slots, FenceSequence(0))
         assert done.depth == 4
     assert cache.counters["load_failed_blocks"] == 4 - left
 
@@ -78,7 +78,7 @@ def test_corrupt_copy_that_another_load_reads_leaves_with_that_load(new_tiers: M
 
     assert host_counts(cache) == (13, 0, 3)
     for engine, grant in ((one, first), (other, second)):
-        loaded = cache.load(engine.session, engine.epoch, grant.lease)
+        loaded = cache.managed.load(engine.session, engine.epoch, grant.lease)
         assert loaded is not None
         assert loaded.hit == 1
 
@@ -99,7 +99,7 @@ def test_corrupt_copy_leaves_though_a_deeper_load_is_under_way(
 
     assert cache.pools["a"].counts[SlotState.FILLING] == 0
     assert host_counts(cache) == (16, 0, 0)
-    loaded = cache.load(engine.session, engine.epoch, grant.lease)
+    loaded = cache.managed.load(engine.session, engine.epoch, grant.lease)
     assert loaded is not None
     assert loaded.hit == 0
 
@@ -203,7 +203,7 @@ def test_commit_behind_a_short_one_may_name_its_slots_as_one_range(
     workers.answer(second)
     slots = cut(array("i", grant.ranges), short.depth)[1]
 
-    rest = cache.commit(
+    rest = cache.managed.commit(
         engine.session, engine.epoch, grant.lease, short.depth, keys_of("abcdef")[32:], slots, FenceSequence(0)
     )
 
@@ -229,11 +229,11 @@ def test_retry_of_a_request_whose_hit_was_cut_gets_the_same_answer(
     assert again == first
     workers.answer(orders[0])
     workers.answer(orders[2])
-    loaded = cache.load(engine.session, engine.epoch, first.lease)
+    loaded = cache.managed.load(engine.session, engine.epoch, first.lease)
     assert loaded is not None
     assert (loaded.hit, sum(array("i", loaded.ranges)[1::2])) == (2, 4)
     assert engine.acquire("abcdef", request="one") == first
-    assert cache.load(engine.session, engine.epoch, first.lease) == loaded
+    assert cache.managed.load(engine.session, engine.epoch, first.lease) == loaded
     slots = array("i", loaded.ranges)
     keys = keys_of("abcdef")[2 * 16 :]
-    cache.commit(engine.session, engine.epoch, first.lease, 2, keys, slots, FenceSequence(0))
+    cache.managed.commit(engine.session, engine.epoch, first.lease, 2, keys, slots, FenceSequence(0))

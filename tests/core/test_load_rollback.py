@@ -68,7 +68,7 @@ def acquire_with_a_load(make: MakeTiers, patch: pytest.MonkeyPatch, step: int) -
     one = engine.acquire("a")
     Engine(cache, "b").store("abcde")
     cache.settle()
-    before = cache.sessions[engine.session].pool.protected
+    before = cache.managed.sessions[engine.session].pool.protected
     failing = FailingStep(patch, cache)
     failing.left = step
     try:
@@ -76,7 +76,7 @@ def acquire_with_a_load(make: MakeTiers, patch: pytest.MonkeyPatch, step: int) -
     except Injected:
         failing.left = -1
         assert healthy(cache)
-        session = cache.sessions[engine.session]
+        session = cache.managed.sessions[engine.session]
         assert list(session.leases) == [one.lease]
         assert list(session.requests) == [session.leases[one.lease].request]
         assert session.pool.counts[SlotState.LEASED] == 0

@@ -37,10 +37,10 @@ def test_evicted_prompt_comes_back_from_the_host_pool(new_tiers: MakeTiers) -> N
     assert (order.urgent, spans(order), keys_match(order, "abcd")) == (True, [(0, 4)], True)
     assert order.spans[0].device.tobytes() == grant.hit_ranges
     assert state_of(cache.pools["a"], order.spans[0].device) == {"FILLING"}
-    assert cache.load(engine.session, engine.epoch, grant.lease) is None
+    assert cache.managed.load(engine.session, engine.epoch, grant.lease) is None
     workers.answer(order)
     assert LoadsEnded(engine.session, grant.lease) in workers.take()
-    loaded = cache.load(engine.session, engine.epoch, grant.lease)
+    loaded = cache.managed.load(engine.session, engine.epoch, grant.lease)
     assert loaded is not None
     assert (loaded.hit, loaded.ranges, cache.counters["loaded_blocks"]) == (4, b"", 4)
     engine.commit(grant, "abcdef")
@@ -171,7 +171,7 @@ def test_load_fails_with_the_store_that_it_depends_on(new_tiers: MakeTiers) -> N
 
     assert set(workers.take()) == {LoadsEnded(engine.session, lease), AbandonLoad(load, "b", progress)}
     assert cache.transfers == {}
-    loaded = cache.load(engine.session, engine.epoch, lease)
+    loaded = cache.managed.load(engine.session, engine.epoch, lease)
     assert loaded is not None
     assert (loaded.hit, len(loaded.ranges)) == (0, 8)
     assert host_counts(cache) == (16, 0, 0)
@@ -213,15 +213,15 @@ def test_shortage_that_copies_will_end_is_called_pending(new_tiers: MakeTiers) -
 
     with refused("capacity_pending"):
         engine.acquire("0123456789AB")
-    assert cache.retry_when_freed(engine.session, engine.epoch, 8) == 8
-    assert cache.retry_when_freed(engine.session, engine.epoch, 12) is None
+    assert cache.managed.retry_when_freed(engine.session, engine.epoch, 8) == 8
+    assert cache.managed.retry_when_freed(engine.session, engine.epoch, 12) is None
     assert workers.take() == [HurryTransfer(order.transfer, "a")]
     workers.answer(order)
-    assert cache.retry_when_freed(engine.session, engine.epoch, 12) == 16
+    assert cache.managed.retry_when_freed(engine.session, engine.epoch, 12) == 16
     assert engine.acquire("0123456789AB").hit == 0
     with refused("no_capacity"):
         engine.acquire("abcdefgh")
-    assert cache.retry_when_freed(engine.session, engine.epoch, 12) == 4
+    assert cache.managed.retry_when_freed(engine.session, engine.epoch, 12) == 4
 
 
 def test_nothing_is_loaded_while_a_pool_has_no_workers(new_tiers: MakeTiers) -> None:
@@ -266,7 +266,7 @@ def test_pool_of_a_tenth_of_the_work_serves_all_of_it_from_the_host(new_tiers: M
             grant = engine.acquire(prompt)
             assert grant.hit == 4 * turn
             workers.answer_all()
-            assert cache.load(engine.session, engine.epoch, grant.lease) is not None
+            assert cache.managed.load(engine.session, engine.epoch, grant.lease) is not None
             engine.commit(grant, prompt)
             engine.release(grant)
             workers.answer_all()

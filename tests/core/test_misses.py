@@ -19,7 +19,7 @@ from tests.core.host_tier import Workers, crowd_out, make_tiers, stored
 def why(cache: Cache, text: str, replica: str = "a", *, limit: int | None = None) -> Miss:
     """What is told of a prompt; without a limit every block may be a hit."""
     pool = cache.pools[replica]
-    return explain(cache, cache._trees[replica], pool, keys_of(text), len(text) if limit is None else limit)
+    return explain(cache, cache.managed.trees[replica], pool, keys_of(text), len(text) if limit is None else limit)
 
 
 # --- device pools ---------------------------------------------------------------------------------------------------

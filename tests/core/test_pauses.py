@@ -9,7 +9,6 @@ import pytest
 from kvcached.core.cache import Cache
 from kvcached.core.insight.explain import explain
 from kvcached.core.messages import StartTransfer, Ticked
-from kvcached.core.pauses import copies_under_way, is_paused, pause, resume
 from kvcached_client.types import MissReason, TransferId
 from tests.core.attached_engine import AttachedEngine
 from tests.core.engine import Engine, keys_of, refused
@@ -21,11 +20,11 @@ def test_nothing_is_stored_while_paused(new_tiers: Callable[..., Cache], replica
     """What is committed meanwhile is copied after the end of the pause, a tick of the clock notwithstanding."""
     cache = new_tiers()
     workers = Workers(cache)
-    pause(cache, replica)
+    cache.pause(replica)
     Engine(cache).store("abcd")
     cache.handle(Ticked(1))
     assert workers.started() == []
-    resume(cache, replica)
+    cache.resume(replica)
 
     (store,) = workers.started()
     assert len(store.spans[0].keys) == 4 * 16
@@ -35,7 +34,7 @@ def test_nothing_is_demoted_while_paused(new_tiers: Callable[..., Cache]) -> Non
     """The watermark is left as it is, and nothing is stored for it."""
     cache = new_tiers(slots=8, watermark=4)
     engine = Engine(cache)
-    pause(cache)
+    cache.pause()
     engine.store("abcdef")
 
     assert Workers(cache).started() == []
@@ -47,7 +46,7 @@ def test_hit_of_a_paused_replica_is_what_its_device_has(new_tiers: Callable[...,
     cache = new_tiers()
     engine = stored(cache, "abcdef")
     crowd_out(engine)
-    pause(cache, "a")
+    cache.pause("a")
     engine.store("ab")
     held = host_hit(engine, "abcdef")
     miss = explain(cache, cache.tree_of("a"), cache.pools["a"], keys_of("abcdef"), 6)
@@ -56,7 +55,7 @@ def test_hit_of_a_paused_replica_is_what_its_device_has(new_tiers: Callable[...,
     assert (sum(held), grant.hit, grant.loads) == (6, 2, ())
     assert (miss.hit, miss.reason) == (2, MissReason.PAUSED)
     engine.release(grant)
-    resume(cache, "a")
+    cache.resume("a")
     assert engine.acquire("abcdef").hit == 6
 
 
@@ -69,22 +68,22 @@ def test_copies_under_way_go_on(new_tiers: Callable[..., Cache]) -> None:
     (store,) = workers.started()
     other = Engine(cache, "b")
     grant = other.acquire("abcd")
-    pause(cache)
-    assert (copies_under_way(cache), copies_under_way(cache, "b"), grant.hit) == (2, 1, 4)
+    cache.pause()
+    assert (cache.copies_under_way(), cache.copies_under_way("b"), grant.hit) == (2, 1, 4)
     assert other.acquire("abcd").loads == grant.loads
 
     workers.answer(store)
     (load,) = workers.started()
-    assert (copies_under_way(cache), copies_under_way(cache, "a")) == (1, 0)
+    assert (cache.copies_under_way(), cache.copies_under_way("a")) == (1, 0)
     workers.answer(load)
-    assert copies_under_way(cache) == 0
+    assert cache.copies_under_way() == 0
     assert other.hit("abcd") == 4
 
 
 def test_other_replicas_are_not_paused(new_tiers: Callable[..., Cache]) -> None:
     """A pause of one replica leaves the others, of its own namespace too, and attached engines as they were."""
     cache = new_tiers("ab")
-    pause(cache, "a")
+    cache.pause("a")
     Engine(cache, "b").store("abcd")
 
     assert [each.pool for each in Workers(cache).started()] == ["b"]
@@ -94,10 +93,10 @@ def test_other_replicas_are_not_paused(new_tiers: Callable[..., Cache]) -> None:
 def test_pauses_are_not_counted(new_tiers: Callable[..., Cache]) -> None:
     """Pausing twice is ended by one resume, that of everything included, and a resume of what runs does nothing."""
     cache = new_tiers()
-    resume(cache, "a")
-    pause(cache, "a")
-    pause(cache)
-    resume(cache)
+    cache.resume("a")
+    cache.pause("a")
+    cache.pause()
+    cache.resume()
     Engine(cache).store("abcd")
 
     assert len(Workers(cache).started()) == 1
@@ -106,13 +105,13 @@ def test_pauses_are_not_counted(new_tiers: Callable[..., Cache]) -> None:
 def test_pause_of_everything_ends_with_the_pause_of_a_part(new_tiers: Callable[..., Cache]) -> None:
     """Who has paused everything is not told that it holds after one replica has been resumed."""
     cache = new_tiers()
-    pause(cache)
-    assert (is_paused(cache), is_paused(cache, "a")) == (True, True)
-    resume(cache, "a")
+    cache.pause()
+    assert (cache.is_paused(), cache.is_paused("a")) == (True, True)
+    cache.resume("a")
 
-    assert (is_paused(cache), is_paused(cache, "a")) == (False, False)
-    pause(cache, "a")
-    assert is_paused(cache)
+    assert (cache.is_paused(), cache.is_paused("a")) == (False, False)
+    cache.pause("a")
+    assert cache.is_paused()
 
 
 def test_attached_engines_compute_while_paused(new_attached: Callable[..., Cache]) -> None:
@@ -122,15 +121,15 @@ def test_attached_engines_compute_while_paused(new_attached: Callable[..., Cache
     engine.store("abcd")
     lease = engine.acquire("abcd")
     longer = engine.acquire("abcdef")
-    pause(cache)
+    cache.pause()
 
     with refused("paused"):
         engine.core.prepare_load(engine.session, lease.id, 0, 4)
     plan = engine.prepare(longer, "abcdef")
     assert (plan.transfer, plan.depth, plan.pieces) == (TransferId(0), 4, [])
-    assert copies_under_way(cache) == 0
-    resume(cache)
+    assert cache.copies_under_way() == 0
+    cache.resume()
     assert engine.core.prepare_load(engine.session, lease.id, 0, 4).transfer
     assert engine.prepare(longer, "abcdef").depth == 6
-    assert copies_under_way(cache) == 2
+    assert cache.copies_under_way() == 2
     assert not any(isinstance(each, StartTransfer) for each in cache.effects)

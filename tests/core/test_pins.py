@@ -212,6 +212,6 @@ def test_lease_on_a_pinned_prefix_is_its_own(new_cache: MakeCache) -> None:
     pin(cache, "ab")
     engine.release(grant)
     assert cache.pools["a"].protected == 2
-    assert cache.match(engine.session, engine.epoch, keys_of("abcd"), 4 * BLOCK_SIZE, full=True) == (4, 0)
+    assert cache.managed.match(engine.session, engine.epoch, keys_of("abcd"), 4 * BLOCK_SIZE, full=True) == (4, 0)
     unpin(cache, "ab")
     assert cache.pools["a"].protected == 0

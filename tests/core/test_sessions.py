@@ -30,7 +30,7 @@ def test_goodbye_gives_everything_back_but_what_was_written(cache: Cache) -> Non
     """After a goodbye nothing is held, and what was committed stays, but for blocks whose fence had not signalled."""
     engine = Engine(cache)
     engine.commit(engine.acquire("ab"), "ab", fence=5)
-    cache.heartbeat(engine.session, FenceSequence(5), 0)
+    cache.managed.heartbeat(engine.session, FenceSequence(5), 0)
     engine.commit(engine.acquire("abcd"), "abcd", fence=6)
     cache.close_session(engine.session)
 
@@ -189,7 +189,7 @@ def test_stale_epoch_is_refused(cache: Cache) -> None:
     before = snapshot(cache)
 
     with refused("stale_epoch"):
-        cache.acquire(engine.session, EPOCH - 1, "r", keys_of("ab"), 8, 0, full=True)
+        cache.managed.acquire(engine.session, EPOCH - 1, "r", keys_of("ab"), 8, 0, full=True)
     assert snapshot(cache) == before
 
 
@@ -209,8 +209,8 @@ OPERATIONS: dict[str, Callable[[Cache, Engine], object]] = {
     "heartbeat": lambda cache, engine: engine.signal(1),
     "match": lambda cache, engine: engine.hit("ab"),
     "acquire": lambda cache, engine: engine.acquire("cd"),
-    "allocate": lambda cache, engine: cache.allocate(engine.session, EPOCH, LeaseId(1), 1),
-    "release": lambda cache, engine: cache.release(engine.session, EPOCH, LeaseId(1), FenceSequence(0)),
+    "allocate": lambda cache, engine: cache.managed.allocate(engine.session, EPOCH, LeaseId(1), 1),
+    "release": lambda cache, engine: cache.managed.release(engine.session, EPOCH, LeaseId(1), FenceSequence(0)),
 }
 
 
@@ -241,7 +241,7 @@ def test_every_session_state_times_every_end(
             cache.close_session(engine.session)
         else:
             cache.handle(event(engine.session))
-    session = cache.sessions.get(engine.session)
+    session = cache.managed.sessions.get(engine.session)
     after = session.state if session else SessionState.ENDED
 
     wanted = SessionState.EXPIRED if event is MemberLost else SessionState.ENDED

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvcached.core import pauses
 from kvcached.core.cache import Cache
 from kvcached.core.messages import (
     PrefetchOver,
@@ -428,12 +427,12 @@ def test_pause_stops_storage_too(new_world: Callable[..., StorageWorld]) -> None
     engine = AttachedEngine(world.cache)
     store(world, engine, "abc")
     world.take()
-    assert pauses.copies_under_way(world.cache) == 1
-    pauses.pause(world.cache)
+    assert world.cache.copies_under_way() == 1
+    world.cache.pause()
     world.answer_all()
-    assert pauses.copies_under_way(world.cache) == 0
+    assert world.cache.copies_under_way() == 0
     assert world.prefetch(engine.session, "xyz").end is PrefetchEnd.UNAVAILABLE
-    pauses.resume(world.cache)
+    world.cache.resume()
 
     assert len(world.held) == 3
 
@@ -447,9 +446,9 @@ def test_prefetch_that_asks_begins_nothing_while_paused(new_world: Callable[...,
     world.take()
     world.answer(1)
     world.take()
-    pauses.pause(world.cache)
+    world.cache.pause()
     world.answer_all()
-    pauses.resume(world.cache)
+    world.cache.resume()
 
     assert (asking.end, asking.fetched) == (PrefetchEnd.UNAVAILABLE, 0)
     assert (fetching.end, fetching.fetched) == (PrefetchEnd.STOPPED, FETCHES_PER_CHAIN * FETCH_BLOCKS_MAX)

@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 
-from kvcached.core import pauses
 from kvcached.core.cache import Cache
 from kvcached.core.clearing import Clearings
 from kvcached.core.messages import StorageReady, StorageSuspended, Ticked
@@ -51,7 +50,7 @@ class History:
             if self.random.random() < 0.5:
                 self.world.take()
                 self.world.check()
-        pauses.resume(self.cache)
+        self.cache.resume()
         self.world.answer_all()
         assert self.cache.storage.copies == []
         assert not self.cache.storage.prefetches.under_way
@@ -89,7 +88,7 @@ class History:
     def time(self) -> None:
         self.now_ms += 400
         for engine in self.engines:
-            self.cache.sessions[engine.session].last_heard_ms = self.now_ms
+            self.cache.managed.sessions[engine.session].last_heard_ms = self.now_ms
         for attached in self.attached:
             self.cache.offload.heartbeat(attached.session, self.now_ms)
         self.cache.handle(Ticked(self.now_ms))
@@ -122,9 +121,9 @@ class History:
 
     def pause(self) -> None:
         if self.cache.storage.paused:
-            pauses.resume(self.cache)
+            self.cache.resume()
         else:
-            pauses.pause(self.cache)
+            self.cache.pause()
 
     def stop(self) -> None:
         under_way = list(self.cache.storage.prefetches.under_way.values())

@@ -68,12 +68,12 @@ def test_health_sessions_do_not_store(new_tiers: MakeTiers) -> None:
     """What an uncounted session commits is not written through."""
     cache = new_tiers()
     session = cache.open_session("a", 0, counted=False).id
-    grant = cache.acquire(session, EPOCH, "probe", keys_of("ab"), 8, 0, full=True)
+    grant = cache.managed.acquire(session, EPOCH, "probe", keys_of("ab"), 8, 0, full=True)
     slots = Engine(cache).acquire("").ranges  # of another session, so that only the probe's commit is at stake
     assert slots == b""
-    ranges = cache.sessions[session].leases[grant.lease].open[:]
-    cache.commit(session, EPOCH, grant.lease, 0, keys_of("ab"), ranges, NO_FENCE)
-    cache.release(session, EPOCH, grant.lease, NO_FENCE)
+    ranges = cache.managed.sessions[session].leases[grant.lease].open[:]
+    cache.managed.commit(session, EPOCH, grant.lease, 0, keys_of("ab"), ranges, NO_FENCE)
+    cache.managed.release(session, EPOCH, grant.lease, NO_FENCE)
 
     assert Workers(cache).started() == []
 
@@ -105,7 +105,7 @@ def test_settling_again_and_again_remembers_a_fenced_path_once(new_tiers: MakeTi
     for _ in range(100):
         cache.settle()
 
-    assert sum(len(hold.unstored) for hold in cache.sessions[engine.session].holds) <= 2
+    assert sum(len(hold.unstored) for hold in cache.managed.sessions[engine.session].holds) <= 2
 
 
 def test_failed_store_leaves_a_hole_that_a_match_ends_at(new_tiers: MakeTiers) -> None:
@@ -248,10 +248,10 @@ def test_long_path_without_any_room_is_refused_and_not_tried_forever(new_tiers: 
     engine = Engine(cache)
     grant = engine.acquire("", reserve=520)
     keys = b"".join(index.to_bytes(16) for index in range(520))
-    session = cache.sessions[engine.session]
+    session = cache.managed.sessions[engine.session]
     slots = session.leases[grant.lease].open[:]
     slots[1] = 520
-    cache.commit(engine.session, EPOCH, grant.lease, 0, keys, slots, FenceSequence(0))
+    cache.managed.commit(engine.session, EPOCH, grant.lease, 0, keys, slots, FenceSequence(0))
 
     assert Workers(cache).started() == []
     assert cache.counters["store_refused_blocks"] == 520
@@ -263,8 +263,8 @@ def test_long_path_is_stored_in_short_transfers(new_tiers: MakeTiers) -> None:
     engine = Engine(cache)
     grant = engine.acquire("", reserve=520)
     keys = b"".join(index.to_bytes(16) for index in range(520))
-    slots = cache.sessions[engine.session].leases[LeaseId(grant.lease)].open[:]
-    cache.commit(engine.session, EPOCH, grant.lease, 0, keys, slots, FenceSequence(0))
+    slots = cache.managed.sessions[engine.session].leases[LeaseId(grant.lease)].open[:]
+    cache.managed.commit(engine.session, EPOCH, grant.lease, 0, keys, slots, FenceSequence(0))
 
     assert [spans(order) for order in Workers(cache).started()] == [[(0, 256)], [(256, 256)], [(512, 8)]]
 

@@ -21,7 +21,6 @@ from kvcached.core.restart.rejoin import Rejoin
 from kvcached.core.restart.restore import StoredBlocks
 from kvcached.core.restart.takeover import RestoredCache
 from kvcached.core.slots.ranges import pairs
-from kvcached.core.writing import set_write_policy
 from kvcached_client.types import NO_FENCE, WritePolicy
 from tests.core.engine import BLOCK_SIZE, Engine, keys_of
 from tests.core.host_tier import Workers, host_hit, host_of, make_tiers
@@ -33,7 +32,7 @@ Hits = tuple[int, int, int]
 def lived_through(policy: WritePolicy) -> Cache:
     """A cache of 16 device slots in which all that happened to the three prompts, and whose copies have ended."""
     cache = make_tiers()
-    set_write_policy(cache, cache.trees[0], policy)
+    cache.set_write_policy(cache.trees[0], policy)
     workers, engine = Workers(cache), Engine(cache)
     for text in (SQUEEZED, ONCE, TWICE):
         engine.store(text)
@@ -53,7 +52,7 @@ def hits(cache: Cache) -> Hits:
 
 
 def after_engine(cache: Cache) -> Hits:
-    cache.handle(MembersDied(next(iter(cache.sessions))))
+    cache.handle(MembersDied(next(iter(cache.managed.sessions))))
     return hits(cache)
 
 
@@ -71,7 +70,11 @@ def after_daemon(cache: Cache) -> Hits:
     returned.resume(session, 0, NO_FENCE)
     returned.over(session, successor.pools["a"].epoch)
     found = [
-        sum(successor.match(session, successor.pools["a"].epoch, keys_of(text), len(text) * BLOCK_SIZE, full=True))
+        sum(
+            successor.managed.match(
+                session, successor.pools["a"].epoch, keys_of(text), len(text) * BLOCK_SIZE, full=True
+            )
+        )
         for text in (SQUEEZED, ONCE, TWICE)
     ]
     assert check(successor) == []

@@ -96,7 +96,7 @@ def test_paths_behind_one_fence_are_bounded_and_counted(new_tiers: MakeTiers, mo
         engine.store(text)
         cache.settle()
 
-    (hold,) = cache.sessions[engine.session].holds
+    (hold,) = cache.managed.sessions[engine.session].holds
     assert (len(hold.unstored), cache.counters["stores_forgotten"]) == (3, 2)  # "ab" goes on with the run of "a"
 
 

@@ -271,7 +271,7 @@ def test_nothing_is_committed_on_a_hit_that_is_loading(new_tiers: MakeTiers, ope
     engine, cache = here.engine, here.cache
     grant = engine.acquire("abcdef")
     before = snapshot(cache)
-    call = getattr(cache, operation)
+    call = getattr(cache.managed, operation)
     arguments = (engine.session, engine.epoch, grant.lease, 4, keys_of("abcdef")[64:], array("i", grant.ranges))
 
     with refused("still_loading"):
@@ -286,11 +286,11 @@ def test_loading_lease_can_grow_and_be_asked_for_again(new_tiers: MakeTiers) -> 
     here = loading_lease(new_tiers)
     engine = here.engine
     grant = engine.acquire("abcdef", request="one")
-    more = here.cache.allocate(engine.session, engine.epoch, grant.lease, 2)
+    more = here.cache.managed.allocate(engine.session, engine.epoch, grant.lease, 2)
 
     assert engine.acquire("abcdef", request="one") == grant
     assert state_of(here.cache.pools["a"], array("i", more)) == {"LEASED"}
-    assert here.cache.load(engine.session, engine.epoch, grant.lease) is None
+    assert here.cache.managed.load(engine.session, engine.epoch, grant.lease) is None
     here.workers.answer_all()
 
 

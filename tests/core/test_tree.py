@@ -193,7 +193,7 @@ def test_duplicate_slot_cannot_be_committed_again(cache: Cache) -> None:
     again = cut(array("i", second.ranges), 1)[0]
 
     with refused("unknown_slot"):
-        cache.commit(engine.session, EPOCH, second.lease, 1, keys_of("ab")[16:], again, FenceSequence(0))
+        cache.managed.commit(engine.session, EPOCH, second.lease, 1, keys_of("ab")[16:], again, FenceSequence(0))
 
 
 def test_drop_takes_everything_below(cache: Cache) -> None:

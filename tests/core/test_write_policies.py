@@ -9,7 +9,6 @@ import pytest
 from kvcached.core.cache import Cache
 from kvcached.core.messages import HurryTransfer, StartTransfer, Ticked
 from kvcached.core.slots.states import SlotState
-from kvcached.core.writing import set_write_policy
 from kvcached_client.types import NO_FENCE, WritePolicy
 from tests.core.engine import Engine, keys_of, refused
 from tests.core.host_tier import Workers, crowd_out, host_counts, host_hit, spans, stored
@@ -22,7 +21,7 @@ def with_policy(make: MakeTiers, policy: WritePolicy, names: str = "a", **settin
     """A cache of replicas whose namespaces have a write policy."""
     cache = make(names, **settings)
     for tree in cache.trees:
-        set_write_policy(cache, tree, policy)
+        cache.set_write_policy(tree, policy)
     return cache
 
 
@@ -140,11 +139,11 @@ def test_slots_are_granted_after_the_acknowledgement(new_tiers: MakeTiers) -> No
     effects = workers.take()
     (order,) = [effect for effect in effects if isinstance(effect, StartTransfer)]
     assert [effect.transfer for effect in effects if isinstance(effect, HurryTransfer)] == [order.transfer]
-    assert cache.retry_when_freed(engine.session, engine.epoch, 10) is None
+    assert cache.managed.retry_when_freed(engine.session, engine.epoch, 10) is None
     workers.answer(order)
     cache.settle()
 
-    assert cache.retry_when_freed(engine.session, engine.epoch, 10) == 16
+    assert cache.managed.retry_when_freed(engine.session, engine.epoch, 10) == 16
     grant = engine.acquire("", reserve=10)
     assert (cache.counters["dropped_blocks"], host_hit(engine, "abcdefghijkl")) == (0, (6, 6))
     engine.release(grant)
@@ -168,12 +167,12 @@ def test_waiting_request_gets_its_slots_over_several_rounds(new_tiers: MakeTiers
     workers, engine = Workers(cache), Engine(cache)
     grant = engine.acquire("", reserve=4096)
     keys = b"".join(index.to_bytes(16) for index in range(1, 4097))
-    slots = cache.sessions[engine.session].leases[grant.lease].open[:]
-    engine.cache.commit(engine.session, engine.epoch, grant.lease, 0, keys, slots, NO_FENCE)
+    slots = cache.managed.sessions[engine.session].leases[grant.lease].open[:]
+    engine.cache.managed.commit(engine.session, engine.epoch, grant.lease, 0, keys, slots, NO_FENCE)
     engine.release(grant)
     with refused("capacity_pending"):
         engine.acquire("", reserve=3000)
-    while cache.retry_when_freed(engine.session, engine.epoch, 3000) is None:
+    while cache.managed.retry_when_freed(engine.session, engine.epoch, 3000) is None:
         workers.take()
         workers.answer(next(iter(workers.under_way.values())))
         cache.settle()
@@ -204,7 +203,7 @@ def test_copies_that_are_there_make_room_without_a_wait(new_tiers: MakeTiers) ->
     """Under write-back a device copy goes at once where the host pool has the block."""
     cache = new_tiers()
     engine = stored(cache, "abcdefghijkl")
-    set_write_policy(cache, cache.trees[0], WritePolicy.WRITE_BACK)
+    cache.set_write_policy(cache.trees[0], WritePolicy.WRITE_BACK)
     grant = engine.acquire("", reserve=10)
 
     assert (cache.counters["demoted_blocks"], cache.counters["evicted_blocks"]) == (6, 0)
@@ -232,7 +231,7 @@ def test_never_stores_nothing_and_loads_what_is_there(new_tiers: MakeTiers) -> N
     """Under `never` no copy is made, whatever happens; copies of before are still loaded."""
     cache = new_tiers(watermark=8)
     engine = stored(cache, "abcd")
-    set_write_policy(cache, cache.trees[0], WritePolicy.NEVER)
+    cache.set_write_policy(cache.trees[0], WritePolicy.NEVER)
     engine.store("uvwxyz012")
     engine.release(engine.acquire("uvwxyz012"))
     cache.handle(Ticked(1))
@@ -254,11 +253,11 @@ def test_change_calls_off_what_waits(new_tiers: MakeTiers, policy: WritePolicy) 
     engine.commit(grant, "abcd", fence=5)
     engine.store("uvw")
     version = cache.version
-    set_write_policy(cache, cache.trees[0], policy)
+    cache.set_write_policy(cache.trees[0], policy)
     engine.signal(5)
 
     assert (workers.started(), cache.version) == ([], version + 1)
-    set_write_policy(cache, cache.trees[0], policy)
+    cache.set_write_policy(cache.trees[0], policy)
     assert cache.version == version + 1
 
 
@@ -268,7 +267,7 @@ def test_change_lets_copies_under_way_end(new_tiers: MakeTiers) -> None:
     workers, engine = Workers(cache), Engine(cache)
     engine.store("abcd")
     (order,) = workers.started()
-    set_write_policy(cache, cache.trees[0], WritePolicy.NEVER)
+    cache.set_write_policy(cache.trees[0], WritePolicy.NEVER)
     workers.answer(order)
 
     assert host_counts(cache)[2] == 4
@@ -279,7 +278,7 @@ def test_change_to_write_through_reaches_back_along_the_path(new_tiers: MakeTier
     cache = with_policy(new_tiers, WritePolicy.NEVER)
     workers, engine = Workers(cache), Engine(cache)
     engine.store("abcd")
-    set_write_policy(cache, cache.trees[0], WritePolicy.WRITE_THROUGH)
+    cache.set_write_policy(cache.trees[0], WritePolicy.WRITE_THROUGH)
     assert workers.started() == []
     engine.store("abcdef")
 
@@ -289,7 +288,7 @@ def test_change_to_write_through_reaches_back_along_the_path(new_tiers: MakeTier
 def test_policy_of_one_namespace_is_not_that_of_another(new_tiers: MakeTiers) -> None:
     """Two namespaces of one daemon have each its policy."""
     cache = new_tiers("aX")
-    set_write_policy(cache, cache.tree_of("X"), WritePolicy.NEVER)
+    cache.set_write_policy(cache.tree_of("X"), WritePolicy.NEVER)
     for name in "aX":
         Engine(cache, name).store("abcd")
 
@@ -305,4 +304,4 @@ def test_retry_of_an_acquire_is_no_sighting(new_tiers: MakeTiers) -> None:
 
     assert (workers.started(), cache.counters["acquires"]) == ([], 1)
     assert cache.pools["a"].counts[SlotState.LEASED] == 4
-    assert cache.match(engine.session, engine.epoch, keys_of("abcd"), 16, full=True) == (0, 0)
+    assert cache.managed.match(engine.session, engine.epoch, keys_of("abcd"), 16, full=True) == (0, 0)

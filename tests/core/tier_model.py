@@ -140,7 +140,7 @@ class TierDriver(TierSessions):
     def rot(self) -> None:
         """The bytes of a host copy change by themselves, on one shard."""
         name = "ac"[self.choose(2)]
-        host = self.cache._trees[name].members[HOST]
+        host = self.cache.managed.trees[name].members[HOST]
         slots = [slot for slot in self.world.index(name, HOST).values() if host.state_of(slot) is SlotState.CACHED]
         if slots:
             slot = slots[self.choose(len(slots))]
@@ -156,13 +156,18 @@ class TierDriver(TierSessions):
         limit = len(chain) if full else (tokens - 1) // BLOCK_SIZE
         pool, evicted = self.cache.pools[session.pool], self.cache.counters["evicted_blocks"]
         here, further = self.world.expect_hit(session.pool, chain[:limit])
-        assert self.cache.match(session.id, session.epoch, b"".join(chain), tokens, full=full) == (here, further)
+        assert self.cache.managed.match(session.id, session.epoch, b"".join(chain), tokens, full=full) == (
+            here,
+            further,
+        )
         room = pool.load_quota - sum(len(c.blocks) for c in self.world.loads_of(session.pool))
         queued = [each for each in self.cache.transfers.values() if each.pool is pool and each.after]
         self.requests += 1
         request = f"r{self.requests}"
         try:
-            grant = self.cache.acquire(session.id, session.epoch, request, b"".join(chain), tokens, reserve, full=full)
+            grant = self.cache.managed.acquire(
+                session.id, session.epoch, request, b"".join(chain), tokens, reserve, full=full
+            )
         except Refusal as error:
             assert error.code in NO_ROOM
             need = -(-tokens // BLOCK_SIZE) - here + reserve
@@ -188,9 +193,11 @@ class TierDriver(TierSessions):
             pool = self.cache.pools[session.pool]
             self.requests += 1
             tokens = self.choose(pool.free + pool.evictable + 1) * BLOCK_SIZE
-            grant = self.cache.acquire(session.id, session.epoch, f"r{self.requests}", b"", tokens, 0, full=True)
+            grant = self.cache.managed.acquire(
+                session.id, session.epoch, f"r{self.requests}", b"", tokens, 0, full=True
+            )
             self.world.write(session.pool, expand(grant.ranges), b"other blocks")
-            self.cache.release(session.id, session.epoch, grant.lease, FenceSequence(0))
+            self.cache.managed.release(session.id, session.epoch, grant.lease, FenceSequence(0))
 
     def granted(self, session: HeldSession, lease: HeldLease, grant: Grant) -> None:
         lease.grant = grant
@@ -213,7 +220,9 @@ class TierDriver(TierSessions):
         tokens, reserve, full = lease.asked
         keys = b"".join(lease.chain[: tokens // BLOCK_SIZE])
         try:
-            grant = self.cache.acquire(session.id, session.epoch, lease.request, keys, tokens, reserve, full=full)
+            grant = self.cache.managed.acquire(
+                session.id, session.epoch, lease.request, keys, tokens, reserve, full=full
+            )
         except Refusal as error:
             assert error.code is ErrorCode.REQUEST_CONFLICT
             assert lease.depth > lease.hit
@@ -226,7 +235,7 @@ class TierDriver(TierSessions):
             return
         session, lease = picked
         try:
-            loaded = self.cache.load(session.id, session.epoch, lease.id)
+            loaded = self.cache.managed.load(session.id, session.epoch, lease.id)
         except Refusal as error:
             assert error.code in NO_ROOM
             return
@@ -236,7 +245,7 @@ class TierDriver(TierSessions):
             return
         slots = expand(loaded.ranges)
         assert len(slots) == lease.hit - loaded.hit
-        assert self.cache.load(session.id, session.epoch, lease.id) == loaded
+        assert self.cache.managed.load(session.id, session.epoch, lease.id) == loaded
         lease.table, lease.open, lease.loading = lease.table[: loaded.hit], slots + lease.open, False
         lease.hit = lease.depth = loaded.hit
         self.done["hits cut short"] += bool(slots)
@@ -244,7 +253,7 @@ class TierDriver(TierSessions):
 
     def still_loading(self, session: HeldSession, lease: HeldLease) -> None:
         """Nothing can be committed on what is not there yet."""
-        for call in (self.cache.commit, self.cache.finish):
+        for call in (self.cache.managed.commit, self.cache.managed.finish):
             try:
                 call(session.id, session.epoch, lease.id, lease.depth, b"", array("i"), FenceSequence(0))
             except Refusal as error:
@@ -255,7 +264,7 @@ class TierDriver(TierSessions):
     def vacancy(self) -> None:
         if (session := self.pick_session()) is not None:
             blocks = 1 + self.choose(12)
-            free = self.cache.retry_when_freed(session.id, session.epoch, blocks)
+            free = self.cache.managed.retry_when_freed(session.id, session.epoch, blocks)
             pool = self.cache.pools[session.pool]
             if free is None:
                 assert self.under_way(session.pool)
@@ -268,7 +277,7 @@ class TierDriver(TierSessions):
             return
         session, lease = picked
         try:
-            slots = expand(self.cache.allocate(session.id, session.epoch, lease.id, 1 + self.choose(2)))
+            slots = expand(self.cache.managed.allocate(session.id, session.epoch, lease.id, 1 + self.choose(2)))
         except Refusal as error:
             assert error.code in NO_ROOM
             return
@@ -295,7 +304,7 @@ class TierDriver(TierSessions):
         here = self.world.index(session.pool, pool.index)
         known = [key in here for key in keys]
         ranges = array("i", [number for slot in slots for number in (slot, 1)])
-        call = self.cache.finish if finish else self.cache.commit
+        call = self.cache.managed.finish if finish else self.cache.managed.commit
         done = call(session.id, session.epoch, lease.id, lease.depth, b"".join(keys), ranges, FenceSequence(fence))
         taken = done.depth - lease.depth
         self.done["commits cut short"] += taken < count
@@ -318,5 +327,5 @@ class TierDriver(TierSessions):
         session, lease = picked
         fence = session.next_fence if self.choose(4) == 0 else 0
         session.next_fence += bool(fence)
-        self.cache.release(session.id, session.epoch, lease.id, FenceSequence(fence))
+        self.cache.managed.release(session.id, session.epoch, lease.id, FenceSequence(fence))
         del session.leases[lease.id]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcached.core import pauses
 from kvcached.core.cache import Cache
 from kvcached.core.messages import Grant, MemberLost, MembersDied, NamespaceCleared, PoolRestored, Ticked, WorkerDied
 from kvcached.core.namespaces import PoolSpec
@@ -144,7 +143,7 @@ class TierSessions:
         if (session := self.pick_session()) is not None:
             fence = self.choose(session.next_fence)
             self.written(session, fence)
-            self.cache.heartbeat(session.id, FenceSequence(fence), 0)
+            self.cache.managed.heartbeat(session.id, FenceSequence(fence), 0)
 
     def written(self, session: HeldSession, fence: int) -> None:
         session.fence = max(session.fence, fence)
@@ -169,10 +168,10 @@ class TierSessions:
     # --- what people ask for ----------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        pauses.pause(self.cache, ("", "a", "c")[self.choose(3)])
+        self.cache.pause(("", "a", "c")[self.choose(3)])
 
     def resume(self) -> None:
-        pauses.resume(self.cache)
+        self.cache.resume()
 
     def clear(self) -> None:
         """All sessions of a namespace are over, at once; its blocks when its copies have ended."""

@@ -183,7 +183,7 @@ class World:
     def index(self, name: str, place: int) -> dict[bytes, int]:
         """Key to slot, read from the tree of a replica: of its own pool, or of the host pool where `place` is HOST."""
         found: dict[bytes, int] = {}
-        for run in self.cache._trees[name].runs():
+        for run in self.cache.managed.trees[name].runs():
             found.update(_solid_slots(run, place))
         return found
 
@@ -200,7 +200,7 @@ class World:
                 if pool.state_of(slot) is SlotState.CACHED:
                     assert self.holds(name, [slot], [key]), f"pool {name}, slot {slot}"
         for name in ("a", "c"):
-            space, pool_of_host = NAMESPACES[name], self.cache._trees[name].host
+            space, pool_of_host = NAMESPACES[name], self.cache.managed.trees[name].host
             assert pool_of_host is not None
             size = pool_of_host.slots_per_slab
             assert pool_of_host.empty == {
@@ -214,7 +214,7 @@ class World:
                         assert self._is_read(name, slot), f"host slot {slot}, known as rotten, is still in the index"
 
     def _is_read(self, name: str, slot: int) -> bool:
-        tree = self.cache._trees[name]
+        tree = self.cache.managed.trees[name]
         return any(each.tree is tree and slot in slots_of(each.host) for each in self.cache.transfers.values())
 
 

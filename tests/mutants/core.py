@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.checks import Checks
 from kvcached.core.clearing import Clearings
 from kvcached.core.index import run_tree
 from kvcached.core.index.tree import PrefixTree
+from kvcached.core.managed import Managed
 from kvcached.core.session import ManagedSession
 from kvcached.core.slots.host_slots import SlabAllocator
 from kvcached_client.types import SessionId
@@ -31,10 +31,10 @@ def cleared_while_a_copy_runs(patch: pytest.MonkeyPatch) -> None:
 def epoch_check_of_a_request_dropped(patch: pytest.MonkeyPatch) -> None:
     """A request that names a past epoch of its pool is served."""
 
-    def session_at(self: Checks, session_id: SessionId, epoch: int) -> ManagedSession:
-        return self.session(session_id)
+    def session_at(self: Managed, session_id: SessionId, epoch: int) -> ManagedSession:
+        return self.sessions.active(session_id)
 
-    patch.setattr(Checks, "session_at", session_at)
+    patch.setattr(Managed, "session_at", session_at)
 
 
 @caught_by("tests/core/test_stores.py::test_block_that_loses_its_last_copy_takes_its_descendants")
@@ -46,13 +46,13 @@ def last_copy_rule_forgotten(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_load_rollback.py::test_acquire_with_a_load_that_fails_at_any_step_leaves_nothing_behind")
 def rollback_of_an_acquire_deleted(patch: pytest.MonkeyPatch) -> None:
     """An acquire that fails after its lease was made leaves the lease behind."""
-    rewrite(patch, Cache.acquire, "session.release(lease, session.fence)", "pass")
+    rewrite(patch, Managed.acquire, "session.release(lease, session.fence)", "pass")
 
 
 @caught_by("tests/core/test_clearing.py::test_no_session_while_copies_run")
 def session_during_a_clear(patch: pytest.MonkeyPatch) -> None:
     """An engine gets a session while its namespace is being cleared."""
-    rewrite(patch, Cache.open_session, "pool.clearing", "False")
+    rewrite(patch, Managed.open, "pool.clearing", "False")
 
 
 @caught_by("tests/core/test_stores.py::test_slab_is_held_back_for_every_namespace_without_one")
@@ -71,4 +71,4 @@ def split_forgets_a_pin(patch: pytest.MonkeyPatch) -> None:
 def unsignalled_blocks_stay_after_a_goodbye(patch: pytest.MonkeyPatch) -> None:
     """Blocks whose fence never signalled are found after their engine's goodbye."""
     signal = "session.signal(max((hold.fence for hold in session.holds), default=session.fence))"
-    rewrite(patch, Cache.close_session, "self._end(session)", f"{signal}\nself._end(session)")
+    rewrite(patch, Cache.close_session, "self.managed.end(session)", f"{signal}\nself.managed.end(session)")

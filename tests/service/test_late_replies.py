@@ -245,7 +245,7 @@ def test_internal_error_is_a_late_answer_too(loading: Loading, monkeypatch: pyte
     def explode(*_: object) -> NoReturn:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(loading.office.cache, "load", explode)
+    monkeypatch.setattr(loading.office.cache.managed, "load", explode)
     loading.end()
 
     assert error_of(answers) is ErrorCode.INTERNAL
@@ -391,8 +391,8 @@ def test_health_check_stores_nothing() -> None:
     office = Office(host_slabs=2)
     session = office.cache.open_session("a", 0, counted=False)
     keys = key_chain(2)
-    grant = office.cache.acquire(session.id, EPOCH, "health", keys, 8, 0, full=False)
-    office.cache.finish(session.id, EPOCH, grant.lease, 0, keys, array("i", grant.ranges), NO_FENCE)
+    grant = office.cache.managed.acquire(session.id, EPOCH, "health", keys, 8, 0, full=False)
+    office.cache.managed.finish(session.id, EPOCH, grant.lease, 0, keys, array("i", grant.ranges), NO_FENCE)
     office.service.on_event(Ticked(1))
 
     assert office.workers["a"].transfers == {}

@@ -100,6 +100,6 @@ def test_priority_of_a_request_reaches_its_lease() -> None:
     asked = wire.Acquire(id=office.next_id(), epoch=EPOCH, request="r", tokens=8, full=True, priority=-3)
     office.expect(wire.Held, asked, keys, peer=TWO)
 
-    leases = [lease for each in office.cache.sessions.values() for lease in each.leases.values()]
+    leases = [lease for each in office.cache.managed.sessions.values() for lease in each.leases.values()]
     attached = [lease for each in office.cache.offload.sessions.values() for lease in each.leases.values()]
     assert ([each.priority for each in leases], [each.priority for each in attached]) == ([5], [-3])

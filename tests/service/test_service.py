@@ -43,7 +43,7 @@ def test_hello_refuses_what_does_not_fit(replica: str, layout: str, version: int
     office = Office()
 
     assert office.error(office.hello(FakePeer(1), replica, layout=layout, version=version)) is code
-    assert office.cache.sessions == {}
+    assert office.cache.managed.sessions == {}
 
 
 def test_hello_tells_what_an_engine_needs() -> None:
@@ -316,7 +316,7 @@ def test_internal_error_is_one_reply_and_no_crash(monkeypatch: pytest.MonkeyPatc
     def explode(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(office.cache, "acquire", explode)
+    monkeypatch.setattr(office.cache.managed, "acquire", explode)
     reply = office.expect(wire.ErrorReply, office.acquire(key_chain(1)), key_chain(1))
 
     assert (reply.code, reply.fault) == (ErrorCode.INTERNAL, "daemon")
@@ -344,7 +344,11 @@ def test_health_takes_slots_like_an_engine_and_leaves_nothing() -> None:
     assert report.ok
     assert [part.part for part in report.parts] == [f"{name}/{step}" for name in "ab" for step in steps] + ["counts"]
     assert [len(workers.probes) for workers in office.workers.values()] == [1, 1]
-    assert (office.cache.sessions, office.cache.pools["a"].free, office.cache.trees[0].run_count) == ({}, SLOTS, 0)
+    assert (office.cache.managed.sessions, office.cache.pools["a"].free, office.cache.trees[0].run_count) == (
+        {},
+        SLOTS,
+        0,
+    )
 
 
 def test_health_says_which_part_failed() -> None:

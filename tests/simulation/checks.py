@@ -92,7 +92,11 @@ class Checks:
         if violations := check(cache):
             raise Broken("; ".join(violations[:5]))
         self._look_at_epochs(cache)
-        over = (each for each in cache.sessions.values() if each.state is SessionState.EXPIRED and not each.declaring)
+        over = (
+            each
+            for each in cache.managed.sessions.values()
+            if each.state is SessionState.EXPIRED and not each.declaring
+        )
         self._world.over.update(self._world.holder(cache.epoch, session.id) for session in over)
         self._daemon.promises.look()
         self._note(cache)
@@ -142,14 +146,14 @@ class Checks:
         """What the index calls CACHED has the bytes of its key on every shard, but for what is being written yet."""
         cache, world = self._daemon.cache, self._world
         for name, pool in cache.pools.items():
-            tree = cache._trees[name]
+            tree = cache.managed.trees[name]
             shape, generation = world.shapes[tree.namespace], world.roots[tree.namespace]
             suspects = _suspects(cache, tree, pool)
             for run in tree.runs():
                 for key, slot in solid_slots(run, pool.index).items():
                     if pool.state_of(slot) is SlotState.CACHED:
                         self._look_at_device(name, shape, generation, key, slot, is_suspect=slot in suspects)
-        hosts = {id(tree): (tree, world.roots[tree.namespace]) for tree in cache._trees.values()}
+        hosts = {id(tree): (tree, world.roots[tree.namespace]) for tree in cache.managed.trees.values()}
         for space in cache.offload.namespaces.by_root.values():
             hosts[id(space.tree)] = space.tree, space.generation
         for tree, generation in hosts.values():
@@ -183,7 +187,7 @@ class Checks:
         hosts = [tree.host for tree in cache.trees if tree.host is not None]
         pools = [*cache.pools.values(), *hosts]
         left = {
-            "sessions": len(cache.sessions) + len(cache.offload.sessions),
+            "sessions": len(cache.managed.sessions) + len(cache.offload.sessions),
             "copies by workers": len(cache.transfers),
             "copies by engines": len(cache.offload.transfers),
             "pinned blocks": sum(pool.protected for pool in pools),
@@ -208,7 +212,7 @@ class Checks:
 def _suspects(cache: Cache, tree: PrefixTree, pool: DevicePool) -> set[int]:
     """Slots of blocks that the core does not believe in before a fence has signalled."""
     found: set[int] = set()
-    for session in cache.sessions.values():
+    for session in cache.managed.sessions.values():
         for hold in session.holds if session.pool is pool else ():
             found.update(expand(tree.path_slots(hold.run, hold.suspect, hold.depth, pool.index).tobytes()))
     return found
@@ -221,7 +225,7 @@ def _state(cache: Cache) -> object:
         [(pool.counts[:], pool.protected, pool.clock) for pool in (*cache.pools.values(), *hosts)],
         [(number, transfer.state, len(transfer.waiting)) for number, transfer in cache.transfers.items()],
         [(exchange.id, len(exchange.waiting)) for exchange in cache.offload.transfers],
-        [(session.id, session.state, len(session.leases)) for session in cache.sessions.values()],
+        [(session.id, session.state, len(session.leases)) for session in cache.managed.sessions.values()],
         [(session.id, session.state, len(session.leases)) for session in cache.offload.sessions.values()],
         [pool.epoch for pool in cache.pools.values()],
         [space.generation for space in cache.offload.namespaces.by_root.values()],
@@ -235,7 +239,7 @@ def effect_of_requests(cache: Cache) -> tuple[object, ...]:
     return (
         *(cache.counters[name] for name in counted),
         *(pool.counts[SlotState.LEASED] for pool in cache.pools.values()),
-        *(len(session.leases) for session in cache.sessions.values()),
+        *(len(session.leases) for session in cache.managed.sessions.values()),
         *(len(session.leases) for session in cache.offload.sessions.values()),
         len(cache.offload.transfers),
     )

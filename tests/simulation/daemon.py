@@ -226,7 +226,7 @@ class Daemon:
         if epoch != self.cache.epoch or self.process.dead:
             return False
         number = SessionId(session)
-        found = self.cache.sessions.get(number) or self.cache.offload.sessions.get(number)
+        found = self.cache.managed.sessions.get(number) or self.cache.offload.sessions.get(number)
         return found is not None and found.state is SessionState.ACTIVE
 
     def forget(self, peer: Attachment) -> None:
@@ -349,7 +349,7 @@ class Daemon:
             self._world.note_declared(self.cache.epoch, session, header.lease, request.request)
             self._take_over_rights(session, header.lease, frames[1], frames[2])
         elif isinstance(header, wire.DeclareEnded) and session is not None:
-            self._checks.look_at_returned(self.cache.sessions[SessionId(session)])
+            self._checks.look_at_returned(self.cache.managed.sessions[SessionId(session)])
         elif isinstance(header, wire.Welcome | wire.WelcomeAttached):
             before = [crew for crew in self.crews.values() if connection.process in crew.processes]
             self._world.seen["session taken over"] += bool(before)
@@ -370,7 +370,7 @@ class Daemon:
 
     def _take_over_rights(self, session: int, lease: int, held: bytes, own: bytes) -> None:
         """A declared lease: what it held it holds. Its own slots it may write as before."""
-        pool = self.cache.sessions[SessionId(session)].pool
+        pool = self.cache.managed.sessions[SessionId(session)].pool
         for slot in (*_slots(held), *_slots(own)):
             if pool.state_of(slot) not in {SlotState.LEASED, SlotState.CACHED}:
                 raise Broken(f"slot {slot} was declared for lease {lease}, and is {pool.state_of(slot).name}")
@@ -378,7 +378,7 @@ class Daemon:
 
     def _shards_of(self, session: int | None) -> list[WorkerShard]:
         """Of the replica that a session is on."""
-        held = None if session is None else self.cache.sessions.get(SessionId(session))
+        held = None if session is None else self.cache.managed.sessions.get(SessionId(session))
         return [] if held is None else self.workers[held.pool.name].shards
 
     def _give_device(self, session: int | None, lease: int, ranges: bytes) -> None:

@@ -11,7 +11,6 @@ import pytest
 from kvcached.core import cache as core_cache
 from kvcached.core.cache import Cache
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.pauses import is_paused
 from kvcached.core.restart.rejoin import Rejoin
 from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import no_ranges
@@ -23,7 +22,7 @@ from kvcached.core.transfers.transfer import EngineTransfer
 from kvcached.core.transfers.worker_copies import WorkerCopies
 from kvcached.memory.host_pool import HostHeaders
 from kvcached.recovery import takeover
-from kvcached.service import admin_verbs, state_writer
+from kvcached.service import state_writer
 from kvcached.service.admin_verbs import AdminVerbs, Clears, _Clear
 from kvcached.service.admission import Admission
 from kvcached.service.pending import PendingReplies
@@ -40,7 +39,7 @@ def _pool_given_away(patch: pytest.MonkeyPatch) -> None:
     """An expired session's pool goes to whoever asks, though its processes live."""
 
     def replaced(self: Admission, replica: str, *_: object) -> ManagedSession | None:
-        sessions = [each for each in self._cache.sessions.values() if each.pool.name == replica]
+        sessions = [each for each in self._cache.managed.sessions.values() if each.pool.name == replica]
         return sessions[0] if sessions and sessions[0].state is SessionState.EXPIRED else None
 
     patch.setattr(Admission, "_replaced_session", replaced)
@@ -151,7 +150,8 @@ def _engine_of_before_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def _pause_that_ended_holds(patch: pytest.MonkeyPatch) -> None:
     """A pause of everything is said to hold, though that of one replica was ended meanwhile."""
-    patch.setattr(admin_verbs, "is_paused", lambda cache, replica="": is_paused(cache, replica) or not replica)
+    is_paused = Cache.is_paused
+    patch.setattr(Cache, "is_paused", lambda cache, replica="": is_paused(cache, replica) or not replica)
 
 
 def _paused_copies_start(patch: pytest.MonkeyPatch) -> None:

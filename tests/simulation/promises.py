@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcached.core.cache import Cache
-from kvcached.core.pauses import copies_under_way
 from kvcached.service.replica import Replica
 from kvcached_client.protocol import engine as wire
 from tests.simulation.scheduler import Broken
@@ -94,7 +93,7 @@ class Promises:
         cache = self._cache
         for name in self._paused:
             others = len(cache.offload.transfers) + len(cache.storage.copies)
-            under_way = copies_under_way(cache, name) if name else others
+            under_way = cache.copies_under_way(name) if name else others
             if under_way:
                 raise Broken(f"{under_way} copies are under way, though {name or 'engines'} are paused")
         if self._work is not None and self._work != self._work_so_far():
@@ -102,7 +101,7 @@ class Promises:
 
     def _look_at_leases(self) -> None:
         """Later there may be some again: an engine of before a restart comes back to those that it has."""
-        for sessions in (self._cache.sessions, self._cache.offload.sessions):
+        for sessions in (self._cache.managed.sessions, self._cache.offload.sessions):
             for session in sessions.values():
                 if session.leases:
                     raise Broken(f"session {session.id} has {len(session.leases)} leases, and the daemon is drained")

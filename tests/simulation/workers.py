@@ -313,10 +313,10 @@ class SimulatedWorkers:
         """A worker's death loses no cached block, and ends no session."""
         cache = self._daemon.cache
         pool = cache.pools[self._replica]
-        cached, sessions = pool.counts[SlotState.CACHED], set(cache.sessions)
+        cached, sessions = pool.counts[SlotState.CACHED], set(cache.managed.sessions)
         self._daemon.service.on_event(WorkerDied(self._replica))
         self._world.seen["device block that survived its worker"] += cached
-        if pool.counts[SlotState.CACHED] < cached or sessions - set(cache.sessions):
+        if pool.counts[SlotState.CACHED] < cached or sessions - set(cache.managed.sessions):
             raise Broken(f"the death of a worker of {self._replica} has lost blocks or sessions")
 
     def _fail(self, shard: WorkerShard, command: _Command) -> None:

@@ -60,7 +60,7 @@ def _violations(cache: Cache) -> Iterator[str]:
         transfers = [each for each in cache.transfers.values() if each.tree is tree]
         yield from _transfers(transfers)
         for pool in tree.pools:
-            sessions = [session for session in cache.sessions.values() if session.pool is pool]
+            sessions = [session for session in cache.managed.sessions.values() if session.pool is pool]
             mine = [each for each in transfers if each.pool is pool]
             if pool.clearing and any(session.state is SessionState.ACTIVE for session in sessions):
                 yield f"pool {pool.name} is being cleared, and somebody has a session on it"
@@ -288,7 +288,7 @@ def _expand(ranges: Ranges[int]) -> list[int]:
 def _prefix_locks(cache: Cache, tree: PrefixTree) -> Iterator[str]:
     """(6) A prefix is locked for a prefetch under way, or for a time for a living session that may acquire it."""
     locks, under_way = cache.storage.locks, cache.storage.prefetches.under_way
-    sessions = cache.sessions | cache.offload.sessions
+    sessions = cache.managed.sessions | cache.offload.sessions
     for number, lock in locks.all():
         if lock.tree is not tree:
             continue

@@ -195,7 +195,10 @@ def _found(cache: Cache, tree: PrefixTree, run: Run, offset: int) -> Found:
     depth = run.start + offset
     before = run.keys[: offset * KEY_SIZE] if offset or run.parent is None else run.parent.keys
     leases: list[Lease] = [
-        lease for session in cache.sessions.values() if session.tree is tree for lease in session.leases.values()
+        lease
+        for session in cache.managed.sessions.values()
+        if session.tree is tree
+        for lease in session.leases.values()
     ]
     offload = (lease for session in cache.offload.sessions.values() for lease in session.leases.values())
     leases.extend(lease for lease in offload if lease.tree is tree)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcached.core.cache import LEASES_PER_SESSION_MAX, Cache
+from kvcached.core.cache import Cache
 from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.lease import Asked, ManagedLease
 from kvcached.core.refusals import Refusal, Why
@@ -38,7 +38,7 @@ class Rejoin:
         Raises:
             Refusal: there is no such session, or its engine is back already, or it began after the restart.
         """
-        session = self._cache.sessions.get(session_id)
+        session = self._cache.managed.sessions.get(session_id)
         if session is None or session.state is not SessionState.EXPIRED or not session.declaring:
             raise Refusal(Why.NOT_RESUMABLE, session=session_id)
         session.resume(now_ms, fence)
@@ -65,7 +65,7 @@ class Rejoin:
             request: the engine's id of it.
             tokens: of its prompt.
             hit: blocks that the engine was promised, at least as many as `keys`; those beyond were still loading, and
-                `Cache.load` gives slots in their place.
+                `Managed.load` gives slots in their place.
             keys: of the blocks that are there, committed or a hit.
             held: where they are. Other declared leases may hold the same.
             own: its exclusive slots, in the order of the blocks that will lie in them.
@@ -84,10 +84,12 @@ class Rejoin:
         if not session.take_back(chained(copies, mine)):
             raise Refusal(Why.SLOTS_NOT_SET_ASIDE, request=request, session=session_id)
         asked = Asked(tokens, blocks, keys[-KEY_SIZE:], 0, full=False)
-        lease = ManagedLease(self._cache.next_lease(), request, asked, depth, run, depth, mine, copies, fence)
+        lease = ManagedLease(
+            self._cache.managed.sessions.next_lease(), request, asked, depth, run, depth, mine, copies, fence
+        )
         tree.lock(run, depth, pool.index)
         session.add(lease)
-        self._cache.commit(session_id, epoch, lease.id, depth, keys[depth * KEY_SIZE :], rest, fence)
+        self._cache.managed.commit(session_id, epoch, lease.id, depth, keys[depth * KEY_SIZE :], rest, fence)
         lease.hit = max(hit, lease.depth)
         session.counters["duplicate_blocks"] += slot_count(copies)
         session.counters["leases_declared"] += 1
@@ -98,7 +100,7 @@ class Rejoin:
         return self._declaring(session_id, epoch).declared()
 
     def _declaring(self, session_id: SessionId, epoch: int) -> ManagedSession:
-        session = self._cache.checks.session_at(session_id, epoch)
+        session = self._cache.managed.session_at(session_id, epoch)
         if not session.declaring:
             raise Refusal(Why.NOT_DECLARING, session=session_id)
         return session
@@ -108,9 +110,8 @@ class Rejoin:
             raise Refusal(Why.DECLARED_ALREADY, request=request)
         if slot_count(held) != blocks or hit < blocks:
             raise Refusal(Why.DECLARATION_OF_OTHER_LENGTH, keys=blocks, slots=slot_count(held), hit=hit)
-        if len(session.leases) >= LEASES_PER_SESSION_MAX:
-            raise Refusal(Why.LEASES_FULL, leases=len(session.leases))
-        self._cache.checks.fence(session, session.inherited_fence, holds=2)  # the commit's, and that of `over`
+        session.check_room()
+        session.check_fence(session.inherited_fence, holds=2)  # the commit's, and that of `over`
 
 
 def _other_slots(held: Ranges[int], path: Ranges[int]) -> Ranges[int]:

@@ -148,6 +148,7 @@ class DevicePool(SlotPool):
 
     Attributes:
         index: position of this pool in its tree.
+        block_size: tokens per block.
         shards: how many hold a part of every slot; each has its own part in a transfer.
         epoch: of the daemon; another one makes requests of an earlier life stale.
         healthy: false while a worker is lost; nothing is copied then.
@@ -164,6 +165,7 @@ class DevicePool(SlotPool):
     """
 
     __slots__ = (
+        "block_size",
         "clearing",
         "demand",
         "epoch",
@@ -187,6 +189,7 @@ class DevicePool(SlotPool):
         slots: int,
         epoch: int,
         *,
+        block_size: int = 1,
         shards: int = 1,
         watermark: int = 0,
         load_threshold: int = 1,
@@ -194,6 +197,7 @@ class DevicePool(SlotPool):
     ) -> None:
         super().__init__(name, slots, SlotState.FREE)
         self.index = index
+        self.block_size = block_size
         self.shards = shards
         self.epoch = epoch
         self.healthy = True

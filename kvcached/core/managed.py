@@ -1,0 +1,329 @@
+"""Engines on device pools of the daemon: a lease has slots there, and the daemon's workers copy for it.
+
+A lease locks the prefix that its request hits, in the device pool; what only the host pool has is loaded into the first
+of its exclusive slots. What it computes is committed. A call either has its whole effect or none: it checks, then takes
+in an order in which what was taken can be given back, then records.
+"""
+
+from __future__ import annotations
+
+from kvcached.core.allocate_slots import replace_missing, take_slots
+from kvcached.core.index.run import KEY_SIZE
+from kvcached.core.index.tree import PrefixTree
+from kvcached.core.lease import Asked, FenceHold, ManagedLease
+from kvcached.core.messages import Commitment, Grant, Loaded, SessionEnded, SessionExpired
+from kvcached.core.refusals import Refusal, Why
+from kvcached.core.session import ManagedSession, Sessions
+from kvcached.core.slots.ranges import Ranges, append, chained, cut, no_ranges, slot_count, subtract
+from kvcached.core.slots.slots import DevicePool
+from kvcached.core.slots.states import SlotState
+from kvcached.core.transfers.prefix_locks import PrefixLocks
+from kvcached.core.transfers.table import TransferTable
+from kvcached.core.transfers.worker_copies import WorkerCopies
+from kvcached_client.types import FenceSequence, LeaseId, SessionId, WritePolicy
+
+
+class Managed:
+    """Sessions on device pools, and what they ask for.
+
+    Args:
+        sessions: none yet; `table` has the same.
+        table: of all transfers.
+        worker_copies: those that workers make.
+        locks: of prefixes that sessions are about to acquire.
+        trees: with the pools.
+
+    Attributes:
+        sessions: active and expired ones.
+        pools: by replica name.
+        trees: by replica name; replicas of one namespace share theirs.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions[ManagedSession, ManagedLease],
+        table: TransferTable,
+        worker_copies: WorkerCopies,
+        locks: PrefixLocks,
+        trees: list[PrefixTree],
+    ) -> None:
+        self.sessions = sessions
+        self.pools: dict[str, DevicePool] = {pool.name: pool for tree in trees for pool in tree.pools}
+        self.trees: dict[str, PrefixTree] = {pool.name: tree for tree in trees for pool in tree.pools}
+        self._table = table
+        self._effects = table.effects
+        self._counters = table.counters
+        self._worker_copies = worker_copies
+        self._locks = locks
+        #: pools above a host pool, with their trees
+        self._stored = [(tree, pool) for tree in trees for pool in tree.pools if tree.host is not None]
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    def open(self, session_id: SessionId, replica: str, now_ms: int, *, counted: bool) -> ManagedSession:
+        """Give a replica's pool to a new session.
+
+        Raises:
+            Refusal: the pool's namespace is being cleared.
+        """
+        pool = self.pools[replica]
+        if pool.clearing:
+            raise Refusal(Why.CLEARING, replica=replica)
+        session = self.sessions[session_id] = ManagedSession(session_id, now_ms, self.trees[replica], pool)
+        if counted:
+            session.count_in(self._counters)
+        session.counters["sessions_opened"] += 1
+        return session
+
+    def restore(self, session_id: SessionId, replica: str, now_ms: int) -> ManagedSession:
+        """An engine from before a restart may write into all of a pool, which has outlived that: it is expired."""
+        session = ManagedSession(session_id, now_ms, self.trees[replica], self.pools[replica])
+        session.restore()
+        self.sessions[session_id] = session
+        return session
+
+    def heartbeat(self, session_id: SessionId, fence: FenceSequence, now_ms: int) -> ManagedSession:
+        """The session lives, and its work up to `fence` is over."""
+        session = self.sessions.active(session_id)
+        session.heard(now_ms)
+        session.signal(fence)
+        return session
+
+    def expire(self, session: ManagedSession) -> None:
+        """Its leases are over, but its processes may live: what they could write waits for their death."""
+        self._locks.leave(session.id)
+        session.expire(self._worker_copies.cut_off)
+        session.counters["sessions_expired"] += 1
+        self._effects.append(SessionExpired(session.id, slot_count(session.quarantined)))
+
+    def end(self, session: ManagedSession) -> None:
+        """The one way out: everything a session holds is given back, however it went."""
+        self._locks.leave(session.id)
+        freed = session.end(self._worker_copies.cut_off)
+        del self.sessions[session.id]
+        session.counters["sessions_ended"] += 1
+        self._effects.append(SessionEnded(session.id, freed))
+
+    def on_ticked(self, now_ms: int, *, late: bool) -> None:
+        """Expire sessions that went silent, nobody where the tick itself was late; try copies that failed again."""
+        self._worker_copies.stores.try_again(self.pools.values())
+        for session in self.sessions.silent(now_ms, late=late):
+            self.expire(session)
+
+    def settle(self) -> None:
+        """Start the copies that nobody waits for: what is stored, and what makes room."""
+        for tree, pool in self._stored:
+            if pool.unstored or pool.demand or pool.free < pool.watermark:
+                self._worker_copies.stores.settle(tree, pool)
+
+    def session_at(self, session_id: SessionId, epoch: int) -> ManagedSession:
+        """An active session whose peer speaks of the pool's memory as it is now.
+
+        Raises:
+            Refusal: there is none, it has expired, or the peer speaks of an earlier life of the pool.
+        """
+        session = self.sessions.active(session_id)
+        if epoch != session.pool.epoch:
+            raise Refusal(Why.STALE_EPOCH, epoch=epoch, pool=session.pool.name, present=session.pool.epoch)
+        return session
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def match(self, session_id: SessionId, epoch: int, keys: bytes, tokens: int, *, full: bool) -> tuple[int, int]:
+        """How many leading blocks the session's pool holds, and how many more the host pool. Changes nothing."""
+        session = self.session_at(session_id, epoch)
+        limit = session.hit_limit(keys, tokens, full=full)
+        run, depth = session.tree.match(keys, limit, session.pool.index)
+        if session.tree.host is None:
+            return depth, 0
+        return depth, session.tree.match_host(run, depth, keys, limit)[1] - depth
+
+    def acquire(
+        self,
+        session_id: SessionId,
+        epoch: int,
+        request: str,
+        keys: bytes,
+        tokens: int,
+        reserve: int,
+        *,
+        full: bool,
+        priority: int = 0,
+    ) -> Grant:
+        """Match, pin the hit, and reserve slots for the rest of the prompt and `reserve` blocks more.
+
+        Raises:
+            Refusal: stale, over a limit, another request under a live request's id, or no capacity. Nothing was
+                taken; what capacity would have to evict is still there.
+        """
+        session = self.session_at(session_id, epoch)
+        asked = Asked(tokens, len(keys) // KEY_SIZE, keys[-KEY_SIZE:], reserve, full)
+        held = session.granted(request, asked)
+        if held is not None:
+            # What became of its loads is for `load` to tell, lest two answers to one request differ.
+            return held.answer or self._table.grant(session, held)
+        tree, pool = session.tree, session.pool
+        limit = session.hit_limit(keys, tokens, full=full)
+        run, depth = tree.match(keys, limit, pool.index)
+        need = max(-(-tokens // session.block_size) - depth, 0) + reserve
+        cause = f"acquire {request!r} by session {session.id}"
+        ranges = no_ranges()
+        tree.lock(run, depth, pool.index)
+        try:
+            tree.touch(run, pool.index, hit=depth, priority=priority)
+            ranges = take_slots(session, self._worker_copies, need, cause)
+            lease = ManagedLease(
+                self.sessions.next_lease(), request, asked, depth, run, depth, ranges, priority=priority
+            )
+            session.add(lease)
+        except BaseException:
+            pool.move(ranges, SlotState.LEASED, SlotState.FREE, f"rollback of {cause}")
+            tree.unlock(run, depth, pool.index)
+            raise
+        session.counters["acquires"] += 1
+        session.counters["hit_blocks"] += depth
+        try:
+            if tree.host is not None:
+                self._acquire_from_host(session, lease, keys, limit)
+            grant = lease.answer = self._table.grant(session, lease)
+        except BaseException:
+            session.release(lease, session.fence)
+            raise
+        self._locks.acquired(session.id, keys, limit)
+        session.counters["missed_blocks"] += len(keys) // KEY_SIZE - lease.hit
+        return grant
+
+    def load(self, session_id: SessionId, epoch: int, lease_id: LeaseId) -> Loaded | None:
+        """What became of a lease's loads; None while some are under way, and `LoadsEnded` will follow.
+
+        Raises:
+            Refusal: stale, not the session's lease, or no capacity for the blocks that are missing from the hit:
+                then nothing has changed, and asking again may help.
+        """
+        session = self.session_at(session_id, epoch)
+        lease = self.sessions.lease(session, lease_id)
+        if lease.loads:
+            return None
+        replace_missing(session, self._worker_copies, lease)
+        return Loaded(min(lease.hit, lease.depth), lease.replacement.tobytes())
+
+    def retry_when_freed(self, session_id: SessionId, epoch: int, blocks: int) -> int | None:
+        """How many slots can be granted now; None if that is too few and transfers under way may change it."""
+        session = self.session_at(session_id, epoch)
+        return self._worker_copies.retry_when_freed(session.tree, session.pool, blocks)
+
+    def allocate(self, session_id: SessionId, epoch: int, lease_id: LeaseId, blocks: int) -> bytes:
+        """More exclusive slots for a lease, packed."""
+        session = self.session_at(session_id, epoch)
+        lease = self.sessions.lease(session, lease_id)
+        ranges = take_slots(session, self._worker_copies, blocks, f"allocate for lease {lease.id}")
+        append(lease.open, ranges)
+        return ranges.tobytes()
+
+    def commit(
+        self,
+        session_id: SessionId,
+        epoch: int,
+        lease_id: LeaseId,
+        start: int,
+        keys: bytes,
+        slots: Ranges[int],
+        fence: FenceSequence,
+    ) -> Commitment:
+        """The lease's next blocks are computed: make them matchable and pin them for the lease.
+
+        Blocks from the first on that a load is writing right now for somebody else are not taken in: they stay the
+        lease's, whose depth says where its next commit starts.
+
+        Raises:
+            Refusal: stale, not the session's lease, `start` is not its depth, or the slots are not its own
+                exclusive ones, one per key. Nothing has changed.
+        """
+        session = self.session_at(session_id, epoch)
+        lease = self.sessions.lease(session, lease_id)
+        left = _slots_left(session, lease, start, keys, slots, fence)
+        tree, pool = session.tree, session.pool
+        if not keys:
+            return Commitment(lease.depth, 0, 0)
+        lease.fence = max(lease.fence, fence)
+        count = self._worker_copies.loads.settled_blocks(session, lease, keys)
+        if count < len(keys) // KEY_SIZE:
+            keys, (slots, later) = keys[: count * KEY_SIZE], cut(slots, count)
+            left = chained(later, left)  # in the order of their blocks, so that ranges may be named across the two
+        if not count:
+            return Commitment(lease.depth, 0, 0)
+        held = tree.resolve(lease.run, lease.depth)
+        run, duplicates = tree.commit(held, lease.depth, keys, slots, pool.index)
+        depth = lease.depth + count
+        tree.lock(run, depth, pool.index)
+        tree.unlock(tree.resolve(held, lease.depth), lease.depth, pool.index)
+        tree.touch(run, pool.index, priority=lease.priority)
+        scratch, adopted = cut(slots, duplicates) if duplicates else (no_ranges(), slots)
+        pool.move(adopted, SlotState.LEASED, SlotState.CACHED, f"commit by lease {lease.id}")
+        stores = bool(adopted) and session.writes_through and tree.write_policy is WritePolicy.WRITE_THROUGH
+        if fence > session.fence and adopted:
+            tree.lock(run, depth, pool.index)
+            unstored = {run: depth} if stores else {}
+            session.holds.append(FenceHold(fence, run, depth, lease.depth + duplicates, no_ranges(), unstored))
+        elif stores:
+            session.counters["stores_forgotten"] += pool.note_unstored(run, depth)
+        if duplicates:
+            self._worker_copies.stores.note_hit(session, run, lease.depth + duplicates)
+        lease.run, lease.depth, lease.open = run, depth, left
+        append(lease.scratch, scratch)
+        session.counters["committed_blocks"] += count - duplicates
+        session.counters["duplicate_blocks"] += duplicates
+        return Commitment(depth, count - duplicates, duplicates)
+
+    def release(self, session_id: SessionId, epoch: int, lease_id: LeaseId, fence: FenceSequence) -> None:
+        """Give a lease back: its pins and its exclusive slots, at once or when the fence signals."""
+        session = self.session_at(session_id, epoch)
+        lease = self.sessions.lease(session, lease_id)
+        session.check_fence(max(fence, lease.fence))
+        session.release(lease, fence)
+        session.counters["releases"] += 1
+
+    def finish(
+        self,
+        session_id: SessionId,
+        epoch: int,
+        lease_id: LeaseId,
+        start: int,
+        keys: bytes,
+        slots: Ranges[int],
+        fence: FenceSequence,
+    ) -> Commitment:
+        """`commit` and `release` in one step: both, or, where the commit is refused, neither."""
+        session = self.session_at(session_id, epoch)
+        session.check_fence(fence, holds=2)
+        commitment = self.commit(session_id, epoch, lease_id, start, keys, slots, fence)
+        self.release(session_id, epoch, lease_id, fence)
+        return commitment
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _acquire_from_host(self, session: ManagedSession, lease: ManagedLease, keys: bytes, limit: int) -> None:
+        self._worker_copies.stores.note_hit(session, lease.run, lease.depth)
+        self._worker_copies.loads.join(session, lease)
+        self._worker_copies.loads.start(session, lease, keys, limit)
+        session.tree.touch_host(lease.run, hit=lease.depth, priority=lease.priority)
+        lease.hit = lease.depth
+        if session.tree.listener is not None:
+            session.tree.listener.sighted(session.tree, lease.run, lease.depth)
+
+
+def _slots_left(
+    session: ManagedSession, lease: ManagedLease, start: int, keys: bytes, slots: Ranges[int], fence: FenceSequence
+) -> Ranges[int]:
+    """Refuse a commit that does not fit; return the lease's exclusive slots without the committed ones."""
+    session.check_fence(fence)
+    if lease.loads:
+        raise Refusal(Why.STILL_LOADING, lease=lease.id)
+    if start != lease.depth:
+        raise Refusal(Why.COMMIT_OUT_OF_ORDER, start=start, lease=lease.id, depth=lease.depth)
+    if slot_count(slots) != len(keys) // KEY_SIZE:
+        raise Refusal(Why.COMMIT_OF_OTHER_LENGTH, keys=len(keys) // KEY_SIZE, slots=slot_count(slots))
+    left = subtract(lease.open, slots)
+    if left is None:
+        raise Refusal(Why.COMMIT_OF_FOREIGN_SLOTS, lease=lease.id)
+    return left
