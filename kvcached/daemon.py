@@ -230,7 +230,7 @@ def _pools(config: Config) -> list[str]:
     if config.host is not None:
         names.append(f"host pool of {config.host.slabs} x {config.host.slab_bytes} bytes")
     if config.attached is not None:
-        names.append("engines in attached mode")
+        names.append("engines in offload mode")
     return names
 
 

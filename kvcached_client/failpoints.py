@@ -28,11 +28,11 @@ LOG_VARIABLE: Final = "KVCACHED_FAILPOINTS_LOG"
 
 #: Every failpoint, and what is true when a process comes by.
 FAILPOINTS: Final[dict[str, str]] = {
-    "attached.load.copied": "it has copied what it was to load, and the daemon does not know",
-    "attached.load.prepared": "it knows which host slots to read, and has read none",
-    "attached.store.prepared": "it knows which host slots to write, and has touched none",
-    "attached.store.written": "all headers of a store are there, and the daemon does not know",
-    "blocks.copy": "a worker, or an engine in attached mode, copies: before each layer of a worker's load, and before "
+    "offload.load.copied": "it has copied what it was to load, and the daemon does not know",
+    "offload.load.prepared": "it knows which host slots to read, and has read none",
+    "offload.store.prepared": "it knows which host slots to write, and has touched none",
+    "offload.store.written": "all headers of a store are there, and the daemon does not know",
+    "blocks.copy": "a worker, or an engine in offload mode, copies: before each layer of a worker's load, and before "
     "each part of the blocks of any other copy",
     "blocks.store.cleared": "the headers of the host slots that a store is to write are gone, and no byte is there",
     "blocks.store.copied": "the bytes of a store are there, and no header",

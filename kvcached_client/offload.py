@@ -28,10 +28,8 @@ from kvcached_client.protocol.engine import (
     Acquire,
     Clear,
     Cleared,
-    CommitStore,
-    CompleteLoad,
     Held,
-    HelloAttached,
+    HelloOffload,
     LoadPrepared,
     Match,
     Matched,
@@ -41,7 +39,8 @@ from kvcached_client.protocol.engine import (
     Released,
     Settled,
     StorePrepared,
-    WelcomeAttached,
+    TransferDone,
+    WelcomeOffload,
 )
 from kvcached_client.protocol.storage import StopPolicy
 from kvcached_client.transport.run_dir import default_run_dir
@@ -157,7 +156,7 @@ class OffloadClient(EngineSession):
     def __init__(
         self,
         channel: SessionChannel,
-        welcome: WelcomeAttached,
+        welcome: WelcomeOffload,
         run_dir: str,
         on_stale: Callable[[], None] | None,
     ) -> None:
@@ -200,7 +199,7 @@ class OffloadClient(EngineSession):
         directory = os.fspath(default_run_dir() if run_dir is None else run_dir)
         channel, member = open_channel(directory, deadline_ms=deadline_ms, failures="raise")
         try:
-            hello = HelloAttached(
+            hello = HelloOffload(
                 id=channel.next_id(),
                 version_min=PROTOCOL_VERSION_MIN,
                 version_max=PROTOCOL_VERSION,
@@ -215,7 +214,7 @@ class OffloadClient(EngineSession):
                 fingerprint=layout.fingerprint,
                 replicated=layout.replicated,
             )
-            welcome, _ = channel.ask(hello, WelcomeAttached)
+            welcome, _ = channel.ask(hello, WelcomeOffload)
             return cls(channel, welcome, directory, on_stale)
         except BaseException:
             # The daemon may have opened the session, and would keep it as long as this process lives.
@@ -288,14 +287,7 @@ class OffloadClient(EngineSession):
 
     def cancel_load(self, transfer: TransferId) -> None:
         """Call off a prepared load: no shard will read its slots."""
-        request = CompleteLoad(
-            id=self._channel.next_id(),
-            session=self.session.id,
-            token=self.session.token,
-            transfer=transfer,
-            shard=EVERY_SHARD,
-        )
-        self._channel.ask(request, Settled, (b"",))
+        self._cancel(transfer, "")
 
     def begin_prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PendingReply[PreparedStore]:
         """Offer the next computed blocks of a lease: the reply says which of them to copy to which slots.
@@ -315,15 +307,7 @@ class OffloadClient(EngineSession):
 
     def cancel_store(self, transfer: TransferId, why: str) -> None:
         """Call off a prepared store: no shard will write its slots, or continue to."""
-        request = CommitStore(
-            id=self._channel.next_id(),
-            session=self.session.id,
-            token=self.session.token,
-            transfer=transfer,
-            shard=EVERY_SHARD,
-            error=why,
-        )
-        self._channel.ask(request, Settled)
+        self._cancel(transfer, why)
 
     def release(self, lease: LeaseId) -> None:
         """Give a lease back. Its copies in flight continue."""
@@ -356,15 +340,26 @@ class OffloadClient(EngineSession):
 
     def _load_prepared(self, request: PrepareLoad) -> PreparedLoad:
         reply, frames = self._receive_prepared(request, (), LoadPrepared)
-        failpoint("attached.load.prepared")
+        failpoint("offload.load.prepared")
         return PreparedLoad(TransferId(reply.transfer), reply.generation, slots_of(frames[0], request.blocks))
 
     def _store_prepared(self, request: PrepareStore, keys: bytes) -> PreparedStore:
         reply, frames = self._receive_prepared(request, (keys,), StorePrepared)
-        failpoint("attached.store.prepared")
+        failpoint("offload.store.prepared")
         pieces = tuple(Piece(*pair) for pair in unpack_ranges(frames[0]))
         slots = slots_of(frames[1], sum(piece.blocks for piece in pieces))
         return PreparedStore(TransferId(reply.transfer), reply.depth, reply.generation, pieces, slots)
+
+    def _cancel(self, transfer: TransferId, why: str) -> None:
+        request = TransferDone(
+            id=self._channel.next_id(),
+            session=self.session.id,
+            token=self.session.token,
+            transfer=transfer,
+            shard=EVERY_SHARD,
+            error=why,
+        )
+        self._channel.ask(request, Settled)
 
     def _send_prepare(self, request: PrepareLoad | PrepareStore, frames: tuple[bytes, ...] = ()) -> None:
         """Ask for a copy's slots. A copy that was granted too late for its caller is cancelled with the next one."""

@@ -29,7 +29,7 @@ from kvcached_client.errors import (
 )
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol.attach import JoinedHost
-from kvcached_client.protocol.engine import CommitStore, CompleteLoad, Settled
+from kvcached_client.protocol.engine import Settled, TransferDone
 from kvcached_client.protocol.offload import ERROR_LENGTH_MAX
 from kvcached_client.transport.attach import SessionGrant, join_host
 from kvcached_client.transport.channel import Channel
@@ -100,10 +100,10 @@ class OffloadShard:
         try:
             transfers.store(job, epoch=self.epoch)
         except BaseException as error:
-            self._tell_failure(self._commit(job, error=_words(error)), (), error)
+            self._report_failure(job, error)
             raise
-        failpoint("attached.store.written")
-        self._settle(self._commit(job))
+        failpoint("offload.store.written")
+        self._settle(self._done(job))
 
     def load(self, job: BlockJob) -> list[int]:
         """Copy blocks out of the host pool, and report to the daemon that the slots are no longer read.
@@ -119,12 +119,12 @@ class OffloadShard:
         try:
             bad = transfers.load(job, verify=self._verify_loads)
         except BaseException as error:
-            self._tell_failure(self._complete(job, error=_words(error)), (b"",), error)
+            self._report_failure(job, error)
             raise
         depths = [depth for span in job.spans for depth in range(span.depth, span.depth + len(span.blocks))]
-        failpoint("attached.load.copied")
-        told = np.array([depths[index] - job.start for index in bad], "<i4")
-        self._settle(self._complete(job), (told.tobytes(),))
+        failpoint("offload.load.copied")
+        indices = np.array([depths[index] - job.start for index in bad], "<i4")
+        self._settle(self._done(job), (indices.tobytes(),) if bad else ())
         return bad
 
     def fileno(self) -> int:
@@ -151,8 +151,8 @@ class OffloadShard:
             raise DaemonUnreachable("this shard has left its session; join again")
         return self._transfers
 
-    def _commit(self, job: BlockJob, *, error: str = "") -> CommitStore:
-        return CommitStore(
+    def _done(self, job: BlockJob, *, error: str = "") -> TransferDone:
+        return TransferDone(
             id=self._channel.next_id(),
             session=self._session.id,
             token=self._session.token,
@@ -161,27 +161,17 @@ class OffloadShard:
             error=error,
         )
 
-    def _complete(self, job: BlockJob, *, error: str = "") -> CompleteLoad:
-        return CompleteLoad(
-            id=self._channel.next_id(),
-            session=self._session.id,
-            token=self._session.token,
-            transfer=job.transfer,
-            shard=self.shard,
-            error=error,
-        )
-
-    def _settle(self, request: CommitStore | CompleteLoad, frames: Sequence[bytes] = ()) -> None:
+    def _settle(self, request: TransferDone, frames: Sequence[bytes] = ()) -> None:
         """Send a report; if no reply came, repeat it with the same id: the daemon counts it once."""
         try:
             self._channel.ask(request, Settled, frames)
         except DeadlineExceeded:
             self._channel.ask(request, Settled, frames)
 
-    def _tell_failure(self, request: CommitStore | CompleteLoad, frames: Sequence[bytes], error: BaseException) -> None:
+    def _report_failure(self, job: BlockJob, error: BaseException) -> None:
         """Report that a copy failed. If that fails as well, add a note to the error, which the caller gets."""
         try:
-            self._settle(request, frames)
+            self._settle(self._done(job, error=_words(error)))
         except KvcachedError as untold:
             error.add_note(f"the failure could not be reported to the daemon: {untold}")
 

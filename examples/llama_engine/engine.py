@@ -25,7 +25,7 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Start the shards and open the session. In attached mode the engine starts without a daemon, too.
+        """Start the shards and open the session. In offload mode the engine starts without a daemon, too.
 
         Raises:
             KvcachedError: no daemon there, or its pool is held by another engine.

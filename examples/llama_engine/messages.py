@@ -4,7 +4,7 @@ A socket pair carries length-prefixed MessagePack. The scheduler sends `Setup`, 
 `Step` is answered by one `StepDone`, every `Remap` by another `Ready`. End of file is the only goodbye: whichever side
 sees it, the other is gone.
 
-In attached mode a shard has a second pipe, to its copy thread: `JoinSession` is not answered, and every `CopyOrder` by
+In offload mode a shard has a second pipe, to its copy thread: `JoinSession` is not answered, and every `CopyOrder` by
 one `CopyDone`.
 """
 

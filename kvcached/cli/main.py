@@ -185,7 +185,7 @@ def stats(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
         return
     from kvcached.cli.output import print_stats
 
-    print_stats(report, ask(run_dir, deadline_ms, lambda admin: admin.describe()).attached)
+    print_stats(report, ask(run_dir, deadline_ms, lambda admin: admin.describe()).offload)
 
 
 @main.command(epilog=EPILOG)

@@ -12,15 +12,15 @@ from rich.tree import Tree
 
 from kvcached.config.report import Capacity
 from kvcached.log import escaped
-from kvcached_client.protocol.engine import AttachedInfo, Description, InspectReport, StatsReport, TreeNode
+from kvcached_client.protocol.engine import Description, InspectReport, OffloadInfo, StatsReport, TreeNode
 
 
-def print_stats(report: StatsReport, offered: AttachedInfo | None = None) -> None:
+def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None:
     """Where every slot is, and what happened since the start; of the host pool, how much is free."""
     _print_facts(
         "",
         {
-            "state": report.state + (", copies of engines in offload mode paused" if report.attached_paused else ""),
+            "state": report.state + (", copies of engines in offload mode paused" if report.offload_paused else ""),
             "up": f"{report.uptime_ms / 1000:.0f} s",
             "sessions": report.sessions,
             "cached blocks": report.cached_blocks,
@@ -94,13 +94,13 @@ def print_description(report: Description) -> None:
                 "layout": replica.fingerprint,
             },
         )
-    if report.attached is not None:
-        most = report.attached.namespaces_max
-        _print_facts("host pool", {**_host_pool(report.attached), "namespaces at most": most})
+    if report.offload is not None:
+        most = report.offload.namespaces_max
+        _print_facts("host pool", {**_host_pool(report.offload), "namespaces at most": most})
     _print_facts("limits", dict(sorted(report.limits.items())))
 
 
-def _host_pool(offered: AttachedInfo) -> dict[str, object]:
+def _host_pool(offered: OffloadInfo) -> dict[str, object]:
     return {"slabs": offered.slabs, "bytes per slab": offered.slab_bytes}
 
 

@@ -248,16 +248,32 @@ class Offload:
         copy = self._copies.start(session, TransferKind.LOAD, tree, run, [piece], slots)
         return LoadPlan(copy.id, lease.generation, slots)
 
-    def complete_load(
-        self, session_id: SessionId, transfer: TransferId, shard: int, error: str, corrupt: tuple[int, ...]
+    def transfer_done(
+        self, session_id: SessionId, transfer: TransferId, shard: int, error: str = "", corrupt: tuple[int, ...] = ()
     ) -> None:
-        """A shard reads a load's slots no more. What it says of a load that has ended changes nothing."""
-        session, copy = self._transfer(session_id, transfer, shard, TransferKind.LOAD)
+        """A shard no longer reads or writes the slots of a copy, well or with an error; the last shard ends the copy.
+
+        A report about a copy that has ended changes nothing.
+
+        Args:
+            session_id: the shard's session.
+            transfer: the copy.
+            shard: the shard; `EVERY_SHARD` if no shard will copy.
+            error: why the copy failed; "" if it did not.
+            corrupt: blocks of a load that differ from what was stored, counted from its first block.
+
+        Raises:
+            Refusal: no such shard, or corrupt blocks of a store.
+        """
+        session, copy = self._transfer(session_id, transfer, shard)
         if copy is None:
             return
+        if corrupt and copy.kind is not TransferKind.LOAD:
+            raise Refusal(Why.CORRUPT_STORE, transfer=transfer)
         copy.corrupt.update(block for block in corrupt if 0 <= block < copy.blocks)
         if self._copies.settled(copy, shard, error):
-            self._copies.end_load(session, copy)
+            end = self._copies.end_load if copy.kind is TransferKind.LOAD else self._copies.end_store
+            end(session, copy)
             self.namespaces.drop_retired()
 
     def prepare_store(self, session_id: SessionId, lease_id: LeaseId, start: int, keys: bytes) -> StorePlan:
@@ -296,13 +312,6 @@ class Offload:
         finally:
             tree.unlock_host(run, end, MissReason.NO_ROOM)
             tree.drop_lost(run, MissReason.NO_ROOM)
-
-    def commit_store(self, session_id: SessionId, transfer: TransferId, shard: int, error: str) -> None:
-        """A shard has written a store's slots, or gives it up; the last one ends it."""
-        session, copy = self._transfer(session_id, transfer, shard, TransferKind.STORE)
-        if copy is not None and self._copies.settled(copy, shard, error):
-            self._copies.end_store(session, copy)
-            self.namespaces.drop_retired()
 
     def clear(self, session_id: SessionId) -> tuple[int, int]:
         """A new generation of the session's namespace: nothing stored before is matched again.
@@ -344,15 +353,13 @@ class Offload:
         lease.tree.drop_lost(run)
 
     def _transfer(
-        self, session_id: SessionId, transfer: TransferId, shard: int, kind: TransferKind
+        self, session_id: SessionId, transfer: TransferId, shard: int
     ) -> tuple[OffloadSession, EngineTransfer | None]:
-        """A copy that a shard speaks of; None where it is over."""
+        """The copy that a shard reports on; None if it is over."""
         session = self.sessions.active(session_id)
         copy = session.transfers.get(transfer)
-        if not EVERY_SHARD <= shard < session.namespace.spec.shards or (copy is not None and copy.kind is not kind):
-            raise Refusal(
-                Why.WRONG_SHARD, shard=shard, shards=session.namespace.spec.shards, kind=kind, transfer=transfer
-            )
+        if not EVERY_SHARD <= shard < session.namespace.spec.shards:
+            raise Refusal(Why.WRONG_SHARD, shard=shard, shards=session.namespace.spec.shards, transfer=transfer)
         return session, copy
 
     def _check_room(self, session: OffloadSession) -> None:

@@ -15,7 +15,7 @@ from kvcached.doctor.vllm_flags import VllmFlags, check_flags, check_layout, che
 from kvcached_client.admin import Admin
 from kvcached_client.doctor.checks import DISTRIBUTION, HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
 from kvcached_client.errors import KvcachedError
-from kvcached_client.protocol.engine import AttachedInfo
+from kvcached_client.protocol.engine import OffloadInfo
 from kvcached_client.vllm.keys import ALGORITHMS, VllmHashing, block_hashes
 
 #: vLLM takes twenty seconds to import on an idle machine, minutes on a busy one.
@@ -141,10 +141,10 @@ def _layout(run_dir: Path, model: str, flags: VllmFlags) -> Iterator[Finding]:
         yield from check_layout(model, flags, offered)
 
 
-def _offered(run_dir: Path) -> AttachedInfo | None:
+def _offered(run_dir: Path) -> OffloadInfo | None:
     """What the daemon offers; that it does not answer has been said by the engine's side."""
     try:
         with Admin.connect(run_dir) as admin:
-            return admin.describe().attached
+            return admin.describe().offload
     except KvcachedError:
         return None

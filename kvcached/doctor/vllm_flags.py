@@ -12,7 +12,7 @@ from kvcached_client.blocks.layout import DType, layout_from_model_config
 from kvcached_client.blocks.slabs import slots_per_slab, smallest_slab
 from kvcached_client.doctor.checks import Finding
 from kvcached_client.errors import RequestError
-from kvcached_client.protocol.engine import AttachedInfo
+from kvcached_client.protocol.engine import OffloadInfo
 from kvcached_client.vllm.keys import PICKLED_ALGORITHMS, SECRET_SEED_ALGORITHMS
 from kvcached_client.vllm.settings import read_settings
 
@@ -237,7 +237,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, dict) else config
 
 
-def check_layout(model: str, flags: VllmFlags, offered: AttachedInfo) -> Iterator[Finding]:
+def check_layout(model: str, flags: VllmFlags, offered: OffloadInfo) -> Iterator[Finding]:
     """Whether a slab of the host pool holds a block of the model.
 
     Args:

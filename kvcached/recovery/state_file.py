@@ -66,7 +66,7 @@ class HostPoolRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class SpaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A namespace that engines in attached mode have declared.
+    """A namespace that engines in offload mode have declared.
 
     Attributes:
         root: 32 bytes as hex; `HostPoolRecord.lent` names it so.
@@ -137,7 +137,7 @@ class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         epoch: of the daemon that opened it; ids count from the start of a daemon.
         mode: on a replica's device pool, or attached.
         place: the replica's name, or the root of the namespace in hex.
-        instance: in attached mode, what the engine calls itself in every hello.
+        instance: in offload mode, what the engine calls itself in every hello.
         token_digest: sha256 of the session's token; who shows that token after a restart is its engine.
         is_over: it has expired, or has lost a member; its processes may still write.
     """

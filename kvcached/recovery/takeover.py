@@ -165,7 +165,7 @@ class Takeover:
 
     Attributes:
         blocks: host copies that are in the index again.
-        shapes: of namespaces of engines in attached mode, by their root.
+        shapes: of namespaces of engines in offload mode, by their root.
         sessions: engines that still live.
     """
 

@@ -1,6 +1,6 @@
 """The requests of engines: one method each, a straight line of who asks, what the core says, the reply.
 
-Nothing here waits: `load` and `vacancy` are answered when the core knows (`kvcached.service.pending`).
+Nothing here waits: `load` and `wait_for_slots` are answered when the core knows (`kvcached.service.pending`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EngineVerbs:
         self._declarations = Rejoin(cache)
         self.by_type: dict[type[wire.Header], Verb] = {
             wire.Hello: self._hello,
-            wire.HelloAttached: self._hello_attached,
+            wire.HelloOffload: self._hello_attached,
             wire.Rejoin: self._rejoin,
             wire.Declare: self._declare,
             wire.DeclareOver: self._declare_over,
@@ -79,7 +79,10 @@ class EngineVerbs:
             wire.Bye: self._bye,
             **offload.by_type,
         }
-        self.late_by_type: dict[type[wire.Header], LateVerb] = {wire.Load: self._load, wire.Vacancy: self._vacancy}
+        self.late_by_type: dict[type[wire.Header], LateVerb] = {
+            wire.Load: self._load,
+            wire.WaitForSlots: self._wait_for_slots,
+        }
 
     def _hello(self, connection: bytes, request: wire.Hello, _: list[bytes]) -> Answer:
         self._drain_state.check()
@@ -115,7 +118,7 @@ class EngineVerbs:
         freed = self._declarations.over(self._groups.owner(connection).session, request.epoch)
         return Answer(wire.DeclareEnded(id=request.id, freed=freed))
 
-    def _hello_attached(self, connection: bytes, request: wire.HelloAttached, _: list[bytes]) -> Answer:
+    def _hello_attached(self, connection: bytes, request: wire.HelloOffload, _: list[bytes]) -> Answer:
         self._drain_state.check()
         welcome, peer = self._offload.admission.hello(connection, request, self._now_ms())
         self._answers.open(SessionId(welcome.session))
@@ -199,13 +202,15 @@ class EngineVerbs:
 
         return self._pending.wait(PendingReply(Wait.LOAD, request, respond, ask, session, lease))
 
-    def _vacancy(self, peer: bytes, request: wire.Vacancy, _: list[bytes], respond: Respond) -> Answer | None:
+    def _wait_for_slots(
+        self, peer: bytes, request: wire.WaitForSlots, _: list[bytes], respond: Respond
+    ) -> Answer | None:
         session = self._groups.owner(peer).session
 
         def ask(*, is_last: bool) -> Answer | None:
             del is_last
             available = self._cache.managed.retry_when_freed(session, request.epoch, request.blocks)
-            return None if available is None else Answer(wire.Vacant(id=request.id, available=available))
+            return None if available is None else Answer(wire.SlotsAvailable(id=request.id, available=available))
 
         return self._pending.wait(PendingReply(Wait.VACANCY, request, respond, ask, session))
 
@@ -251,8 +256,7 @@ class OffloadVerbs:
         self.by_type: dict[type[wire.Header], Verb] = {
             wire.PrepareLoad: self._prepare_load,
             wire.PrepareStore: self._prepare_store,
-            wire.CommitStore: self._commit_store,
-            wire.CompleteLoad: self._complete_load,
+            wire.TransferDone: self._transfer_done,
         }
 
     def owns(self, session: SessionId) -> bool:
@@ -309,15 +313,10 @@ class OffloadVerbs:
         pieces: Ranges[int] = array("i", [number for start, end in plan.pieces for number in (start, end - start)])
         return Answer(header, (pieces.tobytes(), plan.slots.tobytes()))
 
-    def _commit_store(self, _: bytes, request: wire.CommitStore, __: list[bytes]) -> Answer:
+    def _transfer_done(self, _: bytes, request: wire.TransferDone, frames: list[bytes]) -> Answer:
         session = self._shard_session(request.session, request.token)
-        self._core.commit_store(session, TransferId(request.transfer), request.shard, request.error)
-        return Answer(wire.Settled(id=request.id))
-
-    def _complete_load(self, _: bytes, request: wire.CompleteLoad, frames: list[bytes]) -> Answer:
-        session = self._shard_session(request.session, request.token)
-        corrupt = tuple(array("i", frames[0]))
-        self._core.complete_load(session, TransferId(request.transfer), request.shard, request.error, corrupt)
+        corrupt = tuple(array("i", frames[0])) if frames else ()
+        self._core.transfer_done(session, TransferId(request.transfer), request.shard, request.error, corrupt)
         return Answer(wire.Settled(id=request.id))
 
     def own_session(self, connection: bytes, epoch: int) -> SessionId:

@@ -77,11 +77,11 @@ class OffloadAdmission:
         self._groups = groups
         self._share = share
         self._heartbeat_interval_ms = heartbeat_interval_ms
-        self._hellos: dict[SessionId, wire.HelloAttached] = {}
+        self._hellos: dict[SessionId, wire.HelloOffload] = {}
         self._departed: list[Peer] = []
         self.shapes: dict[bytes, Shape] = {}
 
-    def hello(self, connection: bytes, request: wire.HelloAttached, now_ms: int) -> tuple[wire.WelcomeAttached, Peer]:
+    def hello(self, connection: bytes, request: wire.HelloOffload, now_ms: int) -> tuple[wire.WelcomeOffload, Peer]:
         """Open a session for a process, owned by a connection.
 
         Raises:
@@ -159,12 +159,12 @@ class OffloadAdmission:
         departed, self._departed = self._departed, []
         return departed
 
-    def info(self) -> wire.AttachedInfo | None:
+    def info(self) -> wire.OffloadInfo | None:
         """What such engines are offered; None where there is no such mode here."""
         share = self._share
         if share is None:
             return None
-        return wire.AttachedInfo(
+        return wire.OffloadInfo(
             slabs=share.slabs,
             slab_bytes=share.slab_bytes,
             namespaces_max=self._cache.offload.namespaces.most,
@@ -224,10 +224,8 @@ class OffloadAdmission:
             )
         return self._share
 
-    def _welcome(
-        self, request: wire.HelloAttached, session: OffloadSession, group: EngineGroup
-    ) -> wire.WelcomeAttached:
-        return wire.WelcomeAttached(
+    def _welcome(self, request: wire.HelloOffload, session: OffloadSession, group: EngineGroup) -> wire.WelcomeOffload:
+        return wire.WelcomeOffload(
             id=request.id,
             version=wire.PROTOCOL_VERSION,
             session=session.id,
@@ -242,7 +240,7 @@ class OffloadAdmission:
         )
 
 
-def _space(request: wire.HelloAttached, share: HostShare) -> NamespaceSpec:
+def _space(request: wire.HelloOffload, share: HostShare) -> NamespaceSpec:
     """The namespace that an engine declares: other sizes or another order of bytes make another one."""
     parts = host_parts(request.shards, replicated=request.replicated)
     shape = f"{request.block_size} {request.shards} {request.block_bytes} {parts}".encode()

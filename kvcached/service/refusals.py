@@ -31,15 +31,19 @@ WORDS: Final[Mapping[Why, tuple[str, str]]] = {
         "send the keys of the prompt's full blocks only",
     ),
     Why.WRONG_SHARD: (
-        "shard {shard} of {shards} says that {kind} {transfer} is over",
-        "commit_store ends stores, complete_load ends loads; shards are counted from 0",
+        "shard {shard} of {shards} reports that transfer {transfer} is done",
+        "count shards from 0",
+    ),
+    Why.CORRUPT_STORE: (
+        "bad blocks of store {transfer}",
+        "report bad blocks of loads only; a store that fails has an error",
     ),
     Why.SLOTS_PENDING: (
         (
             "{wanted} slots wanted; of {slots} are {free} free and {evictable} evictable; "
             "{copying} copies under way hold others"
         ),
-        "send vacancy and try again when it is answered",
+        "send wait_for_slots and try again when it is answered",
     ),
     Why.CLEARING: (
         "the namespace of replica {replica!r} is being cleared",

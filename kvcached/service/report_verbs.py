@@ -17,7 +17,7 @@ class ReportVerbs:
     """Answers from what is there now.
 
     Args:
-        attached: what engines in offload mode are offered.
+        offload: what engines in offload mode are offered.
         now_ms: the clock; the daemon is up since now.
         drain_state: its state.
 
@@ -29,13 +29,13 @@ class ReportVerbs:
         self,
         cache: Cache,
         replicas: Mapping[str, Replica],
-        attached: wire.AttachedInfo | None,
+        offload: wire.OffloadInfo | None,
         now_ms: Callable[[], int],
         drain_state: DrainState,
     ) -> None:
         self._cache = cache
         self._replicas = replicas
-        self._attached = attached
+        self._offload = offload
         self._now_ms = now_ms
         self._drain_state = drain_state
         self._started_ms = now_ms()
@@ -59,7 +59,7 @@ class ReportVerbs:
 
     def _describe(self, _: bytes, request: wire.Describe, __: list[bytes]) -> Answer:
         replicas = list(self._replicas.values())
-        return Answer(description(request.id, self._cache.epoch, self._drain_state.state, replicas, self._attached))
+        return Answer(description(request.id, self._cache.epoch, self._drain_state.state, replicas, self._offload))
 
     def _tree(self, _: bytes, request: wire.Tree, __: list[bytes]) -> Answer:
         check_replica(request.replica, self._replicas)

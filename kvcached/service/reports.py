@@ -75,7 +75,7 @@ def stats_report(
         id=request_id,
         daemon_epoch=cache.epoch,
         state=state,
-        attached_paused=cache.offload.paused,
+        offload_paused=cache.offload.paused,
         uptime_ms=uptime_ms,
         sessions=len(cache.managed.sessions) + len(cache.offload.sessions),
         runs=sum(tree.run_count for tree in cache.trees),
@@ -261,7 +261,7 @@ def description(
     daemon_epoch: int,
     state: DaemonState,
     replicas: list[Replica],
-    attached: wire.AttachedInfo | None,
+    offload: wire.OffloadInfo | None,
 ) -> wire.Description:
     """Versions, replicas and limits."""
     return wire.Description(
@@ -273,7 +273,7 @@ def description(
         state=state,
         pid=os.getpid(),
         replicas=tuple(replica.info() for replica in replicas),
-        attached=attached,
+        offload=offload,
         limits={
             "header_bytes": wire.HEADER_SIZE_BYTES_MAX,
             "frame_bytes": wire.FRAME_SIZE_BYTES_MAX,

@@ -1,7 +1,7 @@
 """The seam between sockets and decisions: a typed request in, one reply out.
 
 One method per verb, each a straight line: who asks, what the core says, the reply. Nothing in here waits. `health`
-asks the workers, and answers when they have; `load` and `vacancy` are answered when the core knows.
+asks the workers, and answers when they have; `load` and `wait_for_slots` are answered when the core knows.
 
 Between requests the core has its own business: copies to plan, transfers to start. That comes after the reply.
 """
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 #: may come again when the lease is over, and would make another.
 _KEPT = (
     wire.Hello,
-    wire.HelloAttached,
+    wire.HelloOffload,
     wire.Rejoin,
     wire.Declare,
     wire.DeclareOver,

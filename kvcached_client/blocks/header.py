@@ -20,7 +20,7 @@ Little-endian::
 A header is no block's while its slot is written, and appears when the block is complete. Its first eight bytes come
 last, in one write: a writer that dies at any moment leaves either no header or a whole one.
 
-A *claim* says who may be writing the slot. The daemon writes it before it tells an engine in attached mode to write, so
+A *claim* says who may be writing the slot. The daemon writes it before it tells an engine in offload mode to write, so
 that a daemon that finds it after a restart leaves the slot alone until that engine has spoken or is dead. In a claim
 all fields are zero but magic, format, valid, seal, and::
 

@@ -216,16 +216,16 @@ def _daemon(named: str | None) -> Iterator[Finding]:
     yield from _sockets(run_dir)
     description = yield from _answers(run_dir)
     yield from _identity(run_dir)
-    if description.attached is None:
+    if description.offload is None:
         yield Finding(
-            "attached mode",
+            "offload mode",
             "fail",
             "the daemon serves no engines that keep their own memory, as vLLM does",
             "put a [host] and an [attached] table into its configuration, as configs/attached-cpu.toml has them",
         )
         return
-    offered = description.attached
-    yield Finding("attached mode", "ok", f"host pool of {offered.slabs} slabs of {offered.slab_bytes} bytes")
+    offered = description.offload
+    yield Finding("offload mode", "ok", f"host pool of {offered.slabs} slabs of {offered.slab_bytes} bytes")
     yield from _memory(offered.slabs * offered.slab_bytes)
     from kvcached_client.doctor.round_trip import round_trip  # noqa: PLC0415 - as above
 

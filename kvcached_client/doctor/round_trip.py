@@ -23,7 +23,7 @@ from kvcached_client.doctor.checks import DEADLINE_MS, Finding
 from kvcached_client.errors import KvcachedError
 from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedStore, new_instance
 from kvcached_client.offload_shard import OffloadShard
-from kvcached_client.protocol.engine import AttachedInfo, StatsReport
+from kvcached_client.protocol.engine import OffloadInfo, StatsReport
 
 _NAME: Final = "doctor"
 _BLOCK_SIZE: Final = 32
@@ -66,7 +66,7 @@ class _Layer:
         return int(self.pages.ctypes.data)
 
 
-def round_trip(run_dir: Path, offered: AttachedInfo) -> Iterator[Finding]:
+def round_trip(run_dir: Path, offered: OffloadInfo) -> Iterator[Finding]:
     """Store blocks as an engine does, find them, load them, compare them."""
     try:
         with Admin.connect(run_dir, deadline_ms=DEADLINE_MS) as admin:
@@ -79,7 +79,7 @@ def round_trip(run_dir: Path, offered: AttachedInfo) -> Iterator[Finding]:
         yield Finding("round trip", "fail", str(error), _FIX)
 
 
-def _why_not(stats: StatsReport, offered: AttachedInfo) -> str:
+def _why_not(stats: StatsReport, offered: OffloadInfo) -> str:
     """What somebody would lose by a namespace more; "" where nothing."""
     if not slots_per_slab(offered.slab_bytes, _LAYERS * _PAGE_BYTES, 1):
         return f"a slab of {offered.slab_bytes} bytes holds no block of {_LAYERS * _PAGE_BYTES}"

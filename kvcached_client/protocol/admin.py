@@ -27,14 +27,14 @@ _Deadline = Annotated[int, msgspec.Meta(ge=0, le=ADMIN_DEADLINE_MS_MAX)]
 class Pause(Header, frozen=True, kw_only=True, tag="pause"):
     """Start no copies between device and host memory until `Resume`. Frames: none."""
 
-    replica: _AnyReplica = ""  #: "" = all, and engines in attached mode
+    replica: _AnyReplica = ""  #: "" = all, and engines in offload mode
     deadline_ms: _Deadline = 5000  #: past it the answer says how many copies are still under way
 
 
 class Resume(Header, frozen=True, kw_only=True, tag="resume"):
     """The end of `Pause`, and, for all, of `Drain`. Frames: none."""
 
-    replica: _AnyReplica = ""  #: "" = all, and engines in attached mode
+    replica: _AnyReplica = ""  #: "" = all, and engines in offload mode
 
 
 class Drain(Header, frozen=True, kw_only=True, tag="drain"):
@@ -59,7 +59,7 @@ class SetWeights(Header, frozen=True, kw_only=True, tag="set_weights"):
 class SetPolicy(Header, frozen=True, kw_only=True, tag="set_policy"):
     """Blocks of a namespace are copied to the host pool by another policy from now on. Frames: none."""
 
-    target: Name  #: a replica, the first hex digits of a namespace, or what engines in attached mode call it
+    target: Name  #: a replica, the first hex digits of a namespace, or what engines in offload mode call it
     policy: WritePolicy
 
 
@@ -104,20 +104,20 @@ class Drained(Header, frozen=True, kw_only=True, tag="drained"):
 class ReplicaCleared(Header, frozen=True, kw_only=True, tag="replica_cleared"):
     """Answer to `ClearReplica` and `SetWeights`. What it says outlives the daemon."""
 
-    replicas: tuple[str, ...]  #: all that share the namespace; none for engines in attached mode
+    replicas: tuple[str, ...]  #: all that share the namespace; none for engines in offload mode
     generation: Id
     namespace: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  #: root of every chain of keys from now on
-    label: str  #: what engines in attached mode call it
-    weights_version: str  #: "" = what the configuration says, or what engines in attached mode say
+    label: str  #: what engines in offload mode call it
+    weights_version: str  #: "" = what the configuration says, or what engines in offload mode say
     blocks: Id  #: that were found before and are not any more
 
 
 class PolicySet(Header, frozen=True, kw_only=True, tag="policy_set"):
     """Answer to `SetPolicy`. What it says outlives the daemon, until the configuration says something else."""
 
-    replicas: tuple[str, ...]  #: that share the namespace; none for engines in attached mode
+    replicas: tuple[str, ...]  #: that share the namespace; none for engines in offload mode
     namespace: str  #: first 16 hex digits
-    label: str  #: what engines in attached mode call it
+    label: str  #: what engines in offload mode call it
     policy: WritePolicy
     before: WritePolicy
 

@@ -67,7 +67,7 @@ class Joined(Attach, frozen=True, kw_only=True, tag="joined"):
 
 
 class JoinedHost(Attach, frozen=True, kw_only=True, tag="joined_host"):
-    """Answer to `Join` in attached mode. Ancillary data: the host pool's sealed memory.
+    """Answer to `Join` in offload mode. Ancillary data: the host pool's sealed memory.
 
     The namespace's blocks lie in it as `HostGeometry` says for these sizes.
     """

@@ -64,20 +64,18 @@ from kvcached_client.protocol.offload import (
     EVERY_SHARD,
     Clear,
     Cleared,
-    CommitStore,
-    CompleteLoad,
     Held,
-    HelloAttached,
+    HelloOffload,
     LoadPrepared,
     PrepareLoad,
     PrepareStore,
     Settled,
     StorePrepared,
-    WelcomeAttached,
+    TransferDone,
+    WelcomeOffload,
 )
 from kvcached_client.protocol.rejoin import Declare, Declared, DeclareEnded, DeclareOver, Rejoin
 from kvcached_client.protocol.reports import (
-    AttachedInfo,
     BlockPlace,
     Check,
     CheckReport,
@@ -92,6 +90,7 @@ from kvcached_client.protocol.reports import (
     HostStats,
     Inspect,
     InspectReport,
+    OffloadInfo,
     PoolStats,
     ReplicaInfo,
     Stats,
@@ -122,8 +121,8 @@ from kvcached_client.protocol.sessions import (
     Matched,
     Release,
     Released,
-    Vacancy,
-    Vacant,
+    SlotsAvailable,
+    WaitForSlots,
     Welcome,
 )
 from kvcached_client.protocol.storage import Prefetch, Prefetched, StorageControl, StorageReport
@@ -137,17 +136,16 @@ Request = (
     | Commit
     | Release
     | Load
-    | Vacancy
+    | WaitForSlots
     | Heartbeat
     | Bye
     | Rejoin
     | Declare
     | DeclareOver
-    | HelloAttached
+    | HelloOffload
     | PrepareLoad
     | PrepareStore
-    | CommitStore
-    | CompleteLoad
+    | TransferDone
     | Clear
     | Stats
     | Health
@@ -176,12 +174,12 @@ Reply = (
     | Committed
     | Released
     | Loaded
-    | Vacant
+    | SlotsAvailable
     | Alive
     | Goodbye
     | Declared
     | DeclareEnded
-    | WelcomeAttached
+    | WelcomeOffload
     | Held
     | LoadPrepared
     | StorePrepared

@@ -22,9 +22,7 @@ from kvcached_client.protocol.engine import (
     Cleared,
     ClearReplica,
     Commit,
-    CommitStore,
     Committed,
-    CompleteLoad,
     Declare,
     Declared,
     DeclareEnded,
@@ -43,7 +41,7 @@ from kvcached_client.protocol.engine import (
     Heartbeat,
     Held,
     Hello,
-    HelloAttached,
+    HelloOffload,
     Inspect,
     InspectReport,
     Load,
@@ -71,19 +69,20 @@ from kvcached_client.protocol.engine import (
     SetPolicy,
     Settled,
     SetWeights,
+    SlotsAvailable,
     Stats,
     StatsReport,
     StorageControl,
     StorageReport,
     StorePrepared,
+    TransferDone,
     Tree,
     TreeReport,
     Unpin,
     Unpinned,
-    Vacancy,
-    Vacant,
+    WaitForSlots,
     Welcome,
-    WelcomeAttached,
+    WelcomeOffload,
 )
 from kvcached_client.types import KEY_SIZE_BYTES, RANGE_SIZE_BYTES
 
@@ -99,17 +98,16 @@ REQUEST_FRAMES: Final[dict[type[Header], tuple[int, int]]] = {
     Commit: (2, 3),
     Release: (0, 3),
     Load: (0, 0),
-    Vacancy: (0, 0),
+    WaitForSlots: (0, 0),
     Heartbeat: (0, 0),
     Bye: (0, 0),
     Rejoin: (0, 0),
     Declare: (3, 3),
     DeclareOver: (0, 0),
-    HelloAttached: (0, 0),
+    HelloOffload: (0, 0),
     PrepareLoad: (0, 0),
     PrepareStore: (1, 1),
-    CommitStore: (0, 0),
-    CompleteLoad: (1, 1),
+    TransferDone: (0, 1),
     Clear: (0, 0),
     Stats: (0, 0),
     Health: (0, 0),
@@ -139,12 +137,12 @@ REPLY_FRAMES: Final[dict[type[Header], int]] = {
     Committed: 0,
     Released: 0,
     Loaded: 1,
-    Vacant: 0,
+    SlotsAvailable: 0,
     Alive: 0,
     Goodbye: 0,
     Declared: 0,
     DeclareEnded: 0,
-    WelcomeAttached: 0,
+    WelcomeOffload: 0,
     Held: 0,
     LoadPrepared: 1,
     StorePrepared: 2,
@@ -190,7 +188,7 @@ def check_frames(request: Request, frames: Sequence[bytes | memoryview]) -> None
     for frame in frames:
         if len(frame) > FRAME_SIZE_BYTES_MAX:
             raise request_error(ErrorCode.OVERSIZE, f"frame of {len(frame)} bytes", f"at most {FRAME_SIZE_BYTES_MAX}")
-    if isinstance(request, CompleteLoad):
+    if count and isinstance(request, TransferDone):
         _check_indices(frames[0])
     elif count:
         keys_size = len(frames[0])

@@ -1,7 +1,7 @@
-"""Messages of engines in attached mode: they keep their device memory and copy between it and host slots themselves.
+"""Messages of engines in offload mode: they keep their device memory, and copy between it and host slots themselves.
 
-A scheduler says `HelloAttached` and asks for leases, loads and stores; each of its shard processes says when it is
-through with a copy, over a connection of its own and with the session's token.
+A scheduler opens a session with `HelloOffload` and asks for leases, loads and stores. Each of its shard processes
+reports when it is done with a copy, over a connection of its own and with the session's token.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import msgspec
 
 from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, INTEGER_MAX, Count, Header, Id, Name, Secret
 
-#: In `CommitStore` and `CompleteLoad`: every shard at once, from a scheduler that calls a copy off.
+#: In `TransferDone`: every shard at once, from a scheduler that calls off a copy.
 EVERY_SHARD: Final = -1
-#: What a block of one shard may take.
+#: Largest block of one shard.
 BLOCK_BYTES_MAX: Final = 1 << 36
 ERROR_LENGTH_MAX: Final = 512
 
@@ -27,7 +27,7 @@ Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
-class HelloAttached(Header, frozen=True, kw_only=True, tag="hello_attached"):
+class HelloOffload(Header, frozen=True, kw_only=True, tag="hello_offload"):
     """Open a session in a namespace, which is made where nobody has declared it yet. Frames: none."""
 
     version_min: Id
@@ -61,27 +61,18 @@ class PrepareStore(Header, frozen=True, kw_only=True, tag="prepare_store"):
     start: Count  #: depth of the first key; must equal the lease's depth
 
 
-class CommitStore(Header, frozen=True, kw_only=True, tag="commit_store"):
-    """A shard has written the slots of a store, headers included, or gives it up. From any process of the session."""
+class TransferDone(Header, frozen=True, kw_only=True, tag="transfer_done"):
+    """A shard no longer reads or writes the slots of a copy. May be sent by any process of the session.
 
-    session: Id
-    token: Secret
-    transfer: Id
-    shard: _Shard
-    error: _Failure = ""
-
-
-class CompleteLoad(Header, frozen=True, kw_only=True, tag="complete_load"):
-    """A shard reads the slots of a load no more. From any process of the session.
-
-    Frames: the blocks that were not what was stored, as int32, counted from the load's first.
+    The shard has written the slots of a store, including headers, or has read those of a load; or the copy has failed.
+    Frames: none, or the blocks of a load that differ from what was stored, as int32, counted from its first block.
     """
 
     session: Id
     token: Secret
     transfer: Id
     shard: _Shard
-    error: _Failure = ""
+    error: _Failure = ""  #: why the copy failed; "" = it did not, apart from the blocks in the frame
 
 
 class Clear(Header, frozen=True, kw_only=True, tag="clear"):
@@ -93,8 +84,8 @@ class Clear(Header, frozen=True, kw_only=True, tag="clear"):
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
-class WelcomeAttached(Header, frozen=True, kw_only=True, tag="welcome_attached"):
-    """Answer to `HelloAttached`."""
+class WelcomeOffload(Header, frozen=True, kw_only=True, tag="welcome_offload"):
+    """Answer to `HelloOffload`."""
 
     version: Id
     session: Id
@@ -109,7 +100,7 @@ class WelcomeAttached(Header, frozen=True, kw_only=True, tag="welcome_attached")
 
 
 class Held(Header, frozen=True, kw_only=True, tag="held"):
-    """Answer to `Acquire` in attached mode."""
+    """Answer to `Acquire` in offload mode."""
 
     lease: Id
     hit: Count  #: blocks that the host pool holds complete
@@ -135,7 +126,7 @@ class StorePrepared(Header, frozen=True, kw_only=True, tag="store_prepared"):
 
 
 class Settled(Header, frozen=True, kw_only=True, tag="settled"):
-    """Answer to `CommitStore` and `CompleteLoad`."""
+    """Answer to `TransferDone`."""
 
 
 class Cleared(Header, frozen=True, kw_only=True, tag="cleared"):

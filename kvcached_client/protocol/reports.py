@@ -67,10 +67,10 @@ class HostStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Where the host slots of one namespace are. The states add up to `slots`."""
 
     namespace: str  #: first 16 hex digits
-    replicas: tuple[str, ...]  #: whose device pools are above it; none for engines in attached mode
-    label: str  #: what engines in attached mode call it
+    replicas: tuple[str, ...]  #: whose device pools are above it; none for engines in offload mode
+    label: str  #: what engines in offload mode call it
     generation: int
-    sessions: int  #: of engines in attached mode
+    sessions: int  #: of engines in offload mode
     leases: int  #: of theirs
     slots: int
     slabs: int  #: slabs that the namespace has now
@@ -101,7 +101,7 @@ class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):
 
     daemon_epoch: Id
     state: str  #: serving, draining, or stopping
-    attached_paused: bool  #: engines in attached mode start no copies
+    offload_paused: bool  #: engines in offload mode start no copies
     uptime_ms: Id
     sessions: Id
     runs: Id
@@ -150,8 +150,8 @@ class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     weights_version: str  #: as it was set; "" = what the configuration says
 
 
-class AttachedInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the daemon offers to engines in attached mode."""
+class OffloadInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the daemon offers to engines in offload mode."""
 
     slabs: int  #: of the host pool
     slab_bytes: int
@@ -169,7 +169,7 @@ class Description(Header, frozen=True, kw_only=True, tag="description"):
     state: str  #: serving, draining, or stopping
     pid: Id
     replicas: tuple[ReplicaInfo, ...]
-    attached: AttachedInfo | None  #: None: it serves no such engines
+    offload: OffloadInfo | None  #: None: it does not serve offload mode
     limits: dict[str, int]
 
 
@@ -222,8 +222,8 @@ class Explanation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What of a prompt a replica, or the engines of one attached namespace, would hit, and why no more."""
 
     namespace: str  #: first 16 hex digits
-    replica: str  #: "" for engines in attached mode
-    label: str  #: what engines in attached mode call the namespace
+    replica: str  #: "" for engines in offload mode
+    label: str  #: what engines in offload mode call the namespace
     generation: int
     block_size: int  #: tokens
     device: int  #: leading blocks in the replica's device pool
@@ -235,7 +235,7 @@ class Explanation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Explained(Header, frozen=True, kw_only=True, tag="explained"):
-    """Answer to `Explain`: one entry for each replica and for each namespace of engines in attached mode."""
+    """Answer to `Explain`: one entry for each replica and for each namespace of engines in offload mode."""
 
     explanations: tuple[Explanation, ...]
 

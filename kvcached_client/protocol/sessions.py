@@ -49,7 +49,7 @@ class Match(Header, frozen=True, kw_only=True, tag="match"):
 class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
     """Match, pin the hit, and reserve slots for the rest. Idempotent by `request`. Frames: keys.
 
-    In attached mode there is nothing to reserve, and the answer is `Held`.
+    In offload mode there is nothing to reserve, and the answer is `Held`.
     """
 
     epoch: Id
@@ -94,7 +94,7 @@ class Load(Header, frozen=True, kw_only=True, tag="load"):
     lease: Id
 
 
-class Vacancy(Header, frozen=True, kw_only=True, tag="vacancy"):
+class WaitForSlots(Header, frozen=True, kw_only=True, tag="wait_for_slots"):
     """Wait until so many slots can be granted, or no copy is under way whose end could free any. Frames: none."""
 
     epoch: Id
@@ -189,8 +189,8 @@ class Loaded(Header, frozen=True, kw_only=True, tag="loaded"):
     hit: Count
 
 
-class Vacant(Header, frozen=True, kw_only=True, tag="vacant"):
-    """Answer to `Vacancy`."""
+class SlotsAvailable(Header, frozen=True, kw_only=True, tag="slots_available"):
+    """Answer to `WaitForSlots`."""
 
     available: Count  #: slots that are free or evictable now
 

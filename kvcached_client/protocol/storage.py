@@ -20,7 +20,7 @@ StorageAction = Literal["status", "attach", "detach", "clear"]
 class Prefetch(Header, frozen=True, kw_only=True, tag="prefetch"):
     """Bring a prompt's blocks from storage into the host pool. Frames: keys of its full blocks."""
 
-    epoch: Id = 0  #: of the device pool; says nothing in attached mode
+    epoch: Id = 0  #: of the device pool; says nothing in offload mode
     tokens: Count  #: length of the prompt; at most tokens - 1 are looked for unless `full`
     full: bool = False
     stop: StopPolicy = "timeout"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvcached_client.errors import DeadlineExceeded, ErrorCode, NoCapacity
-from kvcached_client.protocol.engine import BLOCKS_PER_MESSAGE_MAX, Vacancy, Vacant
+from kvcached_client.protocol.engine import BLOCKS_PER_MESSAGE_MAX, SlotsAvailable, WaitForSlots
 from kvcached_client.transport.session import SessionChannel
 
 T = TypeVar("T")
@@ -35,11 +35,11 @@ def retry_when_freed(channel: SessionChannel, attempt: Callable[[int], T]) -> T:
                 raise
             shortage = error
         wanted = available + 1
-        request = Vacancy(id=channel.next_id(), epoch=channel.epoch, blocks=wanted)
+        request = WaitForSlots(id=channel.next_id(), epoch=channel.epoch, blocks=wanted)
         try:
-            vacant, _ = channel.ask(request, Vacant, deadline_ns=deadline_ns)
+            freed, _ = channel.ask(request, SlotsAvailable, deadline_ns=deadline_ns)
         except DeadlineExceeded:
             raise shortage from None
-        available = vacant.available
+        available = freed.available
         # Fewer than requested: no copy in flight will free any.
         is_last = available < wanted

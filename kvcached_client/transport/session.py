@@ -31,9 +31,9 @@ from kvcached_client.protocol.engine import (
     Prefetch,
     Release,
     Request,
-    Vacancy,
+    WaitForSlots,
     Welcome,
-    WelcomeAttached,
+    WelcomeOffload,
 )
 from kvcached_client.transport.attach import AttachConnection, SessionGrant, identify
 from kvcached_client.transport.channel import Channel
@@ -51,7 +51,7 @@ _FAREWELL_MS: Final = 100
 #: Requests that the daemon answers at once: if it does not, it hangs.
 _ANSWERED_SOON: Final = (Match, Acquire, Allocate, Commit, Release)
 #: Requests that the daemon answers when something has happened, such as the end of a load.
-_ANSWERED_LATE: Final = (Load, Vacancy, Prefetch)
+_ANSWERED_LATE: Final = (Load, WaitForSlots, Prefetch)
 #: A deadline that never passes.
 _NEVER_NS: Final = 1 << 62
 
@@ -197,7 +197,7 @@ class EngineSession:
     def __init__(
         self,
         channel: SessionChannel,
-        welcome: Welcome | WelcomeAttached,
+        welcome: Welcome | WelcomeOffload,
         run_dir: str,
         *,
         generation: int | None,
@@ -246,7 +246,7 @@ class EngineSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start_heartbeat(self, welcome: Welcome | WelcomeAttached, generation: int | None) -> Heartbeat:
+    def _start_heartbeat(self, welcome: Welcome | WelcomeOffload, generation: int | None) -> Heartbeat:
         heartbeat = Heartbeat(
             self._channel.context,
             self._channel.endpoint,

@@ -28,9 +28,7 @@ from kvcached_client.protocol.engine import (
     Allocated,
     Bye,
     Commit,
-    CommitStore,
     Committed,
-    CompleteLoad,
     Goodbye,
     Header,
     Heartbeat,
@@ -43,8 +41,9 @@ from kvcached_client.protocol.engine import (
     Released,
     Request,
     Settled,
-    Vacancy,
-    Vacant,
+    SlotsAvailable,
+    TransferDone,
+    WaitForSlots,
     Welcome,
     decode_request,
     encode,
@@ -195,11 +194,11 @@ class FakeDaemon:
                 return Committed(id=request.id, depth=request.start + blocks, adopted=blocks, duplicates=0), []
             case Load():
                 return Loaded(id=request.id, hit=self.hit), [b""]
-            case Vacancy():
-                return Vacant(id=request.id, available=0), []
+            case WaitForSlots():
+                return SlotsAvailable(id=request.id, available=0), []
             case Release():
                 return Released(id=request.id), []
-            case CommitStore() | CompleteLoad():
+            case TransferDone():
                 return Settled(id=request.id), []
             case Heartbeat():
                 return Alive(id=request.id, epoch=self.epoch, generation=1), []

@@ -15,17 +15,16 @@ from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedLoad, 
 from kvcached_client.protocol.engine import (
     EVERY_SHARD,
     Acquire,
-    CommitStore,
-    CompleteLoad,
     Held,
-    HelloAttached,
+    HelloOffload,
     LoadPrepared,
     PrepareLoad,
     PrepareStore,
     Release,
     Settled,
     StorePrepared,
-    WelcomeAttached,
+    TransferDone,
+    WelcomeOffload,
     error_reply,
 )
 from kvcached_client.types import LeaseId
@@ -46,7 +45,7 @@ class Script:
             self.silent.discard(type(request))
             return SILENCE, []
         match request:
-            case HelloAttached():
+            case HelloOffload():
                 return self._welcome(request.id), []
             case Acquire():
                 return Held(id=request.id, lease=1, hit=2), []
@@ -55,12 +54,12 @@ class Script:
             case PrepareStore():
                 header = StorePrepared(id=request.id, transfer=8, depth=2, generation=3)
                 return header, [RANGE.pack(0, 2), RANGE.pack(6, 2)]
-            case CommitStore() | CompleteLoad():
+            case TransferDone():
                 return Settled(id=request.id), []
         return None
 
-    def _welcome(self, request_id: int) -> WelcomeAttached:
-        return WelcomeAttached(
+    def _welcome(self, request_id: int) -> WelcomeOffload:
+        return WelcomeOffload(
             id=request_id,
             version=1,
             session=3,
@@ -128,9 +127,9 @@ def test_copies_that_were_granted_too_late_are_called_off(
     assert first == again
     first_store, again_store = daemon.of(PrepareStore)
     assert first_store == again_store
-    (load,), (store,) = daemon.of(CompleteLoad), daemon.of(CommitStore)
-    assert isinstance(load, CompleteLoad)
-    assert isinstance(store, CommitStore)
+    load, store = daemon.of(TransferDone)
+    assert isinstance(load, TransferDone)
+    assert isinstance(store, TransferDone)
     assert (load.transfer, load.shard) == (7, EVERY_SHARD)
     assert (store.transfer, store.shard, store.error) == (8, EVERY_SHARD, "the answer came too late")
 
@@ -145,8 +144,8 @@ def test_settling_calls_off_what_was_granted_too_late(
 
     client.settle()
 
-    (store,) = daemon.of(CommitStore)
-    assert isinstance(store, CommitStore)
+    (store,) = daemon.of(TransferDone)
+    assert isinstance(store, TransferDone)
     assert store.transfer == 8
 
 
@@ -163,7 +162,7 @@ def test_late_preparation_that_was_refused_holds_nothing(
     )
 
     assert prepare_load(client).transfer == 7
-    assert not daemon.of(CommitStore)
+    assert not daemon.of(TransferDone)
 
 
 def test_end_of_the_session_is_told_at_once(daemon: FakeDaemon, script: Script) -> None:
@@ -173,7 +172,7 @@ def test_end_of_the_session_is_told_at_once(daemon: FakeDaemon, script: Script) 
     told = threading.Event()
 
     def answer(request: Any, frames: list[bytes]) -> Any:
-        if isinstance(request, HelloAttached):
+        if isinstance(request, HelloOffload):
             return script(request, frames)
         return error_reply(request.id, over), []
 
@@ -218,4 +217,4 @@ def test_copy_that_was_begun_and_granted_too_late_is_called_off(
     with pytest.raises(DeadlineExceeded):
         store.result()
     assert prepare_store(client).transfer == 8
-    assert [request.transfer for request in daemon.of(CommitStore) if isinstance(request, CommitStore)] == [8]
+    assert [request.transfer for request in daemon.of(TransferDone) if isinstance(request, TransferDone)] == [8]

@@ -32,7 +32,7 @@ from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.offload_shard import BlockJob, OffloadShard
 from kvcached_client.protocol.attach import JoinedHost
-from kvcached_client.protocol.engine import CommitStore, CompleteLoad, Header, Request, error_reply
+from kvcached_client.protocol.engine import Header, Request, TransferDone, error_reply
 from tests.client.attached_rig import FINGERPRINT, NAMESPACE, job, layer, span
 from tests.client.descriptors import held_here_and_in_a_child
 from tests.client.fake_daemon import SILENCE, TOKEN, FakeDaemon
@@ -92,12 +92,12 @@ def told(daemon: FakeDaemon) -> list[tuple[Request, list[bytes]]]:
     return [(msgspec.structs.replace(request, id=0), frames) for request, frames in daemon.requests]
 
 
-def commit(error: str = "") -> CommitStore:
-    return CommitStore(id=0, session=3, token=TOKEN, transfer=3, shard=1, error=error)
+def commit(error: str = "") -> TransferDone:
+    return TransferDone(id=0, session=3, token=TOKEN, transfer=3, shard=1, error=error)
 
 
-def complete(error: str = "") -> CompleteLoad:
-    return CompleteLoad(id=0, session=3, token=TOKEN, transfer=9, shard=1, error=error)
+def complete(error: str = "") -> TransferDone:
+    return TransferDone(id=0, session=3, token=TOKEN, transfer=9, shard=1, error=error)
 
 
 def test_store_and_load_go_through_the_daemons_memory(daemon: FakeDaemon, shard: OffloadShard, pool: int) -> None:
@@ -116,7 +116,7 @@ def test_store_and_load_go_through_the_daemons_memory(daemon: FakeDaemon, shard:
 
     for tensor in TENSORS:
         assert (tensor.array[[0, 3, 5]] == tensor.array[[1, 4, 2]]).all()
-    assert told(daemon) == [(commit(), []), (complete(), [b""])]
+    assert told(daemon) == [(commit(), []), (complete(), [])]
     assert (shard.shard, shard.epoch) == (1, 11)
 
 
@@ -198,7 +198,7 @@ def test_failed_load_is_told_with_its_error(daemon: FakeDaemon, shard: OffloadSh
     with pytest.raises(BadRequest, match="blocks of the shard") as caught:
         shard.load(job(*BAD_JOB.spans, transfer=9))
 
-    assert told(daemon) == [(complete(f"BadRequest: {caught.value}"), [b""])]
+    assert told(daemon) == [(complete(f"BadRequest: {caught.value}"), [])]
 
 
 def test_failure_of_a_copy_that_cannot_be_told_stays_the_failure(daemon: FakeDaemon, shard: OffloadShard) -> None:

@@ -375,7 +375,7 @@ def test_admin_asks_without_a_session(daemon: FakeDaemon) -> None:
         StatsReport(
             id=1,
             state="serving",
-            attached_paused=False,
+            offload_paused=False,
             daemon_epoch=1,
             uptime_ms=2,
             sessions=0,
@@ -397,7 +397,7 @@ def test_admin_asks_without_a_session(daemon: FakeDaemon) -> None:
             state="serving",
             pid=9,
             replicas=(),
-            attached=None,
+            offload=None,
             limits={},
         ),
         InspectReport(id=5, found=False),

@@ -22,10 +22,10 @@ from kvcached_client.doctor import memory_bounds
 from kvcached_client.doctor.checks import Finding
 from kvcached_client.doctor.memory_bounds import MemoryBound
 from kvcached_client.doctor.round_trip import _why_not
-from kvcached_client.protocol.engine import AttachedInfo, Description, HostStats, StatsReport
+from kvcached_client.protocol.engine import Description, HostStats, OffloadInfo, StatsReport
 from tests.project.source_tree import ROOT
 
-OFFERED = AttachedInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
+OFFERED = OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_daemon_for_replicas_only_is_told(sockets: Path, monkeypatch: pytest.Mon
             state="serving",
             pid=1,
             replicas=(),
-            attached=None,
+            offload=None,
             limits={},
         )
 
@@ -202,7 +202,7 @@ def test_daemon_for_replicas_only_is_told(sockets: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(doctor, "_identity", lambda run_dir: iter(()))
 
     *_, finding = doctor._daemon(str(sockets))
-    assert (finding.check, finding.level, "[attached]" in finding.fix) == ("attached mode", "fail", True)
+    assert (finding.check, finding.level, "[attached]" in finding.fix) == ("offload mode", "fail", True)
 
 
 def test_daemon_of_another_protocol_is_told(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_daemon_of_another_protocol_is_told(sockets: Path, monkeypatch: pytest.M
                 state="serving",
                 pid=1,
                 replicas=(),
-                attached=None,
+                offload=None,
                 limits={},
             )
 
@@ -268,7 +268,7 @@ def test_round_trip_is_left_out_where_it_would_cost_others(slabs: list[int], lab
     stats = StatsReport(
         id=1,
         state="serving",
-        attached_paused=False,
+        offload_paused=False,
         daemon_epoch=1,
         uptime_ms=1,
         sessions=0,

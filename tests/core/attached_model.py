@@ -305,9 +305,9 @@ class AttachedPlayers(AttachedWorld):
 
     def _tell(self, session: SessionId, job: Job, shard: int, error: str, corrupt: tuple[int, ...]) -> None:
         if job.is_store:
-            self.core.commit_store(session, job.transfer, shard, error)
+            self.core.transfer_done(session, job.transfer, shard, error)
         else:
-            self.core.complete_load(session, job.transfer, shard, error, corrupt)
+            self.core.transfer_done(session, job.transfer, shard, error, corrupt)
 
     def call_off(self) -> None:
         """The scheduler says that no shard will copy, before any does."""

@@ -49,10 +49,10 @@ def test_store_is_found_only_when_every_shard_has_written_it(cache: Cache, engin
     first = engine.prepare(lease, "ab")
     second = engine.prepare(lease, "abcd")
     engine.commit(second.transfer)
-    cache.offload.commit_store(engine.session, first.transfer, 0, "")
+    cache.offload.transfer_done(engine.session, first.transfer, 0, "")
 
     assert (engine.hit("abcd"), engine.acquire("abcd").hit) == (0, 0)
-    cache.offload.commit_store(engine.session, first.transfer, 1, "")
+    cache.offload.transfer_done(engine.session, first.transfer, 1, "")
     assert engine.hit("abcd") == 4
 
 
@@ -83,10 +83,10 @@ def test_blocks_that_others_hold_or_write_are_not_copied_again(cache: Cache, eng
 def test_a_failed_shard_fails_the_store(cache: Cache, engine: AttachedEngine) -> None:
     """One shard's error is enough: nothing of it is found, and its slots are free once the others are through, too."""
     plan = engine.prepare(engine.acquire("abcd"), "abcd")
-    cache.offload.commit_store(engine.session, plan.transfer, 0, "no memory")
+    cache.offload.transfer_done(engine.session, plan.transfer, 0, "no memory")
 
     assert engine.states == (0, 4, 0, 0)  # the other one may be writing
-    cache.offload.commit_store(engine.session, plan.transfer, 1, "")
+    cache.offload.transfer_done(engine.session, plan.transfer, 1, "")
     assert (engine.states, engine.hit("abcd")) == ((4, 0, 0, 0), 0)
     assert cache.counters["store_failed_blocks"] == 4
 
@@ -95,10 +95,10 @@ def test_a_shard_counts_once(cache: Cache, engine: AttachedEngine) -> None:
     """A shard that says twice that it has written a store does not stand for another one."""
     plan = engine.prepare(engine.acquire("ab"), "ab")
     for _ in range(3):
-        cache.offload.commit_store(engine.session, plan.transfer, 1, "")
+        cache.offload.transfer_done(engine.session, plan.transfer, 1, "")
 
     assert engine.hit("ab") == 0
-    cache.offload.commit_store(engine.session, plan.transfer, 0, "")
+    cache.offload.transfer_done(engine.session, plan.transfer, 0, "")
     assert engine.hit("ab") == 2
 
 
@@ -106,7 +106,7 @@ def test_a_shard_counts_once(cache: Cache, engine: AttachedEngine) -> None:
 def test_store_that_is_called_off_is_not_found(cache: Cache, engine: AttachedEngine, why: str) -> None:
     """Where the scheduler speaks for every shard, nothing was written, whether it says why or not."""
     plan = engine.prepare(engine.acquire("ab"), "ab")
-    cache.offload.commit_store(engine.session, plan.transfer, EVERY_SHARD, why)
+    cache.offload.transfer_done(engine.session, plan.transfer, EVERY_SHARD, why)
 
     assert (engine.hit("ab"), engine.states) == (0, (4, 0, 0, 0))
 
@@ -116,8 +116,8 @@ def test_words_about_a_copy_that_is_over_change_nothing(cache: Cache, engine: At
     plan = engine.prepare(engine.acquire("ab"), "ab")
     engine.commit(plan.transfer)
     for shard in (0, 1, EVERY_SHARD):
-        cache.offload.commit_store(engine.session, plan.transfer, shard, "too late")
-        cache.offload.complete_load(engine.session, TransferId(999), shard, "never was", (0,))
+        cache.offload.transfer_done(engine.session, plan.transfer, shard, "too late")
+        cache.offload.transfer_done(engine.session, TransferId(999), shard, "never was", (0,))
 
     assert engine.hit("ab") == 2
     assert cache.counters["corrupt_blocks"] == 0
@@ -263,13 +263,13 @@ def test_slots_of_a_load_are_read_undisturbed_after_the_release(cache: Cache, en
     lease = engine.acquire("abcd")
     load = engine.load(lease, 2, 1)
     engine.release(lease)
-    cache.offload.complete_load(engine.session, load.transfer, 0, "", ())
+    cache.offload.transfer_done(engine.session, load.transfer, 0, "", ())
     other = AttachedEngine(cache)
     crowd = other.acquire("0123456789ABCDEF")
 
     assert other.prepare(crowd, "0123456789ABCDEF").depth == 13
     assert engine.hit("abcd") == 3
-    cache.offload.complete_load(engine.session, load.transfer, 1, "", ())
+    cache.offload.transfer_done(engine.session, load.transfer, 1, "", ())
     assert (other.prepare(crowd, "0123456789ABCDEF").depth, engine.hit("abcd")) == (16, 0)
 
 
@@ -337,7 +337,7 @@ def test_failed_load_keeps_the_blocks(cache: Cache, engine: AttachedEngine) -> N
     """A copy that fails for other reasons than the bytes says nothing about them; called off, it is no failure."""
     engine.store("ab")
     engine.complete(engine.load(engine.acquire("ab")).transfer, error="no time")
-    cache.offload.complete_load(engine.session, engine.load(engine.acquire("ab")).transfer, EVERY_SHARD, "", ())
+    cache.offload.transfer_done(engine.session, engine.load(engine.acquire("ab")).transfer, EVERY_SHARD, "", ())
 
     assert engine.hit("ab") == 2
     assert [cache.counters[name] for name in ("load_failed_blocks", "load_called_off_blocks")] == [2, 2]
@@ -349,20 +349,17 @@ def test_shards_that_do_not_exist_are_refused(cache: Cache, engine: AttachedEngi
     plan = engine.prepare(engine.acquire("ab"), "ab")
 
     with refused("bad_value"):
-        cache.offload.commit_store(engine.session, plan.transfer, shard, "")
+        cache.offload.transfer_done(engine.session, plan.transfer, shard, "")
     assert engine.states == (2, 2, 0, 0)
 
 
-def test_a_store_is_not_ended_as_a_load(cache: Cache, engine: AttachedEngine) -> None:
-    """Each kind of copy has its own word for its end."""
-    engine.store("ab")
+def test_a_store_has_no_bad_blocks(cache: Cache, engine: AttachedEngine) -> None:
+    """Only a load finds blocks that differ from what was stored; a store that names some stays in flight."""
     store = engine.prepare(engine.acquire("cd"), "cd")
-    load = engine.load(engine.acquire("ab"))
 
     with refused("bad_value"):
-        cache.offload.complete_load(engine.session, store.transfer, 0, "", ())
-    with refused("bad_value"):
-        cache.offload.commit_store(engine.session, load.transfer, 0, "")
+        cache.offload.transfer_done(engine.session, store.transfer, 0, "", (0,))
+    assert (engine.hit("cd"), len(cache.offload.transfers)) == (0, 1)
 
 
 # --- the end of sessions --------------------------------------------------------------------------------------------
@@ -378,7 +375,7 @@ def test_ids_are_never_used_twice(cache: Cache, engine: AttachedEngine) -> None:
 
     assert (other.session > engine.session, lease.id > 1, second.transfer > first.transfer) == (True, True, True)
     with refused("no_session"):
-        cache.offload.commit_store(SessionId(engine.session), second.transfer, 0, "")
+        cache.offload.transfer_done(SessionId(engine.session), second.transfer, 0, "")
 
 
 def test_match_changes_nothing(cache: Cache, engine: AttachedEngine) -> None:

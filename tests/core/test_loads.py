@@ -205,7 +205,7 @@ def test_store_that_fails_after_its_pool_was_lost_takes_its_loads_along(new_tier
 
 
 def test_shortage_that_copies_will_end_is_called_pending(new_tiers: MakeTiers) -> None:
-    """While stores hold the slots that a request lacks, it is told to wait; a vacancy hurries them and is answered."""
+    """While stores hold the slots that a request lacks, it is told to wait; the wait hurries them and is answered."""
     cache = new_tiers()
     workers, engine = Workers(cache), Engine(cache)
     engine.store("abcdefgh")

@@ -246,7 +246,7 @@ def test_bad_block_leaves_a_locked_prefix(new_world: MakeWorld) -> None:
     reader = next(each for each in world.cache.offload.sessions.values() if lease.id in each.leases).id
     load = world.cache.offload.prepare_load(reader, lease.id, 0, 8)
     for shard in range(2):
-        world.cache.offload.complete_load(reader, load.transfer, shard, "", (2,))
+        world.cache.offload.transfer_done(reader, load.transfer, shard, "", (2,))
     world.check()
 
     assert engine.hit(ASKED) == 2

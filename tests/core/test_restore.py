@@ -207,7 +207,7 @@ def test_engine_goes_on_where_it_was() -> None:
     lease = cache.offload.acquire(session.id, "r", keys_of("abcd"), 16, full=True)
     plan = cache.offload.prepare_store(session.id, lease.id, 2, keys_of("abcd")[32:])
     for shard in range(2):
-        cache.offload.commit_store(session.id, plan.transfer, shard, "")
+        cache.offload.transfer_done(session.id, plan.transfer, shard, "")
     cache.offload.release(session.id, lease.id)
 
     assert (lease.hit, plan.depth, check(cache)) == (2, 4, [])

@@ -71,10 +71,10 @@ def header(**fields: object) -> bytes:
 ACQUIRE = {"op": "acquire", "id": 5, "epoch": 1, "request": "r", "tokens": 8}
 KEYS = bytes(32)
 TOKEN = bytes(32)
-COMPLETE_LOAD = wire.CompleteLoad(id=7, session=1, token=TOKEN, transfer=1, shard=0)
+TRANSFER_DONE = wire.TransferDone(id=7, session=1, token=TOKEN, transfer=1, shard=0)
 #: Of sessions that there are none of.
 ATTACHED: list[wire.Request] = [
-    wire.HelloAttached(
+    wire.HelloOffload(
         id=5,
         version_min=1,
         version_max=1,
@@ -90,8 +90,7 @@ ATTACHED: list[wire.Request] = [
     ),
     wire.PrepareLoad(id=5, epoch=1, lease=1, start=0, blocks=1),
     wire.PrepareStore(id=5, epoch=1, lease=1, start=0),
-    wire.CommitStore(id=5, session=1, token=TOKEN, transfer=1, shard=0),
-    COMPLETE_LOAD,
+    TRANSFER_DONE,
     wire.Clear(id=5, epoch=1),
 ]
 
@@ -121,10 +120,10 @@ ATTACHED: list[wire.Request] = [
         ([header(**{**ACQUIRE, "tokens": -1}), KEYS], "malformed", 5),
         ([header(**{**ACQUIRE, "tokens": (1 << 20) + 1}), KEYS], "malformed", 5),
         ([header(**ACQUIRE), KEYS], "no_session", 5),
-        ([wire.encode(COMPLETE_LOAD)], "bad_frames", 7),
-        ([wire.encode(COMPLETE_LOAD), bytes(5)], "bad_frames", 7),
-        ([wire.encode(COMPLETE_LOAD), bytes(4), bytes(4)], "bad_frames", 7),
-        ([wire.encode(COMPLETE_LOAD), bytes(4)], "no_session", 7),
+        ([wire.encode(TRANSFER_DONE)], "bad_frames", 7),
+        ([wire.encode(TRANSFER_DONE), bytes(5)], "bad_frames", 7),
+        ([wire.encode(TRANSFER_DONE), bytes(4), bytes(4)], "bad_frames", 7),
+        ([wire.encode(TRANSFER_DONE), bytes(4)], "no_session", 7),
         ([header(op="stats", id=9, pad="x" * 17_000)], "oversize", 0),
         ([header(op="stats", id=9)] + [b""] * 8, "bad_frames", 9),
         ([header(op="stats", id=9)] + [b""] * 5000, "bad_frames", 9),

@@ -68,7 +68,7 @@ def test_doctor_finds_a_good_environment_good(attached_daemon: RunningDaemon) ->
     findings = [Finding(**fields) for fields in printed["findings"]]
 
     assert (result.exit_code, printed["ok"], by_level(findings, "fail")) == (0, True, [])
-    steps = ["sockets", "daemon", "credentials", "attached mode", "memory", "round trip"]
+    steps = ["sockets", "daemon", "credentials", "offload mode", "memory", "round trip"]
     assert [check for check in by_level(findings, "ok") if check in steps] == steps
     with Admin.connect(attached_daemon.run_dir) as admin:
         (host,) = (host for host in admin.stats().hosts if host.label == "doctor")

@@ -34,15 +34,15 @@ ENGINE_CASES = (
     Case("client.load", "managed"),
     Case("client.heartbeat", "managed"),
     Case("client.heartbeat", "attached"),
-    Case("attached.store.prepared", "attached"),
+    Case("offload.store.prepared", "attached"),
     Case("blocks.store.cleared", "attached"),
     Case("blocks.copy", "attached", 2, quick=("stop",)),
     Case("blocks.store.copied", "attached"),
     Case("blocks.store.header", "attached", 2),
-    Case("attached.store.written", "attached"),
-    Case("attached.load.prepared", "attached"),
+    Case("offload.store.written", "attached"),
+    Case("offload.load.prepared", "attached"),
     Case("blocks.copy", "attached", 6),
-    Case("attached.load.copied", "attached"),
+    Case("offload.load.copied", "attached"),
 )
 #: In a worker of the daemon. Commands are those of one store and one load, both of two layers and four blocks.
 WORKER_CASES = (
@@ -59,7 +59,7 @@ WORKER_CASES = (
     Case("worker.ack", "managed", 2),
 )
 #: In the daemon. The third request of an engine is its commit, or in attached mode `prepare_store`; the fifth is
-#: `commit_store`. A second attach request is that of the shard.
+#: `transfer_done`. A second attach request is that of the shard.
 DAEMON_CASES = (
     Case("daemon.attach", "managed", 2),
     Case("daemon.attach", "attached", 2),
@@ -74,7 +74,7 @@ DAEMON_CASES = (
     Case("daemon.ledger.written", "attached", 2),
 )
 #: In a supervised daemon, which is killed behind what one engine has stored in peace: six requests, two attach
-#: requests, five ledgers. The others are `acquire`, `prepare_store`, `commit_store` and `prepare_load` of the next one.
+#: requests, five ledgers. The others are `acquire`, `prepare_store`, `transfer_done`, `prepare_load` of the next one.
 SUPERVISED_CASES = (
     Case("daemon.attach", "attached", 4),
     *(Case("daemon.request", "attached", at) for at in (8, 9, 11, 14)),

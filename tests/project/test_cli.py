@@ -15,7 +15,6 @@ from kvcached.cli.main import ExitCode, main
 from kvcached_client import DaemonFailure, DaemonUnreachable, DeadlineExceeded, ErrorCode, Refused
 from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.protocol.engine import (
-    AttachedInfo,
     BlockPlace,
     CheckReport,
     Description,
@@ -23,6 +22,7 @@ from kvcached_client.protocol.engine import (
     HealthReport,
     HostStats,
     InspectReport,
+    OffloadInfo,
     PoolStats,
     ReplicaInfo,
     StatsReport,
@@ -41,7 +41,7 @@ REPLIES: dict[str, Any] = {
     "stats": StatsReport(
         id=1,
         state="serving",
-        attached_paused=False,
+        offload_paused=False,
         daemon_epoch=1,
         uptime_ms=1,
         sessions=1,
@@ -104,7 +104,7 @@ REPLIES: dict[str, Any] = {
                 weights_version="",
             ),
         ),
-        attached=None,
+        offload=None,
         limits={"header_bytes": 16384},
     ),
     "inspect": InspectReport(
@@ -152,7 +152,7 @@ TREE = (
 )
 
 
-OFFERED = AttachedInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
+OFFERED = OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
 
 
 class FakeAdmin:
@@ -173,7 +173,7 @@ class FakeAdmin:
     def describe(self) -> Any:
         """What is offered, beside whatever else is asked; an answer of its own where that is `reply`."""
         if isinstance(self.reply, StatsReport):
-            return msgspec.structs.replace(REPLIES["describe"], attached=OFFERED)
+            return msgspec.structs.replace(REPLIES["describe"], offload=OFFERED)
         return self.__getattr__("describe")()
 
     def __getattr__(self, _: str) -> Any:

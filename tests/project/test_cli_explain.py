@@ -63,7 +63,7 @@ class FakeDaemon:
             state="serving",
             pid=1,
             replicas=replicas,
-            attached=None,
+            offload=None,
             limits={},
         )
 

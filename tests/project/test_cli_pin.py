@@ -88,7 +88,7 @@ def attach(office: AttachedOffice, keys: bytes, **fields: Any) -> None:
     held = office.expect(protocol.Held, office.acquire(keys), keys, peer=TWO)
     plan = office.expect(protocol.StorePrepared, office.prepare_store(held.lease), keys, peer=TWO)
     for shard in range(2):
-        office.expect(protocol.Settled, office.commit_store(welcome, plan.transfer, shard), peer=ONE)
+        office.expect(protocol.Settled, office.transfer_done(welcome, plan.transfer, shard), peer=ONE)
 
 
 def shown(office: AttachedOffice) -> str:

@@ -10,13 +10,13 @@ import pytest
 from kvcached.doctor.checks import _agreement
 from kvcached.doctor.vllm_flags import TRANSFER_CONFIG, VllmFlags, check_flags, check_layout, check_model, parse
 from kvcached_client.doctor.checks import HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
-from kvcached_client.protocol.engine import AttachedInfo
+from kvcached_client.protocol.engine import OffloadInfo
 from kvcached_client.vllm.keys import VllmHashing, block_hashes
 
 RUN_DIR = Path("/run/kvcached")
 CONFIG = json.dumps(TRANSFER_CONFIG)
 GOOD = ["serve", "/models/tiny", "--kv-transfer-config", CONFIG, "--prefix-caching-hash-algo", "sha256_cbor"]
-OFFERED = AttachedInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
+OFFERED = OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
 MODEL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
 
 
@@ -113,7 +113,7 @@ def test_hashes_that_only_one_python_shares_are_a_warning() -> None:
 
 def layout_of(folder: Path, *arguments: str, slab_bytes: int = 1 << 20, **fields: object) -> Finding:
     (folder / "config.json").write_text(json.dumps({**MODEL, **fields}))
-    offered = AttachedInfo(slabs=4, slab_bytes=slab_bytes, namespaces_max=2, verify_loads=True)
+    offered = OffloadInfo(slabs=4, slab_bytes=slab_bytes, namespaces_max=2, verify_loads=True)
     (finding,) = check_layout(str(folder), parse(arguments), offered)
     return finding
 

@@ -35,7 +35,7 @@ NESTED: dict[str, type[msgspec.Struct]] = {
         protocol.TreeNode,
         protocol.BlockPlace,
         protocol.Explanation,
-        protocol.AttachedInfo,
+        protocol.OffloadInfo,
     )
 }
 STRUCTS = {**MESSAGES, **NESTED}

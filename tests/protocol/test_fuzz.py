@@ -21,7 +21,6 @@ from kvcached_client.protocol.engine import (
     Acquired,
     Clear,
     Commit,
-    CompleteLoad,
     Held,
     Load,
     Loaded,
@@ -31,12 +30,13 @@ from kvcached_client.protocol.engine import (
     Release,
     Reply,
     Request,
+    SlotsAvailable,
     Stats,
     StorePrepared,
+    TransferDone,
     TreeNode,
     TreeReport,
-    Vacancy,
-    Vacant,
+    WaitForSlots,
     decode_reply,
     decode_request,
     pack_tree_nodes,
@@ -228,7 +228,7 @@ MATCH = Match(id=1, epoch=1, tokens=8)
 COMMIT = Commit(id=1, epoch=1, lease=1, start=0)
 RELEASE = Release(id=1, epoch=1, lease=1)
 PREPARE_STORE = PrepareStore(id=1, epoch=1, lease=1, start=0)
-COMPLETE_LOAD = CompleteLoad(id=1, session=1, token=bytes(32), transfer=1, shard=0)
+TRANSFER_DONE = TransferDone(id=1, session=1, token=bytes(32), transfer=1, shard=0)
 
 
 @pytest.mark.parametrize(
@@ -245,17 +245,16 @@ COMPLETE_LOAD = CompleteLoad(id=1, session=1, token=bytes(32), transfer=1, shard
         (COMMIT, [KEY, bytes(8), bytes(4), b""], ErrorCode.BAD_FRAMES),
         (RELEASE, [KEY], ErrorCode.BAD_FRAMES),
         (Load(id=1, epoch=1, lease=1), [b""], ErrorCode.BAD_FRAMES),
-        (Vacancy(id=1, epoch=1, blocks=1), [bytes(16)], ErrorCode.BAD_FRAMES),
+        (WaitForSlots(id=1, epoch=1, blocks=1), [bytes(16)], ErrorCode.BAD_FRAMES),
         (Stats(id=1), [b""], ErrorCode.BAD_FRAMES),
         (PREPARE_STORE, [], ErrorCode.BAD_FRAMES),
         (PREPARE_STORE, [KEY[:-1]], ErrorCode.BAD_FRAMES),
         (PREPARE_STORE, [KEY, KEY], ErrorCode.BAD_FRAMES),
         (PREPARE_STORE, [KEY * (BLOCKS_PER_MESSAGE_MAX + 1)], ErrorCode.BAD_FRAMES),
-        (COMPLETE_LOAD, [], ErrorCode.BAD_FRAMES),
-        (COMPLETE_LOAD, [bytes(3)], ErrorCode.BAD_FRAMES),
-        (COMPLETE_LOAD, [bytes(4), b""], ErrorCode.BAD_FRAMES),
-        (COMPLETE_LOAD, [bytes(4 * BLOCKS_PER_MESSAGE_MAX + 4)], ErrorCode.BAD_FRAMES),
-        (COMPLETE_LOAD, [bytes(FRAME_SIZE_BYTES_MAX + 4)], ErrorCode.OVERSIZE),
+        (TRANSFER_DONE, [bytes(3)], ErrorCode.BAD_FRAMES),
+        (TRANSFER_DONE, [bytes(4), b""], ErrorCode.BAD_FRAMES),
+        (TRANSFER_DONE, [bytes(4 * BLOCKS_PER_MESSAGE_MAX + 4)], ErrorCode.BAD_FRAMES),
+        (TRANSFER_DONE, [bytes(FRAME_SIZE_BYTES_MAX + 4)], ErrorCode.OVERSIZE),
         (Clear(id=1, epoch=1), [KEY], ErrorCode.BAD_FRAMES),
     ],
 )
@@ -278,7 +277,7 @@ def test_any_frames_are_refused_or_fit(kind: type[Any], frames: list[bytes]) -> 
         return
     least, most = REQUEST_FRAMES[kind]
     assert least <= len(frames) <= most
-    units = (4,) if kind is CompleteLoad else (16, 8, 4)
+    units = (4,) if kind is TransferDone else (16, 8, 4)
     assert all(len(frame) % unit == 0 for frame, unit in zip(frames, units, strict=False))
 
 
@@ -290,7 +289,7 @@ def test_any_frames_are_refused_or_fit(kind: type[Any], frames: list[bytes]) -> 
         (Loaded(id=1, hit=1), []),
         (Loaded(id=1, hit=1), [bytes(8), b""]),
         (Loaded(id=1, hit=1), [bytes(7)]),
-        (Vacant(id=1, available=1), [b""]),
+        (SlotsAvailable(id=1, available=1), [b""]),
         (Held(id=1, lease=1, hit=1), [bytes(8)]),
         (LoadPrepared(id=1, transfer=1, generation=0), []),
         (LoadPrepared(id=1, transfer=1, generation=0), [bytes(4)]),
@@ -321,7 +320,7 @@ def test_any_reply_frames_are_refused_or_fit(name: str, frames: list[bytes]) -> 
 
 
 ATTACHED_LIMITS: dict[str, list[dict[str, Any]]] = {
-    "hello_attached": [
+    "hello_offload": [
         *({"shards": value} for value in (0, 65)),
         *({"block_size": value} for value in (0, 65_537)),
         *({"block_bytes": value} for value in (0, (1 << 36) + 1)),
@@ -330,8 +329,7 @@ ATTACHED_LIMITS: dict[str, list[dict[str, Any]]] = {
         *({name: ""} for name in ("engine", "label")),
     ],
     "prepare_load": [{"blocks": value} for value in (0, BLOCKS_PER_MESSAGE_MAX + 1)],
-    "commit_store": [{"shard": 64}, {"shard": -2}, {"error": "x" * 513}, {"token": bytes(31)}],
-    "complete_load": [{"shard": 64}, {"shard": -2}, {"error": "x" * 513}, {"token": b""}],
+    "transfer_done": [{"shard": 64}, {"shard": -2}, {"error": "x" * 513}, {"token": bytes(31)}, {"token": b""}],
 }
 
 

@@ -29,8 +29,6 @@ from kvcached_client.protocol.engine import (
     Clear,
     ClearReplica,
     Commit,
-    CommitStore,
-    CompleteLoad,
     Declare,
     DeclareOver,
     Describe,
@@ -40,7 +38,7 @@ from kvcached_client.protocol.engine import (
     Health,
     Heartbeat,
     Hello,
-    HelloAttached,
+    HelloOffload,
     Inspect,
     Load,
     Match,
@@ -56,9 +54,10 @@ from kvcached_client.protocol.engine import (
     SetPolicy,
     SetWeights,
     Stats,
+    TransferDone,
     Tree,
     Unpin,
-    Vacancy,
+    WaitForSlots,
     decode_reply,
     decode_request,
     encode,
@@ -107,7 +106,7 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
     "release-commit": (Release(id=8, epoch=4, lease=9, start=2, fence=8), [KEYS, SLOTS]),
     "release-one-way": (Release(id=9, epoch=4, lease=9, reply=False), []),
     "load": (Load(id=15, epoch=4, lease=9), []),
-    "vacancy": (Vacancy(id=16, epoch=4, blocks=300), []),
+    "wait_for_slots": (WaitForSlots(id=16, epoch=4, blocks=300), []),
     "heartbeat": (Heartbeat(id=10, session=BIG, token=TOKEN, fence=8), []),
     "bye": (Bye(id=11), []),
     "rejoin": (
@@ -127,8 +126,8 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
     ),
     "declare": (Declare(id=27, epoch=4, request="req-1", tokens=40, hit=3), [KEYS, SLOTS[:8], SLOTS[8:]]),
     "declare_over": (DeclareOver(id=28, epoch=4), []),
-    "hello_attached": (
-        HelloAttached(
+    "hello_offload": (
+        HelloOffload(
             id=1,
             version_min=1,
             version_max=1,
@@ -147,14 +146,13 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
     ),
     "prepare_load": (PrepareLoad(id=20, epoch=4, lease=9, start=1, blocks=2), []),
     "prepare_store": (PrepareStore(id=21, epoch=4, lease=9, start=2), [KEYS]),
-    "commit_store": (CommitStore(id=22, session=BIG, token=TOKEN, transfer=300, shard=1), []),
-    "commit_store-failed": (
-        CommitStore(id=23, session=BIG, token=TOKEN, transfer=300, shard=-1, error="preempted"),
+    "transfer_done": (TransferDone(id=22, session=BIG, token=TOKEN, transfer=300, shard=63), []),
+    "transfer_done-failed": (
+        TransferDone(id=23, session=BIG, token=TOKEN, transfer=300, shard=-1, error="preempted"),
         [],
     ),
-    "complete_load": (CompleteLoad(id=24, session=BIG, token=TOKEN, transfer=301, shard=63), [b""]),
-    "complete_load-corrupt": (
-        CompleteLoad(id=25, session=BIG, token=TOKEN, transfer=301, shard=0, error="cut short"),
+    "transfer_done-bad": (
+        TransferDone(id=25, session=BIG, token=TOKEN, transfer=301, shard=0, error="cut short"),
         [INDICES],
     ),
     "clear": (Clear(id=26, epoch=4), []),

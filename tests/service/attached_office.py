@@ -22,7 +22,7 @@ class AttachedOffice(Office):
     def __init__(self, **parts: Any) -> None:
         super().__init__("a", host_slabs=4, spaces=2, **parts)
 
-    def hello_attached(self, process: FakePeer, *, version: int = 1, **fields: Any) -> wire.HelloAttached:
+    def hello_offload(self, process: FakePeer, *, version: int = 1, **fields: Any) -> wire.HelloOffload:
         """The hello of an engine of two shards."""
         declared: dict[str, Any] = {
             "engine": "engine 1.0",
@@ -34,7 +34,7 @@ class AttachedOffice(Office):
             "block_bytes": BLOCK_BYTES,
             "fingerprint": b"f" * 16,
         }
-        return wire.HelloAttached(
+        return wire.HelloOffload(
             id=self.next_id(),
             version_min=version,
             version_max=version,
@@ -42,12 +42,12 @@ class AttachedOffice(Office):
             **{**declared, **fields},
         )
 
-    def attach(self, process: FakePeer, *, peer: bytes = ONE, **fields: Any) -> wire.WelcomeAttached:
+    def attach(self, process: FakePeer, *, peer: bytes = ONE, **fields: Any) -> wire.WelcomeOffload:
         """A session for a process."""
-        return self.expect(wire.WelcomeAttached, self.hello_attached(process, **fields), peer=peer)
+        return self.expect(wire.WelcomeOffload, self.hello_offload(process, **fields), peer=peer)
 
     def join(
-        self, process: FakePeer, welcome: wire.WelcomeAttached, shard: int = 0, *, token: bytes = b""
+        self, process: FakePeer, welcome: wire.WelcomeOffload, shard: int = 0, *, token: bytes = b""
     ) -> JoinedHost:
         """Its shard process joins."""
         session = SessionId(welcome.session)
@@ -73,10 +73,10 @@ class AttachedOffice(Office):
         keys = key_chain(blocks, seed)[16 * held.hit :]
         return self.expect(wire.StorePrepared, self.prepare_store(held.lease, held.hit), keys, peer=peer)
 
-    def commit_store(
-        self, welcome: wire.WelcomeAttached, transfer: int, shard: int, error: str = ""
-    ) -> wire.CommitStore:
-        return wire.CommitStore(
+    def transfer_done(
+        self, welcome: wire.WelcomeOffload, transfer: int, shard: int, error: str = ""
+    ) -> wire.TransferDone:
+        return wire.TransferDone(
             id=self.next_id(),
             session=welcome.session,
             token=welcome.token,
@@ -85,16 +85,11 @@ class AttachedOffice(Office):
             error=error,
         )
 
-    def complete_load(self, welcome: wire.WelcomeAttached, transfer: int, shard: int) -> wire.CompleteLoad:
-        return wire.CompleteLoad(
-            id=self.next_id(), session=welcome.session, token=welcome.token, transfer=transfer, shard=shard
-        )
-
-    def store_blocks(self, welcome: wire.WelcomeAttached, blocks: int, *, seed: int = 0, peer: bytes = ONE) -> None:
+    def store_blocks(self, welcome: wire.WelcomeOffload, blocks: int, *, seed: int = 0, peer: bytes = ONE) -> None:
         """Store a prompt's blocks, as far as they are not there."""
         plan = self.storing(blocks, seed=seed, peer=peer)
         for shard in range(2):
-            self.expect(wire.Settled, self.commit_store(welcome, plan.transfer, shard), peer=bytes([shard]))
+            self.expect(wire.Settled, self.transfer_done(welcome, plan.transfer, shard), peer=bytes([shard]))
 
     def hit(self, blocks: int, *, seed: int = 0, peer: bytes = ONE) -> int:
         """How many of a prompt's blocks are found."""

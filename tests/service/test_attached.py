@@ -51,7 +51,7 @@ def test_hello_tells_what_an_engine_needs(office: AttachedOffice) -> None:
 )
 def test_hello_refuses_what_does_not_fit(office: AttachedOffice, fields: dict[str, Any], code: ErrorCode) -> None:
     """Another version, and blocks that no slab can hold, are told apart, and open nothing."""
-    assert office.error(office.hello_attached(FakePeer(1), **fields)) is code
+    assert office.error(office.hello_offload(FakePeer(1), **fields)) is code
     assert (office.cache.offload.sessions, office.cache.offload.namespaces.trees) == ({}, [])
 
 
@@ -60,7 +60,7 @@ def test_hello_refuses_more_blocks_than_slots_have_numbers(monkeypatch: pytest.M
     office = AttachedOffice()
     monkeypatch.setattr("kvcached.service.offload_admission.SLOTS_MAX", 31)
 
-    assert office.error(office.hello_attached(FakePeer(1))) is ErrorCode.WRONG_LAYOUT
+    assert office.error(office.hello_offload(FakePeer(1))) is ErrorCode.WRONG_LAYOUT
     monkeypatch.setattr("kvcached.service.offload_admission.SLOTS_MAX", 32)
     office.attach(FakePeer(1))
 
@@ -68,7 +68,7 @@ def test_hello_refuses_more_blocks_than_slots_have_numbers(monkeypatch: pytest.M
 def test_hello_needs_a_living_process(office: AttachedOffice) -> None:
     """A member token of a dead process opens nothing."""
     process = FakePeer(1)
-    hello = office.hello_attached(process)
+    hello = office.hello_offload(process)
 
     process.dead = True
     assert office.error(hello) is ErrorCode.UNAUTHENTICATED
@@ -77,7 +77,7 @@ def test_hello_needs_a_living_process(office: AttachedOffice) -> None:
 def test_daemon_without_attached_mode_says_so() -> None:
     """Where the configuration has no such engines, the hello is refused by name."""
     office = Office("a", host_slabs=4)
-    hello = AttachedOffice.hello_attached(office, FakePeer(1))  # type: ignore[arg-type]
+    hello = AttachedOffice.hello_offload(office, FakePeer(1))  # type: ignore[arg-type]
     refusal = office.expect(wire.ErrorReply, hello)
 
     assert (refusal.code, "[attached]" in refusal.fix) == (ErrorCode.UNKNOWN_REPLICA, True)
@@ -88,16 +88,16 @@ def test_connection_has_one_session_of_either_kind(office: AttachedOffice) -> No
     process = FakePeer(1)
     office.attach(process)
 
-    assert office.error(office.hello_attached(process, instance=OTHER_INSTANCE)) is ErrorCode.POOL_BUSY
+    assert office.error(office.hello_offload(process, instance=OTHER_INSTANCE)) is ErrorCode.POOL_BUSY
     office.enter(FakePeer(2), peer=TWO)
-    assert office.error(office.hello_attached(FakePeer(2)), peer=TWO) is ErrorCode.POOL_BUSY
+    assert office.error(office.hello_offload(FakePeer(2)), peer=TWO) is ErrorCode.POOL_BUSY
 
 
 def test_one_process_leaves_namespaces_to_others(office: AttachedOffice) -> None:
     """A process has sessions in half of the namespaces that there may be, in one of two here; others get the rest."""
     process = FakePeer(1)
     office.attach(process)
-    another = office.hello_attached(process, keyspace=b"l" * 32, instance=OTHER_INSTANCE)
+    another = office.hello_offload(process, keyspace=b"l" * 32, instance=OTHER_INSTANCE)
 
     refusal = office.expect(wire.ErrorReply, another, peer=TWO)
     assert (refusal.code, "one process" in refusal.message) == (ErrorCode.LIMIT, True)
@@ -107,7 +107,7 @@ def test_one_process_leaves_namespaces_to_others(office: AttachedOffice) -> None
 
 def test_hello_again_with_the_same_id_is_the_same_session(office: AttachedOffice) -> None:
     """A retry of a hello gets the welcome that it already got."""
-    hello = office.hello_attached(FakePeer(1))
+    hello = office.hello_offload(FakePeer(1))
 
     assert office.ask(hello) == office.ask(hello)
     assert len(office.cache.offload.sessions) == 1
@@ -182,14 +182,14 @@ def test_a_block_goes_to_the_host_pool_and_back(office: AttachedOffice) -> None:
     assert (held.hit, plan.depth, plan.generation, slots_in(pieces), len(slots_in(slots))) == (0, 3, 0, [0, 1, 2], 3)
     for shard in range(2):
         assert office.hit(3) == 0
-        office.expect(wire.Settled, office.commit_store(welcome, plan.transfer, shard), peer=b"a shard's own")
+        office.expect(wire.Settled, office.transfer_done(welcome, plan.transfer, shard), peer=b"a shard's own")
     assert office.hit(3) == 3
     again = office.acquire_blocks(3, request="again")
     loading = office.ask(office.prepare_load(again.lease, 2, 1))
     assert isinstance(loading.header, wire.LoadPrepared)
     assert (again.hit, slots_in(loading.frames[0])) == (3, slots_in(slots)[1:])
     for shard in range(2):
-        done = office.complete_load(welcome, loading.header.transfer, shard)
+        done = office.transfer_done(welcome, loading.header.transfer, shard)
         office.expect(wire.Settled, done, indices(), peer=b"a shard's own")
     assert office.cache.counters["loaded_blocks"] == 2
     for lease in (held, again):
@@ -203,8 +203,8 @@ def test_corrupt_blocks_are_told_by_their_place_in_the_load(office: AttachedOffi
     office.store_blocks(welcome, 4)
     held = office.acquire_blocks(4)
     plan = office.expect(wire.LoadPrepared, office.prepare_load(held.lease, 3, 1))
-    office.expect(wire.Settled, office.complete_load(welcome, plan.transfer, 0), indices())
-    office.expect(wire.Settled, office.complete_load(welcome, plan.transfer, 1), indices(1))
+    office.expect(wire.Settled, office.transfer_done(welcome, plan.transfer, 0), indices())
+    office.expect(wire.Settled, office.transfer_done(welcome, plan.transfer, 1), indices(1))
 
     assert office.hit(4) == 2
 
@@ -275,7 +275,7 @@ def test_verbs_of_device_pools_need_their_session(office: AttachedOffice) -> Non
     assert office.error(commit, key_chain(1), pack_ranges([(0, 1)])) is ErrorCode.NO_SESSION
     for late in (
         wire.Load(id=office.next_id(), epoch=EPOCH, lease=1),
-        wire.Vacancy(id=office.next_id(), epoch=EPOCH, blocks=1),
+        wire.WaitForSlots(id=office.next_id(), epoch=EPOCH, blocks=1),
     ):
         assert office.error(late) is ErrorCode.NO_SESSION
 
@@ -286,8 +286,8 @@ def test_shards_speak_for_their_own_session_only(office: AttachedOffice) -> None
     two = office.attach(FakePeer(2), peer=TWO, instance=OTHER_INSTANCE)
     plan = office.storing(2)
     for shard in range(2):
-        office.expect(wire.Settled, office.commit_store(two, plan.transfer, shard))
-    forged = wire.CommitStore(
+        office.expect(wire.Settled, office.transfer_done(two, plan.transfer, shard))
+    forged = wire.TransferDone(
         id=office.next_id(), session=one.session, token=two.token, transfer=plan.transfer, shard=0
     )
 
@@ -305,7 +305,7 @@ def test_retries_have_one_effect(office: AttachedOffice) -> None:
 
     assert first == again
     for shard in (0, 0, 1, 1):
-        office.expect(wire.Settled, office.commit_store(welcome, first.header.transfer, shard))
+        office.expect(wire.Settled, office.transfer_done(welcome, first.header.transfer, shard))
     second = office.acquire_blocks(2, request="second")
     load = office.prepare_load(second.lease, 2)
     assert office.ask(load) == office.ask(load)

@@ -66,7 +66,7 @@ def test_store_under_way_does_not_outlive_the_clear(office: AttachedOffice) -> N
     plan = office.storing(3)
     assert clear(office, "tiny").blocks == 0
     for shard in range(2):
-        office.expect(wire.Settled, office.commit_store(welcome, plan.transfer, shard))
+        office.expect(wire.Settled, office.transfer_done(welcome, plan.transfer, shard))
 
     assert office.hit(3) == 0
     office.die(process)

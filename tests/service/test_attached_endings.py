@@ -44,7 +44,7 @@ def test_goodbye_with_copies_under_way_waits_for_the_shards_only(office: Attache
     office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
 
     assert office.host_states() == {"free": 6, "quarantined": 2}
-    assert office.error(office.commit_store(welcome, plan.transfer, 0)) is ErrorCode.SESSION_EXPIRED
+    assert office.error(office.transfer_done(welcome, plan.transfer, 0)) is ErrorCode.SESSION_EXPIRED
     assert office.forgotten == [scheduler]
     office.die(shard)
     assert office.host_states() == {"free": 8}
@@ -76,7 +76,7 @@ def test_expired_session_is_told_so_everywhere(office: AttachedOffice) -> None:
 
     assert office.error(office.acquire(key_chain(1)), key_chain(1)) is ErrorCode.SESSION_EXPIRED
     for shard in (0, EVERY_SHARD):
-        assert office.error(office.commit_store(welcome, plan.transfer, shard)) is ErrorCode.SESSION_EXPIRED
+        assert office.error(office.transfer_done(welcome, plan.transfer, shard)) is ErrorCode.SESSION_EXPIRED
     beat = wire.Heartbeat(id=701, session=welcome.session, token=welcome.token)
     assert office.error(beat, peer=b"any") is ErrorCode.SESSION_EXPIRED
     assert office.host_states() == {"free": 6, "quarantined": 2}
@@ -156,7 +156,7 @@ def test_engine_with_the_same_name_for_itself_ends_nobody_elses_session(office: 
 
     assert list(office.cache.offload.sessions) == [one.session, two.session]
     for shard in range(2):
-        office.expect(wire.Settled, office.commit_store(one, plan.transfer, shard))
+        office.expect(wire.Settled, office.transfer_done(one, plan.transfer, shard))
     assert office.hit(2, peer=TWO) == 2
 
 

@@ -146,9 +146,9 @@ def test_attached_engine_is_told_to_compute_while_paused() -> None:
     assert office.storing(2, seed=1).transfer == 0
     assert answers == []
     for shard in range(2):
-        office.ask(office.complete_load(welcome, under_way.transfer, shard), indices())
+        office.ask(office.transfer_done(welcome, under_way.transfer, shard), indices())
     assert paused(answers) == (0, True)
-    assert office.expect(wire.StatsReport, wire.Stats(id=office.next_id())).attached_paused
+    assert office.expect(wire.StatsReport, wire.Stats(id=office.next_id())).offload_paused
 
 
 # --- drain ----------------------------------------------------------------------------------------------------------
@@ -185,12 +185,12 @@ def test_drain_of_attached_engines() -> None:
     plan = office.expect(wire.StorePrepared, office.prepare_store(held.lease), key_chain(3))
     answers = drain(office)
 
-    assert office.error(office.hello_attached(FakePeer(2)), peer=TWO) == ErrorCode.DRAINING
+    assert office.error(office.hello_offload(FakePeer(2)), peer=TWO) == ErrorCode.DRAINING
     assert office.error(office.acquire(key_chain(1), "s"), key_chain(1)) == ErrorCode.DRAINING
     release(office, held.lease)
     assert answers == []
     for shard in range(2):
-        office.expect(wire.Settled, office.commit_store(welcome, plan.transfer, shard), peer=bytes([shard]))
+        office.expect(wire.Settled, office.transfer_done(welcome, plan.transfer, shard), peer=bytes([shard]))
     assert drained(answers) == (0, 0, 0, True)
 
 
@@ -216,7 +216,7 @@ def test_drain_past_its_deadline_says_what_is_left() -> None:
     office.enter(FakePeer(1))
     office.store(key_chain(3))
     office.expect(wire.Acquired, office.acquire(key_chain(4, seed=9)), key_chain(4, seed=9))
-    vacancy = office.ask_late(wire.Vacancy(id=office.next_id(), epoch=EPOCH, blocks=16))
+    vacancy = office.ask_late(wire.WaitForSlots(id=office.next_id(), epoch=EPOCH, blocks=16))
     answers = drain(office)
     office.timers[-1].ring()
 
@@ -348,7 +348,7 @@ def test_stop_ends_at_its_deadline() -> None:
     office.enter(FakePeer(1))
     office.store(key_chain(3))
     office.expect(wire.Acquired, office.acquire(key_chain(4, seed=9)), key_chain(4, seed=9))
-    vacancy = office.ask_late(wire.Vacancy(id=office.next_id(), epoch=EPOCH, blocks=16))
+    vacancy = office.ask_late(wire.WaitForSlots(id=office.next_id(), epoch=EPOCH, blocks=16))
     clear = office.ask_late(wire.ClearReplica(id=office.next_id(), target="a"), peer=TWO)
     drains, pauses = drain(office), pause(office)
     told = stop(office)
@@ -370,7 +370,7 @@ def test_closing_answers_engines_that_wait() -> None:
     office.enter(FakePeer(1))
     office.store(key_chain(3))
     office.expect(wire.Acquired, office.acquire(key_chain(4, seed=9)), key_chain(4, seed=9))
-    vacancy = office.ask_late(wire.Vacancy(id=office.next_id(), epoch=EPOCH, blocks=16))
+    vacancy = office.ask_late(wire.WaitForSlots(id=office.next_id(), epoch=EPOCH, blocks=16))
     stop(office)
     office.service.close()
 

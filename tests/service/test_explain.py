@@ -85,7 +85,7 @@ def test_describe_tells_what_keys_and_engines_need(office: AttachedOffice) -> No
     described = office.expect(wire.Description, wire.Describe(id=office.next_id()), peer=b"cli")
 
     assert described.replicas[0].namespace == "6e" * 32
-    assert described.attached is not None
-    assert (described.attached.slabs, described.attached.namespaces_max) == (4, 2)
+    assert described.offload is not None
+    assert (described.offload.slabs, described.offload.namespaces_max) == (4, 2)
     plain = Office()
-    assert plain.expect(wire.Description, wire.Describe(id=plain.next_id())).attached is None
+    assert plain.expect(wire.Description, wire.Describe(id=plain.next_id())).offload is None

@@ -269,7 +269,7 @@ def test_load_that_cannot_start_is_told_to_the_progress_pages() -> None:
     assert [answer.header for answer in answers] == [wire.Loaded(id=answers[0].header.id, hit=0)]
 
 
-# --- vacancy ---------------------------------------------------------------------------------------------------------
+# --- waiting for slots ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -279,8 +279,8 @@ class Full:
     office: Office
     process: FakePeer
 
-    def request(self, blocks: int = SLOTS) -> wire.Vacancy:
-        return wire.Vacancy(id=self.office.next_id(), epoch=EPOCH, blocks=blocks)
+    def request(self, blocks: int = SLOTS) -> wire.WaitForSlots:
+        return wire.WaitForSlots(id=self.office.next_id(), epoch=EPOCH, blocks=blocks)
 
 
 @pytest.fixture
@@ -292,8 +292,8 @@ def full() -> Full:
     return Full(office, process)
 
 
-def test_shortage_under_copies_is_pending_and_vacancy_waits_for_them(full: Full) -> None:
-    """While copies hold every slot an acquire is told to wait; vacancy is answered when enough of them have ended."""
+def test_shortage_under_copies_is_pending_and_can_be_waited_out(full: Full) -> None:
+    """While copies hold every slot an acquire is told to wait; the wait is answered when enough of them have ended."""
     keys = key_chain(6, seed=3)
     assert full.office.error(full.office.acquire(keys), keys) is ErrorCode.CAPACITY_PENDING
     answers = full.office.ask_late(full.request(6))
@@ -302,11 +302,11 @@ def test_shortage_under_copies_is_pending_and_vacancy_waits_for_them(full: Full)
     assert {order.transfer for order in full.office.workers["a"].hurried} == {first, second}
     full.office.workers["a"].end(second)
 
-    assert [answer.header for answer in answers] == [wire.Vacant(id=answers[0].header.id, available=8)]
+    assert [answer.header for answer in answers] == [wire.SlotsAvailable(id=answers[0].header.id, available=8)]
     full.office.expect(wire.Acquired, full.office.acquire(keys), keys)
 
 
-def test_vacancy_waits_for_as_many_as_it_asked_for(full: Full) -> None:
+def test_wait_for_slots_ends_with_as_many_as_it_asked_for(full: Full) -> None:
     """The end of a copy that does not make enough room answers nothing; the end of the last one answers anyway."""
     answers = full.office.ask_late(full.request(9))
     first, second = full.office.workers["a"].under_way(TransferKind.STORE)
@@ -314,19 +314,19 @@ def test_vacancy_waits_for_as_many_as_it_asked_for(full: Full) -> None:
     assert answers == []
     full.office.workers["a"].end(second, "failed")
 
-    assert [answer.header for answer in answers] == [wire.Vacant(id=answers[0].header.id, available=SLOTS)]
+    assert [answer.header for answer in answers] == [wire.SlotsAvailable(id=answers[0].header.id, available=SLOTS)]
 
 
-def test_vacancy_is_answered_at_once_where_no_copy_could_help(full: Full) -> None:
+def test_wait_for_slots_is_answered_at_once_where_no_copy_could_help(full: Full) -> None:
     """Without copies under way the answer is what there is, be it too little."""
     full.office.workers["a"].end_all()
     keys = key_chain(10, seed=4)
     full.office.expect(wire.Acquired, full.office.acquire(keys), keys)
 
-    assert full.office.expect(wire.Vacant, full.request(7)).available == 6
+    assert full.office.expect(wire.SlotsAvailable, full.request(7)).available == 6
 
 
-def test_vacancy_ends_with_its_session(full: Full) -> None:
+def test_wait_for_slots_ends_with_its_session(full: Full) -> None:
     """Goodbye answers who waits for room, once."""
     answers = full.office.ask_late(full.request())
     full.office.expect(wire.Goodbye, wire.Bye(id=full.office.next_id()))
@@ -335,7 +335,7 @@ def test_vacancy_ends_with_its_session(full: Full) -> None:
     assert error_of(answers) is ErrorCode.NO_SESSION
 
 
-def test_vacancy_ends_with_the_death_of_its_process(full: Full) -> None:
+def test_wait_for_slots_ends_with_the_death_of_its_process(full: Full) -> None:
     """A dead engine's question does not stay behind."""
     answers = full.office.ask_late(full.request())
     full.process.dead = True
@@ -344,13 +344,13 @@ def test_vacancy_ends_with_the_death_of_its_process(full: Full) -> None:
     assert error_of(answers) is ErrorCode.NO_SESSION
 
 
-def test_vacancy_is_answered_though_its_worker_dies(full: Full) -> None:
+def test_wait_for_slots_is_answered_though_its_worker_dies(full: Full) -> None:
     """The copies that held the slots have failed, and so the slots are there for who waits."""
     answers = full.office.ask_late(full.request())
     full.office.service.on_event(WorkerDied("a"))
     full.office.workers["a"].end_all()
 
-    assert isinstance(answers[0][0], wire.Vacant)
+    assert isinstance(answers[0][0], wire.SlotsAvailable)
 
 
 # --- what comes after an answer --------------------------------------------------------------------------------------

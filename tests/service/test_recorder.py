@@ -209,7 +209,7 @@ def test_replica_is_told_when_the_record_is_written(weights: str) -> None:
 def test_engine_is_told_when_the_record_is_written() -> None:
     """So is the clear of an engine in attached mode; its retry meanwhile clears nothing more, and both are answered."""
     office = AttachedOffice()
-    office.ask(office.hello_attached(FakePeer(1)))
+    office.ask(office.hello_offload(FakePeer(1)))
     writer = with_storage(office)
     answers: list[wire.Header] = []
     request = wire.Clear(id=office.next_id(), epoch=EPOCH)
@@ -227,7 +227,7 @@ def test_engine_is_told_when_the_record_is_written() -> None:
 def test_clear_that_is_not_written_down_is_an_error_until_it_is() -> None:
     """Whoever clears is told that a restart would bring the blocks back; the same request later finds it done."""
     office = AttachedOffice()
-    office.ask(office.hello_attached(FakePeer(1)))
+    office.ask(office.hello_offload(FakePeer(1)))
     writer = with_storage(office)
     answers: list[wire.Header] = []
     request = wire.Clear(id=office.next_id(), epoch=EPOCH)

@@ -76,7 +76,7 @@ def ledger_at_reply(office: Office, path: Path, request: wire.Request, *frames: 
 def test_sessions_are_known_before_the_welcome(office: AttachedOffice, path: Path) -> None:
     """A session and its processes are in the ledger when its engine hears of it, and when each shard has joined."""
     scheduler, shard = process(1), process(2)
-    welcome, ledger = ledger_at_reply(office, path, office.hello_attached(scheduler))
+    welcome, ledger = ledger_at_reply(office, path, office.hello_offload(scheduler))
     (session,) = ledger.sessions
     assert (session.id, session.epoch, session.mode) == (welcome.session, EPOCH, "attached")
     assert (session.instance, session.token_digest) == (
@@ -127,7 +127,7 @@ def test_engine_that_has_not_returned_is_written_down_as_it_was(office: Attached
 
 def test_slab_is_wiped_then_written_down_then_given_out(office: AttachedOffice, path: Path, notes: Notes) -> None:
     """Old headers are gone before the ledger says whose a slab is; claims are there before the reply."""
-    welcome, _ = ledger_at_reply(office, path, office.hello_attached(process(1)))
+    welcome, _ = ledger_at_reply(office, path, office.hello_offload(process(1)))
     held = office.acquire_blocks(3)
     prepare = office.prepare_store(held.lease)
     answers: list[Any] = []
@@ -146,14 +146,14 @@ def test_slab_is_wiped_then_written_down_then_given_out(office: AttachedOffice, 
 
 def test_clear_is_durable_before_its_reply(office: AttachedOffice, path: Path) -> None:
     """When a clear is answered the new generation is written down."""
-    ledger_at_reply(office, path, office.hello_attached(process(1)))
+    ledger_at_reply(office, path, office.hello_offload(process(1)))
     cleared, ledger = ledger_at_reply(office, path, wire.Clear(id=office.next_id(), epoch=EPOCH))
     assert (cleared.generation, ledger.spaces[0].generation) == (1, 1)
 
 
 def test_nothing_is_written_where_nothing_changed(office: AttachedOffice, path: Path) -> None:
     """Requests that change nothing which a successor has to know cost no write."""
-    ledger_at_reply(office, path, office.hello_attached(process(1)))
+    ledger_at_reply(office, path, office.hello_offload(process(1)))
     office.acquire_blocks(3)
     before = path.stat().st_ino
     office.hit(3)
@@ -165,7 +165,7 @@ def test_ledger_that_cannot_be_written_is_removed(
     office: AttachedOffice, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An outdated ledger would be believed; without one the next start is cold. The engine is served all the same."""
-    ledger_at_reply(office, path, office.hello_attached(process(1)))
+    ledger_at_reply(office, path, office.hello_offload(process(1)))
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -193,7 +193,7 @@ def test_ledger_that_cannot_be_removed_either_stops_nobody(
 
 def test_end_of_a_session_is_written_down(office: AttachedOffice, path: Path) -> None:
     """A session that is over is not in the ledger any more."""
-    ledger_at_reply(office, path, office.hello_attached(process(1)))
+    ledger_at_reply(office, path, office.hello_offload(process(1)))
     office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
     after = read_ledger(path)
     assert after is not None

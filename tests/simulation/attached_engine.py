@@ -49,7 +49,7 @@ class OffloadSession(EngineSession):
         floor: the generation that the namespace has reached for sure.
     """
 
-    def __init__(self, welcome: wire.WelcomeAttached, line: Line) -> None:
+    def __init__(self, welcome: wire.WelcomeOffload, line: Line) -> None:
         super().__init__(welcome.session, welcome.token, welcome.epoch, line)
         self.welcome = welcome
         self.unsettled: list[tuple[wire.PrepareLoad | wire.PrepareStore, tuple[bytes, ...]]] = []
@@ -101,7 +101,7 @@ class AttachedEngine(Engine):
         model, geometry = self._model, self._model.shape.geometry
         try:
             identified = await attachment.identify()
-            hello = wire.HelloAttached(
+            hello = wire.HelloOffload(
                 id=line.next_id(),
                 version_min=1,
                 version_max=1,
@@ -115,7 +115,7 @@ class AttachedEngine(Engine):
                 block_bytes=geometry.block_bytes,
                 fingerprint=model.shape.fingerprint,
             )
-            welcome, _ = await line.ask(hello, wire.WelcomeAttached)
+            welcome, _ = await line.ask(hello, wire.WelcomeOffload)
         except (Refused, DaemonFailure) as error:
             if error.code not in _TRY_LATER:
                 raise
@@ -314,22 +314,12 @@ class AttachedEngine(Engine):
         for shard in range(self._model.shape.geometry.shards):
             self.world.host.give_up((*session.holder, shard, transfer))
         line = session.line
-        if is_store:
-            commit = wire.CommitStore(
-                id=line.next_id(),
-                session=session.number,
-                token=session.token,
-                transfer=transfer,
-                shard=wire.EVERY_SHARD,
-                error="not made",
-            )
-            await line.ask(commit, wire.Settled, tries=20)
-        else:
-            complete = wire.CompleteLoad(
-                id=line.next_id(),
-                session=session.number,
-                token=session.token,
-                transfer=transfer,
-                shard=wire.EVERY_SHARD,
-            )
-            await line.ask(complete, wire.Settled, (b"",), tries=20)
+        done = wire.TransferDone(
+            id=line.next_id(),
+            session=session.number,
+            token=session.token,
+            transfer=transfer,
+            shard=wire.EVERY_SHARD,
+            error="not made" if is_store else "",
+        )
+        await line.ask(done, wire.Settled, tries=20)

@@ -130,7 +130,7 @@ class Shard:
         self._world.seen["attached stored blocks"] += 0 if error else len(blocks)
         await self._say(
             line,
-            wire.CommitStore(
+            wire.TransferDone(
                 id=line.next_id(),
                 session=self._session,
                 token=self._token,
@@ -154,10 +154,10 @@ class Shard:
             self._judge(copy, block, found, there=there and copier.is_there(block), bad=bad, index=index)
         await self._say(
             line,
-            wire.CompleteLoad(
+            wire.TransferDone(
                 id=line.next_id(), session=self._session, token=self._token, transfer=copy.transfer, shard=self.index
             ),
-            (array("i", bad).tobytes(),),
+            (array("i", bad).tobytes(),) if bad else (),
         )
 
     def _judge(
@@ -180,7 +180,7 @@ class Shard:
         else:
             self._world.seen["attached loaded blocks"] += 1
 
-    async def _say(self, line: Line, request: wire.CommitStore | wire.CompleteLoad, frames: tuple[bytes, ...]) -> None:
+    async def _say(self, line: Line, request: wire.TransferDone, frames: tuple[bytes, ...]) -> None:
         """Say it until it is heard, or the session is over."""
         try:
             await line.ask(request, wire.Settled, frames, tries=50)

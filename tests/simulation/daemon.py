@@ -48,7 +48,7 @@ HOST_HANDLE: Final = 3
 #: Requests whose retries must get the same answer, byte for byte; so must an acquire while its hit is loading.
 _KEPT: Final = (
     wire.Hello,
-    wire.HelloAttached,
+    wire.HelloOffload,
     wire.Rejoin,
     wire.Declare,
     wire.DeclareOver,
@@ -60,7 +60,7 @@ _KEPT: Final = (
 )
 _LATE: Final = (
     wire.Load,
-    wire.Vacancy,
+    wire.WaitForSlots,
     wire.Pause,
     wire.Drain,
     wire.Clear,
@@ -350,7 +350,7 @@ class Daemon:
             self._take_over_rights(session, header.lease, frames[1], frames[2])
         elif isinstance(header, wire.DeclareEnded) and session is not None:
             self._checks.look_at_returned(self.cache.managed.sessions[SessionId(session)])
-        elif isinstance(header, wire.Welcome | wire.WelcomeAttached):
+        elif isinstance(header, wire.Welcome | wire.WelcomeOffload):
             before = [crew for crew in self.crews.values() if connection.process in crew.processes]
             self._world.seen["session taken over"] += bool(before)
             self.crews[header.session] = Crew([connection.process])

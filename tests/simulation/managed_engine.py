@@ -219,8 +219,8 @@ class ManagedEngine(Engine):
 
     async def _wait_for_room(self, session: ManagedSession, error: RequestError) -> None:
         if error.code == ErrorCode.CAPACITY_PENDING:
-            request = wire.Vacancy(id=session.line.next_id(), epoch=session.epoch, blocks=1)
-            await session.line.ask(request, wire.Vacant, patience_us=_LOAD_PATIENCE_US)
+            request = wire.WaitForSlots(id=session.line.next_id(), epoch=session.epoch, blocks=1)
+            await session.line.ask(request, wire.SlotsAvailable, patience_us=_LOAD_PATIENCE_US)
         await self.think()
 
     async def _take_hit(self, session: ManagedSession, lease: HeldLease) -> bool:

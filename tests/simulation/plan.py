@@ -179,7 +179,7 @@ def _weight(chance: Chance, fault: str) -> float:
 def _model(number: int, slabs: int) -> AttachedModel:
     shards, block_bytes = _ATTACHED_BLOCKS[number % len(_ATTACHED_BLOCKS)]
     geometry = HostGeometry(slabs=slabs, slab_bytes=SLAB_BYTES, shards=shards, block_bytes=block_bytes)
-    hello = wire.HelloAttached(
+    hello = wire.HelloOffload(
         id=1,
         version_min=1,
         version_max=1,

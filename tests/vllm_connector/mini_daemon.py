@@ -165,7 +165,7 @@ class MiniClient:
 
     def cancel_load(self, transfer: TransferId) -> None:
         self._check(is_slow=False)
-        self.daemon.core.complete_load(self.id, transfer, -1, "", ())
+        self.daemon.core.transfer_done(self.id, transfer, -1, "", ())
         self._check()
 
     def prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PreparedStore:
@@ -176,7 +176,7 @@ class MiniClient:
 
     def cancel_store(self, transfer: TransferId, why: str) -> None:
         self._check(is_slow=False)
-        self.daemon.core.commit_store(self.id, transfer, -1, why)
+        self.daemon.core.transfer_done(self.id, transfer, -1, why)
         self._check()
 
     def post_release(self, lease: LeaseId) -> None:
@@ -209,9 +209,9 @@ class MiniClient:
         if is_load:
             depths = [depth for span in job.spans for depth in range(span.depth, span.depth + len(span.blocks))]
             corrupt = tuple(depths[index] for index in bad)
-            self.daemon.core.complete_load(self.id, job.transfer, shard, error, corrupt)
+            self.daemon.core.transfer_done(self.id, job.transfer, shard, error, corrupt)
         else:
-            self.daemon.core.commit_store(self.id, job.transfer, shard, error)
+            self.daemon.core.transfer_done(self.id, job.transfer, shard, error)
         self._check()
 
     def _check(self, *, is_slow: bool = True) -> None:

@@ -18,8 +18,8 @@ from kvcached_client.protocol.engine import (
     Load,
     Loaded,
     Request,
-    Vacancy,
-    Vacant,
+    SlotsAvailable,
+    WaitForSlots,
     error_reply,
 )
 from kvcached_client.types import pack_ranges
@@ -31,7 +31,7 @@ Answer = tuple[Header, list[bytes]] | None
 
 
 class FullPool:
-    """A pool in which room for a request is only pending while `available` holds numbers: one for each `Vacancy`."""
+    """A pool in which room is only pending while `available` holds numbers: one for each `WaitForSlots`."""
 
     def __init__(self, daemon: FakeDaemon, kind: type[Header], *available: int) -> None:
         self.kind = kind
@@ -39,8 +39,8 @@ class FullPool:
         daemon.script = self
 
     def __call__(self, request: Request, _: list[bytes]) -> Answer:
-        if isinstance(request, Vacancy):
-            return Vacant(id=request.id, available=self.available.pop(0)), []
+        if isinstance(request, WaitForSlots):
+            return SlotsAvailable(id=request.id, available=self.available.pop(0)), []
         if isinstance(request, self.kind) and self.available:
             return pending(request), []
         return None
@@ -50,8 +50,8 @@ def pending(request: Request) -> Header:
     return error_reply(request.id, request_error(ErrorCode.CAPACITY_PENDING, "full", "wait"))
 
 
-def vacancies(daemon: FakeDaemon) -> list[int]:
-    return [request.blocks for request in daemon.of(Vacancy) if isinstance(request, Vacancy)]
+def waits(daemon: FakeDaemon) -> list[int]:
+    return [request.blocks for request in daemon.of(WaitForSlots) if isinstance(request, WaitForSlots)]
 
 
 def test_acquire_waits_for_more_room_than_there_was(daemon: FakeDaemon, connect: Connect) -> None:
@@ -60,7 +60,7 @@ def test_acquire_waits_for_more_room_than_there_was(daemon: FakeDaemon, connect:
     client = connect()
     lease = client.acquire("a", client.chain(range(8)))
     assert lease.granted
-    assert vacancies(daemon) == [1, 2, 5]
+    assert waits(daemon) == [1, 2, 5]
     attempts = daemon.of(Acquire)
     assert (len(attempts), len({request.id for request in attempts})) == (4, 4)
     assert {request.request for request in attempts if isinstance(request, Acquire)} == {"a"}
@@ -72,7 +72,7 @@ def test_allocate_waits_for_room(daemon: FakeDaemon, connect: Connect) -> None:
     lease = client.acquire("a", client.chain(range(8)))
     FullPool(daemon, Allocate, 1)
     lease.allocate(16)
-    assert (vacancies(daemon), lease.block_table.tolist()) == ([1], [0, 1, 2, 3])
+    assert (waits(daemon), lease.block_table.tolist()) == ([1], [0, 1, 2, 3])
 
 
 def test_wait_loaded_waits_for_room_for_what_was_cut_off(daemon: FakeDaemon, connect: Connect) -> None:
@@ -91,7 +91,7 @@ def test_wait_loaded_waits_for_room_for_what_was_cut_off(daemon: FakeDaemon, con
     client = connect()
     lease = client.acquire("a", client.chain(PROMPT))
     assert lease.wait_loaded() == 12
-    assert vacancies(daemon) == [1]
+    assert waits(daemon) == [1]
 
 
 def test_room_that_nothing_under_way_frees_is_not_waited_for(daemon: FakeDaemon, connect: Connect) -> None:
@@ -101,7 +101,7 @@ def test_room_that_nothing_under_way_frees_is_not_waited_for(daemon: FakeDaemon,
     with pytest.raises(NoCapacity) as caught:
         client.acquire("a", client.chain(range(8)))
     assert caught.value.code == ErrorCode.CAPACITY_PENDING
-    assert (vacancies(daemon), len(daemon.of(Acquire))) == ([1, 4], 3)
+    assert (waits(daemon), len(daemon.of(Acquire))) == ([1, 4], 3)
 
 
 def test_final_lack_of_room_is_not_waited_for(daemon: FakeDaemon, connect: Connect) -> None:
@@ -111,7 +111,7 @@ def test_final_lack_of_room_is_not_waited_for(daemon: FakeDaemon, connect: Conne
     client = connect()
     with pytest.raises(NoCapacity):
         client.acquire("a", client.chain(range(8)))
-    assert (vacancies(daemon), len(daemon.of(Acquire))) == ([], 1)
+    assert (waits(daemon), len(daemon.of(Acquire))) == ([], 1)
 
 
 @pytest.mark.parametrize("failures", ["raise", "miss"])
@@ -119,7 +119,7 @@ def test_room_that_does_not_come_in_time_is_no_capacity(daemon: FakeDaemon, conn
     """All waits together take one deadline; then the caller hears that there is no room, not that nobody answered."""
     daemon.script = lambda request, _: (
         (SILENCE, [])
-        if isinstance(request, Vacancy)
+        if isinstance(request, WaitForSlots)
         else (pending(request), [])
         if isinstance(request, Acquire)
         else None
@@ -132,7 +132,7 @@ def test_room_that_does_not_come_in_time_is_no_capacity(daemon: FakeDaemon, conn
         with pytest.raises(NoCapacity) as caught:
             client.acquire("a", client.chain(range(8)))
         assert caught.value.code == ErrorCode.CAPACITY_PENDING
-    assert (vacancies(daemon), len(daemon.of(Acquire))) == ([1], 1)
+    assert (waits(daemon), len(daemon.of(Acquire))) == ([1], 1)
 
 
 def test_attempts_and_waits_share_one_deadline(
@@ -177,7 +177,7 @@ def test_session_that_ends_during_the_wait_is_stale(daemon: FakeDaemon, connect:
     over = request_error(ErrorCode.SESSION_EXPIRED, "over", "attach again")
     daemon.script = lambda request, _: (
         (error_reply(request.id, over), [])
-        if isinstance(request, Vacancy)
+        if isinstance(request, WaitForSlots)
         else (pending(request), [])
         if isinstance(request, Acquire)
         else None
@@ -194,4 +194,4 @@ def test_more_room_than_a_message_can_ask_for_is_not_asked_for(daemon: FakeDaemo
     client = connect()
     with pytest.raises(NoCapacity):
         client.acquire("a", client.chain(range(8)))
-    assert vacancies(daemon) == [1]
+    assert waits(daemon) == [1]
