@@ -80,6 +80,19 @@ class ManagedLease(Lease):
 
 
 @dataclass(slots=True, eq=False)
+class SharedCopy:
+    """A slot that several declared leases read, of a block that the tree has in another slot.
+
+    Attributes:
+        leases: those that are not released.
+        fence: the latest that a release of one of the others named.
+    """
+
+    leases: set[LeaseId]
+    fence: FenceSequence = NO_FENCE
+
+
+@dataclass(slots=True, eq=False)
 class OffloadLease(Lease):
     """A prefix in the host pool, and what the request goes on storing behind it.
 

@@ -14,10 +14,19 @@ from typing import Any, Generic, TypeVar
 
 from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.lease import Asked, FenceHold, Lease, ManagedLease, OffloadLease
+from kvcached.core.lease import Asked, FenceHold, Lease, ManagedLease, OffloadLease, SharedCopy
 from kvcached.core.namespaces import Namespace
 from kvcached.core.refusals import Refusal, Why
-from kvcached.core.slots.ranges import Ranges, append, no_ranges, slot_count, subtract
+from kvcached.core.slots.ranges import (
+    Ranges,
+    append,
+    every_slot,
+    from_slots,
+    no_ranges,
+    one_range,
+    slot_count,
+    subtract,
+)
 from kvcached.core.slots.slots import DevicePool, SlotPool
 from kvcached.core.slots.states import SESSION_TRANSITIONS, SessionState, SlotState, follow
 from kvcached.core.transfers.transfer import EngineTransfer
@@ -144,6 +153,7 @@ class ManagedSession(Session[ManagedLease]):
         writes_through: what it commits is to be copied to the host pool, when the policy says so.
         declaring: it is from before a restart, and has not said yet what it holds. All that it could write is in
             `quarantined` until it has.
+        shared_copies: slots that two declared leases or more hold beside the tree's, LEASED as the scratch of one is.
         inherited_fence: the highest fence that it named before the restart. Until this fence has signalled, work may be
             queued on every slot that the session has ever held.
     """
@@ -156,6 +166,7 @@ class ManagedSession(Session[ManagedLease]):
     counters: Counter[str] = field(default_factory=Counter)
     writes_through: bool = False
     declaring: bool = False
+    shared_copies: dict[int, SharedCopy] = field(default_factory=dict)
     inherited_fence: FenceSequence = NO_FENCE
 
     @property
@@ -175,9 +186,10 @@ class ManagedSession(Session[ManagedLease]):
 
     def release(self, lease: ManagedLease, fence: FenceSequence) -> None:
         """Give a lease's lock and exclusive slots back, at once or when this fence and its commits' have signalled."""
-        fence = max(fence, lease.fence)
+        lease.fence = max(fence, lease.fence)
         cause = f"release of lease {lease.id}"
         slots = self._take_off(lease)
+        fence = lease.fence
         if fence > self.fence:
             self.pool.move(slots, SlotState.LEASED, SlotState.FENCED, cause)
             self.holds.append(FenceHold(fence, lease.run, lease.depth, lease.depth, slots))
@@ -225,6 +237,24 @@ class ManagedSession(Session[ManagedLease]):
         self.quarantined = left
         return True
 
+    def copies_of_others(self, copies: Ranges[int]) -> list[int]:
+        """Which of these slots other declared leases have taken back as copies of their own."""
+        if subtract(self.quarantined, copies) is not None:
+            return []
+        taken = {slot for lease in self.leases.values() for slot in every_slot(lease.scratch)}
+        return [slot for slot in every_slot(copies) if slot in taken or slot in self.shared_copies]
+
+    def share_copies(self, lease: ManagedLease, slots: list[int]) -> None:
+        """A lease reads what `copies_of_others` has found; a slot is free when the last of its leases is released."""
+        alone = set(slots) - self.shared_copies.keys()
+        for other in self.leases.values() if alone else ():
+            own = [slot for slot in every_slot(other.scratch) if slot in alone]
+            if own:
+                other.scratch = from_slots(slot for slot in every_slot(other.scratch) if slot not in alone)
+                self.shared_copies.update((slot, SharedCopy({other.id})) for slot in own)
+        for slot in slots:
+            self.shared_copies[slot].leases.add(lease.id)
+
     def declared(self) -> int:
         """It has declared everything. Slots that it has not named are free, at once or when `inherited_fence` signals.
 
@@ -259,9 +289,21 @@ class ManagedSession(Session[ManagedLease]):
         """Take a lease off the books; its lock and its slots (returned, LEASED still) are the caller's to give back."""
         self.remove(lease)
         lease.loads.clear()
+        if self.shared_copies:
+            self._leave_copies(lease)
         slots = lease.open
         append(slots, lease.scratch)
         return slots
+
+    def _leave_copies(self, lease: ManagedLease) -> None:
+        """Copies that a lease shared stay with the others; of the last one they are scratch like its own."""
+        for slot, copy in [each for each in self.shared_copies.items() if lease.id in each[1].leases]:
+            copy.leases.remove(lease.id)
+            copy.fence = max(copy.fence, lease.fence)
+            if not copy.leases:
+                del self.shared_copies[slot]
+                append(lease.scratch, one_range(slot, 1))
+                lease.fence = copy.fence
 
     def _unlock(self, run: Run, depth: int) -> None:
         owner = self.tree.resolve(run, depth)

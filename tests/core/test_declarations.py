@@ -121,6 +121,59 @@ def test_leases_share_behind_a_copy_of_their_own(
     assert states(cache) == (12, 0, 4, 0, 0)
 
 
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_leases_share_a_copy_that_is_not_found(cache: Cache, returned: Returned, last: int) -> None:
+    """Leases that hit one block go on sharing its slot where another lease's copy of the block was declared first.
+
+    The slot is free once the last of them is released.
+    """
+    returned.declare("ab", [1, 5], [], request="own copy")
+    leases = [
+        returned.declare("ab", [1, 2], [], request="one"),
+        returned.declare("abc", [1, 2, 3], [], request="two"),
+        returned.declare("abd", [1, 2, 4], [], request="three"),
+    ]
+    returned.over()
+    assert states(cache) == (11, 1, 4, 0, 0)
+
+    leases.append(leases.pop(last))
+    for lease in leases[:-1]:
+        returned.release(lease)
+        assert states(cache) == (11, 1, 4, 0, 0)
+    returned.release(leases[-1])
+    assert states(cache) == (12, 0, 4, 0, 0)
+
+
+def test_shared_copy_waits_for_every_fence(cache: Cache) -> None:
+    """A slot that two leases shared is free when the fences of both releases have signalled, in whichever order."""
+    returned = Returned(cache)
+    returned.declare("ab", [1, 5], [], request="own copy")
+    one = returned.declare("ab", [1, 2], [], request="one")
+    other = returned.declare("ab", [1, 2], [], request="other")
+    returned.over()
+
+    cache.managed.release(returned.session, EPOCH, one, FenceSequence(7))
+    cache.managed.release(returned.session, EPOCH, other, FenceSequence(0))
+    assert states(cache) == (13, 0, 2, 1, 0)
+    cache.managed.heartbeat(returned.session, FenceSequence(7), 0)
+    assert states(cache) == (14, 0, 2, 0, 0)
+
+
+@pytest.mark.parametrize("released", [0, 1, 2])
+def test_shared_copies_end_with_their_session(cache: Cache, returned: Returned, released: int) -> None:
+    """Slots that leases share are set aside when the session expires, and free when its processes are dead."""
+    returned.declare("ab", [1, 5], [], request="own copy")
+    leases = [returned.declare("ab", [1, 2], [], request=name) for name in ("one", "other")]
+    returned.over()
+    for lease in leases[:released]:
+        returned.release(lease)
+
+    cache.handle(Ticked(TTL_MS + 1))
+    assert states(cache) == (14, 0, 2, 0, 0) if released == 2 else (13, 0, 2, 0, 1)
+    cache.handle(MembersDied(returned.session))
+    assert states(cache) == (14, 0, 2, 0, 0)
+
+
 def test_hit_that_was_loading_is_shorter(cache: Cache, returned: Returned) -> None:
     """Blocks that were on their way when the daemon died get slots of the lease's own when their end is asked for."""
     lease = returned.declare("ab", [1, 2], [9], hit=4, tokens=20)

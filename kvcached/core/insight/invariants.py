@@ -245,6 +245,7 @@ def _device_claims(
         for lease in session.leases.values():
             yield SlotState.LEASED, f"lease {lease.id}", pairs(lease.open)
             yield SlotState.LEASED, f"scratch of lease {lease.id}", pairs(lease.scratch)
+        yield SlotState.LEASED, f"copies shared in session {session.id}", [(slot, 1) for slot in session.shared_copies]
         for hold in session.holds:
             yield SlotState.FENCED, f"fence {hold.fence} of session {session.id}", pairs(hold.slots)
         yield SlotState.QUARANTINED, f"quarantine of session {session.id}", pairs(session.quarantined)

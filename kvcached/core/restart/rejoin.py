@@ -6,14 +6,22 @@ leases again, and findable where it had committed; what it does not declare is f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from kvcached.core.cache import Cache
 from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.lease import Asked, ManagedLease
 from kvcached.core.refusals import Refusal, Why
 from kvcached.core.session import ManagedSession
-from kvcached.core.slots.ranges import Ranges, append, chained, cut, no_ranges, one_range, pairs, slot_count
+from kvcached.core.slots.ranges import (
+    Ranges,
+    append,
+    chained,
+    cut,
+    every_slot,
+    from_slots,
+    no_ranges,
+    one_range,
+    slot_count,
+)
 from kvcached.core.slots.states import SessionState
 from kvcached_client.types import FenceSequence, LeaseId, SessionId
 
@@ -67,7 +75,7 @@ class Rejoin:
             hit: blocks that the engine was promised, at least as many as `keys`; those beyond were still loading, and
                 `Managed.load` gives slots in their place.
             keys: of the blocks that are there, committed or a hit.
-            held: where they are. Other declared leases may hold the same.
+            held: where they are. Other declared leases may hold the same, whether or not the tree has the blocks there.
             own: its exclusive slots, in the order of the blocks that will lie in them.
 
         Raises:
@@ -81,6 +89,8 @@ class Rejoin:
         run, depth = tree.match(keys, blocks, pool.index)
         known, rest = cut(held, depth)
         copies, mine = _other_slots(known, tree.path_slots(run, 0, depth, pool.index)), chained(rest, own)
+        shared = session.copies_of_others(copies)
+        copies = from_slots(slot for slot in every_slot(copies) if slot not in shared) if shared else copies
         if not session.take_back(chained(copies, mine)):
             raise Refusal(Why.SLOTS_NOT_SET_ASIDE, request=request, session=session_id)
         asked = Asked(tokens, blocks, keys[-KEY_SIZE:], 0, full=False)
@@ -89,6 +99,7 @@ class Rejoin:
         )
         tree.lock(run, depth, pool.index)
         session.add(lease)
+        session.share_copies(lease, shared)
         self._cache.managed.commit(session_id, epoch, lease.id, depth, keys[depth * KEY_SIZE :], rest, fence)
         lease.hit = max(hit, lease.depth)
         session.counters["duplicate_blocks"] += slot_count(copies)
@@ -117,11 +128,7 @@ class Rejoin:
 def _other_slots(held: Ranges[int], path: Ranges[int]) -> Ranges[int]:
     """Those of `held` that are not the same block's in `path`: copies of the lease's own."""
     copies = no_ranges()
-    for mine, theirs in zip(_slots(held), _slots(path), strict=True):
+    for mine, theirs in zip(every_slot(held), every_slot(path), strict=True):
         if mine != theirs:
             append(copies, one_range(mine, 1))
     return copies
-
-
-def _slots(ranges: Ranges[int]) -> Iterator[int]:
-    return (slot for first, count in pairs(ranges) for slot in range(first, first + count))

@@ -9,7 +9,7 @@ each instead of the 32 of one Python integer per block.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 Ranges = array  # of typecode "i", with an even number of items
@@ -35,6 +35,19 @@ def pairs(ranges: Ranges[int]) -> Iterator[tuple[int, int]]:
     """The ranges as (first, count)."""
     numbers = iter(ranges)
     return zip(numbers, numbers, strict=True)
+
+
+def every_slot(ranges: Ranges[int]) -> Iterator[int]:
+    """The slots one by one."""
+    return (slot for first, count in pairs(ranges) for slot in range(first, first + count))
+
+
+def from_slots(slots: Iterable[int]) -> Ranges[int]:
+    """Slots that are named one by one, as ranges in the same order."""
+    ranges = no_ranges()
+    for slot in slots:
+        append(ranges, one_range(slot, 1))
+    return ranges
 
 
 def slot_count(ranges: Ranges[int]) -> int:
