@@ -1,4 +1,4 @@
-"""What the suite `storage` measures with: raw reads and writes, a directory of many labels, a process that opens it.
+"""What the suite `storage` measures with: raw reads and writes, a directory of many blocks, a process that opens it.
 
 ``python -m benchmarks.storage_rig DIRECTORY`` opens a disk backend and prints a JSON object: seconds, MiB of memory.
 """
@@ -12,19 +12,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import xxhash
 
 from kvcached.storage.disk.backend import DiskStorage
-from kvcached.storage.disk.settings import DiskSettings
-from kvcached.storage.disk.slots import LABEL_BYTES, Label
+from kvcached.storage.disk.directory import DiskSettings
+from kvcached.storage.disk.index import Entry, create_index, place_of
 from kvcached.storage.frame import FRAME_BYTES
 
 #: Past what any test file system has: nothing is evicted at the start.
 _CAPACITY_BYTES = 1 << 40
 _SLOT_BYTES = 4096
-_REBUILD_S_MAX = 600.0
+_ENTRIES_AT_A_TIME = 1 << 14
 _KIB_PER_MIB = 1024
 
 
@@ -67,19 +68,19 @@ def in_threads(pool: ThreadPoolExecutor, work: Callable[[int], None], threads: i
         done.result()
 
 
-def write_labels(directory: Path, blocks: int) -> None:
-    """A directory of so many blocks and no index, as a daemon could have left it. The slots take no space."""
+def write_index(directory: Path, blocks: int) -> None:
+    """A directory of so many blocks, as a daemon could have left it. The slots take no space."""
     directory.mkdir(mode=0o700)
     (directory / "lock").touch(mode=0o600)
-    stem = directory / f"00000001-{_SLOT_BYTES}"
-    with stem.with_suffix(".slots").open("wb") as slots:
+    with (directory / f"00000001-{_SLOT_BYTES}.slots").open("wb") as slots:
         slots.truncate(blocks * _SLOT_BYTES)
     now = time.time_ns()
-    with stem.with_suffix(".labels").open("wb") as labels:
-        for number in range(blocks):
-            key = bytes(16) + xxhash.xxh3_128_digest(number.to_bytes(8, "little"))
-            labels.write(Label(key, _SLOT_BYTES, now + number).pack())
-        assert labels.tell() == blocks * LABEL_BYTES
+    with closing(create_index(directory / "index.db")) as index:
+        for first in range(0, blocks, _ENTRIES_AT_A_TIME):
+            with index.changes():
+                for number in range(first, min(blocks, first + _ENTRIES_AT_A_TIME)):
+                    key = bytes(16) + xxhash.xxh3_128_digest(number.to_bytes(8, "little"))
+                    index.add(Entry(key, place_of(1, number), _SLOT_BYTES, _SLOT_BYTES, now + number), now + number)
 
 
 def forget_cached_pages(directory: Path) -> None:
@@ -100,12 +101,10 @@ def _measure(directory: Path) -> dict[str, float]:
     before = _memory_mib("VmRSS")
     began = time.perf_counter()
     storage = DiskStorage(DiskSettings(directory=directory, capacity_bytes=_CAPACITY_BYTES, free_space_floor_bytes=0))
-    storage.wait_until_ready(_REBUILD_S_MAX)
     seconds = time.perf_counter() - began
     measured = {
         "seconds": seconds,
         "grown_mib": _memory_mib("VmRSS") - before,
-        "peak_mib": _memory_mib("VmHWM") - before,
         "blocks": storage.usage().blocks,
     }
     storage.close()

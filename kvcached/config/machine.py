@@ -21,8 +21,7 @@ from kvcached.config.problems import ConfigError, Location, Problem, problems_of
 from kvcached.config.schema import Config
 from kvcached.storage.backend import StorageUnusable
 from kvcached.storage.backends import DISK, GROUP
-from kvcached.storage.disk.directory import existing_part, refusal
-from kvcached.storage.disk.settings import DiskSettings
+from kvcached.storage.disk.directory import DiskSettings, existing_part, refusal
 from kvcached.storage.encrypted import read_secret
 from kvcached.storage.fault import FaultSettings
 from kvcached.worker.messages import DESCRIPTORS_MAX

@@ -6,7 +6,7 @@ import pytest
 
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import load_config
-from kvcached.storage.disk.settings import validated
+from kvcached.storage.disk.directory import validated
 
 OFFLOAD = "[host]\nsize_bytes = {size}\nslab_bytes = {slab}\n\n[attached]\n"
 

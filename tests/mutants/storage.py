@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
 from kvcached.service.storage_verbs import StorageVerbs
 from kvcached.storage import cipher, executor, frame
 from kvcached.storage.client import StorageLink
-from kvcached.storage.disk import backend, directory, opening
+from kvcached.storage.disk import directory
 from kvcached.storage.disk.catalog import DiskCatalog
-from kvcached.storage.disk.index import DiskIndex
-from kvcached.storage.disk.slots import SlotFile
-from kvcached.storage.disk.space import DiskSpace
+from kvcached.storage.disk.index import DiskIndex, Entry
+from kvcached.storage.disk.slots import DiskSpace
 from kvcached.storage.executor import HostCopies
 from kvcached.storage.messages import Over
 from kvcached.storage.order_book import OpenOrder, OrderBook
@@ -29,7 +28,7 @@ def cleared_blocks_stay_in_storage(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/storage/test_disk_slots.py::test_writer_into_a_file_that_is_gone_has_no_room")
 def disk_block_in_a_file_that_is_gone(patch: pytest.MonkeyPatch) -> None:
     """A block is told as stored on the disk although its file was given back meanwhile."""
-    rewrite(patch, DiskCatalog._record_one, "file.is_retired", "False")
+    rewrite(patch, DiskCatalog._record, "file.is_retired", "False")
 
 
 @caught_by("tests/storage/test_disk_directory.py::test_two_backends_never_share_a_directory")
@@ -51,31 +50,36 @@ def disk_free_space_floor_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 @caught_by("tests/storage/test_disk_slots.py::test_reader_never_gets_the_next_block_of_its_slot")
-def disk_label_not_compared_after_reading(patch: pytest.MonkeyPatch) -> None:
+def disk_entry_not_compared_after_reading(patch: pytest.MonkeyPatch) -> None:
     """A slot of the disk that is given away while it is read hands out the next block's bytes."""
-    rewrite(patch, backend._read, "is_whole and place.file.label(place.slot) == place.label", "is_whole")
+    rewrite(patch, DiskCatalog.settle, "after.get(entry.key) == entry", "True")
 
 
-@caught_by("tests/storage/test_disk_crash.py::test_deleted_blocks_stay_away_when_the_index_is_made_anew")
-def disk_label_stays_on_a_free_slot(patch: pytest.MonkeyPatch) -> None:
-    """A block that was deleted from the disk comes back when the index is made anew."""
+@caught_by("tests/storage/test_disk_slots.py::test_slot_of_a_block_that_could_not_be_removed_is_not_free")
+def disk_slot_free_before_its_entry_is_gone(patch: pytest.MonkeyPatch) -> None:
+    """The slot of a block on the disk is free although the removal of its entry was taken back."""
+    remove = DiskIndex.remove
 
-    def release(self: SlotFile, slot: int) -> None:
-        self.free.append(slot)
+    def release(self: DiskCatalog, entries: Iterable[Entry]) -> int:
+        entries = list(entries)
+        for each in entries:
+            self._space.files[each.file].release(each.slot)
+        with self._index.changes():
+            return len(remove(self._index, entries))
 
-    patch.setattr(SlotFile, "release", release)
+    patch.setattr(DiskCatalog, "_forget", release)
 
 
-@caught_by("tests/storage/test_disk_crash.py::test_changed_label_is_never_believed")
-def disk_label_without_its_seal(patch: pytest.MonkeyPatch) -> None:
-    """A slot of the disk with a damaged label stays in use when the index is made anew."""
-    rewrite(patch, SlotFile.labelled, 'labels["seal"] == np.array(seals, np.uint64)', 'labels["seal"] != 0')
+@caught_by("tests/storage/test_disk_crash.py::test_index_that_is_damaged_while_open_is_replaced")
+def disk_index_damaged_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """A damaged index of the disk stays in use."""
+    patch.setattr(DiskCatalog, "replace_index", lambda *_: None)
 
 
 @caught_by("tests/storage/test_disk_crash.py::test_slots_that_the_index_does_not_know_are_free")
 def disk_slots_lost_with_their_entries(patch: pytest.MonkeyPatch) -> None:
     """Slots whose entries were lost in a crash take no block any more."""
-    patch.setattr(opening, "_free", lambda *_: None)
+    patch.setattr(DiskCatalog, "_note_slots", lambda *_: None)
 
 
 @caught_by("tests/storage/test_encrypted.py::test_parts_cannot_change_places")

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcached.storage.backend import DONE, Outcome, Result, Storage
 from kvcached.storage.disk.backend import DiskStorage
-from kvcached.storage.disk.settings import DiskSettings
+from kvcached.storage.disk.directory import DiskSettings
 from tests.storage.values import TIMEOUT_S, asked, is_right, key, stored
 
 #: Of a value of the usual kind: a frame and two parts.

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvcached.storage.backend import Storage
 from kvcached.storage.disk.backend import DiskStorage
-from kvcached.storage.disk.settings import DiskSettings
+from kvcached.storage.disk.directory import DiskSettings
 from kvcached.storage.encrypted import EncryptedStorage
 from kvcached.storage.fault import FaultStorage
 from tests.project.source_tree import ROOT

@@ -3,16 +3,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from kvcached.storage.backend import ABSENT, DONE, Block, Outcome
-from kvcached.storage.disk.catalog import DiskCatalog, Slot
-from kvcached.storage.disk.slots import Label, SlotFile, create_slot_file, unpack_label
+from kvcached.storage.disk.index import DiskIndex, Entry
+from kvcached.storage.disk.slots import create_slot_file
 from tests.storage.contract import run_in_threads
-from tests.storage.disks import get, opened, put
+from tests.storage.disks import get, opened, put, there
 from tests.storage.values import TIMEOUT_S, asked, is_right, key, kind, proves_itself, stored
 
 
@@ -184,40 +183,63 @@ def test_threads_that_overwrite_each_other_find_no_wrong_bytes(tmp_path: Path) -
 
 
 def test_slots_of_a_batch_that_fails_are_free_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot that was given back before its batch failed, and that another thread has since, stays that thread's."""
-    set_label, undo = SlotFile.set_label, DiskCatalog._undo
-    others: list[list[Slot | None]] = []
+    """When the index takes one entry of a batch not, none of the batch is there, and each of its slots is free once."""
+    add = DiskIndex.add
 
-    def refuse(file: SlotFile, slot: int, label: Label | None) -> None:
-        if label is not None and label.key == key(3):
+    def refuse(index: DiskIndex, entry: Entry, used_ns: int) -> bool:
+        if entry.key == key(3):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        set_label(file, slot, label)
-
-    def undo_late(catalog: DiskCatalog, slots: Iterable[Slot]) -> None:
-        others.append(catalog.reserve([stored(9).size_bytes]))
-        undo(catalog, slots)
+        return add(index, entry, used_ns)
 
     with opened(tmp_path / "d") as storage:
-        monkeypatch.setattr(SlotFile, "set_label", refuse)
-        monkeypatch.setattr(DiskCatalog, "_undo", undo_late)
-        with pytest.raises(OSError, match="Input/output"):
-            storage.put([stored(1), stored(1), stored(3)], timeout_s=TIMEOUT_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskIndex, "add", refuse)
+            with pytest.raises(OSError, match="Input/output"):
+                storage.put([stored(1), stored(1), stored(3)], timeout_s=TIMEOUT_S)
 
-        ((other,),) = others
-        assert other is not None
-        file, number = other
-        assert number not in file.free
-        assert len(set(file.free)) == len(file.free) == file.slots - 1
+        (file,) = storage._catalog._space.files.values()
+        assert sorted(file.free) == list(range(file.slots))
+        assert there(storage, range(5)) == set()
+        assert put(storage, 1, 3) == [Outcome.DONE] * 2
 
 
-def test_label_is_the_one_that_was_packed() -> None:
-    """A label comes back as it was; any other 64 bytes are none."""
-    label = Label(bytes(range(32)), 12345, 10**18)
+def test_slot_of_a_block_that_could_not_be_removed_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the index takes a removal back, the block is there still, and no other block gets its slot."""
+    remove = DiskIndex.remove
 
-    assert unpack_label(label.pack()) == label
-    assert unpack_label(bytes(64)) is None
-    assert unpack_label(label.pack()[:63]) is None
-    assert unpack_label(b"KVSX" + label.pack()[4:]) is None
+    def fail(index: DiskIndex, entries: list[Entry]) -> list[Entry]:
+        remove(index, entries)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with opened(tmp_path / "d") as storage:
+        put(storage, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskIndex, "remove", fail)
+            with pytest.raises(OSError, match="Input/output"):
+                storage.delete([key(1)], timeout_s=TIMEOUT_S)
+        assert put(storage, 2) == [Outcome.DONE]
+
+        assert get(storage, 1) == DONE
+        assert get(storage, 2) == DONE
+
+
+def test_slot_that_cannot_be_written_is_tried_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a write that failed the next block goes to another slot."""
+    write, offsets = os.pwritev, []
+
+    def note(descriptor: int, parts: list[memoryview], offset: int) -> int:
+        offsets.append(offset)
+        if len(offsets) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(descriptor, parts, offset)
+
+    with opened(tmp_path / "d") as storage:
+        monkeypatch.setattr(os, "pwritev", note)
+
+        assert put(storage, 1) == [Outcome.FAILED]
+        assert put(storage, 2) == [Outcome.DONE]
+
+    assert offsets[0] != offsets[1]
 
 
 def descriptors() -> int:

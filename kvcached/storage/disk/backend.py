@@ -1,17 +1,20 @@
-"""Blocks on a local disk: files of equal slots, a label beside each slot, and an index of where each block is.
+"""Blocks on a local disk: files of equal slots, and an index of which block is in which slot.
 
-Reads and writes hold no lock. What keeps a reader from another block's bytes is the slot's label, which is compared
-after reading (`kvcached.storage.disk.slots`). What keeps anybody from bytes that never reached the disk is the value's
-own frame, which is not this module's business.
+One lock guards index and free slots; values are read and written without it. A slot may be given to another block while
+it is read, so an entry is compared after the read with what it was before: if it has changed, the block is absent. The
+value's own frame tells of bytes that never reached the disk, or that are not what was written.
+
+If the index is missing or damaged, all files are deleted, and an empty index takes its place.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from kvcached.storage.backend import (
     ABSENT,
@@ -25,22 +28,28 @@ from kvcached.storage.backend import (
     Usage,
 )
 from kvcached.storage.disk.catalog import DiskCatalog, Place, Slot
-from kvcached.storage.disk.directory import take_directory
-from kvcached.storage.disk.settings import DiskSettings, validated
-from kvcached.storage.disk.space import has_no_room
+from kvcached.storage.disk.directory import DiskSettings, take_directory, validated
+from kvcached.storage.disk.index import IndexDamaged
+from kvcached.storage.disk.slots import has_no_room, slot_bytes_for
 
 
 class DiskStorage(Storage):
-    """One directory of blocks."""
+    """One directory of blocks.
+
+    Raises:
+        IndexDamaged: from every method that comes across damage; the next call finds an empty index.
+        sqlite3.Error, OSError: from every method, where the file system fails.
+    """
 
     def __init__(self, settings: DiskSettings, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
-        """Open the directory. While a damaged index is made anew nothing is found and nothing stored.
+        """Open the directory.
 
         Raises:
-            StorageUnusable: another process has the directory, or it is none of ours.
+            StorageUnusable: another process uses the directory, or it was not created by this backend.
             OSError, sqlite3.Error: the file system refuses.
         """
         self.capabilities = Capabilities(threads=settings.threads)
+        self._lock = threading.Lock()
         with ExitStack() as undo:
             self._claim = take_directory(settings.directory)
             undo.callback(os.close, self._claim)
@@ -49,70 +58,115 @@ class DiskStorage(Storage):
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """As the index says."""
-        if not self._catalog.is_ready():
-            return [False] * len(keys)
-        found = self._catalog.places(keys)
+        with self._locked() as catalog:
+            found = catalog.find(keys)
         return [key in found for key in keys]
 
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
-        """Read; what cannot be read, or is not what the index says, is forgotten."""
-        if not self._catalog.is_ready():
-            return [ABSENT] * len(blocks)
-        found = self._catalog.places([block.key for block in blocks])
-        places = [_of_size(found.get(block.key), block.size_bytes) for block in blocks]
+        """Read blocks; a block that cannot be read is forgotten."""
+        with self._locked() as catalog:
+            places = catalog.places(blocks)
         results = [
             ABSENT if place is None else _read(place, block) for place, block in zip(places, blocks, strict=True)
         ]
-        self._catalog.settle(
-            (place, result.outcome is Outcome.DONE)
-            for place, result in zip(places, results, strict=True)
-            if place is not None
-        )
-        return results
+        with self._locked() as catalog:
+            return catalog.settle(places, results)
 
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Write what is not there yet."""
-        if not self._catalog.is_ready():
-            return [Result(Outcome.FULL, "the index is being made anew")] * len(blocks)
-        held = self._catalog.held(blocks)
+        with self._locked() as catalog:
+            held = catalog.held(blocks)
         wanted = [block for block in blocks if block.key not in held]
-        slots = self._catalog.reserve([block.size_bytes for block in wanted])
+        slots = self._reserve([slot_bytes_for(block.size_bytes) for block in wanted])
         full = Result(Outcome.FULL, self._catalog.refusal)
         written = [full if slot is None else _write(slot, block) for slot, block in zip(slots, wanted, strict=True)]
-        results = iter(self._catalog.record(wanted, slots, written))
+        results = iter(self._record(wanted, slots, written))
         return [DONE if block.key in held else next(results) for block in blocks]
 
     def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
         """Forget blocks. Their bytes stay on the disk until the slots are used again."""
-        self._catalog.wait_until_ready(timeout_s)
-        return self._catalog.delete(keys)
+        with self._locked() as catalog:
+            return catalog.delete(keys)
 
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
-        """Forget all such blocks. Without a prefix all files go."""
-        self._catalog.wait_until_ready(timeout_s)
-        return self._catalog.clear(prefix)
-
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait for an index that is being made anew; TimeoutError where that takes longer."""
-        self._catalog.wait_until_ready(timeout_s)
+        """Forget all such blocks, and delete the files that have no block left. Without a prefix all files go."""
+        if not prefix:
+            with self._locked() as catalog:
+                return catalog.clear_all()
+        count = 0
+        while cleared := self._clear_some(prefix):
+            count += cleared
+        with self._locked() as catalog:
+            catalog.delete_empty_files()
+        return count
 
     def usage(self) -> Usage:
-        """Blocks being written count."""
-        return self._catalog.usage()
+        """How full it is; blocks being written count."""
+        with self._lock:
+            return self._catalog.usage()
 
     def close(self) -> None:
-        """Let the next process have the directory."""
+        """Let the next process use the directory."""
         try:
-            self._catalog.close()
+            with self._lock:
+                self._catalog.close()
         finally:
             os.close(self._claim)
+
+    @contextmanager
+    def _locked(self) -> Iterator[DiskCatalog]:
+        """Hold the lock. A call that finds the index damaged fails, and the next one finds an empty index."""
+        with self._lock:
+            try:
+                yield self._catalog
+            except IndexDamaged as damage:
+                self._catalog.replace_index(damage)
+                raise
+
+    def _clear_some(self, prefix: bytes) -> int:
+        """Hold the lock for a moment only, because others wait for it."""
+        with self._locked() as catalog:
+            return catalog.clear_some(prefix)
+
+    def _reserve(self, classes: Sequence[int]) -> list[Slot | None]:
+        """A slot of each of these sizes, or None where there is no room."""
+        taken: dict[int, list[Slot]] = {}
+        try:
+            with self._locked() as catalog:
+                catalog.sweep()
+                catalog.take(classes, taken)
+        except (IndexDamaged, sqlite3.OperationalError, OSError) as error:
+            self._release(slot for slots in taken.values() for slot in slots)
+            if not has_no_room(error):
+                raise
+            self._catalog.refuse(error)
+            return [None] * len(classes)
+        return [taken[each].pop(0) if taken.get(each) else None for each in classes]
+
+    def _record(self, blocks: Sequence[Block], slots: Sequence[Slot | None], results: Sequence[Result]) -> list[Result]:
+        """Add the entries of what was written. Slots that get none are free again."""
+        entered: set[Slot] = set()
+        try:
+            with self._locked() as catalog:
+                return catalog.record(blocks, slots, results, entered)
+        except (sqlite3.OperationalError, OSError) as error:
+            if not has_no_room(error):
+                raise
+            return [Result(Outcome.FULL, str(error))] * len(blocks)
+        finally:
+            self._release(slot for slot in slots if slot is not None and slot not in entered)
+
+    def _release(self, slots: Iterable[Slot]) -> None:
+        with self._lock:
+            for file, slot in slots:
+                file.release(slot, is_last=True)  # it may be the one that cannot be written
 
 
 def open_disk(settings: dict[str, object]) -> Storage:
     """The backend `disk`.
 
     Raises:
-        StorageUnusable: with these settings it cannot be opened.
+        StorageUnusable: it cannot be opened with these settings.
     """
     checked = validated(settings)
     try:
@@ -121,15 +175,10 @@ def open_disk(settings: dict[str, object]) -> Storage:
         raise StorageUnusable(f"disk storage: {checked.directory}: {error}") from error
 
 
-def _of_size(place: Place | None, size_bytes: int) -> Place | None:
-    return place if place is not None and place.label.size_bytes == size_bytes else None
-
-
 def _read(place: Place, block: Block) -> Result:
-    """The label is compared last: then what was read is what it names."""
+    file, entry = place
     try:
-        is_whole = place.file.read(place.slot, block.parts)
-        return DONE if is_whole and place.file.label(place.slot) == place.label else ABSENT
+        return DONE if file.read(entry.slot, block.parts) else ABSENT
     except OSError as error:
         return Result(Outcome.FAILED, str(error))
 

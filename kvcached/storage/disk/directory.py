@@ -1,4 +1,4 @@
-"""The directory of a disk backend: its owner's alone, and one daemon's at a time."""
+"""The directory of a disk backend: its settings, its owner, and the lock that only one process holds at a time."""
 
 from __future__ import annotations
 
@@ -6,20 +6,73 @@ import fcntl
 import os
 import stat
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, Literal
 
-from kvcached.storage.backend import StorageUnusable
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from kvcached.config.problems import mistake
+from kvcached.config.table import SIZE
+from kvcached.storage.backend import StorageMisconfigured, StorageUnusable
 
 _LOCK_NAME: Final = "lock"
 _MODE: Final = 0o700
 
 
-def take_directory(path: Path) -> int:
-    """Make the directory where there is none, and take it; returns a descriptor that holds it until it is closed.
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise mistake("is no absolute path", "start it with /: a relative one would depend on where the daemon starts")
+    return path
+
+
+class DiskSettings(BaseModel):
+    """Settings of one directory, which one daemon uses."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    directory: Annotated[Path, AfterValidator(_absolute)] = Field(
+        description="Where the files are. Created if it does not exist; an existing one must be empty or created by"
+        " this backend."
+    )
+    capacity_bytes: Annotated[int, Field(ge=4 << 20, le=1 << 50), SIZE] = Field(
+        description="Space of all files on the file system, index included. The least recently used blocks are evicted"
+        " to stay below it.",
+    )
+    free_space_floor_bytes: Annotated[int, Field(ge=0, le=1 << 50), SIZE] = Field(
+        default=1 << 30,
+        description="Free space that is left to other users of the file system. Below it, the backend deletes files"
+        " and stores nothing.",
+    )
+    threads: int = Field(default=4, ge=1, le=64, description="Concurrent reads and writes: the device's queue depth.")
+    ttl_s: int | None = Field(
+        default=None, ge=1, le=10 * 365 * 86_400, description="Blocks expire this many seconds after being stored."
+    )
+    direct_io: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: bypass the page cache, if the file system can and a block's parts are aligned to 4096.",
+    )
+
+
+def validated(settings: dict[str, object]) -> DiskSettings:
+    """Settings from a table of the configuration.
 
     Raises:
-        StorageUnusable: another process has it, it belongs to somebody else, or it has files that are not ours.
-        OSError: it cannot be made or opened.
+        StorageMisconfigured: some settings are unknown, missing or out of range; the message names all of them.
+    """
+    try:
+        return DiskSettings.model_validate(settings)
+    except ValidationError as error:
+        mistakes = [
+            f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}" for each in error.errors()
+        ]
+        raise StorageMisconfigured(f"disk storage: {'; '.join(mistakes)}") from error
+
+
+def take_directory(path: Path) -> int:
+    """Create the directory if it does not exist, and lock it; returns a descriptor that holds the lock until closed.
+
+    Raises:
+        StorageUnusable: another process uses it, it belongs to another user, or it has other files.
+        OSError: it cannot be created or opened.
     """
     path.mkdir(mode=_MODE, parents=True, exist_ok=True)
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -27,9 +80,8 @@ def take_directory(path: Path) -> int:
         state = os.fstat(directory)
         if state.st_uid != os.geteuid():
             raise StorageUnusable(f"disk storage: {path} belongs to user {state.st_uid}; name another directory")
-        names = [each.name for each in path.iterdir()]
-        if names and _LOCK_NAME not in names:
-            raise StorageUnusable(f"disk storage: {path} holds other files, as {names[0]}; name an empty directory")
+        if other := _other_file(path):
+            raise StorageUnusable(f"disk storage: {path} holds other files, as {other}; name an empty directory")
         lock = _lock(directory, path)
         if stat.S_IMODE(state.st_mode) != _MODE:
             os.fchmod(directory, _MODE)
@@ -41,7 +93,7 @@ def take_directory(path: Path) -> int:
 def refusal(path: Path) -> tuple[str, str] | None:
     """Why `take_directory` would refuse, and what to do; None where it would not. Changes nothing.
 
-    A directory that another process uses just now is not refused here.
+    A directory that another process uses at this moment is not refused here.
     """
     there = existing_part(path)
     if there != path:
@@ -56,15 +108,20 @@ def refusal(path: Path) -> tuple[str, str] | None:
         return what, "run this as the daemon's user, or name another directory"
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         return "cannot be written", "make it writable for its owner, or name another directory"
-    names = [each.name for each in path.iterdir()]
-    if names and _LOCK_NAME not in names:
-        return f"holds other files, as {names[0]}", "name an empty directory"
+    if other := _other_file(path):
+        return f"holds other files, as {other}", "name an empty directory"
     return None
 
 
 def existing_part(path: Path) -> Path:
-    """The path, or what of it is there."""
+    """The path, or the longest part of it that exists."""
     return next(part for part in (path, *path.parents) if os.path.lexists(part))
+
+
+def _other_file(path: Path) -> str:
+    """A file in a directory that this backend did not create; empty where there is none."""
+    names = [each.name for each in path.iterdir()]
+    return names[0] if names and _LOCK_NAME not in names else ""
 
 
 def _lock(directory: int, path: Path) -> int:

@@ -1,8 +1,9 @@
-"""Where each block is on disk, and when it was last used: a table in SQLite.
+"""The index of a directory: which block each slot holds and when it was last used, in SQLite.
 
-The index is a convenience: labels say what slots hold. An entry that no label bears out is a miss, and an index that is
-missing, damaged or of another format is made anew from the labels. So it is never synced, not even at checkpoints: a
-commit costs no wait for the device, and what a loss of power tears is made anew.
+The index is the only record of what is stored: a slot without an entry is free. An entry is removed before its slot is
+given away, and added when the value is written. A killed process loses nothing that was committed. SQLite syncs the log
+before it changes the database (`synchronous = NORMAL`), so after a loss of power the index is whole, and at most some
+seconds old: the frames of values tell which of its entries are still right.
 """
 
 from __future__ import annotations
@@ -19,32 +20,38 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-#: What a block's entries in table and second index take at most: 130 bytes where pages are full.
+#: Size of a block's entries in the table and its two indexes, at most: 135 bytes where pages are full.
 INDEX_BYTES_PER_BLOCK: Final = 320
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _APPLICATION: Final = 0x4B564353  # "KVCS"
 _CACHE_KIB: Final = 16 << 10
 _LOG_PAGES: Final = 256
-#: What the index takes without a block in it: most of that for its log, which is written back every MiB.
+#: Size of the index without a block in it. Most of this is its log, which is written back every MiB.
 INDEX_BYTES: Final = 2 << 20
 _SETTINGS: Final = (
-    "PRAGMA locking_mode = EXCLUSIVE",  # nobody else opens it: no shared memory beside the file
-    "PRAGMA synchronous = OFF",
+    "PRAGMA locking_mode = EXCLUSIVE",  # no other process opens it: no shared memory beside the file
+    "PRAGMA synchronous = NORMAL",
+    "PRAGMA cell_size_check = ON",
     f"PRAGMA cache_size = -{_CACHE_KIB}",
     f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}",
     "PRAGMA journal_size_limit = 1048576",
+    "PRAGMA journal_mode = WAL",
 )
-_TABLE: Final = """
+_SCHEMA: Final = (
+    """
     CREATE TABLE block (
-        key BLOB PRIMARY KEY, place INTEGER NOT NULL, slot_bytes INTEGER NOT NULL, size INTEGER NOT NULL,
+        place INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, slot_bytes INTEGER NOT NULL, size INTEGER NOT NULL,
         stored INTEGER NOT NULL, used INTEGER NOT NULL
-    ) WITHOUT ROWID
-"""
-_BY_USE: Final = "CREATE INDEX block_use ON block (slot_bytes, used)"
+    )
+    """,
+    "CREATE INDEX block_use ON block (slot_bytes, used)",
+    f"PRAGMA application_id = {_APPLICATION}",
+    f"PRAGMA user_version = {_FORMAT}",
+)
 _ENTRY: Final = "SELECT key, place, slot_bytes, size, stored FROM block"
 _PLACE_BITS: Final = 32
-#: Errors that the file is not to blame for. All others are damage: what is asked of SQLite is always the same.
+#: Errors that are not caused by the file's content. All others are damage: the statements are always the same.
 _OF_THE_SYSTEM: Final = {
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_BUSY,
@@ -55,15 +62,9 @@ _OF_THE_SYSTEM: Final = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,
 }
-_ROWS_AT_A_TIME: Final = 1 << 14
-_STAMPS_AT_A_TIME: Final = 1 << 16
-
-#: What an entry and a label have in common that no other two have, and when the block was last used; of many entries.
-STAMP: Final = np.dtype([("place", "<i8"), ("stored", "<i8"), ("used", "<i8")])
-#: A block, for many at a time: the columns of the table.
-ROW: Final = np.dtype(
-    [("key", "V32"), ("place", "<i8"), ("slot_bytes", "<i8"), ("size", "<i8"), ("stored", "<i8"), ("used", "<i8")]
-)
+_USES_AT_A_TIME: Final = 1 << 16
+#: An entry's place and last use, for many entries at a time.
+_USE: Final = np.dtype([("place", "<i8"), ("used", "<i8")])
 
 
 class Entry(NamedTuple):
@@ -71,9 +72,9 @@ class Entry(NamedTuple):
 
     Attributes:
         place: number of its file, and slot in it (`place_of`).
-        slot_bytes: of the file's slots.
-        size_bytes: of the value.
-        stored_ns: as its label says.
+        slot_bytes: size of the file's slots.
+        size_bytes: size of the value.
+        stored_ns: when it was stored; no two entries of one process have the same.
     """
 
     key: bytes
@@ -89,7 +90,7 @@ class Entry(NamedTuple):
 
     @property
     def slot(self) -> int:
-        """Its slot in it."""
+        """Its slot in the file."""
         return self.place & ((1 << _PLACE_BITS) - 1)
 
 
@@ -98,23 +99,18 @@ def place_of(file: int, slot: int) -> int:
     return file << _PLACE_BITS | slot
 
 
-def split_places(places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The contrary, for many: files, and slots in them."""
-    return places >> _PLACE_BITS, places & ((1 << _PLACE_BITS) - 1)
-
-
 class IndexDamaged(Exception):
-    """The index is not what was written: make it anew."""
+    """The index is missing, or is not what was written."""
 
 
 class DiskIndex:
     """The open index. One caller at a time; every method raises `IndexDamaged`, or sqlite3.Error where I/O fails."""
 
     def __init__(self, path: Path) -> None:
-        """Open what is there.
+        """Open the index that is there.
 
         Raises:
-            IndexDamaged: nothing, or nothing that can be used.
+            IndexDamaged: there is none, or it cannot be used.
         """
         if not path.exists():
             raise IndexDamaged("there is none")
@@ -131,9 +127,6 @@ class DiskIndex:
         found = tuple(self._number(f"PRAGMA {each}") for each in ("application_id", "user_version"))
         if found != (_APPLICATION, _FORMAT):
             raise IndexDamaged(f"it is of another format: {found}")
-        verdict = self._database.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if verdict != "ok":
-            raise IndexDamaged(verdict)
         self._database.execute(f"{_ENTRY} LIMIT 0")
 
     def _number(self, query: str) -> int:
@@ -153,7 +146,7 @@ class DiskIndex:
                 raise
 
     def find(self, keys: Iterable[bytes]) -> dict[bytes, Entry]:
-        """The entries of those that there are."""
+        """The entries of these keys, as far as there are any."""
         found = {}
         with _DAMAGE:
             for key in keys:
@@ -165,11 +158,11 @@ class DiskIndex:
         return found
 
     def oldest(self, slot_bytes: int, count: int) -> list[Entry]:
-        """Of blocks in slots of that size, those that were not used for longest."""
+        """The least recently used blocks in slots of that size."""
         return self._entries("WHERE slot_bytes = ? ORDER BY used LIMIT ?", slot_bytes, count)
 
     def under(self, prefix: bytes, count: int) -> list[Entry]:
-        """Some of the blocks whose key begins so."""
+        """Some of the blocks whose key begins with the prefix."""
         return self._entries("WHERE key BETWEEN ? AND ? LIMIT ?", prefix, prefix.ljust(64, b"\xff"), count)
 
     def stored_before(self, moment_ns: int, count: int) -> list[Entry]:
@@ -181,34 +174,47 @@ class DiskIndex:
             return [_entry(row) for row in self._database.execute(f"{_ENTRY} {condition}", values)]
 
     def count(self) -> int:
-        """Entries."""
+        """Number of entries."""
         with _DAMAGE:
             return self._number("SELECT count(*) FROM block")
 
-    def stamps(self) -> Iterator[NDArray[np.void]]:
-        """Every entry's place and times, of the type `STAMP`, many at a time."""
+    def uses(self) -> Iterator[tuple[int, NDArray[np.int64], int]]:
+        """What all entries say of the slots in use: a file's number, some of its slots, and their last use."""
         with _DAMAGE:
-            rows = self._database.execute("SELECT place, stored, used FROM block")
+            # By the index of uses, from which blocks are evicted: an entry that it lacks would never be.
+            rows = self._database.execute("SELECT place, used FROM block INDEXED BY block_use")
             try:
-                while len(some := np.fromiter(islice(rows, _STAMPS_AT_A_TIME), STAMP)):
-                    yield some
+                while len(some := np.fromiter(islice(rows, _USES_AT_A_TIME), _USE)):
+                    files, slots = some["place"] >> _PLACE_BITS, some["place"] & ((1 << _PLACE_BITS) - 1)
+                    for file in np.unique(files).tolist():
+                        is_in_it = files == file
+                        yield file, slots[is_in_it], int(some["used"][is_in_it].max())
             except (TypeError, ValueError, OverflowError) as error:
                 raise IndexDamaged("an entry of other types") from error
 
     def add(self, entry: Entry, used_ns: int) -> bool:
-        """Note a block; False where its key is there already."""
+        """Add a block; False where its key is there already."""
         with _DAMAGE:
-            values = (*entry, used_ns)
-            return self._database.execute("INSERT OR IGNORE INTO block VALUES (?, ?, ?, ?, ?, ?)", values).rowcount > 0
+            query = """
+                INSERT INTO block (key, place, slot_bytes, size, stored, used) VALUES (?, ?, ?, ?, ?, ?)
+                ON CONFLICT (key) DO NOTHING
+            """
+            return self._database.execute(query, (*entry, used_ns)).rowcount > 0
 
-    def remove(self, blocks: Iterable[tuple[bytes, int]]) -> int:
-        """Forget blocks, by key and time, unless they were stored anew meanwhile; returns how many there were."""
+    def remove(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Remove entries, unless their slots hold other blocks by now; returns those that were there."""
         with _DAMAGE:
-            query = "DELETE FROM block WHERE key = ? AND stored = ?"
-            return self._database.executemany(query, blocks).rowcount
+            query = "DELETE FROM block WHERE place = ? AND stored = ?"
+            return [each for each in entries if self._database.execute(query, (each.place, each.stored_ns)).rowcount]
+
+    def remove_slots(self, file: int, first: int = 0) -> None:
+        """Remove the entries of a file's slots, from the first one on."""
+        with _DAMAGE:
+            last = place_of(file, (1 << _PLACE_BITS) - 1)
+            self._database.execute("DELETE FROM block WHERE place BETWEEN ? AND ?", (place_of(file, first), last))
 
     def touch(self, used_ns: Iterable[tuple[bytes, int]]) -> None:
-        """Note when blocks were used last."""
+        """Record when blocks were last used."""
         with _DAMAGE:
             query = "UPDATE block SET used = ? WHERE key = ?"
             self._database.executemany(query, ((moment, key) for key, moment in used_ns))
@@ -219,43 +225,24 @@ class DiskIndex:
             self._database.close()
 
 
-def create_index(path: Path, rows: Iterable[NDArray[np.void]]) -> DiskIndex:
-    """A new index in the place of what there is, of rows of the type `ROW`. Of those with one key any one counts."""
-    draft = path.with_name(f"{path.name}.new")
-    for each in (*index_files(draft), *index_files(path)):
-        each.unlink(missing_ok=True)
-    os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-    database = _connect(draft, journal="OFF")
+def create_index(path: Path) -> DiskIndex:
+    """An empty index in the place of the one that is there."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    database = _connect(path)
     try:
         database.execute("BEGIN")
-        database.execute(f"PRAGMA application_id = {_APPLICATION}")
-        database.execute(_TABLE)
-        # In the order of the table, and the second index from all of them at once: pages are written one after another.
-        database.executemany("INSERT OR IGNORE INTO block VALUES (?, ?, ?, ?, ?, ?)", _sorted_rows(rows))
-        database.execute(_BY_USE)
-        database.execute(f"PRAGMA user_version = {_FORMAT}")
+        for statement in _SCHEMA:
+            database.execute(statement)
         database.execute("COMMIT")
     finally:
         database.close()
-    draft.replace(path)
     return DiskIndex(path)
 
 
-def _sorted_rows(rows: Iterable[NDArray[np.void]]) -> Iterator[tuple[object, ...]]:
-    """All rows by their keys."""
-    table = np.concatenate([np.empty(0, ROW), *rows])
-    order = np.argsort(np.ascontiguousarray(table["key"]).view("S32"))
-    for first in range(0, len(order), _ROWS_AT_A_TIME):
-        yield from table[order[first : first + _ROWS_AT_A_TIME]].tolist()
-
-
-def index_files(path: Path) -> list[Path]:
-    """What an index consists of, whether it is there or not."""
-    return [path, *(path.with_name(f"{path.name}-{suffix}") for suffix in ("wal", "shm", "journal"))]
-
-
 def _read_ahead(path: Path) -> None:
-    """All of it is about to be read, page by page: let the device begin with that in order."""
+    """Have the device read the file in order: most of it is about to be read page by page."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
@@ -263,10 +250,10 @@ def _read_ahead(path: Path) -> None:
         os.close(descriptor)
 
 
-def _connect(path: Path, *, journal: str = "WAL") -> sqlite3.Connection:
+def _connect(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=32)
     try:
-        for setting in (*_SETTINGS, f"PRAGMA journal_mode = {journal}"):
+        for setting in _SETTINGS:
             database.execute(setting)
     except BaseException:
         database.close()
@@ -275,7 +262,7 @@ def _connect(path: Path, *, journal: str = "WAL") -> sqlite3.Connection:
 
 
 def _entry(row: tuple[object, ...]) -> Entry:
-    """What a row says, if a row of that kind was ever written: SQLite has no checksums."""
+    """A row's content, checked for its types: SQLite has no checksums."""
     key, place, slot_bytes, size_bytes, stored_ns = row
     if (
         isinstance(key, bytes)
@@ -289,7 +276,7 @@ def _entry(row: tuple[object, ...]) -> Entry:
 
 
 class _Damage:
-    """Errors of SQLite that tell of damage become `IndexDamaged`. A class, for it is entered for each block."""
+    """Turns SQLite's errors that mean damage into `IndexDamaged`. A class, because it is entered for each block."""
 
     def __enter__(self) -> None:
         pass

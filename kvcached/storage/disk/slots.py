@@ -1,182 +1,93 @@
-"""A file of equal slots, and the file of labels beside it that says which block each slot holds.
+"""The files of a directory, each of equal slots: reads, writes, free slots, and the size limit of all files together.
 
-A label is 64 bytes, little-endian::
-
-      0   4s  magic     b"KVSL"
-      4  u32  format    1
-      8  u64  size      bytes of the value
-     16  32s  key
-     48  u64  stored    when, in nanoseconds; no two labels of a directory have the same
-     56  u64  seal      xxh3_64 of the 56 bytes before
-
-Zeros: the slot is free. A label is written after its value and erased before the slot is given away, so whoever knew of
-a label and finds it after reading has read that one value. Nothing is ever synced: after a loss of power a label may be
-there and its bytes not, which the value's own frame tells.
+What a slot holds is the index's business (`kvcached.storage.disk.index`). No value is ever synced: after a loss of
+power an entry of the index may be there and its bytes not, which the value's own frame tells.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
+import mmap
 import os
 import re
-import struct
+import sqlite3
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-#: Of memory, sizes and offsets, for I/O past the page cache: no device asks for more.
-ALIGNMENT: Final = 4096
-LABEL_BYTES: Final = 64
+from kvcached.storage.disk.directory import DiskSettings
+from kvcached.storage.disk.index import INDEX_BYTES, INDEX_BYTES_PER_BLOCK
 
-_MAGIC: Final = b"KVSL"
-_FORMAT: Final = 1
-_BODY: Final = struct.Struct("<4sIQ32sQ")
-_SEAL: Final = struct.Struct("<Q")
-_LABEL: Final = np.dtype(
-    [("magic", "S4"), ("format", "<u4"), ("size", "<i8"), ("key", "V32"), ("stored", "<i8"), ("seal", "<u8")]
-)
-_BLANK: Final = bytes(LABEL_BYTES)
-_LABELS_READ: Final = 1 << 14
+#: I/O past the page cache needs memory, sizes and offsets that are multiples of this; no device asks for more.
+ALIGNMENT: Final = 4096
+
 _MODE: Final = 0o600
 _FLAGS: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _NAME: Final = re.compile(r"\d{8}-[1-9]\d{3,12}")
 _IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
+_NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: Size of a file, unless the capacity asks for another: large enough that few descriptors are open, small enough that
+#: deleting one costs little of the cache.
+_FILE_BYTES: Final = 256 << 20
+#: Limits of the number of files of regular size, which have two descriptors each.
+_FILES_MAX: Final = 128
+_FILES_MIN: Final = 4
+#: A new file has at least this part of its regular number of slots: many small ones would exhaust descriptors.
+_LEAST_SHARE: Final = 8
 
 _Vectored = Callable[[int, Sequence[memoryview], int], int]
 
-
-class Label(NamedTuple):
-    """Which value a slot holds."""
-
-    key: bytes
-    size_bytes: int
-    stored_ns: int
-
-    def pack(self) -> bytes:
-        """As it stands in the file."""
-        body = _BODY.pack(_MAGIC, _FORMAT, self.size_bytes, self.key, self.stored_ns)
-        return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
-
-
-def unpack_label(data: bytes) -> Label | None:
-    """The label, or None where this is no whole one."""
-    if len(data) != LABEL_BYTES or _SEAL.unpack_from(data, _BODY.size)[0] != xxhash.xxh3_64_intdigest(
-        data[: _BODY.size]
-    ):
-        return None
-    magic, form, size_bytes, key, stored_ns = _BODY.unpack_from(data)
-    return Label(key, size_bytes, stored_ns) if (magic, form) == (_MAGIC, _FORMAT) else None
-
-
-class Labelled(NamedTuple):
-    """Some of a file's slots that are not free.
-
-    Attributes:
-        slots: those that hold a value.
-        labels: theirs; fields key, size, stored.
-        damaged: slots whose label is none.
-    """
-
-    slots: NDArray[np.int64]
-    labels: NDArray[np.void]
-    damaged: list[int]
+_log: Final = logging.getLogger(__name__)
 
 
 class SlotFile:
-    """One such pair of files, open. Reading and writing need no lock; what is free is the caller's to guard.
+    """One open file of slots. Reading and writing need no lock; the caller guards everything else.
 
     Attributes:
         number: of the file, in its directory.
-        slot_bytes: of a slot, a multiple of 4096.
+        slot_bytes: size of a slot, a multiple of 4096.
         slots: how many.
-        free: slots that hold nothing and that nobody is about to write.
+        free: slots that hold nothing and that nobody is about to write; none until `note_used` says which.
         used_ns: when one of its blocks was last used.
-        is_retired: it was given back to the file system.
+        is_retired: the file was deleted.
     """
 
     def __init__(self, path: Path, *, direct: bool) -> None:
         number, slot_bytes = path.stem.split("-")
         self.number, self.slot_bytes = int(number), int(slot_bytes)
-        self._paths = (path, path.with_suffix(".labels"))
-        self._buffered = self._open(path, 0)
-        self._direct = self._open(path, os.O_DIRECT) if direct else self._buffered
-        self._labels = self._open(self._paths[1], os.O_CREAT)
+        self._path = path
+        self._buffered = self._open(0)
+        self._direct = self._open(os.O_DIRECT) if direct else self._buffered
         self.slots = os.fstat(self._buffered).st_size // self.slot_bytes
-        os.ftruncate(self._labels, self.slots * LABEL_BYTES)
         self.free = array("I")
         self.used_ns = 0
         self.is_retired = False
-        self._survey()
 
-    def _open(self, path: Path, flags: int) -> int:
+    def _open(self, flags: int) -> int:
         """A descriptor that is closed with the last reference to this object: a reader may outlast the file."""
-        descriptor = os.open(path, _FLAGS | flags, _MODE)
+        descriptor = os.open(self._path, _FLAGS | flags, _MODE)
         weakref.finalize(self, os.close, descriptor)
         return descriptor
 
     @property
     def size_bytes(self) -> int:
-        """Of its slots."""
+        """Size of all slots."""
         return self.slots * self.slot_bytes
 
-    def _survey(self) -> None:
-        """Note the free slots, and when the newest block was stored."""
-        for first, chunk in self._chunks():
-            blank = ~chunk.view(np.uint64).reshape(-1, LABEL_BYTES // 8).any(axis=1)
-            self.free.frombytes((np.flatnonzero(blank).astype(np.uint32) + np.uint32(first)).tobytes())
-            stored = chunk.reshape(-1, LABEL_BYTES)[~blank, 48:56].copy().view(np.uint64)
-            self.used_ns = max(self.used_ns, int(stored.max(initial=0)) & ((1 << 63) - 1))
-        self.free.reverse()  # slots are taken from the end: the first ones first
+    def note_used(self, is_used: NDArray[np.bool_]) -> None:
+        """Free are the slots that this array, of all slots, says are not in use."""
+        self.free = array("I", np.flatnonzero(~is_used)[::-1].astype(np.uint32).tobytes())  # first ones are taken first
 
-    def stamps(self) -> NDArray[np.int64]:
-        """For each slot when its value was stored, as its label says, sound or not; 0 where it is free."""
-        stamps = np.zeros(self.slots, np.int64)
-        for first, chunk in self._chunks():
-            labels = chunk.reshape(-1, LABEL_BYTES)
-            stored = chunk.view(_LABEL)["stored"]
-            stamps[first : first + len(stored)] = np.where(labels.any(axis=1) & (stored == 0), -1, stored)
-        return stamps
-
-    def _chunks(self) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-        """All labels, many at a time: the first one's slot, and their bytes."""
-        for first in range(0, self.slots, _LABELS_READ):
-            count = min(_LABELS_READ, self.slots - first)
-            data = os.pread(self._labels, count * LABEL_BYTES, first * LABEL_BYTES).ljust(count * LABEL_BYTES, b"\0")
-            yield first, np.frombuffer(data, np.uint8)
-
-    def labelled(self) -> Iterator[Labelled]:
-        """Every slot that is not free, many at a time: a million labels are no million objects."""
-        for first, chunk in self._chunks():
-            labels = chunk.view(_LABEL)
-            data = chunk.data
-            seals = [xxhash.xxh3_64_intdigest(data[at : at + _BODY.size]) for at in range(0, len(data), LABEL_BYTES)]
-            is_held = chunk.view(np.uint64).reshape(-1, LABEL_BYTES // 8).any(axis=1)
-            is_sound = (
-                (labels["seal"] == np.array(seals, np.uint64))
-                & (labels["magic"] == _MAGIC)
-                & (labels["format"] == _FORMAT)
-            )
-            slots = np.arange(first, first + len(labels))
-            yield Labelled(slots[is_sound], labels[is_sound], slots[is_held & ~is_sound].tolist())
-
-    def label(self, slot: int) -> Label | None:
-        """Of one slot; None where it is free, damaged, or there is no such slot."""
-        return unpack_label(os.pread(self._labels, LABEL_BYTES, slot * LABEL_BYTES))
-
-    def set_label(self, slot: int, label: Label | None) -> None:
-        """Say what a slot holds: a value that is written, or nothing."""
-        os.pwrite(self._labels, _BLANK if label is None else label.pack(), slot * LABEL_BYTES)
-
-    def release(self, slot: int) -> None:
-        """A slot becomes free. Whoever reads it now finds no label afterwards."""
-        self.set_label(slot, None)
-        self.free.append(slot)
+    def release(self, slot: int, *, is_last: bool = False) -> None:
+        """Free a slot; it is taken first, or after all others."""
+        if not self.is_retired:
+            self.free.insert(0 if is_last else len(self.free), slot)
 
     def read(self, slot: int, parts: Sequence[memoryview]) -> bool:
         """Read a value into its parts; False where the file ends before."""
@@ -186,13 +97,13 @@ class SlotFile:
         """Write a value.
 
         Raises:
-            OSError: of the device; ENOSPC is there, too, where the file system keeps no promise about reserved space.
+            OSError: of the device; also ENOSPC, where the file system does not keep reserved space.
         """
         if not self._transfer(os.pwritev, slot, parts):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def _transfer(self, call: _Vectored, slot: int, parts: Sequence[memoryview]) -> bool:
-        """Frame and parts in one call where the kernel takes them all; what a short call left goes buffered."""
+        """Transfer all parts in one call where the kernel takes them; what a short call leaves goes buffered."""
         size, offset = sum(part.nbytes for part in parts), slot * self.slot_bytes
         descriptor = self._direct if self._direct != self._buffered and _is_whole_pages(parts) else self._buffered
         done, count = 0, 1
@@ -208,21 +119,110 @@ class SlotFile:
         return done == size
 
     def retire(self) -> None:
-        """Give it back to the file system. Those in the middle of reading find an end, those writing write nowhere."""
+        """Delete the file. A read under way then ends early; a write under way is lost."""
         self.is_retired = True
         self.free = array("I")
-        for path, descriptor in zip(self._paths, (self._buffered, self._labels), strict=True):
-            path.unlink(missing_ok=True)
-            os.ftruncate(descriptor, 0)
+        self._path.unlink(missing_ok=True)
+        os.ftruncate(self._buffered, 0)
 
 
-def slot_files(directory: Path) -> list[Path]:
-    """The files of slots in a directory. Labels that a killed attempt to make one has left are removed."""
-    found = sorted(path for path in directory.glob("*.slots") if _NAME.fullmatch(path.stem))
-    for path in directory.glob("*.labels"):
-        if path.with_suffix(".slots") not in found:
-            path.unlink()
-    return found
+class DiskSpace:
+    """All files of a directory. One caller at a time.
+
+    Attributes:
+        files: by their numbers.
+        refusal: why the last file that was wanted could not be created; empty where it was created.
+    """
+
+    def __init__(self, settings: DiskSettings) -> None:
+        """Open the files that there are.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        self._settings = settings
+        self._room_bytes = settings.capacity_bytes - INDEX_BYTES
+        self._direct = settings.direct_io == "auto" and _takes_direct_io(settings.directory)
+        self.refusal = ""
+        self.files: dict[int, SlotFile] = {}
+        for path in sorted(settings.directory.glob("*.slots")):
+            if _NAME.fullmatch(path.stem):
+                file = SlotFile(path, direct=self._direct)
+                self.files[file.number] = file
+        self._last_number = max(self.files, default=0)
+
+    @property
+    def blocks(self) -> int:
+        """Number of slots in use, including those being written."""
+        return sum(file.slots - len(file.free) for file in self.files.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """Size of these slots."""
+        return sum((file.slots - len(file.free)) * file.slot_bytes for file in self.files.values())
+
+    @property
+    def _taken_bytes(self) -> int:
+        return sum(file.slots * (file.slot_bytes + INDEX_BYTES_PER_BLOCK) for file in self.files.values())
+
+    def could_hold(self, slot_bytes: int) -> bool:
+        """Whether a slot of that size fits the capacity at all."""
+        return slot_bytes + INDEX_BYTES_PER_BLOCK <= self._room_bytes
+
+    def take(self, slot_bytes: int) -> tuple[SlotFile, int] | None:
+        """A free slot of that size, in a new file if need be; None where there is none and no room for a file."""
+        file = next((each for each in self.files.values() if each.slot_bytes == slot_bytes and each.free), None)
+        if file is None:
+            file = self._new_file(slot_bytes)
+        return None if file is None else (file, file.free.pop())
+
+    def _new_file(self, slot_bytes: int) -> SlotFile | None:
+        settings, cost = self._settings, slot_bytes + INDEX_BYTES_PER_BLOCK
+        left_bytes, free_bytes = self._room_bytes - self._taken_bytes, self._free_space_bytes()
+        room = min(left_bytes, free_bytes - settings.free_space_floor_bytes)
+        regular = max(1, file_bytes_for(self._room_bytes) // cost)
+        slots = min(regular, room // cost)
+        if slots < max(1, regular // _LEAST_SHARE):
+            if room == left_bytes:
+                self.refusal = "capacity_bytes is used up"
+            else:
+                self.refuse_for_others(free_bytes)
+            return None
+        self._last_number += 1  # never a number that was used before: entries of that file may be left
+        try:
+            file = create_slot_file(settings.directory, self._last_number, slot_bytes, slots, direct=self._direct)
+        except OSError as error:
+            refusal = f"no file of {slots * slot_bytes} bytes can be made in {settings.directory}: {error.strerror}"
+            if refusal != self.refusal:  # once, not for each block
+                _log.warning("%s", refusal)
+            self.refusal = refusal
+            return None
+        self.files[file.number], self.refusal = file, ""
+        return file
+
+    def coldest(self) -> SlotFile | None:
+        """The least recently used file."""
+        return min(self.files.values(), key=lambda file: file.used_ns, default=None)
+
+    def excess_bytes(self) -> int:
+        """What has to be freed: the capacity was made smaller, or other users need the file system."""
+        lacking = self._settings.free_space_floor_bytes - self._free_space_bytes()
+        return max(0, lacking, self._taken_bytes - self._room_bytes)
+
+    def retire(self, file: SlotFile) -> None:
+        """Delete a file."""
+        del self.files[file.number]
+        file.retire()
+
+    def refuse_for_others(self, free_bytes: int | None = None) -> None:
+        """Note that the floor is the reason why there is no room."""
+        free_bytes = self._free_space_bytes() if free_bytes is None else free_bytes
+        floor = f"free_space_floor_bytes is {self._settings.free_space_floor_bytes}"
+        self.refusal = f"{self._settings.directory}: {free_bytes} bytes are free, and {floor}"
+
+    def _free_space_bytes(self) -> int:
+        state = os.statvfs(self._settings.directory)
+        return state.f_bavail * state.f_frsize
 
 
 def create_slot_file(directory: Path, number: int, slot_bytes: int, slots: int, *, direct: bool) -> SlotFile:
@@ -232,23 +232,52 @@ def create_slot_file(directory: Path, number: int, slot_bytes: int, slots: int, 
         OSError: there is no room for it; nothing is left of it.
     """
     path = directory / f"{number:08d}-{slot_bytes}.slots"
-    labels = path.with_suffix(".labels")
-    try:
-        _preallocate(labels, slots * LABEL_BYTES)
-        _preallocate(path, slots * slot_bytes)
-    except OSError:
-        for each in (path, labels):
-            each.unlink(missing_ok=True)
-        raise
-    return SlotFile(path, direct=direct)
-
-
-def _preallocate(path: Path, size_bytes: int) -> None:
     descriptor = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, _MODE)
     try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
+        os.posix_fallocate(descriptor, 0, slots * slot_bytes)
+    except OSError:
+        path.unlink()
+        raise
     finally:
         os.close(descriptor)
+    file = SlotFile(path, direct=direct)
+    file.note_used(np.zeros(slots, np.bool_))
+    return file
+
+
+def file_bytes_for(room_bytes: int) -> int:
+    """Size of a file of slots: between a quarter and 1/128 of all of them together."""
+    return min(room_bytes // _FILES_MIN, max(_FILE_BYTES, room_bytes // _FILES_MAX))
+
+
+def slot_bytes_for(size_bytes: int) -> int:
+    """Size of the slots for values of a size."""
+    return max(1, -(-size_bytes // ALIGNMENT)) * ALIGNMENT
+
+
+def has_no_room(error: Exception) -> bool:
+    """Whether the reason is a full file system, or a limit of the user's."""
+    if isinstance(error, OSError):
+        return error.errno in _NO_ROOM
+    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL
+
+
+def _takes_direct_io(directory: Path) -> bool:
+    """Whether the file system reads and writes past the page cache: some refuse to open, some to write."""
+    path = directory / "probe"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        path.unlink(missing_ok=True)
+        return False
+    try:
+        page = mmap.mmap(-1, ALIGNMENT)
+        return os.pwritev(descriptor, [page], 0) == ALIGNMENT and os.preadv(descriptor, [page], 0) == ALIGNMENT
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
 
 
 def _is_whole_pages(parts: Sequence[memoryview]) -> bool:
@@ -256,7 +285,7 @@ def _is_whole_pages(parts: Sequence[memoryview]) -> bool:
 
 
 def _after(parts: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """What is left of the parts behind the first `done` bytes."""
+    """The parts behind the first `done` bytes."""
     if not done:
         return parts
     rest = []
