@@ -11,17 +11,17 @@ from contextlib import ExitStack
 from time import perf_counter
 from typing import Final
 
+from kvcached.core.messages import Span
 from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import PRETOUCH_BYTES_MAX, SharedMemory, sealed_memfd
-from kvcached.worker.device_pool import DevicePool
-from kvcached.worker.messages import BlockSpan, Load, Store
-from kvcached.worker.transfers import WorkerTransfers
+from kvcached.worker.executor import WorkerTransfers
+from kvcached.worker.messages import Load, Store
+from kvcached.worker.probe import DevicePool
 from kvcached_client.blocks.copy import CopyPlan, MemoryCopier, copy_all
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import KvGroup, Layout, PageOrder
 from kvcached_client.blocks.pages import pool_geometry
 from kvcached_client.blocks.transfers import BlockTransfers
-from kvcached_client.types import pack_ranges
 
 LAYERS: Final = 32
 BLOCK_BYTES: Final = 512 << 10
@@ -192,13 +192,13 @@ class CopyRig:
         _, blocks = self._host.places(self._host_slots, _SHARD)
         return blocks
 
-    def _span(self, device: Sequence[int]) -> BlockSpan:
-        return BlockSpan(
+    def _span(self, device: Sequence[int]) -> Span:
+        return Span(
             depth=0,
             parent=b"",
             keys=self._keys,
-            device=pack_ranges([(slot, 1) for slot in device]),
-            host=pack_ranges([(slot, 1) for slot in self._host_slots]),
+            device=array("i", [number for slot in device for number in (slot, 1)]),
+            host=array("i", [number for slot in self._host_slots for number in (slot, 1)]),
         )
 
 

@@ -58,11 +58,9 @@ from kvcached.stopping import Stop
 from kvcached.storage.process import LOCK_NAME as STORAGE_LOCK_NAME
 from kvcached.storage.process import MODULE as STORAGE_MODULE
 from kvcached.storage_start import EARLIER_STORAGE_DEADLINE_S, recorded, start_storage
-from kvcached.worker.orders import ReplicaWorkers
-from kvcached.worker.process import LOCK_PATTERN
-from kvcached.worker.process import MODULE as WORKER_MODULE
-from kvcached.worker.restart import ReplicaGroups
-from kvcached.worker.supervisor import KILL_DEADLINE_S, ReplicaPool
+from kvcached.worker.client import WorkerPool
+from kvcached.worker.group import KILL_DEADLINE_S, LOCK_PATTERN, ReplicaPool
+from kvcached.worker.group import MODULE as WORKER_MODULE
 from kvcached_client.blocks.header import NAMESPACE_BYTES
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.pages import pool_geometry
@@ -161,27 +159,25 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         inheritance = inherit(config.run_dir, config.host, config.replica, inherited)
         host, devices = inheritance.host, inheritance.devices
         _check_memory(config, inheritance)
-        groups = {each.name: _groups(config, each, devices[each.name].shards, host, news) for each in config.replica}
-        for each in groups.values():
-            parts.push_async_callback(stop.end_workers, each)
-            stop.at_once.append(each.kill)
-        await _start_workers(groups.values())
         # What an earlier daemon has stored is verified whenever it is read: it may not have ended in order.
         verify_loads = config.host is not None and (config.host.verify_loads or inheritance.is_kept)
         record, first = await recorded(config), first_of(epoch, secrets.randbits(RANDOM_BITS))
         editions = editions_of(record, inheritance.ledger)
         generations = {each.name: generation_of(each, editions, first) for each in config.replica}
         editions |= {each.namespace: Edition(each.number, each.weights_version) for each in generations.values()}
-        replicas = [
-            _replica(
-                config,
-                each,
-                generations[each.name],
-                devices[each.name],
-                groups[each.name],
-                epoch,
-                verify_loads=verify_loads,
+        workers = {
+            each.name: _workers(
+                config, each, devices[each.name].shards, host, news,
+                epoch=epoch, generation=generations[each.name].number, verify_loads=verify_loads,
             )
+            for each in config.replica
+        }  # fmt: skip
+        for each in workers.values():
+            parts.push_async_callback(stop.end_workers, each)
+            stop.at_once.append(each.kill)
+        await _start_workers(workers.values())
+        replicas = [
+            _replica(config, each, generations[each.name], devices[each.name], workers[each.name])
             for each in config.replica
         ]
         policies = {
@@ -217,9 +213,9 @@ async def _end_earlier_workers(run_dir: Path) -> None:
     await asyncio.gather(*(end_earlier(run_dir / lock, WORKER_MODULE, KILL_DEADLINE_S) for lock in locks))
 
 
-async def _start_workers(groups: Iterable[ReplicaGroups]) -> None:
+async def _start_workers(workers: Iterable[WorkerPool]) -> None:
     """Start all workers at once. The first error is raised when every start is over."""
-    for error in await asyncio.gather(*(each.start() for each in groups), return_exceptions=True):
+    for error in await asyncio.gather(*(each.open() for each in workers), return_exceptions=True):
         if isinstance(error, BaseException):
             raise error
 
@@ -243,9 +239,17 @@ def _check_memory(config: Config, inheritance: Inheritance) -> None:
     check_available(size_bytes, f"the configuration ({names})")
 
 
-def _groups(
-    config: Config, replica: ReplicaConfig, memory: tuple[ShardMemory, ...], host: HostMemory | None, news: _News
-) -> ReplicaGroups:
+def _workers(
+    config: Config,
+    replica: ReplicaConfig,
+    memory: tuple[ShardMemory, ...],
+    host: HostMemory | None,
+    news: _News,
+    *,
+    epoch: int,
+    generation: int,
+    verify_loads: bool,
+) -> WorkerPool:
     pool = ReplicaPool(
         replica.name,
         replica.layout,
@@ -256,11 +260,14 @@ def _groups(
         pretouch_bytes=PRETOUCH_BYTES_MAX // len(config.replica),
         ready_deadline_s=config.worker_ready_deadline_ms / 1000,
     )
-    return ReplicaGroups(
+    return WorkerPool(
         pool,
         str(config.run_dir),
         on_lost=partial(_on_worker_lost, news, replica.name),
         on_restored=partial(news.tell, PoolRestored(replica.name)),
+        epoch=epoch,
+        generation=generation,
+        verify_loads=verify_loads,
     )
 
 
@@ -269,10 +276,7 @@ def _replica(
     replica: ReplicaConfig,
     generation: Generation,
     device: DevicePool,
-    groups: ReplicaGroups,
-    epoch: int,
-    *,
-    verify_loads: bool,
+    workers: WorkerPool,
 ) -> Replica:
     return Replica(
         name=replica.name,
@@ -285,13 +289,7 @@ def _replica(
         generation=generation.number,
         weights_version=generation.weights_version,
         root_of=replica.namespace,
-        workers=ReplicaWorkers(
-            groups,
-            memory=device.shards,
-            epoch=epoch,
-            generation=generation.number,
-            verify_loads=verify_loads,
-        ),
+        workers=workers,
         header_namespace=replica.namespace(FIRST_GENERATION)[:NAMESPACE_BYTES],
         host_geometry=None if config.host is None else _host_geometry(config.host, replica),
         write_policy=WritePolicy(replica.write_policy),

@@ -15,7 +15,7 @@ from typing import Final, NoReturn
 
 from kvcached.service.admin_verbs import Left
 from kvcached.service.service import Service
-from kvcached.worker.restart import ReplicaGroups
+from kvcached.worker.client import WorkerPool
 
 #: What workers get to end in order when engines have used up the deadline. They take some milliseconds.
 WORKERS_STOP_S_MIN: Final = 1.0
@@ -61,10 +61,10 @@ class Stop:
                 left.requests,
             )
 
-    async def end_workers(self, groups: ReplicaGroups) -> None:
+    async def end_workers(self, workers: WorkerPool) -> None:
         """End a replica's workers, by force where they take longer than what is left of the deadline."""
         left_s = self._deadline_ms / 1000 if self._ends_s is None else self._ends_s - self._loop.time()
-        await groups.stop(max(left_s, WORKERS_STOP_S_MIN))
+        await workers.close(max(left_s, WORKERS_STOP_S_MIN))
 
     def _end_at_once(self) -> NoReturn:
         for each in self.at_once:

@@ -73,7 +73,7 @@ async def start_storage(
         host.descriptor,
         config.run_dir,
         epoch,
-        service.storage.kind_of,
+        service.storage.format_of,
         service.on_event,
     )
     parts.push_async_callback(link.detach, STOP_DEADLINE_S)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvcached.core.slots.ranges import Ranges
-from kvcached_client.types import LeaseId, SessionId, ShardIndex, TransferId
+from kvcached.core.slots.ranges import Ranges, SlotRanges
+from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, SessionId, ShardIndex, TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,28 @@ class TransferKind(StrEnum):
     LOAD = "load"  #: host pool to device pool
 
 
-class BlockSpan(NamedTuple):
-    """Consecutive blocks of one chain, and their two places."""
+class Span(NamedTuple):
+    """Consecutive blocks of one chain, and where they are. There are as many slots of each pool as keys.
 
-    depth: int  #: of the first
-    parent: bytes  #: key of the block before it; empty for the first of a chain
+    Attributes:
+        depth: of the first block.
+        parent: key of the block before it; empty for the first of a chain.
+        keys: of the blocks, 16 bytes each.
+        host: their slots in the host pool.
+        device: their slots in a device pool; empty where none has a part in the copy.
+    """
+
+    depth: int
+    parent: bytes
     keys: bytes
-    device: Ranges[int]
-    host: Ranges[int]
+    host: SlotRanges
+    device: SlotRanges
+
+
+def span_of(depth: int, keys: bytes, host: Ranges[int], device: Ranges[int]) -> Span:
+    """The span of blocks from `depth` on. `keys` begins with the key of the block before them, if there is one."""
+    parent = keys[:KEY_SIZE_BYTES] if depth else b""
+    return Span(depth, parent, keys[len(parent) :], host, device)
 
 
 class StartTransfer(NamedTuple):
@@ -58,7 +72,7 @@ class StartTransfer(NamedTuple):
     transfer: TransferId
     pool: str
     kind: TransferKind
-    spans: tuple[BlockSpan, ...]
+    spans: tuple[Span, ...]
     urgent: bool
     progress: int
 
@@ -105,15 +119,6 @@ class SlotsHandedOut:
     slots: Ranges[int]
 
 
-class StorageSpan(NamedTuple):
-    """Consecutive blocks of one chain, and their host slots."""
-
-    depth: int  #: of the first
-    parent: bytes  #: key of the block before it; empty for the first of a chain
-    keys: bytes
-    slots: Ranges[int]
-
-
 @dataclass(frozen=True, slots=True)
 class QueryStorage:
     """Ask storage how many of the first of these blocks it has, and tell by a `StorageAnswered`."""
@@ -131,7 +136,7 @@ class StartFetch:
     transfer: TransferId
     namespace: bytes
     generation: int
-    span: StorageSpan
+    span: Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ class StartBackup:
     transfer: TransferId
     namespace: bytes
     generation: int
-    spans: tuple[StorageSpan, ...]
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)

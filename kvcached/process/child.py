@@ -12,15 +12,17 @@ import os
 import signal
 import socket
 import subprocess
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
+import msgspec
+
 from kvcached.log import open_log
 from kvcached.process.earlier import name_holder, take_lock
-from kvcached.process.packets import PacketConnection
-from kvcached.process.seqpacket import send
+from kvcached.process.seqpacket import receive, send
 
 M = TypeVar("M")
 
@@ -63,7 +65,11 @@ class ChildProcess(Generic[M]):
         on_exit: Callable[[], None],
     ) -> None:
         self._log_path = log_path
+        self._decode = decode
+        self._message_bytes_max = message_bytes_max
+        self._on_message = on_message
         self._on_exit = on_exit
+        self._outbox: deque[bytes] = deque()  # bounded by the requests in flight
         self._loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[None] = self._loop.create_future()
         self._kill_reason = ""
@@ -95,10 +101,10 @@ class ChildProcess(Generic[M]):
                 self._child.wait()
                 raise
             connection.settimeout(0)
-            self._connection = PacketConnection(connection, decode, message_bytes_max)
+            self._connection: socket.socket | None = connection
             ours.pop_all()
         self._loop.add_reader(self._pidfd, self._on_dead)
-        self._connection.listen(on_message, self._on_disconnected, self.kill)
+        self._loop.add_reader(connection.fileno(), self._read)
 
     @property
     def pid(self) -> int:
@@ -112,11 +118,28 @@ class ChildProcess(Generic[M]):
 
     def send(self, message: bytes) -> None:
         """Send a message, or queue it until the child has read those before. Does nothing when it has ended."""
-        self._connection.send(message)
+        if self._connection is None:
+            return
+        if self._outbox:
+            self._outbox.append(message)
+            return
+        try:
+            send(self._connection, message)
+        except BlockingIOError:
+            self._outbox.append(message)
+            self._loop.add_writer(self._connection.fileno(), self._on_writable, self._connection)
+        except OSError:
+            self._on_disconnected()
 
     def disconnect(self) -> None:
-        """Close the connection: the child ends. Does nothing the second time."""
-        self._connection.close()
+        """Close the connection, and drop what was not sent: the child ends. Does nothing the second time."""
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        self._loop.remove_reader(connection.fileno())
+        self._loop.remove_writer(connection.fileno())
+        connection.close()
+        self._outbox.clear()
 
     def kill(self, reason: str = "") -> None:
         """End it by SIGKILL; the first `reason` becomes part of `ending`. Does nothing when it has ended."""
@@ -157,8 +180,40 @@ class ChildProcess(Generic[M]):
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
+    def _read(self) -> None:
+        """Take every message that is there."""
+        try:
+            while self._connection is not None:
+                packet = receive(self._connection, self._message_bytes_max, 0)
+                if packet is None:
+                    break
+                self._on_message(self._decode(packet.data))
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            pass
+        except msgspec.DecodeError as error:
+            self.disconnect()
+            self.kill(f"it sent what cannot be decoded: {error}")
+        self._on_disconnected()
+
+    def _on_writable(self, connection: socket.socket) -> None:
+        try:
+            while self._outbox:
+                send(connection, self._outbox[0])
+                self._outbox.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._on_disconnected()
+            return
+        self._loop.remove_writer(connection.fileno())
+
     def _on_disconnected(self) -> None:
-        """It ends; if it does not, it is killed."""
+        """The child has closed its end, or is gone: it ends; if it does not, it is killed."""
+        if self._connection is None:
+            return
+        self.disconnect()
         if self.is_alive:
             self._loop.call_later(_DISCONNECTED_GRACE_S, self.kill, "it closed its connection")
 
@@ -167,6 +222,6 @@ class ChildProcess(Generic[M]):
         self._exited.set_result(None)  # first: nobody is to be killed any more, whatever comes of reading
         os.close(self._pidfd)
         self._child.wait()
-        self._connection.read()  # what it said last
-        self._connection.close()
+        self._read()  # what it said last
+        self.disconnect()
         self._on_exit()

@@ -25,7 +25,7 @@ from kvcached.service.replica import Replica
 from kvcached.service.replies import Answer, LateVerb, Respond
 from kvcached.service.sessions import EngineGroups
 from kvcached.storage.client import LinkState
-from kvcached.storage.messages import Kind, Over
+from kvcached.storage.messages import BlockFormat, Done
 from kvcached_client.blocks.header import NAMESPACE_BYTES
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
@@ -52,15 +52,15 @@ class Link(Protocol):
 
     @property
     def due(self) -> Mapping[bytes, None]:
-        """How the keys begin that are to be forgotten yet."""
+        """How the keys begin that are to be forgotten, and are not yet."""
 
     def carry_out(self, effect: QueryStorage | StartFetch | StartBackup) -> None:
-        """Order what the core asks for."""
+        """Request what the core asks for."""
 
-    def forget_all(self, tell: Callable[[Over], None]) -> bool:
+    def forget_all(self, tell: Callable[[Done], None]) -> bool:
         """Have all blocks forgotten; False where nobody is there to be told."""
 
-    def forget(self, prefix: bytes, tell: Callable[[Over], None]) -> None:
+    def forget(self, prefix: bytes, tell: Callable[[Done], None]) -> None:
         """Have all blocks forgotten whose keys begin so, when storage works, and again until it has."""
 
     def attach(self) -> None:
@@ -126,11 +126,11 @@ class StorageVerbs:
             return False
         return True
 
-    def kind_of(self, namespace: bytes, generation: int) -> Kind | None:
+    def format_of(self, namespace: bytes, generation: int) -> BlockFormat | None:
         """Whose blocks a namespace's are; None where nobody has it any more."""
         for replica in self._replicas.values():
             if replica.namespace == namespace and replica.host_geometry is not None:
-                return Kind(
+                return BlockFormat(
                     namespace=namespace[:NAMESPACE_BYTES],
                     header_namespace=replica.header_namespace,
                     header_generation=replica.generation,
@@ -141,7 +141,7 @@ class StorageVerbs:
         shape = self._offload_admission.shapes.get(namespace)
         if shape is None or namespace not in self._cache.offload.namespaces.by_root:
             return None
-        return Kind(
+        return BlockFormat(
             namespace=namespace[:NAMESPACE_BYTES],
             header_namespace=namespace[:NAMESPACE_BYTES],
             header_generation=generation,
@@ -189,9 +189,9 @@ class StorageVerbs:
         return self._pending.wait(reply, patience_ms)
 
     def _forget(self, effect: ForgetStored) -> None:
-        kind = self.kind_of(effect.namespace, effect.generation)
-        if self.storage is not None and kind is not None:
-            self.storage.link.forget(kind.stored().prefix(), note_forgotten)
+        found = self.format_of(effect.namespace, effect.generation)
+        if self.storage is not None and found is not None:
+            self.storage.link.forget(found.stored().prefix(), note_forgotten)
 
     def _patience_ms(self, request: wire.Prefetch) -> int:
         if request.stop == "best_effort" or self.storage is None:
@@ -228,7 +228,7 @@ class StorageVerbs:
         return Answer(_report(request.id, storage))
 
 
-def _cleared(number: int, storage: StorageService, over: Over) -> wire.StorageReport | wire.ErrorReply:
+def _cleared(number: int, storage: StorageService, over: Done) -> wire.StorageReport | wire.ErrorReply:
     if not over.failed:
         return _report(number, storage)
     error = request_error(ErrorCode.INTERNAL, f"storage did not forget everything: {over.error}", "clear it again")
@@ -270,6 +270,6 @@ def _answer(request: wire.Prefetch, prefetch: Prefetch) -> Answer:
     )
 
 
-def note_forgotten(over: Over) -> None:
+def note_forgotten(over: Done) -> None:
     """A generation that is over is out of storage."""
     _log.info("storage forgot %d blocks of a generation that is over", over.count)

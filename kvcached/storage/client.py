@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -30,39 +30,37 @@ from kvcached.core.messages import (
     StorageEvent,
     StorageLost,
     StorageReady,
-    StorageSpan,
     StorageSuspended,
 )
+from kvcached.process.backoff import BackOff
+from kvcached.process.in_flight import InFlight
+from kvcached.storage.forgets import Forgets
 from kvcached.storage.messages import (
     Backup,
+    BlockFormat,
+    Done,
     Fetch,
     Forget,
-    Kind,
-    Look,
     NotOpened,
     Opened,
-    Order,
-    Over,
+    Ping,
     Query,
-    Reply,
-    Span,
+    Report,
+    Request,
 )
 from kvcached.storage.messages import StorageConfig as ProcessConfig
-from kvcached.storage.order_book import OrderBook
 from kvcached.storage.process import StorageProcess
 
 #: So many failures in a row are no chance any more.
 BREAKER_FAILURES: Final = 5
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 30.0
-#: A storage process that has not answered an order that it has begun for so many timeouts is hung, and is killed.
+#: A storage process that has not answered a request that it has begun for so many timeouts is hung, and is killed.
 HUNG_TIMEOUTS: Final = 6
 #: That storage takes no blocks is logged again so much later at the earliest.
 REFUSAL_LOG_S: Final = 60.0
-#: What could not be forgotten is tried again so much later.
-FORGET_PAUSE_S: Final = 1.0
-#: Generations that wait to be forgotten: clears while storage is away. Each is in the record of generations.
-FORGETS_DUE_MAX: Final = 1024
+#: No request waits until something is forgotten, and that may be millions of blocks.
+FORGET_S_MAX: Final = 600.0
 
 _log: Final = logging.getLogger(__name__)
 
@@ -94,7 +92,7 @@ class StorageLink:
         host_memory: descriptor of the host pool.
         run_dir: where its log and its lock are.
         epoch: of this daemon, for the headers of what is fetched.
-        kind_of: whose blocks a namespace's are, and where they lie; None for one that is not known any more.
+        format_of: whose blocks a namespace's are, and where they lie; None for one that is not known any more.
         tell: takes events.
 
     Attributes:
@@ -104,7 +102,6 @@ class StorageLink:
         is_misconfigured: the last start failed, and any other will: the settings are wrong.
         usage: blocks, bytes and capacity as the backend told last; -1 where it cannot.
         counters: what it did.
-        due: how the keys begin that are to be forgotten, and are not yet; the oldest first.
     """
 
     def __init__(
@@ -113,7 +110,7 @@ class StorageLink:
         host_memory: int,
         run_dir: Path,
         epoch: int,
-        kind_of: Callable[[bytes, int], Kind | None],
+        format_of: Callable[[bytes, int], BlockFormat | None],
         tell: Callable[[StorageEvent], None],
     ) -> None:
         self.state = LinkState.DETACHED
@@ -127,22 +124,25 @@ class StorageLink:
         self._host_memory = host_memory
         self._run_dir = run_dir
         self._epoch = epoch
-        self._kind_of = kind_of
+        self._format_of = format_of
         self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._process: StorageProcess | None = None
         self._is_wanted = False  #: somebody has asked for it while the one before was ending
-        self._pending = OrderBook()
-        self.due: dict[bytes, None] = {}
-        self._forgets: list[tuple[bytes, set[int], Callable[[Over], None]]] = []
-        self._last_sequence = 0
+        self._in_flight: InFlight[Request, Done] = InFlight(self._on_late, turns=1)
+        self._in_flight.watch(config.timeout_s)
+        self._forgets = Forgets(self._in_flight, self._forget, lambda: self.state is LinkState.READY)
         self._failures = 0
         self._refusal_told_s = -math.inf
         self._opened_s = math.inf  #: when the process was ready
-        self._pause_s = FIRST_PAUSE_S
+        self._back_off = BackOff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, healthy_after_s=LONGEST_PAUSE_S)
         self._timer: asyncio.TimerHandle | None = None
-        self._watchdog: asyncio.TimerHandle | None = None
         self._changed: asyncio.Event = asyncio.Event()
+
+    @property
+    def due(self) -> Mapping[bytes, None]:
+        """How the keys begin that are to be forgotten, and are not yet; the oldest first."""
+        return self._forgets.due
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -175,72 +175,41 @@ class StorageLink:
             self.why = f"{late}; before that: {self.why}" if self.why else late
         return self.state is LinkState.READY
 
-    # --- orders -----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def carry_out(self, effect: QueryStorage | StartFetch | StartBackup) -> None:
-        """Order what the core asks for; where that is not possible it hears so, later."""
-        kind = self._kind_of(effect.namespace, effect.generation) if self._process is not None else None
-        if kind is None:
+        """Ask for what the core asks for; where that is not possible it hears so, later."""
+        format_ = self._format_of(effect.namespace, effect.generation) if self._process is not None else None
+        if format_ is None:
             self._loop.call_soon(self._refuse, effect)
             return
-        sequence = self._next_sequence()
-        order: Order
+        sequence = self._in_flight.next_number
+        request: Request
         match effect:
             case QueryStorage():
-                order = Query(sequence=sequence, kind=kind, keys=effect.keys)
-                tell: Callable[[Over], None] = partial(self._answered, effect.query)
+                request = Query(sequence=sequence, format=format_, keys=effect.keys)
+                tell: Callable[[Done], None] = partial(self._answered, effect.query)
             case StartFetch():
                 transfer = effect.transfer
-                order = Fetch(
-                    sequence=sequence, kind=kind, span=_span(effect.span), epoch=self._epoch, transfer=transfer
+                request = Fetch(
+                    sequence=sequence, format=format_, span=effect.span, epoch=self._epoch, transfer=transfer
                 )
                 tell = partial(self._fetched, effect)
             case StartBackup():
-                order = Backup(sequence=sequence, kind=kind, spans=tuple(map(_span, effect.spans)))
+                request = Backup(sequence=sequence, format=format_, spans=effect.spans)
                 tell = partial(self._backed_up, effect)
-        self._order(order, tell)
+        self._send(request, tell)
 
-    def forget_all(self, tell: Callable[[Over], None]) -> bool:
+    def forget_all(self, tell: Callable[[Done], None]) -> bool:
         """Have all blocks forgotten; False where nobody is there to be told."""
         if self.state not in {LinkState.READY, LinkState.SUSPENDED}:
             return False
-        self._order(Forget(sequence=self._next_sequence(), prefix=b""), tell)
+        self._forget(b"", tell)
         return True
 
-    def forget(self, prefix: bytes, tell: Callable[[Over], None]) -> None:
-        """Have all blocks forgotten whose keys begin so, when storage works, and again until that has succeeded.
-
-        After what is being written now: that may be one of them. Where too many wait already the oldest is given up:
-        its blocks are found under no name, and go when storage needs their room.
-        """
-        while len(self.due) >= FORGETS_DUE_MAX:
-            self._give_up(next(iter(self.due)))
-        self.due[prefix] = None
-        self._file_forget(prefix, tell)
-
-    def _give_up(self, prefix: bytes) -> None:
-        del self.due[prefix]
-        self._forgets = [each for each in self._forgets if each[0] != prefix]
-
-    def _file_forget(self, prefix: bytes, tell: Callable[[Over], None]) -> None:
-        if prefix in self.due:
-            self._forgets.append((prefix, self._pending.writes(), tell))
-            self._forget_due()
-
-    def _forget_due(self) -> None:
-        if self.state is not LinkState.READY:
-            return
-        due = [each for each in self._forgets if not any(write in self._pending for write in each[1])]
-        self._forgets = [each for each in self._forgets if each not in due]
-        for prefix, _, tell in due:
-            self._order(Forget(sequence=self._next_sequence(), prefix=prefix), partial(self._forgot, prefix, tell))
-
-    def _forgot(self, prefix: bytes, tell: Callable[[Over], None], over: Over) -> None:
-        if over.failed:
-            self._loop.call_later(FORGET_PAUSE_S, self._file_forget, prefix, tell)
-            return
-        self.due.pop(prefix, None)
-        tell(over)
+    def forget(self, prefix: bytes, tell: Callable[[Done], None]) -> None:
+        """Have all blocks forgotten whose keys begin so, when storage works, and again until that has succeeded."""
+        self._forgets.add(prefix, tell)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -267,14 +236,14 @@ class StorageLink:
             self._go(LinkState.READY)
             self._failures, self.write_refusal = 0, ""
             self._opened_s = self._loop.time()
-            self._pending.threads = opened.threads
-            self._forget_due()
+            self._in_flight.turns = opened.threads
+            self._watch()
+            self._forgets.send_due()
             self._tell(StorageReady())
 
     def _on_exit(self, why: str) -> None:
         self._process = None
-        lost = self._pending.clear()
-        self._set_watchdog()
+        lost = self._in_flight.clear()
         if self.state is not LinkState.DETACHED:
             self._fall_back(f"the storage process {why}")
         elif self._is_wanted:
@@ -282,33 +251,33 @@ class StorageLink:
             self._start()
         self._tell(StorageLost())  # after the next start is planned: whatever comes of telling, there is one
         for each in lost:
-            if isinstance(each.order, Forget):  # the core has been told of the end of all others
-                each.tell(Over(sequence=each.order.sequence, failed=True, error=f"the storage process {why}"))
+            if isinstance(each.request, Forget):  # the core has been told of the end of all others
+                each.tell(Done(sequence=each.request.sequence, failed=True, error=f"the storage process {why}"))
 
     def _fall_back(self, why: str) -> None:
         self.why = why
         self.restarts += 1
-        if self._loop.time() - self._opened_s > LONGEST_PAUSE_S:
-            self._pause_s = FIRST_PAUSE_S
+        self._back_off.lived(self._loop.time() - self._opened_s)
         self._opened_s = math.inf
-        _log.error("storage is lost, and started again in %g s: %s", self._pause_s, why)
+        pause_s = self._back_off.pause_s()
+        _log.error("storage is lost, and started again in %g s: %s", pause_s, why)
         self._cancel_timer()
         self._go(LinkState.WAITING)
-        self._timer = self._loop.call_later(self._pause_s, self._start)
-        self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+        self._timer = self._loop.call_later(pause_s, self._start)
 
-    def _order(self, order: Order, tell: Callable[[Over], None]) -> None:
+    def _forget(self, prefix: bytes, tell: Callable[[Done], None]) -> None:
+        self._send(Forget(sequence=self._in_flight.next_number, prefix=prefix), tell)
+
+    def _send(self, request: Request, tell: Callable[[Done], None]) -> None:
         if self._process is None:
             return
-        self._pending.add(order, tell, self._loop.time())
-        self._process.send(order)
-        if self._watchdog is None:
-            self._set_watchdog()
+        self._in_flight.add(request, tell, FORGET_S_MAX if isinstance(request, Forget) else 0.0)
+        self._process.send(request)
 
-    def _on_reply(self, reply: Reply) -> None:
-        if not isinstance(reply, Over):
+    def _on_reply(self, reply: Report) -> None:
+        if not isinstance(reply, Done):
             return
-        pending = self._pending.answered(reply.sequence, self._loop.time())
+        pending = self._in_flight.done(reply.sequence)
         if pending is None:
             return
         self.usage = (reply.blocks, reply.size_bytes, reply.capacity_bytes)
@@ -316,9 +285,9 @@ class StorageLink:
         self._judge(reply)
         pending.tell(reply)
         if self._forgets:
-            self._forget_due()
+            self._forgets.send_due()
 
-    def _judge(self, reply: Over) -> None:
+    def _judge(self, reply: Done) -> None:
         if not reply.failed:
             self._failures = 0
             if self.state is LinkState.SUSPENDED and not self._is_late():
@@ -336,77 +305,73 @@ class StorageLink:
             self.why = why
             _log.error("storage is suspended: %s", why)
             self._go(LinkState.SUSPENDED)
+            self._watch()
             self._tell(StorageSuspended())
         if self.state is LinkState.SUSPENDED and self._timer is None:
-            self._timer = self._loop.call_later(self._pause_s, self._look)
-            self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+            self._timer = self._loop.call_later(self._back_off.pause_s(), self._ping)
 
-    def _look(self) -> None:
+    def _ping(self) -> None:
         self._timer = None
-        self._order(Look(sequence=self._next_sequence()), lambda _: None)
+        self._send(Ping(sequence=self._in_flight.next_number), lambda _: None)
 
     def _resume(self) -> None:
         _log.info("storage answers again")
         self._cancel_timer()
-        self._pause_s = FIRST_PAUSE_S
+        self._back_off.reset()
         self._go(LinkState.READY)
-        self._set_watchdog()
-        self._forget_due()
+        self._watch()
+        self._forgets.send_due()
         self._tell(StorageReady())
 
     # --- deadlines --------------------------------------------------------------------------------------------------
 
-    def _is_late(self, timeouts: int = 1) -> bool:
-        at_s = self._pending.late_at(self._config.timeout_s * timeouts)
-        return at_s is not None and at_s <= self._loop.time()
+    def _is_late(self) -> bool:
+        return bool(self._in_flight.late(self._config.timeout_s))
 
-    def _set_watchdog(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
-        at_s = self._pending.late_at(self._config.timeout_s * (1 if self.state is LinkState.READY else HUNG_TIMEOUTS))
-        if at_s is not None:
-            self._watchdog = self._loop.call_at(at_s, self._on_late)
+    def _watch(self) -> None:
+        """A process that is late is suspended, and one that is suspended is hung after some more timeouts."""
+        timeouts = 1 if self.state is LinkState.READY else HUNG_TIMEOUTS
+        self._in_flight.watch(self._config.timeout_s * timeouts)
 
-    def _on_late(self) -> None:
-        self._watchdog = None
-        if self._is_late(HUNG_TIMEOUTS) and self._process is not None:
-            self._process.kill(f"it has not answered for {self._config.timeout_s * HUNG_TIMEOUTS:g} s")
+    def _on_late(self, _: list[int]) -> None:
+        hung_s = self._config.timeout_s * HUNG_TIMEOUTS
+        if self._in_flight.late(hung_s) and self._process is not None:
+            self._process.kill(f"it has not answered for {hung_s:g} s")
             return  # nothing is watched until it is dead, which may take as long as its device pleases
         if self._is_late():
             self.counters["timeouts"] += 1
             self._suspend(f"no answer within {self._config.timeout_s:g} s")
-        self._set_watchdog()
+        self._watch()
 
     # --- what the core hears ----------------------------------------------------------------------------------------
 
     def _now_us(self) -> int:
         return int(self._loop.time() * 1e6)
 
-    def _answered(self, query: int, over: Over) -> None:
-        self._tell(StorageAnswered(query, -1 if over.failed else over.count, self._now_us()))
+    def _answered(self, query: int, done: Done) -> None:
+        self._tell(StorageAnswered(query, -1 if done.failed else done.count, self._now_us()))
 
-    def _fetched(self, effect: StartFetch, over: Over) -> None:
-        self.counters["fetched_blocks"] += over.count
-        self._tell(FetchSettled(effect.transfer, over.count, self._now_us()))
+    def _fetched(self, effect: StartFetch, done: Done) -> None:
+        self.counters["fetched_blocks"] += done.count
+        self._tell(FetchSettled(effect.transfer, done.count, self._now_us()))
 
-    def _backed_up(self, effect: StartBackup, over: Over) -> None:
-        self.counters["written_blocks"] += over.written
-        self._note_refusal(over)
-        self._tell(BackupSettled(effect.transfer, over.count))
+    def _backed_up(self, effect: StartBackup, done: Done) -> None:
+        self.counters["written_blocks"] += done.written
+        self._note_refusal(done)
+        self._tell(BackupSettled(effect.transfer, done.count))
 
-    def _note_refusal(self, over: Over) -> None:
+    def _note_refusal(self, done: Done) -> None:
         """Storage that takes no blocks works, and yet is of no use: say so, but not for each block."""
-        if over.failed or (not over.error and not over.written):
+        if done.failed or (not done.error and not done.written):
             return
-        if over.error:
+        if done.error:
             self.counters["refused_writes"] += 1
             if self._loop.time() - self._refusal_told_s >= REFUSAL_LOG_S:
                 self._refusal_told_s = self._loop.time()
-                _log.warning("storage %s accepts no blocks: %s", self._config.backend, over.error)
+                _log.warning("storage %s accepts no blocks: %s", self._config.backend, done.error)
         elif self.write_refusal:
             _log.info("storage %s accepts blocks again", self._config.backend)
-        self.write_refusal = over.error
+        self.write_refusal = done.error
 
     def _refuse(self, effect: QueryStorage | StartFetch | StartBackup) -> None:
         match effect:
@@ -416,10 +381,6 @@ class StorageLink:
                 self._tell(FetchSettled(effect.transfer, 0, self._now_us()))
             case StartBackup():
                 self._tell(BackupSettled(effect.transfer, 0))
-
-    def _next_sequence(self) -> int:
-        self._last_sequence += 1
-        return self._last_sequence
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
@@ -432,7 +393,3 @@ class StorageLink:
                 raise RuntimeError(f"storage cannot go from {self.state} to {state}")
             self.state = state
             self._changed.set()
-
-
-def _span(span: StorageSpan) -> Span:
-    return Span(span.depth, span.parent, span.keys, span.slots.tobytes())

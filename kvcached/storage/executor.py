@@ -1,4 +1,4 @@
-"""What the storage process does with one order: frames and checksums between a backend and the host pool.
+"""What the storage process does with one request: frames and checksums between a backend and the host pool.
 
 Blocks go from the host pool to the backend and back without a copy in between. A block is written to storage with the
 checksums that it was stored in the host pool with, and a header appears beside a slot only when what was read is what
@@ -12,10 +12,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from kvcached.core.messages import Span
+from kvcached.core.slots.ranges import Ranges, pairs
 from kvcached.storage import frame
 from kvcached.storage.backend import STORED_KEY_BYTES, Block, Outcome, Result, Storage
 from kvcached.storage.frame import FRAME_BYTES, StoredBlock, StoredKind
-from kvcached.storage.messages import Backup, Fetch, Forget, Kind, Look, Order, Over, Query, Span
+from kvcached.storage.messages import Backup, BlockFormat, Done, Fetch, Forget, Ping, Query, Request
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.header import BlockName, HeaderKind
 from kvcached_client.blocks.slabs import HEADER_BYTES
@@ -46,27 +48,29 @@ class HostCopies:
         self._backend = backend
         self._timeout_s = timeout_s
 
-    def carry_out(self, order: Order) -> Over:
+    def carry_out(self, request: Request) -> Done:
         """Do what was ordered. Never raises: what the backend raises is in the answer."""
         try:
-            over = self._carry_out(order)
+            done = self._carry_out(request)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything, and the daemon has to hear of it
-            over = Over(sequence=order.sequence, failed=True, error=f"{type(error).__name__}: {error}")
-        return over
+            done = Done(sequence=request.sequence, failed=True, error=f"{type(error).__name__}: {error}")
+        return done
 
-    def _carry_out(self, order: Order) -> Over:
-        match order:
+    def _carry_out(self, request: Request) -> Done:
+        match request:
             case Query():
-                return Over(sequence=order.sequence, count=self._find(order.kind.stored(), order.keys))
+                return Done(sequence=request.sequence, count=self._find(request.format.stored(), request.keys))
             case Fetch():
-                return self._fetch(order)
+                return self._fetch(request)
             case Backup():
-                return self._back_up(order)
+                return self._back_up(request)
             case Forget():
-                return Over(sequence=order.sequence, count=self._backend.clear(order.prefix, timeout_s=self._timeout_s))
-            case Look():
+                return Done(
+                    sequence=request.sequence, count=self._backend.clear(request.prefix, timeout_s=self._timeout_s)
+                )
+            case Ping():
                 self._backend.exists([bytes(STORED_KEY_BYTES)], timeout_s=self._timeout_s)
-                return Over(sequence=order.sequence)
+                return Done(sequence=request.sequence)
 
     def _find(self, kind: StoredKind, keys: bytes) -> int:
         prefix, found = kind.prefix(), 0
@@ -79,11 +83,11 @@ class HostCopies:
 
     # --- from storage -----------------------------------------------------------------------------------------------
 
-    def _fetch(self, order: Fetch) -> Over:
-        kind, stored = order.kind, order.kind.stored()
+    def _fetch(self, request: Fetch) -> Done:
+        kind, stored = request.format, request.format.stored()
         headers = HeaderKind(kind.header_namespace, kind.fingerprint, kind.header_generation)
         good = wrong = 0
-        for some in _batches(list(self._slots(kind, order.span)), self._backend.capabilities.batch_blocks):
+        for some in _batches(list(self._slots(kind, request.span)), self._backend.capabilities.batch_blocks):
             for slot in some:
                 for header in slot.headers:
                     header[:] = bytes(HEADER_BYTES)  # a claim, too: nobody else writes here
@@ -96,12 +100,12 @@ class HostCopies:
                 if block is None or not _is_next(block, slot.name):
                     wrong += result.outcome is Outcome.DONE
                     self._drop_wrong(stored, slot, result)
-                    return _over(order.sequence, good, result if failure else None, wrong=wrong)
+                    return _done(request.sequence, good, result if failure else None, wrong=wrong)
                 for header, checksum in zip(slot.headers, block.checksums, strict=True):
-                    packed = host_header.pack(headers, slot.name, checksum, order.epoch, order.transfer)
+                    packed = host_header.pack(headers, slot.name, checksum, request.epoch, request.transfer)
                     host_header.write(header, packed)
                 good += 1
-        return Over(sequence=order.sequence, count=good)
+        return Done(sequence=request.sequence, count=good)
 
     def _proven(self, kind: StoredKind, slot: _Slot, page: memoryview) -> StoredBlock | None:
         block = frame.unpack(bytes(page), kind, slot.name.key)
@@ -113,23 +117,23 @@ class HostCopies:
 
     # --- to storage -------------------------------------------------------------------------------------------------
 
-    def _back_up(self, order: Backup) -> Over:
-        stored = order.kind.stored()
-        slots = [slot for span in order.spans for slot in self._slots(order.kind, span)]
+    def _back_up(self, request: Backup) -> Done:
+        stored = request.format.stored()
+        slots = [slot for span in request.spans for slot in self._slots(request.format, span)]
         done = written = 0
         for some in _batches(slots, self._backend.capabilities.batch_blocks):
             keys = [stored.prefix() + slot.name.key for slot in some]
             there = self._backend.exists(keys, timeout_s=self._timeout_s)
             missing = [slot for slot, is_there in zip(some, there, strict=True) if not is_there]
-            failure = self._put(order.kind, stored, missing)
+            failure = self._put(request.format, stored, missing)
             if failure is not None:
                 first, result = failure
                 done += next(at for at, slot in enumerate(some) if slot is first)
-                return _over(order.sequence, done, result, written=written)
+                return _done(request.sequence, done, result, written=written)
             done, written = done + len(some), written + len(missing)
-        return Over(sequence=order.sequence, count=done, written=written)
+        return Done(sequence=request.sequence, count=done, written=written)
 
-    def _put(self, kind: Kind, stored: StoredKind, slots: Sequence[_Slot]) -> tuple[_Slot, Result] | None:
+    def _put(self, kind: BlockFormat, stored: StoredKind, slots: Sequence[_Slot]) -> tuple[_Slot, Result] | None:
         """Write blocks; the first that could not be written, and why."""
         if not slots:
             return None
@@ -150,10 +154,10 @@ class HostCopies:
         ]
         return failed[0] if failed else None
 
-    def _slots(self, kind: Kind, span: Span) -> Iterator[_Slot]:
+    def _slots(self, kind: BlockFormat, span: Span) -> Iterator[_Slot]:
         geometry, parent = kind.geometry, span.parent
         shards = range(geometry.parts)
-        for index, (key, slot) in enumerate(zip(_split(span.keys), _each(span.slots), strict=True)):
+        for index, (key, slot) in enumerate(zip(_split(span.keys), _each(span.host), strict=True)):
             headers = [geometry.header_offset(slot, shard) for shard in shards]
             parts = [geometry.block_offset(slot, shard) for shard in shards]
             yield _Slot(
@@ -173,10 +177,10 @@ def _is_next(block: StoredBlock, name: BlockName) -> bool:
     return (block.parent, block.depth) == (name.parent, name.depth)
 
 
-def _over(sequence: int, count: int, failure: Result | None, *, written: int = 0, wrong: int = 0) -> Over:
+def _done(sequence: int, count: int, failure: Result | None, *, written: int = 0, wrong: int = 0) -> Done:
     failed = failure is not None and failure.outcome is Outcome.FAILED
     error = "" if failure is None else f"{failure.outcome}: {failure.detail}"
-    return Over(sequence=sequence, count=count, written=written, wrong=wrong, failed=failed, error=error)
+    return Done(sequence=sequence, count=count, written=written, wrong=wrong, failed=failed, error=error)
 
 
 def _frames(count: int) -> list[memoryview]:
@@ -191,9 +195,8 @@ def _split(keys: bytes) -> list[bytes]:
     return [keys[at : at + KEY_SIZE_BYTES] for at in range(0, len(keys), KEY_SIZE_BYTES)]
 
 
-def _each(slots: bytes) -> Iterator[int]:
-    pairs = np.frombuffer(slots, np.int32).reshape(-1, 2).tolist()
-    return (slot for first, count in pairs for slot in range(first, first + count))
+def _each(slots: Ranges[int]) -> Iterator[int]:
+    return (slot for first, count in pairs(slots) for slot in range(first, first + count))
 
 
 def _batches(things: Sequence[T], size: int) -> Iterable[Sequence[T]]:

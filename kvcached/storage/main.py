@@ -29,13 +29,13 @@ from kvcached.storage.fault import FaultSettings, FaultStorage
 from kvcached.storage.messages import (
     ERROR_SIZE_CHARS_MAX,
     MESSAGE_SIZE_BYTES_MAX,
+    Done,
     NotOpened,
     Opened,
-    Order,
-    Over,
+    Request,
     StorageConfig,
     decode_config,
-    decode_order,
+    decode_request,
     encode,
 )
 from kvcached_client.blocks.mapping import map_sealed
@@ -106,12 +106,12 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage) -> No
     """Carry out what comes, as many at a time as the backend bears. Does not return."""
     sending = Lock()
 
-    def answer(order: Order) -> None:
+    def answer(request: Request) -> None:
         began_ns = time.monotonic_ns()
-        over = finished(copies.carry_out(order), backend)
-        say(msgspec.structs.replace(over, took_us=(time.monotonic_ns() - began_ns) // 1000))
+        done = finished(copies.carry_out(request), backend)
+        say(msgspec.structs.replace(done, took_us=(time.monotonic_ns() - began_ns) // 1000))
 
-    def say(message: Opened | Over) -> None:
+    def say(message: Opened | Done) -> None:
         with sending:
             try:
                 connection.sendmsg([encode(message)])
@@ -124,20 +124,20 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage) -> No
     executor = ThreadPoolExecutor(capabilities.threads, thread_name_prefix="storage")
     say(Opened(persistent=capabilities.persistent, threads=capabilities.threads))
     while (packet := wait_packet(connection, MESSAGE_SIZE_BYTES_MAX, 1)) is not None:
-        executor.submit(answer, decode_order(packet.data))
+        executor.submit(answer, decode_request(packet.data))
     _log.info("ending: the daemon has closed the connection")
     os._exit(0)
 
 
-def finished(over: Over, backend: Storage) -> Over:
+def finished(done: Done, backend: Storage) -> Done:
     """An answer that can be sent, with how full the backend is, where it says so. Without one it would seem hung."""
-    over = msgspec.structs.replace(over, error=_clean(over.error))
+    done = msgspec.structs.replace(done, error=_clean(done.error))
     try:
         blocks, size_bytes, capacity_bytes = backend.usage()
     except Exception as error:  # noqa: BLE001 - a backend may raise anything, and what was ordered is done
         _log.warning("the backend does not report its size: %s", error)
-        return over
-    return msgspec.structs.replace(over, blocks=blocks, size_bytes=size_bytes, capacity_bytes=capacity_bytes)
+        return done
+    return msgspec.structs.replace(done, blocks=blocks, size_bytes=size_bytes, capacity_bytes=capacity_bytes)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
 
     daemon → StorageConfig + the host pool's memfd
                                             storage process → Opened, or NotOpened, and it ends
-    daemon → Query, Fetch, Backup, Forget, Look …    storage process → one Over for each, in any order
+    daemon → Query, Fetch, Backup, Forget, Ping …    storage process → one Done for each, in any order
 
-Sequence numbers pair them. The storage process touches the slots of a message until it has sent its `Over`, and no
+Sequence numbers pair them. The storage process touches the slots of a request until it has sent its `Done`, and no
 longer. When the connection closes it ends at once.
 """
 
@@ -16,6 +16,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from kvcached.core.messages import Span
+from kvcached.core.slots.ranges import decode_ranges, encode_ranges
 from kvcached.storage.frame import StoredKind
 from kvcached_client.blocks.host_layout import HostGeometry
 
@@ -47,7 +49,7 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     timeout_s: float
 
 
-class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class BlockFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Whose blocks a message is about, and where they lie in the host pool.
 
     Attributes:
@@ -71,20 +73,11 @@ class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return StoredKind(self.namespace, self.fingerprint, self.generation, geometry.parts, geometry.block_bytes)
 
 
-class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Consecutive blocks of one chain; `slots` are their host slots as packed int32 pairs (first, count)."""
-
-    depth: _Count
-    parent: bytes
-    keys: bytes
-    slots: bytes
-
-
 class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="query"):
     """How many of the first of these blocks there are."""
 
     sequence: _Count
-    kind: Kind
+    format: BlockFormat
     keys: bytes
 
 
@@ -92,7 +85,7 @@ class Fetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Read blocks into host slots; `epoch` and `transfer` go into their headers."""
 
     sequence: _Count
-    kind: Kind
+    format: BlockFormat
     span: Span
     epoch: _Count
     transfer: _Count
@@ -102,7 +95,7 @@ class Backup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Write the blocks in host slots, as far as storage lacks them."""
 
     sequence: _Count
-    kind: Kind
+    format: BlockFormat
     spans: tuple[Span, ...]
 
 
@@ -113,7 +106,7 @@ class Forget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     prefix: bytes
 
 
-class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="look"):
+class Ping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="ping"):
     """Ask the backend something small, to see whether it answers."""
 
     sequence: _Count
@@ -138,8 +131,8 @@ class NotOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     is_misconfigured: bool
 
 
-class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="over"):
-    """A message has been carried out as far as was possible.
+class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="done"):
+    """A request has been carried out as far as was possible.
 
     Attributes:
         count: of a query, blocks found; of a fetch, leading good blocks; of a backup, leading blocks that storage has;
@@ -163,28 +156,28 @@ class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     capacity_bytes: int = -1
 
 
-Order = Query | Fetch | Backup | Forget | Look
-Reply = Opened | NotOpened | Over
+Request = Query | Fetch | Backup | Forget | Ping
+Report = Opened | NotOpened | Done
 
-_encoder: Final = msgspec.msgpack.Encoder()
-_order_decoder: Final[msgspec.msgpack.Decoder[Order]] = msgspec.msgpack.Decoder(Order)
-_reply_decoder: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=encode_ranges)
+_request_decoder: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request, dec_hook=decode_ranges)
+_report_decoder: Final[msgspec.msgpack.Decoder[Report]] = msgspec.msgpack.Decoder(Report)
 _config_decoder: Final = msgspec.msgpack.Decoder(StorageConfig)
 
 
-def encode(message: Order | Reply | StorageConfig) -> bytes:
+def encode(message: Request | Report | StorageConfig) -> bytes:
     """A message as it is sent."""
     return _encoder.encode(message)
 
 
-def decode_order(data: bytes) -> Order:
+def decode_request(data: bytes) -> Request:
     """What the daemon says. Raises `msgspec.DecodeError`."""
-    return _order_decoder.decode(data)
+    return _request_decoder.decode(data)
 
 
-def decode_reply(data: bytes) -> Reply:
+def decode_report(data: bytes) -> Report:
     """What the storage process says. Raises `msgspec.DecodeError`."""
-    return _reply_decoder.decode(data)
+    return _report_decoder.decode(data)
 
 
 def decode_config(data: bytes) -> StorageConfig:

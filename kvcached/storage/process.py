@@ -12,10 +12,10 @@ from kvcached.storage.messages import (
     REPLY_SIZE_BYTES_MAX,
     NotOpened,
     Opened,
-    Order,
-    Reply,
+    Report,
+    Request,
     StorageConfig,
-    decode_reply,
+    decode_report,
     encode,
 )
 
@@ -48,7 +48,7 @@ class StorageProcess:
         run_dir: Path,
         *,
         on_opened: Callable[[Opened | NotOpened], None],
-        on_reply: Callable[[Reply], None],
+        on_reply: Callable[[Report], None],
         on_exit: Callable[[str], None],
     ) -> None:
         self._on_opened = on_opened
@@ -62,15 +62,15 @@ class StorageProcess:
             (host_memory,),
             str(run_dir / LOCK_NAME),
             str(run_dir / LOG_NAME),
-            decode_reply,
+            decode_report,
             REPLY_SIZE_BYTES_MAX,
             on_message=self._on_message,
             on_exit=lambda: self._on_exit(self._ending()),
         )
 
-    def send(self, order: Order) -> None:
-        """Send an order; nothing happens where it has ended."""
-        self.child.send(encode(order))
+    def send(self, request: Request) -> None:
+        """Send a request; nothing happens where it has ended."""
+        self.child.send(encode(request))
 
     def kill(self, reason: str) -> None:
         """End it by SIGKILL; `reason` says why in what `on_exit` is told. Does nothing when it has ended."""
@@ -85,7 +85,7 @@ class StorageProcess:
             self.kill("it did not end")
             await self.child.wait_exit(None)
 
-    def _on_message(self, message: Reply) -> None:
+    def _on_message(self, message: Report) -> None:
         if isinstance(message, Opened):
             self._is_open = True
             self._on_opened(message)

@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Final
 
-#: The first pause: a worker that died by chance is soon replaced.
+from kvcached.process.backoff import BackOff, Breaker
+
+#: The first pause after a worker that died by chance, and was replaced at once, has died again.
 FIRST_PAUSE_S: Final = 0.5
 #: The longest. A start that fails costs a process per shard and two log lines, which nobody minds every four seconds;
 #: a replica that is down longer than it must be costs every engine of it all its hits.
@@ -82,50 +84,11 @@ class Lifecycle:
         self._state = state
 
 
-class BackOff:
-    """How long to wait before the next try."""
-
-    def __init__(
-        self,
-        *,
-        first_s: float = FIRST_PAUSE_S,
-        longest_s: float = LONGEST_PAUSE_S,
-        healthy_after_s: float = HEALTHY_AFTER_S,
-    ) -> None:
-        self.longest_s = longest_s
-        self.healthy_after_s = healthy_after_s
-        self._first_s = first_s
-        self._next_s = first_s
-
-    def pause_s(self) -> float:
-        """The next pause. The one after it is twice as long, up to the longest."""
-        pause_s = self._next_s
-        self._next_s = min(2 * pause_s, self.longest_s)
-        return pause_s
-
-    def lived(self, seconds: float) -> None:
-        """What was started lived for so long: long enough, and pauses begin anew."""
-        if seconds >= self.healthy_after_s:
-            self._next_s = self._first_s
+def restart_pauses() -> BackOff:
+    """Pauses before lost workers are started again: none after a death by chance, longer ones after repeated deaths."""
+    return BackOff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, healthy_after_s=HEALTHY_AFTER_S, spares_first=True)
 
 
-class Breaker:
-    """Opens after many short lives in a row, failed starts among them, and closes after a long one."""
-
-    def __init__(self, *, healthy_after_s: float = HEALTHY_AFTER_S, losses_max: int = BREAKER_LOSSES) -> None:
-        self._healthy_after_s = healthy_after_s
-        self._losses_max = losses_max
-        self._losses = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether to try as rarely as possible."""
-        return self._losses >= self._losses_max
-
-    def ended(self, lived_s: float) -> None:
-        """A life ended after so long, 0 where the start failed."""
-        self._losses = 1 if lived_s >= self._healthy_after_s else self._losses + 1
-
-    def close(self) -> None:
-        """A life has been long enough by now."""
-        self._losses = 0
+def breaker(healthy_after_s: float = HEALTHY_AFTER_S) -> Breaker:
+    """It opens when workers have died again and again."""
+    return Breaker(healthy_after_s=healthy_after_s, losses_max=BREAKER_LOSSES)

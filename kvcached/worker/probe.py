@@ -1,13 +1,69 @@
-"""The worker's part of the health check: a pattern goes through two slots and is read back."""
+"""The worker's part of the health check: a pattern goes through two slots of the device pool and is read back."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+from collections.abc import Iterator
 
 import xxhash
 
-from kvcached.worker.device_pool import DevicePool
 from kvcached.worker.messages import Probe
+from kvcached_client.blocks.pages import PoolGeometry
+
+
+class DevicePool:
+    """A device pool in mapped memory, which stays mapped as long as this object is used.
+
+    Every method raises ValueError on slots that the pool does not have, before it touches anything.
+
+    Args:
+        geometry: of the device pool.
+        address: where it is mapped.
+    """
+
+    def __init__(self, geometry: PoolGeometry, address: int) -> None:
+        self._geometry = geometry
+        self._address = address
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one block."""
+        return self._geometry.slot_bytes
+
+    def duplicate(self, source: int, target: int) -> None:
+        """Copy a block to another slot. Raises ValueError where the slots are one."""
+        if source == target:
+            raise ValueError(f"slot {source} is source and target")
+        for (origin, size), (destination, _) in zip(list(self._pages(source)), self._pages(target), strict=True):
+            ctypes.memmove(destination, origin, size)
+
+    def fill(self, slot: int, data: bytes) -> None:
+        """Overwrite one block with `data`, `slot_bytes` long, strip after strip. Raises ValueError on another size."""
+        if len(data) != self._geometry.slot_bytes:
+            raise ValueError(f"{len(data)} bytes for a block of {self._geometry.slot_bytes}")
+        start = 0
+        for address, size in self._pages(slot):
+            ctypes.memmove(address, data[start : start + size], size)
+            start += size
+
+    def zero(self, slot: int) -> None:
+        """Overwrite one block with zeros."""
+        for address, size in self._pages(slot):
+            ctypes.memset(address, 0, size)
+
+    def checksum(self, slot: int) -> bytes:
+        """xxh3_128 of one block's bytes, strip after strip: equal for equal blocks, whatever holds them."""
+        digest = xxhash.xxh3_128()
+        for address, size in self._pages(slot):
+            digest.update((ctypes.c_ubyte * size).from_address(address))
+        return digest.digest()
+
+    def _pages(self, slot: int) -> Iterator[tuple[int, int]]:
+        if not 0 <= slot < self._geometry.slots:
+            raise ValueError(f"slot {slot} is not in a pool of {self._geometry.slots}")
+        for strip in self._geometry.strips:
+            yield self._address + strip.offset_bytes + slot * strip.page_bytes, strip.page_bytes
 
 
 class CorruptCopy(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcached.core.cache import Cache
-from kvcached.core.messages import BlockSpan, Effect, Grant, ShardSettled, StartTransfer, TransferKind
+from kvcached.core.messages import Effect, Grant, ShardSettled, Span, StartTransfer, TransferKind
 from kvcached.core.namespaces import PoolSpec
 from kvcached.core.slots.host_slots import HostPool, HostQuota
 from kvcached.core.slots.ranges import Ranges, pairs, slot_count
@@ -124,7 +124,7 @@ def keys_match(order: StartTransfer, text: str) -> bool:
     return all(_key_match(span, keys_of(text)) for span in order.spans)
 
 
-def _key_match(span: BlockSpan, keys: bytes) -> bool:
+def _key_match(span: Span, keys: bytes) -> bool:
     start, size = span.depth * 16, len(span.keys)
     counts = {slot_count(span.device), slot_count(span.host), size // 16}
     return (span.keys, span.parent) == (keys[start : start + size], keys[max(start - 16, 0) : start]) and len(

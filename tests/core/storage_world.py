@@ -11,13 +11,13 @@ from kvcached.core.messages import (
     FetchSettled,
     QueryStorage,
     ShardSettled,
+    Span,
     StartBackup,
     StartFetch,
     StartTransfer,
     StorageAnswered,
     StorageLost,
     StorageReady,
-    StorageSpan,
     TransferKind,
 )
 from kvcached.core.slots.ranges import cut, pairs
@@ -131,23 +131,23 @@ class StorageWorld:
         there = _leading([self._name(asked, key) in self.held for key in _keys(asked.span.keys)])
         good = there if good is None else min(good, there)
         self._write(asked, asked.span, torn=True)
-        self._write(asked, asked.span._replace(keys=asked.span.keys[: good * 16], slots=cut(asked.span.slots, good)[0]))
+        self._write(asked, asked.span._replace(keys=asked.span.keys[: good * 16], host=cut(asked.span.host, good)[0]))
         self.cache.handle(FetchSettled(asked.transfer, good, self.now_us))
 
     def _back_up(self, asked: StartBackup, good: int | None) -> None:
         written = 0
         for span in asked.spans:
             host = self._tree(asked).host
-            for key, slot in zip(_keys(span.keys), slots_of(span.slots), strict=True):
+            for key, slot in zip(_keys(span.keys), slots_of(span.host), strict=True):
                 assert self.host[id(host), slot] == self._name(asked, key), "storage would get another block"
                 if good is None or written < good:
                     self.held.add(self._name(asked, key))
                     written += 1
         self.cache.handle(BackupSettled(asked.transfer, written))
 
-    def _write(self, asked: StartFetch, span: StorageSpan, *, torn: bool = False) -> None:
+    def _write(self, asked: StartFetch, span: Span, *, torn: bool = False) -> None:
         tree = self._tree(asked)
-        for key, slot in zip(_keys(span.keys), slots_of(span.slots), strict=True):
+        for key, slot in zip(_keys(span.keys), slots_of(span.host), strict=True):
             assert tree.host is not None
             assert tree.host.state_of(slot) is SlotState.FILLING, "somebody else may have this slot"
             self.host[id(tree.host), slot] = (b"torn", 0, b"") if torn else self._name(asked, key)

@@ -96,7 +96,7 @@ def test_every_host_copy_is_written_once(new_world: Callable[..., StorageWorld])
     world.answer_all()
 
     assert len(world.held) == 5
-    assert [slot_count(span.slots) for span in order.spans] == [1]
+    assert [slot_count(span.host) for span in order.spans] == [1]
     assert world.cache.counters["backed_up_blocks"] == 5
 
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import kvcached.__main__
+from kvcached.worker import executor, group
 from kvcached.worker import main as worker_main
-from kvcached.worker import process, shard
 from kvcached_client.blocks.copy import Batch, MemoryCopier
 
 FAULT = "fault"
@@ -48,10 +48,10 @@ def main(arguments: list[str]) -> int:
     """Be a daemon, or one of its workers: ``worker FAULT FD``."""
     if arguments[1] == "worker":
         FaultyCopier.fault = Path(arguments[2])
-        shard.MemoryCopier = FaultyCopier  # type: ignore[attr-defined]
+        executor.MemoryCopier = FaultyCopier  # type: ignore[attr-defined]
         return worker_main.main([arguments[0], arguments[3]])
     fault = Path(arguments[arguments.index("--run-dir") + 1]) / FAULT
-    process.WORKER_COMMAND = (sys.executable, "-m", __spec__.name, "worker", str(fault))  # type: ignore[misc,assignment]
+    group.WORKER_COMMAND = (sys.executable, "-m", __spec__.name, "worker", str(fault))  # type: ignore[misc,assignment]
     kvcached.__main__.run()
     return 0
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 
+from kvcached.process.in_flight import InFlight, OpenRequest
 from kvcached.service.storage_verbs import StorageVerbs
 from kvcached.storage import cipher, executor, frame
 from kvcached.storage.client import StorageLink
@@ -14,8 +16,8 @@ from kvcached.storage.disk.catalog import DiskCatalog
 from kvcached.storage.disk.index import DiskIndex, Entry
 from kvcached.storage.disk.slots import DiskSpace
 from kvcached.storage.executor import HostCopies
-from kvcached.storage.messages import Over
-from kvcached.storage.order_book import OpenOrder, OrderBook
+from kvcached.storage.forgets import Forgets
+from kvcached.storage.messages import Done
 from tests.mutants.mutant import caught_by, rewrite
 
 
@@ -104,21 +106,21 @@ def header_stays_while_storage_writes(patch: pytest.MonkeyPatch) -> None:
 def storage_forgets_to_forget(patch: pytest.MonkeyPatch) -> None:
     """A namespace that was cleared stays in storage if its process dies meanwhile."""
 
-    def forgot(self: StorageLink, prefix: bytes, tell: Callable[[Over], None], over: Over) -> None:
+    def forgot(self: Forgets, prefix: bytes, tell: Callable[[Done], None], done: Done) -> None:
         self.due.pop(prefix, None)
-        tell(over)
+        tell(done)
 
-    patch.setattr(StorageLink, "_forgot", forgot)
+    patch.setattr(Forgets, "_forgot", forgot)
 
 
 @caught_by("tests/storage/test_link.py::test_orders_that_wait_for_their_turn_are_not_late")
 def storage_order_late_before_its_turn(patch: pytest.MonkeyPatch) -> None:
     """Orders that wait for their turn count as late: many prefetches have storage suspended and killed."""
 
-    def under_way(self: OrderBook) -> Iterator[OpenOrder]:
-        return iter(self._open.values())
+    def under_way(self: InFlight[Any, Any]) -> Iterator[tuple[int, OpenRequest[Any, Any]]]:
+        return iter(self._open.items())
 
-    patch.setattr(OrderBook, "_under_way", under_way)
+    patch.setattr(InFlight, "_under_way", under_way)
 
 
 @caught_by("tests/storage/test_link.py::test_suspended_storage_is_asked_until_it_answers")

@@ -8,22 +8,21 @@ import pytest
 
 from kvcached import daemon
 from kvcached.core.cache import Cache
-from kvcached.worker.orders import ReplicaWorkers
-from kvcached.worker.restart import ReplicaGroups
-from kvcached.worker.stream import CommandStream
+from kvcached.worker.client import WorkerPool
+from kvcached.worker.executor import Executor
 from tests.mutants.mutant import caught_by, rewrite
 
 
-@caught_by("tests/worker/test_stream.py::test_each_command_gets_exactly_one_ack")
+@caught_by("tests/worker/test_executor.py::test_each_request_is_reported_exactly_once")
 def acknowledgement_of_a_failed_command_skipped(patch: pytest.MonkeyPatch) -> None:
-    """A worker says nothing about a command that failed."""
-    rewrite(patch, CommandStream._run, "self._acknowledge(ack)", "if not ack.error:\n    self._acknowledge(ack)")
+    """A worker says nothing about a request that failed."""
+    rewrite(patch, Executor._run, "self._report(done)", "if not done.error:\n    self._report(done)")
 
 
 @caught_by("tests/worker/test_restart.py::test_crash_loop_degrades_a_replica_until_its_workers_live")
 def breaker_never_opens(patch: pytest.MonkeyPatch) -> None:
     """Workers that die again and again are started again without a pause."""
-    rewrite(patch, ReplicaGroups._plan, "self._back_off.longest_s", "0")
+    rewrite(patch, WorkerPool._plan, "self._back_off.longest_s", "0")
 
 
 @caught_by("tests/daemon/test_rejoin.py::test_stopped_worker_of_the_daemon_before_is_dead_before_the_next_serves")
@@ -35,7 +34,7 @@ def last_workers_not_awaited(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/daemon/test_host_tier.py::test_worker_killed_under_a_load_ends_every_wait")
 def load_of_a_dead_worker_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Nobody tells who waits for a layer that the worker which was to load it has died."""
-    patch.setattr(ReplicaWorkers, "_fail_load", lambda *_: None)
+    patch.setattr(WorkerPool, "_fail_load", lambda *_: None)
 
 
 @caught_by("tests/core/test_loads.py::test_slots_of_a_copy_wait_until_its_worker_is_dead")

@@ -23,7 +23,7 @@ from kvcached.service.pending import WAITING_MAX, Wait
 from kvcached.service.replies import Answer
 from kvcached.service.storage_verbs import StorageService
 from kvcached.storage.client import LinkState
-from kvcached.storage.messages import Over
+from kvcached.storage.messages import Done
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.storage import StopPolicy
@@ -45,17 +45,17 @@ class FakeLink:
     counters: Mapping[str, int] = field(default_factory=dict)
     due: dict[bytes, None] = field(default_factory=dict)
     orders: list[QueryStorage | StartFetch | StartBackup] = field(default_factory=list)
-    forgets: list[Callable[[Over], None]] = field(default_factory=list)
+    forgets: list[Callable[[Done], None]] = field(default_factory=list)
 
     def carry_out(self, effect: QueryStorage | StartFetch | StartBackup) -> None:
         self.orders.append(effect)
 
-    def forget_all(self, tell: Callable[[Over], None]) -> bool:
+    def forget_all(self, tell: Callable[[Done], None]) -> bool:
         if self.state is LinkState.READY:
             self.forgets.append(tell)
         return self.state is LinkState.READY
 
-    def forget(self, prefix: bytes, tell: Callable[[Over], None]) -> None:
+    def forget(self, prefix: bytes, tell: Callable[[Done], None]) -> None:
         self.forgets.append(tell)
 
     def attach(self) -> None:
@@ -254,7 +254,7 @@ def test_clear_is_answered_when_all_is_forgotten(office: StorageOffice) -> None:
     answers = office.control("clear")
     assert answers == []
     (tell,) = office.link.forgets
-    tell(Over(sequence=1))
+    tell(Done(sequence=1))
     assert report(answers).state == "ready"
     office.link.state = LinkState.DETACHED
     (refused,) = office.control("clear")
@@ -267,7 +267,7 @@ def test_clear_that_fails_is_an_error(office: StorageOffice) -> None:
     """Nobody believes that blocks are forgotten which are not: the answer says why."""
     answers = office.control("clear")
     (tell,) = office.link.forgets
-    tell(Over(sequence=1, failed=True, error="TimeoutError: the index is still being made"))
+    tell(Done(sequence=1, failed=True, error="TimeoutError: the index is still being made"))
     (refused,) = answers
 
     assert isinstance(refused.header, wire.ErrorReply)

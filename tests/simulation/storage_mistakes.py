@@ -62,13 +62,13 @@ def _backups_not_pinned(patch: pytest.MonkeyPatch) -> None:
 
 def _generations_share_blocks(patch: pytest.MonkeyPatch) -> None:
     """What storage has of a namespace before it is cleared stays, and is found under the same name after that."""
-    kind_of = StorageVerbs.kind_of
+    format_of = StorageVerbs.format_of
 
-    def kind_of_any(self: StorageVerbs, namespace: bytes, generation: int) -> Any:
-        kind = kind_of(self, namespace, generation)
-        return None if kind is None else msgspec.structs.replace(kind, generation=0)
+    def format_of_any(self: StorageVerbs, namespace: bytes, generation: int) -> Any:
+        found = format_of(self, namespace, generation)
+        return None if found is None else msgspec.structs.replace(found, generation=0)
 
-    patch.setattr(StorageVerbs, "kind_of", kind_of_any)
+    patch.setattr(StorageVerbs, "format_of", format_of_any)
     patch.setattr(StorageVerbs, "_forget", lambda *_: None)
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from kvcached.core.messages import Span
+from kvcached.core.slots.ranges import pairs
 from kvcached.recovery.generations import first_of
 from kvcached.storage.executor import HostCopies
-from kvcached.storage.messages import Backup, Fetch, Kind, NotOpened, Opened, Order, Over, Reply, Span
+from kvcached.storage.messages import Backup, BlockFormat, Done, Fetch, NotOpened, Opened, Report, Request
 from kvcached_client.blocks.slabs import HEADER_BYTES
-from kvcached_client.types import unpack_ranges
 from tests.simulation.memory import Holder, Shape
 from tests.simulation.process import Outcome, Process
 from tests.simulation.scheduler import MS, Broken
@@ -49,7 +50,7 @@ class SimulatedStorage:
         world: World,
         daemon: Daemon,
         on_opened: Callable[[Opened | NotOpened], None],
-        on_reply: Callable[[Reply], None],
+        on_reply: Callable[[Report], None],
         on_exit: Callable[[str], None],
     ) -> None:
         self._world = world
@@ -68,14 +69,14 @@ class SimulatedStorage:
 
     # --- what the link asks for -------------------------------------------------------------------------------------
 
-    def send(self, order: Order) -> None:
+    def send(self, order: Request) -> None:
         """Send an order: from now on it may touch what the order names."""
         if self._is_closed:
             return
         if isinstance(order, Fetch):
-            self._claim(order.sequence, order.kind, (order.span,), reads=False)
+            self._claim(order.sequence, order.format, (order.span,), reads=False)
         elif isinstance(order, Backup):
-            self._claim(order.sequence, order.kind, order.spans, reads=True)
+            self._claim(order.sequence, order.format, order.spans, reads=True)
         self._heard_us = max(self._heard_us + 1, self._now_us + self._world.chance.spread(*_ON_ITS_WAY_US))
         what = f"takes order {order.sequence}, {type(order).__name__}"
         self.process.after(self._heard_us - self._now_us, what, lambda: self.process.start(self._carry_out(order)))
@@ -145,17 +146,17 @@ class SimulatedStorage:
     def _holder(self, sequence: int) -> Holder:
         return "storage", self.process.pid, sequence
 
-    def _claim(self, sequence: int, kind: Kind, spans: tuple[Span, ...], *, reads: bool) -> None:
+    def _claim(self, sequence: int, kind: BlockFormat, spans: tuple[Span, ...], *, reads: bool) -> None:
         shape = self._shape(kind)
         slots, shards = _slots(spans), range(shape.geometry.shards)
         wanted = [place for shard in shards for place in shape.spans(slots, shard)]
         self._world.host.claim(self._holder(sequence), wanted, [self.process], reads=reads)
 
-    def _shape(self, kind: Kind) -> Shape:
+    def _shape(self, kind: BlockFormat) -> Shape:
         shapes = self._world.shapes.values()
         return next(shape for shape in shapes if shape.root[: len(kind.header_namespace)] == kind.header_namespace)
 
-    async def _carry_out(self, order: Order) -> None:
+    async def _carry_out(self, order: Request) -> None:
         weather, chance = self._world.stored.weather, self._world.chance
         if weather.hangs and chance.happens(weather.hangs):
             self._world.seen["storage order that hangs"] += 1
@@ -173,7 +174,7 @@ class SimulatedStorage:
         what = f"storage is through with order {order.sequence}: {over.count} {over.error}"
         self._tell(lambda: self._on_reply(over), what)
 
-    def _at_once(self, order: Order, memory: bytearray) -> Over:
+    def _at_once(self, order: Request, memory: bytearray) -> Done:
         return HostCopies(memoryview(memory), self._world.stored, TIMEOUT_S).carry_out(order)
 
     async def _pass_time(self, what: str) -> None:
@@ -182,9 +183,9 @@ class SimulatedStorage:
         slowness = self._world.stored.weather.slowness
         await self.process.sleep(self._world.chance.spread(*_STEP_US) * slowness, what)
 
-    async def _fetch(self, order: Fetch) -> Over:
+    async def _fetch(self, order: Fetch) -> Done:
         """Headers vanish, values come in halves, headers come back last: those of blocks that were proven."""
-        host, shape, holder = self._world.host, self._shape(order.kind), self._holder(order.sequence)
+        host, shape, holder = self._world.host, self._shape(order.format), self._holder(order.sequence)
         places = [(slot, shard) for slot in _slots((order.span,)) for shard in range(shape.geometry.shards)]
         result = bytearray(host.bytes)
         over = self._at_once(order, result)
@@ -207,9 +208,9 @@ class SimulatedStorage:
         self._look_at(order, over, shape)
         return over
 
-    def _look_at(self, order: Fetch, over: Over, shape: Shape) -> None:
+    def _look_at(self, order: Fetch, over: Done, shape: Shape) -> None:
         """What is said to be good has the bytes that its key has to have."""
-        keys, generation = order.span.keys, order.kind.header_generation
+        keys, generation = order.span.keys, order.format.header_generation
         for index, slot in enumerate(_slots((order.span,))[: over.count]):
             key = keys[index * 16 : index * 16 + 16]
             for shard in range(shape.geometry.shards):
@@ -219,9 +220,9 @@ class SimulatedStorage:
         is_older = generation < first_of(self._daemon.cache.epoch, 0)
         self._world.seen["blocks fetched that an earlier life of the daemon had stored"] += over.count * is_older
 
-    async def _back_up(self, order: Backup) -> Over:
+    async def _back_up(self, order: Backup) -> Done:
         """Headers are read first, then blocks in halves."""
-        host, shape = self._world.host, self._shape(order.kind)
+        host, shape = self._world.host, self._shape(order.format)
         places = [(slot, shard) for slot in _slots(order.spans) for shard in range(shape.geometry.shards)]
         found = bytearray(len(host.bytes))
         for place in places:
@@ -244,5 +245,5 @@ def _slots(spans: tuple[Span, ...]) -> list[int]:
 
 def _each(spans: tuple[Span, ...]) -> Iterator[int]:
     for span in spans:
-        for first, count in unpack_ranges(span.slots):
+        for first, count in pairs(span.host):
             yield from range(first, first + count)

@@ -44,7 +44,9 @@ class StorageOfDaemon:
         if spec is None:
             return
         config = StorageConfig(backend="simulated", settings={}, faults={}, key_file="", timeout_s=TIMEOUT_S)
-        self.link = StorageLink(config, 0, Path(), self._daemon.cache.epoch, service.storage.kind_of, service.on_event)
+        self.link = StorageLink(
+            config, 0, Path(), self._daemon.cache.epoch, service.storage.format_of, service.on_event
+        )
         service.storage.storage = StorageService(self.link, "simulated", spec.backup, _WAIT_MS, _WAIT_US_PER_TOKEN)
         keep_record(service, self.link, self._world.record.record, self._world.record)
         self.link.attach()
@@ -76,7 +78,7 @@ class StorageOfDaemon:
     def left(self) -> dict[str, int]:
         """What is under way or waits, by name."""
         tier = self._daemon.cache.storage
-        asked = 0 if self.link is None else len(self.link._pending) + len(self.link._forgets)
+        asked = 0 if self.link is None else len(self.link._in_flight) + len(self.link._forgets)
         is_ready = self.link is not None and self.link.state is LinkState.READY
         return {
             "copies by storage": len(tier.copies),

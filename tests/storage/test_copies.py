@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import pytest
 import xxhash
 
+from kvcached.core.messages import Span
 from kvcached.storage.backend import ABSENT, DONE, Block, Outcome, Result, Storage, Usage
 from kvcached.storage.executor import HostCopies
-from kvcached.storage.messages import Backup, Fetch, Forget, Kind, Look, Query, Span
+from kvcached.storage.messages import Backup, BlockFormat, Fetch, Forget, Ping, Query
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.header import BlockName, HeaderKind
 from kvcached_client.blocks.host_layout import HostGeometry
@@ -19,7 +20,7 @@ from kvcached_client.blocks.slabs import HEADER_BYTES, PAGE_BYTES
 
 SHARDS, BLOCK_BYTES = 2, 1000
 GEOMETRY = HostGeometry(slabs=2, slab_bytes=SHARDS * 4 * PAGE_BYTES, shards=SHARDS, block_bytes=BLOCK_BYTES)
-KIND = Kind(
+KIND = BlockFormat(
     namespace=b"n" * 16,
     header_namespace=b"h" * 16,
     header_generation=3,
@@ -112,11 +113,11 @@ class Rig:
         )
 
     def back_up(self, slots: list[int]) -> tuple[int, int]:
-        over = self.copies.carry_out(Backup(sequence=1, kind=KIND, spans=(span(slots),)))
+        over = self.copies.carry_out(Backup(sequence=1, format=KIND, spans=(span(slots),)))
         return over.count, over.written
 
     def fetch(self, slots: list[int], keys: list[bytes] | None = None) -> tuple[int, int]:
-        order = Fetch(sequence=2, kind=KIND, span=span(slots, keys), epoch=9, transfer=8)
+        order = Fetch(sequence=2, format=KIND, span=span(slots, keys), epoch=9, transfer=8)
         over = self.copies.carry_out(order)
         return over.count, over.wrong
 
@@ -127,7 +128,7 @@ def content(depth: int, shard: int) -> bytes:
 
 def span(slots: list[int], keys: list[bytes] | None = None) -> Span:
     pairs = array("i", [number for slot in slots for number in (slot, 1)])
-    return Span(0, b"", b"".join((keys or KEYS)[: len(slots)]), pairs.tobytes())
+    return Span(0, b"", b"".join((keys or KEYS)[: len(slots)]), pairs, array("i"))
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def test_failed_write_ends_the_count_before_it(rig: Rig) -> None:
     """Blocks before the one that could not be written count as written, those behind it do not."""
     rig.shelf.values.clear()
     rig.shelf.failing = {KEYS[2]}
-    over = rig.copies.carry_out(Backup(sequence=1, kind=KIND, spans=(span([4, 0, 1, 3, 2]),)))
+    over = rig.copies.carry_out(Backup(sequence=1, format=KIND, spans=(span([4, 0, 1, 3, 2]),)))
 
     assert over.count == 2
     assert over.failed
@@ -204,11 +205,11 @@ def test_question_is_answered_up_to_the_first_gap(rig: Rig) -> None:
     """How many of the first blocks there are; of another generation none."""
     rig.shelf.delete([key for key in rig.shelf.values if key[16:] == KEYS[3]], timeout_s=1)
 
-    def found(kind: Kind) -> int:
-        return rig.copies.carry_out(Query(sequence=3, kind=kind, keys=b"".join(KEYS))).count
+    def found(kind: BlockFormat) -> int:
+        return rig.copies.carry_out(Query(sequence=3, format=kind, keys=b"".join(KEYS))).count
 
     assert found(KIND) == 3
-    other = Kind(
+    other = BlockFormat(
         namespace=KIND.namespace,
         header_namespace=KIND.header_namespace,
         header_generation=KIND.header_generation,
@@ -228,6 +229,6 @@ def test_what_a_backend_raises_is_an_answer(rig: Rig, monkeypatch: pytest.Monkey
         raise ValueError("odd")
 
     monkeypatch.setattr(rig.shelf, "exists", fail)
-    over = rig.copies.carry_out(Look(sequence=7))
+    over = rig.copies.carry_out(Ping(sequence=7))
 
     assert (over.sequence, over.failed, over.error) == (7, True, "ValueError: odd")

@@ -16,32 +16,32 @@ import pytest
 
 from kvcached.core.messages import (
     QueryStorage,
+    Span,
     StartBackup,
     StorageAnswered,
     StorageEvent,
     StorageLost,
     StorageReady,
-    StorageSpan,
     StorageSuspended,
 )
 from kvcached.storage import client as link
 from kvcached.storage.client import (
     BREAKER_FAILURES,
     FIRST_PAUSE_S,
+    FORGET_S_MAX,
     HUNG_TIMEOUTS,
     LONGEST_PAUSE_S,
     REFUSAL_LOG_S,
     LinkState,
     StorageLink,
 )
-from kvcached.storage.messages import Forget, Kind, Look, NotOpened, Opened, Order, Over, Query, StorageConfig
-from kvcached.storage.order_book import FORGET_S_MAX
+from kvcached.storage.messages import BlockFormat, Done, Forget, NotOpened, Opened, Ping, Query, Request, StorageConfig
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.types import TransferId
 
 TIMEOUT_S = 1.0
 CONFIG = StorageConfig(backend="fake", settings={}, faults={}, key_file="", timeout_s=TIMEOUT_S)
-KIND = Kind(
+KIND = BlockFormat(
     namespace=bytes(16),
     header_namespace=bytes(16),
     header_generation=0,
@@ -99,25 +99,25 @@ class FakeProcess:
     def __init__(self, *_: object, on_opened: Any, on_reply: Any, on_exit: Any) -> None:
         self.on_opened, self.on_reply, self.on_exit = on_opened, on_reply, on_exit
         self.dead = asyncio.Event()
-        self.orders: list[Order] = []
+        self.orders: list[Request] = []
         self.kills: list[str] = []
         FakeProcess.made.append(self)
 
     def open(self, threads: int = 1) -> None:
         self.on_opened(Opened(persistent=True, threads=threads))
 
-    def send(self, order: Order) -> None:
+    def send(self, order: Request) -> None:
         self.orders.append(order)
 
-    def answer(self, order: Order, error: str = "") -> None:
+    def answer(self, order: Request, error: str = "") -> None:
         self.orders.remove(order)
-        self.on_reply(Over(sequence=order.sequence, failed=bool(error), error=error))
+        self.on_reply(Done(sequence=order.sequence, failed=bool(error), error=error))
 
-    def looks(self) -> list[Order]:
+    def looks(self) -> list[Request]:
         """Questions whether it answers again."""
-        return [order for order in self.orders if isinstance(order, Look)]
+        return [order for order in self.orders if isinstance(order, Ping)]
 
-    def forgets(self) -> list[Order]:
+    def forgets(self) -> list[Request]:
         return [order for order in self.orders if isinstance(order, Forget)]
 
     def kill(self, reason: str) -> None:
@@ -146,7 +146,7 @@ class Rig:
         """Where the link is now."""
         return self.link.state
 
-    def ask(self) -> Order:
+    def ask(self) -> Request:
         """The core asks something."""
         self.link.carry_out(QueryStorage(1, bytes(32), 0, bytes(16)))
         order = self.process.orders[-1]
@@ -159,10 +159,10 @@ class Rig:
 
     def back_up(self, error: str = "", *, failed: bool = False, written: int = 0) -> None:
         """The core has a block written, and this comes of it."""
-        span = StorageSpan(0, bytes(16), bytes(16), array("i", [0, 1]))
+        span = Span(0, bytes(16), bytes(16), array("i", [0, 1]), array("i"))
         self.link.carry_out(StartBackup(TransferId(1), bytes(32), 0, (span,)))
         order = self.process.orders.pop()
-        self.process.on_reply(Over(sequence=order.sequence, failed=failed, error=error, written=written))
+        self.process.on_reply(Done(sequence=order.sequence, failed=failed, error=error, written=written))
 
     def restart(self, threads: int = 1) -> None:
         """The process dies, and the next one opens when its pause is over."""
@@ -417,7 +417,7 @@ def test_pauses_grow_while_processes_do_not_open(rig: Rig) -> None:
 
 def test_forgetting_a_namespace_survives_the_process(rig: Rig) -> None:
     """What is to be forgotten is, by the next process, if the one that was told has died over it."""
-    told: list[Over] = []
+    told: list[Done] = []
     rig.link.forget(PREFIX, told.append)
     assert len(rig.process.forgets()) == 1
     rig.restart()
@@ -430,7 +430,7 @@ def test_forgetting_a_namespace_survives_the_process(rig: Rig) -> None:
 
 def test_forgetting_a_namespace_is_tried_until_it_is_done(rig: Rig) -> None:
     """A backend that cannot forget now is told again, after a while and when storage works."""
-    told: list[Over] = []
+    told: list[Done] = []
     rig.link.forget(PREFIX, told.append)
     for _ in range(3):
         rig.process.answer(rig.process.forgets()[0], "the index is being made")
@@ -466,7 +466,7 @@ def test_forgetting_may_take_long(rig: Rig) -> None:
 
 def test_whoever_has_everything_forgotten_hears_of_a_death(rig: Rig) -> None:
     """The one who asked is told that it failed, and why."""
-    told: list[Over] = []
+    told: list[Done] = []
     assert rig.link.forget_all(told.append)
     rig.process.on_exit("was ended by SIGKILL")
 

@@ -9,7 +9,7 @@ import pytest
 from kvcached.storage.backend import Usage
 from kvcached.storage.disk.backend import DiskStorage
 from kvcached.storage.main import finished
-from kvcached.storage.messages import ERROR_SIZE_CHARS_MAX, REPLY_SIZE_BYTES_MAX, Over, decode_reply, encode
+from kvcached.storage.messages import ERROR_SIZE_CHARS_MAX, REPLY_SIZE_BYTES_MAX, Done, decode_report, encode
 from tests.storage.disks import opened, put
 
 
@@ -17,7 +17,7 @@ def test_answer_says_how_full_the_backend_is(tmp_path: Path) -> None:
     """Whatever was asked, the answer has the backend's present usage."""
     with opened(tmp_path / "d") as storage:
         put(storage, 1)
-        over = finished(Over(sequence=1, count=3), storage)
+        over = finished(Done(sequence=1, count=3), storage)
 
         assert (over.count, Usage(over.blocks, over.size_bytes, over.capacity_bytes)) == (3, storage.usage())
 
@@ -30,16 +30,16 @@ def test_usage_that_fails_costs_no_answer(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(DiskStorage, "usage", fail)
     with opened(tmp_path / "d") as storage:
-        assert finished(Over(sequence=1, count=3), storage) == Over(sequence=1, count=3)
+        assert finished(Done(sequence=1, count=3), storage) == Done(sequence=1, count=3)
 
 
 @pytest.mark.parametrize("error", ["no such file: \udcff", "x" * 10**6, "ü" * 10**6])
 def test_every_error_can_be_told(tmp_path: Path, error: str) -> None:
     """Whatever text an error has, the answer can be sent, and fits."""
     with opened(tmp_path / "d") as storage:
-        sent = encode(finished(Over(sequence=1, failed=True, error=error), storage))
+        sent = encode(finished(Done(sequence=1, failed=True, error=error), storage))
 
-    told = decode_reply(sent)
-    assert isinstance(told, Over)
+    told = decode_report(sent)
+    assert isinstance(told, Done)
     assert 0 < len(told.error) <= ERROR_SIZE_CHARS_MAX
     assert len(sent) < REPLY_SIZE_BYTES_MAX

@@ -96,11 +96,14 @@ def test_process_that_ends_by_itself_is_not_killed(tmp_path: Path, monkeypatch: 
                 on_exit=ended.set_result,
             )
 
+        on_disconnected = started.child._on_disconnected
+
         def see_the_end_of_its_connection() -> None:
-            started.child._on_disconnected()
+            started.child._on_disconnected = on_disconnected  # type: ignore[method-assign]
+            on_disconnected()
             os.kill(started.child.pid, signal.SIGCONT)
 
-        started.child._connection._on_closed = see_the_end_of_its_connection
+        started.child._on_disconnected = see_the_end_of_its_connection  # type: ignore[method-assign]
         async with asyncio.timeout(10):
             return await ended
 

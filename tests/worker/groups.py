@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.host_pool import HostMemory
-from kvcached.worker.lifecycle import BackOff
-from kvcached.worker.restart import ReplicaGroups
-from kvcached.worker.supervisor import ReplicaPool, WorkerGroup
+from kvcached.process.backoff import BackOff
+from kvcached.worker.client import WorkerPool
+from kvcached.worker.group import ReplicaPool
 from kvcached_client.blocks.layout import KvGroup, Layout, PageOrder
 from kvcached_client.types import ShardIndex
 
@@ -29,7 +29,9 @@ MADE: list[ShardMemory] = []
 PATIENCE_S = 20
 NAMESPACE = bytes(range(32))
 #: Tests that restart workers do not wait for them longer than they must.
-SOON = {"first_s": 0.01, "longest_s": 0.04}
+SOON: dict[str, Any] = {"first_s": 0.01, "longest_s": 0.04, "healthy_after_s": 60.0}
+#: So long that nothing is started again during a test.
+NEVER: dict[str, Any] = {"first_s": 600.0, "longest_s": 600.0, "healthy_after_s": 600.0}
 
 
 def tiny_layout(order: PageOrder = "layer_first", shards: int = 1) -> Layout:
@@ -77,54 +79,69 @@ class Told(list[T]):
 
 @dataclass
 class Losses:
-    """What a group told about its loss, which it may tell once."""
+    """What was told about a loss, which may happen once."""
 
     reasons: dict[int, str] = field(default_factory=dict)
     happened: asyncio.Event = field(default_factory=asyncio.Event)
 
     def note(self, shard: ShardIndex, reason: str) -> None:
-        """The group's `on_lost`."""
+        """The pool's `on_lost`."""
         assert not self.reasons
         self.reasons[shard] = reason
         self.happened.set()
 
 
 class Story(Told[str]):
-    """What `ReplicaGroups` told, in order: "lost 1", "restored", and whatever a test adds."""
+    """What a `WorkerPool` told, in order: "lost 1", "restored", and whatever a test adds."""
 
     def note_lost(self, shard: ShardIndex, reason: str) -> None:
-        """The groups' `on_lost`."""
+        """The pool's `on_lost`."""
         self.append(f"lost {shard}")
 
     def note_restored(self) -> None:
-        """The groups' `on_restored`."""
+        """The pool's `on_restored`."""
         self.append("restored")
 
 
+def workers_of(
+    pool: ReplicaPool,
+    run_dir: str,
+    on_lost: Callable[[ShardIndex, str], None],
+    on_restored: Callable[[], None] = lambda: None,
+    back_off: BackOff | None = None,
+    deadline_s: float = 30,
+) -> WorkerPool:
+    """Workers of a replica, not started yet. Lost ones are not replaced, unless `back_off` says otherwise."""
+    return WorkerPool(
+        pool, run_dir, on_lost, on_restored, epoch=9, generation=1, verify_loads=True, deadline_s=deadline_s,
+        back_off=back_off or BackOff(**NEVER),
+    )  # fmt: skip
+
+
 @asynccontextmanager
-async def running(pool: ReplicaPool, run_dir: str) -> AsyncIterator[tuple[WorkerGroup, Losses]]:
-    """A started group, stopped at the end."""
+async def running(pool: ReplicaPool, run_dir: str) -> AsyncIterator[tuple[WorkerPool, Losses]]:
+    """Started workers, stopped at the end, and not replaced."""
     losses = Losses()
-    group = WorkerGroup(pool, run_dir, losses.note)
-    await group.start()
+    workers = workers_of(pool, run_dir, losses.note)
+    await workers.open()
     try:
-        yield group, losses
+        yield workers, losses
     finally:
-        await group.stop()
+        await workers.close()
 
 
 @asynccontextmanager
 async def kept_running(
-    pool: ReplicaPool, run_dir: str, back_off: BackOff | None = None
-) -> AsyncIterator[tuple[ReplicaGroups, Story]]:
-    """Groups of a replica, the first of them started, stopped at the end."""
+    pool: ReplicaPool, run_dir: str, back_off: BackOff | None = None, deadline_s: float = 30
+) -> AsyncIterator[tuple[WorkerPool, Story]]:
+    """Workers of a replica, started, replaced when they die, stopped at the end."""
     story = Story()
-    groups = ReplicaGroups(pool, run_dir, story.note_lost, story.note_restored, back_off or BackOff(**SOON))
-    await groups.start()
+    workers = workers_of(pool, run_dir, story.note_lost, story.note_restored, back_off or BackOff(**SOON), deadline_s)
+    await workers.open()
     try:
-        yield groups, story
+        yield workers, story
     finally:
-        await groups.stop()
+        await workers.close()
 
 
 def odd_worker(how: str) -> tuple[str, ...]:

@@ -6,21 +6,23 @@ import ctypes
 import os
 import random
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
+from kvcached.core.messages import Span
 from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import SharedMemory, sealed_memfd
-from kvcached.worker.device_pool import DevicePool
-from kvcached.worker.messages import BlockSpan, Load, Store
-from kvcached.worker.transfers import WorkerTransfers
+from kvcached.worker.executor import WorkerTransfers
+from kvcached.worker.messages import Load, Store
+from kvcached.worker.probe import DevicePool
 from kvcached_client.blocks.copy import CopyPlan, MemoryCopier
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import Layout, PageOrder
 from kvcached_client.blocks.pages import pool_geometry
 from kvcached_client.blocks.transfers import BlockTransfers
-from kvcached_client.types import pack_ranges
 from tests.worker.groups import SLOTS, pages_of, read_block, tiny_layout
 
 SHARDS = 2
@@ -54,24 +56,24 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(16, "little")
 
 
-def span_of(device: Ranges, host: Ranges, *, depth: int = 0) -> BlockSpan:
+def span_of(device: Ranges, host: Ranges, *, depth: int = 0) -> Span:
     """Blocks of the one chain whose keys are 1, 2, 3, …, from `depth` on."""
     blocks = sum(count for _, count in host)
-    return BlockSpan(
+    return Span(
         depth=depth,
         parent=key_of(depth) if depth else b"",
         keys=b"".join(key_of(depth + index + 1) for index in range(blocks)),
-        device=pack_ranges(list(device)),
-        host=pack_ranges(list(host)),
+        device=array("i", chain.from_iterable(device)),
+        host=array("i", chain.from_iterable(host)),
     )
 
 
-def store_of(*spans: BlockSpan, transfer: int = 1, urgent: bool = False) -> Store:
+def store_of(*spans: Span, transfer: int = 1, urgent: bool = False) -> Store:
     """A store of this generation."""
     return Store(transfer=transfer, epoch=3, generation=GENERATION, spans=spans, urgent=urgent)
 
 
-def load_of(*spans: BlockSpan, transfer: int = 2, progress: int = 4, verify: bool = True) -> Load:
+def load_of(*spans: Span, transfer: int = 2, progress: int = 4, verify: bool = True) -> Load:
     """A load of this generation."""
     return Load(transfer=transfer, generation=GENERATION, spans=spans, progress=progress, verify=verify)
 

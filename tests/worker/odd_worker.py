@@ -9,11 +9,11 @@ from kvcached.process.seqpacket import send, wait_packet
 from kvcached.worker.messages import (
     DESCRIPTORS_MAX,
     MESSAGE_SIZE_BYTES_MAX,
-    Ack,
-    Command,
+    Done,
+    Ready,
+    Request,
     Shutdown,
-    WorkerReady,
-    decode_command,
+    decode_request,
     encode,
 )
 
@@ -21,10 +21,10 @@ from kvcached.worker.messages import (
 def main(how: str, connection: socket.socket) -> None:
     """Greet as a worker does; then answer in the way that `how` names."""
     wait_packet(connection, MESSAGE_SIZE_BYTES_MAX, DESCRIPTORS_MAX)
-    send(connection, encode(WorkerReady()))
-    waiting: list[Command] = []
+    send(connection, encode(Ready()))
+    waiting: list[Request] = []
     while data := connection.recv(MESSAGE_SIZE_BYTES_MAX):
-        command = decode_command(data)
+        command = decode_request(data)
         if isinstance(command.work, Shutdown):
             return
         if how == "forgets the first" and command.sequence == 1:
@@ -33,7 +33,7 @@ def main(how: str, connection: socket.socket) -> None:
         if how == "in threes, backwards" and len(waiting) < 3:
             continue
         for each in reversed(waiting):
-            answer = Ack(sequence=each.sequence, corrupt=(each.sequence, 7))
+            answer = Done(sequence=each.sequence, corrupt=(each.sequence, 7))
             for _ in range(2 if how == "twice" else 1):
                 send(connection, encode(answer))
         waiting.clear()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcached.worker.group import ReplicaPool
 from kvcached.worker.messages import Probe
-from kvcached.worker.supervisor import ReplicaPool, WorkerGroup
 from kvcached_client.errors import BadRequest, DaemonFailure, ErrorCode
 from kvcached_client.types import ShardIndex
 from tests.worker.groups import (
@@ -23,10 +23,11 @@ from tests.worker.groups import (
     process_exists,
     running,
     tiny_pool,
+    workers_of,
 )
 
 SHARD_0, SHARD_1 = ShardIndex(0), ShardIndex(1)
-COMMAND = "kvcached.worker.process.WORKER_COMMAND"
+COMMAND = "kvcached.worker.group.WORKER_COMMAND"
 PROBE = Probe(source=0, target=1, seed=3)
 
 
@@ -45,9 +46,9 @@ def test_start_fails_when_a_worker_is_never_ready(run: RunLoop, run_dir: str, mo
     )
 
     async def main() -> None:
-        group = WorkerGroup(tiny_pool(ready_deadline_s=1), run_dir, Losses().note)
+        workers = workers_of(tiny_pool(ready_deadline_s=1), run_dir, Losses().note)
         with pytest.raises(DaemonFailure) as caught:
-            await group.start()
+            await workers.open()
 
         assert caught.value.code is ErrorCode.DEADLINE
         assert "worker default/0 was not ready within 1 s" in caught.value.message
@@ -61,9 +62,9 @@ def test_start_fails_when_a_worker_ends(run: RunLoop, run_dir: str, monkeypatch:
     monkeypatch.setattr(COMMAND, program("[print('line', i) for i in range(50)]; raise SystemExit(7)"))
 
     async def main() -> None:
-        group = WorkerGroup(tiny_pool(), run_dir, Losses().note)
+        workers = workers_of(tiny_pool(), run_dir, Losses().note)
         with pytest.raises(DaemonFailure, match="default/0 ended with status 7 before it was ready") as caught:
-            await group.start()
+            await workers.open()
 
         assert caught.value.message.splitlines()[1:] == [f"line {number}" for number in range(30, 50)]
 
@@ -78,9 +79,9 @@ def test_start_failure_tells_nothing_of_earlier_runs(
     monkeypatch.setattr(COMMAND, program("raise SystemExit(7)"))
 
     async def main() -> None:
-        group = WorkerGroup(tiny_pool(), run_dir, Losses().note)
+        workers = workers_of(tiny_pool(), run_dir, Losses().note)
         with pytest.raises(DaemonFailure, match="is empty"):
-            await group.start()
+            await workers.open()
 
     run(main())
     assert Path(f"{run_dir}/worker-default-0.log").read_text() == "an old story\n"
@@ -95,12 +96,12 @@ def test_start_failure_of_one_ends_the_others(run: RunLoop, run_dir: str, monkey
 
     async def main() -> None:
         within = open_descriptors()
-        group = WorkerGroup(pool, run_dir, losses.note)
+        workers = workers_of(pool, run_dir, losses.note)
         with pytest.raises(DaemonFailure, match=r"default/1 cannot be started: .*Is a directory"):
-            await group.start()
+            await workers.open()
 
         assert open_descriptors() == within
-        assert not process_exists(group.pid(SHARD_0))
+        assert not process_exists(workers.pid(SHARD_0))
 
     run(main())
     assert open_descriptors() == before
@@ -114,9 +115,7 @@ def test_start_refuses_names_that_are_no_file_names(run: RunLoop, run_dir: str, 
 
     async def main() -> None:
         with pytest.raises(BadRequest, match="replica name"):
-            await WorkerGroup(
-                ReplicaPool(name, tiny_pool().layout, SLOTS, NAMESPACE, ()), run_dir, Losses().note
-            ).start()
+            await workers_of(ReplicaPool(name, tiny_pool().layout, SLOTS, NAMESPACE, ()), run_dir, Losses().note).open()
 
     run(main())
 
@@ -128,17 +127,17 @@ def test_stop_leaves_logs_and_locks_only(run: RunLoop, run_dir: str) -> None:
     async def main() -> None:
         pool = tiny_pool(2)
         before = open_descriptors()
-        group = WorkerGroup(pool, run_dir, losses.note)
-        await group.start()
-        under_way = group.submit(PROBE)
-        await group.stop()
-        await group.stop()
+        workers = workers_of(pool, run_dir, losses.note)
+        await workers.open()
+        under_way = workers.submit(PROBE)
+        await workers.close()
+        await workers.close()
 
         assert under_way.done()
         assert under_way.exception() is None
         assert open_descriptors() == before
         with pytest.raises(DaemonFailure):
-            group.submit(PROBE)
+            workers.submit(PROBE)
 
     run(main())
     assert not losses.reasons
@@ -149,13 +148,13 @@ def test_stop_kills_a_worker_that_does_not_react(run: RunLoop, run_dir: str) -> 
     """A stopped process ignores messages and SIGTERM; the stop ends it all the same and fails what it had not done."""
 
     async def main() -> None:
-        group = WorkerGroup(tiny_pool(), run_dir, Losses().note)
-        await group.start()
-        os.kill(group.pid(SHARD_0), signal.SIGSTOP)
-        under_way = group.submit(PROBE)
-        await group.stop(0.2)
+        workers = workers_of(tiny_pool(), run_dir, Losses().note)
+        await workers.open()
+        os.kill(workers.pid(SHARD_0), signal.SIGSTOP)
+        under_way = workers.submit(PROBE)
+        await workers.close(0.2)
 
-        assert not process_exists(group.pid(SHARD_0))
+        assert not process_exists(workers.pid(SHARD_0))
         with pytest.raises(DaemonFailure):
             await under_way
 
@@ -166,7 +165,7 @@ def test_group_workers_have_a_session_of_their_own(run: RunLoop, run_dir: str) -
     """A Ctrl-C at the daemon's terminal does not reach the workers."""
 
     async def main() -> None:
-        async with running(tiny_pool(), run_dir) as (group, _):
-            assert os.getsid(group.pid(SHARD_0)) == group.pid(SHARD_0)
+        async with running(tiny_pool(), run_dir) as (workers, _):
+            assert os.getsid(workers.pid(SHARD_0)) == workers.pid(SHARD_0)
 
     run(main())

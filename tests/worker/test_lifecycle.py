@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached.worker.lifecycle import BREAKER_LOSSES, BackOff, Breaker, IllegalTransition, Lifecycle, WorkersState
+from kvcached.worker.lifecycle import BREAKER_LOSSES, IllegalTransition, Lifecycle, WorkersState, restart_pauses
+from kvcached.worker.lifecycle import breaker as new_breaker
 
 S = WorkersState
 
@@ -55,19 +56,19 @@ def test_what_cannot_follow_is_refused(path: tuple[WorkersState, ...]) -> None:
 
 
 def test_back_off_doubles_and_begins_anew_after_health() -> None:
-    """Pauses go from half a second to four seconds, and from the start again only after a minute of life."""
-    back_off = BackOff()
+    """There is no first pause; the next go from half a second to four seconds, and anew only after a minute of life."""
+    back_off = restart_pauses()
 
-    assert [back_off.pause_s() for _ in range(6)] == [0.5, 1, 2, 4, 4, 4]
+    assert [back_off.pause_s() for _ in range(7)] == [0, 0.5, 1, 2, 4, 4, 4]
     back_off.lived(59)
     assert back_off.pause_s() == 4
     back_off.lived(60)
-    assert [back_off.pause_s() for _ in range(2)] == [0.5, 1]
+    assert [back_off.pause_s() for _ in range(3)] == [0, 0.5, 1]
 
 
 def test_breaker_opens_after_short_lives_in_a_row() -> None:
     """Five short lives in a row open it, failed starts counted; a long one among them starts the count anew."""
-    breaker = Breaker()
+    breaker = new_breaker()
     for lived_s in (0, 59, 3, 60, 0, 0, 0):
         breaker.ended(lived_s)
     assert not breaker.is_open

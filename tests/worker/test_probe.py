@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvcached.memory.sealed import SharedMemory
-from kvcached.worker.device_pool import DevicePool
 from kvcached.worker.messages import Probe
-from kvcached.worker.probe import CorruptCopy, probe
+from kvcached.worker.probe import CorruptCopy, DevicePool, probe
 from kvcached_client.blocks.pages import pool_geometry
 from tests.worker.groups import SLOTS, tiny_layout
 from tests.worker.host_rigs import made_memory

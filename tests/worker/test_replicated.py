@@ -13,8 +13,8 @@ import pytest
 
 from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import SharedMemory, sealed_memfd
-from kvcached.worker.device_pool import DevicePool
-from kvcached.worker.transfers import WorkerTransfers
+from kvcached.worker.executor import WorkerTransfers
+from kvcached.worker.probe import DevicePool
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.copy import MemoryCopier
 from kvcached_client.blocks.header import BlockName, HeaderKind

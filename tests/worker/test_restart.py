@@ -9,15 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import cast
 
 import pytest
 
-from kvcached.worker.commands import ShardResult
-from kvcached.worker.lifecycle import BackOff, Lifecycle, WorkersState
+from kvcached.process.backoff import BackOff
+from kvcached.worker.client import ShardResult
+from kvcached.worker.lifecycle import Lifecycle, WorkersState, restart_pauses
 from kvcached.worker.messages import Probe
-from kvcached.worker.restart import ReplicaGroups
-from kvcached_client.errors import DaemonFailure
+from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError, request_error
 from kvcached_client.types import ShardIndex
 from tests.project.virtual_time import VirtualTimeLoop
 from tests.worker.groups import (
@@ -33,11 +33,13 @@ from tests.worker.groups import (
     process_exists,
     read_block,
     tiny_pool,
+    workers_of,
     write_block,
 )
 
+OnLost = Callable[[ShardIndex, str], None]
 SHARD_0, SHARD_1 = ShardIndex(0), ShardIndex(1)
-COMMAND = "kvcached.worker.process.WORKER_COMMAND"
+COMMAND = "kvcached.worker.group.WORKER_COMMAND"
 PROBE = Probe(source=0, target=1, seed=3)
 FAILS = (sys.executable, "-c", "print('no luck', flush=True); raise SystemExit(7)")
 
@@ -47,9 +49,9 @@ def test_lost_group_is_replaced_on_the_same_memory(run: RunLoop, run_dir: str) -
 
     async def main() -> None:
         pool = tiny_pool(2)
-        async with kept_running(pool, run_dir) as (groups, story):
+        async with kept_running(pool, run_dir) as (workers, story):
             before = open_descriptors()
-            old = [groups.current.pid(shard) for shard in (SHARD_0, SHARD_1)]
+            old = [workers.pid(shard) for shard in (SHARD_0, SHARD_1)]
             with mapped(pool, 0) as memory:
                 write_block(memory, pool.layout, SLOTS, 3, b"\7" * pool.layout.bytes_per_block())
             os.kill(old[1], signal.SIGKILL)
@@ -57,10 +59,10 @@ def test_lost_group_is_replaced_on_the_same_memory(run: RunLoop, run_dir: str) -
 
             assert story == ["lost 1", "restored"]
             assert not any(process_exists(pid) for pid in old)
-            assert not {groups.current.pid(shard) for shard in (SHARD_0, SHARD_1)} & set(old)
+            assert not {workers.pid(shard) for shard in (SHARD_0, SHARD_1)} & set(old)
             with mapped(pool, 0) as memory:
                 assert read_block(memory, pool.layout, SLOTS, 3) == b"\7" * pool.layout.bytes_per_block()
-            await groups.current.submit(PROBE)
+            await workers.submit(PROBE)
             assert open_descriptors() == before
 
     run(main())
@@ -70,15 +72,15 @@ def test_every_order_is_settled_before_the_restart_is_told(run: RunLoop, run_dir
     """What the lost workers had been ordered is over on every shard before anybody hears of new ones."""
 
     async def main() -> None:
-        async with kept_running(tiny_pool(2), run_dir) as (groups, story):
+        async with kept_running(tiny_pool(2), run_dir) as (workers, story):
 
             def note(result: ShardResult) -> None:
                 story.append(f"settled {result.shard} {'lost' if result.is_lost else 'done'}")
 
             for shard in (SHARD_0, SHARD_1):
-                os.kill(groups.current.pid(shard), signal.SIGSTOP)
-            groups.current.order(PROBE, note)
-            os.kill(groups.current.pid(SHARD_0), signal.SIGKILL)
+                os.kill(workers.pid(shard), signal.SIGSTOP)
+            workers.order(PROBE, note)
+            os.kill(workers.pid(SHARD_0), signal.SIGKILL)
             await story.until(4)
 
             assert story == ["lost 0", "settled 0 lost", "settled 1 lost", "restored"]
@@ -90,14 +92,14 @@ def test_stopped_worker_is_killed_and_replaced(run: RunLoop, run_dir: str) -> No
     """A worker that does not get on with a command until its deadline is killed; its group comes back."""
 
     async def main() -> None:
-        async with kept_running(tiny_pool(), run_dir) as (groups, story):
-            os.kill(groups.current.pid(SHARD_0), signal.SIGSTOP)
-            groups.current.order(PROBE, lambda result: story.append(f"settled {result.error}"), deadline_s=0.1)
+        async with kept_running(tiny_pool(), run_dir) as (workers, story):
+            os.kill(workers.pid(SHARD_0), signal.SIGSTOP)
+            workers.order(PROBE, lambda result: story.append(f"settled {result.error}"), deadline_s=0.1)
             await story.until(3)
 
             assert [story[0], story[2]] == ["lost 0", "restored"]
             assert "was killed: it had not acknowledged command 1 after 0.1 s" in story[1]
-            await groups.current.submit(PROBE)
+            await workers.submit(PROBE)
 
     run(main())
 
@@ -106,14 +108,14 @@ def test_groups_refuse_between_two(run: RunLoop, run_dir: str) -> None:
     """From the loss until new workers run, orders are refused as the daemon's failure."""
 
     async def main() -> None:
-        async with kept_running(tiny_pool(), run_dir) as (groups, story):
-            os.kill(groups.current.pid(SHARD_0), signal.SIGKILL)
+        async with kept_running(tiny_pool(), run_dir) as (workers, story):
+            os.kill(workers.pid(SHARD_0), signal.SIGKILL)
             await story.until(1)
 
             with pytest.raises(DaemonFailure, match="default/0 was ended by SIGKILL"):
-                groups.current.submit(PROBE)
+                workers.submit(PROBE)
             await story.until(2)
-            await groups.current.submit(PROBE)
+            await workers.submit(PROBE)
 
     run(main())
 
@@ -122,12 +124,12 @@ def test_failed_restarts_are_tried_again(run: RunLoop, run_dir: str, monkeypatch
     """A start that fails is tried again after longer and longer pauses, each said in the log, until one succeeds."""
 
     async def main() -> None:
-        async with kept_running(tiny_pool(), run_dir) as (groups, story):
+        async with kept_running(tiny_pool(), run_dir) as (workers, story):
             before = open_descriptors()
             with log_lines() as lines:
                 with monkeypatch.context() as broken:
                     broken.setattr(COMMAND, FAILS)
-                    os.kill(groups.current.pid(SHARD_0), signal.SIGKILL)
+                    os.kill(workers.pid(SHARD_0), signal.SIGKILL)
                     await lines.until(4)
                 await story.until(2)
 
@@ -155,16 +157,16 @@ def test_crash_loop_degrades_a_replica_until_its_workers_live(run_dir: str, monk
             states.append(state)
 
         monkeypatch.setattr(Lifecycle, "go", note)
-        async with kept_running(tiny_pool(), run_dir, back_off) as (groups, story):
+        async with kept_running(tiny_pool(), run_dir, back_off) as (workers, story):
             with log_lines() as lines:
                 for lives in range(1, 6):
-                    assert (groups.state, groups.is_degraded) == (WorkersState.RUNNING, False)
-                    os.kill(groups.current.pid(SHARD_0), signal.SIGKILL)
+                    assert (workers.state, workers.is_degraded) == (WorkersState.RUNNING, False)
+                    os.kill(workers.pid(SHARD_0), signal.SIGKILL)
                     await story.until(2 * lives)
-                assert (groups.state, groups.is_degraded) == (WorkersState.PROBATION, True)
-                await groups.current.submit(PROBE)
+                assert (workers.state, workers.is_degraded) == (WorkersState.PROBATION, True)
+                await workers.submit(PROBE)
                 await states.until(2 + 4 * 5 + 1)
-            assert (groups.state, groups.is_degraded, groups.restarts) == (WorkersState.RUNNING, False, 5)
+            assert (workers.state, workers.is_degraded, workers.restarts) == (WorkersState.RUNNING, False, 5)
 
         assert [state.value for state in states] == [
             "starting", "running",
@@ -183,12 +185,12 @@ def test_loss_on_probation_is_waited_out_the_longest(run_dir: str) -> None:
     back_off = BackOff(first_s=0, longest_s=1.2, healthy_after_s=1)
 
     async def main() -> None:
-        async with kept_running(tiny_pool(), run_dir, back_off) as (groups, story):
+        async with kept_running(tiny_pool(), run_dir, back_off) as (workers, story):
             with log_lines() as lines:
                 for lives in range(1, 7):
-                    os.kill(groups.current.pid(SHARD_0), signal.SIGKILL)
+                    os.kill(workers.pid(SHARD_0), signal.SIGKILL)
                     await story.until(2 * lives)
-            assert (groups.state, groups.is_degraded) == (WorkersState.PROBATION, True)
+            assert (workers.state, workers.is_degraded) == (WorkersState.PROBATION, True)
             assert sum("started again in 1.2 s" in line for line in lines) == 2
 
     asyncio.run(main())
@@ -199,12 +201,12 @@ def test_failed_starts_degrade_a_replica(run_dir: str, monkeypatch: pytest.Monke
     back_off = BackOff(first_s=0, longest_s=60, healthy_after_s=60)
 
     async def main() -> None:
-        async with kept_running(tiny_pool(), run_dir, back_off) as (groups, _):
+        async with kept_running(tiny_pool(), run_dir, back_off) as (workers, _):
             with log_lines() as lines:
                 monkeypatch.setattr(COMMAND, FAILS)
-                os.kill(groups.current.pid(SHARD_0), signal.SIGKILL)
+                os.kill(workers.pid(SHARD_0), signal.SIGKILL)
                 await lines.until(6)
-            assert groups.state is WorkersState.DEGRADED
+            assert workers.state is WorkersState.DEGRADED
             assert lines[4] == "replica default is degraded: its workers have died again and again"
             assert lines[5].startswith("replica default: no workers, the next try is in 60 s: worker_lost: ")
 
@@ -213,23 +215,46 @@ def test_failed_starts_degrade_a_replica(run_dir: str, monkeypatch: pytest.Monke
 
 def test_replica_is_back_soon_after_the_last_of_many_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
     """After each of thirty deaths, eight seconds of life apart, a replica is without workers for 4 s at most."""
-    monkeypatch.setattr("kvcached.worker.restart.WorkerGroup", PlayedGroup)
+    monkeypatch.setattr("kvcached.worker.client.WorkerGroup", PlayedGroup)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         story = Story()
-        groups = ReplicaGroups(tiny_pool(), "", story.note_lost, story.note_restored)
-        await groups.start()
+        workers = workers_of(tiny_pool(), "", story.note_lost, story.note_restored, restart_pauses())
+        await workers.open()
         down_s = []
         for lives in range(1, 31):
             await asyncio.sleep(8)
             lost_s = loop.time()
-            cast("PlayedGroup", groups.current).lose()
+            cast("PlayedGroup", workers._group).lose()
             await story.until(2 * lives)
             down_s.append(loop.time() - lost_s)
-        await groups.stop()
+        await workers.close()
         assert max(down_s) <= 4.1
-        assert groups.restarts == 30
+        assert workers.restarts == 30
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(main())
+
+
+def test_worker_that_died_by_chance_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pause follows the first death or a healthy minute; repeated deaths have longer and longer pauses."""
+    monkeypatch.setattr("kvcached.worker.client.WorkerGroup", PlayedGroup)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        story = Story()
+        workers = workers_of(tiny_pool(), "", story.note_lost, story.note_restored, restart_pauses())
+        await workers.open()
+        down_s = []
+        for deaths, lived_s in enumerate((1, 1, 1, 60, 1, 3600, 60), start=1):
+            await asyncio.sleep(lived_s)
+            lost_s = loop.time()
+            cast("PlayedGroup", workers._group).lose()
+            await story.until(2 * deaths)
+            down_s.append(round(loop.time() - lost_s, 3))
+        await workers.close()
+        assert down_s == [0, 0.5, 1, 0, 0.5, 0, 0]
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(main())
@@ -238,23 +263,26 @@ def test_replica_is_back_soon_after_the_last_of_many_deaths(monkeypatch: pytest.
 class PlayedGroup:
     """`WorkerGroup` without processes."""
 
-    adopted = False
-    processes: ClassVar[dict[ShardIndex, object]] = {}
+    is_running = True
 
-    def __init__(self, pool: object, run_dir: str, on_lost: Callable[[ShardIndex, str], None]) -> None:
+    def __init__(self, pool: object, run_dir: str, on_report: object, on_dead: object, on_lost: OnLost) -> None:
         self._on_lost = on_lost
 
     def lose(self) -> None:
         self._on_lost(SHARD_0, "killed")
 
-    async def start(self, adoptable: object = None) -> None:
+    async def start(self) -> None:
         """It starts at once."""
 
     async def bury(self) -> None:
         """It is dead at once."""
 
-    async def stop(self, deadline_s: float) -> None:
-        """It stops at once."""
+    async def end(self) -> None:
+        """It ends at once."""
+
+    def refusal(self) -> RequestError:
+        """It takes no requests."""
+        return request_error(ErrorCode.WORKER_LOST, "played", "")
 
 
 @pytest.mark.parametrize("end", ["the stop in order", "at once"])
@@ -263,17 +291,17 @@ def test_killed_groups_leave_nothing_for_the_next_daemon(run: RunLoop, run_dir: 
 
     async def main() -> None:
         story = Story()
-        groups = ReplicaGroups(tiny_pool(2), run_dir, story.note_lost, story.note_restored)
-        await groups.start()
-        pidfds = [os.pidfd_open(groups.current.pid(shard)) for shard in (SHARD_0, SHARD_1)]
+        workers = workers_of(tiny_pool(2), run_dir, story.note_lost, story.note_restored)
+        await workers.open()
+        pidfds = [os.pidfd_open(workers.pid(shard)) for shard in (SHARD_0, SHARD_1)]
         if end == "at once":
-            groups.kill()
+            workers.kill()
         else:
-            await groups.stop()
+            await workers.close()
         assert all(select.select([pidfd], [], [], PATIENCE_S)[0] for pidfd in pidfds)
         for pidfd in pidfds:
             os.close(pidfd)
-        await groups.stop()
+        await workers.close()
 
     run(main())
 
@@ -288,24 +316,26 @@ def test_stop_while_a_group_is_replaced(
         pool, story = tiny_pool(2), Story()
         before = open_descriptors()
         pause_s = 60 if moment == "pause" else 0
-        back_off = BackOff(first_s=pause_s, longest_s=pause_s)
-        groups = ReplicaGroups(pool, run_dir, story.note_lost, story.note_restored, back_off)
-        await groups.start()
-        lost = groups.current
+        back_off = BackOff(first_s=pause_s, longest_s=pause_s, healthy_after_s=60)
+        workers = workers_of(pool, run_dir, story.note_lost, story.note_restored, back_off)
+        await workers.open()
+        lost = workers._group
         with log_lines() as lines, hanging_workers(tmp_path, monkeypatch) as started:
-            os.kill(lost.pid(SHARD_0), signal.SIGKILL)
+            os.kill(lost.workers[SHARD_0].pid, signal.SIGKILL)
             await story.until(1)
             if moment == "pause":
                 await lines.until(1)
             if moment == "start":
                 await started.until(2)
-            replacing = groups.current
-            await groups.stop()
-            await groups.stop()
+            replacing = workers._group
+            await workers.close()
+            await workers.close()
 
         assert (replacing is lost) is (moment != "start")
-        assert groups._pause is None or groups._pause.cancelled() or moment == "start"
-        assert not any(process_exists(group.pid(shard)) for group in (lost, replacing) for shard in (SHARD_0, SHARD_1))
+        assert workers._pause is None or workers._pause.cancelled() or moment == "start"
+        assert not any(
+            process_exists(group.workers[shard].pid) for group in (lost, replacing) for shard in (SHARD_0, SHARD_1)
+        )
         assert story == ["lost 0"]
         assert open_descriptors() == before
         assert {Path(name).suffix for name in names_in(run_dir)} == {".lock", ".log"}
@@ -315,14 +345,14 @@ def test_stop_while_a_group_is_replaced(
 
 @contextmanager
 def log_lines() -> Iterator[Told[str]]:
-    """What `kvcached.worker.restart` logs."""
+    """What `kvcached.worker.client` logs."""
     lines: Told[str] = Told()
 
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    logger, collector = logging.getLogger("kvcached.worker.restart"), Collector()
+    logger, collector = logging.getLogger("kvcached.worker.client"), Collector()
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(collector)

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import msgspec
 import pytest
 import xxhash
 
-from kvcached.worker.messages import CORRUPT_BLOCKS_MAX, BlockSpan, Load
-from kvcached.worker.transfers import WorkerTransfers
+from kvcached.core.messages import Span
+from kvcached.core.slots.ranges import one_range
+from kvcached.worker.executor import WorkerTransfers
+from kvcached.worker.messages import CORRUPT_BLOCKS_MAX, Load
 from kvcached_client.blocks import copy as block_copy
 from kvcached_client.blocks.copy import Batch, MemoryCopier
 from kvcached_client.blocks.header import BlockName, HeaderKind, stored_checksum
@@ -17,7 +21,6 @@ from kvcached_client.blocks.pages import pool_geometry
 from kvcached_client.blocks.progress_page import STATE_DONE, STATE_FAILED, STATE_RUNNING
 from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.errors import BadRequest
-from kvcached_client.types import pack_ranges
 from tests.worker.groups import SLOTS
 from tests.worker.host_rigs import (
     BLOCK_BYTES,
@@ -148,10 +151,10 @@ def test_without_verification_only_bytes_go_unnoticed(rig: HostRig) -> None:
     span = span_of([(0, 1)], [(HOST_SLOTS[1], 1)], depth=1)
     before = rig.device_blocks()
     for wrong in (
-        msgspec.structs.replace(span, keys=key_of(9)),
-        msgspec.structs.replace(span, parent=key_of(9)),
-        msgspec.structs.replace(span, depth=2),
-        msgspec.structs.replace(span, host=pack_ranges([(HOST_SLOTS[2], 1)])),
+        span._replace(keys=key_of(9)),
+        span._replace(parent=key_of(9)),
+        span._replace(depth=2),
+        span._replace(host=one_range(HOST_SLOTS[2], 1)),
     ):
         assert rig.transfers.load(load_of(wrong, verify=False)) == (0,)
     assert rig.device_blocks() == before
@@ -192,7 +195,7 @@ def test_every_bad_block_is_named(rig: HostRig) -> None:
 def test_named_bad_blocks_are_bounded(rig: HostRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more bad blocks are named than an ack has room for."""
     assert CORRUPT_BLOCKS_MAX == 1024
-    monkeypatch.setattr("kvcached.worker.transfers.CORRUPT_BLOCKS_MAX", 4)
+    monkeypatch.setattr("kvcached.worker.executor.CORRUPT_BLOCKS_MAX", 4)
 
     assert rig.transfers.load(load_of(span_of(TARGETS, HOST_RANGES))) == (0, 1, 2, 3)
 
@@ -315,8 +318,8 @@ def test_failed_load_is_told(watched: tuple[HostRig, WatchingCopier], order: Pag
     assert rig.entry() == (2, 0, STATE_FAILED)
 
 
-def broken(**changes: object) -> tuple[BlockSpan, ...]:
-    return (msgspec.structs.replace(span_of([(1, 2)], [(0, 2)]), **changes),)
+def broken(**changes: Any) -> tuple[Span, ...]:
+    return (span_of([(1, 2)], [(0, 2)])._replace(**changes),)
 
 
 @pytest.mark.parametrize(
@@ -325,15 +328,15 @@ def broken(**changes: object) -> tuple[BlockSpan, ...]:
         (broken(keys=b"k" * 31), "2 slots for 1 keys"),
         (broken(keys=b"k" * 16), "2 slots for 1 keys"),
         (broken(parent=b"p" * 15), "a parent of 15 bytes at depth 0"),
-        (broken(device=b"abc"), "slot ranges of 3 bytes are no pairs of int32"),
-        (broken(device=pack_ranges([(1, 3)])), "3 slots for 2 keys"),
-        (broken(host=pack_ranges([(20, 2)])), "host slots from 20 to 21 of 21"),
-        (broken(device=pack_ranges([(15, 2)])), "blocks of the shard from 15 to 16 of 16"),
-        (broken(host=pack_ranges([(1, 1), (1, 1)])), "host slots: one is named twice"),
+        (broken(device=array("i", [1])), "shorter"),
+        (broken(device=one_range(1, 3)), "3 slots for 2 keys"),
+        (broken(host=one_range(20, 2)), "host slots from 20 to 21 of 21"),
+        (broken(device=one_range(15, 2)), "blocks of the shard from 15 to 16 of 16"),
+        (broken(host=array("i", [1, 1, 1, 1])), "host slots: one is named twice"),
         ((*broken(), *broken()), "blocks of the shard: one is named twice"),
     ],
 )
-def test_orders_that_make_no_sense_touch_nothing(rig: HostRig, spans: Sequence[BlockSpan], reason: str) -> None:
+def test_orders_that_make_no_sense_touch_nothing(rig: HostRig, spans: Sequence[Span], reason: str) -> None:
     """Keys and slots that do not pair, do not exist or come twice are refused before any byte or header changes."""
     store_six(rig)
     device, host = rig.device_blocks(), bytes(rig.host.view)

@@ -16,14 +16,14 @@ from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.host_pool import create_host_memory
 from kvcached.process.seqpacket import send
 from kvcached.worker.messages import (
-    Ack,
-    Command,
+    Done,
     Probe,
+    Ready,
+    Request,
     Shutdown,
     Work,
     WorkerConfig,
-    WorkerReady,
-    decode_worker_message,
+    decode_report,
     encode,
 )
 from kvcached_client.blocks.host_layout import HostGeometry
@@ -84,14 +84,14 @@ def worker_in(
 
 def ready(worker: Worker) -> socket.socket:
     """A connection past its greeting."""
-    assert isinstance(decode_worker_message(worker.connection.recv(1000)), WorkerReady)
+    assert isinstance(decode_report(worker.connection.recv(1000)), Ready)
     return worker.connection
 
 
-def ask(connection: socket.socket, sequence: int, work: Work) -> Ack:
-    connection.sendall(encode(Command(sequence=sequence, work=work)))
-    ack = decode_worker_message(connection.recv(10_000))
-    assert isinstance(ack, Ack)
+def ask(connection: socket.socket, sequence: int, work: Work) -> Done:
+    connection.sendall(encode(Request(sequence=sequence, work=work)))
+    ack = decode_report(connection.recv(10_000))
+    assert isinstance(ack, Done)
     return ack
 
 
@@ -112,16 +112,16 @@ def test_worker_acknowledges_a_command_out_of_sequence_as_failed(run_dir: str) -
     """A sequence number that is not the next one is refused, and the right one is served after that."""
     with worker_in(run_dir) as worker:
         connection = ready(worker)
-        assert ask(connection, 2, PROBE) == Ack(sequence=2, error="sequence 2 after 0")
-        assert ask(connection, 1, PROBE) == Ack(sequence=1)
-        assert ask(connection, 1, PROBE) == Ack(sequence=1, error="sequence 1 after 1")
+        assert ask(connection, 2, PROBE) == Done(sequence=2, error="sequence 2 after 0")
+        assert ask(connection, 1, PROBE) == Done(sequence=1)
+        assert ask(connection, 1, PROBE) == Done(sequence=1, error="sequence 1 after 1")
 
 
 def test_worker_ends_after_shutdown(run_dir: str) -> None:
     """Shutdown is acknowledged, and the worker ends with status 0."""
     with worker_in(run_dir) as worker:
         connection = ready(worker)
-        assert ask(connection, 1, Shutdown()) == Ack(sequence=1)
+        assert ask(connection, 1, Shutdown()) == Done(sequence=1)
         assert worker.process.wait(PATIENCE_S) == 0
 
 
@@ -160,7 +160,7 @@ def test_worker_serves_with_a_host_pool(run_dir: str) -> None:
     memory = create_host_memory(HOST.slabs, HOST.slab_bytes)
     with worker_in(run_dir, host=HOST, host_memory=(memory.descriptor,)) as worker:
         connection = ready(worker)
-        assert ask(connection, 1, PROBE) == Ack(sequence=1)
+        assert ask(connection, 1, PROBE) == Done(sequence=1)
     memory.close()
 
 
@@ -176,7 +176,7 @@ def test_worker_without_its_host_pool_says_so(run_dir: str, slabs: int) -> None:
     assert len(Path(f"{run_dir}/worker.log").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("module", ["kvcached.worker.main", "kvcached.worker.supervisor", "kvcached.server.attach"])
+@pytest.mark.parametrize("module", ["kvcached.worker.main", "kvcached.worker.client", "kvcached.server.attach"])
 def test_module_never_imports_torch(module: str) -> None:
     """Neither workers nor the daemon's side of them import torch; a worker imports nothing else that is slow either."""
     heavy = ["torch", "zmq", "numpy", "uvloop", "asyncio"] if module == "kvcached.worker.main" else ["torch"]
@@ -191,13 +191,12 @@ def test_workers_end_when_the_daemon_is_killed(run_dir: str) -> None:
     """When a daemon is SIGKILLed, the workers that its supervisor started are gone soon after."""
     program = f"""
 import asyncio
-from kvcached.worker.supervisor import WorkerGroup
-from tests.worker.groups import tiny_pool
+from tests.worker.groups import tiny_pool, workers_of
 
 async def daemon():
-    group = WorkerGroup(tiny_pool(2), {run_dir!r}, print)
-    await group.start()
-    print(group.pid(0), group.pid(1), flush=True)
+    workers = workers_of(tiny_pool(2), {run_dir!r}, print)
+    await workers.open()
+    print(workers.pid(0), workers.pid(1), flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(daemon())

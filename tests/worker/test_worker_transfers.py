@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvcached.memory.device_pool import ShardMemory
@@ -18,14 +19,15 @@ from kvcached.memory.sealed import SharedMemory, sealed_memfd
 from kvcached.process.seqpacket import receive, send
 from kvcached.worker.messages import (
     REPLY_SIZE_BYTES_MAX,
-    Ack,
-    Command,
+    Done,
     Hurry,
     Probe,
+    Request,
     Shutdown,
     Work,
     WorkerConfig,
-    decode_worker_message,
+    decode_report,
+    decode_request,
     encode,
 )
 from kvcached_client.blocks.pages import pool_geometry
@@ -90,13 +92,13 @@ class Worker:
 
     def order(self, work: Work) -> int:
         self.sequence += 1
-        self.connection.sendall(encode(Command(sequence=self.sequence, work=work)))
+        self.connection.sendall(encode(Request(sequence=self.sequence, work=work)))
         return self.sequence
 
-    def ack(self) -> Ack:
+    def ack(self) -> Done:
         assert select.select([self.connection], [], [], PATIENCE_S)[0]
-        message = decode_worker_message(self.connection.recv(REPLY_SIZE_BYTES_MAX))
-        assert isinstance(message, Ack)
+        message = decode_report(self.connection.recv(REPLY_SIZE_BYTES_MAX))
+        assert isinstance(message, Done)
         return message
 
     def entry(self, index: int) -> tuple[int, int]:
@@ -118,9 +120,9 @@ def test_worker_stores_and_loads(worker: Worker) -> None:
         put_block(worker.pool.view, LAYOUT, slot, block)
 
     assert worker.order(store_of(span_of([(4, 2)], [(6, 2)]))) == 1
-    assert worker.ack() == Ack(sequence=1)
+    assert worker.ack() == Done(sequence=1)
     assert worker.order(load_of(span_of([(9, 2)], [(6, 2)]), progress=8, transfer=20)) == 2
-    assert worker.ack() == Ack(sequence=2)
+    assert worker.ack() == Done(sequence=2)
 
     assert [bytes(worker.host.view[block_place(slot) :][:BLOCK_BYTES]) for slot in (6, 7)] == blocks
     assert [read_block(bytes(worker.pool.view), LAYOUT, SLOTS, slot) for slot in (9, 10)] == blocks
@@ -136,7 +138,7 @@ def test_worker_names_corrupt_blocks(worker: Worker) -> None:
 
     worker.order(load_of(span_of([(9, 3)], [(0, 3)]), progress=0, transfer=20))
 
-    assert worker.ack() == Ack(sequence=2, corrupt=(1,))
+    assert worker.ack() == Done(sequence=2, corrupt=(1,))
     assert worker.entry(0) == (20, STATE_FAILED)
 
 
@@ -156,7 +158,7 @@ def test_worker_acknowledges_everything_once(worker: Worker) -> None:
     acks = {ack.sequence: ack for ack in [worker.ack() for _ in works]}
     worker.order(Shutdown())
 
-    assert worker.ack() == Ack(sequence=7)
+    assert worker.ack() == Done(sequence=7)
     assert worker.process.wait(PATIENCE_S) == 0
     assert sorted(acks) == [1, 2, 3, 4, 5, 6]
     assert [sequence for sequence, ack in sorted(acks.items()) if ack.error] == [2, 5, 6]
@@ -169,5 +171,22 @@ def test_refused_load_is_told_to_its_reader(worker: Worker) -> None:
     worker.sequence = 5
     worker.order(load_of(span_of([(0, 1)], [(0, 1)]), transfer=60, progress=2))
 
-    assert worker.ack() == Ack(sequence=6, error="sequence 6 after 0")
+    assert worker.ack() == Done(sequence=6, error="sequence 6 after 0")
     assert worker.entry(2) == (60, STATE_FAILED)
+
+
+@pytest.mark.parametrize("packed", [b"abc", bytes(12), "text", 7], ids=["no number", "no pair", "text", "a number"])
+def test_ranges_that_are_no_pairs_are_no_request(packed: object) -> None:
+    """Slot ranges that are no pairs of int32 are refused when a request is decoded, and none of it is carried out."""
+    work = {"op": "load", "transfer": 1, "generation": 1, "progress": 0, "verify": True}
+    spans = [[0, b"", bytes(16), packed, bytes(8)]]
+
+    with pytest.raises(msgspec.DecodeError):
+        decode_request(msgspec.msgpack.encode({"sequence": 1, "work": {**work, "spans": spans}}))
+
+
+def test_ranges_of_a_request_arrive_as_they_were() -> None:
+    """What a worker decodes is the request that was sent, with its ranges of slots."""
+    request = Request(sequence=1, work=load_of(span_of([(3, 2), (9, 1)], [(6, 3)])))
+
+    assert decode_request(encode(request)) == request

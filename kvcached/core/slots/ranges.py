@@ -11,8 +11,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import TYPE_CHECKING
 
 Ranges = array  # of typecode "i", with an even number of items
+if TYPE_CHECKING:
+    SlotRanges = Ranges[int]
+else:  # in Python 3.11 an array has no parameters, and decoders of messages look at annotations
+    SlotRanges = Ranges
 
 #: First of a hole. Cut in two, its rest begins higher, but never reaches 0.
 HOLE = -(1 << 31)
@@ -227,3 +232,27 @@ def _subtract_sorted(owned: list[tuple[int, int]], taken: list[tuple[int, int]])
         if reached < end:
             left.extend((reached, end - reached))
     return left if position == len(taken) else None
+
+
+def encode_ranges(ranges: object) -> bytes:
+    """Ranges as they are sent to another process.
+
+    Raises:
+        TypeError: these are no ranges.
+    """
+    if not isinstance(ranges, array):
+        raise TypeError(f"{type(ranges).__name__} cannot be sent")
+    return ranges.tobytes()
+
+
+def decode_ranges(_: object, packed: object) -> Ranges[int]:
+    """Ranges as another process has sent them.
+
+    Raises:
+        ValueError: the bytes are no pairs.
+    """
+    ranges = no_ranges()
+    if not isinstance(packed, bytes) or len(packed) % (_ONE_RANGE * ranges.itemsize):
+        raise ValueError("slot ranges are no pairs of int32")
+    ranges.frombytes(packed)
+    return ranges

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import HOST, Piece, PrefixTree
-from kvcached.core.messages import PrefetchOver, QueryStorage, StartFetch, StorageSpan, TransferKind
+from kvcached.core.messages import PrefetchOver, QueryStorage, StartFetch, TransferKind, span_of
 from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, slot_count
 from kvcached.core.slots.states import PrefetchState, SlotState, TransferState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
@@ -298,8 +298,7 @@ class Prefetches:
         prefetch.copies[copy.id] = self._table.fetches[copy.id] = copy
         self.copies[copy.id] = prefetch
         keys = prefetch.keys[max(start - 1, 0) * KEY_SIZE : (start + blocks) * KEY_SIZE]
-        parent = keys[:KEY_SIZE] if start else b""
-        span = StorageSpan(start, parent, keys[KEY_SIZE:] if start else keys, slots)
+        span = span_of(start, keys, slots, no_ranges())
         self._effects.append(StartFetch(copy.id, prefetch.namespace, prefetch.generation, span))
         return True
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvcached.core.index.run import KEY_SIZE, Run, Segment
+from kvcached.core.index.run import Run, Segment
 from kvcached.core.index.tree import HOST, Piece, PrefixTree
-from kvcached.core.messages import Effect, ForgetStored, StartBackup, StorageSpan, TransferKind
+from kvcached.core.messages import Effect, ForgetStored, StartBackup, TransferKind, span_of
 from kvcached.core.slots.ranges import append, no_ranges, pairs, section
 from kvcached.core.slots.states import SlotState, TransferState
 from kvcached.core.transfers.table import TransferTable
@@ -173,9 +173,7 @@ class Backups:
         for begin, stop in pieces:
             mine = tree.path_slots(run, begin, stop, HOST)
             append(slots, mine)
-            keys = tree.path_keys(run, max(begin - 1, 0), stop)
-            parent = keys[:KEY_SIZE] if begin else b""
-            spans.append(StorageSpan(begin, parent, keys[KEY_SIZE:] if begin else keys, mine))
+            spans.append(span_of(begin, tree.path_keys(run, max(begin - 1, 0), stop), mine, no_ranges()))
         copy = StorageTransfer(
             self._table.next_id(), TransferKind.STORE, tree, run, pieces, slots, tree.namespace, candidate.attempts
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from kvcached.core.index.run import KEY_SIZE, Run
+from kvcached.core.index.run import Run
 from kvcached.core.index.tree import HOST, PrefixTree
 from kvcached.core.lease import ManagedLease
-from kvcached.core.messages import BlockSpan, Effect, Grant, HurryTransfer, StartTransfer, TransferKind
+from kvcached.core.messages import Effect, Grant, HurryTransfer, Span, StartTransfer, TransferKind, span_of
 from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import append, cut, one_range, place_of
 from kvcached.core.slots.slots import DevicePool
@@ -125,12 +125,10 @@ class TransferTable:
         )
 
 
-def _spans(tree: PrefixTree, run: Run, transfer: WorkerTransfer) -> Iterable[BlockSpan]:
+def _spans(tree: PrefixTree, run: Run, transfer: WorkerTransfer) -> Iterable[Span]:
     device, host = transfer.device, transfer.host
     for start, end in transfer.pieces:
         mine, device = cut(device, end - start)
         theirs, host = cut(host, end - start)
-        run_here = tree.resolve(run, end)
-        keys = tree.path_keys(run_here, max(start - 1, 0), end)
-        parent = keys[:KEY_SIZE] if start else b""
-        yield BlockSpan(start, parent, keys[KEY_SIZE:] if start else keys, mine, theirs)
+        keys = tree.path_keys(tree.resolve(run, end), max(start - 1, 0), end)
+        yield span_of(start, keys, theirs, mine)

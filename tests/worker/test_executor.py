@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcached.worker.executor import PASSES_MAX, Executor, NotTaken, Task
 from kvcached.worker.messages import (
-    COMMANDS_IN_FLIGHT_MAX,
     ERROR_SIZE_CHARS_MAX,
     REPLY_SIZE_BYTES_MAX,
-    Ack,
-    Command,
+    REQUESTS_IN_FLIGHT_MAX,
+    Done,
     Probe,
+    Request,
     Shutdown,
     Store,
     Work,
     encode,
 )
-from kvcached.worker.stream import PASSES_MAX, CommandStream, NotTaken, Task
 from tests.worker.host_rigs import load_of, store_of
 
 PATIENCE_S = 20
@@ -35,12 +35,12 @@ class Running:
     """A stream whose acks can be awaited, and that holds back its first command until it is let."""
 
     def __init__(self, carry_out: Callable[[Task], tuple[int, ...]] = nothing, *, held: bool = False) -> None:
-        self.acks: queue.Queue[Ack] = queue.Queue()
+        self.acks: queue.Queue[Done] = queue.Queue()
         self.ended = threading.Event()
         self.entered = threading.Event()
         self.gate = threading.Event()
         self._carry_out = carry_out
-        self.stream = CommandStream(self._gated, self.acks.put, self.ended.set)
+        self.stream = Executor(self._gated, self.acks.put, self.ended.set)
         self.stream.start()
         if held:
             self.submit(0, PROBE)
@@ -54,9 +54,9 @@ class Running:
         return self._carry_out(task)
 
     def submit(self, sequence: int, work: Work) -> None:
-        self.stream.submit(Command(sequence=sequence, work=work))
+        self.stream.submit(Request(sequence=sequence, work=work))
 
-    def shut_down(self, sequence: int) -> list[Ack]:
+    def shut_down(self, sequence: int) -> list[Done]:
         """All acks that have not been taken."""
         self.submit(sequence, Shutdown())
         self.gate.set()
@@ -128,10 +128,10 @@ works = st.sampled_from([LOAD, STORE, URGENT, PROBE])
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(works, failures), max_size=8), st.lists(st.integers(0, 3), max_size=3))
-def test_each_command_gets_exactly_one_ack(orders: list[tuple[Task, Exception | None]], hurried: list[int]) -> None:
+def test_each_request_is_reported_exactly_once(orders: list[tuple[Task, Exception | None]], hurried: list[int]) -> None:
     """Whatever fails in whatever way, each command is acknowledged once, with its error, and the next one goes on."""
     running = Running(lambda task: outcomes[id(task)]())
-    copies = [Command(sequence=index, work=_copy(work)) for index, (work, _) in enumerate(orders, 1)]
+    copies = [Request(sequence=index, work=_copy(work)) for index, (work, _) in enumerate(orders, 1)]
     outcomes = {id(command.work): _outcome(failure) for command, (_, failure) in zip(copies, orders, strict=True)}
 
     for command in copies:
@@ -164,7 +164,7 @@ def _outcome(failure: Exception | None) -> Callable[[], tuple[int, ...]]:
 def test_stream_takes_commands_while_a_copy_runs() -> None:
     """A long copy does not hold up the caller: commands queue behind it up to the limit, then are turned away."""
     running = Running(held=True)
-    for index in range(COMMANDS_IN_FLIGHT_MAX):
+    for index in range(REQUESTS_IN_FLIGHT_MAX):
         running.submit(1 + index, STORE if index % 2 else LOAD)
     with pytest.raises(NotTaken, match="too many commands wait"):
         running.submit(1000, LOAD)
@@ -172,19 +172,19 @@ def test_stream_takes_commands_while_a_copy_runs() -> None:
 
     acks = running.shut_down(1001)
 
-    assert sorted(ack.sequence for ack in acks) == [*range(COMMANDS_IN_FLIGHT_MAX + 1), 1001]
+    assert sorted(ack.sequence for ack in acks) == [*range(REQUESTS_IN_FLIGHT_MAX + 1), 1001]
 
 
 def test_stream_ends_when_acks_cannot_be_sent() -> None:
     """A stream whose acks reach nobody ends instead of copying on."""
     ended = threading.Event()
 
-    def broken(ack: Ack) -> None:
+    def broken(ack: Done) -> None:
         raise BrokenPipeError
 
-    stream = CommandStream(nothing, broken, ended.set)
+    stream = Executor(nothing, broken, ended.set)
     stream.start()
-    stream.submit(Command(sequence=1, work=STORE))
+    stream.submit(Request(sequence=1, work=STORE))
 
     assert ended.wait(PATIENCE_S)
 

@@ -12,12 +12,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvcached.core.messages import AbandonLoad, BlockSpan, HurryTransfer, StartTransfer, TransferKind
+from kvcached.core.messages import AbandonLoad, HurryTransfer, Span, StartTransfer, TransferKind
 from kvcached.core.slots.ranges import one_range
 from kvcached.memory.host_pool import HostMemory, create_host_memory
-from kvcached.worker.orders import ReplicaWorkers
-from kvcached.worker.restart import ReplicaGroups
-from kvcached.worker.supervisor import ReplicaPool
+from kvcached.worker.client import WorkerPool
+from kvcached.worker.group import ReplicaPool
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import PageOrder
 from kvcached_client.errors import DaemonFailure
@@ -49,14 +48,11 @@ Result = tuple[ShardIndex, str, tuple[int, ...]]
 class Place:
     """Workers of two shards, the host pool, and what was told of transfers."""
 
-    def __init__(self, pool: ReplicaPool, groups: ReplicaGroups, story: Story, host: HostMemory) -> None:
+    def __init__(self, pool: ReplicaPool, workers: WorkerPool, story: Story, host: HostMemory) -> None:
         self.pool = pool
-        self.groups = groups
+        self.workers = workers
         self.story = story
         self.host = mmap.mmap(host.descriptor, SLABS * SLAB_BYTES)
-        self.workers = ReplicaWorkers(
-            groups, memory=pool.memory, epoch=9, generation=1, verify_loads=True, deadline_s=0.5
-        )
         self.results: Told[Result] = Told()
         self._transfers = 0
 
@@ -64,7 +60,7 @@ class Place:
         """Order a copy of `BLOCKS` blocks, or of as many as there are keys."""
         self._transfers += 1
         count = len(keys) // 16
-        span = BlockSpan(0, b"", keys, one_range(device_slot, count), one_range(HOST_SLOT, count))
+        span = Span(0, b"", keys, one_range(HOST_SLOT, count), one_range(device_slot, count))
         transfer = StartTransfer(TransferId(self._transfers), "default", kind, (span,), urgent=True, progress=0)
         self.workers.start(transfer, lambda *result: self.results.append(result))
 
@@ -99,8 +95,8 @@ async def place(run_dir: str, order: PageOrder = "layer_first") -> AsyncIterator
     host = create_host_memory(SLABS, SLAB_BYTES)
     try:
         pool = tiny_pool(SHARDS, order=order, host=host)
-        async with kept_running(pool, run_dir) as (groups, story):
-            yield Place(pool, groups, story, host)
+        async with kept_running(pool, run_dir, deadline_s=0.5) as (workers, story):
+            yield Place(pool, workers, story, host)
     finally:
         host.close()
 
@@ -166,7 +162,7 @@ def test_host_copies_outlive_their_workers(run: RunLoop, run_dir: str) -> None:
         async with place(run_dir) as at:
             written = [at.write(shard) for shard in range(SHARDS)]
             await at.finish(TransferKind.STORE)
-            os.kill(at.groups.current.pid(SHARD_1), signal.SIGKILL)
+            os.kill(at.workers.pid(SHARD_1), signal.SIGKILL)
             await at.story.until(2)
 
             assert [at.read(shard, DEVICE_SLOT) for shard in range(SHARDS)] == written
@@ -183,11 +179,11 @@ def test_store_that_is_cut_off_leaves_no_block_that_is_believed(run: RunLoop, ru
         async with place(run_dir) as at:
             for shard in range(SHARDS):
                 at.write(shard)
-            os.kill(at.groups.current.pid(SHARD_1), signal.SIGSTOP)
+            os.kill(at.workers.pid(SHARD_1), signal.SIGSTOP)
             at.start(TransferKind.STORE)
             await at.results.until(1)
             assert at.results == [(SHARD_0, "", ())]
-            os.kill(at.groups.current.pid(SHARD_1), signal.SIGKILL)
+            os.kill(at.workers.pid(SHARD_1), signal.SIGKILL)
             await at.story.until(2)
 
             assert at.results[1:] == [(SHARD_1, "worker default/1 was ended by SIGKILL", ())]
@@ -202,7 +198,7 @@ def test_stopped_worker_settles_its_transfers_at_the_deadline(run: RunLoop, run_
 
     async def main() -> None:
         async with place(run_dir) as at:
-            os.kill(at.groups.current.pid(SHARD_1), signal.SIGSTOP)
+            os.kill(at.workers.pid(SHARD_1), signal.SIGSTOP)
             for _ in range(3):
                 at.start(TransferKind.STORE)
             await at.story.until(2)
@@ -235,7 +231,7 @@ def test_transfers_between_two_groups_are_settled_as_failed(run: RunLoop, run_di
 
     async def main() -> None:
         async with place(run_dir) as at:
-            os.kill(at.groups.current.pid(SHARD_0), signal.SIGKILL)
+            os.kill(at.workers.pid(SHARD_0), signal.SIGKILL)
             await at.story.until(1)
             at.start(TransferKind.STORE)
             at.workers.hurry(HurryTransfer(TransferId(1), "default"))
