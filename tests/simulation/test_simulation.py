@@ -56,7 +56,7 @@ VERBS = (
     wire.WaitForSlots,
 )
 #: In every run of the tests, with a machine that is restarted now and then.
-REBOOT_SEEDS = (2, 25)
+REBOOT_SEEDS = (0, 17)
 EXPECTED_OF_LIVES = (
     "machine restarted",
     "namespace of engines cleared by people",
@@ -131,7 +131,7 @@ EXPECTED = (
     "storage call that failed",
     "storage order that hangs",
     "storage order: Forget",
-    "storage order: Look",
+    "storage order: Ping",
     "storage process died",
     "storage that cannot be opened",
     "unpinned",
