@@ -15,14 +15,22 @@ from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvcached.process.seqpacket import SocketFile, listen
-from kvcached.server.codec import decode, refusal
 from kvcached.server.connections import ACCEPT_PAUSE_S, NO_DESCRIPTORS, Connection, ConnectionLimits, Connections
 from kvcached.server.zmtp import GREETING, Message, encode_message
 from kvcached_client.errors import RequestError
-from kvcached_client.protocol.engine import Header, Request, encode
+from kvcached_client.protocol.engine import (
+    ErrorReply,
+    Header,
+    Request,
+    decode_request,
+    encode,
+    error_reply,
+    salvage_id,
+)
+from kvcached_client.protocol.frames import check_frames
 
 
 class Answer(Protocol):
@@ -351,3 +359,27 @@ class RpcServer:
                     poll.unregister(descriptor)
                     self._loop.remove_writer(descriptor)
                     del waiting[descriptor]
+
+
+class Decoded(NamedTuple):
+    """A request with its frames."""
+
+    request: Request
+    frames: list[bytes]
+
+
+def decode(parts: list[bytes]) -> Decoded:
+    """A message's parts, at least one, as a request whose frames fit its verb.
+
+    Raises:
+        BadRequest: anything about it breaks the protocol.
+    """
+    request = decode_request(parts[0])
+    frames = parts[1:]
+    check_frames(request, frames)
+    return Decoded(request, frames)
+
+
+def refusal(parts: list[bytes], error: RequestError) -> ErrorReply:
+    """The reply to what could not be decoded, addressed to the request that caused it where its id can be read."""
+    return error_reply(salvage_id(parts[0]) if parts else 0, error)

@@ -17,7 +17,7 @@ from kvcached.service.admission import Admission, DrainState
 from kvcached.service.offload_admission import OffloadAdmission
 from kvcached.service.pending import PendingReplies, PendingReply, Wait
 from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, Replica
-from kvcached.service.replies import Answer, KeptAnswers, LateVerb, Respond, Verb
+from kvcached.service.replies import Answer, LateVerb, Respond, Verb
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
@@ -31,7 +31,6 @@ class EngineVerbs:
     """Requests that engines with a device pool make; those that others make, too, go on to `OffloadVerbs`.
 
     Args:
-        answers: kept for retries; a hello opens those of its session.
         forget: processes that no session needs any more.
 
     Attributes:
@@ -47,7 +46,6 @@ class EngineVerbs:
         admission: Admission,
         offload: OffloadVerbs,
         *,
-        answers: KeptAnswers,
         pending: PendingReplies,
         drain_state: DrainState,
         now_ms: Callable[[], int],
@@ -58,7 +56,6 @@ class EngineVerbs:
         self._groups = groups
         self._admission = admission
         self._offload = offload
-        self._answers = answers
         self._pending = pending
         self._drain_state = drain_state
         self._now_ms = now_ms
@@ -87,7 +84,6 @@ class EngineVerbs:
     def _hello(self, connection: bytes, request: wire.Hello, _: list[bytes]) -> Answer:
         self._drain_state.check()
         welcome, peer = self._admission.hello(connection, request, self._now_ms())
-        self._answers.open(SessionId(welcome.session))
         log.info("session %d: process %d on replica %s", welcome.session, peer.pid, request.replica)
         return Answer(welcome)
 
@@ -96,7 +92,6 @@ class EngineVerbs:
         session = self._declarations.resume(group.session, self._now_ms(), FenceSequence(request.fence))
         self._groups.resume(group, connection, peer)
         welcome = self._admission.welcome_back(request, session, group)
-        self._answers.open(SessionId(welcome.session))
         log.info("session %d: process %d rejoined with its leases from before the restart", welcome.session, peer.pid)
         return Answer(welcome)
 
@@ -121,7 +116,6 @@ class EngineVerbs:
     def _hello_attached(self, connection: bytes, request: wire.HelloOffload, _: list[bytes]) -> Answer:
         self._drain_state.check()
         welcome, peer = self._offload.admission.hello(connection, request, self._now_ms())
-        self._answers.open(SessionId(welcome.session))
         self._forget(self._offload.admission.take_departed())
         log.info(
             "session %d: process %d, %s, in namespace %s (%s)",

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol.engine import Header
-from kvcached_client.types import SessionId
 
 
 class Answer(NamedTuple):
@@ -26,34 +25,28 @@ LateVerb = Callable[[bytes, Any, list[bytes], Respond], Answer | None]
 
 
 class KeptAnswers:
-    """The last answers of each session, so that a retry has one effect and one answer.
+    """The last answers of one session: a retry has one effect and gets the same answer.
 
     Args:
-        per_session: how many are kept of each.
+        most: how many are kept.
     """
 
-    def __init__(self, per_session: int) -> None:
-        self._per_session = per_session
-        self._of_session: dict[SessionId, OrderedDict[tuple[type[Header], int], Answer]] = {}
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._answers: OrderedDict[tuple[type[Header], int], Answer] = OrderedDict()
 
-    def open(self, session: SessionId) -> None:
-        """Keep answers for a new session."""
-        self._of_session[session] = OrderedDict()
+    def __len__(self) -> int:
+        return len(self._answers)
 
-    def close(self, session: SessionId) -> None:
-        """Forget a session's answers. Does nothing where there are none."""
-        self._of_session.pop(session, None)
+    def find(self, request: Header) -> Answer | None:
+        """The answer to an earlier request with the same verb and id."""
+        return self._answers.get((type(request), request.id))
 
-    def find(self, session: SessionId, request: Header) -> Answer | None:
-        """The answer that a request with the same verb and id has got."""
-        return self._of_session[session].get((type(request), request.id))
-
-    def keep(self, session: SessionId, request: Header, answer: Answer) -> None:
-        """Keep an answer, and forget the oldest beyond the limit."""
-        kept = self._of_session[session]
-        kept[type(request), request.id] = answer
-        if len(kept) > self._per_session:
-            kept.popitem(last=False)
+    def keep(self, request: Header, answer: Answer) -> None:
+        """Keep an answer, and drop the oldest one beyond the limit."""
+        self._answers[type(request), request.id] = answer
+        if len(self._answers) > self._most:
+            self._answers.popitem(last=False)
 
 
 def internal_error() -> RequestError:

@@ -1,16 +1,46 @@
-"""What anybody may ask about the daemon: requests that need no session and change nothing, one method each."""
+"""The verbs that only read: what anybody may ask about the daemon, without a session."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import os
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
+from kvcached import VERSION
 from kvcached.core.cache import Cache
+from kvcached.core.index.tree import PrefixTree
+from kvcached.core.insight.explain import explain
 from kvcached.core.insight.invariants import check
+from kvcached.core.insight.snapshot import RunView, block_count, find, survey, trees_of
+from kvcached.core.messages import TransferKind
+from kvcached.core.namespaces import Namespace
+from kvcached.core.session import LEASES_PER_SESSION_MAX
+from kvcached.core.slots.host_slots import HostPool
+from kvcached.core.slots.slots import DevicePool, SlotPool
+from kvcached.core.slots.states import DaemonState, SlotState, TransferState
 from kvcached.service.admission import DrainState
-from kvcached.service.replica import Replica, check_replica
+from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, Replica, check_replica
 from kvcached.service.replies import Answer, Verb
-from kvcached.service.reports import ShownKeys, description, explained, inspect_report, stats_report, tree_report
 from kvcached_client.protocol import engine as wire
+from kvcached_client.types import KEY_SIZE_BYTES
+
+_NAMESPACE_BYTES: Final = 32
+#: Names that can be asked about later, the latest ones. Some pictures of the index, each of them bounded.
+NAMES_MAX: Final = 16_384
+#: What a slot can be in a device pool, and in the host pool.
+_DEVICE_STATES: Final = tuple(state for state in SlotState if state is not SlotState.ABSENT)
+_HOST_STATES: Final = (
+    SlotState.FREE,
+    SlotState.CACHED,
+    SlotState.FILLING,
+    SlotState.QUARANTINED,
+    SlotState.ABSENT,
+)
+
+Replicas = Mapping[str, Replica]
 
 
 class ReportVerbs:
@@ -28,7 +58,7 @@ class ReportVerbs:
     def __init__(
         self,
         cache: Cache,
-        replicas: Mapping[str, Replica],
+        replicas: Replicas,
         offload: wire.OffloadInfo | None,
         now_ms: Callable[[], int],
         drain_state: DrainState,
@@ -72,3 +102,247 @@ class ReportVerbs:
     def _explain(self, _: bytes, request: wire.Explain, frames: list[bytes]) -> Answer:
         check_replica(request.replica, self._replicas)
         return Answer(explained(request, frames[0], self._cache, self._replicas))
+
+
+class ShownKeys:
+    """Names that reports show for blocks instead of their keys: as long as keys, and others in each life of a daemon.
+
+    A key is as good as the prompt and its salt: whoever has it may acquire by it and read the block. A name is good
+    for asking about the block again, and for nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._keys: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def name_of(self, key: bytes) -> bytes:
+        """What to show for a key; empty for none."""
+        if not key:
+            return b""
+        name = hashlib.blake2b(key, digest_size=KEY_SIZE_BYTES, key=self._secret).digest()
+        self._keys[name] = key
+        self._keys.move_to_end(name)
+        if len(self._keys) > NAMES_MAX:
+            self._keys.popitem(last=False)
+        return name
+
+    def key_of(self, name: bytes) -> bytes:
+        """The key that was shown by this name; what is no such name is a key itself."""
+        return self._keys.get(name, name)
+
+
+def stats_report(
+    request_id: int, cache: Cache, replicas: Replicas, uptime_ms: int, state: DaemonState
+) -> wire.StatsReport:
+    """Counters and gauges of every pool."""
+    return wire.StatsReport(
+        id=request_id,
+        daemon_epoch=cache.epoch,
+        state=state,
+        offload_paused=cache.offload.paused,
+        uptime_ms=uptime_ms,
+        sessions=len(cache.managed.sessions) + len(cache.offload.sessions),
+        runs=sum(tree.run_count for tree in cache.trees),
+        cached_blocks=sum(pool.counts[SlotState.CACHED] for pool in cache.pools.values()),
+        pools=tuple(_pool_stats(cache, pool, replicas[name]) for name, pool in sorted(cache.pools.items())),
+        hosts=tuple(_host_stats(cache, tree, tree.host, replicas) for tree in cache.trees if tree.host is not None),
+        transfers=_transfer_counts(cache),
+        counters=dict(sorted(cache.counters.items())),
+    )
+
+
+def _pool_stats(cache: Cache, pool: DevicePool, replica: Replica) -> wire.PoolStats:
+    sessions = [session for session in cache.managed.sessions.values() if session.pool is pool]
+    return wire.PoolStats(
+        replica=pool.name,
+        epoch=pool.epoch,
+        slots=pool.slots,
+        states=_states(pool, _DEVICE_STATES),
+        evictable=pool.evictable,
+        leases=sum(len(session.leases) for session in sessions),
+        session=sessions[0].id if sessions else 0,
+        healthy=pool.healthy,
+        degraded=replica.workers.is_degraded,
+        restarts=replica.workers.restarts,
+        paused=pool.paused,
+        pinned=cache.pins.blocks(cache.tree_of(pool.name), pool),
+    )
+
+
+def _host_stats(cache: Cache, tree: PrefixTree, host: HostPool, replicas: Replicas) -> wire.HostStats:
+    space = _space_of(cache, tree)
+    sessions = [session for session in cache.offload.sessions.values() if session.namespace is space]
+    return wire.HostStats(
+        namespace=_namespace(cache, tree, replicas)[:NAMESPACE_SHOWN_BYTES].hex(),
+        replicas=tuple(pool.name for pool in tree.pools),
+        label="" if space is None else space.spec.label,
+        generation=_generation(tree, space, replicas),
+        sessions=len(sessions),
+        leases=sum(len(session.leases) for session in sessions),
+        slots=host.slots,
+        slabs=len(host.slabs),
+        write_policy=tree.write_policy,
+        pinned=cache.pins.blocks(tree, None),
+        states=_states(host, _HOST_STATES),
+    )
+
+
+def _generation(tree: PrefixTree, space: Namespace | None, replicas: Replicas) -> int:
+    """Of a tree's namespace; 0 for one that is there no more."""
+    if tree.pools:
+        return replicas[tree.pools[0].name].generation
+    return 0 if space is None else space.generation
+
+
+def _space_of(cache: Cache, tree: PrefixTree) -> Namespace | None:
+    """The namespace of engines in offload mode whose tree it is; None for trees of replicas, and retired ones."""
+    return next((space for space in cache.offload.namespaces.by_root.values() if space.tree is tree), None)
+
+
+def _states(pool: SlotPool, states: Iterable[SlotState]) -> dict[str, int]:
+    return {state.name.lower(): pool.counts[state] for state in states}
+
+
+def _transfer_counts(cache: Cache) -> dict[str, int]:
+    """Copies that are not over, as ``<state>_<kind>s``."""
+    counts = Counter((transfer.state, transfer.kind) for transfer in cache.transfers.values())
+    counts.update((exchange.state, exchange.kind) for exchange in cache.offload.transfers)
+    return {
+        f"{state}_{kind}s": counts[state, kind]
+        for state in (TransferState.QUEUED, TransferState.RUNNING)
+        for kind in TransferKind
+    }
+
+
+def _namespace(cache: Cache, tree: PrefixTree, replicas: Replicas) -> bytes:
+    """The root of a tree's keys; 32 zeros for one of an earlier generation."""
+    if tree.pools:
+        return replicas[tree.pools[0].name].namespace
+    space = _space_of(cache, tree)
+    return bytes(_NAMESPACE_BYTES) if space is None else space.spec.root
+
+
+def tree_report(
+    request: wire.Tree, cache: Cache, replicas: Replicas, shown: ShownKeys
+) -> tuple[wire.TreeReport, bytes]:
+    """A picture of the index, and the frame with its runs.
+
+    Raises:
+        BadRequest: the picture does not fit into a frame.
+    """
+    views = survey(cache, request.replica, request.levels, request.children, wire.TREE_NODES_MAX)
+    trees = trees_of(cache, request.replica)
+    report = wire.TreeReport(
+        id=request.id,
+        runs=sum(tree.run_count for tree in trees),
+        blocks=block_count(trees),
+        shown=len(views),
+    )
+    return report, wire.pack_tree_nodes([_tree_node(cache, view, replicas, shown) for view in views])
+
+
+def _tree_node(cache: Cache, view: RunView, replicas: Replicas, shown: ShownKeys) -> wire.TreeNode:
+    return wire.TreeNode(
+        level=view.level,
+        key=shown.name_of(view.key) if view.level else _namespace(cache, view.tree, replicas),
+        start=view.start,
+        blocks=view.blocks,
+        tiers=view.tiers,
+        loading=view.loading,
+        pins=view.pins,
+        children=view.children,
+        hidden=view.hidden,
+    )
+
+
+def inspect_report(request: wire.Inspect, cache: Cache, replicas: Replicas, shown: ShownKeys) -> wire.InspectReport:
+    """Where a block is and who holds it."""
+    found = find(cache, shown.key_of(request.key))
+    if found is None:
+        return wire.InspectReport(id=request.id, found=False)
+    return wire.InspectReport(
+        id=request.id,
+        found=True,
+        namespace=_namespace(cache, found.tree, replicas)[:NAMESPACE_SHOWN_BYTES].hex(),
+        depth=found.depth,
+        run_start=found.run_start,
+        run_blocks=found.run_blocks,
+        parent=shown.name_of(found.parent),
+        children=found.children,
+        places=tuple(wire.BlockPlace(tier=place.tier, slot=place.slot, state=place.state) for place in found.places),
+        leases=tuple(found.leases),
+        transfers=tuple(found.transfers),
+    )
+
+
+def explained(request: wire.Explain, keys: bytes, cache: Cache, replicas: Replicas) -> wire.Explained:
+    """Why a prompt is no longer hit: for each replica, and for each namespace of engines in offload mode."""
+    found: list[wire.Explanation] = []
+    for name, replica in replicas.items():
+        if request.replica in {"", name} and replica.namespace.hex().startswith(request.namespace):
+            (tree,) = trees_of(cache, name)
+            size, pool = replica.layout.block_size, cache.pools[name]
+            found.append(_explanation(request, keys, cache, tree, size, replica.generation, pool=pool))
+    for root, space in cache.offload.namespaces.by_root.items():
+        if not request.replica and root.hex().startswith(request.namespace):
+            size = space.spec.block_size
+            found.append(_explanation(request, keys, cache, space.tree, size, space.generation, space=space))
+    return wire.Explained(id=request.id, explanations=tuple(found))
+
+
+def _explanation(
+    request: wire.Explain,
+    keys: bytes,
+    cache: Cache,
+    tree: PrefixTree,
+    block_size: int,
+    generation: int,
+    *,
+    pool: DevicePool | None = None,
+    space: Namespace | None = None,
+) -> wire.Explanation:
+    """What of a prompt the replica of a pool would hit, or the engines of an attached namespace."""
+    blocks = len(keys) // KEY_SIZE_BYTES
+    limit = blocks if request.full else min(blocks, max(request.tokens - 1, 0) // block_size)
+    miss = explain(cache, tree, pool, keys, limit)
+    return wire.Explanation(
+        namespace=tree.namespace[:NAMESPACE_SHOWN_BYTES].hex(),
+        replica="" if pool is None else pool.name,
+        label="" if space is None else space.spec.label,
+        generation=generation,
+        block_size=block_size,
+        device=miss.device,
+        host=miss.host,
+        hit=miss.hit,
+        key=keys[miss.hit * KEY_SIZE_BYTES : (miss.hit + 1) * KEY_SIZE_BYTES],
+        reason=miss.reason,
+        others=miss.others,
+    )
+
+
+def description(
+    request_id: int,
+    daemon_epoch: int,
+    state: DaemonState,
+    replicas: list[Replica],
+    offload: wire.OffloadInfo | None,
+) -> wire.Description:
+    """Versions, replicas and limits."""
+    return wire.Description(
+        id=request_id,
+        version=VERSION,
+        protocol_min=wire.PROTOCOL_VERSION_MIN,
+        protocol_max=wire.PROTOCOL_VERSION,
+        daemon_epoch=daemon_epoch,
+        state=state,
+        pid=os.getpid(),
+        replicas=tuple(replica.info() for replica in replicas),
+        offload=offload,
+        limits={
+            "header_bytes": wire.HEADER_SIZE_BYTES_MAX,
+            "frame_bytes": wire.FRAME_SIZE_BYTES_MAX,
+            "blocks_per_message": wire.BLOCKS_PER_MESSAGE_MAX,
+            "tokens_per_message": wire.TOKENS_PER_MESSAGE_MAX,
+            "leases_per_session": LEASES_PER_SESSION_MAX,
+        },
+    )

@@ -39,7 +39,7 @@ from kvcached.service.offload_admission import HostShare, OffloadAdmission, Shap
 from kvcached.service.pending import Later, PendingReplies, Wait, later
 from kvcached.service.refusals import REFUSED, in_words
 from kvcached.service.replica import Replica
-from kvcached.service.replies import Answer, KeptAnswers, LateVerb, Respond, Verb, internal_error
+from kvcached.service.replies import Answer, LateVerb, Respond, Verb, internal_error
 from kvcached.service.report_verbs import ReportVerbs
 from kvcached.service.sessions import EngineGroups, FoundSession, Peer
 from kvcached.service.state_writer import Headers, HostClaims, StatePlace, StateWriter
@@ -100,9 +100,8 @@ class Service:
         self._replicas = {replica.name: replica for replica in replicas}
         self._now_ms = now_ms
         self._endpoint = endpoint
-        self._groups = EngineGroups()
+        self._groups = EngineGroups(answers_kept_per_session)
         self._drain_state = DrainState()
-        self._answers = KeptAnswers(answers_kept_per_session)
         self._pending = PendingReplies(self.refused, later)
         self._admission = Admission(cache, self._replicas, self._groups, heartbeat_interval_ms)
         self._offload_admission = OffloadAdmission(cache, self._groups, share, heartbeat_interval_ms)
@@ -120,8 +119,7 @@ class Service:
         self._offload = OffloadVerbs(cache, self._groups, self._offload_admission, now_ms)
         engines = EngineVerbs(
             cache, self._replicas, self._groups, self._admission, self._offload,
-            answers=self._answers, pending=self._pending, drain_state=self._drain_state, now_ms=now_ms,
-            forget=self._forget,
+            pending=self._pending, drain_state=self._drain_state, now_ms=now_ms, forget=self._forget,
         )  # fmt: skip
         self._clears = Clears(
             cache, self._replicas, self._pending, self.recorder,
@@ -199,13 +197,13 @@ class Service:
         group = self._groups.of_connection(peer)
         is_kept = isinstance(request, _KEPT) or (isinstance(answer.header, wire.Acquired) and answer.header.loads)
         if is_kept and group is not None:
-            self._answers.keep(group.session, request, answer)
+            group.answers.keep(request, answer)
         return answer
 
     def _kept_answer(self, peer: bytes, request: wire.Request) -> Answer | None:
         """The answer that this request already got, so that a retry has one effect and one answer."""
         group = self._groups.of_connection(peer)
-        return self._answers.find(group.session, request) if group is not None else None
+        return None if group is None else group.answers.find(request)
 
     # --- what the core wants done -----------------------------------------------------------------------------------
 
@@ -247,7 +245,6 @@ class Service:
                 if self._groups.of_session(effect.session) is not None:
                     log.info("session %d ended: %d slots are free again", effect.session, effect.freed_slots)
                 self._pending.session_over(effect.session)
-                self._answers.close(effect.session)
                 self._offload_admission.forget(effect.session)
                 self._forget(self._groups.close(effect.session))
 

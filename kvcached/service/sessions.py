@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from kvcached.process.identity import ProcessIdentity
+from kvcached.service.replies import KeptAnswers
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol.engine import TOKEN_SIZE_BYTES
 from kvcached_client.types import SessionId, ShardIndex
@@ -47,6 +48,7 @@ class EngineGroup:
         token: what its shard processes and heartbeats show.
         connection: routing id of the connection that owns the session.
         scheduler: the process of that connection.
+        answers: kept for retries over that connection.
         members: every process that can touch the pool, dead ones included until the end.
         instance: in offload mode, what the engine calls itself in every hello.
         shard_of: in offload mode, which shard a member is.
@@ -59,6 +61,7 @@ class EngineGroup:
     token: bytes
     connection: bytes
     scheduler: Peer
+    answers: KeptAnswers
     members: list[Peer] = field(default_factory=list)
     instance: bytes = b""
     shard_of: dict[Peer, ShardIndex] = field(default_factory=dict)
@@ -97,11 +100,15 @@ class FoundSession(NamedTuple):
 class EngineGroups:
     """Tokens, groups and connections. Holds no sockets and decides nothing about slots.
 
+    Args:
+        answers_kept: how many answers of each session are kept for retries.
+
     Attributes:
         version: grows whenever a group or its members change.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answers_kept: int) -> None:
+        self._answers_kept = answers_kept
         self.version = 0
         self._candidates: dict[bytes, Peer] = {}  #: member token -> a process that identified itself
         self._by_session: dict[SessionId, EngineGroup] = {}
@@ -133,10 +140,8 @@ class EngineGroups:
 
     def open(self, session: SessionId, connection: bytes, peer: Peer) -> EngineGroup:
         """A new group of one process, owned by a connection."""
-        group = EngineGroup(session, secrets.token_bytes(TOKEN_SIZE_BYTES), connection, peer, [peer])
-        self._by_session[session] = group
+        group = self._new(session, connection, peer, [peer])
         self._of_connection[connection] = group
-        self.version += 1
         return group
 
     def restore(self, found: FoundSession) -> EngineGroup:
@@ -146,12 +151,15 @@ class EngineGroups:
         """
         peers = [peer for peer, _ in found.members]
         scheduler = next((peer for peer, shard in found.members if shard is None), peers[0])
-        group = EngineGroup(
-            found.id, secrets.token_bytes(TOKEN_SIZE_BYTES), b"", scheduler, peers, found.instance, found=found
-        )
-        group.is_over = found.is_over
+        group = self._new(found.id, b"", scheduler, peers)
+        group.instance, group.found, group.is_over = found.instance, found, found.is_over
         group.shard_of = {peer: shard for peer, shard in found.members if shard is not None}
-        self._by_session[found.id] = group
+        return group
+
+    def _new(self, session: SessionId, connection: bytes, scheduler: Peer, members: list[Peer]) -> EngineGroup:
+        token, answers = secrets.token_bytes(TOKEN_SIZE_BYTES), KeptAnswers(self._answers_kept)
+        group = EngineGroup(session, token, connection, scheduler, answers, members)
+        self._by_session[session] = group
         self.version += 1
         return group
 

@@ -9,7 +9,7 @@ import pytest
 from kvcached.core.generations import Edition, Generations
 from kvcached.core.messages import StorageReady
 from kvcached.recovery.generations import EditionRecord, Record
-from kvcached.service.recorder import WRITE_DEADLINE_S, Recorder
+from kvcached.service.state_writer import WRITE_DEADLINE_S, Recorder
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from tests.service.attached_office import AttachedOffice

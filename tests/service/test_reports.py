@@ -8,8 +8,8 @@ import pytest
 
 from kvcached.core.insight.snapshot import find, survey
 from kvcached.core.messages import TransferKind
-from kvcached.service import reports
-from kvcached.service.reports import ShownKeys
+from kvcached.service import report_verbs
+from kvcached.service.report_verbs import ShownKeys
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from tests.service.office import EPOCH, TWO, FakePeer, Office, key_chain
@@ -174,7 +174,7 @@ def test_what_reports_show_is_no_key(office: Office) -> None:
 
 def test_names_that_can_be_asked_about_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The latest names are known, however many were shown."""
-    monkeypatch.setattr(reports, "NAMES_MAX", 2)
+    monkeypatch.setattr(report_verbs, "NAMES_MAX", 2)
     names = ShownKeys()
     shown = [names.name_of(bytes([at]) * 16) for at in range(3)]
 

@@ -235,7 +235,9 @@ def test_kept_answers_are_bounded() -> None:
     for _ in range(40):
         office.store(key_chain(1))  # one acquire, one release
 
-    assert len(office.service._answers._of_session[SessionId(welcome.session)]) == 16
+    group = office.service._groups.of_session(SessionId(welcome.session))
+    assert group is not None
+    assert len(group.answers) == 16
 
 
 def test_one_way_release_gets_no_reply_and_takes_effect() -> None:

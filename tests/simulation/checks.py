@@ -14,7 +14,7 @@ from kvcached.core.insight.invariants import check
 from kvcached.core.session import ManagedSession
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SessionState, SlotState
-from kvcached.service import recorder
+from kvcached.service import state_writer
 from kvcached.storage import client as link
 from tests.core.model import expand
 from tests.core.tier_world import _solid_slots as solid_slots
@@ -42,7 +42,7 @@ class Tripwire(logging.Handler):
         self.caught: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name in {link.__name__, recorder.__name__} and not record.exc_info:
+        if record.name in {link.__name__, state_writer.__name__} and not record.exc_info:
             return
         words = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
@@ -198,7 +198,6 @@ class Checks:
             "processes watched": len(daemon.watched),
             "groups": len(service._groups._by_session) + len(service._groups._of_connection),
             "member tokens": len(service._groups._candidates),
-            "kept answers": len(service._answers._of_session),
             "pending replies": len(service._pending._replies),
             "shapes": len(service._offload_admission._hellos),
             "pins": len(cache.pins._pins),
