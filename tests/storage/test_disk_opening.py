@@ -79,6 +79,18 @@ def test_damage_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert "there is none" in caplog.text
 
 
+def test_damage_at_the_end_leaves_the_directory_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that finds its index damaged when it is closed closes it all the same: the directory can be opened."""
+    with opened(tmp_path / "d") as storage:
+        put(storage, *BLOCKS)
+        get(storage, 1)
+        monkeypatch.setattr(storage._catalog._index, "touch", damaged)
+
+    with opened(tmp_path / "d") as again:
+        assert put(again, 100) == [Outcome.DONE]
+    assert storage._catalog is not again._catalog
+
+
 def test_index_that_cannot_be_changed_costs_no_reads(tmp_path: Path) -> None:
     """Where the index has no room for changes, blocks are read on, and puts are FULL."""
     with opened(tmp_path / "d") as storage:

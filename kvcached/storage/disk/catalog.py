@@ -187,10 +187,11 @@ class DiskCatalog:
         """Write what only memory has to the index, and close everything."""
         try:
             self._write_uses()
-            self._index.close()
         except IndexDamaged as damage:
             _log.warning("the index %s is damaged, which the next start will find: %s", self._index_path, damage)
-        self._space.files.clear()
+        finally:
+            self._index.close()
+            self._space.files.clear()
 
     def _note_slots(self) -> None:
         """Slots without an entry are free; entries without a slot are removed."""
