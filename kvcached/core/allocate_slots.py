@@ -7,7 +7,7 @@ from kvcached.core.index.tree import BATCH_DIVISOR, SLACK_DIVISOR, PrefixTree
 from kvcached.core.lease import ManagedLease
 from kvcached.core.refusals import Refusal, Why
 from kvcached.core.session import ManagedSession
-from kvcached.core.slots.ranges import Ranges, chained, no_ranges
+from kvcached.core.slots.ranges import Ranges, no_ranges
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.worker_copies import WorkerCopies
@@ -31,7 +31,7 @@ def take_slots(session: ManagedSession, worker_copies: WorkerCopies, count: int,
         if count - pool.free > pool.evictable or worker_copies.stores.write_back(tree, pool, count):
             raise _no_capacity(session, worker_copies, count)
         _evict(session, count - pool.free, f"eviction for {cause}")
-    pool.demand = 0
+    pool.meet_demand()
     return pool.take(count, SlotState.LEASED, cause)
 
 
@@ -45,8 +45,7 @@ def replace_missing(session: ManagedSession, worker_copies: WorkerCopies, lease:
     if missing <= 0:
         return
     ranges = take_slots(session, worker_copies, missing, f"replacement for lease {lease.id}")
-    lease.hit, lease.replacement = lease.depth, ranges
-    lease.open = chained(ranges, lease.open)
+    lease.replace_missing(ranges)
 
 
 def discard(tree: PrefixTree, pool: DevicePool, keys: bytes) -> None:

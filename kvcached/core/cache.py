@@ -193,7 +193,7 @@ class Cache:
             case WorkerDied():
                 self._on_worker_died(self.pools[event.pool])
             case PoolRestored():
-                self.pools[event.pool].healthy = True
+                self.pools[event.pool].restore_workers()
             case _:
                 self.storage.handle(event)
                 self.offload.namespaces.drop_retired()
@@ -241,15 +241,21 @@ class Cache:
         Requests go on. A hit is what the device has; engines in offload mode are told to compute, and have nothing to
         store. What is under way goes on, too, and can be counted.
         """
-        self._pause(replica, is_paused=True)
+        for pool in self._pools_of(replica):
+            pool.pause()
+        if not replica:
+            self._table.pause()
 
     def resume(self, replica: str = "") -> None:
         """The end of `pause`, of a replica's or of all."""
-        self._pause(replica, is_paused=False)
+        for pool in self._pools_of(replica):
+            pool.resume()
+        if not replica:
+            self._table.resume()
 
     def is_paused(self, replica: str = "") -> bool:
         """Whether a pause of these holds: for "" of all, so that the end of one replica's is the end of it."""
-        return all(pool.paused for pool in self._pools_of(replica)) and (bool(replica) or self.offload.paused)
+        return all(pool.paused for pool in self._pools_of(replica)) and (bool(replica) or self._table.paused)
 
     def copies_under_way(self, replica: str = "") -> int:
         """Copies of a replica that have not ended; for "" all, those of engines in offload mode included."""
@@ -265,25 +271,17 @@ class Cache:
         """
         if policy is tree.write_policy:
             return
-        tree.write_policy = policy
+        tree.set_write_policy(policy)
         self.policy_changes += 1
         if policy is WritePolicy.WRITE_THROUGH:
             return
         for pool in tree.pools:
-            pool.unstored.clear()
-            pool.failed_stores.clear()
+            pool.forget_unstored()
         for session in self.managed.sessions.values():
             if session.tree is tree:
-                for hold in session.holds:
-                    hold.unstored.clear()
+                session.forget_unstored()
 
     # --- steps ------------------------------------------------------------------------------------------------------
-
-    def _pause(self, replica: str, *, is_paused: bool) -> None:
-        for pool in self._pools_of(replica):
-            pool.paused = is_paused
-        if not replica:
-            self.offload.paused = self.storage.paused = self.storage.prefetches.paused = is_paused
 
     def _pools_of(self, replica: str) -> Iterable[DevicePool]:
         return (self.pools[replica],) if replica else self.pools.values()
@@ -311,5 +309,5 @@ class Cache:
 
     def _on_worker_died(self, pool: DevicePool) -> None:
         """Nothing is copied until there are other workers; the memory, and what is cached and held in it, stays."""
-        pool.healthy = False
+        pool.lose_workers()
         self.counters["workers_lost"] += 1

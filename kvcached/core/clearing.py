@@ -67,14 +67,13 @@ class Clearings:
             namespace: root of the keys from then on.
         """
         for pool in tree.pools:
-            pool.clearing = True
+            pool.begin_clear()
         for session in list(self._sessions.values()):
             if session.tree is tree:
-                session.declaring = False  # what it held is void
+                session.void()
                 if session.state is SessionState.ACTIVE:
                     self._expire(session)
-                for hold in session.holds:
-                    hold.unstored.clear()
+                session.forget_unstored()
         for pool in tree.pools:
             self._worker_copies.fail_queued(pool, f"the namespace of {pool.name} is being cleared")
         self._under_way.append(_Clearing(tree, namespace))
@@ -93,15 +92,13 @@ class Clearings:
             tree.listener.cleared(tree.namespace, 0)
         self._worker_copies.pins.drop(tree)
         self._locks.drop(tree)
-        tree.namespace = namespace  # first, so that who asks for what went now is told why it did
+        tree.rename(namespace)  # first, so that who asks for what went now is told why it did
         for pool in tree.pools:
-            pool.unstored.clear()
-            pool.failed_stores.clear()
+            pool.forget_unstored()
             dropped = tree.drop(tree.root, 0, pool.index, MissReason.CLEARED)
             pool.move(dropped, SlotState.CACHED, SlotState.FREE, _CAUSE)
-            pool.clearing = False
+            pool.end_clear()
         if tree.host is not None:
-            tree.host.namespace = namespace
             tree.shed_host(_CAUSE, reason=MissReason.CLEARED)
         self._counters["cleared_blocks"] += blocks
         self.version += 1

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import Grant
-from kvcached.core.slots.ranges import Ranges, no_ranges
+from kvcached.core.slots.ranges import Ranges, append, chained, cut, no_ranges
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, TransferId
 
 
@@ -44,6 +44,10 @@ class Lease:
     depth: int
     priority: int = field(default=0, kw_only=True)
 
+    def reach(self, run: Run, depth: int) -> None:
+        """Its path is ``[0, depth)`` to `run` from now on; the lock is the caller's to move."""
+        self.run, self.depth = run, depth
+
     @property
     def has_grown(self) -> bool:
         """Whether the engine has gone on behind its hit: an acquire of the same name is another request then."""
@@ -72,6 +76,37 @@ class ManagedLease(Lease):
     loads: set[TransferId] = field(default_factory=set)
     replacement: Ranges[int] = field(default_factory=no_ranges)
     answer: Grant | None = None
+
+    def committed(self, run: Run, depth: int, left: Ranges[int], scratch: Ranges[int]) -> None:
+        """Blocks up to `depth` are in the tree; `left` are open still, and `scratch` the copies of what was there."""
+        self.run, self.depth, self.open = run, depth, left
+        append(self.scratch, scratch)
+
+    def keep_scratch(self, slots: Ranges[int]) -> None:
+        """Of its copies of blocks that are in the tree, only these are its own still."""
+        self.scratch = slots
+
+    def written_until(self, fence: FenceSequence) -> None:
+        """Queued work may write its slots until this fence has signalled."""
+        self.fence = max(self.fence, fence)
+
+    def answered(self, grant: Grant) -> Grant:
+        """Its acquire is answered, and is again when it is asked again."""
+        self.answer = grant
+        return grant
+
+    def promise(self, hit: int) -> None:
+        """Its hit is so many blocks."""
+        self.hit = hit
+
+    def replace_missing(self, slots: Ranges[int]) -> None:
+        """The rest of its hit could not be loaded: the engine computes it into these slots."""
+        self.hit, self.replacement = self.depth, slots
+        self.open = chained(slots, self.open)
+
+    def load_into(self, count: int) -> None:
+        """A load has its first `count` open slots now."""
+        self.open = cut(self.open, count)[1]
 
     @property
     def has_grown(self) -> bool:
@@ -112,6 +147,10 @@ class OffloadLease(Lease):
         """Where its next offer starts."""
         return self.depth + self.passed
 
+    def pass_over(self, blocks: int) -> None:
+        """So many more blocks were offered and not taken in."""
+        self.passed += blocks
+
     @property
     def has_grown(self) -> bool:
         """Whether something was offered behind its hit."""
@@ -136,3 +175,8 @@ class FenceHold:
     suspect: int
     slots: Ranges[int]
     unstored: dict[Run, int] = field(default_factory=dict)
+
+    def reach(self, run: Run, depth: int) -> None:
+        """Its path is ``[0, depth)`` to `run` from now on; the lock is the caller's to move."""
+        self.run, self.depth = run, depth
+        self.suspect = min(self.suspect, depth)

@@ -185,7 +185,7 @@ class Managed:
         try:
             if tree.host is not None:
                 self._acquire_from_host(session, lease, keys, limit)
-            grant = lease.answer = self._table.grant(session, lease)
+            grant = lease.answered(self._table.grant(session, lease))
         except BaseException:
             session.release(lease, session.fence)
             raise
@@ -245,7 +245,7 @@ class Managed:
         tree, pool = session.tree, session.pool
         if not keys:
             return Commitment(lease.depth, 0, 0)
-        lease.fence = max(lease.fence, fence)
+        lease.written_until(fence)
         count = self._worker_copies.loads.settled_blocks(session, lease, keys)
         if count < len(keys) // KEY_SIZE:
             keys, (slots, later) = keys[: count * KEY_SIZE], cut(slots, count)
@@ -269,8 +269,7 @@ class Managed:
             session.counters["stores_forgotten"] += pool.note_unstored(run, depth)
         if duplicates:
             self._worker_copies.stores.note_hit(session, run, lease.depth + duplicates)
-        lease.run, lease.depth, lease.open = run, depth, left
-        append(lease.scratch, scratch)
+        lease.committed(run, depth, left, scratch)
         session.counters["committed_blocks"] += count - duplicates
         session.counters["duplicate_blocks"] += duplicates
         return Commitment(depth, count - duplicates, duplicates)
@@ -307,7 +306,7 @@ class Managed:
         self._worker_copies.loads.join(session, lease)
         self._worker_copies.loads.start(session, lease, keys, limit)
         session.tree.touch_host(lease.run, hit=lease.depth, priority=lease.priority)
-        lease.hit = lease.depth
+        lease.promise(lease.depth)
         if session.tree.listener is not None:
             session.tree.listener.sighted(session.tree, lease.run, lease.depth)
 

@@ -59,7 +59,6 @@ class Offload:
     Attributes:
         sessions: active and expired ones.
         namespaces: namespaces.
-        paused: no copies are started, because somebody has asked for that.
     """
 
     def __init__(
@@ -79,17 +78,22 @@ class Offload:
         self.namespaces = Namespaces(
             allocator, namespaces_max, table.counters, eviction_log, locks, generations, pins, listener, write_policy
         )
+        self._table = table
         self._copies = EngineCopies(table)
         self._effects = table.effects
         self._counters = table.counters
         self._admission_filter = AdmissionFilter()
         self._locks = locks
-        self.paused = False
 
     @property
     def transfers(self) -> list[EngineTransfer]:
         """Copies of all sessions that are under way."""
         return self._copies.all()
+
+    @property
+    def paused(self) -> bool:
+        """Whether no copies are started, because somebody has asked for that."""
+        return self._table.paused
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -155,7 +159,7 @@ class Offload:
                 freed += copy.blocks
                 self._copies.drop_store(session, copy, SlotState.FREE)
             else:
-                copy.failure = copy.failure or "the session is over"
+                copy.fail("the session is over")
                 self._copies.end_load(session, copy)
         for pool, slots in session.quarantined:
             pool.move(slots, SlotState.QUARANTINED, SlotState.FREE, f"end of session {session.id}")
@@ -292,7 +296,9 @@ class Offload:
             return StorePlan(TransferId(0), start + len(keys) // KEY_SIZE, lease.generation, [], no_ranges())
         if start != lease.reached:
             raise Refusal(Why.STORE_OUT_OF_ORDER, start=start, lease=lease.id, reached=lease.reached)
-        if self.paused:  # as where there is no room: what is offered behind the lease's depth may be offered again
+        if (
+            self._table.paused
+        ):  # as where there is no room: what is offered behind the lease's depth may be offered again
             return StorePlan(TransferId(0), start, lease.generation, [], no_ranges())
         wanted = self._wanted(lease, keys)
         if not wanted and keys:
@@ -341,7 +347,7 @@ class Offload:
         """The policy does not have the next blocks copied: there is nothing to do for the engine."""
         if lease.tree.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             self._admission_filter.note(lease.tree.namespace, lease.generation, keys)
-        lease.passed += len(keys) // KEY_SIZE
+        lease.pass_over(len(keys) // KEY_SIZE)
         self._counters["store_declined_blocks"] += len(keys) // KEY_SIZE
         return StorePlan(TransferId(0), lease.reached, lease.generation, [], no_ranges())
 

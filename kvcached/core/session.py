@@ -250,10 +250,19 @@ class ManagedSession(Session[ManagedLease]):
         for other in self.leases.values() if alone else ():
             own = [slot for slot in every_slot(other.scratch) if slot in alone]
             if own:
-                other.scratch = from_slots(slot for slot in every_slot(other.scratch) if slot not in alone)
+                other.keep_scratch(from_slots(slot for slot in every_slot(other.scratch) if slot not in alone))
                 self.shared_copies.update((slot, SharedCopy({other.id})) for slot in own)
         for slot in slots:
             self.shared_copies[slot].leases.add(lease.id)
+
+    def void(self) -> None:
+        """What it held before the restart is void: its namespace is being cleared."""
+        self.declaring = False
+
+    def forget_unstored(self) -> None:
+        """None of its blocks waits any more to be copied to the host pool."""
+        for hold in self.holds:
+            hold.unstored.clear()
 
     def declared(self) -> int:
         """It has declared everything. Slots that it has not named are free, at once or when `inherited_fence` signals.
@@ -327,7 +336,7 @@ class ManagedSession(Session[ManagedLease]):
             dropped = self._drop_suspects(hold, cut_off)
             self.pool.move(dropped, SlotState.CACHED, target, cause)
             stripped.extend(dropped)
-            hold.run, hold.depth, hold.suspect = self.tree.root, 0, 0
+            hold.reach(self.tree.root, 0)
         return stripped
 
     def _drop_suspects(self, hold: FenceHold, cut_off: CutOff) -> Ranges[int]:

@@ -120,7 +120,7 @@ class History:
             self.engines = [Engine(self.cache, "a"), Engine(self.cache, "b")]
 
     def pause(self) -> None:
-        if self.cache.storage.paused:
+        if self.cache.is_paused():
             self.cache.resume()
         else:
             self.cache.pause()

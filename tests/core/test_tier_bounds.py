@@ -10,7 +10,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.messages import ShardSettled, Ticked, WorkerDied
 from kvcached.core.slots import slots as pool
 from kvcached.core.slots.states import SlotState
-from kvcached.core.transfers import loads, stores
+from kvcached.core.transfers import stores, transfer
 from kvcached_client.types import ShardIndex
 from tests.core.engine import Engine, refused
 from tests.core.host_tier import Workers, crowd_out, host_counts, host_hit, spans
@@ -102,7 +102,7 @@ def test_paths_behind_one_fence_are_bounded_and_counted(new_tiers: MakeTiers, mo
 
 def test_load_forgets_leases_that_were_released(new_tiers: MakeTiers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that join a slow load and leave again are not remembered until its end."""
-    monkeypatch.setattr(loads, "RELEASED_LEASES_MAX", 4)
+    monkeypatch.setattr(transfer, "RELEASED_LEASES_MAX", 4)
     cache = new_tiers()
     workers, engine = Workers(cache), Engine(cache)
     engine.store("abcd")

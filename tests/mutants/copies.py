@@ -85,7 +85,7 @@ def rollback_of_a_load_deleted(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_load_failures.py::test_loads_behind_one_that_failed_are_worth_nothing")
 def slot_freed_while_a_copy_writes_it(patch: pytest.MonkeyPatch) -> None:
     """Slots of a load are free as soon as the load before it failed, though a worker still writes them."""
-    orphaned = "load.orphaned = True"
+    orphaned = 'load.orphan("what it continues is gone")'
     freed = 'pool.move(load.device, SlotState.FILLING, SlotState.FREE, "a mistake")'
     rewrite(patch, Loads.cut_off, orphaned, f"{orphaned}\n{freed}")
 

@@ -41,7 +41,7 @@ def load_of_a_dead_worker_forgotten(patch: pytest.MonkeyPatch) -> None:
 def copies_end_before_their_workers(patch: pytest.MonkeyPatch) -> None:
     """The first word of a death ends all copies of a pool, while other workers of it may still write."""
     ends = "for each in self._worker_copies.table.of_pool(pool):\n    self._worker_copies._end(each)"
-    rewrite(patch, Cache._on_worker_died, "pool.healthy = False", f"pool.healthy = False\n{ends}")
+    rewrite(patch, Cache._on_worker_died, "pool.lose_workers()", f"pool.lose_workers()\n{ends}")
 
 
 async def _ended(_: Path) -> None:

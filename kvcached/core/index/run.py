@@ -78,6 +78,10 @@ class Segment:
         self.holed = False
         self.backed = 0
 
+    def back(self, blocks: int) -> None:
+        """So many leading blocks need not be written to storage any more."""
+        self.backed = blocks
+
     @property
     def evictable_tail(self) -> int:
         """Blocks that can be trimmed right now: none while a continuation is resident below."""

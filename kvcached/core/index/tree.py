@@ -95,6 +95,15 @@ class PrefixTree(RunTree):
         self.counters: Counter[str] = Counter() if counters is None else counters
         self.write_policy = write_policy
 
+    def rename(self, namespace: bytes) -> None:
+        """Its namespace has another root: who asks for what was there is told why it left."""
+        self.namespace = namespace
+        self._host.rename(namespace)
+
+    def set_write_policy(self, policy: WritePolicy) -> None:
+        """Copy blocks by another policy from now on."""
+        self.write_policy = policy
+
     # --- device pools -----------------------------------------------------------------------------------------------
 
     def evict(self, count: int, pool: int, cause: str, *, slack: int = 0) -> int:

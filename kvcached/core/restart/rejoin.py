@@ -101,7 +101,7 @@ class Rejoin:
         session.add(lease)
         session.share_copies(lease, shared)
         self._cache.managed.commit(session_id, epoch, lease.id, depth, keys[depth * KEY_SIZE :], rest, fence)
-        lease.hit = max(hit, lease.depth)
+        lease.promise(max(hit, lease.depth))
         session.counters["duplicate_blocks"] += slot_count(copies)
         session.counters["leases_declared"] += 1
         return lease.id

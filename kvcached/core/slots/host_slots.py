@@ -276,6 +276,10 @@ class HostPool(SlotPool):
         """Slots that can be had without an eviction."""
         return self.free + self._allocator.unallocated * self.slots_per_slab
 
+    def rename(self, namespace: bytes) -> None:
+        """Its namespace has another root."""
+        self.namespace = namespace
+
     def grow(self) -> bool:
         """Get a slab more, or some; False if there is none to have."""
         slabs = self._allocator.allocate(self) if self.slots_per_slab else []

@@ -223,6 +223,55 @@ class DevicePool(SlotPool):
         """Whether copies may be started."""
         return self.healthy and not (self.paused or self.clearing)
 
+    def lose_workers(self) -> None:
+        """Nothing is copied until `restore_workers`."""
+        self.healthy = False
+
+    def restore_workers(self) -> None:
+        """Every shard has a worker again."""
+        self.healthy = True
+
+    def pause(self) -> None:
+        """Somebody asks that no copies are started."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """The end of `pause`."""
+        self.paused = False
+
+    def begin_clear(self) -> None:
+        """Its namespace is being cleared."""
+        self.clearing = True
+
+    def end_clear(self) -> None:
+        """Its namespace has been cleared."""
+        self.clearing = False
+
+    def need(self, slots: int) -> None:
+        """Somebody waits for so many slots."""
+        self.demand = max(self.demand, slots)
+
+    def meet_demand(self) -> None:
+        """Nobody waits for slots any more."""
+        self.demand = 0
+
+    def pause_stores(self) -> None:
+        """A store failed or was refused."""
+        self.stores_paused = True
+
+    def resume_stores(self) -> None:
+        """Demotion may start stores again."""
+        self.stores_paused = False
+
+    def orphan(self, slots: int) -> None:
+        """So many FILLING slots have left the tree; below 0: so many of those are free now."""
+        self.orphaned += slots
+
+    def forget_unstored(self) -> None:
+        """Nothing that it has waits any more to be copied to the host pool."""
+        self.unstored.clear()
+        self.failed_stores.clear()
+
     def note_unstored(self, run: Run, depth: int) -> int:
         """The host pool is to get the path ``[0, depth)``. Returns how many older paths were forgotten for it."""
         forgotten = int(len(self.unstored) == UNSTORED_MAX)

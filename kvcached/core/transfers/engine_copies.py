@@ -73,7 +73,7 @@ class EngineCopies:
         reached = end if got == wanted else max(tree.missing_in_host(run, end)[0].start, lease.depth)
         tree.lock(tree.resolve(run, reached), reached, HOST)
         tree.unlock(tree.resolve(lease.run, lease.depth), lease.depth, HOST)
-        lease.run, lease.depth = tree.resolve(run, reached), reached
+        lease.reach(tree.resolve(run, reached), reached)
         return StorePlan(transfer, reached, lease.generation, pieces, slots)
 
     def start(
@@ -98,7 +98,7 @@ class EngineCopies:
         if shard == EVERY_SHARD:
             error = error or _CALLED_OFF
             copy.waiting.clear()
-        copy.failure = copy.failure or error
+        copy.fail(error)
         copy.waiting.discard(ShardIndex(shard))
         return not copy.waiting
 

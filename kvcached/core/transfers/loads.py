@@ -24,8 +24,6 @@ from kvcached_client.types import PROGRESS_SLOTS, TransferId
 
 #: A command's message has 32 bytes a block at most.
 LOAD_BLOCKS_MAX = 2048
-#: A load forgets leases that were released after it has gathered so many more.
-RELEASED_LEASES_MAX = 64
 
 
 class Loads:
@@ -43,10 +41,7 @@ class Loads:
             return
         for load in self._table.of_pool(session.pool, TransferKind.LOAD):
             if not load.orphaned and load.crosses(lease.run, lease.depth):
-                if len(load.leases) % RELEASED_LEASES_MAX == 0:
-                    load.leases = [each for each in load.leases if load.id in each.loads]
-                load.leases.append(lease)
-                lease.loads.add(load.id)
+                load.join(lease)
                 session.counters["joined_loads"] += 1
 
     def settled_blocks(self, session: ManagedSession, lease: ManagedLease, keys: bytes) -> int:
@@ -84,11 +79,11 @@ class Loads:
         start, end = lease.depth, lease.depth + count
         source, _ = tree.match_host(lease.run, start, keys, end)
         host = tree.path_slots(source, start, end, HOST)
-        device, rest = cut(lease.open, count)
+        device = cut(lease.open, count)[0]
         cause = f"load for lease {lease.id}"
         with ExitStack() as undo:  # if a step raises, what was done before it is taken back
             pool.move(device, SlotState.LEASED, SlotState.FILLING, cause)
-            lease.open = rest
+            lease.load_into(count)
             undo.callback(pool.move, device, SlotState.FILLING, SlotState.FREE, f"rollback of {cause}")
             run, _ = tree.commit(lease.run, start, keys[start * KEY_SIZE : end * KEY_SIZE], device, pool.index)
             undo.callback(lambda: tree.drop(tree.resolve(run, start + 1), start, pool.index))
@@ -96,21 +91,20 @@ class Loads:
                 tree.lock(run, end, index)
                 undo.callback(tree.unlock, run, end, index)
             transfer = WorkerTransfer(
-                self._table.next_id(), TransferKind.LOAD, tree, run, [Piece(start, end)], host, pool, device
-            )
-            transfer.progress, transfer.urgent = progress, True
-            transfer.leases.append(lease)
+                self._table.next_id(), TransferKind.LOAD, tree, run, [Piece(start, end)], host, pool, device,
+                leases=[lease], progress=progress, urgent=True,
+            )  # fmt: skip
             undo.callback(self._table.worker.pop, transfer.id, None)
             tree.unlock(tree.resolve(lease.run, start), start, pool.index)
             undo.callback(lambda: tree.lock(tree.resolve(run, start), start, pool.index))
             self._order(transfer)
             undo.pop_all()
-        lease.run, lease.depth = run, end
+        lease.reach(run, end)
         lease.loads.add(transfer.id)
 
     def _order(self, load: WorkerTransfer) -> None:
         """Start a load, or let it wait for the stores that write what it reads."""
-        load.after = self._stores_of(load)
+        load.wait_for(self._stores_of(load))
         for store in load.after:
             self._table.hurry(self._table.worker[store])
         if load.after:
@@ -134,7 +128,7 @@ class Loads:
         tree, pool, cause = load.tree, load.pool, f"end of load {load.id}"
         good = 0 if load.failure else min(load.corrupt, default=load.blocks)
         if load.orphaned:
-            pool.orphaned -= load.blocks
+            pool.orphan(-load.blocks)
             pool.move(load.device, SlotState.FILLING, SlotState.FREE, cause)
             good = 0
         else:
@@ -180,11 +174,7 @@ class Loads:
         for load in self._table.of_pool(pool, TransferKind.LOAD):
             if not load.orphaned and _passes(tree, load.run, load.end, run, depth):
                 tree.unlock(tree.resolve(load.run, load.end), load.end, pool.index)
-                load.orphaned = True
-                pool.orphaned += load.blocks
-                load.failure = load.failure or "what it continues is gone"
-                for lease in load.leases:
-                    lease.loads.discard(load.id)
+                load.orphan("what it continues is gone")
                 if load.state is TransferState.QUEUED:
                     self._end_queued(load)
 
@@ -220,10 +210,8 @@ def _shorten(session: ManagedSession, run: Run, depth: int) -> None:
     for holder in holders:
         if _passes(tree, holder.run, holder.depth, run, depth):
             tree.unlock(tree.resolve(holder.run, holder.depth), holder.depth, pool)
-            holder.run, holder.depth = tree.resolve(holder.run, depth), depth
+            holder.reach(tree.resolve(holder.run, depth), depth)
             tree.lock(holder.run, depth, pool)
-    for hold in session.holds:
-        hold.suspect = min(hold.suspect, hold.depth)
 
 
 def _passes(tree: PrefixTree, run: Run, depth: int, other: Run, cut_at: int) -> bool:

@@ -19,7 +19,7 @@ from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, slot_coun
 from kvcached.core.slots.states import PrefetchState, SlotState, TransferState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage_copies import mark_backed
-from kvcached.core.transfers.storage_state import Arrival, Prefetch, PrefetchEnd
+from kvcached.core.transfers.storage_state import Prefetch, PrefetchEnd
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import StorageTransfer
 from kvcached_client.types import TransferId
@@ -114,7 +114,6 @@ class Prefetches:
         under_way: by id.
         copies: prefetches by the copies of them that are under way.
         estimate: how long fetches take.
-        paused: no copies are begun, because somebody has asked for that.
     """
 
     def __init__(
@@ -127,7 +126,6 @@ class Prefetches:
         self.under_way: dict[int, Prefetch] = {}
         self.copies: dict[TransferId, Prefetch] = {}
         self.estimate = FetchEstimate()
-        self.paused = False
         self._limits = limits
         self._table = table
         self._generation = generation
@@ -161,7 +159,7 @@ class Prefetches:
 
     def stop(self, prefetch: Prefetch) -> None:
         """Begin no more copies for it."""
-        prefetch.stopping = True
+        prefetch.stop()
         self._go_on(prefetch, PrefetchEnd.STOPPED)
 
     def tick(self, now_ms: int) -> None:
@@ -179,8 +177,7 @@ class Prefetches:
         if prefetch is None or prefetch.state is not PrefetchState.ASKING:
             return
         found = min(found, prefetch.asked)
-        prefetch.found = prefetch.next + max(found, 0)
-        prefetch.began_us, prefetch.began_at = now_us, prefetch.next
+        prefetch.answered(found, now_us)
         verdict = self._verdict(prefetch, found)
         if verdict is None:
             prefetch.enter(PrefetchState.FETCHING)
@@ -197,11 +194,10 @@ class Prefetches:
         good = max(min(good, copy.blocks), 0)
         if not self._is_current(prefetch):
             _free(copy.tree, copy.host, "namespace cleared")
-            prefetch.stopping, prefetch.found = True, prefetch.inserted
+            prefetch.void()
         else:
-            prefetch.arrived[copy.start] = Arrival(copy.host, good)
+            prefetch.arrive(copy, good)
             if good < copy.blocks:
-                prefetch.found = min(prefetch.found, copy.start + good)
                 self._counters["prefetch_failed_blocks"] += copy.blocks - good
             self._take_in(prefetch)
         if not prefetch.copies and prefetch.inserted == prefetch.next:
@@ -220,8 +216,7 @@ class Prefetches:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def _ask(self, prefetch: Prefetch) -> None:
-        prefetch.asked = min(prefetch.limit - prefetch.next, QUERY_BLOCKS_MAX)
-        keys = prefetch.keys[prefetch.next * KEY_SIZE : (prefetch.next + prefetch.asked) * KEY_SIZE]
+        keys = prefetch.ask(QUERY_BLOCKS_MAX)
         self._effects.append(QueryStorage(prefetch.id, prefetch.namespace, prefetch.generation, keys))
 
     def _verdict(self, prefetch: Prefetch, found: int) -> PrefetchEnd | None:
@@ -231,7 +226,7 @@ class Prefetches:
         reasons = (
             (found < 0, PrefetchEnd.UNAVAILABLE),
             (not self._is_current(prefetch), PrefetchEnd.CLEARED),
-            (self.paused, PrefetchEnd.UNAVAILABLE),
+            (self._table.paused, PrefetchEnd.UNAVAILABLE),
             (prefetch.stopping, PrefetchEnd.STOPPED),
             (not blocks, PrefetchEnd.NOTHING if is_first else PrefetchEnd.FETCHED),
             (is_first and blocks < self._limits.threshold_blocks, PrefetchEnd.BELOW_THRESHOLD),
@@ -258,7 +253,8 @@ class Prefetches:
         """Begin what may be begun; where nothing is under way any more, ask on or end."""
         if prefetch.state is not PrefetchState.FETCHING:
             return  # the answer to its question is still to come
-        prefetch.stopping = prefetch.stopping or self.paused or not self._is_current(prefetch)
+        if self._table.paused or not self._is_current(prefetch):
+            prefetch.stop()
         while (
             not prefetch.stopping
             and prefetch.next < prefetch.found
@@ -294,8 +290,8 @@ class Prefetches:
             prefetch.namespace,
         )  # fmt: skip
         copy.enter(TransferState.RUNNING)
-        prefetch.next += blocks
-        prefetch.copies[copy.id] = self._table.fetches[copy.id] = copy
+        prefetch.fetch(copy)
+        self._table.fetches[copy.id] = copy
         self.copies[copy.id] = prefetch
         keys = prefetch.keys[max(start - 1, 0) * KEY_SIZE : (start + blocks) * KEY_SIZE]
         span = span_of(start, keys, slots, no_ranges())
@@ -314,8 +310,7 @@ class Prefetches:
             good, rest = cut(arrival.slots, arrival.good)
             _free(prefetch.tree, rest, f"end of prefetch {prefetch.id}")
             taken = _insert(prefetch.tree, prefetch.keys, prefetch.inserted, good)
-            prefetch.inserted += arrival.good
-            prefetch.fetched += taken
+            prefetch.insert(arrival.good, taken)
             self._counters["prefetched_blocks"] += taken
             self._locks.extend(prefetch.id, known_depth(prefetch.tree, prefetch.keys, prefetch.inserted))
             if slot_count(rest):
@@ -330,8 +325,7 @@ class Prefetches:
         self._refuse(prefetch, end)
 
     def _refuse(self, prefetch: Prefetch, end: PrefetchEnd) -> None:
-        prefetch.enter(PrefetchState.OVER)
-        prefetch.end = end if self._is_current(prefetch) else PrefetchEnd.CLEARED
+        prefetch.over(end if self._is_current(prefetch) else PrefetchEnd.CLEARED)
         self._counters[f"prefetches_{prefetch.end}"] += 1
         self._effects.append(PrefetchOver(prefetch.id))
 

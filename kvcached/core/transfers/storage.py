@@ -20,7 +20,6 @@ from kvcached.core.messages import (
     StorageReady,
     StorageSuspended,
 )
-from kvcached.core.slots.states import PrefetchState
 from kvcached.core.transfers.prefetch import Prefetches, PrefetchLimits
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage_copies import BackupPolicy, Backups, Candidates
@@ -66,7 +65,6 @@ class StorageTier:
 
     Attributes:
         state: whether it can be used.
-        paused: nothing is begun, because somebody has asked for that.
         backups, prefetches: the two directions.
         locks: of prefixes that prefetches continue.
     """
@@ -80,7 +78,6 @@ class StorageTier:
         locks: PrefixLocks,
     ) -> None:
         self.state = StorageState.ABSENT
-        self.paused = False
         self.backups = Backups(table, generation, candidates)
         self.prefetches = Prefetches(spec.prefetch, table, generation, locks)
         self._table = table
@@ -131,12 +128,11 @@ class StorageTier:
             self._last_prefetch, tree, tree.namespace, generation or 0, keys[: limit * KEY_SIZE], limit,
             block_tokens, prefill_tokens_per_s, inserted=depth, next=depth, found=depth,
         )  # fmt: skip
-        if self.state is StorageState.READY and not self.paused and generation is not None:
+        if self.state is StorageState.READY and not self._table.paused and generation is not None:
             self.prefetches.begin(prefetch)
             self.locks.join(prefetch.id, session)
         else:
-            prefetch.enter(PrefetchState.OVER)
-            prefetch.end = PrefetchEnd.UNAVAILABLE
+            prefetch.over(PrefetchEnd.UNAVAILABLE)
         return prefetch
 
     def handle(self, event: StorageEvent) -> None:
@@ -144,7 +140,7 @@ class StorageTier:
         match event:
             case StorageReady():
                 self.state = StorageState.READY
-                self.backups.candidates.policy = self._spec.backup
+                self.backups.candidates.admit(self._spec.backup)
             case StorageSuspended():
                 self._halt(StorageState.SUSPENDED)
             case StorageLost():
@@ -170,12 +166,12 @@ class StorageTier:
 
     def settle(self, trees: Callable[[], Iterable[PrefixTree]]) -> None:
         """Start what may be started. `trees` tells what there is, where that is asked."""
-        if self.state is StorageState.READY and not self.paused and self._spec.backup is not BackupPolicy.NEVER:
+        if self.state is StorageState.READY and not self._table.paused and self._spec.backup is not BackupPolicy.NEVER:
             self.backups.start(trees, self._spec.watermark_percent)
 
     def _halt(self, state: StorageState) -> None:
         self.state = state
-        self.backups.candidates.policy = BackupPolicy.NEVER
+        self.backups.candidates.admit(BackupPolicy.NEVER)
         self.backups.candidates.skip_all()
         for prefetch in list(self.prefetches.under_way.values()):
             self.prefetches.stop(prefetch)

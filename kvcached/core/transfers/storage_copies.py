@@ -82,6 +82,10 @@ class Candidates:
         self._counters["backup_skipped_paths"] += len(self.waiting)
         self.waiting.clear()
 
+    def admit(self, policy: BackupPolicy) -> None:
+        """Paths come here by this policy from now on."""
+        self.policy = policy
+
     def add(self, candidate: Candidate) -> None:
         """Let it wait, unless too many do."""
         if len(self.waiting) < PATHS_WAITING_MAX:
@@ -247,7 +251,7 @@ def _mark(tree: PrefixTree, run: Run, pieces: list[Piece]) -> None:
         at = tree.resolve(run, piece.end)
         segment = at.segments[HOST]
         if segment is not None:
-            segment.backed = piece.end - at.start
+            segment.back(piece.end - at.start)
 
 
 def mark_backed(tree: PrefixTree, run: Run, start: int, end: int) -> None:
@@ -256,7 +260,7 @@ def mark_backed(tree: PrefixTree, run: Run, start: int, end: int) -> None:
     while at.parent is not None and at.end > start:
         segment = at.segments[HOST]
         if segment is not None and segment.backed >= start - at.start:
-            segment.backed = max(segment.backed, min(end - at.start, segment.length))
+            segment.back(max(segment.backed, min(end - at.start, segment.length)))
         at = at.parent
 
 
@@ -266,5 +270,5 @@ def _unmark(run: Run, depth: int) -> None:
     while at is not None and at.parent is not None and at.end > depth:
         segment = at.segments[HOST]
         if segment is not None:
-            segment.backed = min(segment.backed, max(depth - at.start, 0))
+            segment.back(min(segment.backed, max(depth - at.start, 0)))
         at = at.parent

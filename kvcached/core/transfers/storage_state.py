@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.states import PREFETCH_TRANSITIONS, PrefetchState, follow
@@ -81,6 +82,45 @@ class Prefetch:
     began_us: int = 0
     began_at: int = 0
     stopping: bool = False
+
+    def ask(self, blocks: int) -> bytes:
+        """The keys of its next blocks, at most so many, which storage is asked about."""
+        self.asked = min(self.limit - self.next, blocks)
+        return self.keys[self.next * KEY_SIZE : (self.next + self.asked) * KEY_SIZE]
+
+    def answered(self, found: int, now_us: int) -> None:
+        """Storage has the first `found` of the blocks that it was asked about."""
+        self.found = self.next + max(found, 0)
+        self.began_us, self.began_at = now_us, self.next
+
+    def fetch(self, copy: StorageTransfer) -> None:
+        """A copy of its next blocks is under way."""
+        self.next += copy.blocks
+        self.copies[copy.id] = copy
+
+    def arrive(self, copy: StorageTransfer, good: int) -> None:
+        """A copy has ended; its first `good` blocks are what had been stored, and nothing behind them is fetched."""
+        self.arrived[copy.start] = Arrival(copy.host, good)
+        if good < copy.blocks:
+            self.found = min(self.found, copy.start + good)
+
+    def insert(self, blocks: int, new: int) -> None:
+        """So many more blocks are in the index, so many of them through it."""
+        self.inserted += blocks
+        self.fetched += new
+
+    def stop(self) -> None:
+        """Begin no more copies."""
+        self.stopping = True
+
+    def void(self) -> None:
+        """Its namespace was cleared: nothing that it brings is of use."""
+        self.stopping, self.found = True, self.inserted
+
+    def over(self, end: PrefetchEnd) -> None:
+        """Nothing is under way, and nothing will be."""
+        self.enter(PrefetchState.OVER)
+        self.end = end
 
     def enter(self, state: PrefetchState) -> None:
         """Go along an edge of the table.

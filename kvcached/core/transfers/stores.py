@@ -85,7 +85,7 @@ class Stores:
         if got < wanted:
             self._table.counters["store_refused_blocks"] += _count(missing) - got
             pieces = first_blocks(pieces, got)
-            pool.stores_paused = True
+            pool.pause_stores()
         elif wanted < _count(missing):
             pool.unstored.appendleft((run, depth))
         if not pieces:
@@ -135,7 +135,7 @@ class Stores:
         batch = pool.slots // BATCH_DIVISOR if free < pool.watermark else 0
         wanted = max(pool.watermark + batch, pool.demand) - free
         if wanted <= 0:
-            pool.demand = 0
+            pool.meet_demand()
             return
         policy, slack = tree.policies[pool.index], pool.slots // SLACK_DIVISOR
         freed: list[Ranges[int]] = []
@@ -175,7 +175,7 @@ class Stores:
         """
         if tree.write_policy is not WritePolicy.WRITE_BACK or tree.host is None or not pool.copies:
             return False
-        pool.demand = max(pool.demand, count)
+        pool.need(count)
         self.demote(tree, pool)
         under_way = self._table.of_pool(pool, TransferKind.STORE) if pool.free < count else []
         for store in under_way:
@@ -185,7 +185,8 @@ class Stores:
     def try_again(self, pools: Iterable[DevicePool]) -> None:
         """Some time has passed: what failed is stored anew, and nobody waits any more who did not ask again."""
         for pool in pools:
-            pool.stores_paused, pool.demand = False, 0
+            pool.resume_stores()
+            pool.meet_demand()
             for run, depth in pool.failed_stores:
                 self._table.counters["stores_forgotten"] += pool.note_unstored(run, depth)
             pool.failed_stores.clear()
@@ -207,7 +208,7 @@ class Stores:
             if tree.listener is not None:
                 tree.listener.stored(tree, store.run, store.end)
             return
-        pool.stores_paused = True
+        pool.pause_stores()
         for holder in tree.pools:  # another replica may have the same blocks
             if _resident_end(tree, holder, store.run, store.end)[1] > store.start:
                 holder.failed_stores.append((store.run, store.end))

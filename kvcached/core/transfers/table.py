@@ -14,7 +14,7 @@ from kvcached.core.slots.ranges import append, cut, one_range, place_of
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState, TransferState
 from kvcached.core.transfers.transfer import EngineTransfer, ShardTransfer, StorageTransfer, WorkerTransfer
-from kvcached_client.types import SessionId, ShardIndex, TransferId
+from kvcached_client.types import SessionId, TransferId
 
 
 class TransferTable:
@@ -23,6 +23,8 @@ class TransferTable:
     Attributes:
         worker, engine: those that shards make, by who makes them.
         backups, fetches: those of storage, by their direction.
+        paused: none but those of device pools are started, because somebody has asked for that; those have pauses of
+            their own.
         sessions: of the cache.
         effects: of the cache.
         counters: of the cache.
@@ -38,7 +40,16 @@ class TransferTable:
         self.sessions = sessions
         self.effects = effects
         self.counters = counters
+        self.paused = False
         self._last = 0
+
+    def pause(self) -> None:
+        """Somebody asks that no copies of engines and of storage are started."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """The end of `pause`."""
+        self.paused = False
 
     def of_pool(self, pool: DevicePool, kind: TransferKind | None = None) -> list[WorkerTransfer]:
         """A pool's transfers."""
@@ -48,7 +59,7 @@ class TransferTable:
         """Somebody waits for a transfer now."""
         if not transfer.urgent and transfer.state is TransferState.RUNNING:
             self.effects.append(HurryTransfer(transfer.id, transfer.pool.name))
-        transfer.urgent = True
+        transfer.hurry()
 
     def next_id(self) -> TransferId:
         """An id that no transfer of this daemon has had."""
@@ -110,9 +121,7 @@ class TransferTable:
         """Order it from every shard."""
         tree, run = transfer.tree, transfer.run
         self.worker[transfer.id] = transfer
-        transfer.enter(TransferState.RUNNING)
-        transfer.was_started = True
-        transfer.waiting = {ShardIndex(shard) for shard in range(transfer.pool.shards)}
+        transfer.order()
         self.effects.append(
             StartTransfer(
                 transfer.id,

@@ -22,6 +22,9 @@ from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import TRANSFER_TRANSITIONS, TransferState, follow
 from kvcached_client.types import ShardIndex, TransferId
 
+#: A load forgets leases that were released after it has gathered so many more.
+RELEASED_LEASES_MAX = 64
+
 
 @dataclass(slots=True, eq=False)
 class Transfer:
@@ -82,6 +85,10 @@ class ShardTransfer(Transfer):
     failure: str = field(default="", kw_only=True)
     corrupt: set[int] = field(default_factory=set, kw_only=True)
 
+    def fail(self, why: str) -> None:
+        """It has failed, where `why` is not empty; the first reason counts."""
+        self.failure = self.failure or why
+
 
 @dataclass(slots=True, eq=False)
 class EngineTransfer(ShardTransfer):
@@ -113,6 +120,35 @@ class WorkerTransfer(ShardTransfer):
     urgent: bool = False
     orphaned: bool = False
     was_started: bool = False
+
+    def order(self) -> None:
+        """Every shard is told of it now."""
+        self.enter(TransferState.RUNNING)
+        self.was_started = True
+        self.waiting = {ShardIndex(shard) for shard in range(self.pool.shards)}
+
+    def hurry(self) -> None:
+        """Somebody waits for it now."""
+        self.urgent = True
+
+    def wait_for(self, stores: set[TransferId]) -> None:
+        """Of a load: it starts when these have ended."""
+        self.after = stores
+
+    def join(self, lease: ManagedLease) -> None:
+        """Of a load: a lease waits for it, too. From time to time those that were released meanwhile are forgotten."""
+        if len(self.leases) % RELEASED_LEASES_MAX == 0:
+            self.leases = [each for each in self.leases if self.id in each.loads]
+        self.leases.append(lease)
+        lease.loads.add(self.id)
+
+    def orphan(self, why: str) -> None:
+        """Of a load: what it continues has left the tree, and so have its slots. Nobody waits for it any more."""
+        self.orphaned = True
+        self.pool.orphan(self.blocks)
+        self.fail(why)
+        for lease in self.leases:
+            lease.loads.discard(self.id)
 
     def crosses(self, run: Run, depth: int) -> bool:
         """Whether the path ``[0, depth)`` to `run` shares the first block of this transfer."""

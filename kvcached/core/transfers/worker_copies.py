@@ -38,11 +38,11 @@ class WorkerCopies:
         if transfer is None or event.shard not in transfer.waiting:
             return
         transfer.waiting.discard(event.shard)
-        transfer.failure = transfer.failure or event.error
+        transfer.fail(event.error)
         if len(event.corrupt):
             transfer.corrupt.update(block for block in event.corrupt if 0 <= block < transfer.blocks)
             if transfer.kind is TransferKind.STORE or not transfer.corrupt:
-                transfer.failure = transfer.failure or f"shard {event.shard} named blocks that it was not given"
+                transfer.fail(f"shard {event.shard} named blocks that it was not given")
         if not transfer.waiting:
             self._end(transfer)
 
@@ -59,7 +59,7 @@ class WorkerCopies:
         """End the loads of a pool that no shard knows of."""
         for transfer in self.table.of_pool(pool):
             if transfer.state is TransferState.QUEUED:
-                transfer.failure = transfer.failure or why
+                transfer.fail(why)
                 self._end(transfer)
 
     def cut_off(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> None:
@@ -92,7 +92,7 @@ class WorkerCopies:
 
     def _fail_dependents(self, store: WorkerTransfer) -> None:
         for load in self._dependents(store):
-            load.failure = load.failure or f"store {store.id} failed: {store.failure}"
+            load.fail(f"store {store.id} failed: {store.failure}")
             self._end(load)
 
     def _dependents(self, store: WorkerTransfer) -> list[WorkerTransfer]:
