@@ -295,6 +295,7 @@ def _replica(
         write_policy=WritePolicy(replica.write_policy),
         memory=tuple(each.identity for each in device.shards),
         is_kept=device.is_kept,
+        headers=device.headers,
     )
 
 

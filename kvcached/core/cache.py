@@ -20,6 +20,7 @@ from kvcached.core.managed import Managed
 from kvcached.core.messages import (
     Effect,
     Event,
+    HeaderChange,
     MemberLost,
     MembersDied,
     PoolRestored,
@@ -58,6 +59,7 @@ class Cache:
         managed: sessions on device pools, and what they ask for.
         offload: sessions of engines in offload mode, what they ask for, and their namespaces.
         effects: what the world is asked to do; the service takes them after each call.
+        header_changes: what is to be written beside the slots of device pools, in order, before any effect and reply.
         counters: totals since the start, by name.
         eviction_log: what left the trees lately.
         generations: of namespaces.
@@ -86,6 +88,7 @@ class Cache:
         self.epoch = epoch
         self.session_ttl_ms = session_ttl_ms
         self.effects: list[Effect] = []
+        self.header_changes: list[HeaderChange] = []
         self.counters: Counter[str] = Counter()
         self.eviction_log = EvictionLog()
         self.generations = generations or Generations()
@@ -106,7 +109,7 @@ class Cache:
             allocator, namespaces_max, session_ttl_ms, table, self.eviction_log, locks, self.generations, self.pins,
             waiting, offload_write_policy,
         )  # fmt: skip
-        trees = build_trees(pools, allocator, epoch, self.counters, self.eviction_log, waiting)
+        trees = build_trees(pools, allocator, epoch, self.counters, self.eviction_log, waiting, self.header_changes)
         self.managed = Managed(sessions, table, self._worker_copies, locks, trees)
         self.pools = self.managed.pools
         generation_of = self.offload.namespaces.generation_of

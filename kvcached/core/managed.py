@@ -11,7 +11,7 @@ from kvcached.core.allocate_slots import replace_missing, take_slots
 from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import Asked, FenceHold, ManagedLease
-from kvcached.core.messages import Commitment, Grant, Loaded, SessionEnded, SessionExpired
+from kvcached.core.messages import BlocksCached, Commitment, Grant, Loaded, SessionEnded, SessionExpired
 from kvcached.core.refusals import Refusal, Why
 from kvcached.core.session import ManagedSession, Sessions
 from kvcached.core.slots.ranges import Ranges, append, chained, cut, no_ranges, slot_count, subtract
@@ -265,14 +265,22 @@ class Managed:
             tree.lock(run, depth, pool.index)
             unstored = {run: depth} if stores else {}
             session.holds.append(FenceHold(fence, run, depth, lease.depth + duplicates, no_ranges(), unstored))
-        elif stores:
-            session.counters["stores_forgotten"] += pool.note_unstored(run, depth)
+        elif adopted:
+            first, known = lease.depth + duplicates, duplicates * KEY_SIZE
+            before = (tree.path_keys(run, lease.depth - 1, lease.depth) if lease.depth else b"") + keys[:known]
+            pool.header_changes.append(BlocksCached(pool.name, first, before[-KEY_SIZE:], keys[known:], adopted))
+            if stores:
+                session.counters["stores_forgotten"] += pool.note_unstored(run, depth)
         if duplicates:
             self._worker_copies.stores.note_hit(session, run, lease.depth + duplicates)
         lease.committed(run, depth, left, scratch)
         session.counters["committed_blocks"] += count - duplicates
         session.counters["duplicate_blocks"] += duplicates
         return Commitment(depth, count - duplicates, duplicates)
+
+    def set_aside(self, session: ManagedSession, slots: Ranges[int]) -> bool:
+        """See `ManagedSession.set_aside`."""
+        return session.set_aside(slots, self._worker_copies.cut_off)
 
     def release(self, session_id: SessionId, epoch: int, lease_id: LeaseId, fence: FenceSequence) -> None:
         """Give a lease back: its pins and its exclusive slots, at once or when the fence signals."""

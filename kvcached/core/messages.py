@@ -173,6 +173,27 @@ class NamespaceCleared:
     blocks: int
 
 
+class BlocksCached(NamedTuple):
+    """Consecutive blocks of one chain lie in these slots of a device pool, all their bytes: write that beside them."""
+
+    pool: str
+    depth: int  #: of the first
+    parent: bytes  #: key of the block before it; empty for the first of a chain
+    keys: bytes
+    slots: Ranges[int]
+
+
+class BlocksUncached(NamedTuple):
+    """These slots of a device pool hold no cached block any more: nothing beside them may say so."""
+
+    pool: str
+    slots: Ranges[int]
+
+
+#: What the headers beside the slots of device pools are to say. It comes before every effect, order and reply that the
+#: core has decided on since: a header that still names a block when somebody writes its slot would name wrong bytes.
+HeaderChange = BlocksCached | BlocksUncached
+
 #: What the core may ask for.
 Effect = (
     SessionExpired

@@ -15,6 +15,7 @@ from kvcached.core.eviction.by_priority import make_policy
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.generations import Generations
 from kvcached.core.index.tree import Listener, PrefixTree
+from kvcached.core.messages import HeaderChange
 from kvcached.core.pins import Pins
 from kvcached.core.refusals import Refusal, Why
 from kvcached.core.slots.host_slots import HostPool, SlabAllocator
@@ -278,12 +279,16 @@ def build_trees(
     counters: Counter[str],
     eviction_log: EvictionLog,
     listener: Listener,
+    header_changes: list[HeaderChange],
 ) -> list[PrefixTree]:
     """A tree for each namespace; pools that share one are in the same tree."""
     by_namespace: dict[bytes, list[PoolSpec]] = {}
     for spec in pools:
         by_namespace.setdefault(spec.namespace, []).append(spec)
-    return [_build_tree(specs, epoch, allocator, counters, eviction_log, listener) for specs in by_namespace.values()]
+    return [
+        _build_tree(specs, epoch, allocator, counters, eviction_log, listener, header_changes)
+        for specs in by_namespace.values()
+    ]
 
 
 def _build_tree(
@@ -293,6 +298,7 @@ def _build_tree(
     counters: Counter[str],
     eviction_log: EvictionLog,
     listener: Listener,
+    header_changes: list[HeaderChange],
 ) -> PrefixTree:
     """An empty tree for pools of one namespace.
 
@@ -303,6 +309,7 @@ def _build_tree(
         counters: of the cache.
         eviction_log: of the cache.
         listener: of the tree.
+        header_changes: of all device pools.
     """
     pools = [
         DevicePool(
@@ -315,6 +322,7 @@ def _build_tree(
             watermark=spec.watermark,
             load_threshold=spec.load_threshold,
             load_quota=spec.load_quota,
+            header_changes=header_changes,
         )
         for index, spec in enumerate(specs)
     ]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from kvcached.core.index.run import KEY_SIZE, Run
+from kvcached.core.index.run_tree import resident
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import Asked, FenceHold, Lease, ManagedLease, OffloadLease, SharedCopy
 from kvcached.core.namespaces import Namespace
@@ -22,6 +23,7 @@ from kvcached.core.slots.ranges import (
     append,
     every_slot,
     from_slots,
+    join,
     no_ranges,
     one_range,
     slot_count,
@@ -156,6 +158,8 @@ class ManagedSession(Session[ManagedLease]):
         shared_copies: slots that two declared leases or more hold beside the tree's, LEASED as the scratch of one is.
         inherited_fence: the highest fence that it named before the restart. Until this fence has signalled, work may be
             queued on every slot that the session has ever held.
+        freezes: it is from before a restart, and its engine may use any block that was cached then: see
+            `DevicePool.frozen`.
     """
 
     tree: PrefixTree
@@ -168,6 +172,7 @@ class ManagedSession(Session[ManagedLease]):
     declaring: bool = False
     shared_copies: dict[int, SharedCopy] = field(default_factory=dict)
     inherited_fence: FenceSequence = NO_FENCE
+    freezes: bool = False
 
     @property
     def block_size(self) -> int:
@@ -205,20 +210,27 @@ class ManagedSession(Session[ManagedLease]):
         done = [hold for hold in self.holds if hold.fence <= fence]
         self.holds = [hold for hold in self.holds if hold.fence > fence]
         for hold in done:
+            if hold.suspect < hold.depth:
+                self.pool.header_changes.append(self.tree.cached_blocks(hold.run, hold.suspect, hold.depth, self.pool))
             self.pool.move(hold.slots, SlotState.FENCED, SlotState.FREE, f"fence {hold.fence} of session {self.id}")
             self._unlock(hold.run, hold.depth)
             for run, depth in hold.unstored.items():
                 self.counters["stores_forgotten"] += self.pool.note_unstored(run, depth)
+        if not self.declaring and fence >= self.inherited_fence:
+            self.thaw()
 
     def expire(self, cut_off: CutOff) -> None:
         """Its leases are over, but its processes may live: what they could write is quarantined."""
+        self.thaw()
         self.quarantined.extend(self._strip(SlotState.QUARANTINED, f"expiry of session {self.id}", cut_off))
         self.enter(SessionState.EXPIRED)
 
     def restore(self) -> None:
-        """It is from before a restart: of an empty pool it could write every slot."""
+        """It is from before a restart: it could write every slot that is not known to be cached, and use the others."""
         pool = self.pool
-        self.quarantined = pool.take(pool.free, SlotState.QUARANTINED, f"session {self.id} from before the restart")
+        self.freezes = pool.frozen = True
+        cause = f"session {self.id} from before the restart"
+        self.quarantined = join([pool.take(pool.free, SlotState.QUARANTINED, cause)])
         self.declaring = True
         self.enter(SessionState.EXPIRED)
 
@@ -258,11 +270,37 @@ class ManagedSession(Session[ManagedLease]):
     def void(self) -> None:
         """What it held before the restart is void: its namespace is being cleared."""
         self.declaring = False
+        self.thaw()
 
     def forget_unstored(self) -> None:
         """None of its blocks waits any more to be copied to the host pool."""
         for hold in self.holds:
             hold.unstored.clear()
+
+    def set_aside(self, slots: Ranges[int], cut_off: CutOff) -> bool:
+        """Set aside slots that its engine says it may be writing: what was cached in them leaves the tree.
+
+        They are in the tree where the engine has not heard of its commit. Where something is locked that one of them
+        is needed for: False, and blocks that come before it may have left.
+        """
+        pool, tree = self.pool, self.tree
+        for slot in every_slot(slots):
+            place = tree.find(slot, pool.index) if pool.holds(slot, 1, SlotState.CACHED) else None
+            if place is None:
+                continue
+            run, depth = place
+            cut_off(tree, pool, run, depth)
+            if resident(run, pool.index).protected > depth - run.start:
+                return False
+            dropped = tree.drop(run, depth, pool.index)
+            pool.move(dropped, SlotState.CACHED, SlotState.QUARANTINED, f"of session {self.id}, says its engine")
+            self.quarantined = join([self.quarantined, dropped])  # what it declares may reach from one to the other
+        return True
+
+    def thaw(self) -> None:
+        """Its engine uses none of the pool's blocks any more but those that its leases have locked."""
+        if self.freezes:
+            self.freezes = self.pool.frozen = False
 
     def declared(self) -> int:
         """It has declared everything. Slots that it has not named are free, at once or when `inherited_fence` signals.
@@ -277,12 +315,14 @@ class ManagedSession(Session[ManagedLease]):
             self.pool.move(rest, SlotState.QUARANTINED, SlotState.FENCED, cause)
             self.holds.append(FenceHold(self.inherited_fence, self.tree.root, 0, 0, rest))
             return 0
+        self.thaw()
         self.pool.move(rest, SlotState.QUARANTINED, SlotState.FREE, cause)
         return slot_count(rest)
 
     def end(self, cut_off: CutOff) -> int:
         """None of its processes can write any more: everything it held is free. Returns the number of such slots."""
         cause = f"end of session {self.id}"
+        self.thaw()
         freed = slot_count(self._strip(SlotState.FREE, cause, cut_off))
         for hold in self.holds:
             self.pool.move(hold.slots, SlotState.FENCED, SlotState.FREE, cause)

@@ -8,15 +8,18 @@ from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 from kvcached.config.replica import ReplicaConfig
+from kvcached.memory.device_headers import DeviceHeaders, headers_bytes
 from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.memory.sealed import memory_fault
 from kvcached.recovery.fd_store import remove, store
-from kvcached.recovery.state_file import Ledger
+from kvcached.recovery.state_file import Ledger, ReplicaRecord
 from kvcached_client.blocks.pages import pool_geometry
 
 #: What the service manager calls a shard's memory: this, the names of its replica and its shard.
 DEVICE_MEMORY_PREFIX: Final = "device-"
+#: And that of the headers of a replica's slots: this and its name.
+DEVICE_HEADERS_PREFIX: Final = "headers-"
 
 _log: Final = logging.getLogger(__name__)
 
@@ -26,26 +29,40 @@ class DevicePool(NamedTuple):
 
     Attributes:
         shards: in their order.
-        is_kept: it is the one that the ledger is about, with what engines had written.
+        headers: of its slots; they name blocks only where they are those that the ledger is about.
+        is_kept: the shards are those that the ledger is about, with what engines had written.
     """
 
     shards: tuple[ShardMemory, ...]
+    headers: DeviceHeaders
     is_kept: bool
 
 
-def kept_device(replica: ReplicaConfig, found: dict[str, list[int]], ledger: Ledger | None) -> list[int] | None:
-    """The descriptors of a replica's shards, taken out of `found`; None where it gets new memory."""
+class KeptDevice(NamedTuple):
+    """Descriptors of a replica's memory that the service manager has kept.
+
+    Attributes:
+        shards: in their order.
+        headers: None where they were not kept.
+    """
+
+    shards: list[int]
+    headers: int | None
+
+
+def kept_device(replica: ReplicaConfig, found: dict[str, list[int]], ledger: Ledger | None) -> KeptDevice | None:
+    """The descriptors of a replica's memory, taken out of `found`; None where it gets new memory."""
     names = _names(replica)
     kept = [found[name][0] for name in names if name in found]
-    if len(kept) < len(names) or not _is_recorded(replica, kept, ledger):
+    record = None if ledger is None else next((each for each in ledger.replicas if each.name == replica.name), None)
+    if record is None or len(kept) < len(names) or not _is_recorded(replica, kept, record):
         return None
     for name in names:
-        for other in found.pop(name)[1:]:
-            os.close(other)
-    return kept
+        _take(found, name)
+    return KeptDevice(kept, _kept_headers(replica, found, record))
 
 
-def device_pool(replica: ReplicaConfig, kept: list[int] | None, parts: ExitStack) -> DevicePool:
+def device_pool(replica: ReplicaConfig, kept: KeptDevice | None, parts: ExitStack) -> DevicePool:
     """A replica's memory, which `parts` closes: what was kept, or where that is None new memory, to be kept.
 
     Raises:
@@ -59,10 +76,40 @@ def device_pool(replica: ReplicaConfig, kept: list[int] | None, parts: ExitStack
             remove(name)
             store(name, memory.descriptor)
         else:
-            memory = ShardMemory(called, kept[shard], size_bytes)
+            memory = ShardMemory(called, kept.shards[shard], size_bytes)
         parts.callback(memory.close)
         shards.append(memory)
-    return DevicePool(tuple(shards), kept is not None)
+    headers = _headers(replica, None if kept is None else kept.headers)
+    parts.callback(headers.close)
+    return DevicePool(tuple(shards), headers, kept is not None)
+
+
+def _headers(replica: ReplicaConfig, kept: int | None) -> DeviceHeaders:
+    if kept is not None:
+        return DeviceHeaders(kept, replica.slot_count)
+    headers = DeviceHeaders.make(f"kvcached-{replica.name}-headers", replica.slot_count)
+    remove(DEVICE_HEADERS_PREFIX + replica.name)
+    store(DEVICE_HEADERS_PREFIX + replica.name, headers.descriptor)
+    return headers
+
+
+def _kept_headers(replica: ReplicaConfig, found: dict[str, list[int]], record: ReplicaRecord) -> int | None:
+    """The descriptor of the headers that belong to kept memory, taken out of `found`; None where there is none."""
+    name = DEVICE_HEADERS_PREFIX + replica.name
+    if name not in found or record.headers is None:
+        return None
+    descriptor, recorded = found[name][0], MemoryIdentity(record.headers.device, record.headers.inode)
+    if memory_fault(descriptor, headers_bytes(replica.slot_count)) or MemoryIdentity.of(descriptor) != recorded:
+        _log.warning("the headers of replica %s that were kept are not the ledger's: no block is found", replica.name)
+        return None
+    _take(found, name)
+    return descriptor
+
+
+def _take(found: dict[str, list[int]], name: str) -> None:
+    """The first descriptor of a name is used; others are not needed."""
+    for other in found.pop(name)[1:]:
+        os.close(other)
 
 
 def _names(replica: ReplicaConfig) -> list[str]:
@@ -74,10 +121,9 @@ def _shard_bytes(replica: ReplicaConfig) -> int:
     return pool_geometry(replica.layout, replica.slot_count).size_bytes
 
 
-def _is_recorded(replica: ReplicaConfig, kept: list[int], ledger: Ledger | None) -> bool:
-    """Whether these descriptors are the memory that the ledger is about, and what is configured now."""
-    record = None if ledger is None else next((each for each in ledger.replicas if each.name == replica.name), None)
-    if record is None or (record.fingerprint, record.slots) != (replica.layout.fingerprint(), replica.slot_count):
+def _is_recorded(replica: ReplicaConfig, kept: list[int], record: ReplicaRecord) -> bool:
+    """Whether these descriptors are the memory that a record is about, and what is configured now."""
+    if (record.fingerprint, record.slots) != (replica.layout.fingerprint(), replica.slot_count):
         return False
     recorded = [(each.device, each.inode) for each in record.memory]
     if any(memory_fault(each, _shard_bytes(replica)) for each in kept) or recorded != [

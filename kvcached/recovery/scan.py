@@ -1,4 +1,4 @@
-"""What the headers of the host pool tell a daemon that starts: which blocks there are, and who may still be writing.
+"""What the headers of pools tell a daemon that starts: which blocks there are, and who may still be writing.
 
 Writers may be at work meanwhile, and every byte may be anything: headers are copied first and judged afterwards, and
 nothing in them is believed without its seal. A block counts where all parts of its slab hold the same one. Its bytes
@@ -102,6 +102,15 @@ def scan(table: HeaderTable, geometry: HostGeometry, kind: HeaderKind, slabs: It
         claims += [_claims(slots, of_shard) for of_shard in headers]
     keys, parents, depths, found, epochs, transfers = map(np.concatenate, zip(*blocks, strict=True))
     return FoundBlocks(keys, parents, depths, found, epochs, transfers, _distinct(claims))
+
+
+def scan_device(table: HeaderTable, kind: HeaderKind) -> FoundBlocks:
+    """Read the headers of a device pool: one for each slot. Never fails on what it finds there; there are no claims."""
+    headers = table.copy(0, table.rows)
+    good = _good_blocks([headers], kind)
+    keys, parents, depths, slots, epochs, numbers = _columns(good, headers[good])
+    nobody = FoundClaims(_no_slots(), _no_numbers(), _no_numbers())
+    return FoundBlocks(keys, parents, depths, slots, epochs, numbers, nobody)
 
 
 def _batches(

@@ -104,6 +104,7 @@ class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         fingerprint: of its layout.
         namespace: root of its blocks' names, in its present generation.
         memory: of its shards, in their order; empty where it cannot be taken over.
+        headers: of its slots; None where they cannot.
         write_policy, configured_policy: as of `SpaceRecord`.
     """
 
@@ -114,6 +115,7 @@ class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     weights_version: str
     slots: Positive
     memory: tuple[MemoryRecord, ...] = ()
+    headers: MemoryRecord | None = None
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     configured_policy: WritePolicy = WritePolicy.WRITE_THROUGH
 

@@ -27,13 +27,14 @@ from kvcached.core.cache import Cache
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.restart.restore import StoredBlocks
 from kvcached.core.restart.takeover import Owner, RestoredCache
+from kvcached.core.slots.ranges import no_ranges
 from kvcached.memory.host_pool import HostHeaders, HostMemory, adopt_host_memory, create_host_memory
 from kvcached.process.identity import ProcessIdentity
 from kvcached.process.peer import PeerProcess, UnseenProcess
 from kvcached.recovery.device_pools import DevicePool, device_pool, kept_device
 from kvcached.recovery.fd_store import remove, store, take_stored
 from kvcached.recovery.generations import recorded_policy
-from kvcached.recovery.scan import UNKNOWN_OWNER, FoundBlocks, FoundClaims, scan
+from kvcached.recovery.scan import UNKNOWN_OWNER, FoundBlocks, FoundClaims, scan, scan_device
 from kvcached.recovery.state_file import (
     LEDGER_NAME,
     HostPoolRecord,
@@ -141,9 +142,10 @@ def take_over_timed(
         gc.enable()
     gc.freeze()  # the index is there to stay
     _log.info(
-        "taken over in %d ms: %d blocks of the host pool, %d living engines",
+        "taken over in %d ms: %d blocks of the host pool, %d blocks of device pools, %d living engines",
         (time.monotonic_ns() - start_ns) // 1_000_000,
         taken.blocks,
+        taken.device_blocks,
         len(taken.sessions),
     )
     return taken
@@ -165,11 +167,13 @@ class Takeover:
 
     Attributes:
         blocks: host copies that are in the index again.
+        device_blocks: blocks of device pools that are.
         shapes: of namespaces of engines in offload mode, by their root.
         sessions: engines that still live.
     """
 
     blocks: int = 0
+    device_blocks: int = 0
     shapes: dict[bytes, Shape] = field(default_factory=dict)
     sessions: list[FoundSession] = field(default_factory=list)
 
@@ -189,6 +193,7 @@ def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers
         _take_replicas(ledger, replicas, headers, revival)
         if cache.offload.namespaces.most:
             _take_spaces(ledger, headers, revival, taken, living)
+    _take_devices(ledger, replicas, revival)
     kept = {replica.name for replica in replicas if replica.is_kept}
     for owner, (record, peers) in living.items():
         session = None
@@ -203,7 +208,7 @@ def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers
         else:  # whatever it writes into is nobody's any more
             for peer, _ in peers:
                 peer.close()
-    taken.blocks = revival.blocks
+    taken.blocks, taken.device_blocks = revival.blocks, revival.device_blocks
     return taken
 
 
@@ -218,9 +223,20 @@ def _take_replicas(ledger: Ledger, replicas: Iterable[Replica], headers: HostHea
         if record is None or record.namespace != namespace.hex() or namespace in done or geometry is None:
             continue
         done.add(namespace)
-        kind = HeaderKind(replica.header_namespace, bytes.fromhex(replica.layout.fingerprint()), replica.generation)
         slabs = list(ledger.host.lent.get(record.namespace, ())) if ledger.host is not None else []
-        revival.replica(replica.name, slabs, stored(scan(headers.table, geometry, kind, slabs)))
+        revival.replica(replica.name, slabs, stored(scan(headers.table, geometry, replica.header_kind, slabs)))
+
+
+def _take_devices(ledger: Ledger, replicas: Iterable[Replica], revival: RestoredCache) -> None:
+    """The blocks of each device pool whose namespace is configured as it was; no header names another one."""
+    namespaces = {record.name: record.namespace for record in ledger.replicas}
+    for replica in replicas:
+        if replica.headers is None:
+            continue
+        used = no_ranges()
+        if replica.is_kept and namespaces.get(replica.name) == replica.namespace.hex():
+            used = revival.device_pool(replica.name, stored(scan_device(replica.headers.table, replica.header_kind)))
+        replica.headers.keep_only(used)
 
 
 class _Owners(NamedTuple):

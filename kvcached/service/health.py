@@ -44,6 +44,7 @@ class HealthRequests:
         settle: lets the core, and whoever it speaks to, do what the checks have left to do.
         drain_state: whether the daemon takes new work, which is told along.
         more: parts that others look after.
+        before_probe: writes down what the core has changed, before workers write slots that it has granted.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class HealthRequests:
         settle: Callable[[], None],
         drain_state: DrainState,
         more: Callable[[], list[HealthPart]] = list,
+        before_probe: Callable[[], None] = lambda: None,
     ) -> None:
         self._cache = cache
         self._replicas = replicas
@@ -64,7 +66,7 @@ class HealthRequests:
         self._pending = pending
         self._drain_state = drain_state
         self._more = more
-        self._checks = HealthChecks(cache)
+        self._checks = HealthChecks(cache, before_probe)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, _: bytes, request: Health, __: list[bytes], respond: Respond) -> None:
@@ -123,8 +125,9 @@ class HealthRequests:
 class HealthChecks:
     """Checks of one cache's replicas."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, before_probe: Callable[[], None] = lambda: None) -> None:
         self._cache = cache
+        self._before_probe = before_probe
         self._number = 0
         self._unanswered: set[str] = set()  #: replicas with a probe under way that its check did not wait for
 
@@ -163,6 +166,7 @@ class HealthChecks:
         grant = cache.managed.acquire(session.id, epoch, f"health-{self._number}", keys, tokens, 0, full=False)
         parts.append(_part(replica, "acquire"))
         first, second = (slot for start, count in unpack_ranges(grant.ranges) for slot in range(start, start + count))
+        self._before_probe()
         probe = replica.workers.probe(first, second)
         done, _ = await asyncio.wait([probe], timeout=PATIENCE_S)
         if not done:

@@ -117,11 +117,19 @@ class PendingReplies:
     Args:
         refused: takes note of an error reply.
         later: sets timers.
+        before_reply: writes down what the core has changed, before a reply tells of it.
     """
 
-    def __init__(self, refused: Callable[[RequestError | Refusal], RequestError], later: Later = later) -> None:
+    def __init__(
+        self,
+        refused: Callable[[RequestError | Refusal], RequestError],
+        later: Later = later,
+        *,
+        before_reply: Callable[[], None] = lambda: None,
+    ) -> None:
         self._refused = refused
         self._later = later
+        self._before_reply = before_reply
         self._replies: dict[_Place, dict[PendingReply, None]] = {}
 
     def wait(self, reply: PendingReply, deadline_ms: int | None = None) -> Answer | None:
@@ -161,6 +169,7 @@ class PendingReplies:
                 del self._replies[place]
         if reply.timer is not None:
             reply.timer.cancel()
+        self._before_reply()
         reply.respond(answer)
 
     def fail(self, reply: PendingReply, error: RequestError) -> None:

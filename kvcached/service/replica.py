@@ -10,7 +10,9 @@ from typing import Final, NamedTuple, Protocol
 from kvcached.core.cache import Cache
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import AbandonLoad, HurryTransfer, StartTransfer
+from kvcached.memory.device_headers import DeviceHeaders
 from kvcached.memory.host_pool import MemoryIdentity
+from kvcached_client.blocks.header import HeaderKind
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.errors import ErrorCode, RequestError, request_error
@@ -80,6 +82,7 @@ class Replica:
         write_policy: that the configuration says; another one may have been set since.
         memory: identity of each shard's memory, for who takes it over; empty where nobody can.
         is_kept: this memory is an earlier daemon's, with what its engines had written.
+        headers: of the slots of its device pool; None where nobody takes the pool over.
         host_geometry: the host pool as its blocks lie in it; None without a host tier.
     """
 
@@ -99,6 +102,12 @@ class Replica:
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     memory: tuple[MemoryIdentity, ...] = ()
     is_kept: bool = False
+    headers: DeviceHeaders | None = None
+
+    @property
+    def header_kind(self) -> HeaderKind:
+        """What the headers of its blocks, in its present generation, have in common."""
+        return HeaderKind(self.header_namespace, bytes.fromhex(self.layout.fingerprint()), self.generation)
 
     def info(self) -> ReplicaInfo:
         """The replica as `describe` tells it."""

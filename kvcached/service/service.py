@@ -42,7 +42,7 @@ from kvcached.service.replica import Replica
 from kvcached.service.replies import Answer, LateVerb, Respond, Verb, internal_error
 from kvcached.service.report_verbs import ReportVerbs
 from kvcached.service.sessions import EngineGroups, FoundSession, Peer
-from kvcached.service.state_writer import Headers, HostClaims, StatePlace, StateWriter
+from kvcached.service.state_writer import DeviceBlocks, Headers, HostClaims, StatePlace, StateWriter
 from kvcached.service.storage_verbs import StorageVerbs
 from kvcached_client.errors import RequestError
 from kvcached_client.failpoints import failpoint
@@ -102,7 +102,8 @@ class Service:
         self._endpoint = endpoint
         self._groups = EngineGroups(answers_kept_per_session)
         self._drain_state = DrainState()
-        self._pending = PendingReplies(self.refused, later)
+        self._device_blocks = DeviceBlocks(cache, self._replicas)
+        self._pending = PendingReplies(self.refused, later, before_reply=self._device_blocks.write)
         self._admission = Admission(cache, self._replicas, self._groups, heartbeat_interval_ms)
         self._offload_admission = OffloadAdmission(cache, self._groups, share, heartbeat_interval_ms)
         self._state_writer = StateWriter(
@@ -114,7 +115,7 @@ class Service:
         self.storage = StorageVerbs(cache, self._groups, self._replicas, self._offload_admission, self._pending)
         self._health = HealthRequests(
             cache, self._replicas, self._pending, now_ms, settle=self._settle, drain_state=self._drain_state,
-            more=lambda: [*host_memory.parts(), *self.storage.health()],
+            more=lambda: [*host_memory.parts(), *self.storage.health()], before_probe=self._device_blocks.write,
         )  # fmt: skip
         self._offload = OffloadVerbs(cache, self._groups, self._offload_admission, now_ms)
         engines = EngineVerbs(
@@ -210,10 +211,12 @@ class Service:
     def carry_out(self) -> None:
         """Do what the core has asked for."""
         effects = self._cache.effects
+        self._device_blocks.write()
         while effects:
             effect = effects.pop(0)
             if not self.storage.takes(effect):
                 self._carry_out(effect)
+            self._device_blocks.write()
         self._state_writer.keep()
 
     def _carry_out(self, effect: Effect) -> None:

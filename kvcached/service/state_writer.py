@@ -19,8 +19,9 @@ import numpy.typing as npt
 from kvcached.core.cache import Cache
 from kvcached.core.generations import Generations
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.messages import Event, SlabAllocated, SlotsHandedOut, StorageReady
+from kvcached.core.messages import BlocksUncached, Event, SlabAllocated, SlotsHandedOut, StorageReady
 from kvcached.core.slots.ranges import Ranges
+from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.recovery.generations import EditionRecord, Record, RecordWriter
 from kvcached.recovery.state_file import (
     HostPoolRecord,
@@ -204,7 +205,8 @@ def _replica(replica: Replica, tree: PrefixTree) -> ReplicaRecord:
         generation=replica.generation,
         weights_version=replica.weights_version,
         slots=replica.slots,
-        memory=tuple(MemoryRecord(device=each.device, inode=each.inode) for each in replica.memory),
+        memory=tuple(_memory(each) for each in replica.memory),
+        headers=None if replica.headers is None else _memory(replica.headers.identity),
         write_policy=tree.write_policy,
         configured_policy=replica.write_policy,
     )
@@ -324,6 +326,39 @@ class Recorder:
             ),
             forgets=tuple(prefix.hex() for prefix in contents.forgets),
         )
+
+
+def _memory(identity: MemoryIdentity) -> MemoryRecord:
+    return MemoryRecord(device=identity.device, inode=identity.inode)
+
+
+class DeviceBlocks:
+    """Says beside the slots of device pools which blocks they hold.
+
+    Args:
+        cache: whose pools they are.
+        replicas: with the headers.
+    """
+
+    def __init__(self, cache: Cache, replicas: Mapping[str, Replica]) -> None:
+        self._changes = cache.header_changes
+        self._epoch = cache.epoch
+        self._replicas = replicas
+
+    def write(self) -> None:
+        """Write what has changed. Comes before every effect, order and reply that the core has decided on since."""
+        if not self._changes:
+            return
+        for change in self._changes:
+            replica = self._replicas[change.pool]
+            if replica.headers is None:
+                continue
+            if isinstance(change, BlocksUncached):
+                replica.headers.clear(change.slots)
+            else:
+                kind, (_, depth, parent, keys, slots) = replica.header_kind, change
+                replica.headers.write(kind, depth, parent, keys, slots, self._epoch)
+        self._changes.clear()
 
 
 class HostClaims:

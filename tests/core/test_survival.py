@@ -22,6 +22,7 @@ from kvcached.core.restart.restore import StoredBlocks
 from kvcached.core.restart.takeover import RestoredCache
 from kvcached.core.slots.ranges import pairs
 from kvcached_client.types import NO_FENCE, WritePolicy
+from tests.core.device_headers import DeviceHeaders, expected
 from tests.core.engine import BLOCK_SIZE, Engine, keys_of
 from tests.core.host_tier import Workers, host_hit, host_of, make_tiers
 
@@ -64,7 +65,11 @@ def after_worker(cache: Cache) -> Hits:
 
 def after_daemon(cache: Cache) -> Hits:
     """The pool was kept: it is the engine's until it has said what it holds, which is nothing."""
+    headers = DeviceHeaders(cache)
+    headers.pools["a"] = expected(cache, "a")
+    cache.header_changes.clear()
     successor, revival = revived(cache)
+    revival.device_pool("a", headers.found("a"))
     session = revival.pool_session("a")
     returned = Rejoin(successor)
     returned.resume(session, 0, NO_FENCE)
@@ -133,19 +138,19 @@ SURVIVAL: dict[WritePolicy, dict[str, Hits]] = {
     WritePolicy.WRITE_THROUGH_SELECTIVE: {
         "engine": (0, 4, 4),
         "worker": (0, 4, 4),
-        "daemon": (0, 0, 4),
+        "daemon": (0, 4, 4),
         "daemon, and the device pool was not kept": (0, 0, 4),
     },
     WritePolicy.WRITE_BACK: {
         "engine": (4, 4, 4),
         "worker": (4, 4, 4),
-        "daemon": (4, 0, 0),
+        "daemon": (4, 4, 4),
         "daemon, and the device pool was not kept": (4, 0, 0),
     },
     WritePolicy.NEVER: {
         "engine": (0, 4, 4),
         "worker": (0, 4, 4),
-        "daemon": (0, 0, 0),
+        "daemon": (0, 4, 4),
         "daemon, and the device pool was not kept": (0, 0, 0),
     },
 }

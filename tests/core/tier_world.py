@@ -24,6 +24,7 @@ from kvcached.core.messages import (
 from kvcached.core.slots.ranges import Ranges, pairs
 from kvcached.core.slots.states import SlotState
 from kvcached_client.types import LeaseId, ShardIndex, TransferId
+from tests.core.device_headers import DeviceHeaders
 
 SHARDS = 2
 #: Replicas and their namespaces.
@@ -70,12 +71,14 @@ class World:
         self.reported: set[tuple[bytes, int]] = set()
         #: leases whose loads have ended since somebody last looked
         self.told: list[LeaseId] = []
+        self.headers = DeviceHeaders(cache)
         self.seen: set[str] = set()
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
     def carry_out(self) -> None:
         """Do what the cache asks for."""
+        self.headers.look()
         effects, self.cache.effects[:] = self.cache.effects[:], []
         for effect in effects:
             self.seen.add(type(effect).__name__)

@@ -195,8 +195,76 @@ def test_reserve_waits_for_fences(daemon: Supervised, engine: Engine) -> None:
     daemon.await_ready()
 
 
+def test_device_blocks_are_hits_after_the_restart(daemon: Supervised, engine: Engine) -> None:
+    """What nobody had a lease on is found where it lay in the device pool, and nothing is loaded."""
+    chain = engine.chain(0, 4)
+    lease = engine.client.acquire("r", chain)
+    engine.compute(lease, chain)
+    lease.finish(16)
+    before = lease.block_table.tolist()
+    daemon.kill_and_wait()
+    engine.client.rejoin()
+
+    again = engine.client.acquire("s", chain, full=True)
+    assert (again.hit_blocks, again.is_loading, engine.is_right(again, chain)) == (4, False, True)
+    assert again.block_table.tolist() == before
+    with Admin.connect(daemon.run_dir) as admin:
+        assert not admin.stats().counters.get("loaded_blocks")
+
+
+def test_device_blocks_are_hits_for_a_new_engine(daemon: Supervised) -> None:
+    """A new engine finds what an engine left that died with the daemon, blocks that it had only leased apart."""
+    with ExitStack() as parts:
+        first = Engine(daemon.run_dir, parts)
+        chain = first.chain(0, 4)
+        lease = first.client.acquire("r", chain)
+        first.compute(lease, chain)
+        lease.commit(12)
+        unwritten = first.client.acquire("later", first.chain(100, 2))
+        unwritten.commit(8, fence=FenceSequence(9))
+        daemon.kill()
+    daemon.await_ready()
+    with ExitStack() as parts:
+        second = Engine(daemon.run_dir, parts)
+        hit = second.client.acquire("s", chain, full=True)
+        assert (hit.hit_blocks, hit.is_loading, second.is_right(hit, chain)) == (3, False, True)
+        assert second.client.match(second.chain(100, 2), full=True) == 0
+
+
+@pytest.mark.slow
+def test_device_blocks_survive_several_daemons(daemon: Supervised, engine: Engine) -> None:
+    """A daemon that is killed right after it took over leaves what it found to the next one."""
+    chain = engine.chain(0, 4)
+    lease = engine.client.acquire("r", chain)
+    engine.compute(lease, chain)
+    lease.finish(16)
+    for _ in range(3):
+        daemon.kill_and_wait()
+    engine.client.rejoin()
+
+    again = engine.client.acquire("s", chain, full=True)
+    assert (again.hit_blocks, again.is_loading, engine.is_right(again, chain)) == (4, False, True)
+
+
+def test_cleared_device_blocks_are_not_found_after_the_restart(daemon: Supervised, engine: Engine) -> None:
+    """A clear holds after the daemon's death for what lies in the device pool, too."""
+    chain = engine.chain(0, 4)
+    lease = engine.client.acquire("r", chain)
+    engine.compute(lease, chain)
+    lease.finish(16)
+    with Admin.connect(daemon.run_dir) as admin:
+        admin.clear("default")
+    engine.client.close()
+    daemon.kill_and_wait()
+
+    with ExitStack() as parts:
+        second = Engine(daemon.run_dir, parts)
+        assert second.client.acquire("s", second.chain(0, 4), full=True).hit_blocks == 0
+        assert (pool_of(daemon).states["free"], pool_of(daemon).states["cached"]) == (16 - 4 - RESERVE, 0)
+
+
 def test_host_copies_are_hits_after_the_restart(daemon: Supervised, engine: Engine) -> None:
-    """What nobody had a lease on comes back from the host pool, byte for byte."""
+    """What is no longer in the device pool comes back from the host pool, byte for byte."""
     chain = engine.chain(0, 4)
     lease = engine.client.acquire("r", chain)
     engine.compute(lease, chain)
@@ -204,6 +272,7 @@ def test_host_copies_are_hits_after_the_restart(daemon: Supervised, engine: Engi
     with Admin.connect(daemon.run_dir) as admin:
         while admin.stats().counters.get("stored_blocks", 0) < 4:
             admin.health()
+    engine.client.acquire("all others", engine.chain(100, 16 - RESERVE)).release()
     daemon.kill_and_wait()
     engine.client.rejoin()
     engine.pages[:] = 0

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from kvcached.core.managed import Managed
 from kvcached.core.restart import restore
 from kvcached.core.restart.takeover import RestoredCache
 from kvcached.core.session import ManagedSession
+from kvcached.core.slots.ranges import Ranges, subtract
+from kvcached.core.slots.slots import SlotPool
 from kvcached.process.identity import open_process
 from kvcached.recovery import scan
 from kvcached.recovery.fd_store import NoticeSocket
 from kvcached.recovery.generations import generation_of
+from kvcached.service.health import HealthChecks
+from kvcached.service.pending import PendingReplies
+from kvcached.service.service import Service
 from kvcached.service.sessions import EngineGroups
 from kvcached_client.types import FenceSequence
 from tests.mutants.mutant import caught_by, rewrite
@@ -75,3 +81,51 @@ def restored_block_of_different_shards(patch: pytest.MonkeyPatch) -> None:
 def restored_header_without_its_seal(patch: pytest.MonkeyPatch) -> None:
     """After a restart a torn or damaged header counts as a block."""
     rewrite(patch, scan._good_blocks, "good[_sealed(of_shard[good])]", "good")
+
+
+@caught_by("tests/core/test_device_headers.py::test_header_is_gone_before_its_slot_is_granted")
+def header_stays_when_its_slot_is_granted(patch: pytest.MonkeyPatch) -> None:
+    """After a restart a slot that was granted to somebody is found as the block that it held before."""
+    rewrite(patch, SlotPool.move, "source is SlotState.CACHED and", "source is SlotState.ABSENT and")
+
+
+@caught_by("tests/core/test_device_headers.py::test_header_appears_when_the_fence_has_signalled")
+def header_before_its_block_is_written(patch: pytest.MonkeyPatch) -> None:
+    """After a restart a block is found that was committed and never written."""
+    rewrite(patch, Managed.commit, "elif adopted:", "if adopted:")
+
+
+@caught_by("tests/service/test_device_headers.py::test_reply_that_grants_comes_after_the_headers")
+def header_after_the_reply(patch: pytest.MonkeyPatch) -> None:
+    """A slot's header goes after the reply that grants it: a daemon that is killed in between leaves wrong bytes."""
+    patch.setattr(Service, "carry_out", lambda self: None)
+
+
+@caught_by("tests/service/test_device_headers.py::test_late_reply_that_grants_comes_after_the_headers")
+def header_after_a_late_reply(patch: pytest.MonkeyPatch) -> None:
+    """The same of replies that come later."""
+    rewrite(patch, PendingReplies.done, "self._before_reply()", "pass")
+
+
+@caught_by("tests/service/test_device_headers.py::test_health_check_writes_after_the_headers")
+def header_after_a_health_check(patch: pytest.MonkeyPatch) -> None:
+    """A health check writes a slot whose header still names a block."""
+    rewrite(patch, HealthChecks._exercise, "self._before_probe()", "pass")
+
+
+@caught_by("tests/core/test_device_headers.py::test_commit_without_an_answer_is_undone")
+def block_found_that_its_engine_may_write(patch: pytest.MonkeyPatch) -> None:
+    """A block whose commit its engine has not heard of is found, and that engine goes on to write it."""
+
+    def take_back(self: ManagedSession, slots: Ranges[int]) -> bool:
+        self.quarantined = subtract(self.quarantined, slots) or self.quarantined
+        return True
+
+    patch.setattr(ManagedSession, "set_aside", lambda self, slots, cut_off: True)
+    patch.setattr(ManagedSession, "take_back", take_back)
+
+
+@caught_by("tests/core/test_device_headers.py::test_nothing_is_evicted_before_all_is_declared")
+def block_evicted_that_its_engine_reads(patch: pytest.MonkeyPatch) -> None:
+    """After a restart a block is evicted before its engine has said that it holds it."""
+    rewrite(patch, ManagedSession.restore, "pool.frozen = True", "pool.frozen = False")

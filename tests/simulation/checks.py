@@ -9,16 +9,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvcached.core.cache import Cache
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.tree import HOST
 from kvcached.core.insight.invariants import check
 from kvcached.core.session import ManagedSession
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SessionState, SlotState
 from kvcached.service import state_writer
 from kvcached.storage import client as link
-from tests.core.model import expand
 from tests.core.tier_world import _solid_slots as solid_slots
-from tests.simulation.memory import Shape
+from tests.simulation.memory import Shape, suspects_of
 from tests.simulation.scheduler import Broken
 
 if TYPE_CHECKING:
@@ -148,11 +147,12 @@ class Checks:
         for name, pool in cache.pools.items():
             tree = cache.managed.trees[name]
             shape, generation = world.shapes[tree.namespace], world.roots[tree.namespace]
-            suspects = _suspects(cache, tree, pool)
+            suspects = suspects_of(cache, tree, pool)
             for run in tree.runs():
                 for key, slot in solid_slots(run, pool.index).items():
                     if pool.state_of(slot) is SlotState.CACHED:
                         self._look_at_device(name, shape, generation, key, slot, is_suspect=slot in suspects)
+            self._look_at_headers(name, pool, suspects)
         hosts = {id(tree): (tree, world.roots[tree.namespace]) for tree in cache.managed.trees.values()}
         for space in cache.offload.namespaces.by_root.values():
             hosts[id(space.tree)] = space.tree, space.generation
@@ -161,6 +161,13 @@ class Checks:
                 for key, slot in solid_slots(run, HOST).items():
                     if tree.host is not None and tree.host.state_of(slot) is SlotState.CACHED:
                         self._look_at_host(world.shapes[tree.namespace], generation, key, slot)
+
+    def _look_at_headers(self, name: str, pool: DevicePool, suspects: set[int]) -> None:
+        """The headers of a pool name the blocks whose bytes are all there, and no others."""
+        named = set(self._daemon.workers[name].memories[0].headers.table.named_rows().tolist())
+        cached = {slot for slot in range(pool.slots) if pool.state_of(slot) is SlotState.CACHED}
+        if named != cached - suspects:
+            raise Broken(f"headers of {name} name {named}, cached are {cached}, without {suspects}")
 
     def _look_at_device(
         self, name: str, shape: Shape, generation: int, key: bytes, slot: int, *, is_suspect: bool
@@ -206,15 +213,6 @@ class Checks:
         }
         if any(left.values()):
             raise Broken(f"something is held that nobody holds: { {what: n for what, n in left.items() if n} }")
-
-
-def _suspects(cache: Cache, tree: PrefixTree, pool: DevicePool) -> set[int]:
-    """Slots of blocks that the core does not believe in before a fence has signalled."""
-    found: set[int] = set()
-    for session in cache.managed.sessions.values():
-        for hold in session.holds if session.pool is pool else ():
-            found.update(expand(tree.path_slots(hold.run, hold.suspect, hold.depth, pool.index).tobytes()))
-    return found
 
 
 def _state(cache: Cache) -> object:

@@ -185,6 +185,7 @@ class Daemon:
             host_geometry=self._world.shapes[first].geometry,
             write_policy=plan.write_policy,
             is_kept=self.workers[name].is_kept,
+            headers=self.workers[name].memories[0].headers,
         )
 
     def start(self) -> None:

@@ -9,9 +9,16 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from kvcached.core.cache import Cache
+from kvcached.core.index.tree import PrefixTree
+from kvcached.core.slots.slots import DevicePool
+from kvcached.memory.device_headers import DeviceHeaders, headers_bytes
+from kvcached.memory.header_table import HeaderTable
+from kvcached.memory.host_pool import MemoryIdentity
 from kvcached_client.blocks.header import NAMESPACE_BYTES, HeaderKind
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.slabs import HEADER_BYTES
+from tests.core.model import expand
 from tests.simulation.process import Process
 from tests.simulation.scheduler import Broken
 
@@ -157,17 +164,31 @@ class Memory:
         return _common(self.rotten, [span]) is not None
 
 
+class KeptHeaders(DeviceHeaders):
+    """The headers of a device pool, in memory that needs no mapping here."""
+
+    def __init__(self, handle: int, slots: int) -> None:
+        self.descriptor, self._number = handle, 0
+        self.table = HeaderTable(memoryview(bytearray(headers_bytes(slots))))
+
+    @property
+    def identity(self) -> MemoryIdentity:
+        return MemoryIdentity(1, self.descriptor)
+
+
 class DeviceMemory(Memory):
     """One shard's part of a device pool, which outlives workers and daemons.
 
     Attributes:
         handle: the descriptor by which it is passed on.
+        headers: of the pool's slots, where this is the first shard's part.
         unwritten: slots that were committed before they were written; the fence of that has not signalled.
     """
 
     def __init__(self, name: str, handle: int, slots: int, block_bytes: int) -> None:
         super().__init__(name, slots * block_bytes)
         self.handle = handle
+        self.headers = KeptHeaders(handle, slots)
         self.unwritten: set[int] = set()
         self._block_bytes = block_bytes
 
@@ -182,3 +203,12 @@ def _common(one: Iterable[Span], other: Sequence[Span]) -> Span | None:
             if start < last and first < end:
                 return max(start, first), min(end, last)
     return None
+
+
+def suspects_of(cache: Cache, tree: PrefixTree, pool: DevicePool) -> set[int]:
+    """Slots of blocks that the core does not believe in before a fence has signalled."""
+    found: set[int] = set()
+    for session in cache.managed.sessions.values():
+        for hold in session.holds if session.pool is pool else ():
+            found.update(expand(tree.path_slots(hold.run, hold.suspect, hold.depth, pool.index).tobytes()))
+    return found

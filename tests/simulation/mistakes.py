@@ -238,7 +238,7 @@ MISTAKES = [
     Mistake("leases not waited for", _leases_not_waited_for, (0,)),
     Mistake("renewal not written down", _renewal_not_written, (33, 40)),
     Mistake("cleared in name only", _cleared_in_name_only, (2, 3), reboots=True),
-    Mistake("cleared blocks stay", _cleared_blocks_stay, (1,)),
+    Mistake("cleared blocks stay", _cleared_blocks_stay, (0, 3)),
     Mistake("taken over late", _taken_over_late, (0, 1)),
     Mistake("own slots not taken back", _own_slots_not_taken_back, (0,)),
     Mistake("queued work forgotten", _queued_work_forgotten, (251, 388)),

@@ -1,4 +1,4 @@
-"""What a daemon's death leaves in the host pool is found by the next one, under every write policy."""
+"""What a daemon's death leaves in the pools is found by the next one, under every write policy."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvcached.core.cache import Cache
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import HOST, PrefixTree
 from kvcached.core.slots.states import SlotState
 from tests.core.tier_world import _solid_slots as solid_slots
 from tests.core.tier_world import keys_in
-from tests.simulation.memory import Shape
+from tests.simulation.memory import Shape, suspects_of
 from tests.simulation.scheduler import Broken
 
 if TYPE_CHECKING:
@@ -27,20 +28,31 @@ class _Kept(NamedTuple):
     blocks: list[tuple[bytes, int]]
 
 
+class _KeptOnDevice(NamedTuple):
+    """A block of a device pool that nobody may be writing, nor one before it."""
+
+    namespace: bytes
+    key: bytes
+    slot: int
+    is_held: bool
+
+
 class Survival:
     """Compares what a dead daemon had with what the next one has."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._kept: list[_Kept] = []
+        self._on_devices: dict[str, list[_KeptOnDevice]] = {}
 
     def note(self, daemon: Daemon) -> None:
         """A daemon is about to die."""
         self._kept = [each for tree, generation in _trees(self._world, daemon) for each in _paths(tree, generation)]
+        self._on_devices = {name: list(_on_device(daemon.cache, name)) for name in daemon.cache.pools}
 
     def forget(self) -> None:
         """The machine was restarted: nothing is left of it."""
-        self._kept = []
+        self._kept, self._on_devices = [], {}
 
     def look_at(self, daemon: Daemon) -> None:
         """The next one has taken over what there is.
@@ -66,6 +78,19 @@ class Survival:
                     )
                 self._world.seen["host block that survived its daemon"] += 1
         self._kept = []
+        for name, on_device in self._on_devices.items():
+            self._look_at_device(daemon, name, on_device)
+        self._on_devices = {}
+
+    def _look_at_device(self, daemon: Daemon, name: str, blocks: list[_KeptOnDevice]) -> None:
+        tree, pool = daemon.cache.tree_of(name), daemon.cache.pools[name]
+        found = {key: slot for run in tree.runs() for key, slot in solid_slots(run, pool.index).items()}
+        for namespace, key, slot, is_held in blocks if daemon.workers[name].is_kept else ():
+            if namespace != tree.namespace:
+                continue
+            if found.get(key) != slot or pool.state_of(slot) is not SlotState.CACHED:
+                raise Broken(f"slot {slot} of {name} was cached before the daemon died, and is not found by the next")
+            self._world.seen["device block that survived its daemon, held by no lease"] += not is_held
 
     def _is_damaged(self, shape: Shape, slot: int) -> bool:
         host = self._world.host
@@ -79,6 +104,23 @@ def _trees(world: World, daemon: Daemon) -> list[tuple[PrefixTree, int]]:
         *replicas.values(),
         *((space.tree, space.generation) for space in cache.offload.namespaces.by_root.values()),
     ]
+
+
+def _on_device(cache: Cache, name: str) -> Iterator[_KeptOnDevice]:
+    """Blocks whose bytes are all there, and those of all blocks before them."""
+    tree, pool = cache.tree_of(name), cache.pools[name]
+    suspects = suspects_of(cache, tree, pool)
+    broken: set[int] = set()  # runs below which nothing counts
+    for run in tree.runs():
+        segment = run.segments[pool.index]
+        if segment is None or id(run.parent) in broken:
+            broken.add(id(run))
+            continue
+        for place, (key, slot) in enumerate(solid_slots(run, pool.index).items()):
+            if slot in suspects or pool.state_of(slot) is not SlotState.CACHED:
+                broken.add(id(run))
+                break
+            yield _KeptOnDevice(tree.namespace, key, slot, place < segment.protected)
 
 
 def _paths(tree: PrefixTree, generation: int) -> list[_Kept]:

@@ -14,6 +14,7 @@ from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.run_tree import RunTree, resident
+from kvcached.core.messages import BlocksCached
 from kvcached.core.slots.host_slots import HostPool, SlabAllocator
 from kvcached.core.slots.ranges import (
     Ranges,
@@ -179,6 +180,13 @@ class PrefixTree(RunTree):
                     order.append(child)
                     waiting.append(child)
         return order
+
+    def cached_blocks(self, run: Run, start: int, depth: int, pool: DevicePool) -> BlocksCached:
+        """Blocks ``[start, depth)`` of the path to `run`, whose bytes are all there."""
+        keys = self.path_keys(run, max(start - 1, 0), depth)
+        slots = self.path_slots(run, start, depth, pool.index)
+        first = KEY_SIZE if start else 0
+        return BlocksCached(pool.name, start, keys[:first], keys[first:], slots)
 
     # --- host pool: reading -----------------------------------------------------------------------------------------
 

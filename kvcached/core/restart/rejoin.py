@@ -76,16 +76,19 @@ class Rejoin:
                 `Managed.load` gives slots in their place.
             keys: of the blocks that are there, committed or a hit.
             held: where they are. Other declared leases may hold the same, whether or not the tree has the blocks there.
-            own: its exclusive slots, in the order of the blocks that will lie in them.
+            own: its exclusive slots, in the order of the blocks that will lie in them. Blocks that are found in them
+                are found no more: the engine has not heard of their commit, and may be writing them.
 
         Raises:
             Refusal: stale, not declaring, another lease of that name, over a limit, or slots that are not set
-                aside for the session. Nothing has changed.
+                aside for the session. Nothing has changed but that blocks in `own` may be found no more.
         """
         session = self._declaring(session_id, epoch)
         blocks = len(keys) // KEY_SIZE
         self._check(session, request, blocks, hit, held)
         tree, pool, fence = session.tree, session.pool, session.inherited_fence
+        if not pool.has(own) or not self._cache.managed.set_aside(session, own):
+            raise Refusal(Why.SLOTS_NOT_SET_ASIDE, request=request, session=session_id)
         run, depth = tree.match(keys, blocks, pool.index)
         known, rest = cut(held, depth)
         copies, mine = _other_slots(known, tree.path_slots(run, 0, depth, pool.index)), chained(rest, own)

@@ -1,8 +1,9 @@
-"""The index anew from what lies in the host pool: blocks that say which one comes before them, as one tree of runs.
+"""The index anew from what lies in the pools: blocks that say which one comes before them, as one tree of runs.
 
-After a restart every block's header names its key, its parent's key and its depth. A block counts if all before it are
-there; of two copies of one key the newer one does. All steps but the last work on whole arrays: the last one makes an
-object for each run.
+After a restart every block's header names its key, its parent's key and its depth. The host pool's blocks come first;
+those of device pools, where every chain begins with its first block, are put beside them. A block counts if all before
+it are there; of two copies of one key the newer one does. All steps but the last work on whole arrays: the last one
+makes an object for each run.
 """
 
 from __future__ import annotations
@@ -18,19 +19,22 @@ from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.run_tree import resident
 from kvcached.core.index.tree import HOST, PrefixTree
 from kvcached.core.slots.host_slots import HostPool
-from kvcached.core.slots.ranges import Ranges, no_ranges, pairs
+from kvcached.core.slots.ranges import Ranges, no_ranges, pairs, subtract
+from kvcached.core.slots.slots import DevicePool
+from kvcached.core.slots.states import SlotState
+from kvcached_client.types import WritePolicy
 
 _Ints = npt.NDArray[np.int64]
 
 
 class StoredBlocks(NamedTuple):
-    """Complete copies in the host pool, one row for each, in any order.
+    """Complete copies in the host pool, or complete blocks in a device pool, one row for each, in any order.
 
     Attributes:
         keys, parents: 16 bytes each, uint8; parents of first blocks are zero.
         depths: blocks before it in its chain.
         slots: where it lies; each is named once.
-        ages: the larger, the later it was stored.
+        ages: the larger, the later it was stored, or computed.
     """
 
     keys: npt.NDArray[np.uint8]
@@ -56,15 +60,31 @@ def restore(
     Raises:
         ValueError: a slot is in none of the slabs.
     """
-    parents, rows = _linked(found)
-    heads = _run_heads(parents, rows)
-    depths = found.depths
-    order = rows[np.lexsort((depths[rows], heads[rows], depths[heads[rows]]))]
-    used = np.sort(found.slots[order])
+    runs = _chained(found)
+    used = np.sort(found.slots[runs.order])
     pool.restore(slabs, _others(pool, slabs, used, set_aside), ranges_of(used), set_aside, cause)
-    if len(order):
-        _grow(tree, found, order, parents, np.flatnonzero(np.diff(heads[order], prepend=-1)))
-    return len(order)
+    if len(runs.order):
+        _grow(tree, found, runs)
+    return len(runs.order)
+
+
+def restore_device(tree: PrefixTree, pool: DevicePool, found: StoredBlocks, cause: str) -> Ranges[int]:
+    """Put an empty device pool's blocks into its tree, beside what the host pool has. Returns the slots that they use.
+
+    Args:
+        tree: in which its host pool's blocks are already.
+        pool: all of its slots are free.
+        found: its blocks. Those whose chain has a gap before them are left out.
+        cause: for the journal.
+    """
+    runs = _chained(found)
+    if not len(runs.order):
+        return no_ranges()
+    used, every = ranges_of(np.sort(found.slots[runs.order])), pool.take(pool.free, SlotState.QUARANTINED, cause)
+    pool.move(used, SlotState.QUARANTINED, SlotState.CACHED, cause)
+    pool.move(subtract(every, used) or no_ranges(), SlotState.QUARANTINED, SlotState.FREE, cause)
+    _grow_device(tree, pool, found, runs)
+    return used
 
 
 def ranges_of(slots: _Ints) -> Ranges[int]:
@@ -82,6 +102,41 @@ def _others(pool: HostPool, slabs: list[int], used: _Ints, set_aside: Ranges[int
         free[first : first + count] = False
     free[used] = False
     return ranges_of(np.flatnonzero(free))
+
+
+class _Runs(NamedTuple):
+    """Rows of blocks whose chains are whole, by the runs that they form.
+
+    Attributes:
+        order: a run's rows together, in the order of the chain, and runs after those above them.
+        starts: where in `order` each run begins.
+        above: the run above each, counted from 1; 0 = the root.
+    """
+
+    order: _Ints
+    starts: _Ints
+    above: list[int]
+
+    @property
+    def bounds(self) -> list[int]:
+        """Where each run begins, and where the last one ends."""
+        return [*self.starts.tolist(), len(self.order)]
+
+    def by_age(self, ages: _Ints) -> _Ints:
+        """The runs, counted from 0, the one whose newest block is oldest first."""
+        return np.argsort(np.maximum.reduceat(ages[self.order], self.starts), kind="stable")
+
+
+def _chained(found: StoredBlocks) -> _Runs:
+    """The runs of all blocks that have no gap before them."""
+    parents, rows = _linked(found)
+    heads = _run_heads(parents, rows)
+    depths = found.depths
+    order = rows[np.lexsort((depths[rows], heads[rows], depths[heads[rows]]))]
+    starts = np.flatnonzero(np.diff(heads[order], prepend=-1))
+    run_at = np.zeros(len(parents), np.int64)  # of a row
+    run_at[order] = np.repeat(np.arange(1, len(starts) + 1), np.diff([*starts.tolist(), len(order)]))
+    return _Runs(order, starts, run_at[parents[order[starts]]].tolist())
 
 
 def _linked(found: StoredBlocks) -> tuple[_Ints, _Ints]:
@@ -175,21 +230,18 @@ def _followed(pointers: _Ints) -> _Ints:
         pointers = further
 
 
-def _grow(tree: PrefixTree, found: StoredBlocks, order: _Ints, parents: _Ints, starts: _Ints) -> None:
-    """Make the runs. `order` has a run's rows together, runs after those above them; `starts` is where each begins."""
-    bounds = [*starts.tolist(), len(order)]
+def _grow(tree: PrefixTree, found: StoredBlocks, runs: _Runs) -> None:
+    """Make the runs of an empty tree."""
+    order, starts, bounds = runs.order, runs.starts, runs.bounds
     stamps = np.empty(len(starts), np.int64)
-    stamps[np.argsort(np.maximum.reduceat(found.ages[order], starts), kind="stable")] = np.arange(1, len(starts) + 1)
-    run_at = np.zeros(len(parents), np.int64)  # of a row, counted from 1; 0 = the root
-    run_at[order] = np.repeat(np.arange(1, len(starts) + 1), np.diff(bounds))
-    above = run_at[parents[order[starts]]].tolist()
+    stamps[runs.by_age(found.ages)] = np.arange(1, len(starts) + 1)
     depths = found.depths[order[starts]].tolist()
     keys = found.keys[order].tobytes()
     ranges, places = _packed(found.slots[order], starts)
     segments = [resident(tree.root, HOST)]
     members = len(tree.members)
     for (first, end), start, parent, stamp, (begin, stop) in zip(
-        pairwise(bounds), depths, above, stamps.tolist(), pairwise([*places, len(ranges)]), strict=True
+        pairwise(bounds), depths, runs.above, stamps.tolist(), pairwise([*places, len(ranges)]), strict=True
     ):
         upper = segments[parent]
         run = Run(keys[first * KEY_SIZE : end * KEY_SIZE], start, upper.run, members)
@@ -204,6 +256,30 @@ def _grow(tree: PrefixTree, found: StoredBlocks, order: _Ints, parents: _Ints, s
     for segment in sorted(segments[1:], key=attrgetter("last_used")):
         if not segment.resident_children:
             tree.policies[HOST].add(segment)
+
+
+def _grow_device(tree: PrefixTree, pool: DevicePool, found: StoredBlocks, runs: _Runs) -> None:
+    """Put the runs into a tree that may have some of their blocks in other pools already."""
+    keys = found.keys[runs.order].tobytes()
+    ranges, places = _packed(found.slots[runs.order], runs.starts)
+    ends = [(tree.root, 0)]
+    for (first, end), above, (begin, stop) in zip(
+        pairwise(runs.bounds), runs.above, pairwise([*places, len(ranges)]), strict=True
+    ):
+        run, depth = ends[above]
+        own = keys[first * KEY_SIZE : end * KEY_SIZE]
+        grown = tree.commit(tree.resolve(run, depth), depth, own, ranges[begin:stop], pool.index)
+        ends.append((grown.run, depth + end - first))
+    for number in runs.by_age(found.ages).tolist():
+        run = tree.resolve(*ends[1 + number])
+        tree.touch(run, pool.index)
+        segment = resident(run, pool.index)
+        if not segment.resident_children:
+            tree.policies[pool.index].add(segment)
+            depth = run.start + segment.length
+            is_copied = tree.host is not None and tree.write_policy is WritePolicy.WRITE_THROUGH
+            if is_copied and tree.missing_in_host(run, depth):
+                pool.note_unstored(run, depth)
 
 
 def _packed(slots: _Ints, starts: _Ints) -> tuple[Ranges[int], list[int]]:

@@ -1,4 +1,4 @@
-"""A new daemon's cache takes over what one before it has left: host copies, namespaces, and engines that still live.
+"""A new daemon's cache takes over what one before it has left: blocks, namespaces, and engines that still live.
 
 Done once, before the first request. Whoever reads the ledger and the headers says what there is; this fills the trees.
 """
@@ -14,9 +14,9 @@ import numpy.typing as npt
 from kvcached.core.cache import Cache
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.namespaces import NamespaceSpec
-from kvcached.core.restart.restore import StoredBlocks, ranges_of, restore
+from kvcached.core.restart.restore import StoredBlocks, ranges_of, restore, restore_device
 from kvcached.core.slots.host_slots import HostPool
-from kvcached.core.slots.ranges import Ranges, no_ranges
+from kvcached.core.slots.ranges import Ranges, no_ranges, slot_count
 from kvcached.core.slots.slots import SlotPool
 from kvcached_client.types import SessionId, WritePolicy
 
@@ -33,11 +33,13 @@ class RestoredCache:
 
     Attributes:
         blocks: host copies that are in the index again.
+        device_blocks: blocks of device pools that are.
         namespaces_policy: write policy of new namespaces of engines in offload mode.
     """
 
     def __init__(self, cache: Cache) -> None:
         self.blocks = 0
+        self.device_blocks = 0
         self._cache = cache
         self.namespaces_policy = cache.offload.namespaces.write_policy
         self._claimed: dict[Owner, list[tuple[SlotPool, Ranges[int]]]] = {}
@@ -45,6 +47,16 @@ class RestoredCache:
     def replica(self, name: str, slabs: list[int], found: StoredBlocks) -> None:
         """The host copies of a replica's namespace; once for all replicas that share it."""
         self._fill(self._cache.tree_of(name), slabs, found, {})
+
+    def device_pool(self, name: str, found: StoredBlocks) -> Ranges[int]:
+        """The blocks in a replica's device pool, after the host copies of its namespace and before its engine.
+
+        Returns the slots of those that are in the index again.
+        """
+        tree, pool = self._cache.tree_of(name), self._cache.pools[name]
+        used = restore_device(tree, pool, found, _CAUSE)
+        self.device_blocks += slot_count(used)
+        return used
 
     def namespace(
         self,
@@ -74,7 +86,7 @@ class RestoredCache:
         return self._cache.restore_offload(root, self._claimed.pop(owner, [])).id
 
     def pool_session(self, replica: str) -> SessionId:
-        """A session on a device pool whose memory is still the same: expired, with all slots of the pool."""
+        """A session on a device pool whose memory is still the same: expired, with all slots that hold no block."""
         return self._cache.restore_session(replica).id
 
     def _fill(self, tree: PrefixTree, slabs: list[int], found: StoredBlocks, claims: Claims) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import deque
 
 from kvcached.core.index.run import Run
+from kvcached.core.messages import BlocksUncached, HeaderChange
 from kvcached.core.slots.free_ranges import FreeRanges
 from kvcached.core.slots.journal import IllegalTransition, Journal
-from kvcached.core.slots.ranges import Ranges, cut, join, one_range, pairs
+from kvcached.core.slots.ranges import Ranges, cut, join, one_range, pairs, slot_count
 from kvcached.core.slots.states import SLOT_TRANSITIONS, SlotState
 
 _EDGES = tuple(
@@ -36,6 +37,8 @@ class SlotPool:
         protected: blocks of the index in this pool that eviction cannot have.
         clock: logical time of last use; grows with every touch.
         journal: what happened to slots.
+        header_changes: of a device pool: told of every slot that leaves CACHED; None of the host pool, whose headers
+            are written by who writes its blocks.
     """
 
     __slots__ = (
@@ -45,6 +48,7 @@ class SlotPool:
         "_states",
         "clock",
         "counts",
+        "header_changes",
         "journal",
         "name",
         "protected",
@@ -56,6 +60,7 @@ class SlotPool:
         self.slots = slots
         self.clock = 0
         self.journal = Journal()
+        self.header_changes: list[HeaderChange] | None = None
         self._pattern_length = min(slots, _PATTERN_LENGTH_MAX)
         self._patterns = tuple(bytes([state]) * self._pattern_length for state in SlotState)
         self._set_all(initial)
@@ -79,6 +84,11 @@ class SlotPool:
     def holds(self, first: int, count: int, state: SlotState) -> bool:
         """Whether the slots ``[first, first + count)`` exist and are all in one state."""
         return first >= 0 and self._states.startswith(bytes([state]) * count, first)
+
+    def has(self, ranges: Ranges[int]) -> bool:
+        """Whether all these slots exist, no more than there are."""
+        exist = all(first >= 0 and count > 0 and first + count <= self.slots for first, count in pairs(ranges))
+        return exist and slot_count(ranges) <= self.slots
 
     def count_in(self, first: int, count: int, state: SlotState) -> int:
         """How many of the slots ``[first, first + count)`` are in a state."""
@@ -129,7 +139,10 @@ class SlotPool:
         counts = self.counts
         counts[source] -= moved
         counts[target] += moved
-        self.journal.record(cause, source, target, ranges[:])
+        copy = ranges[:]
+        self.journal.record(cause, source, target, copy)
+        if source is SlotState.CACHED and self.header_changes is not None:
+            self.header_changes.append(BlocksUncached(self.name, copy))
 
     def _undo(self, ranges: Ranges[int], source: SlotState) -> None:
         for first, count in pairs(ranges):
@@ -158,11 +171,14 @@ class DevicePool(SlotPool):
         orphaned: FILLING slots that are not in the tree any more, because a load before theirs failed.
         paused: no copies are started, because somebody has asked for that.
         clearing: its namespace is being cleared: nobody gets a session, and no copies are started.
+        frozen: an engine from before a restart may use any of its blocks: none is evicted, and no copies are started.
         stores_paused: a store failed or was refused: demotion starts no further one before the next tick.
         demand: slots that somebody waits for while blocks are written back; 0 where nobody does.
         failed_stores: paths whose store failed, tried once more at the next tick.
         unstored: ends of committed paths that the host pool is to get, oldest first, as (run, depth).
     """
+
+    header_changes: list[HeaderChange]
 
     __slots__ = (
         "block_size",
@@ -170,6 +186,7 @@ class DevicePool(SlotPool):
         "demand",
         "epoch",
         "failed_stores",
+        "frozen",
         "healthy",
         "index",
         "load_quota",
@@ -194,8 +211,10 @@ class DevicePool(SlotPool):
         watermark: int = 0,
         load_threshold: int = 1,
         load_quota: int | None = None,
+        header_changes: list[HeaderChange] | None = None,
     ) -> None:
         super().__init__(name, slots, SlotState.FREE)
+        self.header_changes = [] if header_changes is None else header_changes
         self.index = index
         self.block_size = block_size
         self.shards = shards
@@ -208,6 +227,7 @@ class DevicePool(SlotPool):
         self.demand = 0
         self.paused = False
         self.clearing = False
+        self.frozen = False
         self.stores_paused = False
         self.failed_stores: deque[tuple[Run, int]] = deque(maxlen=FAILED_STORES_MAX)
         self.unstored: deque[tuple[Run, int]] = deque(maxlen=UNSTORED_MAX)
@@ -216,12 +236,14 @@ class DevicePool(SlotPool):
     def evictable(self) -> int:
         """Slots of the index that eviction can free."""
         counts = self.counts
+        if self.frozen:
+            return 0
         return counts[SlotState.CACHED] + counts[SlotState.FILLING] - self.orphaned - self.protected
 
     @property
     def copies(self) -> bool:
         """Whether copies may be started."""
-        return self.healthy and not (self.paused or self.clearing)
+        return self.healthy and not (self.paused or self.clearing or self.frozen)
 
     def lose_workers(self) -> None:
         """Nothing is copied until `restore_workers`."""

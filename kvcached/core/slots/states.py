@@ -43,10 +43,12 @@ SLOT_TRANSITIONS: frozenset[tuple[SlotState, SlotState]] = frozenset(
         (SlotState.LEASED, SlotState.FENCED),  # released, work still queued
         (SlotState.LEASED, SlotState.QUARANTINED),  # its session stopped answering
         (SlotState.CACHED, SlotState.FREE),  # evicted or dropped
-        # committed under a fence that a stopped session never signalled; a bad host block that storage reads yet
+        # committed under a fence that a stopped session never signalled; a bad host block that storage reads yet;
+        # after a restart: its engine says that it may be writing it
         (SlotState.CACHED, SlotState.QUARANTINED),
         (SlotState.FENCED, SlotState.FREE),  # fence signalled
         (SlotState.QUARANTINED, SlotState.FREE),  # death confirmed
+        (SlotState.QUARANTINED, SlotState.CACHED),  # after a restart: its header says that its block is complete
         (SlotState.QUARANTINED, SlotState.LEASED),  # after a restart: its engine says that a lease holds it
         (SlotState.QUARANTINED, SlotState.FENCED),  # after a restart: no lease holds it, but work may be queued on it
         (SlotState.LEASED, SlotState.FILLING),  # a device slot that a load will write
