@@ -228,7 +228,8 @@ class ManagedSession(Session[ManagedLease]):
     def restore(self) -> None:
         """It is from before a restart: it could write every slot that is not known to be cached, and use the others."""
         pool = self.pool
-        self.freezes = pool.frozen = True
+        self.freezes = True
+        pool.freeze()
         cause = f"session {self.id} from before the restart"
         self.quarantined = join([pool.take(pool.free, SlotState.QUARANTINED, cause)])
         self.declaring = True
@@ -300,7 +301,8 @@ class ManagedSession(Session[ManagedLease]):
     def thaw(self) -> None:
         """Its engine uses none of the pool's blocks any more but those that its leases have locked."""
         if self.freezes:
-            self.freezes = self.pool.frozen = False
+            self.freezes = False
+            self.pool.thaw()
 
     def declared(self) -> int:
         """It has declared everything. Slots that it has not named are free, at once or when `inherited_fence` signals.

@@ -120,7 +120,7 @@ ATTACHED: list[wire.Request] = [
         ([header(**{**ACQUIRE, "tokens": -1}), KEYS], "malformed", 5),
         ([header(**{**ACQUIRE, "tokens": (1 << 20) + 1}), KEYS], "malformed", 5),
         ([header(**ACQUIRE), KEYS], "no_session", 5),
-        ([wire.encode(TRANSFER_DONE)], "bad_frames", 7),
+        ([wire.encode(TRANSFER_DONE)], "no_session", 7),
         ([wire.encode(TRANSFER_DONE), bytes(5)], "bad_frames", 7),
         ([wire.encode(TRANSFER_DONE), bytes(4), bytes(4)], "bad_frames", 7),
         ([wire.encode(TRANSFER_DONE), bytes(4)], "no_session", 7),

@@ -56,7 +56,7 @@ VERBS = (
     wire.WaitForSlots,
 )
 #: In every run of the tests, with a machine that is restarted now and then.
-REBOOT_SEEDS = (0, 17)
+REBOOT_SEEDS = (0, 22)
 EXPECTED_OF_LIVES = (
     "machine restarted",
     "namespace of engines cleared by people",

@@ -261,6 +261,14 @@ class DevicePool(SlotPool):
         """The end of `pause`."""
         self.paused = False
 
+    def freeze(self) -> None:
+        """An engine from before a restart may use any of its blocks."""
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """No engine uses any of its blocks but those that leases have locked."""
+        self.frozen = False
+
     def begin_clear(self) -> None:
         """Its namespace is being cleared."""
         self.clearing = True
