@@ -237,8 +237,8 @@ def work(request: pytest.FixtureRequest) -> Work:
 
 @pytest.fixture
 def hasty(daemon: FakeDaemon, pool: int) -> Iterator[OffloadShard]:
-    """A shard that waits for an answer 50 ms only."""
-    with OffloadShard.join(offer(daemon, pool), 1, pages(), deadline_ms=50) as joined:
+    """A shard that waits for an answer 300 ms only."""
+    with OffloadShard.join(offer(daemon, pool), 1, pages(), deadline_ms=300) as joined:
         yield joined
 
 
@@ -261,10 +261,10 @@ def test_silence_is_a_typed_error(daemon: FakeDaemon, hasty: OffloadShard, work:
     daemon.script = lambda request, frames: (SILENCE, [])
     with pytest.raises(DeadlineExceeded):
         work(hasty)
-    assert len(daemon.requests) == 2
 
     daemon.script = None
     work(hasty)
+    assert len(daemon.requests) == 3  # noted in their order, maybe some time after they were sent
 
 
 def test_end_of_the_session_is_a_typed_error(daemon: FakeDaemon, shard: OffloadShard, work: Work) -> None:

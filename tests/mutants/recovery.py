@@ -128,4 +128,4 @@ def block_found_that_its_engine_may_write(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_device_headers.py::test_nothing_is_evicted_before_all_is_declared")
 def block_evicted_that_its_engine_reads(patch: pytest.MonkeyPatch) -> None:
     """After a restart a block is evicted before its engine has said that it holds it."""
-    rewrite(patch, ManagedSession.restore, "pool.frozen = True", "pool.frozen = False")
+    rewrite(patch, ManagedSession.restore, "pool.freeze()", "pool.thaw()")
