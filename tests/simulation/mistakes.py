@@ -233,7 +233,7 @@ MISTAKES = [
     Mistake("late tick expires sessions", _late_tick_expires, (2, 3)),
     Mistake("claims not written", _claims_not_written, (104, 122)),
     Mistake("engine of before forgotten", _engine_of_before_forgotten, (9,)),
-    Mistake("pause that ended holds", _pause_that_ended_holds, (425, 464)),
+    Mistake("pause that ended holds", _pause_that_ended_holds, (381,)),
     Mistake("paused copies start", _paused_copies_start, (3,)),
     Mistake("leases not waited for", _leases_not_waited_for, (1, 4)),
     Mistake("renewal not written down", _renewal_not_written, (33, 40)),
