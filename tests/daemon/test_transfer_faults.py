@@ -352,6 +352,6 @@ def test_host_copies_outlive_a_crash_loop(tmp_path: Path) -> None:
             assert loads(engine, written)
         assert is_sound(daemon)
         log = (tmp_path / "run.log").read_text()
-    pauses = [log.find(f"started again in {seconds} s") for seconds in ("0.5", "1", "2")]
+    pauses = [log.find(f"started again in {seconds} s") for seconds in ("0", "0.5", "1")]
     assert -1 not in pauses
     assert pauses == sorted(pauses)

@@ -90,7 +90,7 @@ def test_what_was_cleared_stays_cleared_though_nobody_was_told(tmp_path: Path, w
         with Admin.connect(supervisor.run_dir, deadline_ms=PATIENCE_S * 1000) as admin:
             (before,) = admin.describe().replicas
             renew = partial(admin.set_weights, "default", weights) if weights else partial(admin.clear, "default")
-            with pytest.raises(DaemonUnreachable, match="before it answered"):
+            with pytest.raises(DaemonUnreachable, match="before it replied"):
                 renew()
         assert faults.reached() == [case.failpoint]
         until(lambda: can_work(supervisor.run_dir), "the daemon never came back")
