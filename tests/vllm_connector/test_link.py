@@ -401,7 +401,7 @@ def test_fault_in_the_thread_answers_what_waits(rig: Rig, caplog: pytest.LogCapt
     assert rig.link._thread is not None
     rig.link._thread.join(10)
     assert not rig.link.submit(seek(3))
-    assert "a fault of kvcached" in caplog.text
+    assert "internal error, the connection to the daemon is closed" in caplog.text
 
 
 def broken(*_: object) -> None:

@@ -166,7 +166,7 @@ def test_stream_takes_commands_while_a_copy_runs() -> None:
     running = Running(held=True)
     for index in range(REQUESTS_IN_FLIGHT_MAX):
         running.submit(1 + index, STORE if index % 2 else LOAD)
-    with pytest.raises(NotTaken, match="too many commands wait"):
+    with pytest.raises(NotTaken, match="too many requests wait"):
         running.submit(1000, LOAD)
     assert running.acks.empty()
 
