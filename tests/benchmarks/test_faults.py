@@ -23,9 +23,9 @@ def test_slots_and_clients_are_free_soon(tmp_path: Path, kind: Kind) -> None:
     assert 0 < unblocked_s(tmp_path / "client", kind) <= 1
 
 
-def test_worker_is_back_after_its_pause(tmp_path: Path) -> None:
-    """The time of a worker's return has the pause before the first restart in it."""
-    assert worker_back_s(tmp_path) > 0.5
+def test_worker_is_back_soon(tmp_path: Path) -> None:
+    """A worker that died by chance is replaced without a pause."""
+    assert 0 < worker_back_s(tmp_path) <= 5
 
 
 def test_blocks_are_usable_after_a_restart(tmp_path: Path) -> None:

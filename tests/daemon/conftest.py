@@ -99,7 +99,9 @@ class EngineProcess(LineProcess):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__("tests.daemon.engine_process", str(run_dir))
-        assert self.hear() == "holds 4"
+        if (said := self.hear()) != "holds 4":
+            self.end()
+            raise AssertionError(f"the engine process said {said!r}")
 
 
 def pool_stats(run_dir: Path, replica: str = "default") -> PoolStats:

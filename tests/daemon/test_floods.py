@@ -64,6 +64,18 @@ def test_flood_of_one_process_harms_no_other(small_daemon: RunningDaemon, kind: 
     assert log.stat().st_size - logged < LOGGED_BYTES_MAX
 
 
+@pytest.mark.parametrize("kind", ["idle rpc", "no zmtp"])
+def test_clients_connect_while_the_listener_is_full(small_daemon: RunningDaemon, kind: str) -> None:
+    """A process that takes each place of the listener that becomes free keeps no client out."""
+    flooder = LineProcess("tests.daemon.flooder", str(small_daemon.run_dir), kind)
+    try:
+        assert flooder.hear() == "flooding"
+        for _ in range(15):
+            Client.connect(small_daemon.run_dir).close()
+    finally:
+        flooder.end()
+
+
 def test_running_engine_connects_again_during_a_flood(small_daemon: RunningDaemon) -> None:
     """Half-open attach connections keep out neither a new engine nor one that was there."""
     with Client.connect(small_daemon.run_dir) as client:
