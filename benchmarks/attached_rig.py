@@ -230,7 +230,7 @@ size_bytes = {slabs * _SLAB_BYTES}
 slab_bytes = {_SLAB_BYTES}
 verify_loads = {str(verify).lower()}
 
-[attached]
+[offload]
 namespaces_max = 1
 """
 

@@ -32,7 +32,7 @@ CONFIG: Final = f"""
 size_bytes = {16 * _SLAB_BYTES}
 slab_bytes = {_SLAB_BYTES}
 
-[attached]
+[offload]
 """
 assert BLOCKS * BLOCK_BYTES <= _SLAB_BYTES
 #: States of slots that a dead engine may still write.

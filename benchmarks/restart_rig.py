@@ -71,7 +71,7 @@ def restart(directory: Path, prompts: int = PROMPTS) -> Restart:
 def _supervised(prompts: int, directory: Path) -> Iterator[int]:
     """The pid of a supervisor whose daemon is ready."""
     slabs = -(-prompts * _PROMPT_BLOCKS // (_SLAB_BYTES // (BLOCK_BYTES + 128) - 64)) + 1
-    config = f"[host]\nsize_bytes = {slabs * _SLAB_BYTES}\nslab_bytes = {_SLAB_BYTES}\n[attached]\n"
+    config = f"[host]\nsize_bytes = {slabs * _SLAB_BYTES}\nslab_bytes = {_SLAB_BYTES}\n[offload]\n"
     with daemon_process(config, directory, command="supervise") as supervisor:
         yield supervisor.pid
 

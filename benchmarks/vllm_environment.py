@@ -108,6 +108,6 @@ def daemon_config(host_bytes: int) -> str:
 size_bytes = {(host_bytes // slab_bytes + 2) * slab_bytes}
 slab_bytes = {slab_bytes}
 
-[attached]
+[offload]
 namespaces_max = 2
 """

@@ -37,13 +37,13 @@ def build_cache(
         epoch=epoch,
         session_ttl_ms=config.session_ttl_ms,
         host_slabs=0 if config.host is None else config.host.slabs,
-        namespaces_max=0 if config.attached is None else config.attached.namespaces_max,
+        namespaces_max=0 if config.offload is None else config.offload.namespaces_max,
         pin_quota_percent=config.pin_quota_percent,
         host_eviction_policy="lru" if config.host is None else config.host.eviction_policy,
         storage=storage_spec(config),
         generations=all_generations,
         host_quota=host_quota(config.host),
-        offload_write_policy=WritePolicy(config.attached.write_policy if config.attached else "write_through"),
+        offload_write_policy=WritePolicy(config.offload.write_policy if config.offload else "write_through"),
     )
 
 

@@ -186,7 +186,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         cache = build_cache(config, generations, policies, epoch, Generations(first + 1, editions))
         headers = None if host is None else HostHeaders(host)
         taken = take_over_timed(inheritance, cache, replicas, headers)
-        share = None if host is None or config.attached is None else _share(host, verify_loads=verify_loads)
+        share = None if host is None or config.offload is None else _share(host, verify_loads=verify_loads)
         state_place = StatePlace(ledger_file(config.run_dir), boot_id(), inheritance.host_record())
         service = _service(config, cache, replicas, share, state_place, headers)
         attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service)
@@ -225,7 +225,7 @@ def _pools(config: Config) -> list[str]:
     names = [replica.name for replica in config.replica]
     if config.host is not None:
         names.append(f"host pool of {config.host.slabs} x {config.host.slab_bytes} bytes")
-    if config.attached is not None:
+    if config.offload is not None:
         names.append("engines in offload mode")
     return names
 

@@ -29,7 +29,7 @@ _PATIENCE_S: Final = 60
 
 _SLAB_BYTES: Final = 64 << 20
 #: Offloading only: no replica, so the daemon starts no worker and imports no torch.
-CONFIG: Final = f"[host]\nsize_bytes = {2 * _SLAB_BYTES}\nslab_bytes = {_SLAB_BYTES}\n[attached]\n"
+CONFIG: Final = f"[host]\nsize_bytes = {2 * _SLAB_BYTES}\nslab_bytes = {_SLAB_BYTES}\n[offload]\n"
 
 #: By metric: the kinds of `tests.daemon.flooder`.
 FLOODS: Final = {

@@ -54,7 +54,7 @@ def init(engine: str, disk: Path | None, directory: Path, *, force: bool) -> Non
         )
     directory = directory.absolute()
     configuration = directory / _CONFIGURATION
-    name = {"vllm": "attached-cpu.toml" if disk is None else "attached-disk.toml", "engine": "cpu-tp1.toml"}[engine]
+    name = {"vllm": "offload-cpu.toml" if disk is None else "offload-disk.toml", "engine": "cpu-tp1.toml"}[engine]
     text = _shipped(name).replace(f"configs/{name}", str(configuration))
     if disk is not None:
         text = text.replace(_SHIPPED_DISK, str(disk.absolute()))

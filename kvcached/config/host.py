@@ -162,8 +162,8 @@ class HostConfig(Table):
             )
 
 
-class AttachedConfig(Table):
-    """``[attached]``: engines that keep their own device memory may use the host pool. Without the table none may."""
+class OffloadConfig(Table):
+    """``[offload]``: engines that keep their own device memory may use the host pool. Without the table none may."""
 
     namespaces_max: int = Field(
         default=8,

@@ -33,6 +33,8 @@ _WHAT = {
     "string_too_short": "is too short",
     "tuple_type": "is no array of tables",
 }
+#: The present names of tables that had another one.
+_NEW_NAMES = {"attached": "offload"}
 _UNITS = {"_ms": "milliseconds", "_tokens": "tokens"}
 #: Keys that end so are sizes (`kvcached.config.size`).
 _SIZE_SUFFIXES = ("_bytes", "_bytes_per_s")
@@ -137,7 +139,8 @@ def _explain(details: ErrorDetails, model: type[BaseModel], location: Location) 
     table, schema = _schema_at(model, location)
     if details["type"] == "extra_forbidden":
         known = sorted(table.get("properties", {}))
-        near = difflib.get_close_matches(str(location[-1]), known, n=1)
+        key = str(location[-1])
+        near = difflib.get_close_matches(_NEW_NAMES.get(key, key), known, n=1)
         return "there is no such key", f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
     expected = expectation(str(location[-1]), schema)
     if details["type"] == "missing":

@@ -18,7 +18,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic.functional_validators import AfterValidator
 
-from kvcached.config.host import AttachedConfig, HostConfig
+from kvcached.config.host import HostConfig, OffloadConfig
 from kvcached.config.problems import ConfigError, Places, key_lines, mistake, problems_of
 from kvcached.config.replica import FilePath, ReplicaConfig
 from kvcached.config.sources import overlay_environment, read_config_file
@@ -123,7 +123,7 @@ class Config(Table):
     host: HostConfig | None = Field(
         default=None, description="The host tier; without this table there is no host tier."
     )
-    attached: AttachedConfig | None = Field(
+    offload: OffloadConfig | None = Field(
         default=None,
         description="Serve engines in offload mode, which keep their own device memory and share the host pool, such"
         " as vLLM; without this table they are refused.",
@@ -134,7 +134,7 @@ class Config(Table):
     replica: Annotated[tuple[ReplicaConfig, ...], AfterValidator(_not_too_many)] = Field(
         default=(),
         strict=False,
-        description="The device pools. At least one, or `[attached]`, or both.",
+        description="The device pools. At least one, or `[offload]`, or both.",
     )
 
     _places: Places = PrivateAttr(default_factory=Places)
@@ -151,14 +151,14 @@ class Config(Table):
 
     @model_validator(mode="after")
     def _check_there_is_something(self) -> Self:
-        if not self.replica and self.attached is None:
+        if not self.replica and self.offload is None:
             raise mistake(
-                "is missing, and so is [attached]",
-                "name the pools to serve, each as [[replica]], or add [attached]",
+                "is missing, and so is [offload]",
+                "name the pools to serve, each as [[replica]], or add [offload]",
                 ("replica",),
             )
-        if self.attached is not None and self.host is None:
-            raise mistake("does nothing without [host]", "add [host], or remove it", ("attached",))
+        if self.offload is not None and self.host is None:
+            raise mistake("does nothing without [host]", "add [host], or remove it", ("offload",))
         if self.storage is not None and self.host is None:
             raise mistake("does nothing without [host]", "add [host], or remove it", ("storage",))
         return self
@@ -198,7 +198,7 @@ class Config(Table):
             layouts = {replica.name: replica.layout for replica in self.replica}
             check_policies([(replica.name, replica.namespace(0), replica.write_policy) for replica in self.replica])
             namespaces = {replica.namespace(0) for replica in self.replica}
-            self.host.check(layouts, namespaces=len(namespaces) + (self.attached is not None))
+            self.host.check(layouts, namespaces=len(namespaces) + (self.offload is not None))
         return self
 
 

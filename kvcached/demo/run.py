@@ -82,7 +82,7 @@ run_dir = "{{directory}}/run"
 size_bytes = {176 << 20}
 slab_bytes = {8 << 20}
 
-[attached]
+[offload]
 
 [storage]
 

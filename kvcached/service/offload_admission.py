@@ -220,7 +220,7 @@ class OffloadAdmission:
             raise request_error(
                 ErrorCode.UNKNOWN_REPLICA,
                 "this daemon serves no engines in offload mode",
-                "put an [attached] table into its configuration",
+                "put an [offload] table into its configuration",
             )
         return self._share
 

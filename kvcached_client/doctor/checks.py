@@ -221,7 +221,7 @@ def _daemon(named: str | None) -> Iterator[Finding]:
             "offload mode",
             "fail",
             "the daemon serves no engines that keep their own memory, as vLLM does",
-            "put a [host] and an [attached] table into its configuration, as configs/attached-cpu.toml has them",
+            "put a [host] and an [offload] table into its configuration, as configs/offload-cpu.toml has them",
         )
         return
     offered = description.offload

@@ -31,7 +31,7 @@ size_bytes = {host_bytes}
 slab_bytes = 65536
 eviction_policy = "slru"
 
-[attached]
+[offload]
 
 [storage]
 backend = "disk"

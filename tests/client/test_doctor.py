@@ -202,7 +202,7 @@ def test_daemon_for_replicas_only_is_told(sockets: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(doctor, "_identity", lambda run_dir: iter(()))
 
     *_, finding = doctor._daemon(str(sockets))
-    assert (finding.check, finding.level, "[attached]" in finding.fix) == ("offload mode", "fail", True)
+    assert (finding.check, finding.level, "[offload]" in finding.fix) == ("offload mode", "fail", True)
 
 
 def test_daemon_of_another_protocol_is_told(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from kvcached.build import host_quota as daemon_quota
-from kvcached.config.host import AttachedConfig, HostConfig, NamespaceQuota, QuotaConfig
+from kvcached.config.host import HostConfig, NamespaceQuota, OffloadConfig, QuotaConfig
 from kvcached.config.problems import ConfigError, Problem, key_lines
 from kvcached.config.replica import GroupConfig, ReplicaConfig
 from kvcached.config.report import as_toml, figures_of
@@ -279,11 +279,11 @@ def test_config_refuses_too_many_replicas(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "replica = []\n", "[host]\nsize_bytes = 67108864\n"])
 def test_config_serves_somebody(text: str, tmp_path: Path) -> None:
-    """Without a replica and without attached mode the daemon would serve nobody, and says what to add."""
+    """Without a replica and without offload mode the daemon would serve nobody, and says what to add."""
     (problem,) = problems(tmp_path, text)
 
-    assert "replica: is missing, and so is [attached]" in problem or "replica = []: is missing" in problem
-    assert "each as [[replica]], or add [attached]" in problem
+    assert "replica: is missing, and so is [offload]" in problem or "replica = []: is missing" in problem
+    assert "each as [[replica]], or add [offload]" in problem
 
 
 def test_config_takes_environment_over_file(tmp_path: Path) -> None:
@@ -445,7 +445,7 @@ def test_config_file_loads_and_its_report_loads_to_the_same(path: Path, tmp_path
 
 def test_config_files_are_there() -> None:
     """The configurations that the documents name exist."""
-    assert {"cpu-tp1.toml", "cpu-tp2.toml", "cpu-host.toml", "attached-cpu.toml", "attached-disk.toml"} <= {
+    assert {"cpu-tp1.toml", "cpu-tp2.toml", "cpu-host.toml", "offload-cpu.toml", "offload-disk.toml"} <= {
         path.name for path in CONFIGS
     }
 
@@ -464,7 +464,7 @@ def test_config_documentation_has_every_key() -> None:
         HostConfig,
         QuotaConfig,
         NamespaceQuota,
-        AttachedConfig,
+        OffloadConfig,
         StorageConfig,
         ReplicaConfig,
         GroupConfig,

@@ -19,7 +19,7 @@ from kvcached_client.doctor.memory_bounds import MemoryBound
 from kvcached_client.transport.run_dir import LOCK_NAME
 from tests.project.daemon_process import clean_environment
 
-HOST = '[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[attached]\n'
+HOST = '[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[offload]\n'
 DISK = '\n[storage.settings]\ndirectory = "{disk}"\ncapacity_bytes = "64MiB"\n'
 STORAGE = HOST + "\n[storage]\n" + DISK
 GIB = 1 << 30

@@ -8,7 +8,7 @@ from kvcached.config.problems import ConfigError
 from kvcached.config.schema import load_config
 from kvcached.storage.disk.directory import validated
 
-OFFLOAD = "[host]\nsize_bytes = {size}\nslab_bytes = {slab}\n\n[attached]\n"
+OFFLOAD = "[host]\nsize_bytes = {size}\nslab_bytes = {slab}\n\n[offload]\n"
 
 
 def load(tmp_path: Path, size: str, slab: str = '"1MiB"', **environment: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The configuration of the host tier and of attached mode."""
+"""The configuration of the host tier and of offload mode."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ from pathlib import Path
 import pytest
 
 from kvcached.config import host as config_host
-from kvcached.config.host import AttachedConfig
+from kvcached.config.host import OffloadConfig
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import load_config
 from kvcached_client.doctor.memory_bounds import MemoryBound
 from tests.config.test_config import GOOD, load, problems
 
-ATTACHED = "[host]\nsize_bytes = 67108864\n[attached]\n"
+OFFLOAD = "[host]\nsize_bytes = 67108864\n[offload]\n"
 
 
-def test_config_of_attached_mode_needs_no_replica(tmp_path: Path) -> None:
+def test_config_of_offload_mode_needs_no_replica(tmp_path: Path) -> None:
     """A host pool and the table that lets engines use it are enough."""
-    config = load(tmp_path, ATTACHED)
+    config = load(tmp_path, OFFLOAD)
 
-    assert (config.replica, config.attached) == ((), AttachedConfig(namespaces_max=8))
-    assert load(tmp_path, ATTACHED + "namespaces_max = 3\n").attached == AttachedConfig(namespaces_max=3)
+    assert (config.replica, config.offload) == ((), OffloadConfig(namespaces_max=8))
+    assert load(tmp_path, OFFLOAD + "namespaces_max = 3\n").offload == OffloadConfig(namespaces_max=3)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[attached]\n", "attached: does nothing without [host]; add [host], or remove it"),
-        (ATTACHED + "namespaces_max = 0\n", "attached.namespaces_max = 0: is too small"),
-        (ATTACHED + "model = 1\n", "attached.model"),
+        ("[offload]\n", "offload: does nothing without [host]; add [host], or remove it"),
+        (OFFLOAD + "namespaces_max = 0\n", "offload.namespaces_max = 0: is too small"),
+        (OFFLOAD + "model = 1\n", "offload.model"),
+        (OFFLOAD.replace("offload", "attached"), ":3: attached: there is no such key; did you mean offload?"),
         (
-            ATTACHED.replace("67108864", "67108863"),
+            OFFLOAD.replace("67108864", "67108863"),
             "makes 0 slabs of 67108864 bytes; namespaces, which take one each: 1",
         ),
-        (GOOD + ATTACHED, "makes 1 slabs of 67108864 bytes; namespaces, which take one each: 2; use 134217728 or more"),
+        (GOOD + OFFLOAD, "makes 1 slabs of 67108864 bytes; namespaces, which take one each: 2; use 134217728 or more"),
     ],
-    ids=["no host pool", "no namespace", "unknown key", "no slab", "no slab beside a replica"],
+    ids=["no host pool", "no namespace", "unknown key", "former name", "no slab", "no slab beside a replica"],
 )
-def test_config_of_attached_mode_that_serves_nobody_is_refused(text: str, expected: str, tmp_path: Path) -> None:
-    """Attached mode needs a host pool with a slab for it; namespaces of replicas have theirs."""
+def test_config_of_offload_mode_that_serves_nobody_is_refused(text: str, expected: str, tmp_path: Path) -> None:
+    """Offload mode needs a host pool with a slab for it; namespaces of replicas have theirs."""
     assert expected in "\n".join(problems(tmp_path, text))
 
 

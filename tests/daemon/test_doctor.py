@@ -23,7 +23,7 @@ ATTACHED = """
 size_bytes = 8_388_608
 slab_bytes = 1_048_576
 
-[attached]
+[offload]
 namespaces_max = 1
 """
 #: A vLLM as small as the checks allow: the names that they use, and hashes of its own.

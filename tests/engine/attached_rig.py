@@ -37,7 +37,7 @@ session_ttl_ms = 10_000
 size_bytes = {SLABS * SLAB_BYTES}
 slab_bytes = {SLAB_BYTES}
 
-[attached]
+[offload]
 namespaces_max = 16
 """
 DEADLINE_MS = 5000

@@ -43,7 +43,7 @@ client.close()
 
 def output_of(program: str, directory: Path) -> tuple[str, str]:
     """What a program prints to stdout and stderr, beside a daemon with the configuration that the guide names."""
-    with running_daemon(ROOT / "configs/attached-cpu.toml", directory / "run"):
+    with running_daemon(ROOT / "configs/offload-cpu.toml", directory / "run"):
         done = subprocess.run(
             [sys.executable, "-c", program],
             cwd=ROOT,
@@ -75,5 +75,5 @@ def test_guide_starts_the_configuration_that_is_shipped() -> None:
     (path,) = set(re.findall(r"kvcached supervise --config (\S+)", GUIDE))
     config = load_config(ROOT / path, environment={})
 
-    assert config.attached is not None
+    assert config.offload is not None
     assert not config.replica

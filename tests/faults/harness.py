@@ -31,7 +31,7 @@ ACTIONS = ("kill", "stop", "raise")
 #: A device pool and attached mode above one host pool.
 BOTH_MODES = (
     CONFIG.replace("session_ttl_ms = 600", f"session_ttl_ms = {TTL_MS}")
-    + "\n[host]\nsize_bytes = 1048576\nslab_bytes = 65536\n[attached]\n"
+    + "\n[host]\nsize_bytes = 1048576\nslab_bytes = 65536\n[offload]\n"
 )
 #: States of slots in which nobody may hold one when no engine is there.
 HELD = ("leased", "filling", "fenced", "quarantined")

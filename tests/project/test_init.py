@@ -23,7 +23,7 @@ def test_init_writes_a_configuration_that_loads(choice: str, has_replicas: bool,
 
     path = tmp_path / "here/kvcached.toml"
     config = load_config(path, environment={})
-    assert (result.exit_code, bool(config.replica), config.attached is None) == (0, has_replicas, has_replicas)
+    assert (result.exit_code, bool(config.replica), config.offload is None) == (0, has_replicas, has_replicas)
     assert f"kvcached serve --config {path}" in path.read_text()
     assert f"kvcached check-config --config {path}" in result.stdout
 
@@ -66,6 +66,6 @@ def test_init_overwrites_only_when_told(tmp_path: Path) -> None:
 def test_init_knows_what_the_shipped_files_say() -> None:
     """What `init` replaces stands in the files that it replaces it in."""
     assert f"ExecStart={_SHIPPED_COMMAND}\n" in (ROOT / "configs/kvcached.service").read_text()
-    assert f'directory = "{_SHIPPED_DISK}"' in (ROOT / "configs/attached-disk.toml").read_text()
-    for name in ("attached-cpu.toml", "attached-disk.toml", "cpu-tp1.toml"):
+    assert f'directory = "{_SHIPPED_DISK}"' in (ROOT / "configs/offload-disk.toml").read_text()
+    for name in ("offload-cpu.toml", "offload-disk.toml", "cpu-tp1.toml"):
         assert f"configs/{name}" in (ROOT / "configs" / name).read_text()

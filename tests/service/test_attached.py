@@ -80,7 +80,7 @@ def test_daemon_without_attached_mode_says_so() -> None:
     hello = AttachedOffice.hello_offload(office, FakePeer(1))  # type: ignore[arg-type]
     refusal = office.expect(wire.ErrorReply, hello)
 
-    assert (refusal.code, "[attached]" in refusal.fix) == (ErrorCode.UNKNOWN_REPLICA, True)
+    assert (refusal.code, "[offload]" in refusal.fix) == (ErrorCode.UNKNOWN_REPLICA, True)
 
 
 def test_connection_has_one_session_of_either_kind(office: AttachedOffice) -> None:

@@ -22,7 +22,7 @@ size_bytes = {size_bytes}
 slab_bytes = {slab_bytes}
 verify_loads = true
 
-[attached]
+[offload]
 namespaces_max = 8
 """
 STORAGE = """
