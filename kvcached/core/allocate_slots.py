@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvcached.core.index.host_tree import SLACK_DIVISOR
 from kvcached.core.index.run import KEY_SIZE
-from kvcached.core.index.tree import BATCH_DIVISOR, SLACK_DIVISOR, PrefixTree
+from kvcached.core.index.tree import BATCH_DIVISOR, PrefixTree
 from kvcached.core.lease import ManagedLease
 from kvcached.core.refusals import Refusal, Why
 from kvcached.core.session import ManagedSession

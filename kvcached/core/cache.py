@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 from kvcached.core.clearing import Clearings
 from kvcached.core.eviction.eviction_log import EvictionLog
-from kvcached.core.eviction.slab_eviction import evict_slabs
 from kvcached.core.generations import Generations
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import ManagedLease
@@ -121,7 +120,7 @@ class Cache:
 
     def _evict_slabs(self, host: HostPool, count: int) -> int:
         tree = next(tree for tree in self.trees if tree.host is host)
-        return evict_slabs(tree, host, count, "a slab for another namespace")
+        return tree.evict_slabs(count, "a slab for another namespace")
 
     @property
     def version(self) -> int:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from kvcached.core.admission_filter import AdmissionFilter
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.generations import Generations
+from kvcached.core.index.host_tree import HOST, Piece
 from kvcached.core.index.run import KEY_SIZE, Run
-from kvcached.core.index.tree import HOST, Listener, Piece, PrefixTree
+from kvcached.core.index.tree import Listener, PrefixTree
 from kvcached.core.lease import Asked, OffloadLease
 from kvcached.core.messages import SessionEnded, SessionExpired, SlotsHandedOut, TransferKind
 from kvcached.core.namespaces import Namespaces, NamespaceSpec

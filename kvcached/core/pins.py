@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import KEY_SIZE, Run
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.refusals import Refusal, Why
 from kvcached.core.slots.slots import DevicePool, SlotPool
 

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from kvcached.core.index.run import KEY_SIZE, Run
-from kvcached.core.index.run_tree import resident
+from kvcached.core.index.run import KEY_SIZE, Run, resident
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import Asked, FenceHold, Lease, ManagedLease, OffloadLease, SharedCopy
 from kvcached.core.namespaces import Namespace

@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvcached.core.cache import Cache
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.slots.states import SlotState
 from kvcached_client.types import LeaseId, SessionId, TransferId

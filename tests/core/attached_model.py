@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from kvcached.core.cache import Cache
-from kvcached.core.index.tree import HOST
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.lease import OffloadLease
 from kvcached.core.messages import MemberLost, MembersDied, Ticked
 from kvcached.core.refusals import Refusal

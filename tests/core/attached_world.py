@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from kvcached.core.cache import Cache
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.slots.states import SlotState
 from kvcached_client.types import SessionId

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvcached.core.cache import Cache
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.insight.invariants import check
 from kvcached.core.messages import (
     BackupSettled,

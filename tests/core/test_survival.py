@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from kvcached.core.cache import Cache
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import KEY_SIZE
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.insight.invariants import check
 from kvcached.core.messages import MembersDied, PoolRestored, WorkerDied
 from kvcached.core.refusals import Refusal

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvcached.core.cache import Cache
-from kvcached.core.index.tree import HOST
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.slots.states import SlotState
 from tests.core.tier_world import NAMESPACES, World
 

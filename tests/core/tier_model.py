@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 
-from kvcached.core.index.tree import HOST
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.insight.invariants import check
 from kvcached.core.messages import Grant, ShardSettled, TransferKind
 from kvcached.core.refusals import Refusal

@@ -10,8 +10,8 @@ from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 
 from kvcached.core.cache import Cache
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import KEY_SIZE, Run
-from kvcached.core.index.tree import HOST
 from kvcached.core.messages import (
     AbandonLoad,
     Effect,

@@ -6,7 +6,7 @@ import pytest
 
 from kvcached.core.cache import Cache
 from kvcached.core.clearing import Clearings
-from kvcached.core.index import run_tree
+from kvcached.core.index.run import Segment
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.managed import Managed
 from kvcached.core.session import ManagedSession
@@ -64,7 +64,7 @@ def slab_not_held_back(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_tree.py::test_split_keeps_every_pin_at_its_depth")
 def split_forgets_a_pin(patch: pytest.MonkeyPatch) -> None:
     """When a run is cut in two, pins of the shallow part are forgotten."""
-    rewrite(patch, run_tree._split_segment, "shallow or None", "None")
+    rewrite(patch, Segment.split, "shallow or None", "None")
 
 
 @caught_by("tests/core/test_sessions.py::test_goodbye_gives_everything_back_but_what_was_written")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvcached.core.cache import Cache
-from kvcached.core.index.tree import HOST
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.insight.invariants import check
 from kvcached.core.session import ManagedSession
 from kvcached.core.slots.slots import DevicePool

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.transfer import EngineTransfer, WorkerTransfer
 from tests.core.tier_world import _solid_slots as solid_slots

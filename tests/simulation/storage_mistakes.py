@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import StorageLost
 from kvcached.core.pins import Pins
 from kvcached.core.slots.host_slots import HostPool

@@ -7,8 +7,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcached.core.cache import Cache
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import Run
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.slots.states import SlotState
 from tests.core.tier_world import _solid_slots as solid_slots
 from tests.core.tier_world import keys_in

@@ -14,7 +14,7 @@ ends a segment, unless something below it is held.
 
 from __future__ import annotations
 
-from kvcached.core.slots.ranges import Ranges
+from kvcached.core.slots.ranges import Ranges, cut
 
 KEY_SIZE = 16
 
@@ -82,6 +82,26 @@ class Segment:
         """So many leading blocks need not be written to storage any more."""
         self.backed = blocks
 
+    def split(self, head: Run, offset: int) -> Segment:
+        """The new segment of a split run's first `offset` blocks; this one keeps the rest and its deeper locks."""
+        ranges, self.ranges = cut(self.ranges, offset)
+        front = Segment(head, self.above, ranges, offset, self.last_used)
+        front.resident_children = 1
+        front.holed = self.holed
+        front.hit_end, front.priority = min(self.hit_end, head.end), self.priority
+        front.backed, self.backed = min(self.backed, offset), max(self.backed - offset, 0)
+        self.length -= offset
+        if self.locks:
+            shallow = {depth: count for depth, count in self.locks.items() if depth <= head.end}
+            deep = {depth: count for depth, count in self.locks.items() if depth > head.end}
+            front.locks, self.locks = shallow or None, deep or None
+            front.locked, self.locked = max(shallow, default=0), max(deep, default=0)
+        protected = self.protected
+        self.protected = max(protected - offset, 0)
+        front.protected = min(protected, offset)
+        front.locked_children = 1 if self.protected else 0
+        return front
+
     @property
     def evictable_tail(self) -> int:
         """Blocks that can be trimmed right now: none while a continuation is resident below."""
@@ -139,3 +159,15 @@ class Run:
                 high = probe - 1
             probe = (low + high + 1) // 2
         return low
+
+
+def resident(run: Run, pool: int) -> Segment:
+    """The segment of a run that the pool holds something of.
+
+    Raises:
+        RuntimeError: it holds nothing: a bug of ours.
+    """
+    segment = run.segments[pool]
+    if segment is None:
+        raise RuntimeError(f"run [{run.start}, {run.end}) is not resident in pool {pool}")
+    return segment

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
-from kvcached.core.index.run import KEY_SIZE, Run, Segment
+from kvcached.core.index.run import KEY_SIZE, Run, Segment, resident
 from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, place_of, pop_tail, section, whole_tail
 from kvcached.core.slots.slots import SlotPool
 from kvcached_client.types import MissReason
@@ -313,7 +313,7 @@ class RunTree:
                 segment.run = head
                 head.segments[pool], run.segments[pool] = segment, None
             else:
-                segment.above = head.segments[pool] = _split_segment(segment, head, offset)
+                segment.above = head.segments[pool] = segment.split(head, offset)
         return head
 
     # --- shrinking --------------------------------------------------------------------------------------------------
@@ -378,39 +378,6 @@ class RunTree:
             self._gone = []
 
 
-def resident(run: Run, pool: int) -> Segment:
-    """The segment of a run that the pool holds something of.
-
-    Raises:
-        RuntimeError: it holds nothing: a bug of ours.
-    """
-    segment = run.segments[pool]
-    if segment is None:
-        raise RuntimeError(f"run [{run.start}, {run.end}) is not resident in pool {pool}")
-    return segment
-
-
 def _higher(one: int | None, other: int | None) -> int | None:
     """The higher of two priorities; None is none."""
     return other if one is None else one if other is None else max(one, other)
-
-
-def _split_segment(segment: Segment, head: Run, offset: int) -> Segment:
-    """The new segment of a split run's first `offset` blocks; `segment` keeps the rest and its deeper locks."""
-    ranges, segment.ranges = cut(segment.ranges, offset)
-    front = Segment(head, segment.above, ranges, offset, segment.last_used)
-    front.resident_children = 1
-    front.holed = segment.holed
-    front.hit_end, front.priority = min(segment.hit_end, head.end), segment.priority
-    front.backed, segment.backed = min(segment.backed, offset), max(segment.backed - offset, 0)
-    segment.length -= offset
-    if segment.locks:
-        shallow = {depth: count for depth, count in segment.locks.items() if depth <= head.end}
-        deep = {depth: count for depth, count in segment.locks.items() if depth > head.end}
-        front.locks, segment.locks = shallow or None, deep or None
-        front.locked, segment.locked = max(shallow, default=0), max(deep, default=0)
-    protected = segment.protected
-    segment.protected = max(protected - offset, 0)
-    front.protected = min(protected, offset)
-    front.locked_children = 1 if segment.protected else 0
-    return front

@@ -1,35 +1,27 @@
 """The prefix index of one namespace: runs, resident in the device pools of all its replicas and in the host pool.
 
-A device pool holds a prefix of every path. The host pool may have holes, wherever a copy was refused, failed or proved
-corrupt. What keeps the two together: a block of the tree has a copy somewhere, unless a transfer is about to settle
-that. A block that loses its last one takes everything below it along, for no match could reach it any more.
+A device pool holds a prefix of every path, the host pool also what lies behind holes (`host_tree`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
-from kvcached.core.index.run import KEY_SIZE, Run, Segment
-from kvcached.core.index.run_tree import RunTree, resident
+from kvcached.core.index.host_tree import HOST, HostTree
+from kvcached.core.index.run import KEY_SIZE, Run, Segment, resident
 from kvcached.core.messages import BlocksCached
-from kvcached.core.slots.host_slots import HostPool, SlabAllocator
+from kvcached.core.slots.host_slots import HostPool
 from kvcached.core.slots.ranges import (
     Ranges,
-    append,
-    cut,
     has_holes,
-    hole,
-    hole_tail,
     join,
     no_ranges,
     pairs,
     section,
     slot_count,
-    solid_length,
-    solid_tail,
     whole_tail,
     without_holes,
 )
@@ -37,19 +29,10 @@ from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState
 from kvcached_client.types import MissReason, WritePolicy
 
-#: Eviction may free this share of a pool more than it must where that leaves ranges of slots whole (decision 0008).
-SLACK_DIVISOR = 256
 #: An eviction frees at least this share of a pool: what goes together leaves ranges that stay together (decision 0008).
 BATCH_DIVISOR = 64
-#: The host pool's place in `PrefixTree.members` and in the segments of every run.
-HOST = -1
-
-
-class Piece(NamedTuple):
-    """Blocks ``[start, end)`` of a path."""
-
-    start: int
-    end: int
+#: Slots in these states may be freed. All others belong to copies, or to processes that may write them.
+_AT_REST = (SlotState.FREE, SlotState.CACHED)
 
 
 class Listener(Protocol):
@@ -65,13 +48,11 @@ class Listener(Protocol):
         """Nothing of this generation of a namespace will be asked for again."""
 
 
-class PrefixTree(RunTree):
+class PrefixTree(HostTree):
     """The index over device pools and a host pool.
 
     Attributes:
         pools: the device pools; a pool's `index` is its place here.
-        host: the host pool, at index `HOST`; None without a host tier.
-        counters: where evictions are counted.
         write_policy: when blocks are copied to the host pool.
         listener: told of host copies that have come, and of hits; None if nobody asks.
     """
@@ -88,18 +69,10 @@ class PrefixTree(RunTree):
         write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
         listener: Listener | None = None,
     ) -> None:
-        self._host = host or HostPool(SlabAllocator(0), 0)
-        super().__init__([*pools, self._host], policies, namespace=namespace, eviction_log=eviction_log)
+        super().__init__(pools, policies, host, counters, namespace=namespace, eviction_log=eviction_log)
         self.pools = pools
-        self.host = host
         self.listener = listener
-        self.counters: Counter[str] = Counter() if counters is None else counters
         self.write_policy = write_policy
-
-    def rename(self, namespace: bytes) -> None:
-        """Its namespace has another root: who asks for what was there is told why it left."""
-        self.namespace = namespace
-        self._host.rename(namespace)
 
     def set_write_policy(self, policy: WritePolicy) -> None:
         """Copy blocks by another policy from now on."""
@@ -170,17 +143,6 @@ class PrefixTree(RunTree):
         self._note_gone(reason)
         return dropped
 
-    def _resident_below(self, run: Run, pool: int) -> list[Run]:
-        """Runs below that the pool holds something of, parents before children."""
-        order: list[Run] = []
-        waiting = [run]
-        while waiting:
-            for child in (waiting.pop().children or {}).values():
-                if child.segments[pool] is not None:
-                    order.append(child)
-                    waiting.append(child)
-        return order
-
     def cached_blocks(self, run: Run, start: int, depth: int, pool: DevicePool) -> BlocksCached:
         """Blocks ``[start, depth)`` of the path to `run`, whose bytes are all there."""
         keys = self.path_keys(run, max(start - 1, 0), depth)
@@ -188,312 +150,70 @@ class PrefixTree(RunTree):
         first = KEY_SIZE if start else 0
         return BlocksCached(pool.name, start, keys[:first], keys[first:], slots)
 
-    # --- host pool: reading -----------------------------------------------------------------------------------------
+    # --- slabs of the host pool -------------------------------------------------------------------------------------
 
-    def match_host(self, run: Run, depth: int, keys: bytes, limit: int) -> tuple[Run, int]:
-        """Go on from a match of a device pool through blocks that the host pool holds or is being given.
+    def evict_slabs(self, count: int, cause: str) -> int:
+        """Evict what lies in up to `count` slabs of the host pool, which stand empty then; returns how many.
 
-        Returns:
-            The run of the last block, and the depth behind it. Changes nothing.
-        """
-        if depth < run.end:
-            depth += self._common_in_host(run, depth, keys, limit)
-            if depth < run.end:
-                return self.resolve(run, depth), depth
-        position, end = depth * KEY_SIZE, min(limit * KEY_SIZE, len(keys))
-        while position < end and run.children:
-            child = run.children.get(keys[position : position + KEY_SIZE])
-            if child is None:
-                break
-            segment = child.segments[HOST]
-            if segment is None:
-                break
-            own = child.keys
-            after = position + len(own)
-            if (
-                after <= end
-                and not segment.holed
-                and segment.length * KEY_SIZE == len(own)
-                and own.endswith(keys[after - KEY_SIZE : after])
-            ):  # all of the run
-                run, position = child, after
-                continue
-            depth = position // KEY_SIZE + self._common_in_host(child, position // KEY_SIZE, keys, limit)
-            run, position = self.resolve(child, depth), depth * KEY_SIZE
-            if depth < child.end:
-                break
-        return run, position // KEY_SIZE
-
-    def _common_in_host(self, run: Run, depth: int, keys: bytes, limit: int) -> int:
-        """How many blocks of a run from `depth` on the host pool holds, and `keys` go on with; at most to `limit`."""
-        segment, offset = run.segments[HOST], depth - run.start
-        if segment is None:
-            return 0
-        most = min(limit, len(keys) // KEY_SIZE) - depth
-        return run.common(offset, keys, depth, min(solid_length(segment.ranges, offset), most))
-
-    def missing_in_host(self, run: Run, depth: int) -> list[Piece]:
-        """Blocks of the path ``[0, depth)`` that the host pool does not hold.
-
-        Ancestors come first, so that copies in this order leave no hole.
-        """
-        found: list[Piece] = []
-        while run.parent is not None:
-            segment = run.segments[HOST]
-            wanted = depth - run.start
-            if segment is None or segment.holed or segment.length < wanted:
-                gaps = _gaps(segment.ranges if segment is not None else no_ranges(), wanted)
-                found.extend(Piece(run.start + first, run.start + end) for first, end in reversed(gaps))
-            run, depth = run.parent, run.start
-        merged: list[Piece] = []
-        for piece in reversed(found):
-            if merged and merged[-1].end == piece.start:
-                merged[-1] = Piece(merged[-1].start, piece.end)
-            else:
-                merged.append(piece)
-        return merged
-
-    def host_end(self, run: Run, depth: int) -> tuple[Run, int]:
-        """The end of what the host pool covers of the path ``[0, depth)``, and its run; depth 0 if nothing."""
-        run = self.resolve(run, depth)
-        while run.parent is not None:
-            segment = run.segments[HOST]
-            if segment is not None and segment.length:
-                return run, min(depth, run.start + segment.length)
-            run, depth = run.parent, run.start
-        return run, 0
-
-    def stored_tail(self, segment: Segment) -> int:
-        """How many of a segment's evictable blocks, from its end back, the host pool has.
-
-        None while another pool's store still writes some of them: it may fail.
-        """
-        host = segment.run.segments[HOST]
-        if host is None or host.length < segment.length:
-            return 0
-        count = segment.evictable_tail
-        if host.holed:
-            count = min(solid_tail(section(host.ranges, 0, segment.length)), count)
-        if not self._host.counts[SlotState.FILLING]:
-            return count
-        slots = section(host.ranges, segment.length - count, segment.length)
-        return count if all(self._host.holds(*each, SlotState.CACHED) for each in pairs(slots)) else 0
-
-    def touch_host(self, run: Run, *, hit: int = 0, priority: int | None = None) -> None:
-        """The path was used now: as `touch`, for the deepest part of it that the host pool covers."""
-        while run.segments[HOST] is None and run.parent is not None:
-            run = run.parent
-        self.touch(run, HOST, hit=hit, priority=priority)
-
-    def unlock_host(self, run: Run, depth: int, reason: MissReason = MissReason.CORRUPT_OR_FAILED) -> None:
-        """Take back a lock of the host's part of the path ``[0, depth)``.
-
-        `reason` is that of holes at its end, which leave the index.
-        """
-        run = self.resolve(run, depth)
-        self.unlock(run, depth, HOST)
-        self._prune(run)
-        self._note_gone(reason)
-
-    # --- host pool: growing and shrinking ---------------------------------------------------------------------------
-
-    def extend_host(self, run: Run, depth: int, keys: bytes) -> Run:
-        """Blocks from `depth` on have `keys`: the host pool covers them, by holes where it holds nothing of them.
-
-        ``(run, depth)`` is locked in the host pool, which is the tree's only one. Returns the run where the chain ends,
-        which the caller locks at once.
-        """
-        count = len(keys) // KEY_SIZE
-        end = self.commit(run, depth, keys, hole(count), HOST).run if count else run
-        at = end
-        while at.parent is not None and at.end > depth:
-            segment = resident(at, HOST)
-            segment.holed = has_holes(segment.ranges)
-            at = at.parent
-        return end
-
-    def cover_host(self, run: Run, depth: int) -> None:
-        """The host pool covers the path ``[0, depth)``, by holes where it holds nothing of it; the caller locks it."""
-        if depth:
-            owner = self.resolve(run, depth)
-            self._cover(owner, depth - owner.start)
-
-    def put_host(self, run: Run, pieces: list[Piece], slots: Ranges[int]) -> None:
-        """Blocks of the path to `run`, which are holes now, lie in `slots`. The caller locks them at once."""
-        for piece in pieces:
-            mine, slots = cut(slots, piece.end - piece.start)
-            self._place(run, piece, mine)
-
-    def punch_host(self, run: Run, pieces: list[Piece]) -> None:
-        """The host copies of these blocks of the path are no good: holes again. Their slots are the caller's to free.
-
-        What is lost by that leaves the tree, as far as no transfer holds it.
-        """
-        for piece in pieces:
-            self._place(run, piece, hole(piece.end - piece.start))
-        self._prune(self.resolve(run, pieces[-1].end))
-        self.drop_lost(run)
-
-    def reserve_host(self, count: int, cause: str, *, keep: tuple[Run, int] | None = None) -> Ranges[int]:
-        """Up to `count` host slots, FILLING, for which slabs are taken and least valuable tails evicted.
-
-        What the host pool has of the path `keep`, which these slots will continue, is not evicted for them.
+        Which slabs: those whose blocks, with all that continues them, are the fewest and were used longest ago. A slab
+        with a slot that somebody holds, writes or may write is left alone. The index does not know which blocks lie in
+        a slab, so this walks all runs: callers free some slabs at a time.
         """
         host = self._host
-        while host.free < count and host.grow():
-            pass
-        if host.free < count:
-            run, depth = self.host_end(*keep) if keep else (self.root, 0)
-            self.lock(run, depth, HOST)
-            try:
-                self._evict_host(count - host.free, cause)
-            finally:
-                self.unlock_host(run, depth)
-        return host.take(min(count, host.free), SlotState.FILLING, cause)
-
-    def shed_host(self, cause: str, count: int | None = None, reason: MissReason = MissReason.EVICTED) -> None:
-        """Evict `count` host slots, least valuable tails first, or all that nothing holds."""
-        self._evict_host(self._host.slots if count is None else count, cause, reason)
-
-    def drop_lost(self, run: Run, reason: MissReason = MissReason.CORRUPT_OR_FAILED) -> None:
-        """Drop what hangs on the first block of the path to `run` that has no copy, as far as no transfer holds it."""
-        self._drop_lost(run)
-        self._note_gone(reason)
-
-    def _drop_lost(self, run: Run) -> None:
-        lost: tuple[Run, int] | None = None
-        while run.parent is not None:
+        runs = [run for run in self.runs() if run.segments[HOST] is not None]
+        size = host.slots_per_slab
+        losses, held = _losses(runs, size)
+        movable = (
+            slab
+            for slab in sorted(host.slabs, key=lambda slab: (losses.get(slab, 0), slab))
+            if slab not in held and sum(host.count_in(slab * size, size, state) for state in _AT_REST) == size
+        )
+        chosen = {slab for slab, _ in zip(movable, range(count), strict=False)}
+        for run in runs:  # parents first: what hangs on a block goes with it
             segment = run.segments[HOST]
-            if segment is not None and has_holes(segment.ranges):
-                held = max((each.length for each in run.segments[:HOST] if each is not None), default=0)
-                offset = held + solid_length(segment.ranges, held)
-                if offset < segment.length:
-                    lost = run, offset
-            run = run.parent
-        if lost is not None:
-            self._drop_host(*lost)
-
-    def cut_host(self, run: Run, depth: int, cause: str) -> None:
-        """Evict what the host pool has of a run from `depth` on, and of everything below it. None of it is locked."""
-        slots = self._take_host(run, depth - run.start)
-        self.counters["host_evicted_blocks"] += slot_count(slots)
-        self._host.move(slots, SlotState.CACHED, SlotState.FREE, cause)
-        self._prune(run)
-        self._note_gone(MissReason.EVICTED)
-
-    def _drop_host(self, run: Run, offset: int) -> None:
-        slots = self._take_host(run, offset)
-        self.counters["host_dropped_blocks"] += slot_count(slots)
-        self._host.move(slots, SlotState.CACHED, SlotState.FREE, f"path lost at block {run.start + offset}")
-        self._prune(run)
-
-    def _take_host(self, run: Run, offset: int) -> Ranges[int]:
-        """Take what the host pool has of a run from `offset` on, and below, out of the index, as far as it may go."""
-        dropped: list[Ranges[int]] = []
-        for each in (*reversed(self._resident_below(run, HOST)), run):
-            segment = resident(each, HOST)
-            keep = max(segment.protected, offset if each is run else 0)
-            if not segment.resident_children and keep < segment.length:
-                dropped.append(without_holes(self.trim(segment, segment.length - keep, HOST)))
-        return join(dropped)
-
-    def _evict_host(self, wanted: int, cause: str, reason: MissReason = MissReason.EVICTED) -> None:
-        """Free so many host slots, least valuable tails first, or as many as there are; some more for whole ranges."""
-        policy, slack = self.policies[HOST], self._host.allocated // SLACK_DIVISOR
-        freed: list[Ranges[int]] = []
-        try:
-            while wanted > 0 and (segment := policy.pop()) is not None:
-                run = segment.run
-                freed.append(without_holes(self.trim_tail(segment, policy.most(segment), wanted, HOST, slack=slack)))
-                wanted -= slot_count(freed[-1])
-                self._prune(run)
-        finally:  # what has left the tree is free, whatever a policy did
-            slots = join(freed)
-            self._host.move(slots, SlotState.CACHED, SlotState.FREE, cause)
-            self._note_gone(reason)
-        self.counters["host_evicted_blocks"] += slot_count(slots)
-
-    def _prune(self, run: Run) -> None:
-        """Take holes off the end of what the host pool holds of a run, and of those above that this lays bare."""
-        at: Run | None = run
-        while at is not None and at.parent is not None:
-            segment = at.segments[HOST]
             if segment is not None:
-                if segment.resident_children:
-                    return
-                holes = min(hole_tail(segment.ranges), segment.length - segment.protected) if segment.holed else 0
-                if holes:
-                    self.trim(segment, holes, HOST)
-                    segment.holed = has_holes(segment.ranges)
-                if segment.length:
-                    return
-            at = at.parent
-
-    def _place(self, run: Run, piece: Piece, slots: Ranges[int]) -> None:
-        """Write slots, or holes, over blocks of a path, from the deepest of its runs up."""
-        end = piece.end
-        run = self.resolve(run, end)
-        parts: list[tuple[Run, int, int]] = []
-        while run.parent is not None and end > piece.start:
-            parts.append((run, max(piece.start - run.start, 0), end - run.start))
-            run, end = run.parent, run.start
-        for owner, first, last in reversed(parts):
-            mine, slots = cut(slots, last - first)
-            segment = self._cover(owner, first)
-            if segment.length == first:
-                append(segment.ranges, mine)
-                segment.length, segment.holed = last, segment.holed or has_holes(mine)
-                continue
-            ranges = section(segment.ranges, 0, first)
-            append(ranges, mine)
-            append(ranges, section(segment.ranges, last, segment.length))
-            segment.ranges, segment.holed = ranges, has_holes(ranges)
-            segment.length = max(segment.length, last)
-            segment.backed = min(segment.backed, first)
-
-    def _cover(self, run: Run, length: int) -> Segment:
-        """The host segment of a run, made or lengthened by holes until it has `length` blocks, those above included."""
-        path = [run]
-        while path[-1].parent is not None and path[-1].segments[HOST] is None:
-            path.append(path[-1].parent)
-        host = self._host
-        for each in reversed(path):
-            segment = each.segments[HOST]
-            if segment is None:
-                above = resident(each.parent, HOST) if each.parent is not None else None
-                if above is None:
-                    raise RuntimeError("the root has its host segment from the start")
-                above.resident_children += 1
-                host.clock += 1
-                segment = each.segments[HOST] = Segment(each, above, no_ranges(), 0, host.clock)
-            wanted = length if each is run else each.length
-            if segment.length < wanted:
-                append(segment.ranges, hole(wanted - segment.length))
-                segment.length, segment.holed = wanted, True
-        return resident(run, HOST)
+                places = _first_positions(segment.ranges, size)
+                cut = min((place for slab, place in places.items() if slab in chosen), default=None)
+                if cut is not None:
+                    self.cut_host(run, run.start + cut, cause)
+        return len(chosen & host.empty)
 
 
-def _gaps(ranges: Ranges[int], wanted: int) -> list[tuple[int, int]]:
-    """Blocks [first, end) among the first `wanted` that are holes, or that the ranges do not reach."""
-    gaps: list[tuple[int, int]] = []
+def _losses(runs: list[Run], size: int) -> tuple[dict[int, int], set[int]]:
+    """What would be lost with each slab, as a sum over blocks of how recently they were used; and which are held.
+
+    With a block goes what continues it, wherever that lies; so it counts, and a block is as recent as the latest of it.
+    """
+    used: dict[Run, int] = {}
+    for run in reversed(runs):
+        segment = run.segments[HOST]
+        if segment is not None and run.parent is not None:
+            used[run] = latest = max(segment.last_used, used.get(run, 0))
+            used[run.parent] = max(latest, used.get(run.parent, 0))
+    oldest = min((used[run] for run in runs), default=0)
+    below: dict[Run, int] = {}
+    losses: dict[int, int] = {}
+    held: set[int] = set()
+    for run in reversed(runs):
+        segment = run.segments[HOST]
+        if segment is None or run.parent is None:
+            continue
+        worth, deeper = used[run] - oldest + 1, below.pop(run, 0)
+        below[run.parent] = below.get(run.parent, 0) + segment.length * worth + deeper
+        for slab, position in _first_positions(segment.ranges, size).items():
+            losses[slab] = losses.get(slab, 0) + (segment.length - position) * worth + deeper
+            if position < segment.protected:
+                held.add(slab)
+    return losses, held
+
+
+def _first_positions(ranges: Ranges[int], size: int) -> dict[int, int]:
+    """The slabs that the slots of a segment lie in, each with the first of the segment's blocks in it."""
+    positions: dict[int, int] = {}
     position = 0
-    for first, count in pairs(ranges):
-        end = min(position + count, wanted)
-        if first < 0 and position < wanted:
-            gaps.append((position, end))
-        position += count
-    if position < wanted:
-        gaps.append((position, wanted))
-    return gaps
-
-
-def first_blocks(pieces: list[Piece], count: int) -> list[Piece]:
-    """The first `count` blocks of the pieces."""
-    first: list[Piece] = []
-    for start, end in pieces:
-        size = min(end - start, count)
-        if not size:
-            break
-        first.append(Piece(start, start + size))
-        count -= size
-    return first
+    for first, length in pairs(ranges):
+        if first >= 0:
+            for slab in range(first // size, (first + length - 1) // size + 1):
+                positions.setdefault(slab, position + max(slab * size - first, 0))
+        position += length
+    return positions

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvcached.core.cache import Cache
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import KEY_SIZE, Run
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import TransferKind
 from kvcached.core.offload import longest_hit
 from kvcached.core.slots.ranges import pairs

@@ -12,8 +12,9 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from kvcached.core.cache import Cache
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import Lease
 from kvcached.core.messages import TransferKind
 from kvcached.core.slots.ranges import Ranges, pairs, slot_count, without_holes

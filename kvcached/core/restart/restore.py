@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcached.core.index.run import KEY_SIZE, Run, Segment
-from kvcached.core.index.run_tree import resident
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.run import KEY_SIZE, Run, Segment, resident
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.slots.host_slots import HostPool
 from kvcached.core.slots.ranges import Ranges, no_ranges, pairs, subtract
 from kvcached.core.slots.slots import DevicePool

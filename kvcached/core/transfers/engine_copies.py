@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvcached.core.index.host_tree import HOST, Piece, first_blocks
 from kvcached.core.index.run import Run
-from kvcached.core.index.tree import HOST, Piece, PrefixTree, first_blocks
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import OffloadLease
 from kvcached.core.messages import SlotsHandedOut, TransferKind
 from kvcached.core.session import OffloadSession

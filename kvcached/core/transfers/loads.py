@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from kvcached.core.index.host_tree import HOST, Piece
 from kvcached.core.index.run import KEY_SIZE, Run
-from kvcached.core.index.tree import HOST, Piece, PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import FenceHold, ManagedLease
 from kvcached.core.messages import AbandonLoad, LoadsEnded, TransferKind
 from kvcached.core.pins import Pins

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvcached.core.index.host_tree import HOST, Piece
 from kvcached.core.index.run import KEY_SIZE, Run
-from kvcached.core.index.tree import HOST, Piece, PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import PrefetchOver, QueryStorage, StartFetch, TransferKind, span_of
 from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, slot_count
 from kvcached.core.slots.states import PrefetchState, SlotState, TransferState

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import KEY_SIZE, Run
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.slots.host_slots import HostPool
 from kvcached_client.types import SessionId
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvcached.core.index.host_tree import HOST, Piece
 from kvcached.core.index.run import Run, Segment
-from kvcached.core.index.tree import HOST, Piece, PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import Effect, ForgetStored, StartBackup, TransferKind, span_of
 from kvcached.core.slots.ranges import append, no_ranges, pairs, section
 from kvcached.core.slots.states import SlotState, TransferState

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvcached.core.index.host_tree import HOST, SLACK_DIVISOR, Piece, first_blocks
 from kvcached.core.index.run import Run, Segment
-from kvcached.core.index.tree import BATCH_DIVISOR, HOST, SLACK_DIVISOR, Piece, PrefixTree, first_blocks
+from kvcached.core.index.tree import BATCH_DIVISOR, PrefixTree
 from kvcached.core.lease import FenceHold
 from kvcached.core.messages import TransferKind
 from kvcached.core.session import ManagedSession

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import Run
-from kvcached.core.index.tree import HOST, PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import ManagedLease
 from kvcached.core.messages import Effect, Grant, HurryTransfer, Span, StartTransfer, TransferKind, span_of
 from kvcached.core.session import ManagedSession

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvcached.core.index.host_tree import Piece
 from kvcached.core.index.run import Run
-from kvcached.core.index.tree import Piece, PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import ManagedLease
 from kvcached.core.messages import TransferKind
 from kvcached.core.slots.ranges import Ranges, no_ranges
