@@ -16,6 +16,7 @@ from kvcached.core.generations import Generations
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import ManagedLease
 from kvcached.core.managed import Managed
+from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import (
     Effect,
     Event,
@@ -30,13 +31,13 @@ from kvcached.core.messages import (
 from kvcached.core.namespaces import NamespaceSpec, PoolSpec, build_trees
 from kvcached.core.offload import Offload
 from kvcached.core.pins import Pins
-from kvcached.core.session import ManagedSession, OffloadSession, Sessions
+from kvcached.core.session import OffloadSession, Sessions
 from kvcached.core.slots.host_slots import HostPool, HostQuota, SlabAllocator
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.slots import DevicePool, SlotPool
 from kvcached.core.slots.states import SessionState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
-from kvcached.core.transfers.storage import StorageSpec, StorageTier
+from kvcached.core.transfers.storage import StorageSpec, StorageState, StorageTier
 from kvcached.core.transfers.storage_copies import Candidates
 from kvcached.core.transfers.storage_state import Prefetch
 from kvcached.core.transfers.table import TransferTable
@@ -202,10 +203,13 @@ class Cache:
 
     def settle(self) -> None:
         """Decide what nobody waits for: what is stored, and what makes room. Call it after each request and event."""
-        self.eviction_log.trim()
-        self.clearings.advance()
+        if self.eviction_log.size_bytes > self.eviction_log.bytes_max:
+            self.eviction_log.trim()
+        if self.clearings.under_way:
+            self.clearings.advance()
         self.managed.settle()
-        self.storage.settle(lambda: self.trees)
+        if self.storage.state is StorageState.READY:
+            self.storage.settle(lambda: self.trees)
 
     # --- requests that are no part's alone --------------------------------------------------------------------------
 

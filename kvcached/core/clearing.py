@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcached.core.index.tree import PrefixTree
+from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import NamespaceCleared
-from kvcached.core.session import ManagedSession
 from kvcached.core.slots.states import SessionState, SlotState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage import StorageTier
@@ -38,6 +38,7 @@ class Clearings:
         locks: of prefixes, which end with what they lock.
 
     Attributes:
+        under_way: those whose copies have not ended.
         version: grows with every namespace that has been cleared.
     """
 
@@ -57,7 +58,7 @@ class Clearings:
         self._counters = worker_copies.table.counters
         self._expire = expire
         self._locks = locks
-        self._under_way: list[_Clearing] = []
+        self.under_way: list[_Clearing] = []
 
     def begin(self, tree: PrefixTree, namespace: bytes) -> None:
         """Clear the namespace of a tree; `NamespaceCleared` follows when all copies under way have ended.
@@ -76,14 +77,14 @@ class Clearings:
                 session.forget_unstored()
         for pool in tree.pools:
             self._worker_copies.fail_queued(pool, f"the namespace of {pool.name} is being cleared")
-        self._under_way.append(_Clearing(tree, namespace))
+        self.under_way.append(_Clearing(tree, namespace))
 
     def advance(self) -> None:
         """Finish what nothing is under way for any more."""
-        for clearing in self._under_way[:]:
+        for clearing in self.under_way[:]:
             is_copied = any(each.tree is clearing.tree for each in self._worker_copies.table.worker.values())
             if not is_copied and not self._storage.holds(clearing.tree):
-                self._under_way.remove(clearing)
+                self.under_way.remove(clearing)
                 self._finish(clearing.tree, clearing.namespace)
 
     def _finish(self, tree: PrefixTree, namespace: bytes) -> None:

@@ -7,20 +7,24 @@ in an order in which what was taken can be given back, then records.
 
 from __future__ import annotations
 
-from kvcached.core.allocate_slots import replace_missing, take_slots
+from kvcached.core.index.host_tree import SLACK_DIVISOR
 from kvcached.core.index.run import KEY_SIZE
-from kvcached.core.index.tree import PrefixTree
+from kvcached.core.index.tree import BATCH_DIVISOR, PrefixTree
 from kvcached.core.lease import Asked, FenceHold, ManagedLease
+from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import BlocksCached, Commitment, Grant, Loaded, SessionEnded, SessionExpired
 from kvcached.core.refusals import Refusal, Why
-from kvcached.core.session import ManagedSession, Sessions
-from kvcached.core.slots.ranges import Ranges, append, chained, cut, no_ranges, slot_count, subtract
+from kvcached.core.session import Sessions
+from kvcached.core.slots.ranges import Ranges, append, chained, cut, no_ranges, slot_count
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.worker_copies import WorkerCopies
 from kvcached_client.types import FenceSequence, LeaseId, SessionId, WritePolicy
+
+#: Under these policies demotion keeps slots free, and what it drops has a copy: nothing is evicted ahead of need.
+_DEMOTED = frozenset({WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK})
 
 
 class Managed:
@@ -69,7 +73,9 @@ class Managed:
         pool = self.pools[replica]
         if pool.clearing:
             raise Refusal(Why.CLEARING, replica=replica)
-        session = self.sessions[session_id] = ManagedSession(session_id, now_ms, self.trees[replica], pool)
+        session = self.sessions[session_id] = ManagedSession(
+            session_id, now_ms, self.trees[replica], pool, block_size=pool.block_size
+        )
         if counted:
             session.count_in(self._counters)
         session.counters["sessions_opened"] += 1
@@ -77,7 +83,8 @@ class Managed:
 
     def restore(self, session_id: SessionId, replica: str, now_ms: int) -> ManagedSession:
         """An engine from before a restart may write into all of a pool, which has outlived that: it is expired."""
-        session = ManagedSession(session_id, now_ms, self.trees[replica], self.pools[replica])
+        pool = self.pools[replica]
+        session = ManagedSession(session_id, now_ms, self.trees[replica], pool, block_size=pool.block_size)
         session.restore()
         self.sessions[session_id] = session
         return session
@@ -161,7 +168,7 @@ class Managed:
         held = session.granted(request, asked)
         if held is not None:
             # What became of its loads is for `load` to tell, lest two answers to one request differ.
-            return held.answer or self._table.grant(session, held)
+            return held.answer or self._grant(session, held)
         tree, pool = session.tree, session.pool
         limit = session.hit_limit(keys, tokens, full=full)
         run, depth = tree.match(keys, limit, pool.index)
@@ -171,7 +178,7 @@ class Managed:
         tree.lock(run, depth, pool.index)
         try:
             tree.touch(run, pool.index, hit=depth, priority=priority)
-            ranges = take_slots(session, self._worker_copies, need, cause)
+            ranges = self._take(session, need, cause)
             lease = ManagedLease(
                 self.sessions.next_lease(), request, asked, depth, run, depth, ranges, priority=priority
             )
@@ -185,11 +192,12 @@ class Managed:
         try:
             if tree.host is not None:
                 self._acquire_from_host(session, lease, keys, limit)
-            grant = lease.answered(self._table.grant(session, lease))
+            grant = lease.answered(self._grant(session, lease))
         except BaseException:
             session.release(lease, session.fence)
             raise
-        self._locks.acquired(session.id, keys, limit)
+        if self._locks.waiting:
+            self._locks.acquired(session.id, keys, limit)
         session.counters["missed_blocks"] += len(keys) // KEY_SIZE - lease.hit
         return grant
 
@@ -204,7 +212,7 @@ class Managed:
         lease = self.sessions.lease(session, lease_id)
         if lease.loads:
             return None
-        replace_missing(session, self._worker_copies, lease)
+        self._replace_missing(session, lease)
         return Loaded(min(lease.hit, lease.depth), lease.replacement.tobytes())
 
     def retry_when_freed(self, session_id: SessionId, epoch: int, blocks: int) -> int | None:
@@ -216,7 +224,7 @@ class Managed:
         """More exclusive slots for a lease, packed."""
         session = self.session_at(session_id, epoch)
         lease = self.sessions.lease(session, lease_id)
-        ranges = take_slots(session, self._worker_copies, blocks, f"allocate for lease {lease.id}")
+        ranges = self._take(session, blocks, f"allocate for lease {lease.id}")
         append(lease.open, ranges)
         return ranges.tobytes()
 
@@ -241,7 +249,7 @@ class Managed:
         """
         session = self.session_at(session_id, epoch)
         lease = self.sessions.lease(session, lease_id)
-        left = _slots_left(session, lease, start, keys, slots, fence)
+        left = session.slots_left(lease, start, keys, slots, fence)
         tree, pool = session.tree, session.pool
         if not keys:
             return Commitment(lease.depth, 0, 0)
@@ -307,7 +315,58 @@ class Managed:
         self.release(session_id, epoch, lease_id, fence)
         return commitment
 
+    def discard(self, replica: str, keys: bytes) -> None:
+        """Drop the last run of a chain from a replica's pool; a no-op where it is not there or in use."""
+        tree, pool = self.trees[replica], self.pools[replica]
+        run, _ = tree.match(keys, len(keys) // KEY_SIZE, pool.index)
+        segment = run.segments[pool.index]
+        if run is not tree.root and segment is not None and not segment.protected:
+            dropped = tree.drop(run, run.start, pool.index)
+            pool.move(dropped, SlotState.CACHED, SlotState.FREE, "discard")
+
     # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _grant(self, session: ManagedSession, lease: ManagedLease) -> Grant:
+        """What a lease holds, and the loads that part of its hit waits for."""
+        run = session.tree.resolve(lease.run, lease.hit)
+        hit_ranges = session.tree.path_ranges(run, lease.hit, session.pool.index)
+        loads = [self._table.worker[transfer] for transfer in sorted(lease.loads)]
+        ready = min((load.start for load in loads), default=lease.hit)
+        tickets = tuple((load.id, load.progress) for load in loads)
+        return Grant(lease.id, lease.hit, ready, tickets, hit_ranges, lease.open.tobytes())
+
+    def _take(self, session: ManagedSession, count: int, cause: str) -> Ranges[int]:
+        """Grant slots of a session's pool, evicting what is missing, or refuse without any loss.
+
+        Raises:
+            Refusal: nothing free and nothing evictable; `Why.SLOTS_PENDING` where transfers under way may change that,
+                and under write-back where they are about to make room without loss.
+        """
+        if not count:
+            return no_ranges()
+        tree, pool = session.tree, session.pool
+        if count > pool.free:
+            if count - pool.free > pool.evictable or self._worker_copies.stores.write_back(tree, pool, count):
+                raise self._no_capacity(session, count)
+            _evict(session, count - pool.free, f"eviction for {cause}")
+        pool.meet_demand()
+        return pool.take(count, SlotState.LEASED, cause)
+
+    def _no_capacity(self, session: ManagedSession, count: int) -> Refusal:
+        pool = session.pool
+        session.counters["no_capacity"] += 1
+        reachable = pool.free + pool.counts[SlotState.CACHED] + pool.counts[SlotState.FILLING]
+        about = {"wanted": count, "slots": pool.slots, "free": pool.free, "evictable": pool.evictable}
+        copying = len(self._table.of_pool(pool))
+        if copying and count <= reachable:
+            return Refusal(Why.SLOTS_PENDING, **about, copying=copying)
+        return Refusal(Why.NO_SLOTS, **about)
+
+    def _replace_missing(self, session: ManagedSession, lease: ManagedLease) -> None:
+        """Slots for blocks of a lease's hit that could not be loaded."""
+        missing = lease.hit - lease.depth
+        if missing > 0:
+            lease.replace_missing(self._take(session, missing, f"replacement for lease {lease.id}"))
 
     def _acquire_from_host(self, session: ManagedSession, lease: ManagedLease, keys: bytes, limit: int) -> None:
         self._worker_copies.stores.note_hit(session, lease.run, lease.depth)
@@ -319,18 +378,11 @@ class Managed:
             session.tree.listener.sighted(session.tree, lease.run, lease.depth)
 
 
-def _slots_left(
-    session: ManagedSession, lease: ManagedLease, start: int, keys: bytes, slots: Ranges[int], fence: FenceSequence
-) -> Ranges[int]:
-    """Refuse a commit that does not fit; return the lease's exclusive slots without the committed ones."""
-    session.check_fence(fence)
-    if lease.loads:
-        raise Refusal(Why.STILL_LOADING, lease=lease.id)
-    if start != lease.depth:
-        raise Refusal(Why.COMMIT_OUT_OF_ORDER, start=start, lease=lease.id, depth=lease.depth)
-    if slot_count(slots) != len(keys) // KEY_SIZE:
-        raise Refusal(Why.COMMIT_OF_OTHER_LENGTH, keys=len(keys) // KEY_SIZE, slots=slot_count(slots))
-    left = subtract(lease.open, slots)
-    if left is None:
-        raise Refusal(Why.COMMIT_OF_FOREIGN_SLOTS, lease=lease.id)
-    return left
+def _evict(session: ManagedSession, shortage: int, cause: str) -> None:
+    """Free what is short, unless demotion has done so already; a batch where nothing is demoted."""
+    tree, pool = session.tree, session.pool
+    if shortage <= 0:
+        return
+    if tree.host is None or tree.write_policy not in _DEMOTED:
+        shortage = max(shortage, min(pool.slots // BATCH_DIVISOR, pool.evictable))
+    tree.evict(shortage, pool.index, cause, slack=pool.slots // SLACK_DIVISOR)

@@ -104,14 +104,15 @@ class Offload:
         Raises:
             Refusal: there are too many namespaces, a block does not fit a slab, or another shape was declared.
         """
-        session = OffloadSession(session_id, now_ms, self.namespaces.enter(spec))
+        session = OffloadSession(session_id, now_ms, self.namespaces.enter(spec), block_size=spec.block_size)
         self.sessions[session_id] = session
         self._counters["sessions_opened"] += 1
         return session
 
     def restore(self, session_id: SessionId, root: bytes, slots: list[tuple[SlotPool, Ranges[int]]]) -> OffloadSession:
         """A session of before a restart, in a namespace that is there again: its slots are set aside already."""
-        session = OffloadSession(session_id, 0, self.namespaces.reenter(root), quarantined=slots)
+        namespace = self.namespaces.reenter(root)
+        session = OffloadSession(session_id, 0, namespace, quarantined=slots, block_size=namespace.spec.block_size)
         session.enter(SessionState.EXPIRED)
         self.sessions[session_id] = session
         for _, ranges in slots:  # under the name that it has now, lest this daemon is killed, too
@@ -201,7 +202,8 @@ class Offload:
         limit = session.hit_limit(keys, tokens, full=full)
         run, depth = longest_hit(tree, keys, limit)
         tree.lock(run, depth, HOST)
-        self._locks.acquired(session.id, keys, limit)
+        if self._locks.waiting:
+            self._locks.acquired(session.id, keys, limit)
         tree.touch(run, HOST, hit=depth, priority=priority)
         if tree.listener is not None:
             tree.listener.sighted(tree, run, depth)

@@ -25,8 +25,7 @@ from kvcached.config.host import HostConfig
 from kvcached.config.replica import ReplicaConfig
 from kvcached.core.cache import Cache
 from kvcached.core.namespaces import NamespaceSpec
-from kvcached.core.restart.restore import StoredBlocks
-from kvcached.core.restart.takeover import Owner, RestoredCache
+from kvcached.core.restart.restore import Owner, RestoredCache, StoredBlocks
 from kvcached.core.slots.ranges import no_ranges
 from kvcached.memory.host_pool import HostHeaders, HostMemory, adopt_host_memory, create_host_memory
 from kvcached.process.identity import ProcessIdentity

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvcached.core.cache import Cache
+from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import MembersDied
-from kvcached.core.session import ManagedSession
 from kvcached.core.slots.states import DAEMON_TRANSITIONS, DaemonState, SessionState
 from kvcached.service.replica import Replica, unknown_replica
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer

@@ -11,10 +11,9 @@ import secrets
 from array import array
 from collections.abc import Callable, Mapping
 
-from kvcached.core.allocate_slots import discard
 from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check_counts
-from kvcached.core.session import ManagedSession
+from kvcached.core.managed_session import ManagedSession
 from kvcached.service.admission import DrainState
 from kvcached.service.pending import PendingReplies, PendingReply, Wait
 from kvcached.service.refusals import REFUSED, in_words
@@ -197,7 +196,7 @@ class HealthChecks:
 
     def _leave(self, replica: Replica, session: ManagedSession, keys: bytes) -> None:
         self._cache.close_session(session.id)
-        discard(self._cache.tree_of(replica.name), self._cache.pools[replica.name], keys)
+        self._cache.managed.discard(replica.name, keys)
 
 
 class HostMemoryCheck:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.session import ManagedSession
-from kvcached.core.slots.journal import IllegalTransition
+from kvcached.core.managed_session import ManagedSession
+from kvcached.core.slots.slots import IllegalTransition
 from kvcached.core.slots.states import SlotState
 from kvcached_client.types import FenceSequence, LeaseId, unpack_ranges
 from tests.core.engine import BLOCK_SIZE, EPOCH, Engine, healthy, keys_of, make_cache, refused, snapshot, states

@@ -9,7 +9,7 @@ import pytest
 from kvcached.core.cache import Cache
 from kvcached.core.messages import MembersDied, Ticked
 from kvcached.core.restart.rejoin import Rejoin
-from kvcached.core.restart.takeover import RestoredCache
+from kvcached.core.restart.restore import RestoredCache
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.states import SessionState
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, SessionId

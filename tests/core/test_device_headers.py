@@ -12,7 +12,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check
 from kvcached.core.messages import BlocksCached, BlocksUncached, MembersDied, StartTransfer, TransferKind
 from kvcached.core.restart.rejoin import Rejoin
-from kvcached.core.restart.takeover import RestoredCache
+from kvcached.core.restart.restore import RestoredCache
 from kvcached.core.slots.ranges import Ranges, cut, pairs
 from kvcached.core.slots.states import SlotState
 from kvcached_client.types import FenceSequence, SessionId

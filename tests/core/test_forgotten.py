@@ -85,11 +85,11 @@ def test_what_is_counted_is_what_it_takes() -> None:
 def test_a_cache_trims_when_nobody_waits() -> None:
     """Evictions only add; the bound is kept by what comes after each request."""
     cache = make_cache(slots=4)
-    cache.eviction_log._bytes_max = 0
+    cache.eviction_log.bytes_max = 0
     engine = Engine(cache)
     engine.store("abc")
     engine.store("xyz")
-    assert cache.eviction_log._bytes > 0
+    assert cache.eviction_log.size_bytes > 0
 
     cache.settle()
-    assert cache.eviction_log._bytes == 0
+    assert cache.eviction_log.size_bytes == 0

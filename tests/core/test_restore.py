@@ -15,8 +15,7 @@ from kvcached.core.generations import Edition, Generations
 from kvcached.core.insight.invariants import check
 from kvcached.core.messages import MembersDied
 from kvcached.core.namespaces import NamespaceSpec, PoolSpec
-from kvcached.core.restart.restore import StoredBlocks, no_blocks, restore
-from kvcached.core.restart.takeover import Claims, RestoredCache
+from kvcached.core.restart.restore import Claims, RestoredCache, StoredBlocks, no_blocks, restore
 from kvcached.core.slots.ranges import no_ranges, pairs
 from kvcached.core.slots.states import SessionState, SlotState
 from kvcached_client.types import SessionId

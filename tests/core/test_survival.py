@@ -19,8 +19,7 @@ from kvcached.core.insight.invariants import check
 from kvcached.core.messages import MembersDied, PoolRestored, WorkerDied
 from kvcached.core.refusals import Refusal
 from kvcached.core.restart.rejoin import Rejoin
-from kvcached.core.restart.restore import StoredBlocks
-from kvcached.core.restart.takeover import RestoredCache
+from kvcached.core.restart.restore import RestoredCache, StoredBlocks
 from kvcached.core.slots.ranges import pairs
 from kvcached_client.types import NO_FENCE, WritePolicy
 from tests.core.device_headers import DeviceHeaders, expected

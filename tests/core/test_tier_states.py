@@ -23,8 +23,8 @@ from kvcached.core.messages import (
     WorkerDied,
 )
 from kvcached.core.slots.host_slots import HostPool, SlabAllocator
-from kvcached.core.slots.journal import IllegalTransition
 from kvcached.core.slots.ranges import no_ranges, one_range
+from kvcached.core.slots.slots import IllegalTransition
 from kvcached.core.slots.states import SLOT_TRANSITIONS, TRANSFER_TRANSITIONS, SlotState, TransferState
 from kvcached.core.transfers.transfer import WorkerTransfer
 from kvcached_client.types import NO_FENCE, ShardIndex, TransferId

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from kvcached.core.allocate_slots import discard
 from kvcached.core.cache import Cache
 from kvcached.core.slots.ranges import cut
 from kvcached.core.slots.states import SlotState
@@ -200,7 +199,7 @@ def test_drop_takes_everything_below(cache: Cache) -> None:
     """Discarding a run frees its slots."""
     engine = Engine(cache)
     engine.store("abcd")
-    discard(cache.tree_of("a"), cache.pools["a"], keys_of("abcd"))
+    cache.managed.discard("a", keys_of("abcd"))
 
     assert states(cache)[SlotState.FREE] == 16
     assert run_texts(cache) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached.core import managed
+from kvcached.core.managed import Managed
 from kvcached.core.pins import Pins
 from kvcached.core.transfers import prefetch
 from kvcached.core.transfers.loads import Loads
@@ -24,7 +24,7 @@ def corrupt_slot_freed_while_a_copy_reads_it(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_load_failures.py::test_hit_is_cut_where_a_load_failed")
 def cut_hit_not_told(patch: pytest.MonkeyPatch) -> None:
     """A lease keeps the length of its hit though a load of it failed."""
-    patch.setattr(managed, "replace_missing", lambda *_: None)
+    patch.setattr(Managed, "_replace_missing", lambda *_: None)
 
 
 @caught_by("tests/core/test_stores.py::test_demotion_takes_no_tail_that_is_not_stored")

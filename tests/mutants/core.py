@@ -9,7 +9,7 @@ from kvcached.core.clearing import Clearings
 from kvcached.core.index.run import Segment
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.managed import Managed
-from kvcached.core.session import ManagedSession
+from kvcached.core.managed_session import ManagedSession
 from kvcached.core.slots.host_slots import SlabAllocator
 from kvcached_client.types import SessionId
 from tests.mutants.mutant import caught_by, rewrite

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvcached.core.managed import Managed
+from kvcached.core.managed_session import ManagedSession
 from kvcached.core.restart import restore
-from kvcached.core.restart.takeover import RestoredCache
-from kvcached.core.session import ManagedSession
+from kvcached.core.restart.restore import RestoredCache
 from kvcached.core.slots.ranges import Ranges, subtract
 from kvcached.core.slots.slots import SlotPool
 from kvcached.process.identity import open_process

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcached.core.restart.takeover import RestoredCache
+from kvcached.core.restart.restore import RestoredCache
 from kvcached.core.slots.states import SlotState
 from kvcached.process.identity import ProcessIdentity
 from kvcached.service.sessions import FoundSession

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvcached.core.restart.takeover import RestoredCache
+from kvcached.core.restart.restore import RestoredCache
 from kvcached.process.identity import ProcessIdentity
 from kvcached.recovery.state_file import HostPoolRecord, Ledger, LedgerFile, boot_id, read_ledger
 from kvcached.service.sessions import FoundSession

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvcached.core.cache import Cache
 from kvcached.core.index.host_tree import HOST
 from kvcached.core.insight.invariants import check
-from kvcached.core.session import ManagedSession
+from kvcached.core.managed_session import ManagedSession
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SessionState, SlotState
 from kvcached.service import state_writer

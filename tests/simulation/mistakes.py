@@ -11,8 +11,8 @@ import pytest
 from kvcached.core import cache as core_cache
 from kvcached.core.cache import Cache
 from kvcached.core.index.tree import PrefixTree
+from kvcached.core.managed_session import ManagedSession
 from kvcached.core.restart.rejoin import Rejoin
-from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import no_ranges
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SessionState, SlotState

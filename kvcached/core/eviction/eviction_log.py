@@ -27,24 +27,27 @@ class EvictionLog:
 
     Args:
         bytes_max: what is kept by `trim`.
+
+    Attributes:
+        size_bytes: what is kept now.
     """
 
     def __init__(self, bytes_max: int = EVICTION_LOG_BYTES_MAX) -> None:
         self._pieces: deque[_Piece] = deque()
-        self._bytes = 0
-        self._bytes_max = bytes_max
+        self.size_bytes = 0
+        self.bytes_max = bytes_max
 
     def add(self, namespace: bytes, reason: MissReason, runs: list[bytearray]) -> None:
         """Runs left the index, in this order; their keys, and the list, are not changed any more by anybody."""
         size = sum(map(len, runs)) + len(runs) * RUN_OVERHEAD_BYTES + PIECE_OVERHEAD_BYTES
         self._pieces.append((namespace, reason, runs, size))
-        self._bytes += size
+        self.size_bytes += size
 
     def trim(self) -> None:
         """Forget the oldest pieces, and the first runs of one that is too large itself."""
-        while self._bytes > self._bytes_max:
+        while self.size_bytes > self.bytes_max:
             namespace, reason, runs, size = self._pieces.popleft()
-            self._bytes -= size
+            self.size_bytes -= size
             if not self._pieces:
                 self._add_last(namespace, reason, runs)
 
@@ -57,7 +60,7 @@ class EvictionLog:
 
     def _add_last(self, namespace: bytes, reason: MissReason, runs: list[bytearray]) -> None:
         """The last of some runs, as many as there is room for: those that lie before others in their chains."""
-        room = self._bytes_max - PIECE_OVERHEAD_BYTES
+        room = self.bytes_max - PIECE_OVERHEAD_BYTES
         first = len(runs)
         while first and room >= len(runs[first - 1]) + RUN_OVERHEAD_BYTES:
             first -= 1

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
-from kvcached.core.index.run import KEY_SIZE, Run, Segment, resident
-from kvcached.core.index.run_tree import RunTree
+from kvcached.core.index.run import KEY_SIZE, Run, Segment
+from kvcached.core.index.run_tree import RunTree, resident
 from kvcached.core.slots.host_slots import HostPool, SlabAllocator
 from kvcached.core.slots.ranges import (
     Ranges,

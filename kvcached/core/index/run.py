@@ -159,15 +159,3 @@ class Run:
                 high = probe - 1
             probe = (low + high + 1) // 2
         return low
-
-
-def resident(run: Run, pool: int) -> Segment:
-    """The segment of a run that the pool holds something of.
-
-    Raises:
-        RuntimeError: it holds nothing: a bug of ours.
-    """
-    segment = run.segments[pool]
-    if segment is None:
-        raise RuntimeError(f"run [{run.start}, {run.end}) is not resident in pool {pool}")
-    return segment

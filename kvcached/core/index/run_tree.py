@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
-from kvcached.core.index.run import KEY_SIZE, Run, Segment, resident
+from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, place_of, pop_tail, section, whole_tail
 from kvcached.core.slots.slots import SlotPool
 from kvcached_client.types import MissReason
@@ -376,6 +376,18 @@ class RunTree:
         if self._gone:
             self._eviction_log.add(self.namespace, reason, self._gone)
             self._gone = []
+
+
+def resident(run: Run, pool: int) -> Segment:
+    """The segment of a run that the pool holds something of.
+
+    Raises:
+        RuntimeError: it holds nothing: a bug of ours.
+    """
+    segment = run.segments[pool]
+    if segment is None:
+        raise RuntimeError(f"run [{run.start}, {run.end}) is not resident in pool {pool}")
+    return segment
 
 
 def _higher(one: int | None, other: int | None) -> int | None:

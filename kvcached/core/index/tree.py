@@ -11,7 +11,8 @@ from typing import Protocol
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
 from kvcached.core.index.host_tree import HOST, HostTree
-from kvcached.core.index.run import KEY_SIZE, Run, Segment, resident
+from kvcached.core.index.run import KEY_SIZE, Run, Segment
+from kvcached.core.index.run_tree import resident
 from kvcached.core.messages import BlocksCached
 from kvcached.core.slots.host_slots import HostPool
 from kvcached.core.slots.ranges import (

@@ -17,9 +17,10 @@ from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import FenceHold, Lease
+from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import TransferKind
 from kvcached.core.pins import Held
-from kvcached.core.session import ManagedSession, OffloadSession
+from kvcached.core.session import OffloadSession
 from kvcached.core.slots.ranges import Ranges, has_holes, no_ranges, pairs, slot_count, without_holes
 from kvcached.core.slots.slots import DevicePool, SlotPool
 from kvcached.core.slots.states import SessionState, SlotState, TransferState

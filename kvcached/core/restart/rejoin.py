@@ -9,8 +9,8 @@ from __future__ import annotations
 from kvcached.core.cache import Cache
 from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.lease import Asked, ManagedLease
+from kvcached.core.managed_session import ManagedSession
 from kvcached.core.refusals import Refusal, Why
-from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import (
     Ranges,
     append,

@@ -13,9 +13,9 @@ from kvcached.core.index.host_tree import HOST, Piece
 from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import FenceHold, ManagedLease
+from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import AbandonLoad, LoadsEnded, TransferKind
 from kvcached.core.pins import Pins
-from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import cut, pairs
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState, TransferState

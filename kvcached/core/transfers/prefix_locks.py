@@ -47,12 +47,13 @@ class PrefixLocks:
 
     Attributes:
         now_ms: time of the last tick.
+        waiting: prefetch by who waits for it and the key of its last block.
     """
 
     def __init__(self) -> None:
         self.now_ms = 0
         self._locks: dict[int, PrefixLock] = {}  #: by prefetch; those handed over stand in the order of their time
-        self._waiting: dict[tuple[SessionId, bytes], int] = {}  #: prefetch by who waits and `last_key`
+        self.waiting: dict[tuple[SessionId, bytes], int] = {}
 
     def __len__(self) -> int:
         return len(self._locks)
@@ -78,7 +79,7 @@ class PrefixLocks:
         if lock is not None:
             self._forget(session, lock.last_key)
             lock.sessions.add(session)
-            self._waiting[session, lock.last_key] = prefetch
+            self.waiting[session, lock.last_key] = prefetch
 
     def extend(self, prefetch: int, known: tuple[Run, int]) -> None:
         """The index knows more of the chain now: lock that, too, if there is room for it."""
@@ -112,12 +113,11 @@ class PrefixLocks:
 
     def acquired(self, session: SessionId, keys: bytes, limit: int) -> None:
         """A session has a lease on what is cached of the first `limit` blocks of `keys`: the lease keeps it now."""
-        if self._waiting:
-            self._forget(session, keys[: limit * KEY_SIZE][-KEY_SIZE:])
+        self._forget(session, keys[: limit * KEY_SIZE][-KEY_SIZE:])
 
     def leave(self, session: SessionId) -> None:
         """A session is over: it will not acquire."""
-        for waiting, last_key in [each for each in self._waiting if each[0] == session]:
+        for waiting, last_key in [each for each in self.waiting if each[0] == session]:
             self._forget(waiting, last_key)
 
     def tick(self, now_ms: int) -> None:
@@ -135,7 +135,7 @@ class PrefixLocks:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def _forget(self, session: SessionId, last_key: bytes) -> None:
-        prefetch = self._waiting.pop((session, last_key), None)
+        prefetch = self.waiting.pop((session, last_key), None)
         if prefetch is None:
             return
         lock = self._locks[prefetch]
@@ -146,7 +146,7 @@ class PrefixLocks:
     def _end(self, prefetch: int) -> None:
         lock = self._locks.pop(prefetch)
         for session in lock.sessions:
-            del self._waiting[session, lock.last_key]
+            del self.waiting[session, lock.last_key]
         lock.tree.unlock_host(lock.run, lock.depth)
         lock.tree.drop_lost(lock.run)
 

@@ -165,8 +165,8 @@ class StorageTier:
         self.locks.tick(now_ms)
 
     def settle(self, trees: Callable[[], Iterable[PrefixTree]]) -> None:
-        """Start what may be started. `trees` tells what there is, where that is asked."""
-        if self.state is StorageState.READY and not self._table.paused and self._spec.backup is not BackupPolicy.NEVER:
+        """Start what may be started, where storage can be used. `trees` tells what there is, where that is asked."""
+        if not self._table.paused and self._spec.backup is not BackupPolicy.NEVER:
             self.backups.start(trees, self._spec.watermark_percent)
 
     def _halt(self, state: StorageState) -> None:

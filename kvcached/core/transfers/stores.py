@@ -15,8 +15,8 @@ from kvcached.core.index.host_tree import HOST, SLACK_DIVISOR, Piece, first_bloc
 from kvcached.core.index.run import Run, Segment
 from kvcached.core.index.tree import BATCH_DIVISOR, PrefixTree
 from kvcached.core.lease import FenceHold
+from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import TransferKind
-from kvcached.core.session import ManagedSession
 from kvcached.core.slots.ranges import Ranges, join, slot_count
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState, TransferState

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.lease import ManagedLease
-from kvcached.core.messages import Effect, Grant, HurryTransfer, Span, StartTransfer, TransferKind, span_of
-from kvcached.core.session import ManagedSession
+from kvcached.core.managed_session import ManagedSession
+from kvcached.core.messages import Effect, HurryTransfer, Span, StartTransfer, TransferKind, span_of
 from kvcached.core.slots.ranges import append, cut, one_range, place_of
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState, TransferState
@@ -101,16 +100,6 @@ class TransferTable:
         append(reader.set_aside, ranges)
 
     # --- transfers of workers ---------------------------------------------------------------------------------------
-
-    def grant(self, session: ManagedSession, lease: ManagedLease) -> Grant:
-        """What a lease holds, and the loads that part of its hit waits for."""
-        tree, pool = session.tree, session.pool
-        run = tree.resolve(lease.run, lease.hit)
-        hit_ranges = tree.path_ranges(run, lease.hit, pool.index)
-        loads = [self.worker[transfer] for transfer in sorted(lease.loads)]
-        ready = min((load.start for load in loads), default=lease.hit)
-        tickets = tuple((load.id, load.progress) for load in loads)
-        return Grant(lease.id, lease.hit, ready, tickets, hit_ranges, lease.open.tobytes())
 
     def lock(self, transfer: WorkerTransfer) -> None:
         """Lock its path in both pools."""
