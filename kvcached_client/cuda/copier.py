@@ -1,0 +1,123 @@
+"""The copier of blocks between a device and the host pool: batches become calls of the driver, a few of them at a time.
+
+Copies of one direction are on one stream, and both directions run at once. Pieces whose bytes follow each other on both
+sides are one copy; the driver itself would not merge them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_128
+
+from kvcached_client.blocks.copy import Batch
+from kvcached_client.cuda.device import Device
+from kvcached_client.cuda.driver import Addresses, Event
+from kvcached_client.cuda.host import HostPool
+from kvcached_client.failpoints import failpoint
+
+#: Batches that are queued before the first of them is waited for: the device always has the next one.
+AHEAD_MAX: Final = 2
+
+
+class _UnderWay(NamedTuple):
+    """A batch that is queued. The driver may read the arrays until the event is over."""
+
+    batch: Batch
+    arrays: tuple[Addresses, Addresses, Addresses]
+    event: Event
+
+
+class CudaCopier:
+    """A `Copier` between memory of a device and the host pool. Used by one thread.
+
+    Args:
+        device: whose context is current to that thread.
+        host: where the host pool is mapped; one end of each piece is in it, the other one on the device.
+    """
+
+    def __init__(self, device: Device, host: HostPool) -> None:
+        self._host = host
+        self._to_host = device.make_stream()
+        self._to_device = device.make_stream()
+
+    def copy(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """See `Copier.copy`."""
+        queued: deque[_UnderWay] = deque()
+        try:
+            for batch in batches:
+                failpoint("blocks.copy")
+                queued.append(self._queue(batch))
+                if len(queued) > AHEAD_MAX:
+                    yield _finished(queued)
+            while queued:
+                yield _finished(queued)
+        finally:
+            self._abandon(queued)
+
+    def copy_summed(self, batches: Iterable[Batch], per_sum: int) -> Iterator[bytes]:
+        """See `Copier.copy_summed`. The bytes are summed on the host, after the copy.
+
+        Where the host is the source somebody may write the slot between the copy and the sum. Its header tells of that.
+        """
+        for batch in self.copy(batches):
+            to_host = self._is_to_host(batch)
+            offsets, base = batch.pieces[0 if to_host else 1 :: 3], batch.destination if to_host else batch.source
+            yield _sums([base + offset for offset in offsets], batch.pieces[2::3], per_sum)
+
+    def close(self) -> None:
+        """Destroy the streams. Does nothing the second time."""
+        self._to_host.close()
+        self._to_device.close()
+
+    def _queue(self, batch: Batch) -> _UnderWay:
+        numbers = np.frombuffer(batch.pieces, np.int64).reshape(-1, 3).astype(np.uint64)
+        destinations = numbers[:, 0] + np.uint64(batch.destination)
+        sources = numbers[:, 1] + np.uint64(batch.source)
+        arrays = _merged(destinations, sources, numbers[:, 2])
+        stream = self._to_host if self._is_to_host(batch) else self._to_device
+        stream.copy(*arrays)
+        return _UnderWay(batch, arrays, stream.record())
+
+    def _is_to_host(self, batch: Batch) -> bool:
+        return self._host.has(batch.destination + batch.pieces[0])
+
+    def _abandon(self, queued: deque[_UnderWay]) -> None:
+        """Nobody takes these any more, but their memory is in use until they are over."""
+        if queued:
+            self._to_host.synchronize()
+            self._to_device.synchronize()
+            for each in queued:
+                each.event.close()
+
+
+def _merged(destinations: Addresses, sources: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
+    """As few copies as possible. None leaves its slab, for each begins with headers, which are not copied."""
+    follows = (destinations[:-1] + sizes[:-1] == destinations[1:]) & (sources[:-1] + sizes[:-1] == sources[1:])
+    first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    return destinations[first], sources[first], np.add.reduceat(sizes, first)
+
+
+def _finished(queued: deque[_UnderWay]) -> Batch:
+    """The first batch, once it is over."""
+    queued[0].event.synchronize()
+    batch, _, event = queued.popleft()
+    event.close()
+    return batch
+
+
+def _sums(addresses: list[int], sizes: Iterable[int], per_sum: int) -> bytes:
+    """xxh3_128 of each group's bytes on the host."""
+    pieces = list(zip(addresses, sizes, strict=True))
+    return b"".join(_sum(pieces[first : first + per_sum]) for first in range(0, len(pieces), per_sum))
+
+
+def _sum(pieces: list[tuple[int, int]]) -> bytes:
+    checksum = xxh3_128()
+    for address, size in pieces:
+        checksum.update((ctypes.c_ubyte * size).from_address(address))
+    return checksum.digest()

@@ -1,0 +1,206 @@
+"""Devices: their memory, which processes share by descriptors, and host memory that they reach.
+
+All work is in a device's primary context, which torch uses as well. The context is current to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Self
+
+from kvcached_client.cuda.driver import CudaMissing, Driver, Opaque, Stream
+
+
+class Device:
+    """One device, with its primary context.
+
+    Attributes:
+        driver: how to call it.
+        ordinal: its number in this process; other processes may count otherwise.
+        uuid: names the device in every process, as ``GPU-…`` of nvidia-smi.
+        name: of the model.
+        granularity_bytes: memory is made and mapped in multiples of it.
+    """
+
+    def __init__(self, driver: Driver, ordinal: int = 0) -> None:
+        """Retain the primary context, and make it current to this thread.
+
+        Raises:
+            CudaMissing: there is no such device.
+            CudaFailure: the driver refused one of the steps.
+        """
+        if not 0 <= ordinal < (count := driver.devices()):
+            raise CudaMissing(
+                f"device {ordinal} of {count}", "name one that nvidia-smi lists; see CUDA_VISIBLE_DEVICES"
+            )
+        self.driver = driver
+        self.ordinal = ordinal
+        self._device = driver.call("cuDeviceGet", ordinal)
+        self.uuid = f"GPU-{uuid.UUID(bytes=bytes(driver.call('cuDeviceGetUuid', self._device).bytes))}"
+        self.name: str = driver.call("cuDeviceGetName", 256, self._device).partition(b"\0")[0].decode()
+        self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
+        self.use()
+        minimum = driver.names.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity_bytes: int = driver.call("cuMemGetAllocationGranularity", self._properties(), minimum)
+
+    def use(self) -> None:
+        """Make the device's context current to the calling thread."""
+        self.driver.call("cuCtxSetCurrent", self._context)
+
+    def attribute(self, name: str) -> int:
+        """An attribute by the end of its name, as ``ASYNC_ENGINE_COUNT``."""
+        attribute = getattr(self.driver.names.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.driver.call("cuDeviceGetAttribute", attribute, self._device))
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody has."""
+        return int(self.driver.call("cuMemGetInfo")[0])
+
+    def close(self) -> None:
+        """Release the context. Nothing of the device may be used any more. Does nothing the second time."""
+        if self._context is not None:
+            self._context = None
+            self.driver.call("cuDevicePrimaryCtxRelease", self._device)
+
+    def make_memory(self, size_bytes: int) -> DeviceMemory:
+        """New memory that other processes can map. Its size is rounded up to the granularity, its content is undefined.
+
+        Raises:
+            CudaFailure: there is not so much, or the driver refused one of the steps.
+        """
+        size_bytes = -(-size_bytes // self.granularity_bytes) * self.granularity_bytes
+        handle = self.driver.call("cuMemCreate", size_bytes, self._properties(), 0)
+        return DeviceMemory(self, handle, size_bytes)
+
+    def open_memory(self, descriptor: int, size_bytes: int, *, address: int = 0) -> DeviceMemory:
+        """Memory that another process, or an earlier one, has made and exported. The descriptor stays the caller's.
+
+        Args:
+            descriptor: as `DeviceMemory.export` gave it, on the same device.
+            size_bytes: of the whole memory, as `DeviceMemory.size_bytes` was.
+            address: where it is to be mapped, if that is free.
+
+        Raises:
+            CudaFailure: it is none of this device, or the driver refused one of the steps.
+        """
+        handle = self.driver.call("cuMemImportFromShareableHandle", descriptor, self._descriptor_kind())
+        return DeviceMemory(self, handle, size_bytes, address)
+
+    def make_stream(self) -> Stream:
+        """A stream that does not wait for the default stream."""
+        return Stream(self.driver)
+
+    def register(self, address: int, size_bytes: int) -> RegisteredMemory:
+        """Let the device reach memory of this process: then copies need no second copy, and run beside the processor.
+
+        Raises:
+            CudaFailure: some of it is registered already, or the driver refused.
+        """
+        return RegisteredMemory(self, address, size_bytes)
+
+    def _properties(self) -> Opaque:
+        names = self.driver.names
+        properties = names.CUmemAllocationProp()
+        properties.type = names.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = names.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = self.ordinal
+        properties.requestedHandleTypes = self._descriptor_kind()
+        return properties
+
+    def _descriptor_kind(self) -> Opaque:
+        return self.driver.names.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+class DeviceMemory:
+    """Memory of a device, mapped into this process, readable and writable.
+
+    It lives as long as some process has it mapped or holds a descriptor of it.
+
+    Attributes:
+        address: where it is mapped.
+        size_bytes: all of it.
+    """
+
+    def __init__(self, device: Device, handle: Opaque, size_bytes: int, address: int = 0) -> None:
+        """Map what the handle names; takes the handle over."""
+        self._driver = driver = device.driver
+        self._handle: Opaque = handle
+        self.size_bytes = size_bytes
+        self.address = 0
+        reserved = 0
+        try:
+            reserved = int(driver.call("cuMemAddressReserve", size_bytes, 0, address, 0))
+            driver.call("cuMemMap", reserved, size_bytes, 0, handle, 0)
+            self.address = reserved
+            driver.call("cuMemSetAccess", reserved, size_bytes, [_access(device)], 1)
+        except BaseException:
+            if reserved and not self.address:
+                driver.call("cuMemAddressFree", reserved, size_bytes)
+            self.close()
+            raise
+
+    def export(self) -> int:
+        """A new descriptor of the memory, which any process may pass on and keep, and `open_memory` maps.
+
+        Raises:
+            CudaFailure: the driver refused.
+            ValueError: the memory is closed.
+        """
+        if self._handle is None:
+            raise ValueError("the device memory is closed")
+        kind = self._driver.names.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        return int(self._driver.call("cuMemExportToShareableHandle", self._handle, kind, 0))
+
+    def close(self) -> None:
+        """Unmap. No queued work may use the memory any more. Does nothing the second time."""
+        handle, self._handle = self._handle, None
+        address, self.address = self.address, 0
+        if address:
+            self._driver.call("cuMemUnmap", address, self.size_bytes)
+            self._driver.call("cuMemAddressFree", address, self.size_bytes)
+        if handle is not None:
+            self._driver.call("cuMemRelease", handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _access(device: Device) -> Opaque:
+    names = device.driver.names
+    access = names.CUmemAccessDesc()
+    access.location.type = names.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = device.ordinal
+    access.flags = names.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
+
+
+class RegisteredMemory:
+    """Memory of this process that the device reaches.
+
+    Attributes:
+        address, size_bytes: of the memory.
+        device_address: where the device finds it.
+    """
+
+    def __init__(self, device: Device, address: int, size_bytes: int) -> None:
+        names = device.driver.names
+        self._driver = device.driver
+        self._driver.call(
+            "cuMemHostRegister",
+            address,
+            size_bytes,
+            names.CU_MEMHOSTREGISTER_PORTABLE | names.CU_MEMHOSTREGISTER_DEVICEMAP,
+        )
+        self.address = address
+        self.size_bytes = size_bytes
+        self._is_open = True
+        self.device_address = int(self._driver.call("cuMemHostGetDevicePointer", address, 0))
+
+    def close(self) -> None:
+        """End that. No queued copy may use the memory any more. Does nothing the second time."""
+        if self._is_open:
+            self._is_open = False
+            self._driver.call("cuMemHostUnregister", self.address)

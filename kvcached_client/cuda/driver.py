@@ -1,0 +1,244 @@
+"""The CUDA driver: how it is called, streams and copies. `device` has devices and their memory.
+
+The calls go through NVIDIA's cuda-bindings, except for copies: their arrays of addresses go to the driver's function
+directly, which costs a hundredth of what building the bindings' lists does.
+
+A call works in the context that is current to its thread: see `Device.use`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_client.errors import KvcachedError
+
+Addresses = npt.NDArray[np.uint64]
+#: What cuda-bindings give and take: they have no type stubs.
+Opaque = Any
+
+#: The first version with `cuMemcpyBatchAsync`. Asked for by this number every later driver gives the same function.
+_BATCH_VERSION: Final = 12_080
+#: Of `cuMemcpyBatchAsync`: destinations, sources, sizes, their number, attributes, the first copy of each attribute,
+#: the number of attributes, where the driver writes which copy is wrong, stream.
+_BATCH_ARGUMENTS: Final = (
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p),
+)
+_COPY_ARGUMENTS: Final = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+_IN_STREAM_ORDER: Final = 1
+_UNKNOWN_COPY: Final = ctypes.c_size_t(-1).value
+
+
+class CudaFailure(KvcachedError):
+    """The driver refused a call.
+
+    Attributes:
+        call: its name.
+        result: the name of the driver's answer, as ``CUDA_ERROR_OUT_OF_MEMORY``.
+    """
+
+    def __init__(self, call: str, result: str, detail: str = "") -> None:
+        super().__init__(f"{call}: {result}{detail}")
+        self.call = call
+        self.result = result
+
+
+class CudaMissing(KvcachedError):
+    """There is no driver, no device, or no package to call the driver with.
+
+    Attributes:
+        fix: what to do.
+    """
+
+    def __init__(self, message: str, fix: str) -> None:
+        super().__init__(f"{message} ({fix})")
+        self.message = message
+        self.fix = fix
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: the order in which sources are read; two hints about locations, for managed memory only."""
+
+    _fields_ = (
+        *(("order", ctypes.c_uint), ("source", ctypes.c_int * 2)),
+        *(("destination", ctypes.c_int * 2), ("flags", ctypes.c_uint)),
+    )
+
+
+class Driver:
+    """The driver of this process, initialised.
+
+    Attributes:
+        version: as 13000 for 13.0.
+        batches: whether one call copies many pieces.
+    """
+
+    def __init__(self) -> None:
+        """Load and initialise the driver.
+
+        Raises:
+            CudaMissing: the package, the library or a device is missing.
+        """
+        self._bindings = _bindings()
+        try:
+            self.call("cuInit", 0)
+        except CudaFailure as error:
+            raise CudaMissing(str(error), "check nvidia-smi; in a container, start it with --gpus all") from None
+        self.version: int = self.call("cuDriverGetVersion")
+        self.batches = True
+        try:
+            self._copy_batch = self._function("cuMemcpyBatchAsync", _BATCH_VERSION, _BATCH_ARGUMENTS)
+        except CudaFailure:
+            self.batches = False
+            self._copy_one = self._function("cuMemcpyAsync", 4000, _COPY_ARGUMENTS)
+
+    @property
+    def names(self) -> Opaque:
+        """The bindings' module: the driver's constants and structures."""
+        return self._bindings
+
+    def call(self, name: str, *arguments: object) -> Opaque:
+        """Call the driver; returns what the call gives, None, a value or a tuple.
+
+        Raises:
+            CudaFailure: the driver refused the call.
+        """
+        try:
+            result, *values = getattr(self._bindings, name)(*arguments)
+        except RuntimeError as error:  # the driver is too old for the call, or its library is not there
+            raise CudaFailure(name, "CUDA_ERROR_NOT_FOUND", f": {error}") from None
+        if result != self._bindings.CUresult.CUDA_SUCCESS:
+            raise CudaFailure(name, result.name)
+        return values[0] if len(values) == 1 else (tuple(values) or None)
+
+    def devices(self) -> int:
+        """How many devices this process sees."""
+        return int(self.call("cuDeviceGetCount"))
+
+    def copy(self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int:
+        """Queue copies on a stream, in any order among themselves; returns how many calls of the driver it took.
+
+        The arrays must stay alive until the copies are over. Sources are read in the stream's order.
+
+        Args:
+            destinations: addresses on the device or on the host, contiguous uint64; ranges must not overlap.
+            sources: the same.
+            sizes: in bytes, none is 0.
+            stream: its handle, not that of a default stream.
+
+        Raises:
+            CudaFailure: the driver refused; of a batch nothing was queued, otherwise some of it may be.
+        """
+        if not self.batches:
+            for piece in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+                self._check("cuMemcpyAsync", self._copy_one(*piece, stream))
+            return len(sizes)
+        attributes, first, wrong = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(-1)
+        result = self._copy_batch(
+            *(each.ctypes.data for each in (destinations, sources, sizes)),
+            *(len(sizes), ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(wrong), stream),
+        )
+        detail = "" if wrong.value == _UNKNOWN_COPY else f", copy {wrong.value} of {len(sizes)}"
+        self._check("cuMemcpyBatchAsync", result, detail)
+        return 1
+
+    def _check(self, call: str, result: int, detail: str = "") -> None:
+        if result:
+            raise CudaFailure(call, self._bindings.CUresult(result).name, detail)
+
+    def _function(self, name: str, version: int, arguments: tuple[Any, ...]) -> Callable[..., int]:
+        """A function of the driver itself. While it runs, other threads of the interpreter go on."""
+        address, *_ = self.call("cuGetProcAddress", name.encode(), version, 0)
+        if not int(address):
+            raise CudaFailure("cuGetProcAddress", "CUDA_ERROR_NOT_FOUND", f": {name}")
+        return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address))
+
+
+class Stream:
+    """Work that a device does one after the other.
+
+    Attributes:
+        handle: for `Driver.copy`.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        non_blocking = self._driver.names.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self._stream: Opaque = self._driver.call("cuStreamCreate", non_blocking)
+        self.handle = int(self._stream)
+
+    def copy(self, destinations: Addresses, sources: Addresses, sizes: Addresses) -> int:
+        """See `Driver.copy`."""
+        return self._driver.copy(destinations, sources, sizes, self.handle)
+
+    def record(self) -> Event:
+        """An event that is over once all work is that was queued here so far."""
+        return Event(self._driver, self._stream)
+
+    def wait(self, event: Event) -> None:
+        """Work that is queued here from now on begins after an event."""
+        self._driver.call("cuStreamWaitEvent", self._stream, event.handle, 0)
+
+    def write(self, device_address: int, value: int) -> None:
+        """Write a uint32 after all work that was queued here so far; who sees the value sees what that work wrote."""
+        self._driver.call("cuStreamWriteValue32", self._stream, device_address, value, 0)
+
+    def wait_value(self, device_address: int, value: int) -> None:
+        """Work that is queued here from now on begins when a uint32 has reached a value, counted cyclically."""
+        reached = self._driver.names.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        self._driver.call("cuStreamWaitValue32", self._stream, device_address, value, reached)
+
+    def synchronize(self) -> None:
+        """Wait for all work that is queued.
+
+        Raises:
+            CudaFailure: some of it has failed.
+        """
+        self._driver.call("cuStreamSynchronize", self._stream)
+
+    def close(self) -> None:
+        """Destroy the stream; work that is queued is done nevertheless. Does nothing the second time."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            self._driver.call("cuStreamDestroy", stream)
+
+
+class Event:
+    """A point in a stream's work. Made by `Stream.record`."""
+
+    def __init__(self, driver: Driver, stream: Opaque) -> None:
+        self._driver = driver
+        self.handle: Opaque = driver.call("cuEventCreate", driver.names.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        try:
+            driver.call("cuEventRecord", self.handle, stream)
+        except BaseException:
+            self.close()
+            raise
+
+    def synchronize(self) -> None:
+        """Wait until the work before it is done. Other threads of the interpreter go on.
+
+        Raises:
+            CudaFailure: some of that work has failed.
+        """
+        self._driver.call("cuEventSynchronize", self.handle)
+
+    def close(self) -> None:
+        """Destroy the event. Does nothing the second time."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            self._driver.call("cuEventDestroy", handle)
+
+
+def _bindings() -> Opaque:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        fix = "install it: pip install 'kvcached-client[cuda]'"
+        raise CudaMissing(f"cuda-bindings cannot be imported: {error}", fix) from None

@@ -1,0 +1,221 @@
+"""Programs on a CUDA device: ``python -m tests.cuda.programs NAME ARGUMENTS`` calls one and prints its result."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import mmap
+import os
+import random
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from typing import Any, Final
+
+from kvcached_client.blocks.copy import Batch
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.job import BlockJob, JobSpan
+from kvcached_client.blocks.layout import KvGroup, Layout
+from kvcached_client.blocks.pages import pool_geometry
+from kvcached_client.blocks.transfers import BlockTransfers
+from kvcached_client.cuda.copier import CudaCopier
+from kvcached_client.cuda.device import Device
+from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
+from kvcached_client.cuda.host import HostPool
+from kvcached_client.types import KEY_SIZE_BYTES, TransferId
+
+SLOTS: Final = 24
+BLOCKS: Final = 10
+GROUP: Final = KvGroup(layers=3, kv_heads=2, head_dim=8, v_head_dim=8, dtype="float16")
+
+
+class Rig:
+    """A device pool of some blocks, a host pool, and transfers between them."""
+
+    def __init__(self, order: Any, *, part_bytes: int, parts: ExitStack) -> None:
+        geometry = pool_geometry(Layout(block_size=16, shards=1, groups=(GROUP,), order=order), SLOTS)
+        self.host = HostGeometry(slabs=8, slab_bytes=1 << 16, shards=1, block_bytes=geometry.slot_bytes)
+        self.device = Device(Driver())
+        parts.callback(self.device.close)
+        self.memory = parts.enter_context(self.device.make_memory(geometry.size_bytes))
+        self.host_bytes = mmap.mmap(-1, self.host.size_bytes)
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self.host_bytes))
+        self.pool = HostPool(self.device, address, self.host.size_bytes, self.host.slab_bytes, part_bytes)
+        parts.callback(self.pool.close)
+        self.pool.start()
+        self.pool.wait_registered()
+        self.copier = CudaCopier(self.device, self.pool)
+        parts.callback(self.copier.close)
+        self.pages = geometry.at(self.memory.address)
+        self.transfers = BlockTransfers(
+            self.pages, self.host, 0, memoryview(self.host_bytes),
+            namespace=bytes(16), fingerprint=bytes(16), copier=self.copier,
+        )  # fmt: skip
+
+    def fill(self, slot: int, value: int) -> None:
+        """As a kernel of the engine would: the fake device's memory is the processor's, too."""
+        for layer in self.pages.layers:
+            ctypes.memset(layer.address + slot * layer.stride_bytes, value, layer.page_bytes)
+
+    def values(self, slot: int) -> set[int]:
+        return set().union(
+            *(
+                ctypes.string_at(layer.address + slot * layer.stride_bytes, layer.page_bytes)
+                for layer in self.pages.layers
+            )
+        )
+
+
+@contextmanager
+def rig(order: str = "layer_first", *, part_bytes: int = 1 << 17) -> Iterator[Rig]:
+    with ExitStack() as parts:
+        yield Rig(order, part_bytes=part_bytes, parts=parts)
+
+
+def job(number: int, blocks: list[int], slots: list[int]) -> BlockJob:
+    keys = b"".join(bytes([number, index]) * (KEY_SIZE_BYTES // 2) for index in range(len(blocks)))
+    return BlockJob(TransferId(number), 0, (JobSpan(0, b"", keys, array("q", blocks), array("q", slots)),))
+
+
+def round_trip(order: str, verify: bool, rounds: int = 4) -> int:
+    """Store blocks, poison them, load them into others; returns how many blocks were not as they were stored."""
+    chance, wrong = random.Random(order), 0
+    with rig(order) as made:
+        for number in range(1, rounds + 1):
+            blocks = chance.sample(range(SLOTS), 2 * BLOCKS)
+            slots = chance.sample(range(made.host.slots), BLOCKS)
+            for index, block in enumerate(blocks[:BLOCKS]):
+                made.fill(block, 16 * number + index)
+            made.transfers.store(job(number, blocks[:BLOCKS], slots), epoch=1)
+            for block in blocks:
+                made.fill(block, 0xEE)
+            load = job(number, blocks[BLOCKS:], slots)
+            if number % 2:
+                bad = made.transfers.load(load, verify=verify)
+            else:
+                bad = list(made.transfers.load_by_layer(load, verify=verify, bad_max=9, layer_done=lambda: None))
+            wrong += len(bad) + sum(
+                made.values(block) != {16 * number + index} for index, block in enumerate(blocks[BLOCKS:])
+            )
+    return wrong
+
+
+def layer_by_layer() -> list[list[int]]:
+    """What of a block has arrived each time when a layer is said to be there: the values of the layers so far."""
+    with rig() as made:
+        made.fill(0, 0x11)
+        made.transfers.store(job(1, [0], [0]), epoch=1)
+        made.fill(1, 0xEE)
+        seen: list[list[int]] = []
+
+        def layer_done() -> None:
+            arrived = made.pages.layers[: len(seen) + 1]
+            seen.append([ctypes.string_at(each.address + each.stride_bytes, 1)[0] for each in arrived])
+
+        made.transfers.load_by_layer(job(1, [1], [0]), verify=True, bad_max=1, layer_done=layer_done)
+        return seen
+
+
+def neighbours(part_bytes: int) -> int:
+    """Store all blocks of a block-first pool to slots that follow each other; returns slots of a slab."""
+    with rig("block_first", part_bytes=part_bytes) as made:
+        made.transfers.store(job(1, list(range(SLOTS)), list(range(SLOTS))), epoch=1)
+        return made.host.slots_per_slab
+
+
+def failing() -> list[str]:
+    """What stores and loads raise until one goes well."""
+    raised = []
+    with suppress(CudaFailure), rig() as made:
+        made.fill(0, 0x11)
+        for number in range(1, 4):
+            try:
+                made.transfers.store(job(number, [0], [number]), epoch=1)
+            except CudaFailure as error:
+                raised.append(error.result)
+    return raised
+
+
+def abandoned() -> int:
+    """Leave the copies of a batch alone, and close everything; returns how many batches were given back."""
+    with rig() as made:
+        address, host = made.memory.address, made.pool
+        base = ctypes.addressof(ctypes.c_ubyte.from_buffer(made.host_bytes))
+        batches = [Batch(array("q", [number * 64, number * 64, 64]), base, address) for number in range(5)]
+        assert host.has(base)
+        copies = made.copier.copy(batches)
+        next(copies)
+        copies.close()  # type: ignore[attr-defined]
+        return 1
+
+
+def shared(size_bytes: int) -> list[Any]:
+    """Export memory, close it, open it again, and say what it holds, where it is, and its size."""
+    with closing(Device(Driver())) as device:
+        made = device.make_memory(size_bytes)
+        ctypes.memset(made.address, 0x5A, 16)
+        descriptor, address = made.export(), made.address
+        made.close()
+        with device.open_memory(descriptor, made.size_bytes, address=address) as opened:
+            os.close(descriptor)
+            return [ctypes.string_at(opened.address, 16).hex(), opened.address == address, opened.size_bytes]
+
+
+def refused_export() -> str:
+    """What exporting memory raises."""
+    with closing(Device(Driver())) as device, device.make_memory(1) as memory:
+        try:
+            memory.export()
+        except CudaFailure as error:
+            return str(error)
+        return ""
+
+
+def too_much(size_bytes: int) -> str:
+    """What making so much memory raises."""
+    with closing(Device(Driver())) as device:
+        try:
+            device.make_memory(size_bytes).close()
+        except CudaFailure as error:
+            return error.result
+        return ""
+
+
+def missing(ordinal: int) -> str:
+    """What opening a device raises."""
+    try:
+        Device(Driver(), ordinal).close()
+    except CudaMissing as error:
+        return str(error)
+    return ""
+
+
+def stream_values() -> int:
+    """A stream writes a value, another one waits for it before it copies; returns the value."""
+    with rig() as made:
+        part = made.pool._registered[0]
+        one, other = made.device.make_stream(), made.device.make_stream()
+        other.wait_value(part.device_address + 64, 7)
+        event = other.record()
+        one.write(part.device_address + 64, 7)
+        event.synchronize()
+        other.wait(event)
+        other.synchronize()
+        for each in (event, one, other):
+            each.close()
+        return made.host_bytes[64]
+
+
+PROGRAMS: Final[dict[str, Callable[..., object]]] = {
+    each.__name__: each
+    for each in (
+        *(round_trip, layer_by_layer, neighbours, failing, abandoned, shared, refused_export),
+        *(too_much, missing, stream_values),
+    )
+}
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    sys.stdout.write(json.dumps(PROGRAMS[sys.argv[1]](*json.loads(sys.argv[2]))))

@@ -1,0 +1,86 @@
+"""Blocks go from a device to the host pool and back as they were, in as few calls as there are batches."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda.conftest import RunProgram
+from tests.cuda_driver.trace import Record, broken_rules, calls, ran
+
+
+def batches(records: list[Record]) -> list[Record]:
+    return calls(records, "cuMemcpyBatchAsync")
+
+
+@pytest.mark.parametrize("order", ["layer_first", "block_first"])
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_loaded_blocks_are_those_that_were_stored(run_program: RunProgram, order: str, verify: bool, seed: int) -> None:
+    """Whatever a device delays and reorders, blocks come back as they were stored; no rule of the driver is broken."""
+    done = run_program("round_trip", order, verify, seed=seed)
+
+    assert done.said == 0
+    assert broken_rules(done.records) == []
+    assert done.granules == 0
+    assert not calls(done.records, "cuMemcpyAsync")
+
+
+def test_transfer_of_a_batch_is_one_call(run_program: RunProgram) -> None:
+    """A store is one call of the driver, a whole load as well, a load by layers one for each layer."""
+    done = run_program("round_trip", "layer_first", True, 2)
+
+    blocks, layers = 10, 3
+    assert [each.arguments["count"] for each in batches(done.records)] == [
+        *(blocks * layers, blocks * layers),  # a store, a load
+        *(blocks * layers, blocks, blocks, blocks),  # a store, a load by layers
+    ]
+
+
+def test_neighbours_are_one_copy(run_program: RunProgram) -> None:
+    """Blocks that follow each other on both sides are one copy, within a slab: each slab begins with headers."""
+    done = run_program("neighbours", 1 << 20)
+
+    slots_per_slab = done.said
+    assert slots_per_slab < 24 <= 2 * slots_per_slab
+    assert [each.arguments["count"] for each in batches(done.records)] == [2]
+
+
+def test_layer_is_there_when_it_is_said_to_be(run_program: RunProgram) -> None:
+    """A load by layers tells of a layer once the device has all of its bytes."""
+    done = run_program("layer_by_layer", delay_us=3000)
+
+    assert done.said == [[0x11], [0x11] * 2, [0x11] * 3]
+
+
+def test_older_driver_copies_one_by_one(run_program: RunProgram) -> None:
+    """A driver without batches gets a call for each piece, and the bytes are the same."""
+    done = run_program("round_trip", "layer_first", True, version=12000)
+
+    assert done.said == 0
+    assert calls(done.records, "cuMemcpyAsync")
+    assert not batches(done.records)
+
+
+def test_memory_that_cannot_be_registered_is_copied_all_the_same(run_program: RunProgram) -> None:
+    """Where the driver registers only some of the host pool, a warning says so, and the bytes are the same."""
+    done = run_program("round_trip", "layer_first", True, faults="refused_registration=@2")
+
+    assert done.said == 0
+    assert "131072 of 524288 bytes of the host pool are registered" in done.log
+
+
+def test_failed_copy_is_an_error(run_program: RunProgram) -> None:
+    """A copy that the device breaks off fails its transfer, and every later one of the context."""
+    done = run_program("failing", faults="launch_failure=@2")
+
+    assert done.said
+    assert set(done.said) == {"CUDA_ERROR_LAUNCH_FAILED"}
+
+
+def test_abandoned_copies_are_over_before_memory_goes(run_program: RunProgram) -> None:
+    """Who stops taking batches waits for those that are queued: their memory may go then."""
+    done = run_program("abandoned", delay_us=3000)
+
+    assert broken_rules(done.records) == []
+    assert ran(done.records)
+    assert done.granules == 0

@@ -1,0 +1,60 @@
+"""Memory of a device passes between processes by descriptors, and what the driver refuses is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.cuda.conftest import RunProgram
+from tests.cuda_driver.trace import broken_rules
+
+
+def test_descriptor_keeps_the_memory(run_program: RunProgram) -> None:
+    """Memory that its maker has closed is there by its descriptor, at the address asked for, and goes with it."""
+    done = run_program("shared", 100)
+
+    assert done.said == ["5a" * 16, True, 2 << 20]
+    assert broken_rules(done.records) == []
+    assert done.granules == 0
+
+
+def test_address_is_a_hint(run_program: RunProgram) -> None:
+    """Where the driver maps memory elsewhere, the memory says where."""
+    done = run_program("shared", 100, faults="ignored_hint=1")
+
+    assert done.said == ["5a" * 16, False, 2 << 20]
+
+
+def test_refusals_name_the_call_and_the_result(run_program: RunProgram) -> None:
+    """A refused export and too much memory are errors with the driver's own words; nothing is left behind."""
+    export = run_program("refused_export", faults="refused_export=1")
+    memory = run_program("too_much", 1 << 40)
+
+    assert export.said == "cuMemExportToShareableHandle: CUDA_ERROR_NOT_PERMITTED"
+    assert memory.said == "CUDA_ERROR_OUT_OF_MEMORY"
+    assert export.granules == memory.granules == 0
+
+
+def test_device_that_does_not_exist(run_program: RunProgram) -> None:
+    """An ordinal beyond the devices is refused with how many there are."""
+    assert run_program("missing", 3, devices=2).said.startswith("device 3 of 2 (")
+
+
+def test_machine_without_a_driver() -> None:
+    """Without a driver the error says so, and what to check."""
+    code = (
+        "from kvcached_client.cuda.driver import CudaMissing, Driver\n"
+        "try: Driver()\n"
+        "except CudaMissing as error: print(error.fix)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert "nvidia-smi" in done.stdout or "pip install" in done.stdout or not done.stdout
+
+
+def test_stream_values(run_program: RunProgram) -> None:
+    """A stream waits for a value that another stream writes into registered memory."""
+    done = run_program("stream_values", delay_us=2000)
+
+    assert done.said == 7
+    assert broken_rules(done.records) == []
