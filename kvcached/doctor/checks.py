@@ -48,6 +48,21 @@ def examine(python: str, run_dir: Path, model: str, vllm_arguments: Sequence[str
     yield from _layout(run_dir, model or flags.model, flags)
 
 
+def examine_cuda(python: str) -> Iterator[Finding]:
+    """What the CUDA driver and its devices can do, as an engine's interpreter finds it."""
+    usable = _version(python)
+    yield usable
+    if usable.level == "fail":
+        return
+    found = 0
+    with tempfile.TemporaryFile("w+") as errors:
+        with _started([python, "-P", "-m", _MODULE, "--cuda"], errors) as process:
+            for found, line in enumerate(_lines(process), start=1):  # noqa: B007 - how many there were
+                yield Finding(**line)
+        if process.returncode or not found:
+            yield _broken_off(python, process.returncode, errors)
+
+
 def _version(python: str) -> Finding:
     """Whether there is an interpreter, of a version that can import the client."""
     command = [python, "-c", "import sys; print(*sys.version_info[:2])"]

@@ -57,11 +57,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Checks of an engine's environment, for `kvcached doctor`.")
     parser.add_argument("--run-dir", default=None, help="folder of the daemon's sockets")
     parser.add_argument("--hash-algo", default="", help="vLLM's --prefix-caching-hash-algo: print what it hashes to")
+    parser.add_argument("--cuda", action="store_true", help="check what the CUDA driver and its devices can do, only")
     parser.add_argument("--hash-only", action="store_true", help="print only that")
     asked = parser.parse_args(arguments)
     with _own_stdout() as out:
         if not asked.hash_only:
-            for finding in examine(asked.run_dir):
+            for finding in _guarded("cuda", _cuda) if asked.cuda else examine(asked.run_dir):
                 _print(out, asdict(finding))
         if asked.hash_algo:
             _print(out, _hashes(asked.hash_algo))
@@ -149,6 +150,15 @@ def _limits() -> Iterator[Finding]:
     yield Finding(
         "limits", "ok", f"open files {descriptors}; locked memory {words}, of which copies on a CPU need none"
     )
+
+
+# --- CUDA -----------------------------------------------------------------------------------------------------------
+
+
+def _cuda() -> Iterator[Finding]:
+    from kvcached_client.doctor.cuda import cuda_findings  # noqa: PLC0415 - see the module's docstring
+
+    return cuda_findings()
 
 
 # --- vLLM -----------------------------------------------------------------------------------------------------------
