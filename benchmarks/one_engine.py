@@ -13,7 +13,7 @@ from kvcached.core.messages import ShardSettled, StartTransfer
 from kvcached.core.namespaces import PoolSpec
 from kvcached.core.slots.ranges import cut
 from kvcached.core.slots.states import SlotState
-from kvcached_client.blocks.slabs import slots_per_slab
+from kvcached_client.blocks.host_layout import slots_per_slab
 from kvcached_client.types import FenceSequence, ShardIndex
 
 #: Parts that every slot has, and every transfer's end waits for.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Final, Self
 
+from kvcached_client.protocol.admin import StorageAction
 from kvcached_client.protocol.engine import (
     Check,
     CheckReport,
@@ -41,7 +42,6 @@ from kvcached_client.protocol.engine import (
     Unpinned,
     unpack_tree_nodes,
 )
-from kvcached_client.protocol.storage import StorageAction
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.run_dir import default_run_dir, rpc_endpoint
 from kvcached_client.types import WritePolicy

@@ -29,7 +29,6 @@ from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN, RESERVE_
 from kvcached_client.rejoin import Reserve, declare, rejoin
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.misses import Failures
-from kvcached_client.transport.retry_when_freed import retry_when_freed
 from kvcached_client.transport.run_dir import default_run_dir
 from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel
 from kvcached_client.types import NO_FENCE, FenceSequence
@@ -344,7 +343,7 @@ def _acquire_lease(
 
     with channel.misses:
         try:
-            grant = retry_when_freed(channel, attempt)
+            grant = channel.retry_when_freed(attempt)
         except DaemonUnreachable:
             slots = reserve.take(prompt_blocks + more) if reserve is not None and channel.is_gone else None
             if slots is None:

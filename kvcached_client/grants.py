@@ -27,7 +27,7 @@ class Grant(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """What the next daemon must know of a lease. See `protocol.rejoin.Declare`."""
+    """What the next daemon must know of a lease. See `protocol.sessions.Declare`."""
 
     request: str
     tokens: int

@@ -26,7 +26,6 @@ from kvcached_client.protocol.engine import (
 )
 from kvcached_client.rejoin import Reserve
 from kvcached_client.transport.misses import MissReason
-from kvcached_client.transport.retry_when_freed import retry_when_freed
 from kvcached_client.transport.session import SessionChannel
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
 
@@ -134,7 +133,7 @@ class Lease:
         if self.is_loading:
             failpoint("client.load")
             with self._missable():
-                retry_when_freed(self._channel, self._wait_for_loads)
+                self._channel.retry_when_freed(self._wait_for_loads)
         return self.ready_blocks * self._chain.block_size
 
     def allocate(self, tokens: int) -> None:
@@ -147,7 +146,7 @@ class Lease:
         if not self.granted:
             return
         with self._missable():
-            retry_when_freed(self._channel, lambda deadline_ns: self._grow(tokens, deadline_ns))
+            self._channel.retry_when_freed(lambda deadline_ns: self._grow(tokens, deadline_ns))
 
     def commit(self, computed_tokens: int, *, fence: FenceSequence = NO_FENCE) -> None:
         """Make the full blocks among the first `computed_tokens` tokens findable, as far as the cache policy allows.

@@ -42,7 +42,7 @@ from kvcached_client.protocol.engine import (
     TransferDone,
     WelcomeOffload,
 )
-from kvcached_client.protocol.storage import StopPolicy
+from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.run_dir import default_run_dir
 from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel, waiting
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId, unpack_ranges

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvcached_client.keys import KeyChain
 from kvcached_client.protocol.engine import Prefetch, Prefetched
-from kvcached_client.protocol.storage import PREFETCH_DEADLINE_MS_MAX, StopPolicy
+from kvcached_client.protocol.sessions import PREFETCH_DEADLINE_MS_MAX, StopPolicy
 from kvcached_client.transport.session import SessionChannel
 
 #: Time for the messages, in addition to the time that the daemon may wait.

@@ -9,8 +9,8 @@ import threading
 import numpy as np
 
 from examples.llama_engine.messages import Channel, ChannelClosed, CopyDone, CopyOrder, CopySpan, JoinSession
-from kvcached_client.blocks.job import BlockJob, JobSpan
 from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.blocks.transfers import BlockJob, JobSpan
 from kvcached_client.errors import KvcachedError
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.types import TransferId

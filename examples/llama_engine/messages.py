@@ -96,7 +96,7 @@ class JoinSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class CopySpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Consecutive blocks of a request, as `kvcached_client.blocks.job.JobSpan` has them."""
+    """Consecutive blocks of a request, as `kvcached_client.blocks.transfers.JobSpan` has them."""
 
     depth: int
     parent: bytes

@@ -10,7 +10,7 @@ import click
 
 from kvcached.cli.options import EPILOG, ExitCode, ask, fields_of, json_option, print_json, run_dir_option
 from kvcached.log import escaped
-from kvcached_client.protocol.storage import StorageAction, StorageReport
+from kvcached_client.protocol.admin import StorageAction, StorageReport
 from kvcached_client.types import WritePolicy
 
 #: For the daemon's answer, on top of what a command lets the daemon wait.

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from kvcached.config.problems import mistake
 from kvcached.config.table import SIZE, SLOTS_MAX, EvictionPolicyName, Table, WritePolicyName
+from kvcached_client.blocks.host_layout import PAGE_BYTES, slots_per_slab, smallest_slab
 from kvcached_client.blocks.layout import POOL_SIZE_BYTES_MAX, Layout
-from kvcached_client.blocks.slabs import PAGE_BYTES, slots_per_slab, smallest_slab
 from kvcached_client.doctor.memory_bounds import memory_bounds
 
 _ALL_PERCENT = 100

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from kvcached_client.blocks.host_layout import slots_per_slab, smallest_slab
 from kvcached_client.blocks.layout import DType, layout_from_model_config
-from kvcached_client.blocks.slabs import slots_per_slab, smallest_slab
 from kvcached_client.doctor.checks import Finding
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.engine import OffloadInfo

@@ -21,8 +21,8 @@ from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.memory.sealed import sealed_memfd
 from kvcached_client.blocks import header
 from kvcached_client.blocks.header import BlockName, BlockNames, HeaderKind
+from kvcached_client.blocks.host_layout import HEADER_BYTES
 from kvcached_client.blocks.mapping import map_sealed
-from kvcached_client.blocks.slabs import HEADER_BYTES
 from kvcached_client.types import KEY_SIZE_BYTES
 
 _NO_CHECKSUM: Final = bytes(header.CHECKSUM_BYTES)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.blocks import header as host_header
-from kvcached_client.blocks.slabs import HEADER_BYTES
+from kvcached_client.blocks.host_layout import HEADER_BYTES
 
 #: Headers, one row of 16 words each.
 Words = npt.NDArray[np.uint64]

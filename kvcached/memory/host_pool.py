@@ -18,9 +18,8 @@ import numpy.typing as npt
 
 from kvcached.memory.header_table import HeaderTable
 from kvcached.memory.sealed import memory_fault, sealed_memfd
-from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry, header_area_bytes
 from kvcached_client.blocks.mapping import map_sealed
-from kvcached_client.blocks.slabs import HEADER_BYTES, header_area_bytes
 
 _log: Final = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""How far loads are, told to the shard process: the writing side of a progress page (`blocks.progress_page`).
+"""How far loads are, told to the shard process: the writing side of a progress page (`blocks.progress`).
 
 The daemon makes the page. Workers get a descriptor through which it can be written, engines one through which it can be
 read only. The seals keep both from resizing it.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final, Self
 
 from kvcached.memory.sealed import sealed_memfd
-from kvcached_client.blocks.progress_page import (
+from kvcached_client.blocks.progress import (
     ENTRY_SIZE_BYTES,
     PAGE_SIZE_BYTES,
     STATE_DONE,

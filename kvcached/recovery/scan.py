@@ -17,8 +17,7 @@ import numpy.typing as npt
 from kvcached.memory.header_table import HeaderTable, Words
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.header import HeaderKind
-from kvcached_client.blocks.host_layout import HostGeometry
-from kvcached_client.blocks.slabs import HEADER_BYTES
+from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry
 from kvcached_client.types import KEY_SIZE_BYTES
 
 #: Headers that are copied and judged together, or those of one slab where that has more: 8 MiB on each shard.

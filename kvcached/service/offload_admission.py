@@ -19,8 +19,7 @@ from kvcached.core.session import OffloadSession
 from kvcached.core.slots.states import SessionState
 from kvcached.service.admission import check_version
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
-from kvcached_client.blocks.host_layout import HostGeometry
-from kvcached_client.blocks.slabs import host_parts, slots_per_slab
+from kvcached_client.blocks.host_layout import HostGeometry, host_parts, slots_per_slab
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.attach import JoinedHost

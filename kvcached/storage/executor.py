@@ -20,7 +20,7 @@ from kvcached.storage.frame import FRAME_BYTES, StoredBlock, StoredKind
 from kvcached.storage.messages import Backup, BlockFormat, Done, Fetch, Forget, Ping, Query, Request
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.header import BlockName, HeaderKind
-from kvcached_client.blocks.slabs import HEADER_BYTES
+from kvcached_client.blocks.host_layout import HEADER_BYTES
 from kvcached_client.types import KEY_SIZE_BYTES
 
 T = TypeVar("T")

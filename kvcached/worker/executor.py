@@ -44,8 +44,7 @@ from kvcached.worker.messages import (
 )
 from kvcached.worker.probe import DevicePool, probe
 from kvcached_client.blocks.copy import MemoryCopier
-from kvcached_client.blocks.job import BlockJob, JobSpan
-from kvcached_client.blocks.transfers import BlockTransfers
+from kvcached_client.blocks.transfers import BlockJob, BlockTransfers, JobSpan
 from kvcached_client.failpoints import failpoint
 from kvcached_client.types import KEY_SIZE_BYTES, TransferId
 

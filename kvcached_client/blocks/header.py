@@ -40,7 +40,7 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvcached_client.blocks.slabs import HEADER_BYTES
+from kvcached_client.blocks.host_layout import HEADER_BYTES
 from kvcached_client.types import KEY_SIZE_BYTES
 
 CHECKSUM_BYTES: Final = 16

@@ -1,4 +1,4 @@
-"""Where a host slot's bytes are: arithmetic only. `blocks.slabs` has the part that configurations need, too.
+"""Where a host slot's bytes are: arithmetic only, the same for configuration, daemon, workers and engines.
 
 The host pool is `slabs` slabs of `slab_bytes`. A slab belongs to one namespace at a time, which cuts it into slots of
 its own size: slot ``s`` is slot ``s % slots_per_slab`` of slab ``s // slots_per_slab``. Every shard has one part of
@@ -17,18 +17,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
-from kvcached_client.blocks.slabs import (
-    HEADER_BYTES,
-    PAGE_BYTES,
-    header_area_bytes,
-    host_parts,
-    part_bytes,
-    slots_per_slab,
-)
+#: Header of one block in one part.
+HEADER_BYTES: Final = 128
+#: Parts and the blocks in them begin at pages.
+PAGE_BYTES: Final = 4096
+
+
+def host_parts(shards: int, *, replicated: bool) -> int:
+    """Into how many parts a slab is cut; one where every shard holds the same bytes."""
+    return 1 if replicated else shards
+
+
+def part_bytes(slab_bytes: int, parts: int) -> int:
+    """Bytes of one of a slab's equal parts, in whole pages."""
+    return slab_bytes // parts // PAGE_BYTES * PAGE_BYTES
+
+
+def header_area_bytes(blocks: int) -> int:
+    """Bytes of the headers of so many blocks in one part, in whole pages."""
+    return -(-blocks * HEADER_BYTES // PAGE_BYTES) * PAGE_BYTES
+
+
+def slots_per_slab(slab_bytes: int, block_bytes: int, parts: int) -> int:
+    """Blocks that fit into a slab; 0 where not one does. `block_bytes` is what one takes in one part, header apart."""
+    part = part_bytes(slab_bytes, parts)
+    blocks = part // (block_bytes + HEADER_BYTES)
+    while blocks and header_area_bytes(blocks) + blocks * block_bytes > part:  # the padding takes the place of a few
+        blocks -= 1
+    return blocks
+
+
+def smallest_slab(block_bytes: int, parts: int) -> int:
+    """Bytes of the smallest slab that holds a block."""
+    part = header_area_bytes(1) + block_bytes
+    return parts * -(-part // PAGE_BYTES) * PAGE_BYTES
+
 
 _Size = Annotated[int, msgspec.Meta(gt=0, le=1 << 46)]
 

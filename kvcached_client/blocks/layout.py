@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from kvcached_client.blocks.slabs import host_parts
+from kvcached_client.blocks.host_layout import host_parts
 from kvcached_client.errors import ErrorCode, request_error
 
 DTYPE_SIZE_BYTES: dict[str, int] = {

@@ -1,4 +1,21 @@
-"""Waiting for the layers of a shard's loads, as its progress page (`blocks.progress_page`) tells of them."""
+"""Progress pages: how far the loads of a shard are, without a message for each layer; and the engine's waits for them.
+
+The page is an array of 64-byte entries in shared memory, little-endian, with an eventfd for each::
+
+     0  u64  transfer      id of the load that uses the entry; later loads have higher ids
+     8  u32  layers_done   layers of it that can be read, of all its blocks
+    12  u32  state         0 running, 1 done, 2 failed
+    16       zero
+
+A reader that waits for a layer of load T reads the entry. If the entry's transfer is lower, T has not begun; if it is
+higher, T is over. If it is T, the layer can be read once `layers_done` exceeds the layer's index or the state is 1; if
+the state is 2, the layer never comes. Until one of these holds, the reader waits for the eventfd. Writes become visible
+in program order (x86-64), and each event follows the change that it announces. Only the page decides: an event may
+belong to a load that has ended long ago.
+
+Workers write the page (`kvcached.memory.progress`); this module defines its format and reads it. Workers import it, so
+it imports neither numpy nor ZeroMQ.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +26,24 @@ import select
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Final, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvcached_client.blocks.mapping import map_sealed
-from kvcached_client.blocks.progress_page import ENTRY_SIZE_BYTES, PAGE_SIZE_BYTES, STATE_DONE, STATE_FAILED
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, LoadFailed
-from kvcached_client.protocol.engine import LoadTicket
-from kvcached_client.transport.attach import AttachConnection, close_all
 from kvcached_client.types import PROGRESS_SLOTS
 
-_WORD: Final = np.dtype("<u8")
+if TYPE_CHECKING:
+    from kvcached_client.protocol.engine import LoadTicket
+    from kvcached_client.transport.attach import AttachConnection
+
+ENTRY_SIZE_BYTES: Final = 64
+PAGE_SIZE_BYTES: Final = PROGRESS_SLOTS * ENTRY_SIZE_BYTES
+
+STATE_RUNNING: Final = 0
+STATE_DONE: Final = 1
+STATE_FAILED: Final = 2
+
+_ENTRY_WORDS: Final = ENTRY_SIZE_BYTES // 8
 _EVENTFD_SIZE_BYTES: Final = 8
 
 
@@ -42,12 +65,12 @@ class ProgressReader:
             DaemonFailure: the page is not sealed, too small, or cannot be mapped. The eventfds are still the caller's.
         """
         buffer = map_sealed(page, PAGE_SIZE_BYTES, mmap.PROT_READ)
-        words = ENTRY_SIZE_BYTES // _WORD.itemsize
-        self._entries = np.ndarray((PROGRESS_SLOTS, words), _WORD, memoryview(buffer))
+        self._words = memoryview(buffer).cast("B").cast("Q")
         self._events = events
         self._connection = connection
         # Not by a close: another thread may be waiting.
-        weakref.finalize(self, close_all, events)
+        for descriptor in events:
+            weakref.finalize(self, os.close, descriptor)
 
     def wait_layer(self, tickets: Iterable[LoadTicket], layer: int, *, deadline_ms: int) -> None:
         """Return once each load has this layer in its slots, or is over.
@@ -71,12 +94,12 @@ class ProgressReader:
         return entry.state == STATE_DONE or entry.layers_done > layer
 
     def _read(self, index: int) -> _Entry:
-        """An entry whose parts tell of the same load."""
-        words = self._entries[index]
-        transfer = int(words[0])
+        """Read an entry whose two words belong to the same load."""
+        at = index * _ENTRY_WORDS
+        transfer = self._words[at]
         while True:
-            progress, before = int(words[1]), transfer
-            transfer = int(words[0])
+            progress, before = self._words[at + 1], transfer
+            transfer = self._words[at]
             if transfer == before:
                 return _Entry(transfer, progress & 0xFFFF_FFFF, progress >> 32)
 

@@ -10,24 +10,69 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, compress, islice
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from xxhash import xxh3_128_digest
 
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.copy import Copier, CopyPlan, MemoryCopier
 from kvcached_client.blocks.header import CHECKSUM_BYTES, BlockNames, HeaderKind
-from kvcached_client.blocks.host_layout import HostGeometry
-from kvcached_client.blocks.job import BlockJob, Indices, JobSpan
+from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry
 from kvcached_client.blocks.mapping import Buffer
 from kvcached_client.blocks.pages import BlockPages
-from kvcached_client.blocks.slabs import HEADER_BYTES
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.failpoints import failpoint
-from kvcached_client.types import KEY_SIZE_BYTES
+from kvcached_client.types import KEY_SIZE_BYTES, TransferId
 
 _DEPTH_MAX: Final = 1 << 32
+
+
+class Indices(Protocol):
+    """Whole numbers: a numpy array of one dimension is one, and an `array.array`."""
+
+    def __len__(self) -> int: ...
+
+    def tolist(self) -> Any:  # noqa: ANN401 - what numpy says of it
+        """The numbers as a list."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobSpan:
+    """Consecutive blocks of one chain.
+
+    Attributes:
+        depth: of the first block: blocks before it in its chain.
+        parent: key of the block before the first; empty at depth 0.
+        keys: of the blocks, 16 bytes each.
+        blocks: where they are on the shard, one index for each: in the engine's tensors, or in the device pool.
+        slots: where they are in the host pool, one slot for each.
+    """
+
+    depth: int
+    parent: bytes
+    keys: bytes
+    blocks: Indices
+    slots: Indices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockJob:
+    """One transfer, the same for every shard.
+
+    Attributes:
+        transfer: its id, from `prepare_store` or `prepare_load`.
+        generation: of the namespace, from the same answer: blocks of another one are not used.
+        spans: at least one block in all.
+        start: depth of the first block that the daemon was asked for: it counts a load's bad blocks from there. A job
+            may have fewer of them.
+    """
+
+    transfer: TransferId
+    generation: int
+    spans: tuple[JobSpan, ...]
+    start: int = 0
 
 
 class _Blocks(NamedTuple):

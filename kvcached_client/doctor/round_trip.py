@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.admin import Admin
-from kvcached_client.blocks.job import BlockJob, JobSpan
+from kvcached_client.blocks.host_layout import slots_per_slab
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.blocks.slabs import slots_per_slab
+from kvcached_client.blocks.transfers import BlockJob, JobSpan
 from kvcached_client.doctor.checks import DEADLINE_MS, Finding
 from kvcached_client.errors import KvcachedError
 from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedStore, new_instance

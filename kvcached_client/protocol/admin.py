@@ -5,7 +5,7 @@ Each is answered when it has happened, or at its deadline with what is left. Sen
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -20,6 +20,7 @@ WEIGHTS_VERSION_LENGTH_MAX: Final = 256
 #: A week: whoever wants longer says so again.
 PIN_TTL_MS_MAX: Final = 7 * 24 * 3_600_000
 
+StorageAction = Literal["status", "attach", "detach", "clear"]
 _AnyReplica = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
 _Deadline = Annotated[int, msgspec.Meta(ge=0, le=ADMIN_DEADLINE_MS_MAX)]
 
@@ -74,6 +75,12 @@ class Unpin(Header, frozen=True, kw_only=True, tag="unpin"):
     """The end of `Pin` with the same target and keys. Frames: keys."""
 
     target: Name
+
+
+class StorageControl(Header, frozen=True, kw_only=True, tag="storage_control"):
+    """What storage does; start it, end it, or forget all that it holds. Needs no session. Frames: none."""
+
+    action: StorageAction = "status"
 
 
 # --- replies --------------------------------------------------------------------------------------------------------
@@ -133,3 +140,17 @@ class Unpinned(Header, frozen=True, kw_only=True, tag="unpinned"):
     """Answer to `Unpin`."""
 
     was_pinned: bool
+
+
+class StorageReport(Header, frozen=True, kw_only=True, tag="storage_report"):
+    """Answer to `StorageControl`."""
+
+    backend: str  #: "" = none is configured
+    state: str  #: detached, starting, ready, read_only, suspended, waiting
+    why: str  #: the last failure, or why it takes no blocks; "" = there was none
+    backup: str  #: which blocks are written: every, second_sighting, on_eviction, never
+    restarts: Id
+    blocks: int  #: that it holds; -1 where the backend cannot tell, as in the two below
+    size_bytes: int
+    capacity_bytes: int
+    counters: dict[str, int]

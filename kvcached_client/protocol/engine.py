@@ -33,6 +33,8 @@ from kvcached_client.protocol.admin import (
     Resumed,
     SetPolicy,
     SetWeights,
+    StorageControl,
+    StorageReport,
     Unpin,
     Unpinned,
 )
@@ -74,7 +76,6 @@ from kvcached_client.protocol.offload import (
     TransferDone,
     WelcomeOffload,
 )
-from kvcached_client.protocol.rejoin import Declare, Declared, DeclareEnded, DeclareOver, Rejoin
 from kvcached_client.protocol.reports import (
     BlockPlace,
     Check,
@@ -110,6 +111,10 @@ from kvcached_client.protocol.sessions import (
     Bye,
     Commit,
     Committed,
+    Declare,
+    Declared,
+    DeclareEnded,
+    DeclareOver,
     ErrorReply,
     Goodbye,
     Heartbeat,
@@ -119,13 +124,15 @@ from kvcached_client.protocol.sessions import (
     LoadTicket,
     Match,
     Matched,
+    Prefetch,
+    Prefetched,
+    Rejoin,
     Release,
     Released,
     SlotsAvailable,
     WaitForSlots,
     Welcome,
 )
-from kvcached_client.protocol.storage import Prefetch, Prefetched, StorageControl, StorageReport
 from kvcached_client.types import PROGRESS_SLOTS
 
 Request = (

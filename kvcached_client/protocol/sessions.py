@@ -1,8 +1,12 @@
-"""Messages of sessions: those on a device pool, and those that every engine sends."""
+"""Messages of sessions: those on a device pool, those that every engine sends, and those after a restart.
+
+When the daemon was restarted, the pool has outlived it. The scheduler then sends `Rejoin` instead of `Hello`, `Declare`
+for each lease that it keeps, and `DeclareOver`. Until then no slot of its pool is granted to anybody.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -20,6 +24,13 @@ from kvcached_client.protocol.fields import (
     Secret,
 )
 from kvcached_client.types import PROGRESS_SLOTS
+
+#: Ten minutes: a client that waits longer asks again.
+PREFETCH_DEADLINE_MS_MAX: Final = 600_000
+
+#: When a prefetch is answered: at once; when every block that will come has come; or then, but at the latest after the
+#: configured time, which grows with the prompt.
+StopPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -114,6 +125,46 @@ class Bye(Header, frozen=True, kw_only=True, tag="bye"):
     """End the session: no process of it will touch the pool again. Frames: none."""
 
 
+class Prefetch(Header, frozen=True, kw_only=True, tag="prefetch"):
+    """Bring a prompt's blocks from storage into the host pool. Frames: keys of its full blocks."""
+
+    epoch: Id = 0  #: of the device pool; says nothing in offload mode
+    tokens: Count  #: length of the prompt; at most tokens - 1 are looked for unless `full`
+    full: bool = False
+    stop: StopPolicy = "timeout"
+    deadline_ms: Annotated[int, msgspec.Meta(ge=0, le=PREFETCH_DEADLINE_MS_MAX)] = PREFETCH_DEADLINE_MS_MAX
+    prefill_tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  #: of the engine; 0 = not known, always fetch
+
+
+class Rejoin(Header, frozen=True, kw_only=True, tag="rejoin"):
+    """Go on with a session that an earlier daemon has opened. Frames: none. Answered by `Welcome`."""
+
+    version_min: Id
+    version_max: Id
+    member: Secret  #: from the attach socket: says which process asks
+    session: Id  #: as the earlier daemon called it
+    daemon_epoch: Id  #: of the earlier daemon
+    token: Secret  #: of the session
+    layout: Annotated[str, msgspec.Meta(max_length=64)]  #: fingerprint of what the engine has mapped
+    namespace: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  #: root of the keys of what it holds
+    fence: Id  #: the highest that the session has named and that has not signalled; 0 where all have
+
+
+class Declare(Header, frozen=True, kw_only=True, tag="declare"):
+    """A request of the engine holds a lease. Frames: keys; the slots of these blocks; its exclusive slots in order."""
+
+    epoch: Id
+    request: RequestName  #: the engine's own id of the request
+    tokens: Count  #: of its prompt
+    hit: Count  #: blocks that it was promised: those beyond the keys were still loading
+
+
+class DeclareOver(Header, frozen=True, kw_only=True, tag="declare_over"):
+    """All is declared: slots that no lease holds are free, once the fence of `Rejoin` has signalled. Frames: none."""
+
+    epoch: Id
+
+
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +244,27 @@ class SlotsAvailable(Header, frozen=True, kw_only=True, tag="slots_available"):
     """Answer to `WaitForSlots`."""
 
     available: Count  #: slots that are free or evictable now
+
+
+class Prefetched(Header, frozen=True, kw_only=True, tag="prefetched"):
+    """Answer to `Prefetch`."""
+
+    blocks: Id  #: leading blocks of the prompt that were in the index, or have come; what a match finds may be fewer
+    fetched: Id  #: blocks that have come from storage
+    is_over: bool  #: nothing more will come; false where nobody waited for the rest
+    reason: str  #: why it is over, or "waiting"
+
+
+class Declared(Header, frozen=True, kw_only=True, tag="declared"):
+    """Answer to `Declare`."""
+
+    lease: Id  #: as it is called from now on
+
+
+class DeclareEnded(Header, frozen=True, kw_only=True, tag="declare_ended"):
+    """Answer to `DeclareOver`."""
+
+    freed: Count  #: slots that are free now; 0 while the fence of `Rejoin` has not signalled
 
 
 class Alive(Header, frozen=True, kw_only=True, tag="alive"):

@@ -17,8 +17,18 @@ from typing import Final, ParamSpec, Protocol, Self, TypeVar
 
 import zmq
 
-from kvcached_client.errors import CircuitOpen, DaemonUnreachable, DeadlineExceeded, KvcachedError, RequestError, Stale
+from kvcached_client.errors import (
+    CircuitOpen,
+    DaemonUnreachable,
+    DeadlineExceeded,
+    ErrorCode,
+    KvcachedError,
+    NoCapacity,
+    RequestError,
+    Stale,
+)
 from kvcached_client.protocol.engine import (
+    BLOCKS_PER_MESSAGE_MAX,
     Acquire,
     Allocate,
     Bye,
@@ -31,6 +41,7 @@ from kvcached_client.protocol.engine import (
     Prefetch,
     Release,
     Request,
+    SlotsAvailable,
     WaitForSlots,
     Welcome,
     WelcomeOffload,
@@ -95,6 +106,36 @@ class SessionChannel(Channel):
             if not self.post(Release(id=self.next_id(), epoch=self.epoch, lease=lease, reply=False)):
                 break
             self._calls.drop_orphan(lease)
+
+    def retry_when_freed(self, attempt: Callable[[int], T]) -> T:
+        """Call ``attempt(deadline_ns)``; if copies in flight are about to free slots, wait for them and call it again.
+
+        The client does not know how many slots a failed attempt lacks, because it does not know the hit. So each wait
+        is for one slot more than were available: it ends with the first copy that frees any. All attempts and waits
+        together take at most as long as one call.
+
+        Args:
+            attempt: sends a request, each time with a new id.
+
+        Raises:
+            NoCapacity: no copy in flight frees enough slots, or not in time. Nothing was granted.
+        """
+        deadline_ns = self.deadline_ns()
+        available, is_last = 0, False
+        while True:
+            try:
+                return attempt(deadline_ns)
+            except NoCapacity as error:
+                if error.code != ErrorCode.CAPACITY_PENDING or is_last or available >= BLOCKS_PER_MESSAGE_MAX:
+                    raise
+                shortage = error
+            wanted = available + 1
+            request = WaitForSlots(id=self.next_id(), epoch=self.epoch, blocks=wanted)
+            try:
+                available = self.ask(request, SlotsAvailable, deadline_ns=deadline_ns)[0].available
+            except DeadlineExceeded:
+                raise shortage from None
+            is_last = available < wanted  # no copy in flight will free any more
 
     def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
         """As `Channel.receive`; notes when the session is over, and when the daemon does not reply.

@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvcached_client.offload import Hold, PreparedLoad, PreparedStore
 from kvcached_client.prefetch import PrefetchResult
-from kvcached_client.protocol.storage import StopPolicy
+from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import LeaseId, TransferId
 from kvcached_client.vllm.commands import Seek

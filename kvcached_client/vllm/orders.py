@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.blocks.job import BlockJob, JobSpan
+from kvcached_client.blocks.transfers import BlockJob, JobSpan
 from kvcached_client.types import KEY_SIZE_BYTES
 
 #: Which store of which session a worker reports on: transfer ids are used again by a daemon that was started anew.

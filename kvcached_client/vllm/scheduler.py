@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvcached_client.blocks.job import BlockJob
+from kvcached_client.blocks.transfers import BlockJob
 from kvcached_client.types import TransferId
 from kvcached_client.vllm.commands import Connected, DropLoad, Fetching, Found, Lost, NotFound, Planned, Unplanned
 from kvcached_client.vllm.leases import Leases, LinkPort

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvcached_client.blocks.job import BlockJob
+from kvcached_client.blocks.transfers import BlockJob
 from kvcached_client.offload import Piece, PreparedStore
 from kvcached_client.types import TransferId
 from kvcached_client.vllm.commands import DropStore, Offer, Planned

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvcached_client.blocks.job import BlockJob
+from kvcached_client.blocks.transfers import BlockJob
 from kvcached_client.errors import KvcachedError, Stale, TransportError
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, StoreOrder

@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 
-from kvcached_client.blocks.progress_page import ENTRY_SIZE_BYTES, PAGE_SIZE_BYTES, STATE_DONE, STATE_FAILED
+from kvcached_client.blocks.progress import ENTRY_SIZE_BYTES, PAGE_SIZE_BYTES, STATE_DONE, STATE_FAILED
 from kvcached_client.types import PROGRESS_SLOTS
 
 #: Nobody but the worker gets a mapping that can write. Python has no name for it before 3.13.

@@ -22,7 +22,7 @@ def test_import_brings_neither_torch_nor_the_daemon() -> None:
 
 def test_import_waits_for_nothing_that_a_worker_has_no_use_for() -> None:
     """The package and its modules of the host pool bring neither numpy nor ZeroMQ; a name brings what it needs."""
-    modules = "copy, header, host_layout, pages, slabs, transfers"
+    modules = "copy, header, host_layout, pages, progress, transfers"
     code = f"""
 import sys
 from kvcached_client.blocks import {modules}

@@ -29,8 +29,7 @@ from kvcached_client import (
     TransportError,
     map_pool,
 )
-from kvcached_client.blocks.progress import ProgressReader
-from kvcached_client.blocks.progress_page import PAGE_SIZE_BYTES
+from kvcached_client.blocks.progress import PAGE_SIZE_BYTES, ProgressReader
 from kvcached_client.transport.attach import AttachConnection
 from kvcached_client.types import PROGRESS_SLOTS
 from tests.client.fake_daemon import FakeDaemon

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_client.blocks.slabs import PAGE_BYTES, header_area_bytes, part_bytes, slots_per_slab, smallest_slab
+from kvcached_client.blocks.host_layout import PAGE_BYTES, header_area_bytes, part_bytes, slots_per_slab, smallest_slab
 
 SIZES = st.integers(1, 1 << 21)
 SHARDS = st.integers(1, 64)

@@ -17,7 +17,7 @@ import pytest
 
 from kvcached_client import Admin
 from kvcached_client.prefetch import PrefetchResult
-from kvcached_client.protocol.storage import StorageReport
+from kvcached_client.protocol.admin import StorageReport
 from tests.daemon.attached_process import BLOCK_SIZE, keys_of
 from tests.daemon.conftest import RunningDaemon, started
 from tests.daemon.supervised import supervised

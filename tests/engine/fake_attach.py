@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from kvcached_client.blocks.layout import Layout
-from kvcached_client.blocks.progress_page import ENTRY_SIZE_BYTES, PAGE_SIZE_BYTES
+from kvcached_client.blocks.progress import ENTRY_SIZE_BYTES, PAGE_SIZE_BYTES
 from kvcached_client.protocol.attach import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
     Join,

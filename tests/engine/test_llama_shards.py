@@ -22,7 +22,7 @@ from examples.llama_engine.config import EngineSettings
 from examples.llama_engine.generation import GenerationRequest
 from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Sample, Step, StepDone, StepItem
 from examples.llama_engine.shard_group import ShardDied, ShardGroup
-from kvcached_client.blocks.progress_page import STATE_DONE, STATE_FAILED
+from kvcached_client.blocks.progress import STATE_DONE, STATE_FAILED
 from kvcached_client.protocol.engine import LoadTicket
 from kvcached_client.transport.attach import SessionGrant
 from tests.engine.fake_attach import FakeAttachServer

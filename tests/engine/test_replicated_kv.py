@@ -12,7 +12,7 @@ pytest.importorskip("safetensors")
 
 from examples.llama_engine import Engine, EngineSettings, GenerationRequest
 from kvcached_client import Admin
-from kvcached_client.blocks.slabs import slots_per_slab
+from kvcached_client.blocks.host_layout import slots_per_slab
 from tests.daemon.conftest import RunningDaemon, started
 from tests.engine.attached_rig import CONFIG, SLAB_BYTES, SLABS, AttachedEngine, bits, counters, host_stats
 from tests.engine.fake_host import FakeHost

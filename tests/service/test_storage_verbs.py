@@ -26,7 +26,7 @@ from kvcached.storage.client import LinkState
 from kvcached.storage.messages import Done
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
-from kvcached_client.protocol.storage import StopPolicy
+from kvcached_client.protocol.sessions import StopPolicy
 from tests.service.attached_office import OTHER_INSTANCE, AttachedOffice
 from tests.service.office import ONE, TWO, FakePeer, key_chain
 

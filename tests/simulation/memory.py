@@ -16,8 +16,7 @@ from kvcached.memory.device_headers import DeviceHeaders, headers_bytes
 from kvcached.memory.header_table import HeaderTable
 from kvcached.memory.host_pool import MemoryIdentity
 from kvcached_client.blocks.header import NAMESPACE_BYTES, HeaderKind
-from kvcached_client.blocks.host_layout import HostGeometry
-from kvcached_client.blocks.slabs import HEADER_BYTES
+from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry
 from tests.core.model import expand
 from tests.simulation.process import Process
 from tests.simulation.scheduler import Broken

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvcached_client.errors import Stale, TransportError
 from kvcached_client.protocol import engine as wire
-from kvcached_client.protocol.storage import StopPolicy
+from kvcached_client.protocol.sessions import StopPolicy
 from tests.simulation.line import PATIENCE_US
 from tests.simulation.scheduler import MS, Broken
 

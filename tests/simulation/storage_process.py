@@ -15,7 +15,7 @@ from kvcached.core.slots.ranges import pairs
 from kvcached.recovery.generations import first_of
 from kvcached.storage.executor import HostCopies
 from kvcached.storage.messages import Backup, BlockFormat, Done, Fetch, NotOpened, Opened, Report, Request
-from kvcached_client.blocks.slabs import HEADER_BYTES
+from kvcached_client.blocks.host_layout import HEADER_BYTES
 from tests.simulation.memory import Holder, Shape
 from tests.simulation.process import Outcome, Process
 from tests.simulation.scheduler import MS, Broken

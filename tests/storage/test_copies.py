@@ -15,8 +15,7 @@ from kvcached.storage.executor import HostCopies
 from kvcached.storage.messages import Backup, BlockFormat, Fetch, Forget, Ping, Query
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.header import BlockName, HeaderKind
-from kvcached_client.blocks.host_layout import HostGeometry
-from kvcached_client.blocks.slabs import HEADER_BYTES, PAGE_BYTES
+from kvcached_client.blocks.host_layout import HEADER_BYTES, PAGE_BYTES, HostGeometry
 
 SHARDS, BLOCK_BYTES = 2, 1000
 GEOMETRY = HostGeometry(slabs=2, slab_bytes=SHARDS * 4 * PAGE_BYTES, shards=SHARDS, block_bytes=BLOCK_BYTES)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from kvcached_client.blocks.header import BLOCK_START
-from kvcached_client.blocks.host_layout import HostGeometry
-from kvcached_client.blocks.slabs import HEADER_BYTES
+from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry
 from tests.vllm.cache_daemon import SLAB_BYTES
 
 #: Of the tiny model: layers x K and V x heads x tokens x elements x bytes.

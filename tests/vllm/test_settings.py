@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvcached_client.blocks.slabs import slots_per_slab
+from kvcached_client.blocks.host_layout import slots_per_slab
 from tests.vllm.cache_daemon import SLAB_BYTES, CacheDaemon
 from tests.vllm.completions import BLOCK_SIZE
 from tests.vllm.conftest import Prompts

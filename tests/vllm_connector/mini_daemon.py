@@ -13,7 +13,7 @@ from kvcached.core.insight.invariants import check
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.slots.ranges import Ranges, pairs
 from kvcached.core.slots.states import SessionState
-from kvcached_client.blocks.job import BlockJob
+from kvcached_client.blocks.transfers import BlockJob
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, KvcachedError, request_error
 from kvcached_client.offload import Hold, Piece, PreparedLoad, PreparedStore
 from kvcached_client.prefetch import PrefetchResult

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcached.memory.progress import ProgressPage
-from kvcached_client.blocks.progress_page import STATE_DONE, STATE_FAILED, STATE_RUNNING
+from kvcached_client.blocks.progress import STATE_DONE, STATE_FAILED, STATE_RUNNING
 from kvcached_client.types import PROGRESS_SLOTS
 from tests.worker.groups import open_descriptors
 

@@ -18,7 +18,7 @@ from kvcached_client.blocks.copy import Batch, MemoryCopier
 from kvcached_client.blocks.header import BlockName, HeaderKind, stored_checksum
 from kvcached_client.blocks.layout import PageOrder
 from kvcached_client.blocks.pages import pool_geometry
-from kvcached_client.blocks.progress_page import STATE_DONE, STATE_FAILED, STATE_RUNNING
+from kvcached_client.blocks.progress import STATE_DONE, STATE_FAILED, STATE_RUNNING
 from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.errors import BadRequest
 from tests.worker.groups import SLOTS

@@ -31,7 +31,7 @@ from kvcached.worker.messages import (
     encode,
 )
 from kvcached_client.blocks.pages import pool_geometry
-from kvcached_client.blocks.progress_page import STATE_DONE, STATE_FAILED
+from kvcached_client.blocks.progress import STATE_DONE, STATE_FAILED
 from tests.worker.groups import SLOTS, read_block, tiny_layout
 from tests.worker.host_rigs import (
     BLOCK_BYTES,
