@@ -9,7 +9,7 @@ from kvcached_client.protocol.admin import StorageAction
 from kvcached_client.protocol.engine import (
     Check,
     CheckReport,
-    ClearReplica,
+    ClearNamespace,
     Describe,
     Description,
     Drain,
@@ -21,12 +21,12 @@ from kvcached_client.protocol.engine import (
     HealthReport,
     Inspect,
     InspectReport,
+    NamespaceCleared,
     Pause,
     Paused,
     Pin,
     Pinned,
     PolicySet,
-    ReplicaCleared,
     Resume,
     Resumed,
     SetPolicy,
@@ -136,7 +136,7 @@ class AdminCalls:
         request = Drain(id=self._channel.next_id(), deadline_ms=deadline_ms)
         return self._channel.ask(request, Drained, deadline_ns=self._deadline_ns(deadline_ms))[0]
 
-    def clear(self, target: str, *, deadline_ms: int = 60_000) -> ReplicaCleared:
+    def clear(self, target: str, *, deadline_ms: int = 60_000) -> NamespaceCleared:
         """Clear a namespace: nothing that it holds is matched again. Engines of its replicas must connect again.
 
         Args:
@@ -147,10 +147,10 @@ class AdminCalls:
             RequestError: the target is not exactly one namespace (`unknown_replica`).
             DaemonFailure: the namespace is cleared, but this could not be recorded beside storage (`internal`).
         """
-        request = ClearReplica(id=self._channel.next_id(), target=target)
-        return self._channel.ask(request, ReplicaCleared, deadline_ns=self._deadline_ns(deadline_ms))[0]
+        request = ClearNamespace(id=self._channel.next_id(), target=target)
+        return self._channel.ask(request, NamespaceCleared, deadline_ns=self._deadline_ns(deadline_ms))[0]
 
-    def set_weights(self, target: str, version: str, *, deadline_ms: int = 60_000) -> ReplicaCleared:
+    def set_weights(self, target: str, version: str, *, deadline_ms: int = 60_000) -> NamespaceCleared:
         """Clear a namespace and give it other weights. Does nothing if it has these weights already.
 
         Args:
@@ -160,7 +160,7 @@ class AdminCalls:
             deadline_ms: as of `clear`.
         """
         request = SetWeights(id=self._channel.next_id(), target=target, version=version)
-        return self._channel.ask(request, ReplicaCleared, deadline_ns=self._deadline_ns(deadline_ms))[0]
+        return self._channel.ask(request, NamespaceCleared, deadline_ns=self._deadline_ns(deadline_ms))[0]
 
     def set_policy(self, target: str, policy: WritePolicy) -> PolicySet:
         """Change the policy by which blocks of a namespace are copied to the host pool.

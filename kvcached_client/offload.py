@@ -42,6 +42,7 @@ from kvcached_client.protocol.engine import (
     TransferDone,
     WelcomeOffload,
 )
+from kvcached_client.protocol.offload import CopyKind
 from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.run_dir import default_run_dir
 from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel, waiting
@@ -287,7 +288,7 @@ class OffloadClient(EngineSession):
 
     def cancel_load(self, transfer: TransferId) -> None:
         """Call off a prepared load: no shard will read its slots."""
-        self._cancel(transfer, "")
+        self._cancel("load", transfer, "")
 
     def begin_prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PendingReply[PreparedStore]:
         """Offer the next computed blocks of a lease: the reply says which of them to copy to which slots.
@@ -307,7 +308,7 @@ class OffloadClient(EngineSession):
 
     def cancel_store(self, transfer: TransferId, why: str) -> None:
         """Call off a prepared store: no shard will write its slots, or continue to."""
-        self._cancel(transfer, why)
+        self._cancel("store", transfer, why)
 
     def release(self, lease: LeaseId) -> None:
         """Give a lease back. Its copies in flight continue."""
@@ -350,11 +351,12 @@ class OffloadClient(EngineSession):
         slots = slots_of(frames[1], sum(piece.blocks for piece in pieces))
         return PreparedStore(TransferId(reply.transfer), reply.depth, reply.generation, pieces, slots)
 
-    def _cancel(self, transfer: TransferId, why: str) -> None:
+    def _cancel(self, kind: CopyKind, transfer: TransferId, why: str) -> None:
         request = TransferDone(
             id=self._channel.next_id(),
             session=self.session.id,
             token=self.session.token,
+            kind=kind,
             transfer=transfer,
             shard=EVERY_SHARD,
             error=why,

@@ -29,7 +29,7 @@ from kvcached_client.errors import (
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol.attach import JoinedHost
 from kvcached_client.protocol.engine import Settled, TransferDone
-from kvcached_client.protocol.offload import ERROR_LENGTH_MAX
+from kvcached_client.protocol.offload import ERROR_LENGTH_MAX, CopyKind
 from kvcached_client.transport.attach import SessionGrant, join_host
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.run_dir import rpc_endpoint
@@ -99,10 +99,10 @@ class OffloadShard:
         try:
             transfers.store(job, epoch=self.epoch)
         except BaseException as error:
-            self._report_failure(job, error)
+            self._report_failure("store", job, error)
             raise
         failpoint("offload.store.written")
-        self._settle(self._done(job))
+        self._settle(self._done("store", job))
 
     def load(self, job: BlockJob) -> list[int]:
         """Copy blocks out of the host pool, and report to the daemon that the slots are no longer read.
@@ -118,12 +118,12 @@ class OffloadShard:
         try:
             bad = transfers.load(job, verify=self._verify_loads)
         except BaseException as error:
-            self._report_failure(job, error)
+            self._report_failure("load", job, error)
             raise
         depths = [depth for span in job.spans for depth in range(span.depth, span.depth + len(span.blocks))]
         failpoint("offload.load.copied")
         indices = np.array([depths[index] - job.start for index in bad], "<i4")
-        self._settle(self._done(job), (indices.tobytes(),) if bad else ())
+        self._settle(self._done("load", job), (indices.tobytes(),) if bad else ())
         return bad
 
     def fileno(self) -> int:
@@ -150,11 +150,12 @@ class OffloadShard:
             raise DaemonUnreachable("this shard has left its session; join again")
         return self._transfers
 
-    def _done(self, job: BlockJob, *, error: str = "") -> TransferDone:
+    def _done(self, kind: CopyKind, job: BlockJob, *, error: str = "") -> TransferDone:
         return TransferDone(
             id=self._channel.next_id(),
             session=self._session.id,
             token=self._session.token,
+            kind=kind,
             transfer=job.transfer,
             shard=self.shard,
             error=error,
@@ -167,10 +168,10 @@ class OffloadShard:
         except DeadlineExceeded:
             self._channel.ask(request, Settled, frames)
 
-    def _report_failure(self, job: BlockJob, error: BaseException) -> None:
+    def _report_failure(self, kind: CopyKind, job: BlockJob, error: BaseException) -> None:
         """Report that a copy failed. If that fails as well, add a note to the error, which the caller gets."""
         try:
-            self._settle(self._done(job, error=_words(error)))
+            self._settle(self._done(kind, job, error=_words(error)))
         except KvcachedError as untold:
             error.add_note(f"the failure could not be reported to the daemon: {untold}")
 

@@ -45,8 +45,8 @@ def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None
             },
         )
     if offered is not None:
-        lent = sum(host.slabs for host in report.hosts)
-        _print_facts("host pool", {**_host_pool(offered), "free slabs": offered.slabs - lent})
+        allocated = sum(host.slabs for host in report.hosts)
+        _print_facts("host pool", {**_host_pool(offered), "free slabs": offered.slabs - allocated})
     for host in report.hosts:
         _print_facts(
             f"host pool of {', '.join(host.replicas) or escaped(host.label) or 'a cleared namespace'}",

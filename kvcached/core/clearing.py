@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.managed_session import ManagedSession
-from kvcached.core.messages import NamespaceCleared
+from kvcached.core.messages import ClearingEnded
 from kvcached.core.slots.states import SessionState, SlotState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage import StorageTier
@@ -61,7 +61,7 @@ class Clearings:
         self.under_way: list[_Clearing] = []
 
     def begin(self, tree: PrefixTree, namespace: bytes) -> None:
-        """Clear the namespace of a tree; `NamespaceCleared` follows when all copies under way have ended.
+        """Clear the namespace of a tree; `ClearingEnded` follows when all copies under way have ended.
 
         Args:
             tree: of replicas, and not being cleared.
@@ -103,4 +103,4 @@ class Clearings:
             tree.shed_host(_CAUSE, reason=MissReason.CLEARED)
         self._counters["cleared_blocks"] += blocks
         self.version += 1
-        self._effects.append(NamespaceCleared(tuple(pool.name for pool in tree.pools), namespace, blocks))
+        self._effects.append(ClearingEnded(tuple(pool.name for pool in tree.pools), namespace, blocks))

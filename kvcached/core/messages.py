@@ -165,7 +165,7 @@ class PrefetchOver:
 
 
 @dataclass(frozen=True, slots=True)
-class NamespaceCleared:
+class ClearingEnded:
     """Pools and their host copies are empty, and their keys have another root: whoever waits for that may go on."""
 
     pools: tuple[str, ...]
@@ -209,7 +209,7 @@ Effect = (
     | StartBackup
     | PrefetchOver
     | ForgetStored
-    | NamespaceCleared
+    | ClearingEnded
 )
 
 

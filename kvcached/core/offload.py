@@ -256,7 +256,13 @@ class Offload:
         return LoadPlan(copy.id, lease.generation, slots)
 
     def transfer_done(
-        self, session_id: SessionId, transfer: TransferId, shard: int, error: str = "", corrupt: tuple[int, ...] = ()
+        self,
+        session_id: SessionId,
+        kind: TransferKind,
+        transfer: TransferId,
+        shard: int,
+        error: str = "",
+        corrupt: tuple[int, ...] = (),
     ) -> None:
         """A shard no longer reads or writes the slots of a copy, well or with an error; the last shard ends the copy.
 
@@ -264,17 +270,20 @@ class Offload:
 
         Args:
             session_id: the shard's session.
+            kind: of the copy.
             transfer: the copy.
             shard: the shard; `EVERY_SHARD` if no shard will copy.
             error: why the copy failed; "" if it did not.
             corrupt: blocks of a load that differ from what was stored, counted from its first block.
 
         Raises:
-            Refusal: no such shard, or corrupt blocks of a store.
+            Refusal: no such shard, a copy of the other kind, or corrupt blocks of a store.
         """
         session, copy = self._transfer(session_id, transfer, shard)
         if copy is None:
             return
+        if copy.kind is not kind:
+            raise Refusal(Why.OTHER_KIND, transfer=transfer, present=copy.kind, kind=kind)
         if corrupt and copy.kind is not TransferKind.LOAD:
             raise Refusal(Why.CORRUPT_STORE, transfer=transfer)
         copy.corrupt.update(block for block in corrupt if 0 <= block < copy.blocks)

@@ -19,6 +19,7 @@ class Why(Enum):
     LOAD_BEHIND_HIT = "load_behind_hit", ErrorCode.BAD_VALUE
     TOO_MANY_KEYS = "too_many_keys", ErrorCode.BAD_VALUE
     WRONG_SHARD = "wrong_shard", ErrorCode.BAD_VALUE
+    OTHER_KIND = "other_kind", ErrorCode.BAD_VALUE
     CORRUPT_STORE = "corrupt_store", ErrorCode.BAD_VALUE
     SLOTS_PENDING = "slots_pending", ErrorCode.CAPACITY_PENDING
     CLEARING = "clearing", ErrorCode.CLEARING

@@ -103,7 +103,7 @@ class HostHeaders:
         self.table = HeaderTable(self._mapped)
 
     def clear_slab(self, slab: int, geometry: HostGeometry) -> None:
-        """Zero the headers of a slab that is lent, in all its parts: nothing is left of those who had it before.
+        """Zero the headers of a slab that is allocated, in all its parts: nothing is left of those who had it before.
 
         Raises:
             ValueError: there is no such slab.

@@ -24,7 +24,7 @@ import msgspec
 
 from kvcached.config.replica import ReplicaConfig
 from kvcached.core.generations import Edition
-from kvcached.recovery.state_file import Count, Hex, Ledger, ReplicaRecord, SpaceRecord
+from kvcached.recovery.state_file import Count, Hex, Ledger, NamespaceRecord, ReplicaRecord
 from kvcached_client.types import WritePolicy
 
 #: In which headers in the host pool name a replica's namespace: that does not change with its generation.
@@ -80,7 +80,7 @@ def editions_of(record: Record | None, ledger: Ledger | None) -> dict[bytes, Edi
     for each in () if record is None else record.editions:
         found[bytes.fromhex(each.namespace)] = Edition(each.generation, each.weights_version)
     if ledger is not None:
-        told = {bytes.fromhex(each.root): Edition(each.generation) for each in ledger.spaces}
+        told = {bytes.fromhex(each.root): Edition(each.generation) for each in ledger.namespaces}
         for replica in ledger.replicas:
             told[bytes.fromhex(replica.namespace)] = Edition(replica.generation, replica.weights_version)
         for root, edition in told.items():
@@ -112,7 +112,7 @@ def write_policy_of(replica: ReplicaConfig, generation: Generation, ledger: Ledg
     return configured
 
 
-def recorded_policy(record: ReplicaRecord | SpaceRecord, configured: WritePolicy) -> WritePolicy:
+def recorded_policy(record: ReplicaRecord | NamespaceRecord, configured: WritePolicy) -> WritePolicy:
     """The write policy of a record, unless another one is configured now than was then."""
     return record.write_policy if record.configured_policy is configured else configured
 

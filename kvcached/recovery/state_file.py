@@ -49,27 +49,27 @@ class HostPoolRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The host pool's memory: which memfd it is, and how it is cut.
 
     Attributes:
-        lent: slabs of each namespace, by its root in hex. A slab is in one list at most; those in none are nobody's.
+        allocated: slabs of each namespace, by its root in hex. A slab is in one list at most; a slab in none is free.
     """
 
     device: Count
     inode: Count
     slabs: Positive
     slab_bytes: Positive
-    lent: dict[Hex, tuple[Count, ...]]
+    allocated: dict[Hex, tuple[Count, ...]]
 
     def __post_init__(self) -> None:
-        """Refuse slabs that are not there, or lent twice; of our own making that is a bug, of a file's it is damage."""
-        slabs = [slab for each in self.lent.values() for slab in each]
+        """Refuse slabs that do not exist or are allocated twice: a bug when written, damage when read."""
+        slabs = [slab for each in self.allocated.values() for slab in each]
         if len(set(slabs)) < len(slabs) or any(slab >= self.slabs for slab in slabs):
-            raise ValueError(f"a slab is lent twice, or is not one of {self.slabs}")
+            raise ValueError(f"a slab is allocated twice, or is not one of {self.slabs}")
 
 
-class SpaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NamespaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A namespace that engines in offload mode have declared.
 
     Attributes:
-        root: 32 bytes as hex; `HostPoolRecord.lent` names it so.
+        root: 32 bytes as hex; `HostPoolRecord.allocated` names it so.
         fingerprint: of the layout, as headers have it.
         block_bytes: size of a block on one shard.
         replicated: every shard holds the same bytes.
@@ -105,7 +105,7 @@ class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         namespace: root of its blocks' names, in its present generation.
         memory: of its shards, in their order; empty where it cannot be taken over.
         headers: of its slots; None where they cannot.
-        write_policy, configured_policy: as of `SpaceRecord`.
+        write_policy, configured_policy: as of `NamespaceRecord`.
     """
 
     name: ReplicaName
@@ -146,7 +146,7 @@ class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     id: Count
     epoch: Count
-    mode: Literal["device", "attached"]
+    mode: Literal["device", "offload"]
     place: str
     instance: Hex = ""
     token_digest: Hex = ""
@@ -168,7 +168,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     boot: str
     epoch: Count
     host: HostPoolRecord | None = None
-    spaces: tuple[SpaceRecord, ...] = ()
+    namespaces: tuple[NamespaceRecord, ...] = ()
     replicas: tuple[ReplicaRecord, ...] = ()
     sessions: tuple[SessionRecord, ...] = ()
 

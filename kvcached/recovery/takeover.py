@@ -39,8 +39,8 @@ from kvcached.recovery.state_file import (
     HostPoolRecord,
     Ledger,
     LedgerFile,
+    NamespaceRecord,
     SessionRecord,
-    SpaceRecord,
     read_ledger,
 )
 from kvcached.service.offload_admission import Shape
@@ -81,7 +81,7 @@ class Inheritance:
             return None
         device, inode = self.host.identity
         return HostPoolRecord(
-            device=device, inode=inode, slabs=self.host.slabs, slab_bytes=self.host.slab_bytes, lent={}
+            device=device, inode=inode, slabs=self.host.slabs, slab_bytes=self.host.slab_bytes, allocated={}
         )
 
 
@@ -191,14 +191,14 @@ def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers
     if headers is not None:
         _take_replicas(ledger, replicas, headers, revival)
         if cache.offload.namespaces.most:
-            _take_spaces(ledger, headers, revival, taken, living)
+            _take_namespaces(ledger, headers, revival, taken, living)
     _take_devices(ledger, replicas, revival)
     kept = {replica.name for replica in replicas if replica.is_kept}
     for owner, (record, peers) in living.items():
         session = None
         if record.mode == "device" and record.place in kept:
             session = revival.pool_session(record.place)
-        elif record.mode == "attached" and bytes.fromhex(record.place) in taken.shapes:
+        elif record.mode == "offload" and bytes.fromhex(record.place) in taken.shapes:
             session = revival.offload_session(owner, bytes.fromhex(record.place))
         if session is not None:
             digest, instance = bytes.fromhex(record.token_digest), bytes.fromhex(record.instance)
@@ -222,7 +222,7 @@ def _take_replicas(ledger: Ledger, replicas: Iterable[Replica], headers: HostHea
         if record is None or record.namespace != namespace.hex() or namespace in done or geometry is None:
             continue
         done.add(namespace)
-        slabs = list(ledger.host.lent.get(record.namespace, ())) if ledger.host is not None else []
+        slabs = list(ledger.host.allocated.get(record.namespace, ())) if ledger.host is not None else []
         revival.replica(replica.name, slabs, stored(scan(headers.table, geometry, replica.header_kind, slabs)))
 
 
@@ -246,10 +246,10 @@ class _Owners(NamedTuple):
     ledger_epoch: int  #: of the daemon that wrote the ledger
 
 
-def _take_spaces(
+def _take_namespaces(
     ledger: Ledger, headers: HostHeaders, revival: RestoredCache, taken: Takeover, living: _Living
 ) -> None:
-    for number, record in enumerate(ledger.spaces):
+    for number, record in enumerate(ledger.namespaces):
         if ledger.host is None or _geometry(ledger.host, record).slots_per_slab != record.slots_per_slab:
             _log.warning("namespace %r is dropped: its blocks have another layout now", record.label)
             continue
@@ -266,7 +266,7 @@ def _take_spaces(
 
 
 def _take_space(
-    record: SpaceRecord,
+    record: NamespaceRecord,
     host: HostPoolRecord,
     headers: HostHeaders,
     revival: RestoredCache,
@@ -276,7 +276,7 @@ def _take_space(
     root = bytes.fromhex(record.root)
     spec = NamespaceSpec(root, record.label, record.block_size, record.shards, record.slots_per_slab)
     kind = HeaderKind(root[:NAMESPACE_BYTES], bytes.fromhex(record.fingerprint), revival.generation(root))
-    slabs = list(host.lent.get(record.root, ()))
+    slabs = list(host.allocated.get(record.root, ()))
     found = scan(headers.table, _geometry(host, record), kind, slabs)
     claims = _claims(found.claims, owners)
     policy = recorded_policy(record, revival.namespaces_policy)
@@ -284,7 +284,7 @@ def _take_space(
     return claims.keys()
 
 
-def _geometry(host: HostPoolRecord, space: SpaceRecord) -> HostGeometry:
+def _geometry(host: HostPoolRecord, space: NamespaceRecord) -> HostGeometry:
     return HostGeometry(
         slabs=host.slabs,
         slab_bytes=host.slab_bytes,

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, TypeAlias
 from kvcached.core.cache import Cache
 from kvcached.core.generations import Edition
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.messages import NamespaceCleared
+from kvcached.core.messages import ClearingEnded
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import DaemonState
 from kvcached.service.admission import DrainState
@@ -35,9 +35,9 @@ from kvcached_client.types import SessionId
 CLEARS_KEPT: Final = 256
 
 #: Requests of engines, or of people, that a drain waits for.
-_DRAINED: Final = (Wait.LOAD, Wait.VACANCY, Wait.HEALTH, Wait.CLEAR)
+_DRAINED: Final = (Wait.LOAD, Wait.SLOTS, Wait.HEALTH, Wait.CLEAR)
 
-_ClearRequest: TypeAlias = wire.Clear | wire.ClearReplica | wire.SetWeights
+_ClearRequest: TypeAlias = wire.Clear | wire.ClearNamespace | wire.SetWeights
 
 _log: Final = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class AdminVerbs:
             wire.Pause: self._pause,
             wire.Drain: self._drain,
             wire.Clear: clears.clear_own,
-            wire.ClearReplica: clears.clear,
+            wire.ClearNamespace: clears.clear,
             wire.SetWeights: clears.set_weights,
         }
 
@@ -212,7 +212,7 @@ class _Clear:
         if isinstance(request, wire.Clear):
             return Answer(wire.Cleared(id=request.id, generation=self.generation, blocks=self.blocks))
         return Answer(
-            wire.ReplicaCleared(
+            wire.NamespaceCleared(
                 id=request.id,
                 replicas=self.replicas,
                 generation=self.generation,
@@ -225,7 +225,7 @@ class _Clear:
 
 
 class Clears:
-    """Serves the verbs `clear_replica` and `set_weights`, and `clear` of engines in offload mode.
+    """Serves the verbs `clear_namespace` and `set_weights`, and `clear` of engines in offload mode.
 
     Args:
         recorder: of generations: what it has not written yet is not told.
@@ -253,7 +253,7 @@ class Clears:
         self._under_way: list[_Clear] = []
         self._of_request: OrderedDict[tuple[bytes, type[wire.Header], int], _Clear] = OrderedDict()
 
-    def clear(self, connection: bytes, request: wire.ClearReplica, _: list[bytes], respond: Respond) -> Answer | None:
+    def clear(self, connection: bytes, request: wire.ClearNamespace, _: list[bytes], respond: Respond) -> Answer | None:
         """Clear a namespace, or wait with others for a clear that is under way: nothing can have come in between.
 
         Raises:
@@ -292,7 +292,7 @@ class Clears:
             clear = self._done(_Clear((), generation, "", b"", blocks=blocks))
         return self._answer(connection, request, clear, respond)
 
-    def finish(self, cleared: NamespaceCleared) -> None:
+    def finish(self, cleared: ClearingEnded) -> None:
         """The core is through: from now on the replicas are of the new generation."""
         clear = next(each for each in self._under_way if each.namespace == cleared.namespace)
         self._under_way.remove(clear)

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Mapping
 
 from kvcached.core.cache import Cache
-from kvcached.core.messages import MemberLost
+from kvcached.core.messages import MemberLost, TransferKind
 from kvcached.core.restart.rejoin import Rejoin
 from kvcached.core.slots.ranges import Ranges
 from kvcached.service.admission import Admission, DrainState
@@ -206,7 +206,7 @@ class EngineVerbs:
             available = self._cache.managed.retry_when_freed(session, request.epoch, request.blocks)
             return None if available is None else Answer(wire.SlotsAvailable(id=request.id, available=available))
 
-        return self._pending.wait(PendingReply(Wait.VACANCY, request, respond, ask, session))
+        return self._pending.wait(PendingReply(Wait.SLOTS, request, respond, ask, session))
 
     def _heartbeat(self, _: bytes, request: wire.Heartbeat, __: list[bytes]) -> Answer:
         group = self._groups.authenticate(SessionId(request.session), request.token)
@@ -310,7 +310,8 @@ class OffloadVerbs:
     def _transfer_done(self, _: bytes, request: wire.TransferDone, frames: list[bytes]) -> Answer:
         session = self._shard_session(request.session, request.token)
         corrupt = tuple(array("i", frames[0])) if frames else ()
-        self._core.transfer_done(session, TransferId(request.transfer), request.shard, request.error, corrupt)
+        kind, transfer = TransferKind(request.kind), TransferId(request.transfer)
+        self._core.transfer_done(session, kind, transfer, request.shard, request.error, corrupt)
         return Answer(wire.Settled(id=request.id))
 
     def own_session(self, connection: bytes, epoch: int) -> SessionId:

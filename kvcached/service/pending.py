@@ -31,7 +31,7 @@ class Wait(StrEnum):
     """What a reply waits for."""
 
     LOAD = "loads of a lease"
-    VACANCY = "free slots"
+    SLOTS = "free slots"
     PREFETCH = "a prefetch"
     CLEAR = "the end of a clear"
     OPERATOR = "a pause or a drain"
@@ -43,7 +43,7 @@ class Wait(StrEnum):
 #: How many replies may wait for the same kind of thing at once; a further request is refused.
 WAITING_MAX: Final[dict[Wait, int]] = {
     Wait.LOAD: 1024,  # of one session: a scheduler waits for a load per running request
-    Wait.VACANCY: 1024,  # of one session, where a scheduler waits in one place
+    Wait.SLOTS: 1024,  # of one session, where a scheduler waits in one place
     Wait.PREFETCH: 4096,  # of all engines
     Wait.CLEAR: 256,  # they and the next come from people and tools; more of them are a mistake in some loop
     Wait.OPERATOR: 256,
@@ -51,7 +51,7 @@ WAITING_MAX: Final[dict[Wait, int]] = {
     Wait.HEALTH: 16,  # a check takes slots and workers' time
     Wait.STOP: 2,
 }
-_LIMITED_PER_SESSION: Final = frozenset({Wait.LOAD, Wait.VACANCY})
+_LIMITED_PER_SESSION: Final = frozenset({Wait.LOAD, Wait.SLOTS})
 
 log = logging.getLogger(__name__)
 

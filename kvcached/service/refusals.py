@@ -34,6 +34,10 @@ WORDS: Final[Mapping[Why, tuple[str, str]]] = {
         "shard {shard} of {shards} reports that transfer {transfer} is done",
         "count shards from 0",
     ),
+    Why.OTHER_KIND: (
+        "transfer {transfer} is a {present}, and a {kind} is reported as done",
+        "report each copy under its own number and kind",
+    ),
     Why.CORRUPT_STORE: (
         "bad blocks of store {transfer}",
         "report bad blocks of loads only; a store that fails has an error",

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 from kvcached.core.cache import Cache
 from kvcached.core.messages import (
     AbandonLoad,
+    ClearingEnded,
     Effect,
     Event,
     HurryTransfer,
     LoadsEnded,
     MemberLost,
     MembersDied,
-    NamespaceCleared,
     SessionEnded,
     SessionExpired,
     ShardSettled,
@@ -231,7 +231,7 @@ class Service:
                 self._replicas[effect.pool].workers.hurry(effect)
             case AbandonLoad():
                 self._replicas[effect.pool].workers.abandon(effect)
-            case NamespaceCleared():
+            case ClearingEnded():
                 self._clears.finish(effect)
             case LoadsEnded():
                 self._pending.look(Wait.LOAD, session=effect.session, subject=effect.lease)
@@ -256,7 +256,7 @@ class Service:
         try:
             self._cache.settle()
             self.carry_out()
-            self._pending.look(Wait.VACANCY)
+            self._pending.look(Wait.SLOTS)
             self.carry_out()
             self._pending.look(Wait.CLEAR, Wait.OPERATOR, Wait.STOP)
         except Exception:

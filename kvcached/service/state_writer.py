@@ -29,9 +29,9 @@ from kvcached.recovery.state_file import (
     LedgerFile,
     MemberRecord,
     MemoryRecord,
+    NamespaceRecord,
     ReplicaRecord,
     SessionRecord,
-    SpaceRecord,
 )
 from kvcached.service.offload_admission import OffloadAdmission
 from kvcached.service.pending import Later, Timer
@@ -67,7 +67,7 @@ class StatePlace:
 
     Attributes:
         boot: which boot of the machine it is.
-        host: the host pool's memory, nothing lent; None without a host tier.
+        host: the host pool's memory, nothing allocated; None without a host tier.
     """
 
     file: LedgerFile
@@ -134,16 +134,16 @@ class StateWriter:
         return Ledger(
             boot=state_place.boot,
             epoch=self._cache.epoch,
-            host=None if state_place.host is None else _with_lent(state_place.host, self._cache),
-            spaces=tuple(self._spaces()),
+            host=None if state_place.host is None else _with_allocated(state_place.host, self._cache),
+            namespaces=tuple(self._namespaces()),
             replicas=tuple(_replica(each, self._cache.tree_of(each.name)) for each in self._replicas.values()),
             sessions=tuple(filter(None, map(self._session, self._groups.groups))),
         )
 
-    def _spaces(self) -> Iterable[SpaceRecord]:
+    def _namespaces(self) -> Iterable[NamespaceRecord]:
         for root, space in self._cache.offload.namespaces.by_root.items():
             shape = self._offload_admission.shapes[root]
-            yield SpaceRecord(
+            yield NamespaceRecord(
                 root=root.hex(),
                 label=space.spec.label,
                 fingerprint=shape.fingerprint.hex(),
@@ -158,7 +158,7 @@ class StateWriter:
             )
 
     def _session(self, group: EngineGroup) -> SessionRecord | None:
-        mode: Literal["attached", "device"]
+        mode: Literal["offload", "device"]
         offload, managed = (
             self._cache.offload.sessions.get(group.session),
             self._cache.managed.sessions.get(group.session),
@@ -166,7 +166,7 @@ class StateWriter:
         digest, epoch, session = hashlib.sha256(group.token).hexdigest(), self._cache.epoch, group.session
         members = (MemberRecord(process=each.identity, shard=group.shard_of.get(each)) for each in group.members)
         if offload is not None:
-            mode, place = "attached", offload.namespace.spec.root.hex()
+            mode, place = "offload", offload.namespace.spec.root.hex()
         elif managed is not None:
             mode, place = "device", managed.pool.name
         else:
@@ -186,14 +186,14 @@ class StateWriter:
         )
 
 
-def _with_lent(record: HostPoolRecord, cache: Cache) -> HostPoolRecord:
-    lent: dict[str, tuple[int, ...]] = {}
+def _with_allocated(record: HostPoolRecord, cache: Cache) -> HostPoolRecord:
+    allocated: dict[str, tuple[int, ...]] = {}
     for tree in cache.trees:
         if tree.host is not None and tree.host.slabs:
             root = tree.namespace.hex()
-            lent[root] = (*lent.get(root, ()), *sorted(tree.host.slabs))
+            allocated[root] = (*allocated.get(root, ()), *sorted(tree.host.slabs))
     return HostPoolRecord(
-        device=record.device, inode=record.inode, slabs=record.slabs, slab_bytes=record.slab_bytes, lent=lent
+        device=record.device, inode=record.inode, slabs=record.slabs, slab_bytes=record.slab_bytes, allocated=allocated
     )
 
 

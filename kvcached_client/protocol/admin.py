@@ -44,14 +44,14 @@ class Drain(Header, frozen=True, kw_only=True, tag="drain"):
     deadline_ms: _Deadline = 5000  #: past it the answer says what is left
 
 
-class ClearReplica(Header, frozen=True, kw_only=True, tag="clear_replica"):
+class ClearNamespace(Header, frozen=True, kw_only=True, tag="clear_namespace"):
     """Nothing that a namespace holds is matched again, by any replica or engine that shares it. Frames: none."""
 
     target: Name  #: a replica, or a namespace as in `SetPolicy`
 
 
 class SetWeights(Header, frozen=True, kw_only=True, tag="set_weights"):
-    """A replica's namespace has other weights: as `ClearReplica`, unless it has them already. Frames: none."""
+    """A replica's namespace has other weights: as `ClearNamespace`, unless it has them already. Frames: none."""
 
     target: Name  #: a replica, or the first hex digits of its namespace
     version: Annotated[str, msgspec.Meta(min_length=1, max_length=WEIGHTS_VERSION_LENGTH_MAX)]
@@ -108,8 +108,8 @@ class Drained(Header, frozen=True, kw_only=True, tag="drained"):
     holds: bool  #: false: somebody has ended it meanwhile
 
 
-class ReplicaCleared(Header, frozen=True, kw_only=True, tag="replica_cleared"):
-    """Answer to `ClearReplica` and `SetWeights`. What it says outlives the daemon."""
+class NamespaceCleared(Header, frozen=True, kw_only=True, tag="namespace_cleared"):
+    """Answer to `ClearNamespace` and `SetWeights`. What it says outlives the daemon."""
 
     replicas: tuple[str, ...]  #: all that share the namespace; none for engines in offload mode
     generation: Id

@@ -20,15 +20,15 @@ from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol.admin import (
     ADMIN_DEADLINE_MS_MAX,
     WEIGHTS_VERSION_LENGTH_MAX,
-    ClearReplica,
+    ClearNamespace,
     Drain,
     Drained,
+    NamespaceCleared,
     Pause,
     Paused,
     Pin,
     Pinned,
     PolicySet,
-    ReplicaCleared,
     Resume,
     Resumed,
     SetPolicy,
@@ -164,7 +164,7 @@ Request = (
     | Pause
     | Resume
     | Drain
-    | ClearReplica
+    | ClearNamespace
     | SetWeights
     | SetPolicy
     | Pin
@@ -202,7 +202,7 @@ Reply = (
     | Paused
     | Resumed
     | Drained
-    | ReplicaCleared
+    | NamespaceCleared
     | PolicySet
     | Pinned
     | Unpinned

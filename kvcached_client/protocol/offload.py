@@ -6,7 +6,7 @@ reports when it is done with a copy, over a connection of its own and with the s
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -21,6 +21,8 @@ ERROR_LENGTH_MAX: Final = 512
 _Blocks = Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_PER_MESSAGE_MAX)]
 _Shard = Annotated[int, msgspec.Meta(ge=EVERY_SHARD, lt=64)]
 _Failure = Annotated[str, msgspec.Meta(max_length=ERROR_LENGTH_MAX)]
+#: Of a copy: from the engine into the host pool, or back.
+CopyKind = Literal["store", "load"]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
@@ -70,6 +72,7 @@ class TransferDone(Header, frozen=True, kw_only=True, tag="transfer_done"):
 
     session: Id
     token: Secret
+    kind: CopyKind
     transfer: Id
     shard: _Shard
     error: _Failure = ""  #: why the copy failed; "" = it did not, apart from the blocks in the frame

@@ -11,16 +11,16 @@ import pytest
 from kvcached_client import Admin, DaemonFailure, DaemonUnreachable, DeadlineExceeded, ErrorCode
 from kvcached_client.protocol.engine import (
     Acquire,
-    ClearReplica,
+    ClearNamespace,
     Drain,
     Drained,
     Header,
+    NamespaceCleared,
     Pause,
     Paused,
     Pin,
     Pinned,
     PolicySet,
-    ReplicaCleared,
     Request,
     Resume,
     Resumed,
@@ -36,7 +36,7 @@ from tests.client.test_calls import Connect, failing, silent_on
 
 def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
     """Each call is one request with what was given, and returns the daemon's answer."""
-    cleared = ReplicaCleared(
+    cleared = NamespaceCleared(
         id=4, replicas=("default",), generation=1, namespace=bytes(32), label="", weights_version="", blocks=3
     )
     replies: list[Header] = [
@@ -44,7 +44,7 @@ def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
         Resumed(id=2, state="serving"),
         Drained(id=3, leases=1, copies=0, requests=0, holds=True),
         cleared,
-        ReplicaCleared(id=5, replicas=(), generation=2, namespace=bytes(32), label="", weights_version="v", blocks=0),
+        NamespaceCleared(id=5, replicas=(), generation=2, namespace=bytes(32), label="", weights_version="v", blocks=0),
         PolicySet(
             id=6,
             replicas=(),
@@ -70,7 +70,7 @@ def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
         Pause(id=1, replica="default", deadline_ms=70),
         Resume(id=2, replica="default"),
         Drain(id=3, deadline_ms=80),
-        ClearReplica(id=4, target="default"),
+        ClearNamespace(id=4, target="default"),
         SetWeights(id=5, target="default", version="v"),
         SetPolicy(id=6, target="00112233", policy=WritePolicy.NEVER),
     ]

@@ -130,8 +130,13 @@ def test_copies_that_were_granted_too_late_are_called_off(
     load, store = daemon.of(TransferDone)
     assert isinstance(load, TransferDone)
     assert isinstance(store, TransferDone)
-    assert (load.transfer, load.shard) == (7, EVERY_SHARD)
-    assert (store.transfer, store.shard, store.error) == (8, EVERY_SHARD, "the answer came too late")
+    assert (load.kind, load.transfer, load.shard) == ("load", 7, EVERY_SHARD)
+    assert (store.kind, store.transfer, store.shard, store.error) == (
+        "store",
+        8,
+        EVERY_SHARD,
+        "the answer came too late",
+    )
 
 
 def test_settling_calls_off_what_was_granted_too_late(

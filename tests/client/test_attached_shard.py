@@ -93,11 +93,11 @@ def told(daemon: FakeDaemon) -> list[tuple[Request, list[bytes]]]:
 
 
 def commit(error: str = "") -> TransferDone:
-    return TransferDone(id=0, session=3, token=TOKEN, transfer=3, shard=1, error=error)
+    return TransferDone(id=0, session=3, token=TOKEN, kind="store", transfer=3, shard=1, error=error)
 
 
 def complete(error: str = "") -> TransferDone:
-    return TransferDone(id=0, session=3, token=TOKEN, transfer=9, shard=1, error=error)
+    return TransferDone(id=0, session=3, token=TOKEN, kind="load", transfer=9, shard=1, error=error)
 
 
 def test_store_and_load_go_through_the_daemons_memory(daemon: FakeDaemon, shard: OffloadShard, pool: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcached.core.cache import Cache
 from kvcached.core.lease import OffloadLease
-from kvcached.core.messages import Effect, SessionEnded, SessionExpired, Ticked
+from kvcached.core.messages import Effect, SessionEnded, SessionExpired, Ticked, TransferKind
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.offload import LoadPlan
 from kvcached.core.slots.host_slots import RESTING_MS, HostPool
@@ -85,7 +85,7 @@ class AttachedEngine:
         """Each shard is through with a store, with the errors given, the others with none."""
         for shard in range(self.spec.shards):
             error = errors[shard] if shard < len(errors) else ""
-            self.core.transfer_done(self.session, transfer, shard, error)
+            self.core.transfer_done(self.session, TransferKind.STORE, transfer, shard, error)
 
     def load(self, lease: OffloadLease, start: int = 0, blocks: int | None = None) -> LoadPlan:
         count = lease.hit - start if blocks is None else blocks
@@ -94,8 +94,8 @@ class AttachedEngine:
     def complete(self, transfer: TransferId, *corrupt: int, error: str = "") -> None:
         """Each shard is through with a load; the last one found blocks corrupt, or says what failed."""
         for shard in range(self.spec.shards - 1):
-            self.core.transfer_done(self.session, transfer, shard, "", ())
-        self.core.transfer_done(self.session, transfer, self.spec.shards - 1, error, corrupt)
+            self.core.transfer_done(self.session, TransferKind.LOAD, transfer, shard, "", ())
+        self.core.transfer_done(self.session, TransferKind.LOAD, transfer, self.spec.shards - 1, error, corrupt)
 
     def store(self, text: str) -> list[int]:
         """Compute, copy and release a prompt; the slots that it was copied to."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 from kvcached.core.cache import Cache
 from kvcached.core.index.host_tree import HOST
 from kvcached.core.lease import OffloadLease
-from kvcached.core.messages import MemberLost, MembersDied, Ticked
+from kvcached.core.messages import MemberLost, MembersDied, Ticked, TransferKind
 from kvcached.core.refusals import Refusal
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.engine_copies import EVERY_SHARD, StorePlan
@@ -305,9 +305,9 @@ class AttachedPlayers(AttachedWorld):
 
     def _tell(self, session: SessionId, job: Job, shard: int, error: str, corrupt: tuple[int, ...]) -> None:
         if job.is_store:
-            self.core.transfer_done(session, job.transfer, shard, error)
+            self.core.transfer_done(session, TransferKind.STORE, job.transfer, shard, error)
         else:
-            self.core.transfer_done(session, job.transfer, shard, error, corrupt)
+            self.core.transfer_done(session, TransferKind.LOAD, job.transfer, shard, error, corrupt)
 
     def call_off(self) -> None:
         """The scheduler says that no shard will copy, before any does."""

@@ -9,6 +9,7 @@ import pytest
 from kvcached.core import offload as attached
 from kvcached.core import session as core_session
 from kvcached.core.cache import Cache
+from kvcached.core.messages import TransferKind
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.engine_copies import EVERY_SHARD
 from kvcached_client.types import LeaseId, SessionId, TransferId
@@ -49,10 +50,10 @@ def test_store_is_found_only_when_every_shard_has_written_it(cache: Cache, engin
     first = engine.prepare(lease, "ab")
     second = engine.prepare(lease, "abcd")
     engine.commit(second.transfer)
-    cache.offload.transfer_done(engine.session, first.transfer, 0, "")
+    cache.offload.transfer_done(engine.session, TransferKind.STORE, first.transfer, 0, "")
 
     assert (engine.hit("abcd"), engine.acquire("abcd").hit) == (0, 0)
-    cache.offload.transfer_done(engine.session, first.transfer, 1, "")
+    cache.offload.transfer_done(engine.session, TransferKind.STORE, first.transfer, 1, "")
     assert engine.hit("abcd") == 4
 
 
@@ -83,10 +84,10 @@ def test_blocks_that_others_hold_or_write_are_not_copied_again(cache: Cache, eng
 def test_a_failed_shard_fails_the_store(cache: Cache, engine: AttachedEngine) -> None:
     """One shard's error is enough: nothing of it is found, and its slots are free once the others are through, too."""
     plan = engine.prepare(engine.acquire("abcd"), "abcd")
-    cache.offload.transfer_done(engine.session, plan.transfer, 0, "no memory")
+    cache.offload.transfer_done(engine.session, TransferKind.STORE, plan.transfer, 0, "no memory")
 
     assert engine.states == (0, 4, 0, 0)  # the other one may be writing
-    cache.offload.transfer_done(engine.session, plan.transfer, 1, "")
+    cache.offload.transfer_done(engine.session, TransferKind.STORE, plan.transfer, 1, "")
     assert (engine.states, engine.hit("abcd")) == ((4, 0, 0, 0), 0)
     assert cache.counters["store_failed_blocks"] == 4
 
@@ -95,10 +96,10 @@ def test_a_shard_counts_once(cache: Cache, engine: AttachedEngine) -> None:
     """A shard that says twice that it has written a store does not stand for another one."""
     plan = engine.prepare(engine.acquire("ab"), "ab")
     for _ in range(3):
-        cache.offload.transfer_done(engine.session, plan.transfer, 1, "")
+        cache.offload.transfer_done(engine.session, TransferKind.STORE, plan.transfer, 1, "")
 
     assert engine.hit("ab") == 0
-    cache.offload.transfer_done(engine.session, plan.transfer, 0, "")
+    cache.offload.transfer_done(engine.session, TransferKind.STORE, plan.transfer, 0, "")
     assert engine.hit("ab") == 2
 
 
@@ -106,7 +107,7 @@ def test_a_shard_counts_once(cache: Cache, engine: AttachedEngine) -> None:
 def test_store_that_is_called_off_is_not_found(cache: Cache, engine: AttachedEngine, why: str) -> None:
     """Where the scheduler speaks for every shard, nothing was written, whether it says why or not."""
     plan = engine.prepare(engine.acquire("ab"), "ab")
-    cache.offload.transfer_done(engine.session, plan.transfer, EVERY_SHARD, why)
+    cache.offload.transfer_done(engine.session, TransferKind.STORE, plan.transfer, EVERY_SHARD, why)
 
     assert (engine.hit("ab"), engine.states) == (0, (4, 0, 0, 0))
 
@@ -116,8 +117,8 @@ def test_words_about_a_copy_that_is_over_change_nothing(cache: Cache, engine: At
     plan = engine.prepare(engine.acquire("ab"), "ab")
     engine.commit(plan.transfer)
     for shard in (0, 1, EVERY_SHARD):
-        cache.offload.transfer_done(engine.session, plan.transfer, shard, "too late")
-        cache.offload.transfer_done(engine.session, TransferId(999), shard, "never was", (0,))
+        cache.offload.transfer_done(engine.session, TransferKind.STORE, plan.transfer, shard, "too late")
+        cache.offload.transfer_done(engine.session, TransferKind.STORE, TransferId(999), shard, "never was", (0,))
 
     assert engine.hit("ab") == 2
     assert cache.counters["corrupt_blocks"] == 0
@@ -263,13 +264,13 @@ def test_slots_of_a_load_are_read_undisturbed_after_the_release(cache: Cache, en
     lease = engine.acquire("abcd")
     load = engine.load(lease, 2, 1)
     engine.release(lease)
-    cache.offload.transfer_done(engine.session, load.transfer, 0, "", ())
+    cache.offload.transfer_done(engine.session, TransferKind.LOAD, load.transfer, 0, "", ())
     other = AttachedEngine(cache)
     crowd = other.acquire("0123456789ABCDEF")
 
     assert other.prepare(crowd, "0123456789ABCDEF").depth == 13
     assert engine.hit("abcd") == 3
-    cache.offload.transfer_done(engine.session, load.transfer, 1, "", ())
+    cache.offload.transfer_done(engine.session, TransferKind.LOAD, load.transfer, 1, "", ())
     assert (other.prepare(crowd, "0123456789ABCDEF").depth, engine.hit("abcd")) == (16, 0)
 
 
@@ -337,7 +338,9 @@ def test_failed_load_keeps_the_blocks(cache: Cache, engine: AttachedEngine) -> N
     """A copy that fails for other reasons than the bytes says nothing about them; called off, it is no failure."""
     engine.store("ab")
     engine.complete(engine.load(engine.acquire("ab")).transfer, error="no time")
-    cache.offload.transfer_done(engine.session, engine.load(engine.acquire("ab")).transfer, EVERY_SHARD, "", ())
+    cache.offload.transfer_done(
+        engine.session, TransferKind.LOAD, engine.load(engine.acquire("ab")).transfer, EVERY_SHARD, "", ()
+    )
 
     assert engine.hit("ab") == 2
     assert [cache.counters[name] for name in ("load_failed_blocks", "load_called_off_blocks")] == [2, 2]
@@ -349,8 +352,18 @@ def test_shards_that_do_not_exist_are_refused(cache: Cache, engine: AttachedEngi
     plan = engine.prepare(engine.acquire("ab"), "ab")
 
     with refused("bad_value"):
-        cache.offload.transfer_done(engine.session, plan.transfer, shard, "")
+        cache.offload.transfer_done(engine.session, TransferKind.STORE, plan.transfer, shard, "")
     assert engine.states == (2, 2, 0, 0)
+
+
+def test_report_of_the_other_kind_ends_nothing(cache: Cache, engine: AttachedEngine) -> None:
+    """Who says that a store is done with a load's number is mistaken about what it copies: the load goes on."""
+    engine.store("ab")
+    load = engine.load(engine.acquire("ab"))
+
+    with refused("bad_value"):
+        cache.offload.transfer_done(engine.session, TransferKind.STORE, load.transfer, 0)
+    assert [copy.waiting for copy in cache.offload.transfers] == [{0, 1}]
 
 
 def test_a_store_has_no_bad_blocks(cache: Cache, engine: AttachedEngine) -> None:
@@ -358,7 +371,7 @@ def test_a_store_has_no_bad_blocks(cache: Cache, engine: AttachedEngine) -> None
     store = engine.prepare(engine.acquire("cd"), "cd")
 
     with refused("bad_value"):
-        cache.offload.transfer_done(engine.session, store.transfer, 0, "", (0,))
+        cache.offload.transfer_done(engine.session, TransferKind.STORE, store.transfer, 0, "", (0,))
     assert (engine.hit("cd"), len(cache.offload.transfers)) == (0, 1)
 
 
@@ -375,7 +388,7 @@ def test_ids_are_never_used_twice(cache: Cache, engine: AttachedEngine) -> None:
 
     assert (other.session > engine.session, lease.id > 1, second.transfer > first.transfer) == (True, True, True)
     with refused("no_session"):
-        cache.offload.transfer_done(SessionId(engine.session), second.transfer, 0, "")
+        cache.offload.transfer_done(SessionId(engine.session), TransferKind.STORE, second.transfer, 0, "")
 
 
 def test_match_changes_nothing(cache: Cache, engine: AttachedEngine) -> None:

@@ -15,6 +15,7 @@ from kvcached.core.messages import (
     SlabAllocated,
     SlotsHandedOut,
     Ticked,
+    TransferKind,
 )
 from kvcached.core.slots.ranges import one_range
 from tests.core.attached_engine import AttachedEngine, endings
@@ -114,7 +115,7 @@ def test_blocks_found_corrupt_by_a_session_that_dies_are_dropped(cache: Cache, e
     """What one shard has told counts, though the load never ended."""
     engine.store("ab")
     load = engine.load(engine.acquire("ab"))
-    cache.offload.transfer_done(engine.session, load.transfer, 0, "", (0,))
+    cache.offload.transfer_done(engine.session, TransferKind.LOAD, load.transfer, 0, "", (0,))
     cache.handle(MembersDied(engine.session))
 
     assert AttachedEngine(cache).hit("ab") == 0

@@ -8,7 +8,7 @@ import pytest
 
 from kvcached.core.cache import Cache
 from kvcached.core.insight.explain import explain
-from kvcached.core.messages import MembersDied, NamespaceCleared, SessionExpired, Ticked, WorkerDied
+from kvcached.core.messages import ClearingEnded, MembersDied, SessionExpired, Ticked, WorkerDied
 from kvcached.core.restart.rejoin import Rejoin
 from kvcached.core.slots.states import SessionState, SlotState
 from kvcached_client.types import NO_FENCE, MissReason
@@ -24,11 +24,11 @@ def begin(cache: Cache, replica: str = "a") -> None:
     assert healthy(cache)
 
 
-def cleared(cache: Cache) -> NamespaceCleared | None:
+def cleared(cache: Cache) -> ClearingEnded | None:
     """What the cache says of the last step, once it has decided what it decides by itself."""
     cache.settle()
     assert healthy(cache)
-    return next((each for each in cache.effects if isinstance(each, NamespaceCleared)), None)
+    return next((each for each in cache.effects if isinstance(each, ClearingEnded)), None)
 
 
 def assert_empty(cache: Cache, replica: str = "a") -> None:
@@ -46,7 +46,7 @@ def test_idle_namespace_is_cleared_at_once(new_tiers: Callable[..., Cache]) -> N
     version = cache.version
     begin(cache)
 
-    assert cleared(cache) == NamespaceCleared(("a", "b"), ANEW, 4)
+    assert cleared(cache) == ClearingEnded(("a", "b"), ANEW, 4)
     assert_empty(cache)
     assert (cache.tree_of("a").namespace, host_of(cache).namespace) == (ANEW, ANEW)
     assert cache.version > version
@@ -113,7 +113,7 @@ def test_no_session_while_copies_run(new_tiers: Callable[..., Cache]) -> None:
         with refused("clearing"):
             Engine(cache, name)
     workers.answer(store)
-    assert cleared(cache) == NamespaceCleared(("a", "b"), ANEW, 4)
+    assert cleared(cache) == ClearingEnded(("a", "b"), ANEW, 4)
     assert_empty(cache)
     assert Engine(cache, "b").hit("abcd") == 0
 

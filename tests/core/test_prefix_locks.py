@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.messages import MembersDied, StorageReady, Ticked
+from kvcached.core.messages import MembersDied, StorageReady, Ticked, TransferKind
 from kvcached.core.transfers import prefix_locks
 from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.prefix_locks import HANDOVER_MS, LOCKED_PERCENT_MAX
@@ -246,7 +246,7 @@ def test_bad_block_leaves_a_locked_prefix(new_world: MakeWorld) -> None:
     reader = next(each for each in world.cache.offload.sessions.values() if lease.id in each.leases).id
     load = world.cache.offload.prepare_load(reader, lease.id, 0, 8)
     for shard in range(2):
-        world.cache.offload.transfer_done(reader, load.transfer, shard, "", (2,))
+        world.cache.offload.transfer_done(reader, TransferKind.LOAD, load.transfer, shard, "", (2,))
     world.check()
 
     assert engine.hit(ASKED) == 2

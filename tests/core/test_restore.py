@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvcached.core.cache import Cache
 from kvcached.core.generations import Edition, Generations
 from kvcached.core.insight.invariants import check
-from kvcached.core.messages import MembersDied
+from kvcached.core.messages import MembersDied, TransferKind
 from kvcached.core.namespaces import NamespaceSpec, PoolSpec
 from kvcached.core.restart.restore import Claims, RestoredCache, StoredBlocks, no_blocks, restore
 from kvcached.core.slots.ranges import no_ranges, pairs
@@ -206,7 +206,7 @@ def test_engine_goes_on_where_it_was() -> None:
     lease = cache.offload.acquire(session.id, "r", keys_of("abcd"), 16, full=True)
     plan = cache.offload.prepare_store(session.id, lease.id, 2, keys_of("abcd")[32:])
     for shard in range(2):
-        cache.offload.transfer_done(session.id, plan.transfer, shard, "")
+        cache.offload.transfer_done(session.id, TransferKind.STORE, plan.transfer, shard, "")
     cache.offload.release(session.id, lease.id)
 
     assert (lease.hit, plan.depth, check(cache)) == (2, 4, [])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcached.core.cache import Cache
-from kvcached.core.messages import Grant, MemberLost, MembersDied, NamespaceCleared, PoolRestored, Ticked, WorkerDied
+from kvcached.core.messages import ClearingEnded, Grant, MemberLost, MembersDied, PoolRestored, Ticked, WorkerDied
 from kvcached.core.namespaces import PoolSpec
 from kvcached.core.refusals import Refusal
 from kvcached.core.slots.states import SlotState
@@ -195,7 +195,7 @@ class TierSessions:
                 self.accounts.clearing(name)
         self.cache.settle()
         for effect in self.cache.effects:
-            if isinstance(effect, NamespaceCleared):
+            if isinstance(effect, ClearingEnded):
                 for name in effect.pools:
                     assert self.cache.tree_of(name).run_count == 0
                     assert self.cache.pools[name].counts[SlotState.CACHED] == 0

@@ -71,7 +71,7 @@ def header(**fields: object) -> bytes:
 ACQUIRE = {"op": "acquire", "id": 5, "epoch": 1, "request": "r", "tokens": 8}
 KEYS = bytes(32)
 TOKEN = bytes(32)
-TRANSFER_DONE = wire.TransferDone(id=7, session=1, token=TOKEN, transfer=1, shard=0)
+TRANSFER_DONE = wire.TransferDone(id=7, session=1, token=TOKEN, kind="load", transfer=1, shard=0)
 #: Of sessions that there are none of.
 ATTACHED: list[wire.Request] = [
     wire.HelloOffload(

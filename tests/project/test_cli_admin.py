@@ -12,13 +12,13 @@ from click.testing import CliRunner, Result
 import kvcached_client
 from kvcached.cli.main import ExitCode, main
 from kvcached_client import DaemonFailure, ErrorCode
-from kvcached_client.protocol.engine import Drained, Paused, PolicySet, ReplicaCleared, Resumed
+from kvcached_client.protocol.engine import Drained, NamespaceCleared, Paused, PolicySet, Resumed
 from kvcached_client.types import WritePolicy
 
-CLEARED = ReplicaCleared(
+CLEARED = NamespaceCleared(
     id=1, replicas=("a", "b"), generation=3, namespace=b"n" * 32, label="", weights_version="step 9", blocks=40
 )
-CLEARED_SPACE = ReplicaCleared(
+CLEARED_SPACE = NamespaceCleared(
     id=1, replicas=(), generation=4, namespace=b"n" * 32, label="tiny\n", weights_version="", blocks=7
 )
 POLICY = PolicySet(

@@ -40,13 +40,13 @@ from kvcached_client.protocol.engine import (
     LoadPrepared,
     LoadTicket,
     Matched,
+    NamespaceCleared,
     OffloadInfo,
     Paused,
     Pinned,
     PolicySet,
     PoolStats,
     Released,
-    ReplicaCleared,
     ReplicaInfo,
     Reply,
     Resumed,
@@ -277,8 +277,8 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
     "paused": (Paused(id=27, under_way=300, holds=True), []),
     "resumed": (Resumed(id=28, state="serving"), []),
     "drained": (Drained(id=29, leases=300, copies=2, requests=1, holds=True), []),
-    "replica_cleared": (
-        ReplicaCleared(
+    "namespace_cleared": (
+        NamespaceCleared(
             id=31,
             replicas=("default", "other"),
             generation=3,

@@ -228,7 +228,7 @@ MATCH = Match(id=1, epoch=1, tokens=8)
 COMMIT = Commit(id=1, epoch=1, lease=1, start=0)
 RELEASE = Release(id=1, epoch=1, lease=1)
 PREPARE_STORE = PrepareStore(id=1, epoch=1, lease=1, start=0)
-TRANSFER_DONE = TransferDone(id=1, session=1, token=bytes(32), transfer=1, shard=0)
+TRANSFER_DONE = TransferDone(id=1, session=1, token=bytes(32), kind="load", transfer=1, shard=0)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,14 @@ ATTACHED_LIMITS: dict[str, list[dict[str, Any]]] = {
         *({name: ""} for name in ("engine", "label")),
     ],
     "prepare_load": [{"blocks": value} for value in (0, BLOCKS_PER_MESSAGE_MAX + 1)],
-    "transfer_done": [{"shard": 64}, {"shard": -2}, {"error": "x" * 513}, {"token": bytes(31)}, {"token": b""}],
+    "transfer_done": [
+        {"kind": "copy"},
+        {"shard": 64},
+        {"shard": -2},
+        {"error": "x" * 513},
+        {"token": bytes(31)},
+        {"token": b""},
+    ],
 }
 
 

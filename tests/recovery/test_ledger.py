@@ -28,9 +28,9 @@ from kvcached.recovery.state_file import (
     Ledger,
     LedgerFile,
     MemberRecord,
+    NamespaceRecord,
     ReplicaRecord,
     SessionRecord,
-    SpaceRecord,
     boot_id,
     read_ledger,
     sealed,
@@ -40,9 +40,9 @@ ROOT = "ab" * 32
 LEDGER = Ledger(
     boot=boot_id(),
     epoch=1_700_000_000_000,
-    host=HostPoolRecord(device=1, inode=2, slabs=8, slab_bytes=1 << 20, lent={ROOT: (0, 3), "cd" * 32: (7,)}),
-    spaces=(
-        SpaceRecord(
+    host=HostPoolRecord(device=1, inode=2, slabs=8, slab_bytes=1 << 20, allocated={ROOT: (0, 3), "cd" * 32: (7,)}),
+    namespaces=(
+        NamespaceRecord(
             root=ROOT,
             label="model ✓ \n",
             fingerprint="0f" * 16,
@@ -62,7 +62,7 @@ LEDGER = Ledger(
         SessionRecord(
             id=9,
             epoch=1_700_000_000_000,
-            mode="attached",
+            mode="offload",
             place=ROOT,
             instance="ee" * 16,
             members=(
@@ -102,7 +102,7 @@ def test_ledger_can_be_looked_at(path: Path) -> None:
     """It is one JSON document with bytes as hex digits, that nobody but its user may read."""
     LedgerFile(path).write(LEDGER)
 
-    assert json.loads(path.read_text())["host"]["lent"][ROOT] == [0, 3]
+    assert json.loads(path.read_text())["host"]["allocated"][ROOT] == [0, 3]
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(path.parent.iterdir()) == [path]
 
@@ -132,22 +132,24 @@ def test_ledger_of_another_kind_is_not_used(
     assert reason in refused(path, caplog)
 
 
-@pytest.mark.parametrize("lent", [{ROOT: [8]}, {ROOT: [1, 1]}, {ROOT: [1], "cd" * 32: [1]}, {"xy": [1]}, {ROOT: [-1]}])
+@pytest.mark.parametrize(
+    "allocated", [{ROOT: [8]}, {ROOT: [1, 1]}, {ROOT: [1], "cd" * 32: [1]}, {"xy": [1]}, {ROOT: [-1]}]
+)
 def test_ledger_that_contradicts_itself_is_not_used(
-    lent: dict[str, list[int]], path: Path, caplog: pytest.LogCaptureFixture
+    allocated: dict[str, list[int]], path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A slab that is not there, lent twice, or lent to a name that is none makes the ledger worthless."""
+    """A slab that is not there, allocated twice, or allocated to a name that is none makes the ledger worthless."""
     fields = msgspec.to_builtins(LEDGER)
-    fields["host"]["lent"] = lent
+    fields["host"]["allocated"] = allocated
     path.write_bytes(sealed(json.dumps(fields).encode()))
 
     assert "damaged" in refused(path, caplog)
 
 
 def test_slab_is_never_written_down_twice() -> None:
-    """A ledger that lends a slab twice cannot even be made."""
-    with pytest.raises(ValueError, match="lent twice"):
-        HostPoolRecord(device=1, inode=2, slabs=8, slab_bytes=4096, lent={ROOT: (1,), "cd" * 32: (1,)})
+    """A ledger that gives a slab to two namespaces cannot even be made."""
+    with pytest.raises(ValueError, match="allocated twice"):
+        HostPoolRecord(device=1, inode=2, slabs=8, slab_bytes=4096, allocated={ROOT: (1,), "cd" * 32: (1,)})
 
 
 def test_torn_ledger_is_not_used(path: Path, caplog: pytest.LogCaptureFixture) -> None:

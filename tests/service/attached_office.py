@@ -9,6 +9,7 @@ from kvcached.core.messages import Ticked
 from kvcached.core.slots.states import SlotState
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.attach import JoinedHost
+from kvcached_client.protocol.offload import CopyKind
 from kvcached_client.types import SessionId, ShardIndex, unpack_ranges
 from tests.service.office import EPOCH, ONE, FakePeer, Office, key_chain
 
@@ -74,15 +75,15 @@ class AttachedOffice(Office):
         return self.expect(wire.StorePrepared, self.prepare_store(held.lease, held.hit), keys, peer=peer)
 
     def transfer_done(
-        self, welcome: wire.WelcomeOffload, transfer: int, shard: int, error: str = ""
+        self, welcome: wire.WelcomeOffload, transfer: int, shard: int, *, kind: CopyKind = "store"
     ) -> wire.TransferDone:
         return wire.TransferDone(
             id=self.next_id(),
             session=welcome.session,
             token=welcome.token,
+            kind=kind,
             transfer=transfer,
             shard=shard,
-            error=error,
         )
 
     def store_blocks(self, welcome: wire.WelcomeOffload, blocks: int, *, seed: int = 0, peer: bytes = ONE) -> None:

@@ -189,7 +189,7 @@ def test_a_block_goes_to_the_host_pool_and_back(office: AttachedOffice) -> None:
     assert isinstance(loading.header, wire.LoadPrepared)
     assert (again.hit, slots_in(loading.frames[0])) == (3, slots_in(slots)[1:])
     for shard in range(2):
-        done = office.transfer_done(welcome, loading.header.transfer, shard)
+        done = office.transfer_done(welcome, loading.header.transfer, shard, kind="load")
         office.expect(wire.Settled, done, indices(), peer=b"a shard's own")
     assert office.cache.counters["loaded_blocks"] == 2
     for lease in (held, again):
@@ -203,8 +203,8 @@ def test_corrupt_blocks_are_told_by_their_place_in_the_load(office: AttachedOffi
     office.store_blocks(welcome, 4)
     held = office.acquire_blocks(4)
     plan = office.expect(wire.LoadPrepared, office.prepare_load(held.lease, 3, 1))
-    office.expect(wire.Settled, office.transfer_done(welcome, plan.transfer, 0), indices())
-    office.expect(wire.Settled, office.transfer_done(welcome, plan.transfer, 1), indices(1))
+    office.expect(wire.Settled, office.transfer_done(welcome, plan.transfer, 0, kind="load"), indices())
+    office.expect(wire.Settled, office.transfer_done(welcome, plan.transfer, 1, kind="load"), indices(1))
 
     assert office.hit(4) == 2
 
@@ -288,11 +288,25 @@ def test_shards_speak_for_their_own_session_only(office: AttachedOffice) -> None
     for shard in range(2):
         office.expect(wire.Settled, office.transfer_done(two, plan.transfer, shard))
     forged = wire.TransferDone(
-        id=office.next_id(), session=one.session, token=two.token, transfer=plan.transfer, shard=0
+        id=office.next_id(), session=one.session, token=two.token, kind="store", transfer=plan.transfer, shard=0
     )
 
     assert office.error(forged) is ErrorCode.NO_SESSION
     assert (office.hit(2), office.host_states()) == (0, {"free": 6, "filling": 2})
+
+
+def test_report_of_the_other_kind_is_refused(office: AttachedOffice) -> None:
+    """A report about a load with the number of a store ends nothing, and says which kind the copy is."""
+    welcome = office.attach(FakePeer(1))
+    plan = office.storing(2)
+    done = office.ask(office.transfer_done(welcome, plan.transfer, 0, kind="load"), indices()).header
+
+    assert isinstance(done, wire.ErrorReply)
+    assert (done.code, done.message) == (
+        ErrorCode.BAD_VALUE,
+        f"transfer {plan.transfer} is a store, and a load is reported as done",
+    )
+    assert office.host_states() == {"free": 6, "filling": 2}
 
 
 def test_retries_have_one_effect(office: AttachedOffice) -> None:

@@ -26,10 +26,10 @@ def office() -> AttachedOffice:
     return AttachedOffice()
 
 
-def clear(office: AttachedOffice, target: str, *, number: int = 0) -> wire.ReplicaCleared:
-    request = wire.ClearReplica(id=number or office.next_id(), target=target)
+def clear(office: AttachedOffice, target: str, *, number: int = 0) -> wire.NamespaceCleared:
+    request = wire.ClearNamespace(id=number or office.next_id(), target=target)
     (answer,) = office.ask_late(request, peer=PEOPLE)
-    assert isinstance(answer.header, wire.ReplicaCleared), answer.header
+    assert isinstance(answer.header, wire.NamespaceCleared), answer.header
     return answer.header
 
 
@@ -132,7 +132,7 @@ def test_unknown_target_is_refused_with_what_there_is(office: AttachedOffice, ta
     welcome = office.attach(FakePeer(1))
     office.store_blocks(welcome, 3)
     for request in (
-        wire.ClearReplica(id=office.next_id(), target=target),
+        wire.ClearNamespace(id=office.next_id(), target=target),
         wire.SetWeights(id=office.next_id(), target=target, version="step 1"),
     ):
         error = refused(office.ask_late(request, peer=PEOPLE))
@@ -146,7 +146,7 @@ def test_ambiguous_target_is_refused(office: AttachedOffice) -> None:
     office.attach(FakePeer(1))
     office.attach(FakePeer(2), peer=TWO, keyspace=b"o" * 32, instance=OTHER_INSTANCE)
 
-    error = refused(office.ask_late(wire.ClearReplica(id=office.next_id(), target="tiny"), peer=PEOPLE))
+    error = refused(office.ask_late(wire.ClearNamespace(id=office.next_id(), target="tiny"), peer=PEOPLE))
     assert (error.code, error.message[:12]) == (ErrorCode.UNKNOWN_REPLICA, "2 namespaces")
 
 
@@ -167,16 +167,16 @@ def test_clear_is_answered_when_the_record_is_written(office: AttachedOffice) ->
     """As an engine's own: the answer waits for the device, and is an error where that fails."""
     welcome = office.attach(FakePeer(1))
     writer = with_storage(office)
-    answers = office.ask_late(wire.ClearReplica(id=7, target="tiny"), peer=PEOPLE)
+    answers = office.ask_late(wire.ClearNamespace(id=7, target="tiny"), peer=PEOPLE)
     assert answers == []
     writer.end()
     (done,) = (answer.header for answer in answers)
-    assert isinstance(done, wire.ReplicaCleared)
+    assert isinstance(done, wire.NamespaceCleared)
     assert writer.records[-1].editions == (
         EditionRecord(namespace=welcome.namespace.hex(), generation=done.generation),
     )
 
-    answers = office.ask_late(wire.ClearReplica(id=8, target="tiny"), peer=PEOPLE)
+    answers = office.ask_late(wire.ClearNamespace(id=8, target="tiny"), peer=PEOPLE)
     writer.end("no space left")
     assert refused(answers).code == ErrorCode.INTERNAL
 
@@ -184,7 +184,7 @@ def test_clear_is_answered_when_the_record_is_written(office: AttachedOffice) ->
 def test_new_generation_is_in_the_ledger_before_it_is_told(tmp_path: Path) -> None:
     """A daemon that is killed right after the answer has a successor that knows it."""
     path = tmp_path / "ledger.json"
-    host = HostPoolRecord(device=1, inode=2, slabs=4, slab_bytes=SLAB_BYTES, lent={})
+    host = HostPoolRecord(device=1, inode=2, slabs=4, slab_bytes=SLAB_BYTES, allocated={})
     office = AttachedOffice(state_place=StatePlace(LedgerFile(path), boot_id(), host))
     welcome = office.attach(FakePeer(1))
     office.store_blocks(welcome, 3)
@@ -193,9 +193,9 @@ def test_new_generation_is_in_the_ledger_before_it_is_told(tmp_path: Path) -> No
     def respond(_: Answer) -> None:
         ledger = read_ledger(path)
         assert ledger is not None
-        written.extend(each.generation for each in ledger.spaces)
+        written.extend(each.generation for each in ledger.namespaces)
 
-    office.service.submit(PEOPLE, wire.ClearReplica(id=7, target="tiny"), [], respond)
+    office.service.submit(PEOPLE, wire.ClearNamespace(id=7, target="tiny"), [], respond)
     assert written == [welcome.generation + 1]
 
 

@@ -18,7 +18,7 @@ from tests.service.office import EPOCH, ONE, SLAB_BYTES, TWO, FakePeer, Office, 
 
 
 def clear(office: Office, replica: str = "a", *, number: int = 0, peer: bytes = TWO) -> list[Answer]:
-    return office.ask_late(wire.ClearReplica(id=number or office.next_id(), target=replica), peer=peer)
+    return office.ask_late(wire.ClearNamespace(id=number or office.next_id(), target=replica), peer=peer)
 
 
 def set_weights(office: Office, version: str, replica: str = "a", *, number: int = 0) -> list[Answer]:
@@ -30,7 +30,7 @@ def cleared(answers: list[Answer]) -> tuple[int, str, int]:
     """Generation, weights version and blocks of the one answer, whose namespace is what they make."""
     (answer,) = answers
     reply = answer.header
-    assert isinstance(reply, wire.ReplicaCleared), reply
+    assert isinstance(reply, wire.NamespaceCleared), reply
     assert reply.namespace == root_of(reply.generation, reply.weights_version)
     return reply.generation, reply.weights_version, reply.blocks
 
@@ -166,22 +166,22 @@ def test_unknown_replica_cannot_be_cleared() -> None:
 @pytest.mark.parametrize("weights", ["", "step 1"])
 def test_new_generation_is_written_down_before_it_is_told(tmp_path: Path, weights: str) -> None:
     """When the answer goes out the ledger has generation, namespace and weights, and the slabs under their root."""
-    host = HostPoolRecord(device=1, inode=2, slabs=2, slab_bytes=SLAB_BYTES, lent={})
+    host = HostPoolRecord(device=1, inode=2, slabs=2, slab_bytes=SLAB_BYTES, allocated={})
     path = tmp_path / "ledger.json"
     office = Office("a", "b", host_slabs=2, state_place=StatePlace(LedgerFile(path), boot_id(), host))
     office.enter(FakePeer(1))
     office.store(key_chain(3))
     records: list[tuple[ReplicaRecord, ...]] = []
-    lent: list[dict[str, tuple[int, ...]]] = []
+    allocated: list[dict[str, tuple[int, ...]]] = []
 
     def respond(_: Answer) -> None:
         ledger = read_ledger(path)
         assert ledger is not None
         assert ledger.host is not None
         records.append(ledger.replicas)
-        lent.append(ledger.host.lent)
+        allocated.append(ledger.host.allocated)
 
-    request: wire.Request = wire.ClearReplica(id=7, target="a")
+    request: wire.Request = wire.ClearNamespace(id=7, target="a")
     if weights:
         request = wire.SetWeights(id=7, target="a", version=weights)
     office.service.submit(TWO, request, [], respond)
@@ -191,7 +191,7 @@ def test_new_generation_is_written_down_before_it_is_told(tmp_path: Path, weight
     root = root_of(1, weights).hex()
     (written,) = records
     assert [(each.generation, each.namespace, each.weights_version) for each in written] == [(1, root, weights)] * 2
-    assert [set(each) for each in lent] == [{root}]
+    assert [set(each) for each in allocated] == [{root}]
 
 
 def test_workers_lost_meanwhile_do_not_lose_the_answer() -> None:

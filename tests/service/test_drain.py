@@ -146,7 +146,7 @@ def test_attached_engine_is_told_to_compute_while_paused() -> None:
     assert office.storing(2, seed=1).transfer == 0
     assert answers == []
     for shard in range(2):
-        office.ask(office.transfer_done(welcome, under_way.transfer, shard), indices())
+        office.ask(office.transfer_done(welcome, under_way.transfer, shard, kind="load"), indices())
     assert paused(answers) == (0, True)
     assert office.expect(wire.StatsReport, wire.Stats(id=office.next_id())).offload_paused
 
@@ -216,12 +216,12 @@ def test_drain_past_its_deadline_says_what_is_left() -> None:
     office.enter(FakePeer(1))
     office.store(key_chain(3))
     office.expect(wire.Acquired, office.acquire(key_chain(4, seed=9)), key_chain(4, seed=9))
-    vacancy = office.ask_late(wire.WaitForSlots(id=office.next_id(), epoch=EPOCH, blocks=16))
+    waiting = office.ask_late(wire.WaitForSlots(id=office.next_id(), epoch=EPOCH, blocks=16))
     answers = drain(office)
     office.timers[-1].ring()
 
     assert drained(answers) == (1, 1, 1, True)
-    assert vacancy == []
+    assert waiting == []
     assert state(office) == "draining"
 
 
@@ -348,8 +348,8 @@ def test_stop_ends_at_its_deadline() -> None:
     office.enter(FakePeer(1))
     office.store(key_chain(3))
     office.expect(wire.Acquired, office.acquire(key_chain(4, seed=9)), key_chain(4, seed=9))
-    vacancy = office.ask_late(wire.WaitForSlots(id=office.next_id(), epoch=EPOCH, blocks=16))
-    clear = office.ask_late(wire.ClearReplica(id=office.next_id(), target="a"), peer=TWO)
+    waiting = office.ask_late(wire.WaitForSlots(id=office.next_id(), epoch=EPOCH, blocks=16))
+    clear = office.ask_late(wire.ClearNamespace(id=office.next_id(), target="a"), peer=TWO)
     drains, pauses = drain(office), pause(office)
     told = stop(office)
     (timer,) = [timer for timer in office.timers if timer.delay_s == 0.9]
@@ -357,7 +357,7 @@ def test_stop_ends_at_its_deadline() -> None:
     assert [left.copies for left in told] == [1]
     office.service.close()
 
-    for answers, code in ((vacancy, ErrorCode.SESSION_EXPIRED), (clear, ErrorCode.DRAINING)):
+    for answers, code in ((waiting, ErrorCode.SESSION_EXPIRED), (clear, ErrorCode.DRAINING)):
         (answer,) = answers
         assert isinstance(answer.header, wire.ErrorReply)
         assert answer.header.code is code
@@ -370,11 +370,11 @@ def test_closing_answers_engines_that_wait() -> None:
     office.enter(FakePeer(1))
     office.store(key_chain(3))
     office.expect(wire.Acquired, office.acquire(key_chain(4, seed=9)), key_chain(4, seed=9))
-    vacancy = office.ask_late(wire.WaitForSlots(id=office.next_id(), epoch=EPOCH, blocks=16))
+    waiting = office.ask_late(wire.WaitForSlots(id=office.next_id(), epoch=EPOCH, blocks=16))
     stop(office)
     office.service.close()
 
-    (answer,) = vacancy
+    (answer,) = waiting
     assert isinstance(answer.header, wire.ErrorReply)
     assert answer.header.code is ErrorCode.DRAINING
 

@@ -11,7 +11,7 @@ from kvcached.config.replica import ReplicaConfig
 from kvcached.config.schema import load_config
 from kvcached.core.generations import Edition
 from kvcached.recovery.generations import EditionRecord, Generation, Record, editions_of, first_of, generation_of
-from kvcached.recovery.state_file import Ledger, ReplicaRecord, SpaceRecord, boot_id
+from kvcached.recovery.state_file import Ledger, NamespaceRecord, ReplicaRecord, boot_id
 
 CONFIG = """
 [[replica]]
@@ -43,17 +43,17 @@ def configured(folder: Path, revision: str = "1") -> ReplicaConfig:
     return replica
 
 
-def ledger(*replicas: Generation, spaces: Mapping[bytes, int] | None = None) -> Ledger:
+def ledger(*replicas: Generation, namespaces: Mapping[bytes, int] | None = None) -> Ledger:
     """What an earlier daemon wrote down."""
     return Ledger(
         boot=boot_id(),
         epoch=1,
-        spaces=tuple(
-            SpaceRecord(
+        namespaces=tuple(
+            NamespaceRecord(
                 root=root.hex(), label="m", fingerprint="00", block_size=4, shards=1, block_bytes=1, slots_per_slab=1,
                 generation=generation,
             )
-            for root, generation in (spaces or {}).items()
+            for root, generation in (namespaces or {}).items()
         ),
         replicas=tuple(
             ReplicaRecord(
@@ -110,7 +110,7 @@ def test_generation_goes_on(replica: ReplicaConfig, weights: str) -> None:
 def test_later_of_two_generations_holds(replica: ReplicaConfig, told: int, recorded: int) -> None:
     """A crash between the two files, or storage that was away during a clear, brings no generation back."""
     both = edition(generation(replica, recorded)) | {ROOT: Edition(recorded)}
-    found = editions_of(record(both), ledger(generation(replica, told), spaces={ROOT: told}))
+    found = editions_of(record(both), ledger(generation(replica, told), namespaces={ROOT: told}))
 
     assert found[ROOT].generation == 6
     assert generation_of(replica, found, FIRST) == generation(replica, 6)

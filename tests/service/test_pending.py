@@ -90,7 +90,7 @@ def test_only_what_has_happened_is_asked_about(pending: PendingReplies, place: t
     subject = Subject()
     pending.wait(subject.reply())
     subject.blocks = 1
-    pending.look(Wait.VACANCY)
+    pending.look(Wait.SLOTS)
     pending.look(Wait.LOAD, session=place[0], subject=place[1])
 
     assert subject.answers == []
@@ -129,5 +129,5 @@ def test_every_queue_is_bounded(wait: Wait, pending: PendingReplies, monkeypatch
     with pytest.raises(RequestError) as refused:
         pending.wait(Subject().reply(wait, subject=3))
     assert refused.value.code is ErrorCode.LIMIT
-    if wait in {Wait.LOAD, Wait.VACANCY}:
+    if wait in {Wait.LOAD, Wait.SLOTS}:
         assert pending.wait(Subject().reply(wait, session=TWO)) is None

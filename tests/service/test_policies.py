@@ -72,7 +72,7 @@ def test_ambiguous_target_is_refused() -> None:
 def test_policy_is_durable_before_its_answer(tmp_path: Path) -> None:
     """When a change is answered the ledger has it, of replicas and of engines in attached mode."""
     path = tmp_path / "ledger.json"
-    record = HostPoolRecord(device=1, inode=2, slabs=4, slab_bytes=SLAB_BYTES, lent={})
+    record = HostPoolRecord(device=1, inode=2, slabs=4, slab_bytes=SLAB_BYTES, allocated={})
     office = AttachedOffice(state_place=StatePlace(LedgerFile(path), boot_id(), record))
     office.attach(FakePeer(1))
     set_policy(office, "a", NEVER)
@@ -81,7 +81,7 @@ def test_policy_is_durable_before_its_answer(tmp_path: Path) -> None:
 
     assert ledger is not None
     assert [(each.write_policy, each.configured_policy) for each in ledger.replicas] == [(NEVER, THROUGH)]
-    assert [(each.write_policy, each.configured_policy) for each in ledger.spaces] == [(BACK, THROUGH)]
+    assert [(each.write_policy, each.configured_policy) for each in ledger.namespaces] == [(BACK, THROUGH)]
 
 
 def recorded(namespace: bytes, policy: WritePolicy, configured_then: WritePolicy) -> Ledger:

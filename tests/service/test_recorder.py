@@ -191,7 +191,7 @@ def test_replica_is_told_when_the_record_is_written(weights: str) -> None:
     office.enter(FakePeer(1))
     writer = with_storage(office)
     answers: list[wire.Header] = []
-    request: wire.Request = wire.ClearReplica(id=7, target="a")
+    request: wire.Request = wire.ClearNamespace(id=7, target="a")
     if weights:
         request = wire.SetWeights(id=7, target="a", version=weights)
     office.service.submit(TWO, request, [], lambda answer: answers.append(answer.header))
@@ -199,7 +199,7 @@ def test_replica_is_told_when_the_record_is_written(weights: str) -> None:
     writer.end()
 
     (reply,) = answers
-    assert isinstance(reply, wire.ReplicaCleared)
+    assert isinstance(reply, wire.NamespaceCleared)
     (edition,) = writer.records[-1].editions
     assert edition == EditionRecord(
         namespace=reply.namespace.hex(), generation=reply.generation, weights_version=weights
@@ -251,4 +251,4 @@ def test_weights_that_are_set_already_are_written_down_too() -> None:
         writer.end("no space" if number == 7 else "")
 
     assert code(answers[0]) == ErrorCode.INTERNAL
-    assert isinstance(answers[1], wire.ReplicaCleared)
+    assert isinstance(answers[1], wire.NamespaceCleared)

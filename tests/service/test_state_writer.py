@@ -20,7 +20,7 @@ from kvcached_client.protocol import engine as wire
 from tests.service.attached_office import BLOCK_BYTES, INSTANCE, AttachedOffice, slots_in
 from tests.service.office import EPOCH, ONE, SLAB_BYTES, FakePeer, Office, key_chain
 
-RECORD = HostPoolRecord(device=1, inode=2, slabs=4, slab_bytes=SLAB_BYTES, lent={})
+RECORD = HostPoolRecord(device=1, inode=2, slabs=4, slab_bytes=SLAB_BYTES, allocated={})
 
 
 class Notes:
@@ -32,10 +32,10 @@ class Notes:
 
     def clear_slab(self, slab: int, geometry: HostGeometry) -> None:
         known = read_ledger(self._path)
-        is_lent = (
-            known is not None and known.host is not None and any(slab in each for each in known.host.lent.values())
+        is_allocated = (
+            known is not None and known.host is not None and any(slab in each for each in known.host.allocated.values())
         )
-        self.written.append(("clear", slab, geometry.block_bytes, is_lent))
+        self.written.append(("clear", slab, geometry.block_bytes, is_allocated))
 
     def claim(self, slots: npt.NDArray[np.int64], geometry: HostGeometry, epoch: int, session: int) -> None:
         self.written.append(("claim", slots.tolist(), geometry.block_bytes, epoch, session))
@@ -78,13 +78,13 @@ def test_sessions_are_known_before_the_welcome(office: AttachedOffice, path: Pat
     scheduler, shard = process(1), process(2)
     welcome, ledger = ledger_at_reply(office, path, office.hello_offload(scheduler))
     (session,) = ledger.sessions
-    assert (session.id, session.epoch, session.mode) == (welcome.session, EPOCH, "attached")
+    assert (session.id, session.epoch, session.mode) == (welcome.session, EPOCH, "offload")
     assert (session.instance, session.token_digest) == (
         INSTANCE.hex(),
         hashlib.sha256(welcome.token).hexdigest(),
     )
     assert [(each.process, each.shard) for each in session.members] == [(scheduler.identity, None)]
-    (space,) = ledger.spaces
+    (space,) = ledger.namespaces
     assert (space.root, space.block_bytes, space.generation) == (welcome.namespace.hex(), BLOCK_BYTES, 0)
 
     office.join(shard, welcome, 1)
@@ -141,14 +141,14 @@ def test_slab_is_wiped_then_written_down_then_given_out(office: AttachedOffice, 
     ledger = read_ledger(path)
     assert ledger is not None
     assert ledger.host is not None
-    assert ledger.host.lent == {welcome.namespace.hex(): (slots[0] // 8,)}
+    assert ledger.host.allocated == {welcome.namespace.hex(): (slots[0] // 8,)}
 
 
 def test_clear_is_durable_before_its_reply(office: AttachedOffice, path: Path) -> None:
     """When a clear is answered the new generation is written down."""
     ledger_at_reply(office, path, office.hello_offload(process(1)))
     cleared, ledger = ledger_at_reply(office, path, wire.Clear(id=office.next_id(), epoch=EPOCH))
-    assert (cleared.generation, ledger.spaces[0].generation) == (1, 1)
+    assert (cleared.generation, ledger.namespaces[0].generation) == (1, 1)
 
 
 def test_nothing_is_written_where_nothing_changed(office: AttachedOffice, path: Path) -> None:

@@ -318,6 +318,7 @@ class AttachedEngine(Engine):
             id=line.next_id(),
             session=session.number,
             token=session.token,
+            kind="store" if is_store else "load",
             transfer=transfer,
             shard=wire.EVERY_SHARD,
             error="not made" if is_store else "",

@@ -134,6 +134,7 @@ class Shard:
                 id=line.next_id(),
                 session=self._session,
                 token=self._token,
+                kind="store",
                 transfer=copy.transfer,
                 shard=self.index,
                 error=error,
@@ -155,7 +156,12 @@ class Shard:
         await self._say(
             line,
             wire.TransferDone(
-                id=line.next_id(), session=self._session, token=self._token, transfer=copy.transfer, shard=self.index
+                id=line.next_id(),
+                session=self._session,
+                token=self._token,
+                kind="load",
+                transfer=copy.transfer,
+                shard=self.index,
             ),
             (array("i", bad).tobytes(),) if bad else (),
         )

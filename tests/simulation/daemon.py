@@ -64,7 +64,7 @@ _LATE: Final = (
     wire.Pause,
     wire.Drain,
     wire.Clear,
-    wire.ClearReplica,
+    wire.ClearNamespace,
     wire.SetWeights,
     wire.Prefetch,
     wire.StorageControl,

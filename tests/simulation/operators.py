@@ -117,8 +117,8 @@ class Operator:
     async def _clear(self) -> None:
         is_any = self._world.reboots  # runs that are there for clears
         target = self._some_target() if is_any else self._some_replica()
-        request = wire.ClearReplica(id=self._line.next_id(), target=target)
-        cleared, _ = await self._line.ask(request, wire.ReplicaCleared, tries=8)
+        request = wire.ClearNamespace(id=self._line.next_id(), target=target)
+        cleared, _ = await self._line.ask(request, wire.NamespaceCleared, tries=8)
         if not cleared.replicas:
             begun = self._world.generations
             begun[cleared.namespace] = max(begun[cleared.namespace], cleared.generation)
@@ -127,7 +127,7 @@ class Operator:
     async def _set_weights(self) -> None:
         version = self._world.chance.among(_WEIGHTS)
         request = wire.SetWeights(id=self._line.next_id(), target=self._some_replica(), version=version)
-        renewed, _ = await self._line.ask(request, wire.ReplicaCleared, tries=8)
+        renewed, _ = await self._line.ask(request, wire.NamespaceCleared, tries=8)
         if renewed.weights_version != version:
             raise Broken(f"the weights are {renewed.weights_version!r}, {version!r} was asked for")
 

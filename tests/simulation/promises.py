@@ -74,7 +74,7 @@ class Promises:
             if not (header.leases or header.copies or header.requests):
                 self._work = self._work_so_far()
                 self._look_at_leases()
-        elif isinstance(header, wire.ReplicaCleared):
+        elif isinstance(header, wire.NamespaceCleared):
             told = Renewed(header.generation, header.namespace, header.weights_version)
             for name in header.replicas:
                 before = self._renewed.get(name)

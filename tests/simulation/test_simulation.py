@@ -30,7 +30,7 @@ VERBS = (
     wire.Allocate,
     wire.Bye,
     wire.Clear,
-    wire.ClearReplica,
+    wire.ClearNamespace,
     wire.Commit,
     wire.TransferDone,
     wire.Declare,
@@ -65,7 +65,7 @@ EXPECTED_OF_LIVES = (
     "the record of generations is lost",
     "blocks fetched that an earlier life of the daemon had stored",
     "verb: Clear",
-    "verb: ClearReplica",
+    "verb: ClearNamespace",
     "verb: SetWeights",
 )
 #: What has to have happened at some time, or the seeds do not test what they are there for.

@@ -107,7 +107,7 @@ class World:
         return [*managed, *attached]
 
     def _host_record(self) -> HostPoolRecord:
-        return HostPoolRecord(device=1, inode=1, slabs=self.plan.slabs, slab_bytes=self.plan.slab_bytes, lent={})
+        return HostPoolRecord(device=1, inode=1, slabs=self.plan.slabs, slab_bytes=self.plan.slab_bytes, allocated={})
 
     def first_name(self, session: ManagedSession, lease: int) -> str:
         """What a lease on a device pool was called when it was granted."""

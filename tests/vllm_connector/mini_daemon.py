@@ -10,6 +10,7 @@ import numpy as np
 
 from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check
+from kvcached.core.messages import TransferKind
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.slots.ranges import Ranges, pairs
 from kvcached.core.slots.states import SessionState
@@ -165,7 +166,7 @@ class MiniClient:
 
     def cancel_load(self, transfer: TransferId) -> None:
         self._check(is_slow=False)
-        self.daemon.core.transfer_done(self.id, transfer, -1, "", ())
+        self.daemon.core.transfer_done(self.id, TransferKind.LOAD, transfer, -1, "", ())
         self._check()
 
     def prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PreparedStore:
@@ -176,7 +177,7 @@ class MiniClient:
 
     def cancel_store(self, transfer: TransferId, why: str) -> None:
         self._check(is_slow=False)
-        self.daemon.core.transfer_done(self.id, transfer, -1, why)
+        self.daemon.core.transfer_done(self.id, TransferKind.STORE, transfer, -1, why)
         self._check()
 
     def post_release(self, lease: LeaseId) -> None:
@@ -209,9 +210,9 @@ class MiniClient:
         if is_load:
             depths = [depth for span in job.spans for depth in range(span.depth, span.depth + len(span.blocks))]
             corrupt = tuple(depths[index] for index in bad)
-            self.daemon.core.transfer_done(self.id, job.transfer, shard, error, corrupt)
+            self.daemon.core.transfer_done(self.id, TransferKind.LOAD, job.transfer, shard, error, corrupt)
         else:
-            self.daemon.core.transfer_done(self.id, job.transfer, shard, error)
+            self.daemon.core.transfer_done(self.id, TransferKind.STORE, job.transfer, shard, error)
         self._check()
 
     def _check(self, *, is_slow: bool = True) -> None:

@@ -287,7 +287,7 @@ class HostPool(SlotPool):
             self.slabs.add(slab)
             self.empty.add(slab)
             place = one_range(slab * self.slots_per_slab, self.slots_per_slab)
-            self.move(place, SlotState.ABSENT, SlotState.FREE, f"slab {slab} lent")
+            self.move(place, SlotState.ABSENT, SlotState.FREE, f"slab {slab} allocated")
         return bool(slabs)
 
     def restore(
