@@ -51,6 +51,12 @@ def offload_epoch_check_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OffloadVerbs, "_check_epoch", lambda *_: None)
 
 
+@caught_by("tests/core/test_attached.py::test_report_of_the_other_kind_ends_nothing")
+def offload_kind_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """A shard that reports a store under a load's number ends the load."""
+    rewrite(patch, Offload.transfer_done, "copy.kind is not kind", "False")
+
+
 @caught_by("tests/core/test_attached.py::test_store_that_is_called_off_is_not_found")
 def offload_every_shard_taken_for_the_first(patch: pytest.MonkeyPatch) -> None:
     """A scheduler that calls a copy off speaks for shard 0 only."""
