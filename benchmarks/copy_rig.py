@@ -16,6 +16,7 @@ from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import PRETOUCH_BYTES_MAX, SharedMemory, sealed_memfd
 from kvcached.worker.executor import WorkerTransfers
 from kvcached.worker.messages import Load, Store
+from kvcached.worker.pool_memory import CpuMemory
 from kvcached.worker.probe import DevicePool
 from kvcached_client.blocks.copy import CopyPlan, MemoryCopier, copy_all
 from kvcached_client.blocks.host_layout import HostGeometry
@@ -91,7 +92,7 @@ class CopyRig:
         self._host_slots = generator.sample(range(self._host.slots), blocks)
         self._keys = generator.randbytes(16 * blocks)
         pages = geometry.at(self._device.address)
-        self._pool = DevicePool(geometry, self._device.address)
+        self._pool = DevicePool(geometry, CpuMemory(self._device))
         self._copier = MemoryCopier()
         self._plan = CopyPlan(pages.layers, self._memory.address)
         transfers = BlockTransfers(

@@ -13,6 +13,7 @@
     │   ├── DaemonUnreachable   nothing listens there, or the attach socket closed
     │   │   └── DaemonSilent    a process listens there, but accepts no request
     │   └── DeadlineExceeded    the deadline of the call passed
+    ├── DeviceError             a device refused work, or is not there; of processes that copy
     └── LoadFailed              a shard's wait for a layer: the load failed; `Lease.wait_loaded` says what is left
 
 A miss is not an error: `match` and `acquire` return zero blocks.
@@ -146,6 +147,10 @@ class CircuitOpen(TransportError):
 
     Never raised to a caller: it exists only with ``failures="miss"``, in `Client.last_failure`.
     """
+
+
+class DeviceError(KvcachedError):
+    """A device refused work, or is not there."""
 
 
 class LoadFailed(KvcachedError):

@@ -42,9 +42,10 @@ from kvcached.worker.messages import (
     decode_request,
     encode,
 )
+from kvcached.worker.pool_memory import open_memory
 from kvcached.worker.probe import DevicePool, probe
-from kvcached_client.blocks.copy import MemoryCopier
 from kvcached_client.blocks.transfers import BlockJob, BlockTransfers, JobSpan
+from kvcached_client.errors import DeviceError
 from kvcached_client.failpoints import failpoint
 from kvcached_client.types import KEY_SIZE_BYTES, TransferId
 
@@ -126,7 +127,7 @@ class Executor:
 
     Loads, probes and urgent stores come before other stores; inside each class the order is that of the sequence
     numbers. A store that becomes urgent takes its place by its own number. `Shutdown` comes last. The thread ends after
-    a `Shutdown`, or when a report cannot be sent.
+    a `Shutdown`, when a report cannot be sent, or when the device has failed: then only another process can use it.
 
     Args:
         carry_out: called in the executor's thread; returns the corrupt blocks of a load.
@@ -150,6 +151,7 @@ class Executor:
         self._last: list[Request] = []
         self._passed = 0  # requests that went before a store that waits
         self._ending = False
+        self._device_failed = False  #: used by the thread only
         # A worker that ends does not wait for a copy that nobody will read.
         self._thread = threading.Thread(target=self._run, name="executor", daemon=True)
 
@@ -192,7 +194,7 @@ class Executor:
                 done = self._outcome(request)
                 failpoint("worker.ack")
                 self._report(done)
-                if isinstance(request.work, Shutdown):
+                if isinstance(request.work, Shutdown) or self._device_failed:
                     return
         except OSError as error:
             _log.error("cannot report: %s", error)
@@ -215,6 +217,7 @@ class Executor:
                 corrupt = self._carry_out(request.work)
         except Exception as error:  # noqa: BLE001  whatever went wrong, the daemon waits for an answer
             _log.exception("request %d failed", request.sequence)
+            self._device_failed = isinstance(error, DeviceError)
             return failed(request, error)
         return Done(sequence=request.sequence, corrupt=corrupt)
 
@@ -232,17 +235,18 @@ class Shard:
     Raises:
         ValueError: memory is missing, or not what the configuration says.
         OSError: the kernel refused one of the steps.
+        DeviceError: the device is not there, or refused one.
     """
 
     def __init__(self, config: WorkerConfig, descriptors: Sequence[int]) -> None:
         if len(descriptors) != DESCRIPTORS_MAX - (config.host is None):
             raise ValueError(f"{len(descriptors)} descriptors, and {'a' if config.host else 'no'} host pool")
         pool, *page = descriptors[: DESCRIPTORS_MAX - 1]
-        self._memory = _mapped(pool, config.geometry.size_bytes)
-        self._memory.pretouch(config.pretouch_bytes)
-        self.progress = ProgressPage.of(page)
         host = None if config.host is None else _mapped(descriptors[-1], config.host.size_bytes)
-        self._pool = DevicePool(config.geometry, self._memory.address)
+        self._memory = open_memory(config, pool, host)
+        os.close(pool)
+        self.progress = ProgressPage.of(page)
+        self._pool = DevicePool(config.geometry, self._memory)
         self._transfers: WorkerTransfers | None = None
         if host is not None and config.host is not None:
             transfers = BlockTransfers(
@@ -252,7 +256,7 @@ class Shard:
                 host.view,
                 namespace=config.namespace,
                 fingerprint=config.fingerprint,
-                copier=MemoryCopier(),
+                copier=self._memory.copier,
             )
             self._transfers = WorkerTransfers(transfers, self.progress)
 
@@ -265,7 +269,9 @@ class Shard:
         Raises:
             ValueError, BadRequest: it names what this worker does not have.
             CorruptCopy: a probe read back other bytes than it wrote.
+            DeviceError: the device does nothing more for this process.
         """
+        self._memory.use()
         match task:
             case Probe():
                 probe(self._pool, task)

@@ -15,6 +15,7 @@ from typing import Final, NoReturn
 from kvcached.process.seqpacket import wait_packet
 from kvcached.worker.executor import Serving, Shard
 from kvcached.worker.messages import DESCRIPTORS_MAX, MESSAGE_SIZE_BYTES_MAX, decode_config
+from kvcached_client.errors import DeviceError
 
 _EXIT_STARTUP: Final = 3
 
@@ -36,7 +37,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = decode_config(packet.data)
         shard = Shard(config, packet.descriptors)
-    except (OSError, ValueError) as error:  # msgspec.DecodeError is a ValueError
+    except (OSError, ValueError, DeviceError) as error:  # msgspec.DecodeError is a ValueError
         _log.error("%s", error)
         return _EXIT_STARTUP
     _log.info("worker %s/%d: pool of %d bytes", config.replica, config.shard, config.geometry.size_bytes)

@@ -51,6 +51,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Attributes:
         replica, shard: whose pool it maps; for its log and its errors.
         device: where the pool is.
+        ordinal: which CUDA device, as the worker counts them.
         geometry: where a slot's bytes are.
         pretouch_bytes: how much of the pool to make resident before it is ready.
         host: where a host slot's bytes are in the memory that comes along; None where there is no host pool.
@@ -60,7 +61,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     replica: str
     shard: _Count
-    device: Literal["cpu"]
+    device: Literal["cpu", "cuda"]
+    ordinal: _Count = 0
     geometry: PoolGeometry
     pretouch_bytes: _Count
     host: HostGeometry | None

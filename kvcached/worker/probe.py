@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator
+from array import array
+from itertools import accumulate, chain
 
 import xxhash
 
 from kvcached.worker.messages import Probe
+from kvcached.worker.pool_memory import PoolMemory
+from kvcached_client.blocks.copy import Batch
 from kvcached_client.blocks.pages import PoolGeometry
 
 
@@ -19,12 +22,12 @@ class DevicePool:
 
     Args:
         geometry: of the device pool.
-        address: where it is mapped.
+        memory: of it.
     """
 
-    def __init__(self, geometry: PoolGeometry, address: int) -> None:
+    def __init__(self, geometry: PoolGeometry, memory: PoolMemory) -> None:
         self._geometry = geometry
-        self._address = address
+        self._memory = memory
 
     @property
     def slot_bytes(self) -> int:
@@ -35,35 +38,38 @@ class DevicePool:
         """Copy a block to another slot. Raises ValueError where the slots are one."""
         if source == target:
             raise ValueError(f"slot {source} is source and target")
-        for (origin, size), (destination, _) in zip(list(self._pages(source)), self._pages(target), strict=True):
-            ctypes.memmove(destination, origin, size)
+        self._move(self._pages(target), self._pages(source))
 
     def fill(self, slot: int, data: bytes) -> None:
         """Overwrite one block with `data`, `slot_bytes` long, strip after strip. Raises ValueError on another size."""
         if len(data) != self._geometry.slot_bytes:
             raise ValueError(f"{len(data)} bytes for a block of {self._geometry.slot_bytes}")
-        start = 0
-        for address, size in self._pages(slot):
-            ctypes.memmove(address, data[start : start + size], size)
-            start += size
+        block = (ctypes.c_ubyte * len(data)).from_buffer_copy(data)
+        self._move(self._pages(slot), self._packed(ctypes.addressof(block)))
 
     def zero(self, slot: int) -> None:
         """Overwrite one block with zeros."""
-        for address, size in self._pages(slot):
-            ctypes.memset(address, 0, size)
+        self.fill(slot, bytes(self.slot_bytes))
 
     def checksum(self, slot: int) -> bytes:
         """xxh3_128 of one block's bytes, strip after strip: equal for equal blocks, whatever holds them."""
-        digest = xxhash.xxh3_128()
-        for address, size in self._pages(slot):
-            digest.update((ctypes.c_ubyte * size).from_address(address))
-        return digest.digest()
+        block = (ctypes.c_ubyte * self.slot_bytes)()
+        self._move(self._packed(ctypes.addressof(block)), self._pages(slot))
+        return xxhash.xxh3_128_digest(block)
 
-    def _pages(self, slot: int) -> Iterator[tuple[int, int]]:
+    def _move(self, targets: list[int], sources: list[int]) -> None:
+        sizes = [strip.page_bytes for strip in self._geometry.strips]
+        self._memory.move(Batch(array("q", chain(*zip(targets, sources, sizes, strict=True))), 0, 0))
+
+    def _pages(self, slot: int) -> list[int]:
+        """Addresses of a block's pages."""
         if not 0 <= slot < self._geometry.slots:
             raise ValueError(f"slot {slot} is not in a pool of {self._geometry.slots}")
-        for strip in self._geometry.strips:
-            yield self._address + strip.offset_bytes + slot * strip.page_bytes, strip.page_bytes
+        return [self._memory.address + strip.offset_bytes + slot * strip.page_bytes for strip in self._geometry.strips]
+
+    def _packed(self, address: int) -> list[int]:
+        """The same for pages back to back."""
+        return list(accumulate((strip.page_bytes for strip in self._geometry.strips[:-1]), initial=address))
 
 
 class CorruptCopy(Exception):

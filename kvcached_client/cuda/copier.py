@@ -17,7 +17,6 @@ from xxhash import xxh3_128
 from kvcached_client.blocks.copy import Batch
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import Addresses, Event
-from kvcached_client.cuda.host import HostPool
 from kvcached_client.failpoints import failpoint
 
 #: Batches that are queued before the first of them is waited for: the device always has the next one.
@@ -37,10 +36,10 @@ class CudaCopier:
 
     Args:
         device: whose context is current to that thread.
-        host: where the host pool is mapped; one end of each piece is in it, the other one on the device.
+        host: addresses of the host pool. Copies to it run beside those from it.
     """
 
-    def __init__(self, device: Device, host: HostPool) -> None:
+    def __init__(self, device: Device, host: range) -> None:
         self._host = host
         self._to_host = device.make_stream()
         self._to_device = device.make_stream()
@@ -69,6 +68,14 @@ class CudaCopier:
             offsets, base = batch.pieces[0 if to_host else 1 :: 3], batch.destination if to_host else batch.source
             yield _sums([base + offset for offset in offsets], batch.pieces[2::3], per_sum)
 
+    def move(self, batch: Batch) -> None:
+        """Copy pieces between any memory of the device and of this process; return when they are where they belong."""
+        queued = deque([self._queue(batch)])
+        try:
+            _finished(queued)
+        finally:
+            self._abandon(queued)
+
     def close(self) -> None:
         """Destroy the streams. Does nothing the second time."""
         self._to_host.close()
@@ -84,7 +91,7 @@ class CudaCopier:
         return _UnderWay(batch, arrays, stream.record())
 
     def _is_to_host(self, batch: Batch) -> bool:
-        return self._host.has(batch.destination + batch.pieces[0])
+        return batch.destination + batch.pieces[0] in self._host
 
     def _abandon(self, queued: deque[_UnderWay]) -> None:
         """Nobody takes these any more, but their memory is in use until they are over."""

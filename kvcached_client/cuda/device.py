@@ -62,13 +62,17 @@ class Device:
             self._context = None
             self.driver.call("cuDevicePrimaryCtxRelease", self._device)
 
+    def whole_granules(self, size_bytes: int) -> int:
+        """The size of memory that has room for so much."""
+        return -(-size_bytes // self.granularity_bytes) * self.granularity_bytes
+
     def make_memory(self, size_bytes: int) -> DeviceMemory:
         """New memory that other processes can map. Its size is rounded up to the granularity, its content is undefined.
 
         Raises:
             CudaFailure: there is not so much, or the driver refused one of the steps.
         """
-        size_bytes = -(-size_bytes // self.granularity_bytes) * self.granularity_bytes
+        size_bytes = self.whole_granules(size_bytes)
         handle = self.driver.call("cuMemCreate", size_bytes, self._properties(), 0)
         return DeviceMemory(self, handle, size_bytes)
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.errors import KvcachedError
+from kvcached_client.errors import DeviceError
 
 Addresses = npt.NDArray[np.uint64]
 #: What cuda-bindings give and take: they have no type stubs.
@@ -35,8 +35,8 @@ _IN_STREAM_ORDER: Final = 1
 _UNKNOWN_COPY: Final = ctypes.c_size_t(-1).value
 
 
-class CudaFailure(KvcachedError):
-    """The driver refused a call.
+class CudaFailure(DeviceError):
+    """The driver refused a call. After some results it refuses every later one of this process, too.
 
     Attributes:
         call: its name.
@@ -49,7 +49,7 @@ class CudaFailure(KvcachedError):
         self.result = result
 
 
-class CudaMissing(KvcachedError):
+class CudaMissing(DeviceError):
     """There is no driver, no device, or no package to call the driver with.
 
     Attributes:

@@ -51,10 +51,6 @@ class HostPool:
         """How much is registered."""
         return sum(part.size_bytes for part in self._registered)
 
-    def has(self, address: int) -> bool:
-        """Whether an address is in the pool."""
-        return self._address <= address < self._address + self._size_bytes
-
     def wait_registered(self) -> None:
         """Wait until all that can be registered is."""
         self._thread.join()

@@ -17,6 +17,7 @@ from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import SharedMemory, sealed_memfd
 from kvcached.worker.executor import WorkerTransfers
 from kvcached.worker.messages import Load, Store
+from kvcached.worker.pool_memory import CpuMemory
 from kvcached.worker.probe import DevicePool
 from kvcached_client.blocks.copy import CopyPlan, MemoryCopier
 from kvcached_client.blocks.host_layout import HostGeometry
@@ -151,7 +152,7 @@ def host_rig(order: PageOrder, copier: type[MemoryCopier] = MemoryCopier) -> Ite
         ctypes.memmove(device.address, random.Random(1).randbytes(device.size_bytes), device.size_bytes)
         for slot in range(HOST.slots):
             host.view[block_place(slot) : block_place(slot) + BLOCK_BYTES] = random.Random(slot).randbytes(BLOCK_BYTES)
-        pool, mover = DevicePool(geometry, device.address), copier()
+        pool, mover = DevicePool(geometry, CpuMemory(device)), copier()
         transfers = BlockTransfers(
             geometry.at(device.address),
             HOST,

@@ -6,6 +6,7 @@ import pytest
 
 from kvcached.memory.sealed import SharedMemory
 from kvcached.worker.messages import Probe
+from kvcached.worker.pool_memory import CpuMemory
 from kvcached.worker.probe import CorruptCopy, DevicePool, probe
 from kvcached_client.blocks.pages import pool_geometry
 from tests.worker.groups import SLOTS, tiny_layout
@@ -42,7 +43,7 @@ def is_zero(pool: DevicePool, slot: int) -> bool:
 
 def test_probe_passes_and_leaves_zeros(memory: SharedMemory) -> None:
     """A probe of a working pool passes, and both slots are zero afterwards."""
-    pool = DevicePool(GEOMETRY, memory.address)
+    pool = DevicePool(GEOMETRY, CpuMemory(memory))
 
     probe(pool, Probe(source=0, target=1, seed=9))
 
@@ -53,7 +54,7 @@ def test_probe_passes_and_leaves_zeros(memory: SharedMemory) -> None:
 @pytest.mark.parametrize(("kind", "spoilt"), [(LossyPool, 3), (ScribbledPool, 2)])
 def test_probe_detects_corruption(memory: SharedMemory, kind: type[DevicePool], spoilt: int) -> None:
     """A probe names the slot that does not read as written, and still leaves zeros."""
-    pool = kind(GEOMETRY, memory.address)
+    pool = kind(GEOMETRY, CpuMemory(memory))
 
     with pytest.raises(CorruptCopy, match=f"probe 2 → 3, seed 9: slot {spoilt} has checksum"):
         probe(pool, Probe(source=2, target=3, seed=9))

@@ -14,6 +14,7 @@ import pytest
 from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import SharedMemory, sealed_memfd
 from kvcached.worker.executor import WorkerTransfers
+from kvcached.worker.pool_memory import CpuMemory
 from kvcached.worker.probe import DevicePool
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.copy import MemoryCopier
@@ -66,7 +67,7 @@ def shards_of(order: PageOrder) -> Iterator[list[HostRig]]:
             transfers = BlockTransfers(
                 geometry.at(device.address), HOST, shard, host.view, namespace=NAMESPACE, fingerprint=FINGERPRINT
             )
-            pool, mover = DevicePool(geometry, device.address), MemoryCopier()
+            pool, mover = DevicePool(geometry, CpuMemory(device)), MemoryCopier()
             rig = HostRig(layout, device, host, pool, mover, progress, WorkerTransfers(transfers, progress))
             for slot in range(8):
                 rig.write_device(slot, bytes([slot + 1]) * BLOCK_BYTES)

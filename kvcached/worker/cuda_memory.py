@@ -1,0 +1,45 @@
+"""A device pool on a CUDA device."""
+
+from __future__ import annotations
+
+from kvcached.memory.sealed import SharedMemory
+from kvcached.worker.messages import WorkerConfig
+from kvcached_client.blocks.copy import Batch
+from kvcached_client.cuda.copier import CudaCopier
+from kvcached_client.cuda.device import Device
+from kvcached_client.cuda.driver import Driver
+from kvcached_client.cuda.host import HostPool
+
+
+class CudaMemory:
+    """A device pool in memory of a CUDA device: `PoolMemory`. The host pool is registered with the device meanwhile.
+
+    Args:
+        config: of the worker.
+        descriptor: of the memory, as `DeviceMemory.export` gave it; it stays the caller's.
+        host: the host pool; None where there is none.
+
+    Raises:
+        CudaMissing: there is no driver, or no such device.
+        CudaFailure: the memory is not of this device, or the driver refused one of the steps.
+    """
+
+    def __init__(self, config: WorkerConfig, descriptor: int, host: SharedMemory | None) -> None:
+        self._device = Device(Driver(), config.ordinal)
+        size_bytes = self._device.whole_granules(config.geometry.size_bytes)
+        self._memory = self._device.open_memory(descriptor, size_bytes)
+        self.address = self._memory.address
+        if host is None or config.host is None:
+            self.copier = CudaCopier(self._device, range(0))
+            return
+        self._host = HostPool(self._device, host.address, host.size_bytes, config.host.slab_bytes)
+        self._host.start()
+        self.copier = CudaCopier(self._device, range(host.address, host.address + host.size_bytes))
+
+    def use(self) -> None:
+        """Make the device current to the calling thread."""
+        self._device.use()
+
+    def move(self, batch: Batch) -> None:
+        """See `PoolMemory.move`."""
+        self.copier.move(batch)
