@@ -104,7 +104,6 @@ def _process_config(storage: StorageConfig) -> ProcessConfig:
     return ProcessConfig(
         backend=storage.backend,
         settings=storage.settings,
-        faults=storage.faults,
         key_file="" if storage.key_file is None else str(storage.key_file),
         timeout_s=storage.timeout_ms / 1000,
     )

@@ -14,16 +14,13 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Final
 
-import msgspec
 from pydantic import ByteSize, ValidationError
 
 from kvcached.config.problems import ConfigError, Location, Problem, problems_of
 from kvcached.config.schema import Config
-from kvcached.storage.backend import StorageUnusable
-from kvcached.storage.backends import DISK, GROUP
+from kvcached.storage.backend import DISK, GROUP, StorageUnusable
 from kvcached.storage.disk.directory import DiskSettings, existing_part, refusal
 from kvcached.storage.encrypted import read_secret
-from kvcached.storage.fault import FaultSettings
 from kvcached.worker.messages import DESCRIPTORS_MAX
 from kvcached_client.doctor.memory_bounds import memory_bounds
 from kvcached_client.transport.run_dir import LOCK_NAME
@@ -122,10 +119,6 @@ def _storage(config: Config, *, is_restart: bool) -> Iterator[Problem]:
         yield places.problem((_STORAGE, "backend"), storage.backend, what, fix)
     elif storage.backend == DISK:
         yield from _disk(config, is_restart=is_restart)
-    try:
-        msgspec.convert(storage.faults, FaultSettings)
-    except (ValueError, msgspec.ValidationError) as error:
-        yield places.problem((_STORAGE, "faults"), None, str(error), "see docs/storage.md")
     if storage.key_file is not None:
         yield from _key_file(config, is_restart=is_restart)
 

@@ -85,9 +85,6 @@ class StorageConfig(Table):
         default_factory=dict,
         description="The backend's own table; for disk: directory, capacity_bytes and others, see docs/storage.md.",
     )
-    faults: dict[str, Any] = Field(
-        default_factory=dict, description="Faults to inject in tests; see docs/storage.md. Empty: no faults."
-    )
 
     @property
     def record_path(self) -> Path | None:

@@ -11,9 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import StrEnum
+from importlib.metadata import entry_points
 from typing import Final, NamedTuple
 
 from kvcached_client.types import KEY_SIZE_BYTES
+
+#: Entry points of this group are backends: ours, and those of other distributions.
+GROUP: Final = "kvcached.storage"
+#: The backend that is part of this distribution.
+DISK: Final = "disk"
 
 #: A key is the digest of what makes blocks interchangeable, then the block's own key.
 PREFIX_BYTES: Final = 16
@@ -129,3 +135,31 @@ class Storage(ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Give everything back. No other method is called afterwards, and none is running."""
+
+
+def open_backend(name: str, settings: dict[str, object]) -> Storage:
+    """Open the backend of this name, which is an entry point of the group `GROUP`.
+
+    An entry point is a callable that takes the settings of the backend's table, checks them and returns the backend
+    open. Its module is imported in the storage process, and only if its name is asked for.
+
+    Raises:
+        StorageMisconfigured: no backend of that name is installed, or it cannot be imported.
+        StorageUnusable: it cannot be opened with these settings.
+    """
+    found = entry_points(group=GROUP)
+    if name not in found.names:
+        installed = ", ".join(sorted(found.names)) or "none"
+        raise StorageMisconfigured(f"no storage backend {name!r}; installed: {installed}")
+    try:
+        opener = found[name].load()
+    except (ImportError, AttributeError) as error:
+        raise StorageMisconfigured(
+            f"storage backend {name!r} ({found[name].value}) cannot be imported: {error}"
+        ) from error
+    storage = opener(settings)
+    if not isinstance(storage, Storage):
+        raise StorageMisconfigured(
+            f"storage backend {name!r} ({found[name].value}) made {type(storage).__name__}, no Storage"
+        )
+    return storage

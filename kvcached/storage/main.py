@@ -21,11 +21,9 @@ from typing import Final, NoReturn
 import msgspec
 
 from kvcached.process.seqpacket import wait_packet
-from kvcached.storage.backend import Storage, StorageMisconfigured, StorageUnusable
-from kvcached.storage.backends import open_backend
+from kvcached.storage.backend import Storage, StorageMisconfigured, StorageUnusable, open_backend
 from kvcached.storage.encrypted import EncryptedStorage, read_secret
 from kvcached.storage.executor import HostCopies
-from kvcached.storage.fault import FaultSettings, FaultStorage
 from kvcached.storage.messages import (
     ERROR_SIZE_CHARS_MAX,
     MESSAGE_SIZE_BYTES_MAX,
@@ -77,14 +75,12 @@ def _map(descriptor: int) -> memoryview:
 
 
 def _open(config: StorageConfig) -> Storage:
-    """The backend with its stages: what is injected happens below the encryption, as on a real device.
+    """Open the backend, behind encryption if there is a key.
 
     Raises:
-        StorageUnusable: some part of it cannot be used.
+        StorageUnusable: the backend or the key cannot be used.
     """
     backend = open_backend(config.backend, config.settings)
-    if config.faults:
-        backend = FaultStorage(backend, msgspec.convert(config.faults, FaultSettings))
     if config.key_file:
         backend = EncryptedStorage(backend, read_secret(Path(config.key_file)))
     return backend

@@ -37,14 +37,12 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     Attributes:
         backend: name of the backend.
         settings: its own, as the configuration has them.
-        faults: what to inject, for tests; nothing where empty.
         key_file: path of the key that encrypts; empty = none.
         timeout_s: when a call of the backend has taken too long.
     """
 
     backend: str
     settings: dict[str, Any]
-    faults: dict[str, Any]
     key_file: str
     timeout_s: float
 

@@ -54,7 +54,6 @@ BAD = {
         '[storage]\nkey_file = "no"\n',
         ':8: storage.key_file = "no": the key file no: No such',
     ),
-    "faults": ("[storage]\n", "[storage]\nfaults.seed = 'x'\n", ": storage.faults: Expected `int`"),
 }
 
 

@@ -29,12 +29,13 @@ WAIT_S = 30.0
 
 
 def with_storage(directory: Path, *, more: str = "", faults: str = "", settings: str = "") -> str:
-    """A configuration with the disk backend."""
+    """A configuration with the disk backend, or with one that injects faults: `tests.storage.fault`."""
     return (
         config()
-        + f"\n[storage]\nprefetch_threshold_blocks = 1\ntimeout_ms = 2000\n{more}\n[storage.settings]\n"
+        + ("\n[storage]\n" + ('backend = "faulty"\n' if faults else ""))
+        + f"prefetch_threshold_blocks = 1\ntimeout_ms = 2000\n{more}\n[storage.settings]\n"
         + f'directory = "{directory}"\ncapacity_bytes = {8 << 20}\nfree_space_floor_bytes = 0\n{settings}\n'
-        + (f"[storage.faults]\n{faults}\n" if faults else "")
+        + (f"[storage.settings.faults]\n{faults}\n" if faults else "")
     )
 
 

@@ -15,6 +15,8 @@ from tests.project.source_tree import ROOT
 
 START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 15
+#: What is not in the product, but installed for daemons of tests: `tests.storage.fault`.
+_FAULTY_BACKEND = ROOT / "tests/storage/faulty_backend"
 
 
 @contextlib.contextmanager
@@ -79,5 +81,7 @@ def wait_for_ready(process: subprocess.Popen[bytes], notices: socket.socket, log
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without settings for kvcached."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("KVCACHED_")}
+    """This process's environment without settings for kvcached, and with the storage backend "faulty"."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHED_")}
+    path = [each for each in (ours.get("PYTHONPATH"), str(_FAULTY_BACKEND)) if each]
+    return {**ours, "PYTHONPATH": os.pathsep.join(path)}

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.storage import backends
-from kvcached.storage.backend import StorageUnusable
-from kvcached.storage.backends import GROUP, open_backend
+from kvcached.storage import backend
+from kvcached.storage.backend import GROUP, StorageUnusable, open_backend
 from kvcached.storage.disk.backend import DiskStorage
 
 Install = Callable[[str, str], None]
@@ -21,7 +20,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     def add(name: str, value: str) -> None:
         ours = EntryPoint("disk", "kvcached.storage.disk.backend:open_disk", GROUP)
         found = EntryPoints([ours, EntryPoint(name, value, GROUP)])
-        monkeypatch.setattr(backends, "entry_points", lambda *, group: found.select(group=group))
+        monkeypatch.setattr(backend, "entry_points", lambda *, group: found.select(group=group))
 
     return add
 

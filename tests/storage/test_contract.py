@@ -8,9 +8,9 @@ from kvcached.storage.backend import Storage
 from kvcached.storage.disk.backend import DiskStorage
 from kvcached.storage.disk.directory import DiskSettings
 from kvcached.storage.encrypted import EncryptedStorage
-from kvcached.storage.fault import FaultStorage
 from tests.project.source_tree import ROOT
 from tests.storage.contract import StorageContract
+from tests.storage.fault import FaultStorage
 
 CAPACITY_BYTES = 32 << 20
 

@@ -12,8 +12,8 @@ import pytest
 from kvcached.storage import encrypted
 from kvcached.storage.backend import ABSENT, DONE, Block, Result, StorageUnusable
 from kvcached.storage.encrypted import EncryptedStorage, read_secret
-from kvcached.storage.fault import Fault, FaultStorage
 from tests.storage.disks import flip, opened, put
+from tests.storage.fault import Fault, FaultStorage
 from tests.storage.values import KIND, TIMEOUT_S, asked, is_right, key, kind, name, stored
 
 SECRET = bytes(range(32))

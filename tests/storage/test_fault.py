@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvcached.storage.backend import ABSENT, DONE, Outcome
-from kvcached.storage.fault import Fault, FaultSettings, FaultStorage
 from tests.storage.disks import opened, put, there
+from tests.storage.fault import Fault, FaultSettings, FaultStorage
 from tests.storage.values import TIMEOUT_S, asked, is_right, key, proves_itself, stored
 
 

@@ -40,7 +40,7 @@ from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.types import TransferId
 
 TIMEOUT_S = 1.0
-CONFIG = StorageConfig(backend="fake", settings={}, faults={}, key_file="", timeout_s=TIMEOUT_S)
+CONFIG = StorageConfig(backend="fake", settings={}, key_file="", timeout_s=TIMEOUT_S)
 KIND = BlockFormat(
     namespace=bytes(16),
     header_namespace=bytes(16),

@@ -24,7 +24,7 @@ signal.sigwait([signal.SIGCONT])
 print("the reason", flush=True)
 os._exit(7)
 """
-CONFIG = StorageConfig(backend="fake", settings={}, faults={}, key_file="", timeout_s=1.0)
+CONFIG = StorageConfig(backend="fake", settings={}, key_file="", timeout_s=1.0)
 
 
 def when_dead(started: StorageProcess, then: Callable[[StorageProcess], None]) -> None:

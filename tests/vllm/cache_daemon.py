@@ -27,14 +27,17 @@ namespaces_max = 8
 """
 STORAGE = """
 [storage]
+backend = "{backend}"
 
 [storage.settings]
 directory = "{directory}"
 capacity_bytes = 268435456
 free_space_floor_bytes = 0
-
-[storage.faults]
-rates = {{ delay = {delay_rate} }}
+"""
+#: `tests.storage.fault`
+DELAYS = """
+[storage.settings.faults]
+rates = {{ delay = 1.0 }}
 delay_s = {delay_s}
 """
 #: How long what must happen by itself may take: a session that ends, a link that is made again.
@@ -56,9 +59,10 @@ class CacheDaemon:
         self._directory = directory
         self._config = CONFIG.format(size_bytes=slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES)
         if has_storage:
-            self._config += STORAGE.format(
-                directory=directory / "disk", delay_rate=float(storage_delay_s > 0), delay_s=storage_delay_s
-            )
+            backend = "faulty" if storage_delay_s else "disk"
+            self._config += STORAGE.format(backend=backend, directory=directory / "disk")
+        if storage_delay_s:
+            self._config += DELAYS.format(delay_s=storage_delay_s)
         self._parts = contextlib.ExitStack()
         self._supervised: Supervised | None = None
         self._was_killed = False

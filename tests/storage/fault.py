@@ -1,4 +1,6 @@
-"""A backend in front of another one that fails as devices and services do: for tests of what is built on storage.
+"""A backend in front of another one that fails as devices and services do.
+
+Daemons that tests start find it by the name "faulty" (`faulty_backend` is on their path).
 
 Faults come by chance, from a seed, or by plan. With one thread the same seed gives the same faults.
 """
@@ -11,9 +13,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from kvcached.storage.backend import ABSENT, DONE, Block, Outcome, Result, Storage, Usage
+from kvcached.storage.disk.backend import open_disk
 
 #: Keys that another block's value is taken from, by size.
 _REMEMBERED: Final = 64
@@ -71,7 +76,7 @@ class FaultStorage(Storage):
         self.injected: Counter[Fault] = Counter()
         self._inner = inner
         self._settings = settings or FaultSettings()
-        self._random = random.Random(self._settings.seed)  # noqa: S311 - faults are to be repeatable
+        self._random = random.Random(self._settings.seed)
         self._lock = threading.Lock()
         self._plan: deque[Fault | None] = deque()
         self._released = threading.Event()
@@ -216,6 +221,12 @@ class FaultStorage(Storage):
     def _remember(self, block: Block) -> None:
         with self._lock:
             self._keys.setdefault(block.size_bytes, deque(maxlen=_REMEMBERED)).append(block.key)
+
+
+def open_faulty(settings: dict[str, Any]) -> FaultStorage:
+    """The backend "faulty" of daemons that tests start: a disk with the faults of its setting `faults`."""
+    rest = {name: value for name, value in settings.items() if name != "faults"}
+    return FaultStorage(open_disk(rest), msgspec.convert(settings["faults"], FaultSettings))
 
 
 def _failed() -> Result:
