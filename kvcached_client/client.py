@@ -8,7 +8,7 @@ from typing import Self, get_args
 
 from kvcached_client.admin import ReportCalls
 from kvcached_client.blocks.layout import Layout
-from kvcached_client.errors import DaemonUnreachable, ErrorCode, KvcachedError, request_error
+from kvcached_client.errors import DaemonUnreachable, ErrorCode, KvcachedError, bad_value, request_error
 from kvcached_client.failpoints import failpoint
 from kvcached_client.grants import NOTHING, Grant, blocks_of, check_fence, grant_of
 from kvcached_client.keys import KeyChain, Tokens
@@ -319,8 +319,7 @@ def _acquire_lease(
     tokens = chain.token_count
     is_valued = PRIORITY_MIN <= priority <= PRIORITY_MAX
     if tokens < 1 or reserve_tokens < 0 or cache not in get_args(CachePolicy) or not is_valued:
-        raise request_error(
-            ErrorCode.BAD_VALUE,
+        raise bad_value(
             f"a prompt of {tokens} tokens, a reserve of {reserve_tokens}, cache {cache!r}, priority {priority}",
             f"at least one token; cache is one of {', '.join(get_args(CachePolicy))}; priorities go from"
             f" {PRIORITY_MIN} to {PRIORITY_MAX}",

@@ -194,3 +194,13 @@ _CLASS_OF: dict[ErrorCode, type[RequestError]] = {
 def request_error(code: ErrorCode, message: str, fix: str) -> RequestError:
     """The exception for an error code; client and daemon both build their errors here."""
     return _CLASS_OF[code](code, message, fix)
+
+
+def bad_reply(message: str, code: ErrorCode = ErrorCode.MALFORMED) -> RequestError:
+    """The exception for a reply that this version of the protocol does not allow."""
+    return request_error(code, message, "client and daemon must be at most one version apart")
+
+
+def bad_value(message: str, fix: str) -> RequestError:
+    """The exception for an argument that the SDK refuses before it sends anything."""
+    return request_error(ErrorCode.BAD_VALUE, message, fix)

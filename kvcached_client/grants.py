@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.blocks.block_table import expand_ranges
-from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.errors import bad_reply, bad_value
 from kvcached_client.protocol.engine import INTEGER_MAX, Acquired, LoadTicket
 from kvcached_client.types import FenceSequence, LeaseId
 
@@ -45,8 +45,9 @@ def grant_of(reply: Acquired, frames: list[bytes], blocks: int) -> Grant:
         BadRequest: the reply contradicts itself, or is not for `blocks` blocks.
     """
     if not reply.ready <= reply.hit <= blocks or (reply.ready < reply.hit and not reply.loads):
-        raise _strange(
-            f"a hit of {reply.hit} of {blocks} blocks, {reply.ready} of them ready, and {len(reply.loads)} loads"
+        raise bad_reply(
+            f"the daemon replied with a hit of {reply.hit} of {blocks} blocks, {reply.ready} of them ready, and "
+            f"{len(reply.loads)} loads"
         )
     table = slots_of(frames[1], blocks - reply.hit)
     if reply.hit or frames[0]:
@@ -62,7 +63,7 @@ def check_fence(fence: FenceSequence) -> FenceSequence:
     """
     named = FenceSequence(index(fence))
     if not 0 <= named <= INTEGER_MAX:
-        raise request_error(ErrorCode.BAD_VALUE, f"fence {named}", f"fences are numbers from 0 to {INTEGER_MAX}")
+        raise bad_value(f"fence {named}", f"fences are numbers from 0 to {INTEGER_MAX}")
     return named
 
 
@@ -80,11 +81,7 @@ def slots_of(packed: bytes, blocks: int) -> Slots:
     try:
         slots = expand_ranges(packed)
     except ValueError as error:
-        raise _strange(str(error)) from None
+        raise bad_reply(f"the daemon replied with {error}") from None
     if len(slots) != blocks:
-        raise _strange(f"{len(slots)} slots for {blocks} blocks")
+        raise bad_reply(f"the daemon replied with {len(slots)} slots for {blocks} blocks")
     return slots
-
-
-def _strange(what: str) -> RequestError:
-    return request_error(ErrorCode.MALFORMED, f"the daemon replied with {what}", "client and daemon differ in version")

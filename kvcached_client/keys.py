@@ -20,7 +20,7 @@ import numpy as np
 from blake3 import blake3
 from xxhash import xxh3_128_digest
 
-from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.errors import RequestError, bad_value
 from kvcached_client.types import KEY_SIZE_BYTES, PackedKeys
 
 try:
@@ -71,7 +71,9 @@ def _payload(field: int | str | bytes) -> tuple[bytes, bytes]:
             return b"b", field
         return b"i", struct.pack("<q", field)
     except (UnicodeEncodeError, struct.error) as error:
-        raise _bad(f"{field!r} cannot enter a key: {error}", "use UTF-8 text, bytes, or integers of 64 bits") from None
+        raise bad_value(
+            f"{field!r} cannot enter a key: {error}", "use UTF-8 text, bytes, or integers of 64 bits"
+        ) from None
 
 
 def namespace_root(
@@ -92,7 +94,7 @@ def namespace_root(
         BadRequest: a size is not positive, the generation is negative, or the algorithm is unknown.
     """
     if block_size < 1 or shards < 1 or generation < 0:
-        raise _bad(
+        raise bad_value(
             f"block_size {block_size}, shards {shards}, generation {generation}",
             "sizes are positive, a generation is not negative",
         )
@@ -108,7 +110,9 @@ def chain_root(namespace: bytes, *, lora: str = "", salt: str = "") -> bytes:
         BadRequest: `namespace` is not 32 bytes long, or a name is not UTF-8.
     """
     if len(namespace) != ROOT_SIZE_BYTES:
-        raise _bad(f"namespace root of {len(namespace)} bytes", f"it has {ROOT_SIZE_BYTES}, as `Welcome` brings it")
+        raise bad_value(
+            f"namespace root of {len(namespace)} bytes", f"it has {ROOT_SIZE_BYTES}, as `Welcome` brings it"
+        )
     return blake3(encode_fields(namespace, lora, salt), derive_key_context=CHAIN_CONTEXT).digest()
 
 
@@ -122,14 +126,14 @@ def pack_tokens(tokens: Tokens) -> memoryview:
         tokens = tokens.tobytes()
     if isinstance(tokens, (bytes, bytearray)):
         if len(tokens) % TOKEN_SIZE_BYTES:
-            raise _bad(f"{len(tokens)} bytes of packed tokens", "a multiple of 4: little-endian int32")
+            raise bad_value(f"{len(tokens)} bytes of packed tokens", "a multiple of 4: little-endian int32")
         return _check_array(np.frombuffer(tokens, "<i4"))
     if isinstance(tokens, (np.ndarray, array, memoryview)):
         return _check_array(np.asarray(tokens))
     try:
         packed = array("I", tokens)  # a third of the time of "i", and it refuses negative ones on the way
     except (TypeError, ValueError, OverflowError) as error:
-        raise _bad(f"tokens: {error}", f"integers from 0 to {TOKEN_MAX}") from None
+        raise bad_value(f"tokens: {error}", f"integers from 0 to {TOKEN_MAX}") from None
     if len(packed) > _SMALL_TOKEN_COUNT:
         return _check_array(np.frombuffer(packed, np.uint32))
     if packed and (highest := max(packed)) > TOKEN_MAX:
@@ -139,10 +143,10 @@ def pack_tokens(tokens: Tokens) -> memoryview:
 
 def _check_array(tokens: np.ndarray[Any, Any]) -> memoryview:
     if tokens.ndim != 1:
-        raise _bad(f"tokens have {tokens.ndim} dimensions", "pass one request's tokens, one dimension")
+        raise bad_value(f"tokens have {tokens.ndim} dimensions", "pass one request's tokens, one dimension")
     if tokens.size:  # an empty array says nothing by its type: numpy's default is float
         if tokens.dtype.kind not in "iu":
-            raise _bad(f"tokens are {tokens.dtype}", f"integers from 0 to {TOKEN_MAX}")
+            raise bad_value(f"tokens are {tokens.dtype}", f"integers from 0 to {TOKEN_MAX}")
         for extreme in (tokens.min(), tokens.max()):
             if not 0 <= int(extreme) <= TOKEN_MAX:
                 raise _token_out_of_range(int(extreme))
@@ -150,7 +154,7 @@ def _check_array(tokens: np.ndarray[Any, Any]) -> memoryview:
 
 
 def _token_out_of_range(token: int) -> RequestError:
-    return _bad(f"token {token}", f"integers from 0 to {TOKEN_MAX}")
+    return bad_value(f"token {token}", f"integers from 0 to {TOKEN_MAX}")
 
 
 class _Hash(NamedTuple):
@@ -184,7 +188,7 @@ def _xxh3_blocks(parent: bytes, data: memoryview, block_bytes: int) -> tuple[byt
 
 def _check_algorithm(algorithm: str) -> None:
     if algorithm not in get_args(KeyAlgorithm):
-        raise _bad(f"key algorithm {algorithm!r}", f"one of {', '.join(get_args(KeyAlgorithm))}")
+        raise bad_value(f"key algorithm {algorithm!r}", f"one of {', '.join(get_args(KeyAlgorithm))}")
 
 
 def _hash_of(algorithm: str) -> _Hash:
@@ -227,7 +231,7 @@ class KeyChain:
             BadRequest: any of these is malformed, or `algorithm` is unknown or its package is missing.
         """
         if block_size < 1:
-            raise _bad(f"block_size {block_size}", "blocks have at least one token")
+            raise bad_value(f"block_size {block_size}", "blocks have at least one token")
         self._block_size = block_size
         self._hash = _hash_of(algorithm)
         #: State after the last complete block; the chain root before the first.
@@ -268,7 +272,7 @@ class KeyChain:
             BadRequest: the range leaves the complete blocks.
         """
         if not 0 <= start <= stop <= self.block_count:
-            raise _bad(f"blocks [{start}, {stop})", f"the chain has {self.block_count} complete blocks")
+            raise bad_value(f"blocks [{start}, {stop})", f"the chain has {self.block_count} complete blocks")
         return PackedKeys(bytes(self._keys[start * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]))
 
     def extend(self, tokens: Tokens) -> None:
@@ -306,11 +310,11 @@ class KeyChain:
                 end of the previous item.
         """
         if not item_id:
-            raise _bad(f"item id {item_id!r}", "name the item's content by text or bytes that are not empty")
+            raise bad_value(f"item id {item_id!r}", "name the item's content by text or bytes that are not empty")
         hashed = self.block_count * self._block_size
         earliest = max(hashed, self._items[-1].end if self._items else 0)
         if start < earliest or length < 1:
-            raise _bad(
+            raise bad_value(
                 f"item {item_id!r} of {length} tokens at {start}",
                 f"at least one token, from {earliest} on: items come in order, before their tokens' keys",
             )
@@ -349,7 +353,3 @@ class KeyChain:
                 break
             fields += (item.item_id, item.start - first, item.end - item.start)
         return encode_fields(*fields)
-
-
-def _bad(message: str, fix: str) -> RequestError:
-    return request_error(ErrorCode.BAD_VALUE, message, fix)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.blocks.block_table import compress_slots
-from kvcached_client.errors import DaemonUnreachable, ErrorCode, RequestError, Stale, request_error
+from kvcached_client.errors import DaemonUnreachable, ErrorCode, RequestError, Stale, bad_value, request_error
 from kvcached_client.failpoints import failpoint
 from kvcached_client.grants import NOTHING, Declaration, Grant, Slots, blocks_of, check_fence, slots_of
 from kvcached_client.keys import KeyChain
@@ -260,8 +260,7 @@ class Lease:
 
     def _commit_stop(self, computed_tokens: int) -> int:
         if not 0 <= computed_tokens <= min(self._chain.token_count, self.capacity_tokens):
-            raise request_error(
-                ErrorCode.BAD_VALUE,
+            raise bad_value(
                 f"{computed_tokens} computed tokens, but the chain has {self._chain.token_count} tokens "
                 f"and the lease slots for {self.capacity_tokens}",
                 "extend the chain and allocate before computing",

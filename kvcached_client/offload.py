@@ -17,7 +17,7 @@ from typing import Final, Generic, NamedTuple, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.errors import DeadlineExceeded, ErrorCode, RequestError, request_error
+from kvcached_client.errors import DeadlineExceeded, RequestError, bad_reply
 from kvcached_client.failpoints import failpoint
 from kvcached_client.grants import slots_of
 from kvcached_client.prefetch import PendingPrefetch
@@ -336,7 +336,7 @@ class OffloadClient(EngineSession):
     def _held(self, request: Acquire, blocks: int) -> Hold:
         held = self._channel.receive(request, Held)[0]
         if held.hit > blocks:
-            raise _strange(f"a hit of {held.hit} blocks for {blocks} keys")
+            raise bad_reply(f"the daemon replied with a hit of {held.hit} blocks for {blocks} keys")
         return Hold(LeaseId(held.lease), held.hit)
 
     def _load_prepared(self, request: PrepareLoad) -> PreparedLoad:
@@ -389,7 +389,3 @@ class OffloadClient(EngineSession):
             except RequestError as error:
                 _log.debug("a request without a reply in time was refused: %s", error)
             self._unsettled.pop(0)
-
-
-def _strange(what: str) -> RequestError:
-    return request_error(ErrorCode.MALFORMED, f"the daemon replied with {what}", "client and daemon differ in version")

@@ -30,7 +30,7 @@ from kvcached_client.protocol.engine import (
     error_reply,
     salvage_id,
 )
-from kvcached_client.protocol.frames import check_frames
+from kvcached_client.protocol.fields import check_frames
 
 
 class Answer(Protocol):

@@ -21,7 +21,7 @@ from kvcached.service.replies import Answer, LateVerb, Respond, Verb
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
-from kvcached_client.protocol.frames import slot_ranges
+from kvcached_client.protocol.fields import slot_ranges
 from kvcached_client.types import FenceSequence, LeaseId, SessionId, TransferId
 
 log = logging.getLogger(__name__)

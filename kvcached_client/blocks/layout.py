@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from kvcached_client.blocks.host_layout import host_parts
-from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.errors import bad_value
 
 DTYPE_SIZE_BYTES: dict[str, int] = {
     "float32": 4,
@@ -145,9 +145,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if not problems and self.bytes_per_block() > POOL_SIZE_BYTES_MAX:
             problems.append(f"one block takes {self.bytes_per_block()} bytes")
         if problems:
-            raise request_error(
-                ErrorCode.BAD_VALUE, "layout: " + "; ".join(problems), "sizes are positive integers of one shard"
-            )
+            raise bad_value("layout: " + "; ".join(problems), "sizes are positive integers of one shard")
 
 
 def layout_from_model_config(
@@ -212,4 +210,4 @@ def _kv_dtype(config: dict[str, Any]) -> DType:
 
 
 def _unusable(reason: str) -> Exception:
-    return request_error(ErrorCode.BAD_VALUE, f"model config: {reason}", "or write the layout out in the configuration")
+    return bad_value(f"model config: {reason}", "or write the layout out in the configuration")

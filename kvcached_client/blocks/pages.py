@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol, Self
 
 import msgspec
 
-from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.errors import RequestError, bad_value
 
 if TYPE_CHECKING:
     from kvcached_client.blocks.layout import Layout
@@ -221,4 +221,4 @@ def _contiguous_elements(shape: Sequence[int], strides: Sequence[int]) -> int | 
 
 
 def _unusable(message: str, fix: str) -> RequestError:
-    return request_error(ErrorCode.BAD_VALUE, f"KV tensors: {message}", fix)
+    return bad_value(f"KV tensors: {message}", fix)

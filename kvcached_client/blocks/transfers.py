@@ -22,7 +22,7 @@ from kvcached_client.blocks.header import CHECKSUM_BYTES, BlockNames, HeaderKind
 from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry
 from kvcached_client.blocks.mapping import Buffer
 from kvcached_client.blocks.pages import BlockPages
-from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.errors import RequestError, bad_value
 from kvcached_client.failpoints import failpoint
 from kvcached_client.types import KEY_SIZE_BYTES, TransferId
 
@@ -278,4 +278,4 @@ def _split(data: bytes, size: int) -> Sequence[bytes]:
 
 
 def _bad(message: str, fix: str) -> RequestError:
-    return request_error(ErrorCode.BAD_VALUE, f"job: {message}", fix)
+    return bad_value(f"job: {message}", fix)

@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from kvcached_client.protocol.fields import NAME_LENGTH_MAX, Count, Header, Id, Name
+from kvcached_client.protocol.fields import KEYS, NAME_LENGTH_MAX, Count, Header, Id, Name
 from kvcached_client.types import WritePolicy
 
 #: Ten minutes: whoever waits for longer asks again.
@@ -26,39 +26,39 @@ _Deadline = Annotated[int, msgspec.Meta(ge=0, le=ADMIN_DEADLINE_MS_MAX)]
 
 
 class Pause(Header, frozen=True, kw_only=True, tag="pause"):
-    """Start no copies between device and host memory until `Resume`. Frames: none."""
+    """Start no copies between device and host memory until `Resume`."""
 
     replica: _AnyReplica = ""  #: "" = all, and engines in offload mode
     deadline_ms: _Deadline = 5000  #: past it the answer says how many copies are still under way
 
 
 class Resume(Header, frozen=True, kw_only=True, tag="resume"):
-    """The end of `Pause`, and, for all, of `Drain`. Frames: none."""
+    """The end of `Pause`, and, for all, of `Drain`."""
 
     replica: _AnyReplica = ""  #: "" = all, and engines in offload mode
 
 
 class Drain(Header, frozen=True, kw_only=True, tag="drain"):
-    """No new sessions and leases until `Resume`; what is held goes on. Frames: none."""
+    """No new sessions and leases until `Resume`; what is held goes on."""
 
     deadline_ms: _Deadline = 5000  #: past it the answer says what is left
 
 
 class ClearNamespace(Header, frozen=True, kw_only=True, tag="clear_namespace"):
-    """Nothing that a namespace holds is matched again, by any replica or engine that shares it. Frames: none."""
+    """Nothing that a namespace holds is matched again, by any replica or engine that shares it."""
 
     target: Name  #: a replica, or a namespace as in `SetPolicy`
 
 
 class SetWeights(Header, frozen=True, kw_only=True, tag="set_weights"):
-    """A replica's namespace has other weights: as `ClearNamespace`, unless it has them already. Frames: none."""
+    """A replica's namespace has other weights: as `ClearNamespace`, unless it has them already."""
 
     target: Name  #: a replica, or the first hex digits of its namespace
     version: Annotated[str, msgspec.Meta(min_length=1, max_length=WEIGHTS_VERSION_LENGTH_MAX)]
 
 
 class SetPolicy(Header, frozen=True, kw_only=True, tag="set_policy"):
-    """Blocks of a namespace are copied to the host pool by another policy from now on. Frames: none."""
+    """Blocks of a namespace are copied to the host pool by another policy from now on."""
 
     target: Name  #: a replica, the first hex digits of a namespace, or what engines in offload mode call it
     policy: WritePolicy
@@ -67,6 +67,8 @@ class SetPolicy(Header, frozen=True, kw_only=True, tag="set_policy"):
 class Pin(Header, frozen=True, kw_only=True, tag="pin"):
     """Keep what is cached of a prefix for a time; again with the same keys for longer. Frames: keys."""
 
+    frames = (KEYS,)
+
     target: Name  #: a replica, for its pool and the host pool; or a namespace as in `SetPolicy`, for the host pool
     ttl_ms: Annotated[int, msgspec.Meta(ge=1, le=PIN_TTL_MS_MAX)]
 
@@ -74,11 +76,13 @@ class Pin(Header, frozen=True, kw_only=True, tag="pin"):
 class Unpin(Header, frozen=True, kw_only=True, tag="unpin"):
     """The end of `Pin` with the same target and keys. Frames: keys."""
 
+    frames = (KEYS,)
+
     target: Name
 
 
 class StorageControl(Header, frozen=True, kw_only=True, tag="storage_control"):
-    """What storage does; start it, end it, or forget all that it holds. Needs no session. Frames: none."""
+    """What storage does; start it, end it, or forget all that it holds. Needs no session."""
 
     action: StorageAction = "status"
 

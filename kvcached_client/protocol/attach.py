@@ -11,8 +11,8 @@ from typing import Annotated, Final
 import msgspec
 
 from kvcached_client.blocks.layout import Layout
-from kvcached_client.errors import ErrorCode, Fault, request_error
-from kvcached_client.protocol.engine import Id, Secret
+from kvcached_client.errors import ErrorCode, Fault
+from kvcached_client.protocol.fields import Id, Secret, decode
 from kvcached_client.protocol.offload import Digest, Fingerprint
 from kvcached_client.types import PROGRESS_SLOTS
 
@@ -112,10 +112,7 @@ def decode_attach_request(data: bytes) -> AttachRequest:
     Raises:
         BadRequest: not MessagePack, or not one of the requests.
     """
-    try:
-        return _request_decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise request_error(ErrorCode.MALFORMED, f"attach message: {error}", "see docs/protocol.md") from None
+    return decode(_request_decoder, data, "attach message", "see docs/protocol.md")
 
 
 def decode_attach_reply(data: bytes) -> AttachReply:
@@ -124,9 +121,4 @@ def decode_attach_reply(data: bytes) -> AttachReply:
     Raises:
         BadRequest: not one of the replies.
     """
-    try:
-        return _reply_decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise request_error(
-            ErrorCode.MALFORMED, f"attach reply: {error}", "client and daemon differ in version"
-        ) from None
+    return decode(_reply_decoder, data, "attach reply")

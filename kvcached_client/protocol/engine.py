@@ -61,6 +61,7 @@ from kvcached_client.protocol.fields import (
     Priority,
     RequestName,
     Secret,
+    decode,
 )
 from kvcached_client.protocol.offload import (
     EVERY_SHARD,
@@ -252,12 +253,7 @@ def decode_reply(header: bytes | memoryview) -> Reply:
     Raises:
         BadRequest: the daemon sent what is not in this version of the protocol.
     """
-    try:
-        return _reply_decoder.decode(header)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise request_error(
-            ErrorCode.MALFORMED, f"unreadable reply: {error}", "client and daemon must be at most one version apart"
-        ) from None
+    return decode(_reply_decoder, header, "unreadable reply")
 
 
 class _IdOnly(msgspec.Struct):

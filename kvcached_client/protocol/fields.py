@@ -1,10 +1,17 @@
-"""What every message is made of: the protocol's limits, the types of fields, and the root of all headers."""
+"""What every message consists of: the protocol's limits, the types of fields, frames, and the base of all headers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Final, NamedTuple, TypeVar
 
 import msgspec
+
+from kvcached_client.errors import ErrorCode, bad_reply, bad_value, request_error
+from kvcached_client.types import KEY_SIZE_BYTES, RANGE_SIZE_BYTES
+
+_T = TypeVar("_T")
 
 PROTOCOL_VERSION: Final = 1
 #: A daemon speaks its own version and the one before; a client offers a range in `Hello`.
@@ -52,7 +59,97 @@ RequestName = Annotated[str, _RequestName]
 Secret = Annotated[bytes, _Secret]
 
 
+class FrameKind(NamedTuple):
+    """What a frame holds: items of equal size, back to back."""
+
+    name: str
+    item_bytes: int
+    size_bytes_max: int = FRAME_SIZE_BYTES_MAX
+
+
+KEYS: Final = FrameKind("keys", KEY_SIZE_BYTES, KEY_SIZE_BYTES * BLOCKS_PER_MESSAGE_MAX)
+RANGES: Final = FrameKind("slot ranges", RANGE_SIZE_BYTES)
+TOKENS: Final = FrameKind("tokens", 4)
+INDICES: Final = FrameKind("block indices", 4, 4 * BLOCKS_PER_MESSAGE_MAX)
+NODES: Final = FrameKind("tree nodes", 1)
+
+
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", gc=False):
     """What every request and reply starts with: the id that pairs the two, chosen by the client, never used twice."""
 
+    frames: ClassVar[tuple[FrameKind, ...]] = ()  #: the frames after the header
+    frame_counts: ClassVar[tuple[int, ...]] = ()  #: how many of them there may be; empty = always all
+
     id: Id
+
+
+def check_frames(request: Header, frames: Sequence[bytes | memoryview]) -> None:
+    """Refuse frames whose number or sizes do not fit the verb.
+
+    Raises:
+        BadRequest: `bad_frames` or `oversize`.
+    """
+    count, counts = len(frames), request.frame_counts or (len(request.frames),)
+    if count not in counts:
+        raise request_error(
+            ErrorCode.BAD_FRAMES,
+            f"{count} frames after the header",
+            f"this verb takes {' or '.join(map(str, counts))}; see docs/protocol.md",
+        )
+    for frame, kind in zip(frames, request.frames, strict=False):
+        size_bytes = len(frame)
+        if size_bytes > FRAME_SIZE_BYTES_MAX:
+            raise request_error(ErrorCode.OVERSIZE, f"frame of {size_bytes} bytes", f"at most {FRAME_SIZE_BYTES_MAX}")
+        if size_bytes % kind.item_bytes or size_bytes > kind.size_bytes_max:
+            raise request_error(
+                ErrorCode.BAD_FRAMES,
+                f"{kind.name} in a frame of {size_bytes} bytes",
+                f"a multiple of {kind.item_bytes} bytes, at most {kind.size_bytes_max}",
+            )
+
+
+def check_reply_frames(reply: Header, frames: Sequence[bytes]) -> None:
+    """Refuse a reply whose frames do not fit its type in number or size.
+
+    Raises:
+        BadRequest: `bad_frames`.
+    """
+    kinds = reply.frames
+    is_ragged = any(len(frame) % kind.item_bytes for frame, kind in zip(frames, kinds, strict=False))
+    if is_ragged or len(frames) != len(kinds):
+        sizes = ", ".join(str(len(frame)) for frame in frames) or "no"
+        raise bad_reply(
+            f"{type(reply).__name__} with {len(frames)} frames ({sizes} bytes) instead of {len(kinds)}",
+            ErrorCode.BAD_FRAMES,
+        )
+
+
+def slot_ranges(frame: bytes) -> array[int]:
+    """A frame of slot ranges, each (first slot, count).
+
+    Raises:
+        BadRequest: a range is empty or negative.
+    """
+    ranges = array("i", frame)
+    if ranges and (min(ranges[1::2]) <= 0 or min(ranges[::2]) < 0):
+        raise bad_value("a slot range is empty or negative", "send (first slot, count >= 1)")
+    return ranges
+
+
+def decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, what: str, fix: str = "") -> _T:
+    """What `data` encodes.
+
+    Args:
+        decoder: for the type.
+        data: bytes of a peer.
+        what: names the data in the error.
+        fix: what to do; "" = client and daemon differ in version.
+
+    Raises:
+        BadRequest: the bytes are not MessagePack, or of another type.
+    """
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        message = f"{what}: {error}"
+        raise (request_error(ErrorCode.MALFORMED, message, fix) if fix else bad_reply(message)) from None

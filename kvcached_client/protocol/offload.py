@@ -10,7 +10,18 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, INTEGER_MAX, Count, Header, Id, Name, Secret
+from kvcached_client.protocol.fields import (
+    BLOCKS_PER_MESSAGE_MAX,
+    INDICES,
+    INTEGER_MAX,
+    KEYS,
+    RANGES,
+    Count,
+    Header,
+    Id,
+    Name,
+    Secret,
+)
 
 #: In `TransferDone`: every shard at once, from a scheduler that calls off a copy.
 EVERY_SHARD: Final = -1
@@ -30,7 +41,7 @@ Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class HelloOffload(Header, frozen=True, kw_only=True, tag="hello_offload"):
-    """Open a session in a namespace, which is made where nobody has declared it yet. Frames: none."""
+    """Open a session in a namespace, which is made where nobody has declared it yet."""
 
     version_min: Id
     version_max: Id
@@ -47,7 +58,7 @@ class HelloOffload(Header, frozen=True, kw_only=True, tag="hello_offload"):
 
 
 class PrepareLoad(Header, frozen=True, kw_only=True, tag="prepare_load"):
-    """The session's shards are about to read blocks of a lease's hit. Frames: none."""
+    """The session's shards are about to read blocks of a lease's hit."""
 
     epoch: Id
     lease: Id
@@ -57,6 +68,8 @@ class PrepareLoad(Header, frozen=True, kw_only=True, tag="prepare_load"):
 
 class PrepareStore(Header, frozen=True, kw_only=True, tag="prepare_store"):
     """The next blocks of a lease are computed: where to copy those that lack a copy. Frames: their keys."""
+
+    frames = (KEYS,)
 
     epoch: Id
     lease: Id
@@ -70,6 +83,9 @@ class TransferDone(Header, frozen=True, kw_only=True, tag="transfer_done"):
     Frames: none, or the blocks of a load that differ from what was stored, as int32, counted from its first block.
     """
 
+    frames = (INDICES,)
+    frame_counts = (0, 1)
+
     session: Id
     token: Secret
     kind: CopyKind
@@ -79,7 +95,7 @@ class TransferDone(Header, frozen=True, kw_only=True, tag="transfer_done"):
 
 
 class Clear(Header, frozen=True, kw_only=True, tag="clear"):
-    """Nothing that the session's namespace holds is matched again, by anybody. Frames: none."""
+    """Nothing that the session's namespace holds is matched again, by anybody."""
 
     epoch: Id
 
@@ -112,6 +128,8 @@ class Held(Header, frozen=True, kw_only=True, tag="held"):
 class LoadPrepared(Header, frozen=True, kw_only=True, tag="load_prepared"):
     """Answer to `PrepareLoad`. Frames: the blocks' host slots."""
 
+    frames = (RANGES,)
+
     transfer: Id
     generation: Id  #: that their headers name
 
@@ -122,6 +140,8 @@ class StorePrepared(Header, frozen=True, kw_only=True, tag="store_prepared"):
     Pieces may lie before `start`, where a copy was lost meanwhile. Blocks behind `depth` found no room; they may be
     offered again. Before it there may be blocks in no piece, which the write policy does not have copied.
     """
+
+    frames = (RANGES, RANGES)
 
     transfer: Id  #: 0 = there is nothing to copy
     depth: Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]  #: of the lease now: `start` of its next store

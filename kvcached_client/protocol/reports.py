@@ -10,35 +10,38 @@ from kvcached_client.blocks.layout import Layout
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol.fields import (
     FRAME_SIZE_BYTES_MAX,
+    KEYS,
     NAME_LENGTH_MAX,
+    NODES,
     TREE_CHILDREN_MAX,
     TREE_LEVELS_MAX,
     TREE_NODES_MAX,
     Count,
     Header,
     Id,
+    decode,
 )
 from kvcached_client.types import KEY_SIZE_BYTES, MissReason
 
 
 class Stats(Header, frozen=True, kw_only=True, tag="stats"):
-    """Counters and gauges. Needs no session. Frames: none."""
+    """Counters and gauges. Needs no session."""
 
 
 class Health(Header, frozen=True, kw_only=True, tag="health"):
-    """A real acquire, commit and release through every worker. Needs no session. Frames: none."""
+    """A real acquire, commit and release through every worker. Needs no session."""
 
 
 class Check(Header, frozen=True, kw_only=True, tag="check"):
-    """Run the invariant checker on the live core. Needs no session. Frames: none."""
+    """Run the invariant checker on the live core. Needs no session."""
 
 
 class Describe(Header, frozen=True, kw_only=True, tag="describe"):
-    """Replicas, layouts, limits, versions. Needs no session. Frames: none."""
+    """Replicas, layouts, limits, versions. Needs no session."""
 
 
 class Tree(Header, frozen=True, kw_only=True, tag="tree"):
-    """A picture of the index: tiers and leases, bounded in depth and width. Needs no session. Frames: none."""
+    """A picture of the index: tiers and leases, bounded in depth and width. Needs no session."""
 
     replica: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""  #: "" = the trees of all replicas
     levels: Annotated[int, msgspec.Meta(ge=1, le=TREE_LEVELS_MAX)] = 8
@@ -46,13 +49,15 @@ class Tree(Header, frozen=True, kw_only=True, tag="tree"):
 
 
 class Inspect(Header, frozen=True, kw_only=True, tag="inspect"):
-    """Where a block is and who holds it. Needs no session. Frames: none."""
+    """Where a block is and who holds it. Needs no session."""
 
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_SIZE_BYTES, max_length=KEY_SIZE_BYTES)]
 
 
 class Explain(Header, frozen=True, kw_only=True, tag="explain"):
     """Why a prompt is no longer hit than it is. Touches nothing, needs no session. Frames: keys of its full blocks."""
+
+    frames = (KEYS,)
 
     tokens: Count  #: length of the prompt; at most tokens - 1 are matched unless `full`
     full: bool = False
@@ -190,6 +195,8 @@ class TreeNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class TreeReport(Header, frozen=True, kw_only=True, tag="tree_report"):
     """Answer to `Tree`. Frames: the nodes in preorder, as one MessagePack array of `TreeNode`."""
 
+    frames = (NODES,)
+
     runs: Id
     blocks: Id
     shown: Count
@@ -265,9 +272,4 @@ def unpack_tree_nodes(frame: bytes) -> list[TreeNode]:
     Raises:
         BadRequest: the frame is no array of nodes.
     """
-    try:
-        return _nodes_decoder.decode(frame)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise request_error(
-            ErrorCode.MALFORMED, f"unreadable tree: {error}", "client and daemon must be at most one version apart"
-        ) from None
+    return decode(_nodes_decoder, frame, "unreadable tree")

@@ -14,7 +14,10 @@ from kvcached_client.blocks.layout import Layout
 from kvcached_client.errors import ErrorCode, Fault
 from kvcached_client.protocol.fields import (
     BLOCKS_PER_MESSAGE_MAX,
+    KEYS,
     NAME_LENGTH_MAX,
+    RANGES,
+    TOKENS,
     Count,
     Header,
     Id,
@@ -36,7 +39,7 @@ StopPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 
 class Hello(Header, frozen=True, kw_only=True, tag="hello"):
-    """Open a session on a replica's pool. Frames: none. Sent by the scheduler's connection; it owns the session."""
+    """Open a session on a replica's pool. Sent by the scheduler's connection; it owns the session."""
 
     version_min: Id
     version_max: Id
@@ -52,6 +55,8 @@ class Hello(Header, frozen=True, kw_only=True, tag="hello"):
 class Match(Header, frozen=True, kw_only=True, tag="match"):
     """How many leading blocks are cached. Read-only: touches nothing. Frames: keys."""
 
+    frames = (KEYS,)
+
     epoch: Id
     tokens: Count  #: length of the prompt; at most tokens - 1 are matched unless `full`
     full: bool = False
@@ -63,6 +68,8 @@ class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
     In offload mode there is nothing to reserve, and the answer is `Held`.
     """
 
+    frames = (KEYS,)
+
     epoch: Id
     request: RequestName  #: the engine's own id of the request
     tokens: Count
@@ -72,7 +79,7 @@ class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
 
 
 class Allocate(Header, frozen=True, kw_only=True, tag="allocate"):
-    """More exclusive slots for a lease. Frames: none."""
+    """More exclusive slots for a lease."""
 
     epoch: Id
     lease: Id
@@ -81,6 +88,9 @@ class Allocate(Header, frozen=True, kw_only=True, tag="allocate"):
 
 class Commit(Header, frozen=True, kw_only=True, tag="commit"):
     """Blocks of a lease are computed: make them matchable. Frames: keys, slots, [tokens]."""
+
+    frames = (KEYS, RANGES, TOKENS)
+    frame_counts = (2, 3)
 
     epoch: Id
     lease: Id
@@ -91,6 +101,9 @@ class Commit(Header, frozen=True, kw_only=True, tag="commit"):
 class Release(Header, frozen=True, kw_only=True, tag="release"):
     """Give a lease back. With frames (keys, slots, [tokens]) it commits first: one message ends a request."""
 
+    frames = (KEYS, RANGES, TOKENS)
+    frame_counts = (0, 2, 3)
+
     epoch: Id
     lease: Id
     start: Count = 0
@@ -99,21 +112,21 @@ class Release(Header, frozen=True, kw_only=True, tag="release"):
 
 
 class Load(Header, frozen=True, kw_only=True, tag="load"):
-    """Wait until every load that a lease depends on has ended. Frames: none. Until it is answered, nothing commits."""
+    """Wait until every load that a lease depends on has ended. Until it is answered, nothing commits."""
 
     epoch: Id
     lease: Id
 
 
 class WaitForSlots(Header, frozen=True, kw_only=True, tag="wait_for_slots"):
-    """Wait until so many slots can be granted, or no copy is under way whose end could free any. Frames: none."""
+    """Wait until so many slots can be granted, or no copy is under way whose end could free any."""
 
     epoch: Id
     blocks: Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_PER_MESSAGE_MAX)]
 
 
 class Heartbeat(Header, frozen=True, kw_only=True, tag="heartbeat"):
-    """The session lives. May come from any connection that knows the session's token. Frames: none."""
+    """The session lives. May come from any connection that knows the session's token."""
 
     session: Id
     token: Secret
@@ -122,11 +135,13 @@ class Heartbeat(Header, frozen=True, kw_only=True, tag="heartbeat"):
 
 
 class Bye(Header, frozen=True, kw_only=True, tag="bye"):
-    """End the session: no process of it will touch the pool again. Frames: none."""
+    """End the session: no process of it will touch the pool again."""
 
 
 class Prefetch(Header, frozen=True, kw_only=True, tag="prefetch"):
     """Bring a prompt's blocks from storage into the host pool. Frames: keys of its full blocks."""
+
+    frames = (KEYS,)
 
     epoch: Id = 0  #: of the device pool; says nothing in offload mode
     tokens: Count  #: length of the prompt; at most tokens - 1 are looked for unless `full`
@@ -137,7 +152,7 @@ class Prefetch(Header, frozen=True, kw_only=True, tag="prefetch"):
 
 
 class Rejoin(Header, frozen=True, kw_only=True, tag="rejoin"):
-    """Go on with a session that an earlier daemon has opened. Frames: none. Answered by `Welcome`."""
+    """Go on with a session that an earlier daemon has opened. Answered by `Welcome`."""
 
     version_min: Id
     version_max: Id
@@ -153,6 +168,8 @@ class Rejoin(Header, frozen=True, kw_only=True, tag="rejoin"):
 class Declare(Header, frozen=True, kw_only=True, tag="declare"):
     """A request of the engine holds a lease. Frames: keys; the slots of these blocks; its exclusive slots in order."""
 
+    frames = (KEYS, RANGES, RANGES)
+
     epoch: Id
     request: RequestName  #: the engine's own id of the request
     tokens: Count  #: of its prompt
@@ -160,7 +177,7 @@ class Declare(Header, frozen=True, kw_only=True, tag="declare"):
 
 
 class DeclareOver(Header, frozen=True, kw_only=True, tag="declare_over"):
-    """All is declared: slots that no lease holds are free, once the fence of `Rejoin` has signalled. Frames: none."""
+    """All is declared: slots that no lease holds are free, once the fence of `Rejoin` has signalled."""
 
     epoch: Id
 
@@ -203,6 +220,8 @@ class LoadTicket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class Acquired(Header, frozen=True, kw_only=True, tag="acquired"):
     """Answer to `Acquire`. Frames: slots of the hit, exclusive slots, in block order."""
 
+    frames = (RANGES, RANGES)
+
     lease: Id
     hit: Count  #: blocks in the first frame
     ready: Count  #: that many of them can be read now; the rest when `loads` have ended
@@ -211,6 +230,8 @@ class Acquired(Header, frozen=True, kw_only=True, tag="acquired"):
 
 class Allocated(Header, frozen=True, kw_only=True, tag="allocated"):
     """Answer to `Allocate`. Frames: exclusive slots."""
+
+    frames = (RANGES,)
 
     blocks: Count
 
@@ -236,6 +257,8 @@ class Loaded(Header, frozen=True, kw_only=True, tag="loaded"):
     Where a load failed the hit is shorter than `Acquired` said. The slots then replace those of the blocks from `hit`
     to the old hit in the lease's block table: the engine computes them.
     """
+
+    frames = (RANGES,)
 
     hit: Count
 

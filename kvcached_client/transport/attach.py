@@ -14,11 +14,17 @@ import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, Self, TypeVar, cast
 
 import msgspec
 
-from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, RequestError, request_error
+from kvcached_client.errors import (
+    DaemonUnreachable,
+    DeadlineExceeded,
+    ErrorCode,
+    bad_reply,
+    request_error,
+)
 from kvcached_client.protocol.attach import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
     JOINED_DESCRIPTORS,
@@ -34,11 +40,12 @@ from kvcached_client.protocol.attach import (
     decode_attach_reply,
     encode_attach,
 )
-from kvcached_client.protocol.engine import Id, Secret
+from kvcached_client.protocol.fields import Id, Secret, decode
+from kvcached_client.transport.listener import listener_of, unreachable
 from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, RUN_DIR_VARIABLE, socket_path
 
-#: struct ucred: pid, uid, gid
-_CREDENTIALS: Final = struct.Struct("iII")
+A = TypeVar("A", Identified, Joined, JoinedHost)
+
 #: struct timeval: seconds, microseconds
 _TIMEVAL: Final = struct.Struct("@ll")
 #: One more than any reply has, so that too many are noticed.
@@ -69,12 +76,7 @@ class SessionGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Raises:
             BadRequest: the bytes are no session grant.
         """
-        try:
-            return msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise request_error(
-                ErrorCode.MALFORMED, f"session grant: {error}", "send SessionGrant.to_bytes()"
-            ) from None
+        return decode(msgspec.msgpack.Decoder(cls), data, "session grant", "send SessionGrant.to_bytes()")
 
     def __repr__(self) -> str:
         return f"SessionGrant(id={self.id}, run_dir={self.run_dir!r})"
@@ -143,11 +145,8 @@ def identify(
         Refused: the socket belongs to another user, who is not root.
         RequestError: the daemon refused.
     """
-    connection, reply, descriptors = _ask(run_dir, Identify(client=client), deadline_ms)
-    if not isinstance(reply, Identified) or descriptors:
-        _discard(connection, descriptors)
-        raise _unexpected(reply, descriptors)
-    return AttachConnection(connection), reply
+    connection, reply, _ = _ask(run_dir, Identify(client=client), Identified, 0, deadline_ms)
+    return connection, reply
 
 
 def join(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedMemory:
@@ -157,12 +156,9 @@ def join(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedMemory:
         DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
     """
     question = Join(session=grant.id, token=grant.token, shard=shard)
-    connection, reply, descriptors = _ask(grant.run_dir, question, deadline_ms)
-    if not isinstance(reply, Joined) or reply.shard != shard or len(descriptors) != JOINED_DESCRIPTORS:
-        _discard(connection, descriptors)
-        raise _unexpected(reply, descriptors)
+    connection, reply, descriptors = _ask(grant.run_dir, question, Joined, JOINED_DESCRIPTORS, deadline_ms)
     pool, progress, *events = descriptors
-    return JoinedMemory(AttachConnection(connection), reply, pool, progress, tuple(events))
+    return JoinedMemory(connection, reply, pool, progress, tuple(events))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +179,14 @@ def join_host(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedHos
         DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
     """
     question = Join(session=grant.id, token=grant.token, shard=shard)
-    connection, reply, descriptors = _ask(grant.run_dir, question, deadline_ms)
-    if not isinstance(reply, JoinedHost) or reply.shard != shard or len(descriptors) != 1:
-        _discard(connection, descriptors)
-        raise _unexpected(reply, descriptors)
-    return JoinedHostMemory(AttachConnection(connection), reply, descriptors[0])
+    connection, reply, descriptors = _ask(grant.run_dir, question, JoinedHost, 1, deadline_ms)
+    return JoinedHostMemory(connection, reply, descriptors[0])
 
 
 def _ask(
-    run_dir: str | os.PathLike[str], question: Attach, deadline_ms: int
-) -> tuple[socket.socket, AttachReply, list[int]]:
+    run_dir: str | os.PathLike[str], question: Attach, expected: type[A], descriptor_count: int, deadline_ms: int
+) -> tuple[AttachConnection, A, list[int]]:
+    """Send a question on a new connection; the connection, the expected reply, and that many descriptors."""
     deadline_ns = time.monotonic_ns() + deadline_ms * 1_000_000
     path = socket_path(run_dir, ATTACH_SOCKET_NAME)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -205,36 +199,31 @@ def _ask(
         remaining_ns = max(1, deadline_ns - time.monotonic_ns())
         connection.settimeout(remaining_ns / 1e9)
         reply, descriptors = _receive(connection, path)
-    except (TimeoutError, BlockingIOError):
+    except BaseException as error:
         connection.close()
-        raise DeadlineExceeded(f"no reply from {path} within {deadline_ms} ms") from None
-    except FileNotFoundError:
-        connection.close()
-        raise DaemonUnreachable(f"no socket {path}; is the daemon running?") from None
-    except OSError as error:
-        connection.close()
-        raise DaemonUnreachable(f"{path}: {error.strerror}; is the daemon running?") from error
-    except BaseException:
-        connection.close()
+        if isinstance(error, (TimeoutError, BlockingIOError)):
+            raise DeadlineExceeded(f"no reply from {path} within {deadline_ms} ms") from None
+        if isinstance(error, OSError):
+            raise unreachable(path, error) from error
         raise
-    return connection, reply, descriptors
+    is_answer = isinstance(reply, expected) and len(descriptors) == descriptor_count
+    if isinstance(question, Join) and isinstance(reply, (Joined, JoinedHost)):
+        is_answer = is_answer and reply.shard == question.shard
+    if not is_answer:
+        connection.close()
+        close_all(descriptors)
+        raise bad_reply(f"the daemon answered {type(reply).__name__} with {len(descriptors)} descriptors")
+    return AttachConnection(connection), cast("A", reply), descriptors
 
 
 def _check_user(connection: socket.socket, path: str) -> None:
-    user, own = _peer_user(connection), os.geteuid()
+    user, own = listener_of(connection).user, os.geteuid()
     if user not in {0, own}:
         raise request_error(
             ErrorCode.UNAUTHENTICATED,
             f"the socket {path} belongs to user {user}, not to root or user {own}",
             f"run the daemon as one of them, or name its run directory in {RUN_DIR_VARIABLE}",
         )
-
-
-def _peer_user(connection: socket.socket) -> int:
-    """The user of the process that listens."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    return int(user)
 
 
 def _send(connection: socket.socket, question: Attach) -> None:
@@ -274,29 +263,14 @@ def _read(data: bytes, flags: int, path: str) -> AttachReply:
     if not data:
         raise DaemonUnreachable(f"{path}: the daemon closed the connection without a reply")
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        raise request_error(
-            ErrorCode.OVERSIZE, "the attach reply is larger than allowed", "client and daemon differ in version"
-        )
+        raise bad_reply("the attach reply is larger than allowed", ErrorCode.OVERSIZE)
     reply = decode_attach_reply(data)
     if isinstance(reply, AttachRefused):
         raise request_error(reply.code, reply.message, reply.fix)
     return reply
 
 
-def _discard(connection: socket.socket, descriptors: list[int]) -> None:
-    connection.close()
-    close_all(descriptors)
-
-
 def close_all(descriptors: Iterable[int]) -> None:
     """Close descriptors of this process."""
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-def _unexpected(reply: AttachReply, descriptors: list[int]) -> RequestError:
-    return request_error(
-        ErrorCode.MALFORMED,
-        f"the daemon answered {type(reply).__name__} with {len(descriptors)} descriptors",
-        "client and daemon differ in version",
-    )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.errors import ErrorCode, RequestError, bad_reply, bad_value, request_error
 from kvcached_client.protocol.engine import (
     FRAME_COUNT_MAX,
     Acquire,
@@ -29,7 +29,7 @@ from kvcached_client.protocol.engine import (
     encode,
     salvage_id,
 )
-from kvcached_client.protocol.frames import check_frames, check_reply_frames
+from kvcached_client.protocol.fields import check_frames, check_reply_frames
 from kvcached_client.types import LeaseId, RequestId
 
 #: With more requests pending, the daemon is lost. ZeroMQ's own queues are as short.
@@ -197,9 +197,7 @@ def _encode(request: Request) -> bytes:
     try:
         return encode(request)
     except (UnicodeEncodeError, OverflowError, TypeError) as error:
-        raise request_error(
-            ErrorCode.BAD_VALUE, f"{type(request).__name__}: {error}", "see the fields in docs/protocol.md"
-        ) from None
+        raise bad_value(f"{type(request).__name__}: {error}", "see the fields in docs/protocol.md") from None
 
 
 def _granted(answer: Answer | RequestError | None) -> LeaseId | None:
@@ -210,9 +208,7 @@ def _granted(answer: Answer | RequestError | None) -> LeaseId | None:
 
 def _read(parts: Sequence[bytes]) -> Answer:
     if not 1 <= len(parts) <= FRAME_COUNT_MAX:
-        raise request_error(
-            ErrorCode.BAD_FRAMES, f"a reply of {len(parts)} parts", "client and daemon differ in version"
-        )
+        raise bad_reply(f"a reply of {len(parts)} parts", ErrorCode.BAD_FRAMES)
     reply = decode_reply(parts[0])
     frames = list(parts[1:])
     check_reply_frames(reply, frames)

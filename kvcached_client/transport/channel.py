@@ -17,8 +17,7 @@ import zmq
 from kvcached_client.errors import (
     DaemonUnreachable,
     DeadlineExceeded,
-    ErrorCode,
-    request_error,
+    bad_reply,
 )
 from kvcached_client.protocol.engine import (
     FRAME_SIZE_BYTES_MAX,
@@ -150,11 +149,7 @@ class Channel:
             self._calls.abandon(request_id)
             raise
         if not isinstance(reply, expected):
-            raise request_error(
-                ErrorCode.MALFORMED,
-                f"{type(reply).__name__} instead of {expected.__name__}",
-                "client and daemon differ in version",
-            )
+            raise bad_reply(f"{type(reply).__name__} instead of {expected.__name__}")
         return reply, reply_frames
 
     def is_over(self, request: Request) -> bool:

@@ -35,15 +35,25 @@ def find_listener(path: str) -> Listener | None:
             trial.connect(path)
         except BlockingIOError:
             return None
-        except FileNotFoundError:
-            raise DaemonUnreachable(f"no socket {path}; is the daemon running?") from None
         except PermissionError as error:
             raise _not_allowed(path, error) from None
         except OSError as error:
-            raise DaemonUnreachable(f"{path}: {error.strerror}; is the daemon running?") from error
-        credentials = trial.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            raise unreachable(path, error) from error
+        return listener_of(trial)
+
+
+def listener_of(connection: socket.socket) -> Listener:
+    """The listener that accepted, or will accept, a connection."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(credentials)
     return Listener(pid, user)
+
+
+def unreachable(path: str, error: OSError) -> DaemonUnreachable:
+    """The exception for an error of a socket that connects to `path`."""
+    if isinstance(error, FileNotFoundError):
+        return DaemonUnreachable(f"no socket {path}; is the daemon running?")
+    return DaemonUnreachable(f"{path}: {error.strerror}; is the daemon running?")
 
 
 def check_own(path: str) -> None:

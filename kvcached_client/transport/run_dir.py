@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.errors import bad_value
 
 RUN_DIR_VARIABLE: Final = "KVCACHED_RUN_DIR"
 ATTACH_SOCKET_NAME: Final = "attach.sock"
@@ -41,8 +41,7 @@ def socket_path(run_dir: str | os.PathLike[str], name: str) -> str:
     path = str(Path(run_dir) / name)
     size = len(os.fsencode(path))
     if size > SOCKET_PATH_BYTES_MAX:
-        raise request_error(
-            ErrorCode.BAD_VALUE,
+        raise bad_value(
             f"socket path {path} is {size} bytes long, at most {SOCKET_PATH_BYTES_MAX} are possible",
             f"name a shorter run directory in {RUN_DIR_VARIABLE}",
         )

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from kvcached_client.offload import PreparedLoad, PreparedStore
 from kvcached_client.types import LeaseId, TransferId
@@ -262,7 +262,31 @@ class TypicalTime:
         self.seconds = min(max(moved, _TYPICAL_S_MIN), _TYPICAL_S_MAX)
 
 
-class CommandInbox:
+class LinkPort(Protocol):
+    """What the scheduler's side uses of the thread that talks to the daemon: `CommandInbox` is one."""
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether seeks and offers are accepted: there is a session, and the daemon is not behind."""
+
+    def submit(self, command: Command) -> bool:
+        """Add a command; returns whether it was accepted. Without a session none is."""
+
+    def take(self) -> list[Event]:
+        """The events since the last call."""
+
+    @property
+    def answer_s(self) -> float:
+        """How long the daemon typically takes to reply to a seek."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for events; returns whether there are any."""
+
+    def clear(self, timeout_s: float) -> bool:
+        """Clear the namespace; returns whether that was done in time. If not, it is done later."""
+
+
+class CommandInbox(LinkPort):
     """What the scheduler's side sees of the thread that talks to the daemon: commands go in, events come out.
 
     Any thread may call the public methods; they never wait for the daemon, except `wait` and `clear`.

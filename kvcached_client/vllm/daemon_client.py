@@ -6,12 +6,13 @@ A daemon without storage is asked for blocks only every few seconds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 from kvcached_client.offload import Hold, PreparedLoad, PreparedStore
 from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.attach import SessionGrant
+from kvcached_client.transport.session import Pending
 from kvcached_client.types import LeaseId, TransferId
 from kvcached_client.vllm.commands import Seek
 
@@ -27,15 +28,12 @@ FETCH_MS_MAX: Final = 60_000
 UNAVAILABLE_S: Final = 5.0
 
 
-class Pending(Protocol):
+class PendingFetch(Pending[PrefetchResult], Protocol):
     """The part of `PendingPrefetch` that is used. Everything but `abandon` raises `KvcachedError`."""
 
     @property
     def is_over(self) -> bool:
         """Whether `result` would not wait."""
-
-    def result(self) -> PrefetchResult:
-        """The outcome."""
 
     def abandon(self) -> None:
         """Ignore the reply."""
@@ -45,7 +43,7 @@ class Fetch(NamedTuple):
     """A seek, and the prefetch that it waits for."""
 
     seek: Seek
-    pending: Pending
+    pending: PendingFetch
 
 
 class Fetches:
@@ -71,7 +69,7 @@ class Fetches:
         is_possible = len(self._waiting) < FETCHES_MAX and self._clock() >= self._not_before
         return self._is_on and seek.load and is_possible
 
-    def add(self, seek: Seek, pending: Pending) -> None:
+    def add(self, seek: Seek, pending: PendingFetch) -> None:
         """Let a seek wait for its prefetch."""
         self._waiting.append(Fetch(seek, pending))
 
@@ -101,16 +99,6 @@ class Fetches:
         self._not_before = 0.0
 
 
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Asked(Protocol[T_co]):
-    """A request that was sent to the daemon."""
-
-    def result(self) -> T_co:
-        """Wait for the reply."""
-
-
 class Client(Protocol):
     """The part of `OffloadClient` that is used. Everything but the attributes raises `KvcachedError`."""
 
@@ -122,7 +110,7 @@ class Client(Protocol):
     def is_alive(self) -> bool:
         """Whether the session still exists, as far as is known."""
 
-    def begin_acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Asked[Hold]:
+    def begin_acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Pending[Hold]:
         """Lock the cached prefix of a prompt."""
 
     def begin_prefetch(
@@ -133,19 +121,19 @@ class Client(Protocol):
         stop: StopPolicy = "timeout",
         deadline_ms: int | None = None,
         prefill_tokens_per_s: float = 0.0,
-    ) -> Pending:
+    ) -> PendingFetch:
         """Bring blocks from storage into the host pool."""
 
     def listen(self, wake: int, timeout_s: float) -> bool:
         """Wait for a message of the daemon, or until the descriptor `wake` is readable; False after `timeout_s`."""
 
-    def begin_prepare_load(self, lease: LeaseId, start: int, blocks: int) -> Asked[PreparedLoad]:
+    def begin_prepare_load(self, lease: LeaseId, start: int, blocks: int) -> Pending[PreparedLoad]:
         """Ask for the slots of a hit."""
 
     def cancel_load(self, transfer: TransferId) -> None:
         """Call off a prepared load."""
 
-    def begin_prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> Asked[PreparedStore]:
+    def begin_prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> Pending[PreparedStore]:
         """Ask for slots for computed blocks."""
 
     def cancel_store(self, transfer: TransferId, why: str) -> None:

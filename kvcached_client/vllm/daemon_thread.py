@@ -28,6 +28,7 @@ from typing import Final, TypeAlias, TypeVar, get_args
 
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, KvcachedError, RequestError
 from kvcached_client.offload import Hold, PreparedLoad, PreparedStore
+from kvcached_client.transport.session import Pending
 from kvcached_client.vllm.commands import (
     Command,
     CommandInbox,
@@ -45,7 +46,7 @@ from kvcached_client.vllm.commands import (
     Seek,
     Unplanned,
 )
-from kvcached_client.vllm.daemon_client import FETCH_MS_MAX, Asked, Client, Fetches, PrefetchMode
+from kvcached_client.vllm.daemon_client import FETCH_MS_MAX, Client, Fetches, PrefetchMode
 from kvcached_client.vllm.orders import SessionNote
 
 #: Pause between attempts to connect, and after a missed deadline.
@@ -57,7 +58,7 @@ CLOSE_S_MAX: Final = 5.0
 SILENCE_S_MAX: Final = 1.0
 
 _T = TypeVar("_T")
-_Acquiring: TypeAlias = list[tuple[Seek, Asked[Hold] | None]]
+_Acquiring: TypeAlias = list[tuple[Seek, Pending[Hold] | None]]
 
 #: Below vLLM's own logger, for its handlers and format.
 log = logging.getLogger("vllm.kvcached")
@@ -278,7 +279,7 @@ class DaemonThread(CommandInbox):
 
     def _end_acquire(self, acquiring: _Acquiring) -> None:
         """Finish seeks that were sent. If the session is lost, the next session gets those without a reply."""
-        loading: list[tuple[Seek, Hold, Asked[PreparedLoad] | None]] = []
+        loading: list[tuple[Seek, Hold, Pending[PreparedLoad] | None]] = []
         unanswered = []
         for seek, asked in acquiring:
             hold = self._answer(asked)
@@ -303,7 +304,7 @@ class DaemonThread(CommandInbox):
         with self._changed:
             self._commands.put_back(unanswered)  # for the next session; refused if there is a pause first
 
-    def _begin_offer(self, offer: Offer) -> Asked[PreparedStore] | None:
+    def _begin_offer(self, offer: Offer) -> Pending[PreparedStore] | None:
         if offer.session != self._number:
             return None
         return self._call(
@@ -354,7 +355,7 @@ class DaemonThread(CommandInbox):
             return result
         return None
 
-    def _answer(self, asked: Asked[_T] | None) -> _T | None:
+    def _answer(self, asked: Pending[_T] | None) -> _T | None:
         """The reply to a request that was sent; as `_call`."""
         return None if asked is None else self._call(lambda _: asked.result())
 
@@ -386,11 +387,11 @@ class DaemonThread(CommandInbox):
         log.log(level, "kvcached: %s", message)
 
 
-def _begin_acquire(seek: Seek, client: Client) -> Asked[Hold]:
+def _begin_acquire(seek: Seek, client: Client) -> Pending[Hold]:
     return client.begin_acquire(seek.name, seek.keys, seek.tokens, full=not seek.load)
 
 
-def _begin_load(hold: Hold, client: Client) -> Asked[PreparedLoad]:
+def _begin_load(hold: Hold, client: Client) -> Pending[PreparedLoad]:
     return client.begin_prepare_load(hold.lease, 0, hold.hit)
 
 

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.errors import bad_value
 from kvcached_client.keys import Tokens, pack_tokens
 from kvcached_client.types import KEY_SIZE_BYTES, PackedKeys
 
@@ -73,7 +73,7 @@ def block_hashes(
 ) -> list[bytes]:
     """VLLM's whole hashes of a prompt's full blocks, as `block_keys` takes them."""
     if hashing.block_size < 1:
-        raise _bad(f"block size {hashing.block_size}", "blocks have at least one token")
+        raise bad_value(f"block size {hashing.block_size}", "blocks have at least one token")
     digest, parent = _start(hashing)
     every: list[_Value] = [("lora", *lora)] if lora is not None else []
     first: list[_Value] = [("cache_salt", salt)] if salt else []
@@ -90,16 +90,16 @@ def _start(hashing: VllmHashing) -> tuple[Callable[[bytes], bytes], bytes]:
     """The hash function, and what stands for the block before the first."""
     name = hashing.algorithm
     if name in PICKLED_ALGORITHMS:
-        raise _bad(
+        raise bad_value(
             f"hashes of {name!r} depend on pickle, and so on the engine's Python and vLLM",
             "start vLLM with --prefix-caching-hash-algo sha256_cbor",
         )
     if name not in _ALGORITHMS:
-        raise _bad(f"hash algorithm {name!r}", f"one of {', '.join(ALGORITHMS)}")
+        raise bad_value(f"hash algorithm {name!r}", f"one of {', '.join(ALGORITHMS)}")
     seed = hashing.seed
     if seed is None:
         if name in SECRET_SEED_ALGORITHMS:
-            raise _bad(
+            raise bad_value(
                 f"without PYTHONHASHSEED every engine begins its hashes of {name!r} at random",
                 "set PYTHONHASHSEED for the engines and name its value, or use sha256_cbor",
             )
@@ -120,7 +120,7 @@ def _cbor(value: _Value) -> bytes:
         try:
             text = value.encode()
         except UnicodeEncodeError as error:
-            raise _bad(f"{value!r} cannot enter a hash: {error}", "use UTF-8 text") from None
+            raise bad_value(f"{value!r} cannot enter a hash: {error}", "use UTF-8 text") from None
         return _head(3, len(text)) + text
     return _head(4, len(value)) + b"".join(map(_cbor, value))
 
@@ -132,8 +132,4 @@ def _head(kind: int, number: int) -> bytes:
     for code, size in ((24, 1), (25, 2), (26, 4), (27, 8)):
         if number < 1 << 8 * size:
             return bytes([kind << 5 | code]) + number.to_bytes(size, "big")
-    raise _bad(f"{number} in a hash", "use integers of 64 bits")
-
-
-def _bad(message: str, fix: str) -> RequestError:
-    return request_error(ErrorCode.BAD_VALUE, message, fix)
+    raise bad_value(f"{number} in a hash", "use integers of 64 bits")

@@ -5,39 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, REQUEST_NAME_LENGTH_MAX
-from kvcached_client.vllm.commands import Command, DropLoad, Event, Fetching, Found, Release, Seek
+from kvcached_client.vllm.commands import DropLoad, Fetching, Found, LinkPort, Release, Seek
 from kvcached_client.vllm.orders import pack_keys
 from kvcached_client.vllm.request_state import RequestState
 from kvcached_client.vllm.waiting import PrefillRate
 
 _NAME_DIGEST_BYTES: Final = 16
-
-
-class LinkPort(Protocol):
-    """What is used of `DaemonThread`."""
-
-    @property
-    def is_taking(self) -> bool:
-        """Whether questions are accepted at present."""
-
-    def submit(self, command: Command) -> bool:
-        """Have a command carried out."""
-
-    def take(self) -> list[Event]:
-        """The events since the last call."""
-
-    @property
-    def answer_s(self) -> float:
-        """How long the daemon typically takes to answer a seek."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until there are events, no longer than so many seconds; whether there are."""
-
-    def clear(self, timeout_s: float) -> bool:
-        """Begin a new generation of the namespace."""
 
 
 class Leases:

@@ -19,8 +19,18 @@ from typing import Final
 
 from kvcached_client.blocks.transfers import BlockJob
 from kvcached_client.types import TransferId
-from kvcached_client.vllm.commands import Connected, DropLoad, Fetching, Found, Lost, NotFound, Planned, Unplanned
-from kvcached_client.vllm.leases import Leases, LinkPort
+from kvcached_client.vllm.commands import (
+    Connected,
+    DropLoad,
+    Fetching,
+    Found,
+    LinkPort,
+    Lost,
+    NotFound,
+    Planned,
+    Unplanned,
+)
+from kvcached_client.vllm.leases import Leases
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, job_span
 from kvcached_client.vllm.request_state import BlockPool, Request, RequestState, Step
 from kvcached_client.vllm.store_queue import StoreQueue, Stores

@@ -13,8 +13,8 @@ from typing import Final
 from kvcached_client.blocks.transfers import BlockJob
 from kvcached_client.offload import Piece, PreparedStore
 from kvcached_client.types import TransferId
-from kvcached_client.vllm.commands import DropStore, Offer, Planned
-from kvcached_client.vllm.leases import Leases, LinkPort
+from kvcached_client.vllm.commands import DropStore, LinkPort, Offer, Planned
+from kvcached_client.vllm.leases import Leases
 from kvcached_client.vllm.orders import StoreId, StoreOrder, job_span, pack_keys
 from kvcached_client.vllm.request_state import BlockPool, RequestState
 

@@ -19,29 +19,15 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from typing import Final
 
+from kvcached_client.vllm.commands import LinkPort
 from kvcached_client.vllm.request_state import RequestState, Step
 
 #: A small part of a step of a large model, and many times what an answer takes on an idle machine.
 WAIT_S_PER_STEP_MAX: Final = 0.003
 #: Beside other work: so many times the typical answer, which nearly all answers keep to on an idle machine.
 _TYPICAL_ANSWERS: Final = 4
-
-
-class AnswerPort(Protocol):
-    """What is used of `DaemonThread`."""
-
-    @property
-    def is_taking(self) -> bool:
-        """Whether questions are accepted at present."""
-
-    @property
-    def answer_s(self) -> float:
-        """How long the daemon typically takes to answer a seek."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until there are events, no longer than so many seconds; whether there are."""
 
 
 class Patience:
@@ -52,7 +38,7 @@ class Patience:
         clock: in seconds.
     """
 
-    def __init__(self, link: AnswerPort, clock: Callable[[], float]) -> None:
+    def __init__(self, link: LinkPort, clock: Callable[[], float]) -> None:
         self._link = link
         self._clock = clock
         self._left_s = WAIT_S_PER_STEP_MAX

@@ -33,6 +33,7 @@ from kvcached_client.protocol.attach import (
 )
 from kvcached_client.transport import attach
 from kvcached_client.transport.attach import identify
+from kvcached_client.transport.listener import Listener
 
 Behaviour = Callable[[socket.socket, bytes, list[int]], None]
 IDENTIFIED = Identified(member=b"m" * 32, endpoint="ipc:///x", daemon_epoch=1)
@@ -97,7 +98,7 @@ def test_nothing_is_said_to_another_users_socket(
         said.extend([data, descriptors])
         hung_up.set()
 
-    monkeypatch.setattr(attach, "_peer_user", lambda _: os.geteuid() + 1)
+    monkeypatch.setattr(attach, "listener_of", lambda _: Listener(1, os.geteuid() + 1))
     directory = listen(behave)
     with pytest.raises(Refused, match=rf"belongs to user {os.geteuid() + 1}, not to root or user {os.geteuid()}"):
         identify(directory, deadline_ms=5000)
