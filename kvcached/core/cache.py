@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from kvcached.core.clearing import Clearings
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.generations import Generations
+from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import ManagedLease
 from kvcached.core.managed import Managed
@@ -35,11 +36,11 @@ from kvcached.core.session import OffloadSession, Sessions
 from kvcached.core.slots.host_slots import HostPool, HostQuota, SlabAllocator
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.slots import DevicePool, SlotPool
-from kvcached.core.slots.states import SessionState
+from kvcached.core.slots.states import SessionState, StorageState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
-from kvcached.core.transfers.storage import StorageSpec, StorageState, StorageTier
+from kvcached.core.transfers.storage import StorageSpec, StorageTier
 from kvcached.core.transfers.storage_copies import Candidates
-from kvcached.core.transfers.storage_state import Prefetch
+from kvcached.core.transfers.storage_state import Chain, Prefetch
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import WorkerTransfer
 from kvcached.core.transfers.worker_copies import WorkerCopies
@@ -239,7 +240,8 @@ class Cache:
             limit = session.hit_limit(keys, tokens, full=full)
             run, depth = session.tree.match(keys, limit, session.pool.index)
         depth = session.tree.match_host(run, depth, keys, limit)[1]
-        return self.storage.prefetch(session_id, session.tree, keys, depth, limit, session.block_size, rate)
+        chain = Chain(session.tree, keys[: limit * KEY_SIZE], depth, session.block_size, rate)
+        return self.storage.prefetch(session_id, chain)
 
     def pause(self, replica: str = "") -> None:
         """Start no copies for a replica; for "" none at all, those of engines in offload mode included.

@@ -33,6 +33,8 @@ from kvcached_client.types import LeaseId, MissReason, SessionId, TransferId, Wr
 
 #: Copies of one session under way. A store has as many blocks as its message, so this is far above what engines need.
 TRANSFERS_PER_SESSION_MAX = 16_384
+#: The failure of a copy whose session has expired or ended.
+_OVER = "the session is over"
 
 
 class LoadPlan(NamedTuple):
@@ -142,7 +144,8 @@ class Offload:
             self._release(session, lease)
         for copy in list(session.transfers.values()):
             if copy.kind is TransferKind.STORE:
-                self._copies.drop_store(session, copy, SlotState.QUARANTINED)
+                copy.fail(_OVER)
+                self._copies.end(session, copy, SlotState.QUARANTINED)
         self.namespaces.drop_retired()
         session.enter(SessionState.EXPIRED)
         self._counters["sessions_expired"] += 1
@@ -157,12 +160,9 @@ class Offload:
         for lease in list(session.leases.values()):
             self._release(session, lease)
         for copy in list(session.transfers.values()):
-            if copy.kind is TransferKind.STORE:
-                freed += copy.blocks
-                self._copies.drop_store(session, copy, SlotState.FREE)
-            else:
-                copy.fail("the session is over")
-                self._copies.end_load(session, copy)
+            freed += copy.blocks if copy.kind is TransferKind.STORE else 0
+            copy.fail(_OVER)
+            self._copies.end(session, copy)
         for pool, slots in session.quarantined:
             pool.move(slots, SlotState.QUARANTINED, SlotState.FREE, f"end of session {session.id}")
             freed += slot_count(slots)
@@ -288,8 +288,7 @@ class Offload:
             raise Refusal(Why.CORRUPT_STORE, transfer=transfer)
         copy.corrupt.update(block for block in corrupt if 0 <= block < copy.blocks)
         if self._copies.settled(copy, shard, error):
-            end = self._copies.end_load if copy.kind is TransferKind.LOAD else self._copies.end_store
-            end(session, copy)
+            self._copies.end(session, copy)
             self.namespaces.drop_retired()
 
     def prepare_store(self, session_id: SessionId, lease_id: LeaseId, start: int, keys: bytes) -> StorePlan:

@@ -19,7 +19,7 @@ from kvcached.core.slots.ranges import (
     Ranges,
 )
 from kvcached.core.slots.slots import SlotPool
-from kvcached.core.slots.states import SESSION_TRANSITIONS, SessionState, follow
+from kvcached.core.slots.states import SESSION_TRANSITIONS, SessionState, Stateful
 from kvcached.core.transfers.transfer import EngineTransfer
 from kvcached_client.types import LeaseId, SessionId, TransferId
 
@@ -30,7 +30,7 @@ SessionT = TypeVar("SessionT", bound="Session[Any]")
 
 
 @dataclass(slots=True, eq=False)
-class Session(Generic[LeaseT]):
+class Session(Stateful[SessionState], Generic[LeaseT]):
     """What an engine group holds, whatever its kind.
 
     Attributes:
@@ -41,6 +41,8 @@ class Session(Generic[LeaseT]):
         leases: what its requests hold, by id.
         requests: the same leases by the engine's request id.
     """
+
+    EDGES = SESSION_TRANSITIONS
 
     id: SessionId
     last_heard_ms: int
@@ -89,14 +91,6 @@ class Session(Generic[LeaseT]):
     def remove(self, lease: LeaseT) -> None:
         """Take a lease off the books; what it holds is the caller's to give back."""
         del self.leases[lease.id], self.requests[lease.request]
-
-    def enter(self, state: SessionState) -> None:
-        """Go along an edge of the table.
-
-        Raises:
-            RuntimeError: there is no such edge: a bug of ours.
-        """
-        self.state = follow(SESSION_TRANSITIONS, self.state, state, f"session {self.id}")
 
 
 @dataclass(slots=True, eq=False)

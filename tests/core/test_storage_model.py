@@ -11,8 +11,9 @@ from kvcached.core.cache import Cache
 from kvcached.core.clearing import Clearings
 from kvcached.core.messages import StorageReady, StorageSuspended, Ticked
 from kvcached.core.refusals import Refusal
+from kvcached.core.slots.states import StorageState
 from kvcached.core.transfers.prefetch import PrefetchLimits
-from kvcached.core.transfers.storage import StorageSpec, StorageState
+from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
 from tests.core.attached_engine import AttachedEngine, space
 from tests.core.engine import Engine, healthy

@@ -9,6 +9,7 @@ from kvcached.core.namespaces import Namespace, Namespaces
 from kvcached.core.offload import Offload, longest_hit
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.engine_copies import EngineCopies
+from kvcached.core.transfers.table import TransferTable
 from kvcached.service.engine_verbs import OffloadVerbs
 from kvcached.service.offload_admission import OffloadAdmission
 from kvcached.service.sessions import EngineGroup
@@ -36,13 +37,13 @@ def offload_clear_keeps_the_tree(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_attached.py::test_corrupt_blocks_are_not_matched_again")
 def offload_corrupt_block_not_dropped(patch: pytest.MonkeyPatch) -> None:
     """A block that a shard found damaged is hit again."""
-    patch.setattr(EngineCopies, "_drop_corrupt", lambda *_: None)
+    patch.setattr(TransferTable, "drop_corrupt", lambda *_: None)
 
 
 @caught_by("tests/core/test_attached.py::test_corrupt_block_stays_while_somebody_reads_it")
 def offload_corrupt_slot_freed_while_read(patch: pytest.MonkeyPatch) -> None:
     """A damaged block's slot is free while another load reads it."""
-    rewrite(patch, EngineCopies._drop_corrupt, "if self._table.pass_on(load, slots[0]) or ", "if ")
+    rewrite(patch, TransferTable.drop_corrupt, " or self.pass_on(load, slots[0])", "")
 
 
 @caught_by("tests/service/test_attached.py::test_requests_of_another_epoch_are_stale")
@@ -111,7 +112,7 @@ def offload_load_not_pinned(patch: pytest.MonkeyPatch) -> None:
     """What an engine's own load reads may be evicted once the lease is released."""
     lock, unlock = "tree.lock(", "copy.tree.unlock_host("
     rewrite(patch, EngineCopies.start, lock, f"if kind is TransferKind.STORE: {lock}")
-    rewrite(patch, EngineCopies._close, unlock, f"if copy.kind is TransferKind.STORE: {unlock}")
+    rewrite(patch, EngineCopies.end, unlock, f"if copy.kind is TransferKind.STORE: {unlock}")
 
 
 @caught_by("tests/core/test_attached.py::test_load_of_what_proved_corrupt_meanwhile_is_refused")

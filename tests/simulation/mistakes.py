@@ -47,12 +47,12 @@ def _pool_given_away(patch: pytest.MonkeyPatch) -> None:
 
 def _quarantine_skipped(patch: pytest.MonkeyPatch) -> None:
     """Host slots that an expired engine's shards are writing are free at once."""
-    drop = EngineCopies.drop_store
+    true_end = EngineCopies.end
 
-    def drop_store(self: EngineCopies, session: Any, store: EngineTransfer, target: SlotState) -> None:
-        drop(self, session, store, SlotState.FREE)
+    def end(self: EngineCopies, session: Any, copy: EngineTransfer, *_: SlotState) -> None:
+        true_end(self, session, copy)
 
-    patch.setattr(EngineCopies, "drop_store", drop_store)
+    patch.setattr(EngineCopies, "end", end)
 
 
 def _retry_executed_twice(patch: pytest.MonkeyPatch) -> None:

@@ -48,12 +48,12 @@ class PrefetchPromises:
 
 
 def _depth(prefetch: Prefetch) -> int:
-    tree = prefetch.tree
-    return tree.match_host(tree.root, 0, prefetch.keys, prefetch.limit)[1]
+    tree, keys, limit = prefetch.chain.tree, prefetch.chain.keys, prefetch.chain.limit
+    return tree.match_host(tree.root, 0, keys, limit)[1]
 
 
 def _lockable(prefetch: Prefetch) -> int:
     """How much of the prompt is there, if so little is protected that this may be, too."""
-    host, depth = prefetch.tree.host, _depth(prefetch)
+    host, depth = prefetch.chain.tree.host, _depth(prefetch)
     is_little = isinstance(host, HostPool) and (host.protected + depth) * 100 <= host.reachable * LOCKED_PERCENT_MAX
     return depth if is_little else 0

@@ -162,7 +162,7 @@ def _ends(transfers: Sequence[Transfer]) -> list[FenceHold]:
 def _storage_claims(cache: Cache, tree: PrefixTree) -> Iterator[_Claim]:
     """Host slots that storage writes, or has written, and no index knows yet; or reads, and no index knows any more."""
     for prefetch in cache.storage.prefetches.under_way.values():
-        if prefetch.tree is tree:
+        if prefetch.chain.tree is tree:
             for copy in prefetch.copies.values():
                 yield SlotState.FILLING, f"fetch {copy.id}", pairs(copy.host)
             for arrival in prefetch.arrived.values():

@@ -1,4 +1,4 @@
-"""What a slot, a session, the daemon, a transfer and a prefetch can be, and every edge between.
+"""What a slot, a session, the daemon, a transfer, storage and a prefetch can be, and every edge between.
 
 ==============  ==========================================  ================================================
 slot state      who may touch its bytes                     left by
@@ -17,8 +17,9 @@ ABSENT          nobody: its slab is not this pool's         the pool gets the sl
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 _State = TypeVar("_State", bound=StrEnum)
 
@@ -120,6 +121,25 @@ TRANSFER_TRANSITIONS: frozenset[tuple[TransferState, TransferState]] = frozenset
 )
 
 
+class StorageState(StrEnum):
+    """Whether storage can be used."""
+
+    ABSENT = "absent"  #: there is none, or it has not started yet
+    READY = "ready"
+    SUSPENDED = "suspended"  #: it fails; nothing is begun
+
+
+STORAGE_TRANSITIONS: frozenset[tuple[StorageState, StorageState]] = frozenset(
+    {
+        (StorageState.ABSENT, StorageState.READY),
+        (StorageState.READY, StorageState.SUSPENDED),  # it failed too often
+        (StorageState.SUSPENDED, StorageState.READY),  # it answers again
+        (StorageState.READY, StorageState.ABSENT),  # its process is dead
+        (StorageState.SUSPENDED, StorageState.ABSENT),
+    }
+)
+
+
 class PrefetchState(StrEnum):
     """Where a prefetch is."""
 
@@ -138,12 +158,26 @@ PREFETCH_TRANSITIONS: frozenset[tuple[PrefetchState, PrefetchState]] = frozenset
 )
 
 
-def follow(edges: frozenset[tuple[_State, _State]], state: _State, target: _State, whose: str) -> _State:
-    """The target of an edge of a table.
+@dataclass(slots=True, eq=False)
+class Stateful(Generic[_State]):
+    """Whatever is in a state of a table, and goes along the table's edges only.
 
-    Raises:
-        RuntimeError: there is no such edge: a bug of ours.
+    Attributes:
+        EDGES: the table.
+        state: the present one.
     """
-    if (state, target) not in edges:
-        raise RuntimeError(f"{whose} cannot go from {state} to {target}")
-    return target
+
+    EDGES: ClassVar[frozenset[tuple[Any, Any]]]
+    state: _State = field(kw_only=True)
+
+    def enter(self, state: _State) -> None:
+        """Go along an edge of the table.
+
+        Raises:
+            RuntimeError: there is no such edge: a bug of ours.
+        """
+        if (self.state, state) not in self.EDGES:
+            raise RuntimeError(
+                f"{type(self).__name__} {getattr(self, 'id', '')} cannot go from {self.state} to {state}"
+            )
+        self.state = state

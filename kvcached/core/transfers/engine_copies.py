@@ -10,7 +10,7 @@ from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import OffloadLease
 from kvcached.core.messages import SlotsHandedOut, TransferKind
 from kvcached.core.session import OffloadSession
-from kvcached.core.slots.ranges import Ranges, cut, no_ranges, slot_count
+from kvcached.core.slots.ranges import Ranges, no_ranges, slot_count
 from kvcached.core.slots.slots import SlotPool
 from kvcached.core.slots.states import SlotState, TransferState
 from kvcached.core.transfers.table import TransferTable
@@ -103,57 +103,29 @@ class EngineCopies:
         copy.waiting.discard(ShardIndex(shard))
         return not copy.waiting
 
-    def _close(self, session: OffloadSession, copy: EngineTransfer, state: TransferState) -> None:
-        copy.enter(state)
+    def end(self, session: OffloadSession, copy: EngineTransfer, unwritten: SlotState = SlotState.FREE) -> None:
+        """Every shard is through with a copy, or its session is over. What a store has not written goes to that state.
+
+        Blocks that proved bad, or were not written, leave the index.
+        """
+        good = not copy.failure and not copy.corrupt
+        copy.enter(TransferState.DONE if good else TransferState.FAILED)
         del self._table.engine[copy.id], session.transfers[copy.id]
         copy.tree.unlock_host(copy.run, copy.end)
+        if copy.kind is TransferKind.LOAD:
+            self._count(copy)
+            self._table.drop_corrupt(copy)
+        else:
+            self._table.end_store(copy, SlotState.CACHED if good else unwritten)
+            if not good and unwritten is SlotState.QUARANTINED:
+                session.quarantined.append((host_of(copy.tree), copy.host))
+        copy.tree.drop_lost(copy.run)  # a store of what it continues may have failed
 
-    def end_load(self, session: OffloadSession, load: EngineTransfer) -> None:
-        """Every shard is through with a load: blocks that proved bad leave the index."""
-        good = not load.failure and not load.corrupt
-        self._close(session, load, TransferState.DONE if good else TransferState.FAILED)
+    def _count(self, load: EngineTransfer) -> None:
         arrived = 0 if load.failure else min(load.corrupt, default=load.blocks)
         self._counters["loaded_blocks"] += arrived
         ending = "load_called_off_blocks" if load.failure == _CALLED_OFF else "load_failed_blocks"
         self._counters[ending] += load.blocks - arrived
-        self._counters["corrupt_blocks"] += len(load.corrupt)
-        for block in sorted(load.corrupt, reverse=True):
-            self._drop_corrupt(load, block)
-        load.tree.drop_lost(load.run)
-
-    def _drop_corrupt(self, load: EngineTransfer, block: int) -> None:
-        """The stored bytes of a block are bad: nobody reads them again."""
-        tree, depth = load.tree, load.start + block
-        slots = cut(cut(load.host, block)[1], 1)[0]
-        run = tree.resolve(load.run, depth + 1)
-        segment = run.segments[HOST]
-        if self._table.pass_on(load, slots[0]) or segment is None or depth >= run.start + segment.length:
-            return
-        if tree.path_slots(run, depth, depth + 1, HOST) == slots:
-            tree.punch_host(run, [Piece(depth, depth + 1)])
-            self._table.free_bad(tree, slots[0], f"corrupt, found by load {load.id}")
-
-    def drop_store(self, session: OffloadSession, store: EngineTransfer, target: SlotState) -> None:
-        """A store has failed, or its session is over: its blocks are holes again; the slots go to `target`."""
-        self._close(session, store, TransferState.FAILED)
-        store.tree.punch_host(store.run, store.pieces)
-        pool = host_of(store.tree)
-        pool.move(store.host, SlotState.FILLING, target, f"end of store {store.id}")
-        if target is SlotState.QUARANTINED:
-            session.quarantined.append((pool, store.host))
-        self._counters["store_failed_blocks"] += store.blocks
-
-    def end_store(self, session: OffloadSession, store: EngineTransfer) -> None:
-        """Every shard is through with a store."""
-        if store.failure:
-            self.drop_store(session, store, SlotState.FREE)
-            return
-        self._close(session, store, TransferState.DONE)
-        host_of(store.tree).move(store.host, SlotState.FILLING, SlotState.CACHED, f"end of store {store.id}")
-        self._counters["stored_blocks"] += store.blocks
-        if store.tree.listener is not None:
-            store.tree.listener.stored(store.tree, store.run, store.end)
-        store.tree.drop_lost(store.run)  # a store of what it continues may have failed
 
 
 def host_of(tree: PrefixTree) -> SlotPool:

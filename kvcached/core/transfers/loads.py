@@ -143,7 +143,7 @@ class Loads:
                 pool.header_changes.append(tree.cached_blocks(load.run, load.start, load.start + good, pool))
             self._table.counters["loaded_blocks"] += good
         self._table.counters["load_failed_blocks"] += load.blocks - good
-        self._drop_corrupt(load)
+        self._table.drop_corrupt(load)
         for lease in load.leases:
             if load.id in lease.loads:
                 lease.loads.discard(load.id)
@@ -180,30 +180,6 @@ class Loads:
                 load.orphan("what it continues is gone")
                 if load.state is TransferState.QUEUED:
                     self._end_queued(load)
-
-    def _drop_corrupt(self, load: WorkerTransfer) -> None:
-        """Host copies that are not what was stored must not be read again."""
-        tree = load.tree
-        self._table.counters["corrupt_blocks"] += len(load.corrupt)
-        for block in sorted(load.corrupt, reverse=True):
-            depth = load.start + block
-            run = tree.resolve(load.run, depth + 1)
-            segment = run.segments[HOST]
-            slots = cut(cut(load.host, block)[1], 1)[0]
-            if segment is None or depth >= run.start + segment.length or self._table.pass_on(load, slots[0]):
-                continue  # it has gone meanwhile, or goes when the last load that reads it has ended
-            if tree.path_slots(run, depth, depth + 1, HOST) == slots:
-                tree.punch_host(run, [Piece(depth, depth + 1)])
-                self._store_again(tree, run, depth)
-                self._table.free_bad(tree, slots[0], f"corrupt, found by load {load.id}")
-
-    def _store_again(self, tree: PrefixTree, run: Run, depth: int) -> None:
-        """Where a device still has a block that the host pool lost, it is copied again."""
-        for pool in tree.pools:
-            segment = run.segments[pool.index]
-            if segment is not None and depth < run.start + segment.length:
-                self._table.counters["stores_forgotten"] += pool.note_unstored(run, depth + 1)
-                return
 
 
 def _shorten(session: ManagedSession, run: Run, depth: int) -> None:

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcached.core.index.host_tree import HOST, Piece
-from kvcached.core.index.run import KEY_SIZE, Run
+from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import PrefetchOver, QueryStorage, StartFetch, TransferKind, span_of
-from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, slot_count
+from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, section, slot_count
 from kvcached.core.slots.states import PrefetchState, SlotState, TransferState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage_copies import mark_backed
-from kvcached.core.transfers.storage_state import Prefetch, PrefetchEnd
+from kvcached.core.transfers.storage_state import Chain, Prefetch, PrefetchEnd
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import StorageTransfer
 from kvcached_client.types import TransferId
@@ -138,24 +138,23 @@ class Prefetches:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def find(self, tree: PrefixTree, keys: bytes, limit: int) -> Prefetch | None:
+    def find(self, chain: Chain) -> Prefetch | None:
         """One that fetches the same blocks already."""
-        last = keys[: limit * KEY_SIZE][-KEY_SIZE:]
         for each in self.under_way.values():
-            if each.tree is tree and not each.stopping and each.limit == limit and each.keys[-KEY_SIZE:] == last:
+            if not each.stopping and each.chain.tree is chain.tree and each.chain.keys == chain.keys:
                 return each
         return None
 
     def begin(self, prefetch: Prefetch) -> None:
         """Ask storage, or say at once why not."""
-        if prefetch.limit - prefetch.next < max(self._limits.threshold_blocks, 1):
+        if prefetch.chain.limit - prefetch.next < max(self._limits.threshold_blocks, 1):
             self._refuse(prefetch, PrefetchEnd.NOTHING)
         elif len(self.under_way) >= PREFETCHES_MAX:
             self._refuse(prefetch, PrefetchEnd.RATE_LIMITED)
         else:
             self.under_way[prefetch.id] = prefetch
-            known = known_depth(prefetch.tree, prefetch.keys, prefetch.limit)
-            self._locks.begin(prefetch.id, prefetch.tree, prefetch.keys, known)
+            chain = prefetch.chain
+            self._locks.begin(prefetch.id, chain.tree, chain.keys, chain.known(chain.limit))
             self._ask(prefetch)
 
     def stop(self, prefetch: Prefetch) -> None:
@@ -223,7 +222,7 @@ class Prefetches:
     def _verdict(self, prefetch: Prefetch, found: int) -> PrefetchEnd | None:
         """Why hits are not fetched; None if they are."""
         is_first = not prefetch.fetched
-        tree, blocks = prefetch.tree, prefetch.found - prefetch.next
+        tree, blocks = prefetch.chain.tree, prefetch.found - prefetch.next
         reasons = (
             (found < 0, PrefetchEnd.UNAVAILABLE),
             (not self._is_current(prefetch), PrefetchEnd.CLEARED),
@@ -235,7 +234,9 @@ class Prefetches:
         for holds, end in reasons:
             if holds:
                 return end
-        if not self.estimate.is_worth_it(blocks, blocks * prefetch.block_tokens, prefetch.prefill_tokens_per_s):
+        if not self.estimate.is_worth_it(
+            blocks, blocks * prefetch.chain.block_tokens, prefetch.chain.prefill_tokens_per_s
+        ):
             return PrefetchEnd.RECOMPUTE
         if self._limits.bytes_per_s and self._budget_bytes <= 0:
             return PrefetchEnd.RATE_LIMITED
@@ -244,7 +245,7 @@ class Prefetches:
 
     def _is_current(self, prefetch: Prefetch) -> bool:
         """Whether its namespace has not been cleared since it began."""
-        tree = prefetch.tree
+        tree = prefetch.chain.tree
         return tree.namespace == prefetch.namespace and self._generation(tree) == prefetch.generation
 
     def _block_bytes(self, tree: PrefixTree) -> int:
@@ -266,12 +267,12 @@ class Prefetches:
         if prefetch.copies:
             return
         if prefetch.stopping:
-            self._over(prefetch, PrefetchEnd.STOPPED if prefetch.next < prefetch.limit else end)
+            self._over(prefetch, PrefetchEnd.STOPPED if prefetch.next < prefetch.chain.limit else end)
         elif prefetch.next < prefetch.found:
             self._over(prefetch, PrefetchEnd.NO_ROOM)
         elif prefetch.inserted < prefetch.next:
             self._over(prefetch, PrefetchEnd.FAILED)
-        elif prefetch.asked == QUERY_BLOCKS_MAX and prefetch.next < prefetch.limit:
+        elif prefetch.asked == QUERY_BLOCKS_MAX and prefetch.next < prefetch.chain.limit:
             prefetch.enter(PrefetchState.ASKING)
             self._ask(prefetch)
         else:
@@ -279,9 +280,9 @@ class Prefetches:
 
     def _fetch(self, prefetch: Prefetch) -> bool:
         """Begin the next copy; False where the host pool has no slot for it."""
-        tree, start = prefetch.tree, prefetch.next
+        tree, start = prefetch.chain.tree, prefetch.next
         wanted = min(prefetch.found - start, FETCH_BLOCKS_MAX)
-        known = known_depth(tree, prefetch.keys, start)  # it may be longer than what could be locked of it
+        known = prefetch.chain.known(start)  # it may be longer than what could be locked of it
         slots = tree.reserve_host(wanted, f"prefetch {prefetch.id}", keep=known)
         blocks = slot_count(slots)
         if not blocks:
@@ -294,7 +295,7 @@ class Prefetches:
         prefetch.fetch(copy)
         self._table.fetches[copy.id] = copy
         self.copies[copy.id] = prefetch
-        keys = prefetch.keys[max(start - 1, 0) * KEY_SIZE : (start + blocks) * KEY_SIZE]
+        keys = prefetch.chain.keys[max(start - 1, 0) * KEY_SIZE : (start + blocks) * KEY_SIZE]
         span = span_of(start, keys, slots, no_ranges())
         self._effects.append(StartFetch(copy.id, prefetch.namespace, prefetch.generation, span))
         return True
@@ -309,17 +310,17 @@ class Prefetches:
         """Put into the index what has come in order."""
         while (arrival := prefetch.arrived.pop(prefetch.inserted, None)) is not None:
             good, rest = cut(arrival.slots, arrival.good)
-            _free(prefetch.tree, rest, f"end of prefetch {prefetch.id}")
-            taken = _insert(prefetch.tree, prefetch.keys, prefetch.inserted, good)
+            _free(prefetch.chain.tree, rest, f"end of prefetch {prefetch.id}")
+            taken = _insert(prefetch.chain, prefetch.inserted, good)
             prefetch.insert(arrival.good, taken)
             self._counters["prefetched_blocks"] += taken
-            self._locks.extend(prefetch.id, known_depth(prefetch.tree, prefetch.keys, prefetch.inserted))
+            self._locks.extend(prefetch.id, prefetch.chain.known(prefetch.inserted))
             if slot_count(rest):
                 break
 
     def _over(self, prefetch: Prefetch, end: PrefetchEnd) -> None:
         for arrival in prefetch.arrived.values():  # behind a block that did not come
-            _free(prefetch.tree, arrival.slots, f"end of prefetch {prefetch.id}")
+            _free(prefetch.chain.tree, arrival.slots, f"end of prefetch {prefetch.id}")
         prefetch.arrived.clear()
         del self.under_way[prefetch.id]
         self._locks.hand_over(prefetch.id)
@@ -335,17 +336,7 @@ def _free(tree: PrefixTree, slots: Ranges[int], cause: str) -> None:
     tree.members[HOST].move(slots, SlotState.FILLING, SlotState.FREE, cause)
 
 
-def known_depth(tree: PrefixTree, keys: bytes, limit: int) -> tuple[Run, int]:
-    """How far the index knows a chain: blocks that some device pool holds, then blocks of the host pool."""
-    run, depth = tree.root, 0
-    for pool in tree.pools:
-        found, reach = tree.match(keys, limit, pool.index)
-        if reach > depth:
-            run, depth = found, reach
-    return tree.match_host(run, depth, keys, limit)
-
-
-def _insert(tree: PrefixTree, keys: bytes, start: int, ranges: Ranges[int]) -> int:
+def _insert(chain: Chain, start: int, ranges: Ranges[int]) -> int:
     """Blocks from `start` on of a chain lie in these slots, FILLING until now: into the index with those it lacks.
 
     Returns how many that are. The others' slots are free again: somebody has stored the same blocks meanwhile, or a
@@ -354,34 +345,29 @@ def _insert(tree: PrefixTree, keys: bytes, start: int, ranges: Ranges[int]) -> i
     count = slot_count(ranges)
     if not count:
         return 0
+    tree, end = chain.tree, start + count
     host = tree.members[HOST]
-    end = start + count
-    run, depth = known_depth(tree, keys, end)
+    run, depth = chain.known(end)
     if depth < start:
         host.move(ranges, SlotState.FILLING, SlotState.FREE, "the prefix has gone")
         return 0
     tree.cover_host(run, depth)
     if depth < end:
-        run = tree.extend_host(run, depth, keys[depth * KEY_SIZE : end * KEY_SIZE])
+        run = tree.extend_host(run, depth, chain.keys[depth * KEY_SIZE : end * KEY_SIZE])
     tree.lock(run, end, HOST)
     taken, at, left = 0, start, no_ranges()
     for piece in tree.missing_in_host(run, end):
         first = max(piece.start, start)
         if first < piece.end:
-            append(left, _part(ranges, start, at, first))
-            mine = _part(ranges, start, first, piece.end)
+            append(left, section(ranges, at - start, first - start))
+            mine = section(ranges, first - start, piece.end - start)
             host.move(mine, SlotState.FILLING, SlotState.CACHED, "fetched")
             tree.put_host(run, [Piece(first, piece.end)], mine)
             taken, at = taken + piece.end - first, piece.end
-    append(left, _part(ranges, start, at, end))
+    append(left, section(ranges, at - start, count))
     host.move(left, SlotState.FILLING, SlotState.FREE, "stored meanwhile")
     mark_backed(tree, run, start, end)
     tree.touch(tree.resolve(run, end), HOST)
     tree.unlock_host(run, end)
     tree.drop_lost(run)
     return taken
-
-
-def _part(ranges: Ranges[int], start: int, first: int, end: int) -> Ranges[int]:
-    """The slots of blocks ``[first, end)`` where `ranges` has those from `start` on."""
-    return cut(cut(ranges, end - start)[0], first - start)[1]

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import (
     BackupSettled,
@@ -20,21 +18,14 @@ from kvcached.core.messages import (
     StorageReady,
     StorageSuspended,
 )
+from kvcached.core.slots.states import STORAGE_TRANSITIONS, Stateful, StorageState
 from kvcached.core.transfers.prefetch import Prefetches, PrefetchLimits
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage_copies import BackupPolicy, Backups, Candidates
-from kvcached.core.transfers.storage_state import Prefetch, PrefetchEnd
+from kvcached.core.transfers.storage_state import Chain, Prefetch, PrefetchEnd
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import StorageTransfer
 from kvcached_client.types import SessionId
-
-
-class StorageState(StrEnum):
-    """Whether storage can be used."""
-
-    ABSENT = "absent"  #: there is none, or it has not started yet
-    READY = "ready"
-    SUSPENDED = "suspended"  #: it fails; nothing is begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +44,7 @@ class StorageSpec:
     prefetch: PrefetchLimits = field(default_factory=PrefetchLimits)
 
 
-class StorageTier:
+class StorageTier(Stateful[StorageState]):
     """Decisions about storage.
 
     Args:
@@ -68,6 +59,8 @@ class StorageTier:
         backups, prefetches: the two directions.
         locks: of prefixes that prefetches continue.
     """
+
+    EDGES = STORAGE_TRANSITIONS
 
     def __init__(
         self,
@@ -101,33 +94,21 @@ class StorageTier:
         """Whether a copy under way, or one that has come, has slots of a tree."""
         prefetches = self.prefetches.under_way.values()
         return any(copy.tree is tree for copy in self.copies) or any(
-            each.tree is tree and bool(each.arrived) for each in prefetches
+            each.chain.tree is tree and bool(each.arrived) for each in prefetches
         )
 
-    def prefetch(
-        self,
-        session: SessionId,
-        tree: PrefixTree,
-        keys: bytes,
-        depth: int,
-        limit: int,
-        block_tokens: int,
-        prefill_tokens_per_s: float,
-    ) -> Prefetch:
-        """Begin to fetch blocks ``[depth, limit)`` of a chain, or join whoever fetches up to there already.
+    def prefetch(self, session: SessionId, chain: Chain) -> Prefetch:
+        """Begin to fetch blocks of a chain, or join whoever fetches up to there already.
 
         What there is of the chain by the end is locked until the session has acquired it.
         """
-        known = self.prefetches.find(tree, keys, limit)
+        known = self.prefetches.find(chain)
         if known is not None:
             self.locks.join(known.id, session)
             return known
         self._last_prefetch += 1
-        generation = self._generation(tree)
-        prefetch = Prefetch(
-            self._last_prefetch, tree, tree.namespace, generation or 0, keys[: limit * KEY_SIZE], limit,
-            block_tokens, prefill_tokens_per_s, inserted=depth, next=depth, found=depth,
-        )  # fmt: skip
+        generation = self._generation(chain.tree)
+        prefetch = Prefetch(self._last_prefetch, chain, chain.tree.namespace, generation or 0)
         if self.state is StorageState.READY and not self._table.paused and generation is not None:
             self.prefetches.begin(prefetch)
             self.locks.join(prefetch.id, session)
@@ -139,7 +120,7 @@ class StorageTier:
         """Take in what arrived. What is about a copy or question that is over changes nothing."""
         match event:
             case StorageReady():
-                self.state = StorageState.READY
+                self._go(StorageState.READY)
                 self.backups.candidates.admit(self._spec.backup)
             case StorageSuspended():
                 self._halt(StorageState.SUSPENDED)
@@ -169,8 +150,13 @@ class StorageTier:
         if not self._table.paused and self._spec.backup is not BackupPolicy.NEVER:
             self.backups.start(trees, self._spec.watermark_percent)
 
+    def _go(self, state: StorageState) -> None:
+        """Enter a state, unless it is the present one: a process may be lost before it was ready."""
+        if state is not self.state:
+            self.enter(state)
+
     def _halt(self, state: StorageState) -> None:
-        self.state = state
+        self._go(state)
         self.backups.candidates.admit(BackupPolicy.NEVER)
         self.backups.candidates.skip_all()
         for prefetch in list(self.prefetches.under_way.values()):

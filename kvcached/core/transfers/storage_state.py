@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvcached.core.index.run import KEY_SIZE
+from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.slots.ranges import Ranges
-from kvcached.core.slots.states import PREFETCH_TRANSITIONS, PrefetchState, follow
+from kvcached.core.slots.states import PREFETCH_TRANSITIONS, PrefetchState, Stateful
 from kvcached.core.transfers.transfer import StorageTransfer
 from kvcached_client.types import TransferId
 
@@ -33,6 +33,38 @@ class PrefetchEnd(StrEnum):
     UNAVAILABLE = "unavailable"  #: there is no storage, or none that works
 
 
+class Chain(NamedTuple):
+    """Blocks ``[start, limit)`` of a prompt, which an engine wants to have in the host pool.
+
+    Attributes:
+        tree: where.
+        keys: of the first `limit` blocks.
+        start: how many of them the engine finds already.
+        block_tokens: tokens per block.
+        prefill_tokens_per_s: how fast the engine computes; 0 where it has not said.
+    """
+
+    tree: PrefixTree
+    keys: bytes
+    start: int
+    block_tokens: int
+    prefill_tokens_per_s: float
+
+    @property
+    def limit(self) -> int:
+        """How many blocks it has."""
+        return len(self.keys) // KEY_SIZE
+
+    def known(self, limit: int) -> tuple[Run, int]:
+        """How far the index knows its first `limit` blocks: what some device pool holds, then what the host pool."""
+        run, depth = self.tree.root, 0
+        for pool in self.tree.pools:
+            found, reach = self.tree.match(self.keys, limit, pool.index)
+            if reach > depth:
+                run, depth = found, reach
+        return self.tree.match_host(run, depth, self.keys, limit)
+
+
 class Arrival(NamedTuple):
     """Blocks that have come, and wait for those before them."""
 
@@ -41,16 +73,13 @@ class Arrival(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Prefetch:
+class Prefetch(Stateful[PrefetchState]):
     """Blocks of one chain on their way from storage into the host pool.
 
     Attributes:
         id: of the query too.
-        tree, namespace, generation: where.
-        keys: of the whole chain.
-        limit: how many blocks of it are wanted.
-        block_tokens: tokens per block.
-        prefill_tokens_per_s: how fast the engine computes; 0 where it has not said.
+        chain: whose blocks it brings.
+        namespace, generation: of the chain's tree when it began.
         inserted: depth up to which blocks are in the index.
         next: depth of the next block to fetch.
         found: depth up to which storage says it has blocks.
@@ -62,18 +91,16 @@ class Prefetch:
         stopping: no more copies are begun.
     """
 
+    EDGES = PREFETCH_TRANSITIONS
+
     id: int
-    tree: PrefixTree
+    chain: Chain
     namespace: bytes
     generation: int
-    keys: bytes
-    limit: int
-    block_tokens: int
-    prefill_tokens_per_s: float
-    inserted: int
-    next: int
-    found: int
-    state: PrefetchState = PrefetchState.ASKING
+    inserted: int = field(init=False)
+    next: int = field(init=False)
+    found: int = field(init=False)
+    state: PrefetchState = field(default=PrefetchState.ASKING, kw_only=True)
     end: PrefetchEnd = PrefetchEnd.FETCHED
     copies: dict[TransferId, StorageTransfer] = field(default_factory=dict)
     arrived: dict[int, Arrival] = field(default_factory=dict)
@@ -83,10 +110,13 @@ class Prefetch:
     began_at: int = 0
     stopping: bool = False
 
+    def __post_init__(self) -> None:
+        self.inserted = self.next = self.found = self.chain.start
+
     def ask(self, blocks: int) -> bytes:
         """The keys of its next blocks, at most so many, which storage is asked about."""
-        self.asked = min(self.limit - self.next, blocks)
-        return self.keys[self.next * KEY_SIZE : (self.next + self.asked) * KEY_SIZE]
+        self.asked = min(self.chain.limit - self.next, blocks)
+        return self.chain.keys[self.next * KEY_SIZE : (self.next + self.asked) * KEY_SIZE]
 
     def answered(self, found: int, now_us: int) -> None:
         """Storage has the first `found` of the blocks that it was asked about."""
@@ -121,11 +151,3 @@ class Prefetch:
         """Nothing is under way, and nothing will be."""
         self.enter(PrefetchState.OVER)
         self.end = end
-
-    def enter(self, state: PrefetchState) -> None:
-        """Go along an edge of the table.
-
-        Raises:
-            RuntimeError: there is no such edge: a bug of ours.
-        """
-        self.state = follow(PREFETCH_TRANSITIONS, self.state, state, f"prefetch {self.id}")

@@ -201,21 +201,16 @@ class Stores:
 
     def end(self, store: WorkerTransfer) -> None:
         """Every shard is through with a store, and no load depends on it any more if it failed."""
-        tree, pool, cause = store.tree, store.pool, f"end of store {store.id}"
+        tree, pool = store.tree, store.pool
         tree.unlock(tree.resolve(store.run, store.end), store.end, pool.index)
         if store.state is TransferState.DONE:
-            tree.members[HOST].move(store.host, SlotState.FILLING, SlotState.CACHED, cause)
-            self._table.counters["stored_blocks"] += store.blocks
-            if tree.listener is not None:
-                tree.listener.stored(tree, store.run, store.end)
+            self._table.end_store(store, SlotState.CACHED)
             return
         pool.pause_stores()
         for holder in tree.pools:  # another replica may have the same blocks
             if _resident_end(tree, holder, store.run, store.end)[1] > store.start:
                 holder.failed_stores.append((store.run, store.end))
-        self._table.counters["store_failed_blocks"] += store.blocks
-        tree.punch_host(store.run, store.pieces)
-        tree.members[HOST].move(store.host, SlotState.FILLING, SlotState.FREE, cause)
+        self._table.end_store(store, SlotState.FREE)
 
 
 def _resident_end(tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> tuple[Run, int]:

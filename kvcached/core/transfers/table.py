@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.host_tree import HOST, Piece
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import Effect, HurryTransfer, Span, StartTransfer, TransferKind, span_of
-from kvcached.core.slots.ranges import append, cut, one_range, place_of
+from kvcached.core.slots.ranges import append, cut, one_range, place_of, section
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState, TransferState
 from kvcached.core.transfers.transfer import EngineTransfer, ShardTransfer, StorageTransfer, WorkerTransfer
@@ -68,6 +68,22 @@ class TransferTable:
 
     # --- blocks that prove bad --------------------------------------------------------------------------------------
 
+    def drop_corrupt(self, load: ShardTransfer) -> None:
+        """Host copies that a load found to be other than what was stored must not be read again."""
+        tree = load.tree
+        self.counters["corrupt_blocks"] += len(load.corrupt)
+        for block in sorted(load.corrupt, reverse=True):
+            depth = load.start + block
+            run = tree.resolve(load.run, depth + 1)
+            segment = run.segments[HOST]
+            slots = section(load.host, block, block + 1)
+            if segment is None or depth >= run.start + segment.length or self.pass_on(load, slots[0]):
+                continue  # it has gone meanwhile, or goes when the last load that reads it has ended
+            if tree.path_slots(run, depth, depth + 1, HOST) == slots:
+                tree.punch_host(run, [Piece(depth, depth + 1)])
+                self._store_again(tree, run, depth)
+                self.free_unread(tree, slots[0], SlotState.CACHED, f"corrupt, found by load {load.id}")
+
     def pass_on(self, load: ShardTransfer, slot: int) -> bool:
         """The bytes in a host slot are bad: tell the other transfers that read it; False if there are none.
 
@@ -83,9 +99,13 @@ class TransferTable:
             other.corrupt.add(place)
         return bool(readers)
 
-    def free_bad(self, tree: PrefixTree, slot: int, cause: str) -> None:
-        """A bad block has left the index: its CACHED slot is free, or will be when storage reads it no more."""
-        self.free_unread(tree, slot, SlotState.CACHED, cause)
+    def _store_again(self, tree: PrefixTree, run: Run, depth: int) -> None:
+        """Where a device still has a block that the host pool lost, it is copied again."""
+        for pool in tree.pools:
+            segment = run.segments[pool.index]
+            if segment is not None and depth < run.start + segment.length:
+                self.counters["stores_forgotten"] += pool.note_unstored(run, depth + 1)
+                return
 
     def free_unread(self, tree: PrefixTree, slot: int, state: SlotState, cause: str) -> None:
         """Free a slot that no index knows, unless a backup reads it: then it is QUARANTINED until that has ended."""
@@ -98,6 +118,18 @@ class TransferTable:
         if state is SlotState.CACHED:
             pool.move(ranges, state, SlotState.QUARANTINED, cause)
         append(reader.set_aside, ranges)
+
+    # --- the end of a store -------------------------------------------------------------------------------------------
+
+    def end_store(self, store: ShardTransfer, target: SlotState) -> None:
+        """Nobody writes the slots of a store any more: its blocks are CACHED, or holes again and their slots `target`."""
+        tree, good = store.tree, target is SlotState.CACHED
+        self.counters["stored_blocks" if good else "store_failed_blocks"] += store.blocks
+        if not good:
+            tree.punch_host(store.run, store.pieces)
+        tree.members[HOST].move(store.host, SlotState.FILLING, target, f"end of store {store.id}")
+        if good and tree.listener is not None:
+            tree.listener.stored(tree, store.run, store.end)
 
     # --- transfers of workers ---------------------------------------------------------------------------------------
 

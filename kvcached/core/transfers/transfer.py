@@ -20,7 +20,7 @@ from kvcached.core.lease import ManagedLease
 from kvcached.core.messages import TransferKind
 from kvcached.core.slots.ranges import Ranges, no_ranges
 from kvcached.core.slots.slots import DevicePool
-from kvcached.core.slots.states import TRANSFER_TRANSITIONS, TransferState, follow
+from kvcached.core.slots.states import TRANSFER_TRANSITIONS, Stateful, TransferState
 from kvcached_client.types import ShardIndex, TransferId
 
 #: A load forgets leases that were released after it has gathered so many more.
@@ -28,7 +28,7 @@ RELEASED_LEASES_MAX = 64
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class Transfer(Stateful[TransferState]):
     """What every copy has, whoever makes it. Its path ``[0, end)`` is locked in the host pool until it ends.
 
     Attributes:
@@ -39,6 +39,8 @@ class Transfer:
         pieces: blocks that it copies, shallow ones first; a load has one piece.
         host: their host slots. Those that it writes to are FILLING.
     """
+
+    EDGES = TRANSFER_TRANSITIONS
 
     id: TransferId
     kind: TransferKind
@@ -62,14 +64,6 @@ class Transfer:
     def blocks(self) -> int:
         """How many it copies."""
         return sum(piece.end - piece.start for piece in self.pieces)
-
-    def enter(self, state: TransferState) -> None:
-        """Go along an edge of the table.
-
-        Raises:
-            RuntimeError: there is no such edge: a bug of ours.
-        """
-        self.state = follow(TRANSFER_TRANSITIONS, self.state, state, f"transfer {self.id}")
 
 
 @dataclass(slots=True, eq=False)
