@@ -8,8 +8,7 @@ from kvcached.config.host import HostConfig
 from kvcached.config.replica import ReplicaConfig
 from kvcached.config.schema import Config
 from kvcached.core.cache import Cache
-from kvcached.core.generations import Generations
-from kvcached.core.namespaces import PoolSpec
+from kvcached.core.namespaces import Generations, PoolSpec
 from kvcached.core.slots.host_slots import HostQuota, QuotaRule
 from kvcached.recovery.generations import Generation
 from kvcached.storage_start import storage_spec

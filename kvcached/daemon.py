@@ -27,8 +27,8 @@ from kvcached.config.machine import LimitTooLow, memory_needed, raise_limits
 from kvcached.config.replica import ReplicaConfig
 from kvcached.config.schema import Config
 from kvcached.core.cache import Cache
-from kvcached.core.generations import Edition, Generations
 from kvcached.core.messages import Event, PoolRestored, Ticked, WorkerDied
+from kvcached.core.namespaces import Edition, Generations
 from kvcached.memory.available import NotEnoughMemory, check_available
 from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.host_pool import HostHeaders, HostMemory

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 from kvcached.core.clearing import Clearings
 from kvcached.core.eviction.eviction_log import EvictionLog
-from kvcached.core.generations import Generations
 from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import ManagedLease
@@ -29,7 +28,7 @@ from kvcached.core.messages import (
     Ticked,
     WorkerDied,
 )
-from kvcached.core.namespaces import NamespaceSpec, PoolSpec, build_trees
+from kvcached.core.namespaces import Generations, Namespaces, NamespaceSpec, PoolSpec, Trees
 from kvcached.core.offload import Offload
 from kvcached.core.pins import Pins
 from kvcached.core.session import OffloadSession, Sessions
@@ -106,14 +105,13 @@ class Cache:
             host_slabs, self.effects, host_eviction_policy, host_quota, self.counters,
             self._make_room, self._evict_slabs,
         )  # fmt: skip
-        self.offload = Offload(
-            allocator, namespaces_max, session_ttl_ms, table, self.eviction_log, locks, self.generations, self.pins,
-            waiting, offload_write_policy,
-        )  # fmt: skip
-        trees = build_trees(pools, allocator, epoch, self.counters, self.eviction_log, waiting, self.header_changes)
-        self.managed = Managed(sessions, table, self._worker_copies, locks, trees)
+        trees = Trees(allocator, self.counters, self.eviction_log, waiting)
+        namespaces = Namespaces(trees, namespaces_max, locks, self.generations, self.pins, offload_write_policy)
+        self.offload = Offload(namespaces, session_ttl_ms, table, locks)
+        pool_trees = trees.of_pools(pools, epoch, self.header_changes)
+        self.managed = Managed(sessions, table, self._worker_copies, locks, pool_trees)
         self.pools = self.managed.pools
-        generation_of = self.offload.namespaces.generation_of
+        generation_of = namespaces.generation_of
         self.storage = StorageTier(storage or StorageSpec(), table, generation_of, waiting, locks)
         self.clearings = Clearings(sessions, self._worker_copies, self.storage, self.managed.expire, locks)
 

@@ -8,12 +8,13 @@ others need its memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from kvcached.core.eviction.by_priority import make_policy
 from kvcached.core.eviction.eviction_log import EvictionLog
-from kvcached.core.generations import Generations
+from kvcached.core.eviction.lru import EvictionPolicy
 from kvcached.core.index.tree import Listener, PrefixTree
 from kvcached.core.messages import HeaderChange
 from kvcached.core.pins import Pins
@@ -23,6 +24,9 @@ from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached_client.types import MissReason, WritePolicy
+
+#: Namespaces whose editions are remembered. Far more than there are at a time; one beyond that begins a new generation.
+EDITIONS_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +89,86 @@ class Namespace:
     sessions: int = 0
 
 
+class Edition(NamedTuple):
+    """What a namespace holds at present.
+
+    Attributes:
+        generation: another one after each clear.
+        weights_version: as it was set; "" = what the configuration says.
+    """
+
+    generation: int
+    weights_version: str = ""
+
+
+class Generations:
+    """The editions of all namespaces, by root: which generation each is in, a number that no two contents ever share.
+
+    Storage keeps blocks for longer than the daemon, its memory and the machine's boot last. A number that was used
+    before would bring back the blocks that were stored under it, which may be those of older weights. So the numbers of
+    one life of the daemon begin where no earlier life has been (`first`), and only go up.
+
+    Args:
+        first: larger than any generation of an earlier life.
+        editions: those of earlier lives.
+
+    Attributes:
+        version: grows whenever an edition changes.
+    """
+
+    def __init__(self, first: int = 0, editions: Mapping[bytes, Edition] | None = None) -> None:
+        self.version = 0
+        self._next = first
+        self._editions: dict[bytes, Edition] = dict(editions or {})
+
+    @property
+    def editions(self) -> Mapping[bytes, Edition]:
+        """All that are remembered; the one asked for last comes last."""
+        return self._editions
+
+    def of(self, root: bytes) -> int:
+        """The generation of a namespace; one that was not known, or whose record was lost, begins a new one."""
+        edition = self._editions.get(root)
+        if edition is None:
+            return self.renew(root)
+        self._put(root, edition)
+        return edition.generation
+
+    def renew(self, root: bytes) -> int:
+        """Begin a new generation of a namespace whose root stays the same."""
+        before = self._editions.get(root, Edition(-1))
+        edition = before._replace(generation=self.fresh(before.generation))
+        self.replace(root, root, edition)
+        return edition.generation
+
+    def replace(self, before: bytes, root: bytes, edition: Edition) -> None:
+        """A namespace has another edition, and maybe another root: the roots of replicas tell the generation."""
+        self._editions.pop(before, None)
+        self._put(root, edition)
+        self.version += 1
+
+    def fresh(self, before: int) -> int:
+        """A number for the generation after `before`, used by no namespace so far."""
+        number = max(self._next, before + 1)
+        self._next = number + 1
+        return number
+
+    def _put(self, root: bytes, edition: Edition) -> None:
+        self._editions.pop(root, None)
+        self._editions[root] = edition
+        while len(self._editions) > EDITIONS_MAX:
+            del self._editions[next(iter(self._editions))]
+
+
 class Namespaces:
     """The namespaces, and trees of earlier generations.
 
     Args:
-        allocator: slabs of the host pool.
+        trees: builds them.
         most: how many namespaces there may be.
-        eviction_log: where trees note what leaves them.
         locks: of prefixes; those of a namespace that is cleared, or that nobody uses when others need its memory, end.
         generations: of namespaces; a forgotten one that is declared again has the generation that it had.
         pins: what people keep cached; those of a namespace that nobody uses end when others need its memory.
-        listener: of every tree.
         write_policy: see there.
 
     Attributes:
@@ -107,26 +180,21 @@ class Namespaces:
 
     def __init__(
         self,
-        allocator: SlabAllocator,
+        trees: Trees,
         most: int,
-        counters: Counter[str],
-        eviction_log: EvictionLog,
         locks: PrefixLocks,
         generations: Generations,
         pins: Pins,
-        listener: Listener,
         write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
     ) -> None:
         self.by_root: dict[bytes, Namespace] = {}
         self.retired: list[PrefixTree] = []
         self.version = 0
-        self._allocator = allocator
+        self._trees = trees
+        self._allocator = trees.allocator
         self.most = most
         self.write_policy = write_policy
-        self._listener = listener
         self._pins = pins
-        self._counters = counters
-        self._eviction_log = eviction_log
         self._locks = locks
         self._generations = generations
 
@@ -166,11 +234,11 @@ class Namespaces:
         """Begin a new generation: nothing stored before is matched again. Returns how many blocks that is."""
         self._let_go(namespace.tree)
         blocks = namespace.host.counts[SlotState.CACHED]
-        self._listener.cleared(namespace.spec.root, namespace.generation)
+        self._trees.listener.cleared(namespace.spec.root, namespace.generation)
         self.retired.append(namespace.tree)
         namespace.generation = self._generations.renew(namespace.spec.root)
-        namespace.host, namespace.tree = self._build_tree(namespace.spec, namespace.tree.write_policy)
-        self._counters["cleared_blocks"] += blocks
+        namespace.host, namespace.tree = self._trees.of_host(namespace.spec, namespace.tree.write_policy)
+        self._trees.counters["cleared_blocks"] += blocks
         self.drop_retired()
         self.version += 1
         return blocks
@@ -190,31 +258,19 @@ class Namespaces:
         if not spec.host_slots_per_slab:
             raise Refusal(Why.BLOCK_TOO_LARGE)
         if len(self.by_root) >= self.most:
-            self._forget_idle()
-        host, tree = self._build_tree(spec, self.write_policy)
+            idle = self._idle()
+            if not idle:
+                raise Refusal(Why.NAMESPACES_FULL, namespaces=len(self.by_root))
+            self._forget(idle[0])
+        host, tree = self._trees.of_host(spec, self.write_policy)
         self.version += 1
         return Namespace(spec, host, tree, self._generations.of(spec.root))
 
     def restore(self, spec: NamespaceSpec, write_policy: WritePolicy = WritePolicy.WRITE_THROUGH) -> Namespace:
         """A namespace from before a restart, at the generation that it had, without slabs; it may be above `most`."""
-        host, tree = self._build_tree(spec, write_policy)
+        host, tree = self._trees.of_host(spec, write_policy)
         namespace = self.by_root[spec.root] = Namespace(spec, host, tree, self._generations.of(spec.root))
         return namespace
-
-    def _build_tree(self, spec: NamespaceSpec, write_policy: WritePolicy) -> tuple[HostPool, PrefixTree]:
-        host = HostPool(self._allocator, spec.host_slots_per_slab, spec.root, [spec.label])
-        policies = [make_policy(self._allocator.eviction_policy, host.slots)]
-        tree = PrefixTree(
-            [],
-            policies,
-            host,
-            self._counters,
-            namespace=spec.root,
-            eviction_log=self._eviction_log,
-            write_policy=write_policy,
-            listener=self._listener,
-        )
-        return host, tree
 
     def generation_of(self, tree: PrefixTree) -> int | None:
         """The generation that a tree is of, as headers say it; None for one that was cleared or forgotten.
@@ -224,17 +280,6 @@ class Namespaces:
         if tree.pools:
             return 0
         return next((namespace.generation for namespace in self.by_root.values() if namespace.tree is tree), None)
-
-    def _forget_idle(self) -> None:
-        """Make room for one namespace more.
-
-        Raises:
-            Refusal: there is a session in each of them.
-        """
-        idle = self._idle()
-        if not idle:
-            raise Refusal(Why.NAMESPACES_FULL, namespaces=len(self.by_root))
-        self._forget(idle[0])
 
     def _forget(self, namespace: Namespace) -> None:
         self._let_go(namespace.tree)
@@ -272,75 +317,78 @@ def _shape(spec: NamespaceSpec) -> tuple[int, int, int]:
     return spec.block_size, spec.shards, spec.host_slots_per_slab
 
 
-def build_trees(
-    pools: list[PoolSpec],
-    allocator: SlabAllocator,
-    epoch: int,
-    counters: Counter[str],
-    eviction_log: EvictionLog,
-    listener: Listener,
-    header_changes: list[HeaderChange],
-) -> list[PrefixTree]:
-    """A tree for each namespace; pools that share one are in the same tree."""
-    by_namespace: dict[bytes, list[PoolSpec]] = {}
-    for spec in pools:
-        by_namespace.setdefault(spec.namespace, []).append(spec)
-    return [
-        _build_tree(specs, epoch, allocator, counters, eviction_log, listener, header_changes)
-        for specs in by_namespace.values()
-    ]
-
-
-def _build_tree(
-    specs: Sequence[PoolSpec],
-    epoch: int,
-    allocator: SlabAllocator,
-    counters: Counter[str],
-    eviction_log: EvictionLog,
-    listener: Listener,
-    header_changes: list[HeaderChange],
-) -> PrefixTree:
-    """An empty tree for pools of one namespace.
+class Trees:
+    """Builds empty trees, all of which share what they note evictions in, and whom they tell.
 
     Args:
-        specs: of the pools; what is the same for a whole namespace is taken from the first.
-        epoch: that the pools begin at.
-        allocator: slabs of the host pool; without any there is no host tier.
+        allocator: slabs of the host pool; without any, replicas have no host tier.
         counters: of the cache.
-        eviction_log: of the cache.
-        listener: of the tree.
-        header_changes: of all device pools.
+        eviction_log: where trees note what leaves them.
+        listener: of every tree.
     """
-    pools = [
-        DevicePool(
-            spec.name,
-            index,
-            spec.slots,
-            epoch,
-            block_size=spec.block_size,
-            shards=spec.shards,
-            watermark=spec.watermark,
-            load_threshold=spec.load_threshold,
-            load_quota=spec.load_quota,
-            header_changes=header_changes,
+
+    def __init__(
+        self, allocator: SlabAllocator, counters: Counter[str], eviction_log: EvictionLog, listener: Listener
+    ) -> None:
+        self.allocator = allocator
+        self.counters = counters
+        self.listener = listener
+        self._eviction_log = eviction_log
+
+    def of_host(self, spec: NamespaceSpec, policy: WritePolicy) -> tuple[HostPool, PrefixTree]:
+        """One of engines in offload mode, which is in the host pool only."""
+        host = HostPool(self.allocator, spec.host_slots_per_slab, spec.root, [spec.label])
+        return host, self._build([], [], host, spec.root, policy)
+
+    def of_pools(self, pools: list[PoolSpec], epoch: int, header_changes: list[HeaderChange]) -> list[PrefixTree]:
+        """One for each namespace of replicas, whose pools begin at this epoch.
+
+        What is the same for a whole namespace is taken from its first pool.
+        """
+        by_namespace: dict[bytes, list[PoolSpec]] = {}
+        for spec in pools:
+            by_namespace.setdefault(spec.namespace, []).append(spec)
+        return [self._of_replicas(specs, epoch, header_changes) for specs in by_namespace.values()]
+
+    def _of_replicas(self, specs: list[PoolSpec], epoch: int, header_changes: list[HeaderChange]) -> PrefixTree:
+        pools = [
+            DevicePool(
+                spec.name,
+                index,
+                spec.slots,
+                epoch,
+                block_size=spec.block_size,
+                shards=spec.shards,
+                watermark=spec.watermark,
+                load_threshold=spec.load_threshold,
+                load_quota=spec.load_quota,
+                header_changes=header_changes,
+            )
+            for index, spec in enumerate(specs)
+        ]
+        first, host = specs[0], None
+        if self.allocator.count:
+            labels = [spec.name for spec in specs]
+            host = HostPool(self.allocator, first.host_slots_per_slab, first.namespace, labels)
+        policies = [make_policy(spec.eviction_policy, spec.slots) for spec in specs]
+        return self._build(pools, policies, host, first.namespace, first.write_policy)
+
+    def _build(
+        self,
+        pools: list[DevicePool],
+        policies: list[EvictionPolicy],
+        host: HostPool | None,
+        namespace: bytes,
+        write_policy: WritePolicy,
+    ) -> PrefixTree:
+        policies = [*policies, make_policy(self.allocator.eviction_policy, 0 if host is None else host.slots)]
+        return PrefixTree(
+            pools,
+            policies,
+            host,
+            self.counters,
+            namespace=namespace,
+            eviction_log=self._eviction_log,
+            write_policy=write_policy,
+            listener=self.listener,
         )
-        for index, spec in enumerate(specs)
-    ]
-    first = specs[0]
-    host = (
-        HostPool(allocator, first.host_slots_per_slab, first.namespace, [spec.name for spec in specs])
-        if allocator.count
-        else None
-    )
-    policies = [make_policy(spec.eviction_policy, spec.slots) for spec in specs]
-    policies.append(make_policy(allocator.eviction_policy, 0 if host is None else host.slots))
-    return PrefixTree(
-        pools,
-        policies,
-        host,
-        counters,
-        namespace=first.namespace,
-        eviction_log=eviction_log,
-        write_policy=first.write_policy,
-        listener=listener,
-    )

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvcached.core.admission_filter import AdmissionFilter
-from kvcached.core.eviction.eviction_log import EvictionLog
-from kvcached.core.generations import Generations
 from kvcached.core.index.host_tree import HOST, Piece
 from kvcached.core.index.run import KEY_SIZE, Run
-from kvcached.core.index.tree import Listener, PrefixTree
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import Asked, OffloadLease
 from kvcached.core.messages import SessionEnded, SessionExpired, SlotsHandedOut, TransferKind
 from kvcached.core.namespaces import Namespaces, NamespaceSpec
-from kvcached.core.pins import Pins
 from kvcached.core.refusals import Refusal, Why
 from kvcached.core.session import OffloadSession, Sessions
-from kvcached.core.slots.host_slots import SlabAllocator
 from kvcached.core.slots.ranges import Ranges, no_ranges, pairs, slot_count
 from kvcached.core.slots.slots import SlotPool
 from kvcached.core.slots.states import SessionState, SlotState
@@ -29,7 +24,7 @@ from kvcached.core.transfers.engine_copies import EVERY_SHARD, EngineCopies, Sto
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import EngineTransfer
-from kvcached_client.types import LeaseId, MissReason, SessionId, TransferId, WritePolicy
+from kvcached_client.types import LeaseId, SessionId, TransferId
 
 #: Copies of one session under way. A store has as many blocks as its message, so this is far above what engines need.
 TRANSFERS_PER_SESSION_MAX = 16_384
@@ -49,43 +44,27 @@ class Offload:
     """Sessions of engines in offload mode, and what they ask for.
 
     Args:
-        allocator: slabs of the host pool.
-        namespaces_max: how many namespaces there may be.
         table: of all transfers.
-        eviction_log: where trees note what leaves them.
         locks: of prefixes that sessions are about to acquire.
-        generations: of namespaces.
-        pins: what people keep cached.
-        listener: of every tree.
-        write_policy: of new namespaces.
 
     Attributes:
         sessions: active and expired ones.
-        namespaces: namespaces.
+        namespaces: where they are.
     """
 
     def __init__(
         self,
-        allocator: SlabAllocator,
-        namespaces_max: int,
+        namespaces: Namespaces,
         session_ttl_ms: int,
         table: TransferTable,
-        eviction_log: EvictionLog,
         locks: PrefixLocks,
-        generations: Generations,
-        pins: Pins,
-        listener: Listener,
-        write_policy: WritePolicy,
     ) -> None:
         self.sessions = Sessions[OffloadSession, OffloadLease](session_ttl_ms)
-        self.namespaces = Namespaces(
-            allocator, namespaces_max, table.counters, eviction_log, locks, generations, pins, listener, write_policy
-        )
+        self.namespaces = namespaces
         self._table = table
         self._copies = EngineCopies(table)
         self._effects = table.effects
         self._counters = table.counters
-        self._admission_filter = AdmissionFilter()
         self._locks = locks
 
     @property
@@ -311,24 +290,14 @@ class Offload:
             self._table.paused
         ):  # as where there is no room: what is offered behind the lease's depth may be offered again
             return StorePlan(TransferId(0), start, lease.generation, [], no_ranges())
-        wanted = self._wanted(lease, keys)
+        wanted = self._copies.wanted(lease, keys)
         if not wanted and keys:
-            return self._pass_over(lease, keys)
+            return self._copies.pass_over(lease, keys)
         self._check_room(session)
-        plan = self._plan_store(session, lease, start, keys[: wanted * KEY_SIZE])
+        plan = self._copies.plan_store(session, lease, keys[: wanted * KEY_SIZE])
         if plan.depth < start + wanted or wanted == len(keys) // KEY_SIZE:
             return plan
-        return plan._replace(depth=self._pass_over(lease, keys[wanted * KEY_SIZE :]).depth)
-
-    def _plan_store(self, session: OffloadSession, lease: OffloadLease, start: int, keys: bytes) -> StorePlan:
-        tree, end = lease.tree, start + len(keys) // KEY_SIZE
-        run = tree.extend_host(tree.resolve(lease.run, start), start, keys)
-        tree.lock(run, end, HOST)  # or the room would be made by evicting what this continues
-        try:
-            return self._copies.plan_store(session, lease, run, end)
-        finally:
-            tree.unlock_host(run, end, MissReason.NO_ROOM)
-            tree.drop_lost(run, MissReason.NO_ROOM)
+        return plan._replace(depth=self._copies.pass_over(lease, keys[wanted * KEY_SIZE :]).depth)
 
     def clear(self, session_id: SessionId) -> tuple[int, int]:
         """A new generation of the session's namespace: nothing stored before is matched again.
@@ -341,26 +310,6 @@ class Offload:
         return namespace.generation, blocks
 
     # --- steps ------------------------------------------------------------------------------------------------------
-
-    def _wanted(self, lease: OffloadLease, keys: bytes) -> int:
-        """How many leading blocks of an offer the write policy has copied.
-
-        The daemon does not see such an engine's device memory, so that write-back is write-through here.
-        """
-        policy = lease.tree.write_policy
-        if lease.passed or policy is WritePolicy.NEVER:
-            return 0
-        if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
-            return self._admission_filter.depth(lease.tree.namespace, lease.generation, keys)
-        return len(keys) // KEY_SIZE
-
-    def _pass_over(self, lease: OffloadLease, keys: bytes) -> StorePlan:
-        """The policy does not have the next blocks copied: there is nothing to do for the engine."""
-        if lease.tree.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
-            self._admission_filter.note(lease.tree.namespace, lease.generation, keys)
-        lease.pass_over(len(keys) // KEY_SIZE)
-        self._counters["store_declined_blocks"] += len(keys) // KEY_SIZE
-        return StorePlan(TransferId(0), lease.reached, lease.generation, [], no_ranges())
 
     def _release(self, session: OffloadSession, lease: OffloadLease) -> None:
         session.remove(lease)

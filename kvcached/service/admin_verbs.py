@@ -15,9 +15,9 @@ from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from kvcached.core.cache import Cache
-from kvcached.core.generations import Edition
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import ClearingEnded
+from kvcached.core.namespaces import Edition
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import DaemonState
 from kvcached.service.admission import DrainState

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached.core.cache import Cache
-from kvcached.core.generations import Generations
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import BlocksUncached, Event, SlabAllocated, SlotsHandedOut, StorageReady
+from kvcached.core.namespaces import Generations
 from kvcached.core.slots.ranges import Ranges
 from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.recovery.generations import EditionRecord, Record, RecordWriter

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcached.core.admission_filter import FILTER_BLOCKS_MAX, AdmissionFilter
 from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check
+from kvcached.core.transfers.engine_copies import FILTER_BLOCKS_MAX, AdmissionFilter
 from kvcached_client.types import WritePolicy
 from tests.core.attached_engine import AttachedEngine, make_attached, space
 from tests.core.engine import keys_of, refused
@@ -89,7 +89,7 @@ def test_offer_without_room_is_no_sighting_of_what_it_could_not_reach(new_attach
     engine.commit(plan.transfer)
     engine.release(lease)
 
-    sightings = engine.core._admission_filter
+    sightings = engine.core._copies._admission_filter
     root = engine.spec.root
     assert sightings.depth(root, 0, keys_of("abcdefgh")) == 6
 

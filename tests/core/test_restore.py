@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached.core.cache import Cache
-from kvcached.core.generations import Edition, Generations
 from kvcached.core.insight.invariants import check
 from kvcached.core.messages import MembersDied, TransferKind
-from kvcached.core.namespaces import NamespaceSpec, PoolSpec
+from kvcached.core.namespaces import Edition, Generations, NamespaceSpec, PoolSpec
 from kvcached.core.restart.restore import Claims, RestoredCache, StoredBlocks, no_blocks, restore
 from kvcached.core.slots.ranges import no_ranges, pairs
 from kvcached.core.slots.states import SessionState, SlotState

@@ -25,7 +25,14 @@ from kvcached.core.messages import (
 from kvcached.core.slots.host_slots import HostPool, SlabAllocator
 from kvcached.core.slots.ranges import no_ranges, one_range
 from kvcached.core.slots.slots import IllegalTransition
-from kvcached.core.slots.states import SLOT_TRANSITIONS, STORAGE_TRANSITIONS, TRANSFER_TRANSITIONS, SlotState, StorageState, TransferState
+from kvcached.core.slots.states import (
+    SLOT_TRANSITIONS,
+    STORAGE_TRANSITIONS,
+    TRANSFER_TRANSITIONS,
+    SlotState,
+    StorageState,
+    TransferState,
+)
 from kvcached.core.transfers.transfer import WorkerTransfer
 from kvcached_client.types import NO_FENCE, ShardIndex, TransferId
 from tests.core.engine import TTL_MS, Engine, healthy, keys_of, refused, snapshot
@@ -110,9 +117,7 @@ def test_transfer_moves_only_along_the_table(
 
 
 @pytest.mark.parametrize(("source", "target"), list(product(StorageState, StorageState)))
-def test_storage_moves_only_along_the_table(
-    new_tiers: MakeTiers, source: StorageState, target: StorageState
-) -> None:
+def test_storage_moves_only_along_the_table(new_tiers: MakeTiers, source: StorageState, target: StorageState) -> None:
     """Every state of storage times every other: legal edges happen, others raise and change nothing."""
     storage = new_tiers().storage
     storage.state = source

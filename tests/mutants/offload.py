@@ -67,7 +67,7 @@ def offload_every_shard_taken_for_the_first(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_attached_policies.py::test_offers_of_one_request_are_one_sighting")
 def offload_first_sighting_is_stored(patch: pytest.MonkeyPatch) -> None:
     """Under the selective policy an offer that is passed over is not remembered as such: its rest is copied later."""
-    rewrite(patch, Offload._wanted, "if lease.passed or ", "if ")
+    rewrite(patch, EngineCopies.wanted, "if lease.passed or ", "if ")
 
 
 @caught_by("tests/service/test_attached_endings.py::test_goodbye_with_copies_under_way_waits_for_the_shards_only")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from kvcached.core.index.host_tree import HOST, Piece, first_blocks
-from kvcached.core.index.run import Run
+from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import OffloadLease
 from kvcached.core.messages import SlotsHandedOut, TransferKind
@@ -15,12 +18,17 @@ from kvcached.core.slots.slots import SlotPool
 from kvcached.core.slots.states import SlotState, TransferState
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import EngineTransfer
-from kvcached_client.types import ShardIndex, TransferId
+from kvcached_client.types import MissReason, ShardIndex, TransferId, WritePolicy
+
+_Words: TypeAlias = npt.NDArray[np.uint64]
 
 #: Every shard at once: the scheduler says that a copy will not be made.
 EVERY_SHARD = -1
 #: The failure of a copy that nobody needs any more.
 _CALLED_OFF = "called off"
+#: Blocks that are remembered at most, of all namespaces together: 8 MiB. A power of two.
+FILTER_BLOCKS_MAX = 1 << 20
+_WORD_BYTES = KEY_SIZE // 2
 
 
 class StorePlan(NamedTuple):
@@ -41,6 +49,44 @@ class StorePlan(NamedTuple):
     slots: Ranges[int]
 
 
+class AdmissionFilter:
+    """Which blocks engines have offered lately, so that a second offer of one can be told from a first.
+
+    Keys are chained: whoever offers a block has all before it. So what is asked is how deep a chain is known, and a
+    block that was forgotten meanwhile changes nothing as long as one behind it is remembered.
+
+    A table has one place for each first half of a key, where the second half of the last such key stands: a newer block
+    may so take the place of an older one. Memory is taken with the first block that is noted.
+    """
+
+    def __init__(self, places: int = FILTER_BLOCKS_MAX) -> None:
+        self._places = places
+        self._marks: _Words | None = None
+
+    def depth(self, namespace: bytes, generation: int, keys: bytes) -> int:
+        """How many leading blocks have been noted, as the deepest one that is known says."""
+        if self._marks is None:
+            return 0
+        places, marks = self._split(namespace, generation, keys)
+        known = np.flatnonzero(self._marks[places] == marks)
+        return int(known[-1]) + 1 if len(known) else 0
+
+    def note(self, namespace: bytes, generation: int, keys: bytes) -> None:
+        """Blocks of a namespace have been offered."""
+        if self._marks is None:
+            self._marks = np.zeros(self._places, np.uint64)
+        places, marks = self._split(namespace, generation, keys)
+        self._marks[places] = marks
+
+    def _split(self, namespace: bytes, generation: int, keys: bytes) -> tuple[_Words, _Words]:
+        """Where each block stands, and what stands there; 0 is nothing."""
+        words = np.frombuffer(keys, np.uint64).reshape(-1, KEY_SIZE // _WORD_BYTES)
+        first = int.from_bytes(namespace[:_WORD_BYTES], "little") ^ generation
+        second = int.from_bytes(namespace[_WORD_BYTES:KEY_SIZE], "little")
+        places = (words[:, 0] ^ np.uint64(first)) & np.uint64(self._places - 1)
+        return places, (words[:, 1] ^ np.uint64(second)) | np.uint64(1)
+
+
 class EngineCopies:
     """Starts and ends copies.
 
@@ -52,12 +98,44 @@ class EngineCopies:
         self._table = table
         self._effects = table.effects
         self._counters = table.counters
+        self._admission_filter = AdmissionFilter()
 
     def all(self) -> list[EngineTransfer]:
         """Those of all sessions."""
         return list(self._table.engine.values())
 
-    def plan_store(self, session: OffloadSession, lease: OffloadLease, run: Run, end: int) -> StorePlan:
+    def wanted(self, lease: OffloadLease, keys: bytes) -> int:
+        """How many leading blocks of an offer the write policy has copied.
+
+        The daemon does not see such an engine's device memory, so that write-back is write-through here.
+        """
+        policy = lease.tree.write_policy
+        if lease.passed or policy is WritePolicy.NEVER:
+            return 0
+        if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            return self._admission_filter.depth(lease.tree.namespace, lease.generation, keys)
+        return len(keys) // KEY_SIZE
+
+    def pass_over(self, lease: OffloadLease, keys: bytes) -> StorePlan:
+        """The policy does not have the next blocks copied: there is nothing to do for the engine."""
+        if lease.tree.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            self._admission_filter.note(lease.tree.namespace, lease.generation, keys)
+        lease.pass_over(len(keys) // KEY_SIZE)
+        self._counters["store_declined_blocks"] += len(keys) // KEY_SIZE
+        return StorePlan(TransferId(0), lease.reached, lease.generation, [], no_ranges())
+
+    def plan_store(self, session: OffloadSession, lease: OffloadLease, keys: bytes) -> StorePlan:
+        """A lease goes on with blocks of these keys: reserve slots for what its path lacks, as far as there is room."""
+        tree, start, end = lease.tree, lease.depth, lease.depth + len(keys) // KEY_SIZE
+        run = tree.extend_host(tree.resolve(lease.run, start), start, keys)
+        tree.lock(run, end, HOST)  # or the room would be made by evicting what this continues
+        try:
+            return self._plan(session, lease, run, end)
+        finally:
+            tree.unlock_host(run, end, MissReason.NO_ROOM)
+            tree.drop_lost(run, MissReason.NO_ROOM)
+
+    def _plan(self, session: OffloadSession, lease: OffloadLease, run: Run, end: int) -> StorePlan:
         """Reserve slots for what the path ``[0, end)`` lacks, as far as there is room; the lease reaches as far."""
         tree = lease.tree
         missing = tree.missing_in_host(run, end)

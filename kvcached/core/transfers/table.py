@@ -122,7 +122,7 @@ class TransferTable:
     # --- the end of a store -------------------------------------------------------------------------------------------
 
     def end_store(self, store: ShardTransfer, target: SlotState) -> None:
-        """Nobody writes the slots of a store any more: its blocks are CACHED, or holes again and their slots `target`."""
+        """Nobody writes the slots of a store any more: its blocks are CACHED, or are holes again."""
         tree, good = store.tree, target is SlotState.CACHED
         self.counters["stored_blocks" if good else "store_failed_blocks"] += store.blocks
         if not good:
