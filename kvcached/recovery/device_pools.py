@@ -98,7 +98,7 @@ def _kept_headers(replica: ReplicaConfig, found: dict[str, list[int]], record: R
     name = DEVICE_HEADERS_PREFIX + replica.name
     if name not in found or record.headers is None:
         return None
-    descriptor, recorded = found[name][0], MemoryIdentity(record.headers.device, record.headers.inode)
+    descriptor, recorded = found[name][0], record.headers
     if memory_fault(descriptor, headers_bytes(replica.slot_count)) or MemoryIdentity.of(descriptor) != recorded:
         _log.warning("the headers of replica %s that were kept are not the ledger's: no block is found", replica.name)
         return None
@@ -125,7 +125,7 @@ def _is_recorded(replica: ReplicaConfig, kept: list[int], record: ReplicaRecord)
     """Whether these descriptors are the memory that a record is about, and what is configured now."""
     if (record.fingerprint, record.slots) != (replica.layout.fingerprint(), replica.slot_count):
         return False
-    recorded = [(each.device, each.inode) for each in record.memory]
+    recorded = list(record.memory)
     if any(memory_fault(each, _shard_bytes(replica)) for each in kept) or recorded != [
         MemoryIdentity.of(each) for each in kept
     ]:

@@ -19,6 +19,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
+from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.process.identity import ProcessIdentity
 from kvcached_client.failpoints import failpoint
 from kvcached_client.types import WritePolicy
@@ -90,13 +91,6 @@ class NamespaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     configured_policy: WritePolicy = WritePolicy.WRITE_THROUGH
 
 
-class MemoryRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which memfd the memory of one shard of a device pool is."""
-
-    device: Count
-    inode: Count
-
-
 class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A configured replica, as it was served.
 
@@ -114,8 +108,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     generation: Count
     weights_version: str
     slots: Positive
-    memory: tuple[MemoryRecord, ...] = ()
-    headers: MemoryRecord | None = None
+    memory: tuple[MemoryIdentity, ...] = ()
+    headers: MemoryIdentity | None = None
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     configured_policy: WritePolicy = WritePolicy.WRITE_THROUGH
 

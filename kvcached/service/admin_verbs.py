@@ -21,9 +21,8 @@ from kvcached.core.namespaces import Edition
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import DaemonState
 from kvcached.service.admission import DrainState
-from kvcached.service.pending import PendingReplies, PendingReply, Wait
+from kvcached.service.pending import Answer, LateVerb, PendingReplies, PendingReply, Respond, Verb, Wait
 from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, NamedNamespace, Replica, check_replica, resolve_namespace
-from kvcached.service.replies import Answer, LateVerb, Respond, Verb
 from kvcached.service.state_writer import Recorder
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.failpoints import failpoint

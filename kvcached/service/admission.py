@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from kvcached.core.cache import Cache
 from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import MembersDied
+from kvcached.core.session import OffloadSession
 from kvcached.core.slots.states import DAEMON_TRANSITIONS, DaemonState, SessionState
 from kvcached.service.replica import Replica, unknown_replica
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
@@ -21,6 +22,8 @@ from kvcached_client.protocol.attach import Joined
 from kvcached_client.types import SessionId, ShardIndex
 
 CAPABILITIES: tuple[str, ...] = ()  #: of version 1; a later optional field comes with a name here
+
+SessionT = TypeVar("SessionT", ManagedSession, OffloadSession)
 
 _log: Final = logging.getLogger(__name__)
 
@@ -85,8 +88,7 @@ class Admission:
         Raises:
             RequestError: another version, no living process, no such replica or layout, or the pool is taken or down.
         """
-        check_version(request.version_min, request.version_max)
-        peer = self._groups.claim(request.member)
+        peer = presented(self._groups, request)
         replica = self._replica(request)
         replaced = self._replaced_session(replica.name, connection, peer)
         session = self._cache.open_session(replica.name, now_ms)
@@ -103,13 +105,9 @@ class Admission:
         Raises:
             RequestError: no such session or not its token, expired, or no such shard.
         """
-        group = self._groups.authenticate(session_id, token)
-        session = self._active_session(group)
+        group, session = joining(self._groups, self._cache.managed.sessions, session_id, token)
         replica = self._replicas[session.pool.name]
-        if shard >= replica.layout.shards:
-            raise request_error(
-                ErrorCode.BAD_VALUE, f"shard {shard} of {replica.layout.shards}", "shards are counted from 0"
-            )
+        check_shard(shard, replica.layout.shards)
         descriptors = replica.workers.descriptors(shard)
         self._groups.join(group, peer)
         joined = Joined(
@@ -139,10 +137,8 @@ class Admission:
         Raises:
             RequestError: another version or layout, no living process, or nothing is left of that session.
         """
-        check_version(request.version_min, request.version_max)
-        peer = self._groups.claim(request.member)
-        if self._groups.of_connection(connection) is not None:
-            raise request_error(ErrorCode.POOL_BUSY, "this connection has a session", "use a connection for each")
+        peer = presented(self._groups, request)
+        self._groups.check_free(connection)
         group = self._groups.find_earlier((request.daemon_epoch, request.session), request.token)
         if (session := self._cache.managed.sessions.get(group.session)) is None:
             raise request_error(
@@ -212,23 +208,40 @@ class Admission:
             capabilities=tuple(name for name in CAPABILITIES if name in capabilities),
         )
 
-    def _active_session(self, group: EngineGroup) -> ManagedSession:
-        session = self._cache.managed.sessions.get(group.session)
-        if session is None or session.state is not SessionState.ACTIVE:
-            raise request_error(
-                ErrorCode.SESSION_EXPIRED, f"session {group.session} is over", "say hello again, then join"
-            )
-        return session
 
+def presented(groups: EngineGroups, request: wire.Hello | wire.HelloOffload | wire.Rejoin) -> Peer:
+    """The process that asks for a session.
 
-def check_version(version_min: int, version_max: int) -> None:
-    """Refuse a client that does not speak this daemon's version."""
-    if not version_min <= wire.PROTOCOL_VERSION <= version_max:
+    Raises:
+        RequestError: it speaks another version of the protocol, or shows no member token of a living process.
+    """
+    if not request.version_min <= wire.PROTOCOL_VERSION <= request.version_max:
         raise request_error(
             ErrorCode.UNSUPPORTED_VERSION,
-            f"the client speaks {version_min} to {version_max}, the daemon {wire.PROTOCOL_VERSION}",
+            f"the client speaks {request.version_min} to {request.version_max}, the daemon {wire.PROTOCOL_VERSION}",
             "client and daemon must be at most one version apart: upgrade the older",
         )
+    return groups.claim(request.member)
+
+
+def joining(
+    groups: EngineGroups, sessions: Mapping[SessionId, SessionT], session_id: SessionId, token: bytes
+) -> tuple[EngineGroup, SessionT]:
+    """The group and the session that a shard process with the session's token asks to join.
+
+    Raises:
+        RequestError: there is no such session, it has another token, or it has expired.
+    """
+    group, session = groups.authenticate(session_id, token), sessions.get(session_id)
+    if session is None or session.state is not SessionState.ACTIVE:
+        raise request_error(ErrorCode.SESSION_EXPIRED, f"session {session_id} is over", "say hello again, then join")
+    return group, session
+
+
+def check_shard(shard: ShardIndex, shards: int) -> None:
+    """Refuse a shard that the session does not have."""
+    if shard >= shards:
+        raise request_error(ErrorCode.BAD_VALUE, f"shard {shard} of {shards}", "shards are counted from 0")
 
 
 def check_layout(fingerprint: str, replica: Replica) -> None:

@@ -15,9 +15,8 @@ from kvcached.core.restart.rejoin import Rejoin
 from kvcached.core.slots.ranges import Ranges
 from kvcached.service.admission import Admission, DrainState
 from kvcached.service.offload_admission import OffloadAdmission
-from kvcached.service.pending import PendingReplies, PendingReply, Wait
+from kvcached.service.pending import Answer, LateVerb, PendingReplies, PendingReply, Respond, Verb, Wait
 from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, Replica
-from kvcached.service.replies import Answer, LateVerb, Respond, Verb
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
@@ -63,7 +62,7 @@ class EngineVerbs:
         self._declarations = Rejoin(cache)
         self.by_type: dict[type[wire.Header], Verb] = {
             wire.Hello: self._hello,
-            wire.HelloOffload: self._hello_attached,
+            wire.HelloOffload: self._hello_offload,
             wire.Rejoin: self._rejoin,
             wire.Declare: self._declare,
             wire.DeclareOver: self._declare_over,
@@ -113,7 +112,7 @@ class EngineVerbs:
         freed = self._declarations.over(self._groups.owner(connection).session, request.epoch)
         return Answer(wire.DeclareEnded(id=request.id, freed=freed))
 
-    def _hello_attached(self, connection: bytes, request: wire.HelloOffload, _: list[bytes]) -> Answer:
+    def _hello_offload(self, connection: bytes, request: wire.HelloOffload, _: list[bytes]) -> Answer:
         self._drain_state.check()
         welcome, peer = self._offload.admission.hello(connection, request, self._now_ms())
         self._forget(self._offload.admission.take_departed())
@@ -308,7 +307,7 @@ class OffloadVerbs:
         return Answer(header, (pieces.tobytes(), plan.slots.tobytes()))
 
     def _transfer_done(self, _: bytes, request: wire.TransferDone, frames: list[bytes]) -> Answer:
-        session = self._shard_session(request.session, request.token)
+        session = self._groups.authenticate(SessionId(request.session), request.token).session
         corrupt = tuple(array("i", frames[0])) if frames else ()
         kind, transfer = TransferKind(request.kind), TransferId(request.transfer)
         self._core.transfer_done(session, kind, transfer, request.shard, request.error, corrupt)
@@ -329,9 +328,6 @@ class OffloadVerbs:
             )
         self._check_epoch(epoch)
         return group.session
-
-    def _shard_session(self, session: int, token: bytes) -> SessionId:
-        return self.admission.member(SessionId(session), token)[0].session
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self._cache.epoch:

@@ -15,10 +15,9 @@ from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check_counts
 from kvcached.core.managed_session import ManagedSession
 from kvcached.service.admission import DrainState
-from kvcached.service.pending import PendingReplies, PendingReply, Wait
-from kvcached.service.refusals import REFUSED, in_words
+from kvcached.service.pending import Answer, PendingReplies, PendingReply, Respond, Wait
+from kvcached.service.refusals import REFUSED, in_words, internal_error
 from kvcached.service.replica import Replica
-from kvcached.service.replies import Answer, Respond, internal_error
 from kvcached.service.state_writer import Headers
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.errors import NoCapacity

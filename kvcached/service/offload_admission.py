@@ -16,8 +16,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.messages import MemberLost, MembersDied
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.session import OffloadSession
-from kvcached.core.slots.states import SessionState
-from kvcached.service.admission import check_version
+from kvcached.service.admission import check_shard, joining, presented
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
 from kvcached_client.blocks.host_layout import HostGeometry, host_parts, slots_per_slab
 from kvcached_client.errors import ErrorCode, request_error
@@ -86,11 +85,9 @@ class OffloadAdmission:
         Raises:
             RequestError: another version, no living process, no such mode here, or no room for its namespace.
         """
-        check_version(request.version_min, request.version_max)
-        peer = self._groups.claim(request.member)
+        peer = presented(self._groups, request)
         share = self._required_share()
-        if self._groups.of_connection(connection) is not None:
-            raise request_error(ErrorCode.POOL_BUSY, "this connection has a session", "use a connection for each")
+        self._groups.check_free(connection)
         earlier = [group for group in self._groups.of_instance(request.instance) if _same(group.scheduler, peer)]
         spec = _space(request, share)
         self._check_namespaces(peer, spec.root)
@@ -111,10 +108,9 @@ class OffloadAdmission:
         Raises:
             RequestError: no such session or not its token, expired, or no such shard.
         """
-        group, session = self.member(session_id, token)
+        group, session = joining(self._groups, self._cache.offload.sessions, session_id, token)
         share, hello = self._required_share(), self._hellos[session.id]
-        if shard >= hello.shards:
-            raise request_error(ErrorCode.BAD_VALUE, f"shard {shard} of {hello.shards}", "shards are counted from 0")
+        check_shard(shard, hello.shards)
         self._groups.join(group, peer, shard)
         for old in self._groups.of_instance(group.instance):
             if old is not group:
@@ -134,20 +130,6 @@ class OffloadAdmission:
             verify_loads=share.verify_loads,
         )
         return joined, (share.descriptor,)
-
-    def member(self, session_id: SessionId, token: bytes) -> tuple[EngineGroup, OffloadSession]:
-        """The group and the active session of who shows its token.
-
-        Raises:
-            RequestError: no such session or not its token, or it has expired.
-        """
-        group = self._groups.authenticate(session_id, token)
-        session = self._cache.offload.sessions.get(session_id)
-        if session is None or session.state is not SessionState.ACTIVE:
-            raise request_error(
-                ErrorCode.SESSION_EXPIRED, f"session {session_id} is over", "say hello again, then join"
-            )
-        return group, session
 
     def part(self, group: EngineGroup) -> None:
         """The scheduler says goodbye: the session is over, though shard processes may still copy."""

@@ -1,4 +1,4 @@
-"""Replies that are owed: requests whose answer is not known yet, and what each of them waits for.
+"""Replies: what they are made of, and those that are owed, because their answer is not known yet.
 
 Every pending reply ends in exactly one of these ways, and is sent then:
 
@@ -17,14 +17,27 @@ import logging
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvcached.core.refusals import Refusal
-from kvcached.service.refusals import REFUSED
-from kvcached.service.replies import Answer, Respond, internal_error
+from kvcached.service.refusals import REFUSED, internal_error
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol.engine import Header, error_reply
 from kvcached_client.types import SessionId
+
+
+class Answer(NamedTuple):
+    """A reply: its header and the frames that follow it."""
+
+    header: Header
+    frames: tuple[bytes, ...] = ()
+
+
+Respond = Callable[[Answer], None]
+#: Serves one request: who asks, the request and its frames; the reply. An error that it raises is the reply, too.
+Verb = Callable[[bytes, Any, list[bytes]], Answer]
+#: The same where the reply may come later: None = `Respond` gets it then.
+LateVerb = Callable[[bytes, Any, list[bytes], Respond], Answer | None]
 
 
 class Wait(StrEnum):

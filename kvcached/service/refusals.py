@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvcached.core.refusals import Refusal, Why
-from kvcached_client.errors import RequestError, request_error
+from kvcached_client.errors import ErrorCode, RequestError, request_error
 
 #: What is wrong, with the values of `Refusal.about`, and what to do.
 WORDS: Final[Mapping[Why, tuple[str, str]]] = {
@@ -170,3 +170,8 @@ def in_words(refusal: RequestError | Refusal) -> RequestError:
         return refusal
     message, fix = WORDS[refusal.why]
     return request_error(refusal.code, message.format_map(refusal.about), fix)
+
+
+def internal_error() -> RequestError:
+    """What a peer is told of a bug of ours."""
+    return request_error(ErrorCode.INTERNAL, "the daemon failed while serving this request", "see the daemon's log")

@@ -22,8 +22,8 @@ from kvcached.core.slots.host_slots import HostPool
 from kvcached.core.slots.slots import DevicePool, SlotPool
 from kvcached.core.slots.states import DaemonState, SlotState, TransferState
 from kvcached.service.admission import DrainState
+from kvcached.service.pending import Answer, Verb
 from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, Replica, check_replica
-from kvcached.service.replies import Answer, Verb
 from kvcached_client.protocol import engine as wire
 from kvcached_client.types import KEY_SIZE_BYTES
 

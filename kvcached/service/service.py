@@ -19,15 +19,20 @@ from kvcached.core.messages import (
     ClearingEnded,
     Effect,
     Event,
+    ForgetStored,
     HurryTransfer,
     LoadsEnded,
     MemberLost,
     MembersDied,
+    PrefetchOver,
+    QueryStorage,
     SessionEnded,
     SessionExpired,
     ShardSettled,
     SlabAllocated,
     SlotsHandedOut,
+    StartBackup,
+    StartFetch,
     StartTransfer,
 )
 from kvcached.core.refusals import Refusal
@@ -36,10 +41,9 @@ from kvcached.service.admission import Admission, DrainState
 from kvcached.service.engine_verbs import EngineVerbs, OffloadVerbs
 from kvcached.service.health import HealthRequests, HostMemoryCheck
 from kvcached.service.offload_admission import HostShare, OffloadAdmission, Shape
-from kvcached.service.pending import Later, PendingReplies, Wait, later
-from kvcached.service.refusals import REFUSED, in_words
+from kvcached.service.pending import Answer, Later, LateVerb, PendingReplies, Respond, Verb, Wait, later
+from kvcached.service.refusals import REFUSED, in_words, internal_error
 from kvcached.service.replica import Replica
-from kvcached.service.replies import Answer, LateVerb, Respond, Verb, internal_error
 from kvcached.service.report_verbs import ReportVerbs
 from kvcached.service.sessions import EngineGroups, FoundSession, Peer
 from kvcached.service.state_writer import DeviceBlocks, Headers, HostClaims, StatePlace, StateWriter
@@ -213,9 +217,7 @@ class Service:
         effects = self._cache.effects
         self._device_blocks.write()
         while effects:
-            effect = effects.pop(0)
-            if not self.storage.takes(effect):
-                self._carry_out(effect)
+            self._carry_out(effects.pop(0))
             self._device_blocks.write()
         self._state_writer.keep()
 
@@ -231,25 +233,30 @@ class Service:
                 self._replicas[effect.pool].workers.hurry(effect)
             case AbandonLoad():
                 self._replicas[effect.pool].workers.abandon(effect)
+            case QueryStorage() | StartFetch() | StartBackup() | ForgetStored():
+                self.storage.carry_out(effect)
+            case PrefetchOver():
+                self._pending.look(Wait.PREFETCH, subject=effect.prefetch)
             case ClearingEnded():
                 self._clears.finish(effect)
             case LoadsEnded():
                 self._pending.look(Wait.LOAD, session=effect.session, subject=effect.lease)
-            case SessionExpired():
-                log.log(
-                    logging.WARNING if effect.quarantined_slots else logging.INFO,
-                    "session %d is over: %d slots are set aside until its processes are dead",
-                    effect.session,
-                    effect.quarantined_slots,
-                )
-                self._groups.end(effect.session)
-                self._pending.session_over(effect.session)
-            case SessionEnded():
-                if self._groups.of_session(effect.session) is not None:
-                    log.info("session %d ended: %d slots are free again", effect.session, effect.freed_slots)
-                self._pending.session_over(effect.session)
-                self._offload_admission.forget(effect.session)
-                self._forget(self._groups.close(effect.session))
+            case SessionExpired() | SessionEnded():
+                self._on_session_over(effect)
+
+    def _on_session_over(self, effect: SessionExpired | SessionEnded) -> None:
+        session = effect.session
+        if isinstance(effect, SessionExpired):
+            level = logging.WARNING if effect.quarantined_slots else logging.INFO
+            words = "session %d is over: %d slots are set aside until its processes are dead"
+            log.log(level, words, session, effect.quarantined_slots)
+            self._groups.end(session)
+        elif self._groups.of_session(session) is not None:
+            log.info("session %d ended: %d slots are free again", session, effect.freed_slots)
+        self._pending.session_over(session)
+        if isinstance(effect, SessionEnded):
+            self._offload_admission.forget(session)
+            self._forget(self._groups.close(session))
 
     def _settle(self) -> None:
         """Let the core do what can wait until a reply is out, and carry that out."""

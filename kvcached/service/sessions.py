@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from kvcached.process.identity import ProcessIdentity
-from kvcached.service.replies import KeptAnswers
+from kvcached.service.pending import Answer
 from kvcached_client.errors import ErrorCode, request_error
-from kvcached_client.protocol.engine import TOKEN_SIZE_BYTES
+from kvcached_client.protocol.engine import TOKEN_SIZE_BYTES, Header
 from kvcached_client.types import SessionId, ShardIndex
 
 
@@ -38,6 +39,31 @@ class Peer(Protocol):
 
     def is_same_process(self, other: Any) -> bool:  # noqa: ANN401 - any peer from the same source
         """Whether two living peers are surely one process."""
+
+
+class KeptAnswers:
+    """The last answers of one session: a retry has one effect and gets the same answer.
+
+    Args:
+        most: how many are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._answers: OrderedDict[tuple[type[Header], int], Answer] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def find(self, request: Header) -> Answer | None:
+        """The answer to an earlier request with the same verb and id."""
+        return self._answers.get((type(request), request.id))
+
+    def keep(self, request: Header, answer: Answer) -> None:
+        """Keep an answer, and drop the oldest one beyond the limit."""
+        self._answers[type(request), request.id] = answer
+        if len(self._answers) > self._most:
+            self._answers.popitem(last=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -217,6 +243,11 @@ class EngineGroups:
         """The group that a connection owns."""
         return self._of_connection.get(connection)
 
+    def check_free(self, connection: bytes) -> None:
+        """Refuse a further session for a connection that owns one."""
+        if connection in self._of_connection:
+            raise request_error(ErrorCode.POOL_BUSY, "this connection has a session", "use a connection for each")
+
     def owner(self, connection: bytes) -> EngineGroup:
         """As `of_connection`, for requests that need a session.
 
@@ -242,10 +273,8 @@ class EngineGroups:
 
     def part(self, group: EngineGroup, scheduler: Peer) -> list[Peer]:
         """The scheduler's process said goodbye: only the others are members still. Returns those that left."""
-        self.version += 1
         left = [member for member in group.members if member is scheduler or member.is_same_process(scheduler)]
-        group.members = [member for member in group.members if member not in left]
-        return [member for member in left if not self.of_peer(member)]
+        return self.leave(group, left)
 
     @property
     def groups(self) -> list[EngineGroup]:

@@ -15,20 +15,19 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from kvcached.core.cache import Cache
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import BlocksUncached, Event, SlabAllocated, SlotsHandedOut, StorageReady
 from kvcached.core.namespaces import Generations
 from kvcached.core.slots.ranges import Ranges
-from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.recovery.generations import EditionRecord, Record, RecordWriter
 from kvcached.recovery.state_file import (
     HostPoolRecord,
     Ledger,
     LedgerFile,
     MemberRecord,
-    MemoryRecord,
     NamespaceRecord,
     ReplicaRecord,
     SessionRecord,
@@ -159,28 +158,24 @@ class StateWriter:
 
     def _session(self, group: EngineGroup) -> SessionRecord | None:
         mode: Literal["offload", "device"]
-        offload, managed = (
-            self._cache.offload.sessions.get(group.session),
-            self._cache.managed.sessions.get(group.session),
-        )
-        digest, epoch, session = hashlib.sha256(group.token).hexdigest(), self._cache.epoch, group.session
-        members = (MemberRecord(process=each.identity, shard=group.shard_of.get(each)) for each in group.members)
-        if offload is not None:
+        session, epoch, digest = group.session, self._cache.epoch, hashlib.sha256(group.token).digest()
+        if (offload := self._cache.offload.sessions.get(session)) is not None:
             mode, place = "offload", offload.namespace.spec.root.hex()
-        elif managed is not None:
+        elif (managed := self._cache.managed.sessions.get(session)) is not None:
             mode, place = "device", managed.pool.name
+            if group.found is not None:  # its engine does not know this daemon yet
+                (epoch, earlier), digest = group.found.earlier, group.found.token_digest
+                session = SessionId(earlier)
         else:
             return None
-        if managed is not None and group.found is not None:  # its engine knows nothing of this daemon yet
-            (epoch, earlier), digest = group.found.earlier, group.found.token_digest.hex()
-            session = SessionId(earlier)
+        members = (MemberRecord(process=each.identity, shard=group.shard_of.get(each)) for each in group.members)
         return SessionRecord(
             id=session,
             epoch=epoch,
             mode=mode,
             place=place,
             instance=group.instance.hex(),
-            token_digest=digest,
+            token_digest=digest.hex(),
             members=tuple(dict.fromkeys(members)),  # a process has a connection for each of its mappings
             is_over=group.is_over,
         )
@@ -192,9 +187,7 @@ def _with_allocated(record: HostPoolRecord, cache: Cache) -> HostPoolRecord:
         if tree.host is not None and tree.host.slabs:
             root = tree.namespace.hex()
             allocated[root] = (*allocated.get(root, ()), *sorted(tree.host.slabs))
-    return HostPoolRecord(
-        device=record.device, inode=record.inode, slabs=record.slabs, slab_bytes=record.slab_bytes, allocated=allocated
-    )
+    return structs.replace(record, allocated=allocated)
 
 
 def _replica(replica: Replica, tree: PrefixTree) -> ReplicaRecord:
@@ -205,8 +198,8 @@ def _replica(replica: Replica, tree: PrefixTree) -> ReplicaRecord:
         generation=replica.generation,
         weights_version=replica.weights_version,
         slots=replica.slots,
-        memory=tuple(_memory(each) for each in replica.memory),
-        headers=None if replica.headers is None else _memory(replica.headers.identity),
+        memory=replica.memory,
+        headers=None if replica.headers is None else replica.headers.identity,
         write_policy=tree.write_policy,
         configured_policy=replica.write_policy,
     )
@@ -326,10 +319,6 @@ class Recorder:
             ),
             forgets=tuple(prefix.hex() for prefix in contents.forgets),
         )
-
-
-def _memory(identity: MemoryIdentity) -> MemoryRecord:
-    return MemoryRecord(device=identity.device, inode=identity.inode)
 
 
 class DeviceBlocks:

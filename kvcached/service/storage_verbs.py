@@ -10,9 +10,7 @@ from typing import Final, Protocol
 
 from kvcached.core.cache import Cache
 from kvcached.core.messages import (
-    Effect,
     ForgetStored,
-    PrefetchOver,
     QueryStorage,
     StartBackup,
     StartFetch,
@@ -20,9 +18,8 @@ from kvcached.core.messages import (
 from kvcached.core.slots.states import PrefetchState
 from kvcached.core.transfers.storage_state import Prefetch
 from kvcached.service.offload_admission import OffloadAdmission
-from kvcached.service.pending import WAITING_MAX, PendingReplies, PendingReply, Wait
+from kvcached.service.pending import WAITING_MAX, Answer, LateVerb, PendingReplies, PendingReply, Respond, Wait
 from kvcached.service.replica import Replica
-from kvcached.service.replies import Answer, LateVerb, Respond
 from kvcached.service.sessions import EngineGroups
 from kvcached.storage.client import LinkState
 from kvcached.storage.messages import BlockFormat, Done
@@ -113,18 +110,14 @@ class StorageVerbs:
 
     # --- what the core asks for -------------------------------------------------------------------------------------
 
-    def takes(self, effect: Effect) -> bool:
-        """Carry an effect out, if it is about storage."""
-        if isinstance(effect, PrefetchOver):
-            self._pending.look(Wait.PREFETCH, subject=effect.prefetch)
-        elif isinstance(effect, ForgetStored):
-            self._forget(effect)
-        elif isinstance(effect, QueryStorage | StartFetch | StartBackup):
-            if self.storage is not None:
-                self.storage.link.carry_out(effect)
-        else:
-            return False
-        return True
+    def carry_out(self, effect: QueryStorage | StartFetch | StartBackup | ForgetStored) -> None:
+        """Order what the core asks of storage, if there is any."""
+        if self.storage is None:
+            return
+        if not isinstance(effect, ForgetStored):
+            self.storage.link.carry_out(effect)
+        elif (found := self.format_of(effect.namespace, effect.generation)) is not None:
+            self.storage.link.forget(found.stored().prefix(), note_forgotten)
 
     def format_of(self, namespace: bytes, generation: int) -> BlockFormat | None:
         """Whose blocks a namespace's are; None where nobody has it any more."""
@@ -187,11 +180,6 @@ class StorageVerbs:
 
         reply = PendingReply(Wait.PREFETCH, request, respond, ask, session, found.id)
         return self._pending.wait(reply, patience_ms)
-
-    def _forget(self, effect: ForgetStored) -> None:
-        found = self.format_of(effect.namespace, effect.generation)
-        if self.storage is not None and found is not None:
-            self.storage.link.forget(found.stored().prefix(), note_forgotten)
 
     def _patience_ms(self, request: wire.Prefetch) -> int:
         if request.stop == "best_effort" or self.storage is None:

@@ -24,7 +24,7 @@ from tests.mutants.mutant import caught_by, rewrite
 @caught_by("tests/daemon/test_storage.py::test_cleared_blocks_do_not_come_back")
 def cleared_blocks_stay_in_storage(patch: pytest.MonkeyPatch) -> None:
     """What was cleared is found again in storage."""
-    patch.setattr(StorageVerbs, "_forget", lambda *_: None)
+    rewrite(patch, StorageVerbs.carry_out, "self.storage.link.forget(found.stored().prefix(), note_forgotten)", "pass")
 
 
 @caught_by("tests/storage/test_disk_slots.py::test_writer_into_a_file_that_is_gone_has_no_room")

@@ -14,8 +14,8 @@ from kvcached.core.namespaces import PoolSpec
 from kvcached.core.slots.states import SlotState
 from kvcached.process.identity import ProcessIdentity
 from kvcached.service.offload_admission import HostShare
+from kvcached.service.pending import Answer
 from kvcached.service.replica import Replica, Settled
-from kvcached.service.replies import Answer
 from kvcached.service.service import Service
 from kvcached.service.state_writer import Headers, StatePlace
 from kvcached_client.blocks.layout import KvGroup, Layout

@@ -9,7 +9,7 @@ import pytest
 from kvcached.core.slots.states import SlotState
 from kvcached.recovery.generations import EditionRecord
 from kvcached.recovery.state_file import HostPoolRecord, LedgerFile, boot_id, read_ledger
-from kvcached.service.replies import Answer
+from kvcached.service.pending import Answer
 from kvcached.service.state_writer import StatePlace
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire

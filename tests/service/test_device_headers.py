@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from kvcached.core.messages import StartTransfer, TransferKind
+from kvcached.service.pending import Answer
 from kvcached.service.replica import Settled
-from kvcached.service.replies import Answer
 from kvcached_client.protocol import engine as wire
 from tests.service.office import EPOCH, ONE, SLOTS, TWO, FakePeer, FakeWorkers, Office, key_chain
 

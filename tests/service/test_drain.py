@@ -10,8 +10,7 @@ from kvcached.core.messages import TransferKind
 from kvcached.core.slots.states import DAEMON_TRANSITIONS, DaemonState
 from kvcached.service.admin_verbs import Left
 from kvcached.service.admission import DrainState
-from kvcached.service.pending import WAITING_MAX, Wait
-from kvcached.service.replies import Answer
+from kvcached.service.pending import WAITING_MAX, Answer, Wait
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.fields import RESERVE_REQUEST_PREFIX

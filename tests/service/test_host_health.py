@@ -11,7 +11,7 @@ import pytest
 
 from kvcached.memory.host_pool import HostHeaders, HostMemory, create_host_memory
 from kvcached.service.health import CHECKED_BYTES
-from kvcached.service.replies import Answer
+from kvcached.service.pending import Answer
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.protocol import engine as wire
 from tests.service.attached_office import BLOCK_BYTES, AttachedOffice

@@ -10,7 +10,7 @@ from pathlib import Path
 import zmq
 
 from kvcached.server.rpc import RpcServer
-from kvcached.service.replies import Answer
+from kvcached.service.pending import Answer
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.engine import Bye, Goodbye, Request, decode_reply, encode
 

@@ -11,8 +11,7 @@ import pytest
 from kvcached.core.insight.invariants import check
 from kvcached.core.messages import Ticked, TransferKind, WorkerDied
 from kvcached.core.slots.states import SlotState
-from kvcached.service.pending import WAITING_MAX, Wait
-from kvcached.service.replies import Answer
+from kvcached.service.pending import WAITING_MAX, Answer, Wait
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from kvcached_client.types import NO_FENCE, ShardIndex, TransferId, unpack_ranges

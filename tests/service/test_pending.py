@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvcached.service.pending import WAITING_MAX, PendingReplies, PendingReply, Wait
+from kvcached.service.pending import WAITING_MAX, Answer, PendingReplies, PendingReply, Wait
 from kvcached.service.refusals import in_words
-from kvcached.service.replies import Answer
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol import engine as wire
 from kvcached_client.types import SessionId

@@ -11,7 +11,7 @@ from kvcached.core.insight.invariants import check
 from kvcached.core.messages import Ticked, WorkerDied
 from kvcached.core.slots.states import SlotState
 from kvcached.service.health import HealthChecks
-from kvcached.service.replies import Answer
+from kvcached.service.pending import Answer
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.attach import Joined

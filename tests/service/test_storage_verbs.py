@@ -19,8 +19,7 @@ from kvcached.core.messages import (
     StorageLost,
     StorageReady,
 )
-from kvcached.service.pending import WAITING_MAX, Wait
-from kvcached.service.replies import Answer
+from kvcached.service.pending import WAITING_MAX, Answer, Wait
 from kvcached.service.storage_verbs import StorageService
 from kvcached.storage.client import LinkState
 from kvcached.storage.messages import Done

@@ -17,8 +17,8 @@ from kvcached.core.slots.states import SessionState, SlotState
 from kvcached.recovery.generations import Generation
 from kvcached.server.rpc import decode
 from kvcached.service.offload_admission import HostShare
+from kvcached.service.pending import Answer
 from kvcached.service.replica import Replica
-from kvcached.service.replies import Answer
 from kvcached.service.service import Service
 from kvcached_client.blocks.header import NAMESPACE_BYTES
 from kvcached_client.protocol import engine as wire

@@ -27,9 +27,8 @@ from kvcached.service.admin_verbs import AdminVerbs, Clears, _Clear
 from kvcached.service.admission import Admission
 from kvcached.service.pending import PendingReplies
 from kvcached.service.replica import NamedNamespace
-from kvcached.service.replies import KeptAnswers
 from kvcached.service.service import Service
-from kvcached.service.sessions import EngineGroup, EngineGroups
+from kvcached.service.sessions import EngineGroup, EngineGroups, KeptAnswers
 from kvcached_client.types import NO_FENCE
 from tests.simulation.mistake import Mistake
 from tests.simulation.storage_mistakes import STORAGE_MISTAKES

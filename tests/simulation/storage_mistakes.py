@@ -21,8 +21,7 @@ from kvcached.core.transfers.storage_copies import Backups
 from kvcached.core.transfers.storage_state import PrefetchEnd
 from kvcached.recovery import generations
 from kvcached.service import state_writer
-from kvcached.service.pending import PendingReplies, PendingReply
-from kvcached.service.replies import Answer
+from kvcached.service.pending import Answer, PendingReplies, PendingReply
 from kvcached.service.state_writer import Recorder
 from kvcached.service.storage_verbs import StorageVerbs
 from kvcached.storage.client import StorageLink
