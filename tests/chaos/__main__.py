@@ -20,7 +20,7 @@ from tests.chaos.run import Outcome, Run, least
 _FAILURE_LENGTH_MAX = 700
 _LONG_S = 120
 #: What every long run must have had.
-_KINDS = ("compared device", "compared host", "compared layer by layer", "compared attached", "rejoins")
+_KINDS = ("compared device", "compared host", "compared layer by layer", "compared offload", "rejoins")
 
 
 def main() -> int:

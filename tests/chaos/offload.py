@@ -19,7 +19,7 @@ from kvcached_client.types import KEY_SIZE_BYTES
 from tests.chaos.oracle import POISON, Item, compare, page
 from tests.chaos.prompts import BLOCK_SIZE, BLOCKS_MAX, some_prompt
 from tests.chaos.reporting import Report
-from tests.client.attached_rig import HostTensor
+from tests.client.offload_rig import HostTensor
 
 if TYPE_CHECKING:
     from tests.chaos.managed import EnginePlan
@@ -61,7 +61,7 @@ class OffloadEngine:
                 self._report.note(f"session over: {type(error).__name__} {error}")
             except RequestError as error:
                 if error.code not in _TRY_LATER:
-                    self._report.tell("refused", what="attached", error=str(error))
+                    self._report.tell("refused", what="offload", error=str(error))
             time.sleep(0.05)
 
     def _connect(self) -> None:
@@ -95,7 +95,7 @@ class OffloadEngine:
             self._report.counts["blocks fetched"] += result.fetched
         lease, hit = self._client.acquire(name, keys, tokens, full=True, priority=random.choice([0, 0, 0, 1, -1]))
         self._report.note(f"{name} lease={lease} hit={hit}")
-        self._report.counts["attached hit blocks"] += hit
+        self._report.counts["offload hit blocks"] += hit
         released = False
         try:
             good = self._load(name, lease, keys, hit) if hit else 0
@@ -145,8 +145,8 @@ class OffloadEngine:
         for layer, tensor in enumerate(self._tensors[shard]):
             wrong = list(compare(tensor.array[depths].astype(np.uint8), items, layer, shard))
             if wrong:
-                self._report.tell("wrong", request=name, hit="attached", shard=shard, slots=slots, pages=wrong[:6])
-        self._report.counts["compared attached"] += len(depths)
+                self._report.tell("wrong", request=name, hit="offload", shard=shard, slots=slots, pages=wrong[:6])
+        self._report.counts["compared offload"] += len(depths)
 
     def _store(self, name: str, lease: int, keys: bytes, hit: int) -> None:
         random = self._random

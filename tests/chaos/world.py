@@ -67,7 +67,7 @@ ENGINES = {"a": ("processes", "a"), "b": ("processes", "b"), "c": ("threads", "c
 
 
 def config_text(directory: Path, random: Random) -> str:
-    """A configuration of two replicas under one tree, one with its own, engines in attached mode, and storage."""
+    """A configuration of two replicas under one tree, one with its own, engines in offload mode, and storage."""
     parts = [
         CONFIG.format(
             ttl_ms=SESSION_TTL_MS,

@@ -74,7 +74,7 @@ class FakeDaemon:
         memory: descriptor that a `Join` gets.
         progress: the progress page that it gets, too.
         joined: the answer to a `Join`.
-        joined_host: the answer in its place, in attached mode.
+        joined_host: the answer in its place, in offload mode.
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Stores and loads of one shard in attached mode: bytes, headers, order, and what is refused."""
+"""Stores and loads of one shard in offload mode: bytes, headers, order, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.errors import BadRequest
 from kvcached_client.offload_shard import BlockJob, JobSpan
-from tests.client.attached_rig import (
+from tests.client.offload_rig import (
     EPOCH,
     FINGERPRINT,
     GENERATION,

@@ -181,7 +181,7 @@ def test_vllm_of_another_version_is_told(monkeypatch: pytest.MonkeyPatch, versio
 
 
 def test_daemon_for_replicas_only_is_told(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon without attached mode cannot serve vLLM, and the fix names the tables that are missing."""
+    """A daemon without offload mode cannot serve vLLM, and the fix names the tables that are missing."""
 
     def answers(run_dir: Path) -> Generator[Finding, None, Description]:
         yield Finding("daemon", "ok", "")

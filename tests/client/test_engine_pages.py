@@ -12,7 +12,7 @@ import pytest
 
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import BadRequest
-from tests.client.attached_rig import HostTensor
+from tests.client.offload_rig import HostTensor
 
 
 def kv(blocks: int = 5, *, dtype: str = "float32") -> npt.NDArray[Any]:

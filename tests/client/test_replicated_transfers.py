@@ -7,7 +7,7 @@ import pytest
 
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.blocks.transfers import BlockTransfers
-from tests.client.attached_rig import EPOCH, FINGERPRINT, NAMESPACE, EngineRig, engine_rig, job, layer, span
+from tests.client.offload_rig import EPOCH, FINGERPRINT, NAMESPACE, EngineRig, engine_rig, job, layer, span
 
 SHARDS = 2
 SOURCES, SLOTS, TARGETS = [0, 3, 1], [2, 3, 7], [4, 5, 6]

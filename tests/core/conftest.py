@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvcached.core.cache import Cache
-from tests.core.attached_engine import make_attached
 from tests.core.engine import healthy, make_cache
 from tests.core.host_tier import make_tiers
+from tests.core.offload_engine import make_offload
 
 
 @pytest.fixture
@@ -46,12 +46,12 @@ def new_tiers() -> Iterator[Callable[..., Cache]]:
 
 
 @pytest.fixture
-def new_attached() -> Iterator[Callable[..., Cache]]:
-    """Makes caches for engines in attached mode, and checks each of them when the test is over."""
+def new_offload() -> Iterator[Callable[..., Cache]]:
+    """Makes caches for engines in offload mode, and checks each of them when the test is over."""
     made: list[Cache] = []
 
     def make(**settings: Any) -> Cache:
-        made.append(make_attached(**settings))
+        made.append(make_offload(**settings))
         return made[-1]
 
     yield make

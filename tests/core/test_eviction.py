@@ -11,9 +11,9 @@ from kvcached.core.eviction.by_priority import POLICIES
 from kvcached.core.insight.invariants import check
 from kvcached.core.namespaces import PoolSpec
 from kvcached.core.refusals import Refusal
-from tests.core.attached_engine import AttachedEngine, make_attached
 from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, keys_of
 from tests.core.host_tier import Workers, crowd_out, host_hit, make_tiers
+from tests.core.offload_engine import OffloadEngine, make_offload
 
 
 def make(policy: str, *, slots: int = 16, host_slabs: int = 0, per_slab: int = 16) -> Cache:
@@ -214,10 +214,10 @@ def test_host_copies_have_the_priority_of_the_blocks() -> None:
     assert check(cache) == []
 
 
-def test_priorities_of_engines_in_attached_mode() -> None:
+def test_priorities_of_engines_in_offload_mode() -> None:
     """Their requests' priorities order the host pool."""
-    cache = make_attached(slabs=2)
-    engine = AttachedEngine(cache)
+    cache = make_offload(slabs=2)
+    engine = OffloadEngine(cache)
     for text, priority in (("abcd", 1), ("0123", 0), ("xyuv", 0)):
         lease = engine.core.acquire(
             engine.session, text, keys_of(text), len(text) * BLOCK_SIZE, full=True, priority=priority

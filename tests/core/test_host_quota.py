@@ -17,16 +17,16 @@ from kvcached.core.slots.ranges import slot_count
 from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
-from tests.core.attached_engine import AttachedEngine, let_rest, space
 from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine
 from tests.core.host_tier import Workers, make_tiers
+from tests.core.offload_engine import OffloadEngine, let_rest, space
 
-MakeAttached = Callable[..., Cache]
+MakeOffload = Callable[..., Cache]
 SIXTEEN = "0123456789ABCDEF"
 
 
 def shared(slabs: int, *rules: QuotaRule, spaces: int = 4) -> Cache:
-    """A cache for engines in attached mode only, with a quota."""
+    """A cache for engines in offload mode only, with a quota."""
     return Cache(
         [], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=slabs, namespaces_max=spaces, host_quota=HostQuota(rules)
     )
@@ -38,11 +38,11 @@ def texts(first: int, count: int, length: int = 4) -> list[str]:
     return ["".join(next(symbols) for _ in range(length)) for _ in range(count)]
 
 
-def slabs_of(*engines: AttachedEngine) -> list[int]:
+def slabs_of(*engines: OffloadEngine) -> list[int]:
     return [len(engine.host.slabs) for engine in engines]
 
 
-def fill(engine: AttachedEngine, first: int, count: int) -> None:
+def fill(engine: OffloadEngine, first: int, count: int) -> None:
     """Store some prompts of a slab each, then look at the whole cache."""
     for text in texts(first, count):
         engine.store(text)
@@ -52,10 +52,10 @@ def fill(engine: AttachedEngine, first: int, count: int) -> None:
 def test_newcomer_gets_its_share_of_a_full_pool() -> None:
     """A model that joins beside one that has filled the pool and is still there stores all it has, and hits it."""
     cache = shared(64)
-    old = AttachedEngine(cache)
+    old = OffloadEngine(cache)
     fill(old, 0, 200)
     assert slabs_of(old) == [64]
-    new, hot = AttachedEngine(cache, space("n")), texts(500, 20)
+    new, hot = OffloadEngine(cache, space("n")), texts(500, 20)
     for text in hot:
         new.store(text)
     assert check(cache) == []
@@ -68,7 +68,7 @@ def test_newcomer_gets_its_share_of_a_full_pool() -> None:
 def test_newcomer_takes_no_more_than_half() -> None:
     """However much a newcomer stores, a model that is used keeps its share, and its latest prompts with it."""
     cache = shared(16)
-    old, new = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    old, new = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     fill(old, 0, 16)
     fill(new, 100, 60)
 
@@ -79,7 +79,7 @@ def test_newcomer_takes_no_more_than_half() -> None:
 def test_two_models_that_want_everything_do_not_steal_to_and_fro() -> None:
     """Once both have their share, no slab changes hands again, however long both want more than there is."""
     cache = shared(16)
-    one, two = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    one, two = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     fill(one, 0, 40)
     fill(two, 100, 40)
     settled = cache.counters["reclaimed_slabs"]
@@ -97,7 +97,7 @@ def test_two_models_that_want_everything_do_not_steal_to_and_fro() -> None:
 def test_model_below_its_share_is_left_alone() -> None:
     """Two models that want more share what a third one does not need; that one loses nothing."""
     cache = shared(12)
-    small, one, two = (AttachedEngine(cache, space(letter)) for letter in "mno")
+    small, one, two = (OffloadEngine(cache, space(letter)) for letter in "mno")
     fill(small, 0, 2)
     fill(one, 100, 30)
     fill(two, 200, 30)
@@ -109,9 +109,9 @@ def test_model_below_its_share_is_left_alone() -> None:
 def test_model_that_rests_gives_all_but_one_slab_and_comes_back() -> None:
     """A model that nobody has used for long yields to one that is used, and gets its share again when it is used."""
     cache = shared(8)
-    old = AttachedEngine(cache)
+    old = OffloadEngine(cache)
     fill(old, 0, 8)
-    new = AttachedEngine(cache, space("n"))
+    new = OffloadEngine(cache, space("n"))
     let_rest(cache)
     fill(new, 100, 20)
     assert slabs_of(old, new) == [1, 7]
@@ -124,7 +124,7 @@ def test_model_that_rests_gives_all_but_one_slab_and_comes_back() -> None:
 def test_engine_that_starts_again_finds_its_share() -> None:
     """A model whose engine has just gone keeps its share, whatever another one needs; after a while it gives more."""
     cache = shared(8)
-    old, new = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    old, new = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     fill(old, 0, 8)
     cache.handle(MembersDied(old.session))
     fill(new, 100, 20)
@@ -138,7 +138,7 @@ def test_engine_that_starts_again_finds_its_share() -> None:
 def test_least_recently_used_blocks_go() -> None:
     """What a model has just hit stays, whatever slab it lies in, when it has to give some."""
     cache = shared(8)
-    old, new = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    old, new = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     prompts = texts(0, 7)
     for text in prompts:
         old.store(text)
@@ -152,7 +152,7 @@ def test_least_recently_used_blocks_go() -> None:
 def test_prefix_that_others_continue_is_as_recent_as_they_are() -> None:
     """A slab with the beginning of prompts that are used is not chosen for its age."""
     cache = shared(6)
-    old, new = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    old, new = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     old.store("abcd")
     fill(old, 0, 3)
     old.store("abcdefgh")
@@ -164,12 +164,12 @@ def test_prefix_that_others_continue_is_as_recent_as_they_are() -> None:
 def test_what_is_held_stays() -> None:
     """Slots of leases, of copies under way and of silent processes are never taken, even if nothing is left to give."""
     cache = shared(5)
-    old, new = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    old, new = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     leased, copied, lost = texts(0, 3)
     old.store(leased)
     lease = old.acquire(leased)
     plan = old.prepare(old.acquire(copied), copied)
-    silent = AttachedEngine(cache)
+    silent = OffloadEngine(cache)
     silent.prepare(silent.acquire(lost), lost)
     cache.handle(MemberLost(silent.session))
     assert old.states[1:] == (4, 4, 4)
@@ -185,7 +185,7 @@ def test_what_is_held_stays() -> None:
 def test_model_whose_slabs_are_all_held_is_asked_once_a_tick() -> None:
     """Where nothing can be freed, each request is not made to look through everything in vain."""
     cache = shared(4)
-    old, new = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    old, new = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     for text in texts(0, 3):
         old.store(text)
         old.acquire(text)
@@ -209,7 +209,7 @@ def test_model_whose_slabs_are_all_held_is_asked_once_a_tick() -> None:
 def test_large_pools_change_hands_in_batches() -> None:
     """Half of a large pool goes to a newcomer in so many steps, each of which looks through the other model once."""
     cache = shared(512)
-    old = AttachedEngine(cache, space(per_slab=1))
+    old = OffloadEngine(cache, space(per_slab=1))
     for text in texts(0, 128):
         old.store(text)
     stock, walks = cache.slab_allocator, Counter[str]()
@@ -221,7 +221,7 @@ def test_large_pools_change_hands_in_batches() -> None:
         return evict(host, count)
 
     stock.evict_slabs = counted
-    new = AttachedEngine(cache, space("n", per_slab=1))
+    new = OffloadEngine(cache, space("n", per_slab=1))
     for text in texts(500, 128):
         new.store(text)
 
@@ -235,7 +235,7 @@ def test_large_pools_change_hands_in_batches() -> None:
 def test_floor_is_never_taken() -> None:
     """A model keeps its floor, though it rests or has no engine, and however much others want."""
     cache = shared(16, QuotaRule("model m", floor_percent=75))
-    old, new = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    old, new = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     fill(old, 0, 16)
     fill(new, 100, 30)
     assert slabs_of(old, new) == [12, 4]
@@ -249,7 +249,7 @@ def test_floor_is_never_taken() -> None:
 def test_floor_is_given_to_who_comes_late() -> None:
     """A model with a floor gets that much of a full pool, though it is more than a share."""
     cache = shared(16, QuotaRule("model n", floor_percent=75))
-    old, new = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    old, new = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     fill(old, 0, 40)
     fill(new, 100, 40)
 
@@ -259,7 +259,7 @@ def test_floor_is_given_to_who_comes_late() -> None:
 def test_cap_is_never_passed() -> None:
     """A model has at most its cap, though nobody else wants the rest; the first rule that matches holds."""
     cache = shared(16, QuotaRule("model m", cap_percent=25), QuotaRule("model *", cap_percent=50))
-    one, two = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    one, two = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     fill(one, 0, 40)
     fill(two, 100, 40)
 
@@ -280,7 +280,7 @@ def test_rule_names_a_namespace_by_its_replicas() -> None:
 
 
 class History:
-    """Replicas and attached models of several shapes press on each other, at random."""
+    """Replicas and offload models of several shapes press on each other, at random."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -292,7 +292,7 @@ class History:
         self.workers = Workers(self.cache)
         self.engines = [Engine(self.cache, "a"), Engine(self.cache, "X")]
         self.specs = [space("m"), space("n", per_slab=3), NamespaceSpec(b"o" * 32, "model o", BLOCK_SIZE, 1, 5)]
-        self.attached = [AttachedEngine(self.cache, spec) for spec in self.specs]
+        self.offload = [OffloadEngine(self.cache, spec) for spec in self.specs]
         self.now_ms = 0
 
     def play(self, steps: int) -> Cache:
@@ -316,22 +316,22 @@ class History:
             engine.release(grant)
             self.workers.answer_all()
         elif kind < 0.85:
-            self._use(self.random.choice(self.attached))
+            self._use(self.random.choice(self.offload))
         elif kind < 0.9:
-            place = self.random.randrange(len(self.attached))
-            self.cache.handle(MembersDied(self.attached[place].session))
-            self.attached[place] = AttachedEngine(self.cache, self.specs[place])
+            place = self.random.randrange(len(self.offload))
+            self.cache.handle(MembersDied(self.offload[place].session))
+            self.offload[place] = OffloadEngine(self.cache, self.specs[place])
         elif kind < 0.93:
-            self.cache.offload.clear(self.random.choice(self.attached).session)
+            self.cache.offload.clear(self.random.choice(self.offload).session)
         else:
             self.now_ms += self.random.choice((100, RESTING_MS))
             for engine in self.engines:
                 self.cache.managed.sessions[engine.session].last_heard_ms = self.now_ms
-            for attached in self.attached:
-                self.cache.offload.heartbeat(attached.session, self.now_ms)
+            for offload in self.offload:
+                self.cache.offload.heartbeat(offload.session, self.now_ms)
             self.cache.handle(Ticked(self.now_ms))
 
-    def _use(self, engine: AttachedEngine) -> None:
+    def _use(self, engine: OffloadEngine) -> None:
         text = self._text()
         lease = engine.acquire(text)
         plan = engine.prepare(lease, text)

@@ -11,9 +11,9 @@ from kvcached.core.insight.explain import Miss, explain
 from kvcached.core.messages import WorkerDied
 from kvcached.core.refusals import Refusal
 from kvcached_client.types import MissReason, TransferId
-from tests.core.attached_engine import AttachedEngine, make_attached, space
 from tests.core.engine import Engine, keys_of, make_cache
 from tests.core.host_tier import Workers, crowd_out, make_tiers, stored
+from tests.core.offload_engine import OffloadEngine, make_offload, space
 
 
 def why(cache: Cache, text: str, replica: str = "a", *, limit: int | None = None) -> Miss:
@@ -163,21 +163,21 @@ def test_the_hit_that_is_told_is_the_hit_of_an_acquire(seed: int) -> None:
     assert len(seen) >= 3
 
 
-# --- attached mode --------------------------------------------------------------------------------------------------
+# --- offload mode ---------------------------------------------------------------------------------------------------
 
 
-def attached(*, slabs: int = 2) -> AttachedEngine:
+def offload(*, slabs: int = 2) -> OffloadEngine:
     """An engine in a namespace with slabs of four blocks."""
-    return AttachedEngine(make_attached(slabs=slabs))
+    return OffloadEngine(make_offload(slabs=slabs))
 
 
-def why_attached(engine: AttachedEngine, text: str, *, limit: int | None = None) -> Miss:
+def why_offload(engine: OffloadEngine, text: str, *, limit: int | None = None) -> Miss:
     """What is told of a prompt in an engine's namespace."""
     tree = engine.core.namespaces.by_root[engine.spec.root].tree
     return explain(engine.cache, tree, None, keys_of(text), len(text) if limit is None else limit)
 
 
-def begin_store(engine: AttachedEngine, text: str) -> TransferId:
+def begin_store(engine: OffloadEngine, text: str) -> TransferId:
     """A prompt is computed; its copies are under way, and nothing else holds it."""
     lease = engine.acquire(text)
     plan = engine.prepare(lease, text)
@@ -185,101 +185,101 @@ def begin_store(engine: AttachedEngine, text: str) -> TransferId:
     return plan.transfer
 
 
-def test_attached_hits_and_divergence() -> None:
-    """An engine in attached mode has no device pool; the rest is as for replicas."""
-    engine = attached()
+def test_offload_hits_and_divergence() -> None:
+    """An engine in offload mode has no device pool; the rest is as for replicas."""
+    engine = offload()
     engine.store("abcd")
 
-    assert why_attached(engine, "abcd") == Miss(0, 4, 4, MissReason.HIT, 0)
-    assert why_attached(engine, "abcd", limit=3)[2:4] == (3, MissReason.LAST_TOKEN)
-    assert why_attached(engine, "abx") == Miss(0, 2, 2, MissReason.NEVER_STORED, 1)
+    assert why_offload(engine, "abcd") == Miss(0, 4, 4, MissReason.HIT, 0)
+    assert why_offload(engine, "abcd", limit=3)[2:4] == (3, MissReason.LAST_TOKEN)
+    assert why_offload(engine, "abx") == Miss(0, 2, 2, MissReason.NEVER_STORED, 1)
 
 
-def test_attached_store_under_way_is_told() -> None:
+def test_offload_store_under_way_is_told() -> None:
     """A block that an engine is writing right now is on its way; where that fails, it is told as failed."""
-    engine = attached()
+    engine = offload()
     engine.store("ab")
     transfer = begin_store(engine, "abcd")
-    assert why_attached(engine, "abcd")[2:4] == (2, MissReason.FILLING)
+    assert why_offload(engine, "abcd")[2:4] == (2, MissReason.FILLING)
 
     engine.commit(transfer, "disk on fire")
-    assert why_attached(engine, "abcd")[2:4] == (2, MissReason.CORRUPT_OR_FAILED)
+    assert why_offload(engine, "abcd")[2:4] == (2, MissReason.CORRUPT_OR_FAILED)
 
 
-def test_attached_damaged_copy_is_told() -> None:
+def test_offload_damaged_copy_is_told() -> None:
     """A block that a load found damaged is told as such, and so are those that hang on it."""
-    engine = attached()
+    engine = offload()
     engine.store("abcd")
     lease = engine.acquire("abcd")
     engine.complete(engine.load(lease).transfer, 1)
-    assert why_attached(engine, "abcd")[2:4] == (1, MissReason.CORRUPT_OR_FAILED)
+    assert why_offload(engine, "abcd")[2:4] == (1, MissReason.CORRUPT_OR_FAILED)
 
     engine.release(lease)
-    assert why_attached(engine, "abcd")[2:4] == (1, MissReason.CORRUPT_OR_FAILED)
+    assert why_offload(engine, "abcd")[2:4] == (1, MissReason.CORRUPT_OR_FAILED)
 
 
-def test_attached_eviction_is_told() -> None:
+def test_offload_eviction_is_told() -> None:
     """The least recently used prompt went for the next ones."""
-    engine = attached(slabs=1)
+    engine = offload(slabs=1)
     engine.store("abc")
     engine.store("wxyz")
 
-    assert why_attached(engine, "abc")[2:4] == (0, MissReason.EVICTED)
+    assert why_offload(engine, "abc")[2:4] == (0, MissReason.EVICTED)
 
 
-def test_attached_blocks_that_found_no_room_are_told() -> None:
+def test_offload_blocks_that_found_no_room_are_told() -> None:
     """Blocks that were offered while every slot was in use are not told as evicted: they were never stored."""
-    engine = attached(slabs=1)
+    engine = offload(slabs=1)
     begin_store(engine, "abc")
     transfer = begin_store(engine, "wxyz")
 
-    assert why_attached(engine, "wxyz")[2:4] == (0, MissReason.FILLING)
+    assert why_offload(engine, "wxyz")[2:4] == (0, MissReason.FILLING)
     engine.commit(transfer)
-    assert why_attached(engine, "wxyz")[2:4] == (1, MissReason.NO_ROOM)
+    assert why_offload(engine, "wxyz")[2:4] == (1, MissReason.NO_ROOM)
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_attached_clear_is_told(held: bool) -> None:
+def test_offload_clear_is_told(held: bool) -> None:
     """What was stored before a clear is told as cleared, while a request holds it, too; once stored it is back."""
-    engine = attached()
+    engine = offload()
     engine.store("abc")
     if held:
         engine.acquire("abc")
     engine.core.clear(engine.session)
 
-    assert why_attached(engine, "abc")[2:4] == (0, MissReason.CLEARED)
+    assert why_offload(engine, "abc")[2:4] == (0, MissReason.CLEARED)
     engine.store("ab")
-    assert why_attached(engine, "abc")[2:4] == (2, MissReason.CLEARED)
+    assert why_offload(engine, "abc")[2:4] == (2, MissReason.CLEARED)
 
 
-def test_attached_namespaces_do_not_explain_each_other() -> None:
+def test_offload_namespaces_do_not_explain_each_other() -> None:
     """A block that left one namespace was never stored in another one, though its key is the same."""
-    engine = attached()
-    other = AttachedEngine(engine.cache, space("o"))
+    engine = offload()
+    other = OffloadEngine(engine.cache, space("o"))
     engine.store("abc")
     engine.core.clear(engine.session)
 
-    assert why_attached(other, "abc")[2:4] == (0, MissReason.NEVER_STORED)
+    assert why_offload(other, "abc")[2:4] == (0, MissReason.NEVER_STORED)
 
 
-def test_attached_namespace_that_made_room_was_evicted() -> None:
+def test_offload_namespace_that_made_room_was_evicted() -> None:
     """A namespace that nobody used and that was forgotten for another one is told as evicted when it comes back."""
-    first = attached()
+    first = offload()
     first.store("abc")
     first.cache.close_session(first.session)
-    others = [AttachedEngine(first.cache, space(letter)) for letter in "op"]
+    others = [OffloadEngine(first.cache, space(letter)) for letter in "op"]
     first.cache.close_session(others[-1].session)
 
-    assert why_attached(AttachedEngine(first.cache), "abc")[2:4] == (0, MissReason.EVICTED)
+    assert why_offload(OffloadEngine(first.cache), "abc")[2:4] == (0, MissReason.EVICTED)
 
 
 def test_explaining_changes_nothing() -> None:
     """Asking twice gives the same answer, and what was asked about is still the first to go."""
-    engine = attached(slabs=1)
+    engine = offload(slabs=1)
     engine.store("ab")
     engine.store("uv")
-    first = why_attached(engine, "ab")
+    first = why_offload(engine, "ab")
 
-    assert why_attached(engine, "ab") == first
+    assert why_offload(engine, "ab") == first
     engine.store("wx")
-    assert [why_attached(engine, text).hit for text in ("ab", "uv", "wx")] == [0, 2, 2]
+    assert [why_offload(engine, text).hit for text in ("ab", "uv", "wx")] == [0, 2, 2]

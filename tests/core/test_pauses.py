@@ -10,9 +10,9 @@ from kvcached.core.cache import Cache
 from kvcached.core.insight.explain import explain
 from kvcached.core.messages import StartTransfer, Ticked
 from kvcached_client.types import MissReason, TransferId
-from tests.core.attached_engine import AttachedEngine
 from tests.core.engine import Engine, keys_of, refused
 from tests.core.host_tier import Workers, crowd_out, host_hit, stored
+from tests.core.offload_engine import OffloadEngine
 
 
 @pytest.mark.parametrize("replica", ["a", ""])
@@ -81,7 +81,7 @@ def test_copies_under_way_go_on(new_tiers: Callable[..., Cache]) -> None:
 
 
 def test_other_replicas_are_not_paused(new_tiers: Callable[..., Cache]) -> None:
-    """A pause of one replica leaves the others, of its own namespace too, and attached engines as they were."""
+    """A pause of one replica leaves the others, of its own namespace too, and offload engines as they were."""
     cache = new_tiers("ab")
     cache.pause("a")
     Engine(cache, "b").store("abcd")
@@ -114,10 +114,10 @@ def test_pause_of_everything_ends_with_the_pause_of_a_part(new_tiers: Callable[.
     assert cache.is_paused()
 
 
-def test_attached_engines_compute_while_paused(new_attached: Callable[..., Cache]) -> None:
+def test_offload_engines_compute_while_paused(new_offload: Callable[..., Cache]) -> None:
     """Loads are refused with a name, stores find nothing to do; afterwards both go on, with the same leases."""
-    cache = new_attached()
-    engine = AttachedEngine(cache)
+    cache = new_offload()
+    engine = OffloadEngine(cache)
     engine.store("abcd")
     lease = engine.acquire("abcd")
     longer = engine.acquire("abcdef")

@@ -11,13 +11,13 @@ from kvcached.core.insight.invariants import check
 from kvcached.core.messages import MembersDied, PoolRestored, Ticked, WorkerDied
 from kvcached.core.pins import Pins
 from kvcached.core.slots.states import SlotState
-from tests.core.attached_engine import AttachedEngine, let_rest, space
 from tests.core.engine import BLOCK_SIZE, Engine, healthy, keys_of, make_cache, refused
 from tests.core.host_tier import Workers, crowd_out, host_hit, stored
+from tests.core.offload_engine import OffloadEngine, let_rest, space
 
 MakeTiers = Callable[..., Cache]
 MakeCache = Callable[..., Cache]
-NewAttached = Callable[..., Cache]
+NewOffload = Callable[..., Cache]
 
 
 def pin(cache: Cache, text: str, ttl_ms: int = 100, replica: str = "a") -> tuple[int, int]:
@@ -164,10 +164,10 @@ def test_clear_ends_pins(new_tiers: MakeTiers) -> None:
     assert (cache.pools["a"].counts[SlotState.CACHED], unpin(cache, "abcd")) == (0, False)
 
 
-def test_attached_namespace_is_pinned_in_the_host_pool(new_attached: NewAttached) -> None:
-    """Engines in attached mode find a pinned prompt however much others store; a clear ends it."""
-    cache = new_attached(slabs=4)
-    engine = AttachedEngine(cache)
+def test_offload_namespace_is_pinned_in_the_host_pool(new_offload: NewOffload) -> None:
+    """Engines in offload mode find a pinned prompt however much others store; a clear ends it."""
+    cache = new_offload(slabs=4)
+    engine = OffloadEngine(cache)
     engine.store("abcd")
     tree = cache.trees[0]
     assert cache.pins.pin(tree, None, keys_of("abcd"), 100).host.depth == 4
@@ -180,15 +180,15 @@ def test_attached_namespace_is_pinned_in_the_host_pool(new_attached: NewAttached
     assert (engine.hit("abcd"), cache.pins.unpin(tree, None, keys_of("abcd"))) == (0, False)
 
 
-def test_namespace_without_engines_gives_its_pinned_blocks_to_one_that_has(new_attached: NewAttached) -> None:
+def test_namespace_without_engines_gives_its_pinned_blocks_to_one_that_has(new_offload: NewOffload) -> None:
     """Pins hold against blocks of their own namespace; another one's engines do not starve for them."""
-    cache = new_attached(slabs=2)
-    engine = AttachedEngine(cache, space("m"))
+    cache = new_offload(slabs=2)
+    engine = OffloadEngine(cache, space("m"))
     engine.store("abcd")
     cache.pins.pin(cache.trees[0], None, keys_of("ab"), 10_000)
     cache.handle(MembersDied(engine.session))
     let_rest(cache)
-    other = AttachedEngine(cache, space("n"))
+    other = OffloadEngine(cache, space("n"))
     other.store("01234567")
 
     assert (other.hit("01234567"), cache.pins.blocks(cache.trees[0], None)) == (8, 0)

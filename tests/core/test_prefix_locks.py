@@ -16,9 +16,9 @@ from kvcached.core.transfers.prefix_locks import HANDOVER_MS, LOCKED_PERCENT_MAX
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
 from kvcached.core.transfers.storage_state import Prefetch, PrefetchEnd
-from tests.core.attached_engine import AttachedEngine
 from tests.core.engine import EPOCH, TTL_MS, Engine
 from tests.core.host_tier import make_tiers
+from tests.core.offload_engine import OffloadEngine
 from tests.core.storage_world import StorageWorld
 from tests.core.test_storage import store
 
@@ -28,7 +28,7 @@ ASKED = "abcdefgh"
 
 @pytest.fixture
 def new_world() -> Iterator[MakeWorld]:
-    """Makes worlds with engines in attached mode, whose invariants are checked when the test is over."""
+    """Makes worlds with engines in offload mode, whose invariants are checked when the test is over."""
     made: list[StorageWorld] = []
 
     def make(*, slabs: int = 4) -> StorageWorld:
@@ -42,12 +42,12 @@ def new_world() -> Iterator[MakeWorld]:
         world.check()
 
 
-def protected(engine: AttachedEngine) -> int:
+def protected(engine: OffloadEngine) -> int:
     """Blocks of its namespace that eviction cannot have."""
     return engine.host.protected
 
 
-def fill(world: StorageWorld, engine: AttachedEngine, *texts: str) -> None:
+def fill(world: StorageWorld, engine: OffloadEngine, *texts: str) -> None:
     """Other traffic, which goes to storage, too."""
     for text in texts:
         store(world, engine, text)
@@ -55,13 +55,13 @@ def fill(world: StorageWorld, engine: AttachedEngine, *texts: str) -> None:
         world.answer_all()
 
 
-def returning(world: StorageWorld, engine: AttachedEngine) -> None:
+def returning(world: StorageWorld, engine: OffloadEngine) -> None:
     """A conversation whose end has left a full host pool of 16 slots; storage has all of it."""
     fill(world, engine, ASKED, "ABCDEF", "GHIJKL")
     assert engine.hit(ASKED) == 4
 
 
-def fetched(world: StorageWorld, engine: AttachedEngine) -> Prefetch:
+def fetched(world: StorageWorld, engine: OffloadEngine) -> Prefetch:
     """The conversation comes back: a prefetch, to its end."""
     prefetch = world.prefetch(engine.session, ASKED)
     world.check()
@@ -73,7 +73,7 @@ def fetched(world: StorageWorld, engine: AttachedEngine) -> Prefetch:
 def test_prefetch_does_not_evict_what_it_continues(new_world: MakeWorld) -> None:
     """A prefetch into a full pool evicts others' blocks, not those of its own prefix, however old they are."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     returning(world, engine)
 
     assert (fetched(world, engine).fetched, engine.hit(ASKED)) == (4, 8)
@@ -82,7 +82,7 @@ def test_prefetch_does_not_evict_what_it_continues(new_world: MakeWorld) -> None
 def test_prefix_survives_what_others_store_during_the_fetch(new_world: MakeWorld) -> None:
     """Between the question to storage and the last block that comes, others' stores do not evict the known prefix."""
     world = new_world()
-    engine, other = AttachedEngine(world.cache), AttachedEngine(world.cache)
+    engine, other = OffloadEngine(world.cache), OffloadEngine(world.cache)
     returning(world, engine)
     prefetch = world.prefetch(engine.session, ASKED)
     store(world, other, "mnopqrst")
@@ -98,7 +98,7 @@ def test_prefix_survives_what_others_store_during_the_fetch(new_world: MakeWorld
 def test_fetched_blocks_survive_until_the_acquire(new_world: MakeWorld) -> None:
     """What has come is kept from others' stores until its requester has a lease on it, and no longer."""
     world = new_world()
-    engine, other = AttachedEngine(world.cache), AttachedEngine(world.cache)
+    engine, other = OffloadEngine(world.cache), OffloadEngine(world.cache)
     returning(world, engine)
     fetched(world, engine)
     fill(world, other, "mnopqrst", "uvwxyz12")
@@ -113,7 +113,7 @@ def test_fetched_blocks_survive_until_the_acquire(new_world: MakeWorld) -> None:
 def test_acquire_during_the_fetch_ends_the_wait(new_world: MakeWorld) -> None:
     """A requester that does not wait holds its hit by its lease; what comes later is locked for nobody."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     returning(world, engine)
     world.prefetch(engine.session, ASKED)
     engine.release(engine.acquire(ASKED))
@@ -127,7 +127,7 @@ def test_acquire_during_the_fetch_ends_the_wait(new_world: MakeWorld) -> None:
 def test_lock_is_held_for_the_last_of_two_requesters(new_world: MakeWorld) -> None:
     """Two engines that share a prefetch both find its blocks, whoever acquires first."""
     world = new_world()
-    one, two = AttachedEngine(world.cache), AttachedEngine(world.cache)
+    one, two = OffloadEngine(world.cache), OffloadEngine(world.cache)
     returning(world, one)
     assert world.prefetch(one.session, ASKED) is world.prefetch(two.session, ASKED)
     world.answer_all()
@@ -143,7 +143,7 @@ def test_lock_is_held_for_the_last_of_two_requesters(new_world: MakeWorld) -> No
 def test_lock_ends_with_its_session(new_world: MakeWorld, during: bool) -> None:
     """An engine that dies before it acquires leaves nothing locked."""
     world = new_world()
-    engine, other = AttachedEngine(world.cache), AttachedEngine(world.cache)
+    engine, other = OffloadEngine(world.cache), OffloadEngine(world.cache)
     returning(world, engine)
     world.prefetch(engine.session, ASKED)
     if not during:
@@ -158,7 +158,7 @@ def test_lock_ends_with_its_session(new_world: MakeWorld, during: bool) -> None:
 def test_lock_ends_by_time(new_world: MakeWorld) -> None:
     """A requester that never acquires keeps others from the room for a bounded time."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     returning(world, engine)
     fetched(world, engine)
 
@@ -177,7 +177,7 @@ def test_lock_ends_by_time(new_world: MakeWorld) -> None:
 def test_lock_ends_when_the_namespace_is_cleared(new_world: MakeWorld, during: bool) -> None:
     """A clear leaves nothing of a prefetched prompt: its old tree goes as soon as storage is through with it."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     returning(world, engine)
     world.prefetch(engine.session, ASKED)
     if not during:
@@ -192,7 +192,7 @@ def test_lock_ends_when_the_namespace_is_cleared(new_world: MakeWorld, during: b
 def test_lost_storage_hands_the_prefix_over(new_world: MakeWorld) -> None:
     """Storage that dies during a fetch costs what had not come; the prefix is there at the acquire."""
     world = new_world()
-    engine, other = AttachedEngine(world.cache), AttachedEngine(world.cache)
+    engine, other = OffloadEngine(world.cache), OffloadEngine(world.cache)
     returning(world, engine)
     prefetch = world.prefetch(engine.session, ASKED)
     world.take()
@@ -207,7 +207,7 @@ def test_lost_storage_hands_the_prefix_over(new_world: MakeWorld) -> None:
 def test_part_of_a_pool_is_never_locked(new_world: MakeWorld) -> None:
     """However many prompts are prefetched and not acquired, stores find the other half of the pool."""
     world = new_world(slabs=8)
-    engine, other = AttachedEngine(world.cache), AttachedEngine(world.cache)
+    engine, other = OffloadEngine(world.cache), OffloadEngine(world.cache)
     texts = ["abcdefgh", "ABCDEFGH", "ijklmnop", "IJKLMNOP", "12345678"]
     fill(world, engine, *texts)
     for text in texts:
@@ -224,7 +224,7 @@ def test_locks_that_nobody_uses_are_bounded(new_world: MakeWorld, monkeypatch: p
     """Of prefetches that are over and not acquired the latest are locked, and no more than so many."""
     monkeypatch.setattr(prefix_locks, "HANDED_OVER_MAX", 2)
     world = new_world(slabs=8)
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     texts = ["abcd", "ABCD", "1234"]
     for text in texts:
         fill(world, engine, text)
@@ -239,10 +239,10 @@ def test_locks_that_nobody_uses_are_bounded(new_world: MakeWorld, monkeypatch: p
 def test_bad_block_leaves_a_locked_prefix(new_world: MakeWorld) -> None:
     """A lock is against eviction: a block that proves bad is dropped with what follows, when the lock ends."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     returning(world, engine)
     fetched(world, engine)
-    lease = AttachedEngine(world.cache).acquire(ASKED)
+    lease = OffloadEngine(world.cache).acquire(ASKED)
     reader = next(each for each in world.cache.offload.sessions.values() if lease.id in each.leases).id
     load = world.cache.offload.prepare_load(reader, lease.id, 0, 8)
     for shard in range(2):
@@ -292,7 +292,7 @@ class Replay:
         self.world = StorageWorld(
             Cache([], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=50, namespaces_max=2, storage=spec)
         )
-        self.engine = AttachedEngine(self.world.cache)
+        self.engine = OffloadEngine(self.world.cache)
         self.random, self.at_once = random.Random(seed), at_once
         self.chats = [""] * 20
         self.symbols = deque(chr(at) for at in range(0x4E00, 0x9000))

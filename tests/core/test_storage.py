@@ -24,9 +24,9 @@ from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
 from kvcached.core.transfers.storage_state import PrefetchEnd
 from kvcached_client.types import MissReason
-from tests.core.attached_engine import AttachedEngine
 from tests.core.engine import EPOCH, TTL_MS, Engine, healthy
 from tests.core.host_tier import make_tiers
+from tests.core.offload_engine import OffloadEngine
 from tests.core.storage_world import StorageWorld
 
 LONG = "abcdefghijklmnopqrstuvwxyz"
@@ -34,7 +34,7 @@ LONG = "abcdefghijklmnopqrstuvwxyz"
 
 @pytest.fixture
 def new_world() -> Iterator[Callable[..., StorageWorld]]:
-    """Makes worlds with engines in attached mode, and checks each of them when the test is over."""
+    """Makes worlds with engines in offload mode, and checks each of them when the test is over."""
     made: list[StorageWorld] = []
 
     def make(
@@ -50,7 +50,7 @@ def new_world() -> Iterator[Callable[..., StorageWorld]]:
         world.check()
 
 
-def store(world: StorageWorld, engine: AttachedEngine, text: str) -> None:
+def store(world: StorageWorld, engine: OffloadEngine, text: str) -> None:
     """Compute a prompt, whose blocks are in the host pool then."""
     lease = engine.acquire(text)
     plan = engine.prepare(lease, text)
@@ -69,14 +69,14 @@ def store(world: StorageWorld, engine: AttachedEngine, text: str) -> None:
     engine.release(lease)
 
 
-def forget(engine: AttachedEngine) -> None:
+def forget(engine: OffloadEngine) -> None:
     """The host pool loses all that nobody holds."""
     engine.core.namespaces.by_root[engine.spec.root].tree.shed_host("test")
 
 
-def shelved(world: StorageWorld, *texts: str) -> AttachedEngine:
+def shelved(world: StorageWorld, *texts: str) -> OffloadEngine:
     """An engine whose prompts are in storage and nowhere else."""
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     for text in texts:
         store(world, engine, text)
     world.answer_all()
@@ -87,7 +87,7 @@ def shelved(world: StorageWorld, *texts: str) -> AttachedEngine:
 def test_every_host_copy_is_written_once(new_world: Callable[..., StorageWorld]) -> None:
     """With `every`, a block goes to storage when its host copy is complete, and never again."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     store(world, engine, "abc")
     store(world, engine, "abcd")
     world.answer_all()
@@ -103,7 +103,7 @@ def test_every_host_copy_is_written_once(new_world: Callable[..., StorageWorld])
 def test_second_sighting_is_what_a_later_request_hits(new_world: Callable[..., StorageWorld]) -> None:
     """With `second_sighting`, only blocks that a later request has hit are written."""
     world = new_world(backup=BackupPolicy.SECOND_SIGHTING)
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     store(world, engine, "abcd")
     world.answer_all()
     assert not world.held
@@ -116,7 +116,7 @@ def test_second_sighting_is_what_a_later_request_hits(new_world: Callable[..., S
 def test_on_eviction_writes_the_next_victims(new_world: Callable[..., StorageWorld]) -> None:
     """With `on_eviction`, nothing is written while there is room, and then what will have to go first."""
     world = new_world(backup=BackupPolicy.ON_EVICTION, slabs=2, watermark=40)
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     store(world, engine, "ab")
     world.answer_all()
     assert not world.held
@@ -136,7 +136,7 @@ def test_on_eviction_writes_the_next_victims(new_world: Callable[..., StorageWor
 def test_never_writes_nothing(new_world: Callable[..., StorageWorld]) -> None:
     """With `never`, storage is read and not written."""
     world = new_world(backup=BackupPolicy.NEVER)
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     store(world, engine, "abc")
     world.answer_all()
 
@@ -240,7 +240,7 @@ def test_two_requests_share_a_prefetch(new_world: Callable[..., StorageWorld]) -
     world = new_world()
     engine = shelved(world, "abc")
     first = world.prefetch(engine.session, "abc")
-    second = world.prefetch(AttachedEngine(world.cache).session, "abc")
+    second = world.prefetch(OffloadEngine(world.cache).session, "abc")
     effects = world.take()
     world.answer_all()
 
@@ -306,7 +306,7 @@ def test_lost_storage_gives_everything_back(new_world: Callable[..., StorageWorl
 def test_suspended_storage_is_not_asked(new_world: Callable[..., StorageWorld]) -> None:
     """While storage fails, nothing is begun; afterwards it is used again."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     world.cache.handle(StorageSuspended())
     store(world, engine, "abc")
     assert not [effect for effect in world.take() if isinstance(effect, StartBackup)]
@@ -337,7 +337,7 @@ def test_suspended_storage_keeps_what_it_writes(new_world: Callable[..., Storage
 def test_failed_writes_are_tried_again_and_given_up(new_world: Callable[..., StorageWorld]) -> None:
     """A block that could not be written is written later, and after some tries counted as failed."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     store(world, engine, "abc")
     world.take()
     world.answer(0, good=1)
@@ -377,7 +377,7 @@ def test_cleared_namespace_gets_nothing_of_before(new_world: Callable[..., Stora
 def test_bytes_of_a_second_are_limited(new_world: Callable[..., StorageWorld]) -> None:
     """Prefetches beyond the rate are refused with that reason until time has passed."""
     world = new_world(bytes_per_s=100, slab_bytes=400)
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     store(world, engine, "abc")
     store(world, engine, "xyz")
     world.answer_all()
@@ -399,7 +399,7 @@ def test_bytes_of_a_second_are_limited(new_world: Callable[..., StorageWorld]) -
 def test_blocks_that_are_computed_sooner_are_not_fetched(new_world: Callable[..., StorageWorld]) -> None:
     """Where fetches have taken longer than the engine says it computes, they are not made."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     for text in ("abcd", "efgh"):
         store(world, engine, text)
     world.answer_all()
@@ -424,7 +424,7 @@ def test_blocks_that_are_computed_sooner_are_not_fetched(new_world: Callable[...
 def test_pause_stops_storage_too(new_world: Callable[..., StorageWorld]) -> None:
     """While copies are paused none to or from storage is begun, and those under way are counted."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     store(world, engine, "abc")
     world.take()
     assert world.cache.copies_under_way() == 1
@@ -457,7 +457,7 @@ def test_prefetch_that_asks_begins_nothing_while_paused(new_world: Callable[...,
 def test_late_words_of_storage_change_nothing(new_world: Callable[..., StorageWorld]) -> None:
     """An answer to a question that is over, or never was, is not listened to."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     store(world, engine, "abc")
     world.answer_all()
     world.cache.handle(StorageAnswered(99, 5, 0))
@@ -492,7 +492,7 @@ def test_device_pools_are_filled_from_storage() -> None:
 def test_path_that_left_the_index_is_not_tried_again(new_world: Callable[..., StorageWorld]) -> None:
     """What could not be written, and has left memory since, is passed over, whatever its place in the index is now."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     for text in ("abc", "abd"):
         store(world, engine, text)
         fail_backups(world)
@@ -509,7 +509,7 @@ def test_path_that_left_the_index_is_not_tried_again(new_world: Callable[..., St
 def test_bad_block_is_nobodys_while_storage_reads_it(new_world: Callable[..., StorageWorld]) -> None:
     """The slot of a block that an engine finds bad while it is written to storage is free when that is over."""
     world = new_world()
-    engine = AttachedEngine(world.cache)
+    engine = OffloadEngine(world.cache)
     store(world, engine, "ab")
     world.take()
     lease = engine.acquire("ab")

@@ -9,8 +9,8 @@ from kvcached.core.namespaces import Edition, Generations
 from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
-from tests.core.attached_engine import AttachedEngine
 from tests.core.engine import EPOCH, TTL_MS
+from tests.core.offload_engine import OffloadEngine
 from tests.core.storage_world import Named, StorageWorld
 from tests.core.test_storage import store
 
@@ -29,7 +29,7 @@ class Life:
         )  # fmt: skip
         self.world = StorageWorld(cache)
         self.world.held = set(held or ())
-        self.engine = AttachedEngine(cache)
+        self.engine = OffloadEngine(cache)
 
     def clear(self) -> None:
         """Other weights. Storage is away, and forgets nothing."""

@@ -15,9 +15,9 @@ from kvcached.core.slots.states import StorageState
 from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
-from tests.core.attached_engine import AttachedEngine, space
 from tests.core.engine import Engine, healthy
 from tests.core.host_tier import make_tiers
+from tests.core.offload_engine import OffloadEngine, space
 from tests.core.storage_world import StorageWorld
 from tests.core.test_storage import store
 
@@ -35,10 +35,10 @@ class History:
         self.world = StorageWorld(self.cache)
         self.now_ms = 0
         self.engines = [Engine(self.cache, "a"), Engine(self.cache, "b")]
-        self.attached = [AttachedEngine(self.cache, space("m")), AttachedEngine(self.cache, space("n", per_slab=3))]
+        self.offload = [OffloadEngine(self.cache, space("m")), OffloadEngine(self.cache, space("n", per_slab=3))]
         self.seen: Counter[str] = Counter()
         self.steps = (
-            *(self.compute,) * 6, *(self.compute_attached,) * 6, *(self.prefetch,) * 5, *(self.answer,) * 12,
+            *(self.compute,) * 6, *(self.compute_offload,) * 6, *(self.prefetch,) * 5, *(self.answer,) * 12,
             *(self.time,) * 4, self.lose, self.suspend, self.forget, self.clear, self.pause, self.stop,
         )  # fmt: skip
 
@@ -70,15 +70,15 @@ class History:
         except Refusal:
             self.seen["no room"] += 1
 
-    def compute_attached(self) -> None:
-        store(self.world, self.random.choice(self.attached), self.text())
+    def compute_offload(self) -> None:
+        store(self.world, self.random.choice(self.offload), self.text())
 
     def prefetch(self) -> None:
         if self.random.random() < 0.5:
             engine = self.random.choice(self.engines)
             self.world.prefetch(engine.session, self.text(), epoch=engine.epoch)
         else:
-            self.world.prefetch(self.random.choice(self.attached).session, self.text())
+            self.world.prefetch(self.random.choice(self.offload).session, self.text())
 
     def answer(self) -> None:
         self.world.take()
@@ -90,8 +90,8 @@ class History:
         self.now_ms += 400
         for engine in self.engines:
             self.cache.managed.sessions[engine.session].last_heard_ms = self.now_ms
-        for attached in self.attached:
-            self.cache.offload.heartbeat(attached.session, self.now_ms)
+        for offload in self.offload:
+            self.cache.offload.heartbeat(offload.session, self.now_ms)
         self.cache.handle(Ticked(self.now_ms))
 
     def lose(self) -> None:
@@ -111,7 +111,7 @@ class History:
 
     def clear(self) -> None:
         if self.random.random() < 0.7:
-            self.cache.offload.clear(self.random.choice(self.attached).session)
+            self.cache.offload.clear(self.random.choice(self.offload).session)
         elif not any(pool.clearing for pool in self.cache.pools.values()):
             clearings: Clearings = self.cache.clearings
             clearings.begin(self.cache.tree_of("a"), self.random.randbytes(9))

@@ -73,7 +73,7 @@ KEYS = bytes(32)
 TOKEN = bytes(32)
 TRANSFER_DONE = wire.TransferDone(id=7, session=1, token=TOKEN, kind="load", transfer=1, shard=0)
 #: Of sessions that there are none of.
-ATTACHED: list[wire.Request] = [
+OFFLOAD: list[wire.Request] = [
     wire.HelloOffload(
         id=5,
         version_min=1,
@@ -150,7 +150,7 @@ def test_message_without_a_header_is_answered(peer: RawPeer) -> None:
 def test_random_messages_are_each_answered_once(peer: RawPeer) -> None:
     """Three thousand random and mutated messages get as many replies, none of them fatal."""
     rng = random.Random(1)
-    sound = [header(**ACQUIRE), *map(wire.encode, ATTACHED)]
+    sound = [header(**ACQUIRE), *map(wire.encode, OFFLOAD)]
     for number in range(3000):
         mutated = bytearray(rng.choice(sound))
         for _ in range(rng.randrange(1, 4)):

@@ -18,7 +18,7 @@ from kvcached_client.doctor.checks import Finding
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from tests.daemon.conftest import CONFIG, RunningDaemon, started
 
-ATTACHED = """
+OFFLOAD = """
 [host]
 size_bytes = 8_388_608
 slab_bytes = 1_048_576
@@ -44,9 +44,9 @@ FAKE_VLLM = {
 
 
 @pytest.fixture(scope="module")
-def attached_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    """A daemon with a replica, that serves engines in attached mode, too: one namespace of them."""
-    with started(tmp_path_factory.mktemp("d"), CONFIG + ATTACHED) as running:
+def offload_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    """A daemon with a replica, that serves engines in offload mode, too: one namespace of them."""
+    with started(tmp_path_factory.mktemp("d"), CONFIG + OFFLOAD) as running:
         yield running
 
 
@@ -61,25 +61,25 @@ def by_level(findings: list[Finding], level: str) -> list[str]:
     return [finding.check for finding in findings if finding.level == level]
 
 
-def test_doctor_finds_a_good_environment_good(attached_daemon: RunningDaemon) -> None:
+def test_doctor_finds_a_good_environment_good(offload_daemon: RunningDaemon) -> None:
     """Nothing fails, real bytes went to the host pool and back, and nothing of them is left."""
-    result = CliRunner().invoke(main, ["doctor", "--json", "--run-dir", str(attached_daemon.run_dir)])
+    result = CliRunner().invoke(main, ["doctor", "--json", "--run-dir", str(offload_daemon.run_dir)])
     printed = json.loads(result.stdout)
     findings = [Finding(**fields) for fields in printed["findings"]]
 
     assert (result.exit_code, printed["ok"], by_level(findings, "fail")) == (0, True, [])
     steps = ["sockets", "daemon", "credentials", "offload mode", "memory", "round trip"]
     assert [check for check in by_level(findings, "ok") if check in steps] == steps
-    with Admin.connect(attached_daemon.run_dir) as admin:
+    with Admin.connect(offload_daemon.run_dir) as admin:
         (host,) = (host for host in admin.stats().hosts if host.label == "doctor")
         assert (host.sessions, host.leases, host.slabs, admin.check().violations) == (0, 0, 0, ())
 
 
-def test_doctor_takes_nothing_from_others(attached_daemon: RunningDaemon) -> None:
+def test_doctor_takes_nothing_from_others(offload_daemon: RunningDaemon) -> None:
     """Where another namespace would be forgotten for it, the round trip is left out with a warning."""
     layout = OffloadLayout(block_size=32, shards=1, block_bytes=4096, fingerprint=b"f" * 16)
     with OffloadClient.connect(
-        attached_daemon.run_dir,
+        offload_daemon.run_dir,
         engine="engine",
         instance=new_instance(),
         keyspace=b"k" * 32,
@@ -89,10 +89,10 @@ def test_doctor_takes_nothing_from_others(attached_daemon: RunningDaemon) -> Non
     ):
         pass
 
-    findings = list(examine(sys.executable, attached_daemon.run_dir, "", ()))
+    findings = list(examine(sys.executable, offload_daemon.run_dir, "", ()))
 
     assert (by_level(findings, "fail"), "round trip" in by_level(findings, "warn")) == ([], True)
-    with Admin.connect(attached_daemon.run_dir) as admin:
+    with Admin.connect(offload_daemon.run_dir) as admin:
         assert [host.label for host in admin.stats().hosts if not host.replicas] == ["model"]
 
 

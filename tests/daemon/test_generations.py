@@ -21,7 +21,7 @@ from tests.daemon.test_storage import BLOCKS, backed_up, connected, fetch, repor
 pytestmark = pytest.mark.slow
 
 RECORD = "generations.json"
-#: Beside the engines in attached mode.
+#: Beside the engines in offload mode.
 REPLICA = """
 [[replica]]
 name = "default"

@@ -15,7 +15,7 @@ import pytest
 from kvcached_client import Client, MissReason
 from tests.daemon.conftest import CONFIG, RunningDaemon, pool_stats
 from tests.daemon.supervised import supervised
-from tests.daemon.test_attached import config as attached_config
+from tests.daemon.test_offload import config as offload_config
 from tests.daemon.test_restart import Engine
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
@@ -43,7 +43,7 @@ def test_daemon_says_that_its_loop_turns(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_hung_daemon_is_replaced_with_the_host_pool(tmp_path: Path) -> None:
     """A supervised daemon that hangs is ended; the next one serves, and what was stored is hit, read and proved."""
-    with supervised(tmp_path, attached_config(), silence_max_s=4.0, kill_after_s=0.2) as daemon:
+    with supervised(tmp_path, offload_config(), silence_max_s=4.0, kill_after_s=0.2) as daemon:
         engine = Engine(daemon.run_dir)
         try:
             engine.store("a", 4)

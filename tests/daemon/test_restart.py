@@ -17,9 +17,10 @@ from kvcached_client import Admin
 from kvcached_client.blocks.header import pack_claim
 from kvcached_client.offload import new_instance
 from kvcached_client.protocol.engine import HostStats
-from tests.daemon.attached_process import Scheduler, ShardMemory
+from tests.daemon.offload_process import Scheduler, ShardMemory
 from tests.daemon.supervised import Supervised, supervised
-from tests.daemon.test_attached import (
+from tests.daemon.test_host_tier import host_memory
+from tests.daemon.test_offload import (
     PAGE_BYTES,
     SHARDS,
     SLAB_BYTES,
@@ -30,7 +31,6 @@ from tests.daemon.test_attached import (
     nothing_held,
     seconds_until,
 )
-from tests.daemon.test_host_tier import host_memory
 
 
 class Engine:

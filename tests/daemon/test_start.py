@@ -19,7 +19,7 @@ from kvcached_client import Admin
 from tests.daemon.conftest import CONFIG, started
 from tests.daemon.starts import start
 from tests.daemon.supervised import Supervised, supervised
-from tests.daemon.test_attached import config
+from tests.daemon.test_offload import config
 from tests.daemon.test_restart import Engine
 from tests.project.daemon_process import STOP_TIMEOUT_S, running_daemon
 

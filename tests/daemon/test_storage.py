@@ -18,10 +18,10 @@ import pytest
 from kvcached_client import Admin
 from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.protocol.admin import StorageReport
-from tests.daemon.attached_process import BLOCK_SIZE, keys_of
 from tests.daemon.conftest import RunningDaemon, started
+from tests.daemon.offload_process import BLOCK_SIZE, keys_of
 from tests.daemon.supervised import supervised
-from tests.daemon.test_attached import config
+from tests.daemon.test_offload import config
 from tests.daemon.test_restart import Engine
 
 BLOCKS = 6

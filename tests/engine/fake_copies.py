@@ -1,4 +1,4 @@
-"""Stand-ins for the daemon and the copy threads of an engine in attached mode."""
+"""Stand-ins for the daemon and the copy threads of an engine in offload mode."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FakePipes:
 class FakePrefetch:
     """A prefetch that is over at once, or as soon as somebody waits for it; then the host pool has its blocks."""
 
-    def __init__(self, client: FakeAttachedClient, keys: bytes) -> None:
+    def __init__(self, client: FakeOffloadClient, keys: bytes) -> None:
         self.is_over = not client.is_storage_slow
         self._client, self._keys = client, keys
 
@@ -69,7 +69,7 @@ class FakePrefetch:
         return PrefetchResult(len(blocks), len(blocks), is_over=True, reason=reason)
 
 
-class FakeAttachedClient:
+class FakeOffloadClient:
     """What the example uses of `OffloadClient`: a dictionary as the host pool, where every store succeeds at once."""
 
     def __init__(self, stored: dict[bytes, int], errors: dict[str, Exception] | None = None) -> None:

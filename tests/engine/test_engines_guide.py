@@ -1,4 +1,4 @@
-"""What docs/engines.md and docs/sdk.md say of attached mode, run as it stands there."""
+"""What docs/engines.md and docs/sdk.md say of offload mode, run as it stands there."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_fragments_store_and_load(tmp_path: Path) -> None:
 
 
 def test_guide_starts_the_configuration_that_is_shipped() -> None:
-    """The command for the daemon names a configuration that serves engines in attached mode, and nothing else."""
+    """The command for the daemon names a configuration that serves engines in offload mode, and nothing else."""
     (path,) = set(re.findall(r"kvcached supervise --config (\S+)", GUIDE))
     config = load_config(ROOT / path, environment={})
 

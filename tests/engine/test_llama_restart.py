@@ -19,9 +19,9 @@ from examples.llama_engine.scheduler import Scheduler
 from kvcached_client import Admin, Client, map_pool
 from kvcached_client.transport.attach import SessionGrant
 from tests.daemon.supervised import Supervised, supervised
-from tests.engine.attached_rig import write_model
 from tests.engine.engine_process import EngineProcess
 from tests.engine.fakes import FakeClient
+from tests.engine.offload_rig import write_model
 from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, Executors, ThreadedShards, generate, layout_of, prompt
 
 SHARDS = 2

@@ -14,9 +14,9 @@ from examples.llama_engine import Engine, EngineSettings, GenerationRequest
 from kvcached_client import Admin
 from kvcached_client.blocks.host_layout import slots_per_slab
 from tests.daemon.conftest import RunningDaemon, started
-from tests.engine.attached_rig import CONFIG, SLAB_BYTES, SLABS, AttachedEngine, bits, counters, host_stats
 from tests.engine.fake_host import FakeHost
 from tests.engine.fakes import FakeClient
+from tests.engine.offload_rig import CONFIG, SLAB_BYTES, SLABS, OffloadEngine, bits, counters, host_stats
 from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY_MQA, ThreadedShards, generate, layout_of, prompt
 
 SHARDS = 2
@@ -37,7 +37,7 @@ slots = {SLOTS}
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
-    """Serves a replica on two shards, and engines in attached mode."""
+    """Serves a replica on two shards, and engines in offload mode."""
     directory = tmp_path_factory.mktemp("kv")
     model = {**msgspec.to_builtins(TINY_MQA), "model_type": "llama"}
     (directory / "config.json").write_bytes(msgspec.json.encode(model))
@@ -73,11 +73,11 @@ def test_managed_engine_gets_the_bits_it_would_compute(daemon: RunningDaemon) ->
         assert admin.check().violations == ()
 
 
-def test_attached_engines_get_the_bits_they_would_compute(daemon: RunningDaemon) -> None:
+def test_offload_engines_get_the_bits_they_would_compute(daemon: RunningDaemon) -> None:
     """What one engine stored from two shards, a share each, another one loads to both, and answers bit for bit."""
-    with AttachedEngine(daemon.run_dir, "mqa", shards=SHARDS, config=TINY_MQA) as first:
+    with OffloadEngine(daemon.run_dir, "mqa", shards=SHARDS, config=TINY_MQA) as first:
         cold = first.ask(TOKENS)
-        with AttachedEngine(daemon.run_dir, "mqa", shards=SHARDS, config=TINY_MQA) as other:
+        with OffloadEngine(daemon.run_dir, "mqa", shards=SHARDS, config=TINY_MQA) as other:
             warm = other.ask(TOKENS)
     assert [each.hit_tokens for each in (cold, warm)] == [0, HIT_TOKENS]
     assert (warm.tokens, bits(warm)) == (cold.tokens, bits(cold))

@@ -9,17 +9,17 @@ from examples.llama_engine.config import Limits
 from examples.llama_engine.scheduler import Scheduler
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, request_error
 from tests.engine.counting_runner import CountingRunner, drain, request
-from tests.engine.fake_copies import FakeAttachedClient
-from tests.engine.test_attached_cache import GONE, Bench, retries_at_once, stored
+from tests.engine.fake_copies import FakeOffloadClient
+from tests.engine.test_offload_cache import GONE, Bench, retries_at_once, stored
 
 __all__ = ["retries_at_once"]
 
 LIMITS = Limits(chunk_tokens=8, step_tokens=16, running_max=4)
 
 
-def on_disk(tokens: int) -> FakeAttachedClient:
+def on_disk(tokens: int) -> FakeOffloadClient:
     """A client whose storage holds a prompt of so many tokens."""
-    client = FakeAttachedClient({})
+    client = FakeOffloadClient({})
     client.on_disk = set(stored(tokens).stored)
     return client
 
@@ -49,7 +49,7 @@ def test_request_that_waits_for_storage_delays_no_other() -> None:
 def test_daemon_without_storage_is_asked_seldom(monkeypatch: pytest.MonkeyPatch, pause_s: float, asked: int) -> None:
     """After the answer that there is no storage no request waits for it, until a pause is over."""
     monkeypatch.setattr(storage, "PAUSE_S", pause_s)
-    client = FakeAttachedClient({})
+    client = FakeOffloadClient({})
     scheduler = Scheduler(Bench(client, blocks=32).cache, CountingRunner(), LIMITS)
     for _ in range(3):
         scheduler.submit(request(13, max_tokens=1))

@@ -33,16 +33,16 @@ ENGINE_CASES = (
     Case("client.sent", "managed", 2),
     Case("client.load", "managed"),
     Case("client.heartbeat", "managed"),
-    Case("client.heartbeat", "attached"),
-    Case("offload.store.prepared", "attached"),
-    Case("blocks.store.cleared", "attached"),
-    Case("blocks.copy", "attached", 2, quick=("stop",)),
-    Case("blocks.store.copied", "attached"),
-    Case("blocks.store.header", "attached", 2),
-    Case("offload.store.written", "attached"),
-    Case("offload.load.prepared", "attached"),
-    Case("blocks.copy", "attached", 6),
-    Case("offload.load.copied", "attached"),
+    Case("client.heartbeat", "offload"),
+    Case("offload.store.prepared", "offload"),
+    Case("blocks.store.cleared", "offload"),
+    Case("blocks.copy", "offload", 2, quick=("stop",)),
+    Case("blocks.store.copied", "offload"),
+    Case("blocks.store.header", "offload", 2),
+    Case("offload.store.written", "offload"),
+    Case("offload.load.prepared", "offload"),
+    Case("blocks.copy", "offload", 6),
+    Case("offload.load.copied", "offload"),
 )
 #: In a worker of the daemon. Commands are those of one store and one load, both of two layers and four blocks.
 WORKER_CASES = (
@@ -58,31 +58,31 @@ WORKER_CASES = (
     Case("worker.load.copied", "managed"),
     Case("worker.ack", "managed", 2),
 )
-#: In the daemon. The third request of an engine is its commit, or in attached mode `prepare_store`; the fifth is
+#: In the daemon. The third request of an engine is its commit, or in offload mode `prepare_store`; the fifth is
 #: `transfer_done`. A second attach request is that of the shard.
 DAEMON_CASES = (
     Case("daemon.attach", "managed", 2),
-    Case("daemon.attach", "attached", 2),
+    Case("daemon.attach", "offload", 2),
     Case("daemon.request", "managed", 3, quick=("raise",)),
-    Case("daemon.request", "attached", 3),
+    Case("daemon.request", "offload", 3),
     Case("daemon.reply", "managed", 3),
-    Case("daemon.reply", "attached", 3),
-    Case("daemon.reply", "attached", 5),
+    Case("daemon.reply", "offload", 3),
+    Case("daemon.reply", "offload", 5),
     Case("daemon.order", "managed"),
     Case("daemon.order", "managed", 2),
-    Case("daemon.ledger.write", "attached", 2),
-    Case("daemon.ledger.written", "attached", 2),
+    Case("daemon.ledger.write", "offload", 2),
+    Case("daemon.ledger.written", "offload", 2),
 )
 #: In a supervised daemon, which is killed behind what one engine has stored in peace: six requests, two attach
 #: requests, five ledgers. The others are `acquire`, `prepare_store`, `transfer_done`, `prepare_load` of the next one.
 SUPERVISED_CASES = (
-    Case("daemon.attach", "attached", 4),
-    *(Case("daemon.request", "attached", at) for at in (8, 9, 11, 14)),
-    Case("daemon.reply", "attached", 8),
-    Case("daemon.reply", "attached", 9, quick=("kill",)),
-    *(Case("daemon.reply", "attached", at) for at in (11, 14)),
-    Case("daemon.ledger.write", "attached", 7),
-    Case("daemon.ledger.written", "attached", 7),
+    Case("daemon.attach", "offload", 4),
+    *(Case("daemon.request", "offload", at) for at in (8, 9, 11, 14)),
+    Case("daemon.reply", "offload", 8),
+    Case("daemon.reply", "offload", 9, quick=("kill",)),
+    *(Case("daemon.reply", "offload", at) for at in (11, 14)),
+    Case("daemon.ledger.write", "offload", 7),
+    Case("daemon.ledger.written", "offload", 7),
     Case("daemon.reply", "managed", 9),
     Case("daemon.order", "managed", 1),
     Case("daemon.order", "managed", 2),

@@ -1,6 +1,6 @@
 """Engines for the crash harness. They pass every failpoint of the client, and speak in lines.
 
-    python -m tests.faults.engine managed|attached RUN_DIR RECORD
+    python -m tests.faults.engine managed|offload RUN_DIR RECORD
 
 Commands: ``work NAME`` computes a prompt, stores it and reads it back; ``again NAME`` is the same on a new session;
 ``end`` closes the session. Answers: ``done HITS`` with the blocks that were read back, or the error that ended it.
@@ -23,12 +23,12 @@ from kvcached_client.blocks import copy as block_copy
 from kvcached_client.errors import KvcachedError
 from kvcached_client.failpoints import FailpointReached
 from kvcached_client.offload import new_instance
-from tests.daemon import attached_process
-from tests.daemon.attached_process import Scheduler, ShardMemory, say
+from tests.daemon import offload_process
+from tests.daemon.offload_process import Scheduler, ShardMemory, say
 from tests.daemon.test_host_tier import wait_until
 
 BLOCKS, BLOCK_SIZE, SLOTS = 4, 4, 16
-ATTACHED_BLOCKS, PAGE_BYTES = 8, 4096
+OFFLOAD_BLOCKS, PAGE_BYTES = 8, 4096
 #: Longer than a busy machine keeps a process waiting, shorter than a test.
 DEADLINE_MS = 3000
 
@@ -100,7 +100,7 @@ class ManagedEngine(FaultyEngine):
                 self.pool.pages(layer)[lease.block_table] ^= 0xFF
 
 
-class AttachedEngine(FaultyEngine):
+class OffloadEngine(FaultyEngine):
     """An engine that keeps its own device memory. Those of one process are one engine that connects anew."""
 
     instance = new_instance()
@@ -114,14 +114,14 @@ class AttachedEngine(FaultyEngine):
         parts.enter_context(self.shard.link)
 
     def store(self, name: str) -> None:
-        plan, order = self.scheduler.prepare_store(name, ATTACHED_BLOCKS)
+        plan, order = self.scheduler.prepare_store(name, OFFLOAD_BLOCKS)
         if plan.transfer:
             self.shard.store(order)
 
     def read(self, name: str) -> int:
-        if not self.scheduler.hit(name, ATTACHED_BLOCKS):
+        if not self.scheduler.hit(name, OFFLOAD_BLOCKS):
             return 0
-        order = self.scheduler.prepare_load(name, ATTACHED_BLOCKS)
+        order = self.scheduler.prepare_load(name, OFFLOAD_BLOCKS)
         bad, right = self.shard.load(order)
         if not right:
             raise WrongBytes(name)
@@ -132,7 +132,7 @@ class AttachedEngine(FaultyEngine):
             tensor.array[:] = 0
 
 
-ENGINES: dict[str, type[FaultyEngine]] = {"managed": ManagedEngine, "attached": AttachedEngine}
+ENGINES: dict[str, type[FaultyEngine]] = {"managed": ManagedEngine, "offload": OffloadEngine}
 
 
 def tokens_of(name: str) -> list[int]:
@@ -196,7 +196,7 @@ class Program:
 def main(kind: str, run_dir: str, record: str) -> None:
     """Do what the lines say."""
     block_copy.PIECES_MAX = 4  # type: ignore[misc] # so that a copy of a few blocks has a middle
-    attached_process.DEADLINE_MS = DEADLINE_MS  # of its shards
+    offload_process.DEADLINE_MS = DEADLINE_MS  # of its shards
     program = Program(kind, run_dir, record)
     say("ready")
     for line in sys.stdin:

@@ -19,7 +19,7 @@ from kvcached_client.failpoints import FAILPOINTS, LOG_VARIABLE, VARIABLE
 from kvcached_client.protocol.engine import HostStats, PoolStats, StatsReport
 from tests.daemon.conftest import CONFIG, RunningDaemon
 from tests.daemon.test_deaths import children
-from tests.faults.engine import ENGINES, AttachedEngine
+from tests.faults.engine import ENGINES, OffloadEngine
 from tests.project.daemon_process import clean_environment, running_daemon
 from tests.project.source_tree import ROOT
 
@@ -28,7 +28,7 @@ PATIENCE_S = 20
 PROMISE_S = 1
 TTL_MS = 1000
 ACTIONS = ("kill", "stop", "raise")
-#: A device pool and attached mode above one host pool.
+#: A device pool and offload mode above one host pool.
 BOTH_MODES = (
     CONFIG.replace("session_ttl_ms = 600", f"session_ttl_ms = {TTL_MS}")
     + "\n[host]\nsize_bytes = 1048576\nslab_bytes = 65536\n[offload]\n"
@@ -210,7 +210,7 @@ def read_back(kind: str, run_dir: Path, names: list[str]) -> list[int]:
 
 def assert_others_go_on(run_dir: Path, names: list[str]) -> None:
     """Another engine stores and reads back as if nothing had happened; requests that need no session are answered."""
-    with closing(AttachedEngine(run_dir)) as engine:
+    with closing(OffloadEngine(run_dir)) as engine:
         for name in names:
             engine.store(name)
             engine.forget()

@@ -14,7 +14,7 @@ from kvcached_client import Admin
 from kvcached_client.errors import DaemonUnreachable, KvcachedError
 from tests.daemon.conftest import RunningDaemon
 from tests.faults.cases import DAEMON_CASES, RENEWAL_CASES, SUPERVISED_CASES, Case, parameters
-from tests.faults.engine import ATTACHED_BLOCKS, AttachedEngine, ManagedEngine
+from tests.faults.engine import OFFLOAD_BLOCKS, ManagedEngine, OffloadEngine
 from tests.faults.harness import (
     PATIENCE_S,
     PROMISE_S,
@@ -70,7 +70,7 @@ def test_supervised_daemon_comes_back_with_what_it_had(tmp_path: Path, case: Cas
         until(lambda: engine.ask(f"again {name}").startswith("done"), "the daemon never came back")
         assert engine.ask("end") == "ended"
         wait_nothing_held(supervisor.run_dir)
-        assert read_back("attached", supervisor.run_dir, ["z"]) == [ATTACHED_BLOCKS]
+        assert read_back("offload", supervisor.run_dir, ["z"]) == [OFFLOAD_BLOCKS]
         assert all(read_back(engine.kind, supervisor.run_dir, engine.stored()))
         assert_others_go_on(supervisor.run_dir, ["o"])
         assert_sound(supervisor.run_dir)
@@ -113,7 +113,7 @@ def can_work(run_dir: Path) -> bool:
 
 def store(name: str, run_dir: Path) -> None:
     """Store a prompt in peace."""
-    with closing(AttachedEngine(run_dir)) as engine:
+    with closing(OffloadEngine(run_dir)) as engine:
         engine.store(name)
 
 

@@ -77,7 +77,7 @@ def stopped(daemon: RunningDaemon, engine: Engine, faults: Armed, name: str) -> 
     # A heartbeat may come due when all else is done.
     assert answer.startswith("Stale") or (answer.startswith("done") and "heartbeat" in faults.text), answer
     assert_goes_on(engine, f"{name}a")
-    read_back("attached", daemon.run_dir, others)
+    read_back("offload", daemon.run_dir, others)
 
 
 def raised(daemon: RunningDaemon, engine: Engine, faults: Armed, name: str) -> None:

@@ -16,13 +16,13 @@ from kvcached.service.sessions import EngineGroup
 from tests.mutants.mutant import caught_by, rewrite
 
 
-@caught_by("tests/core/test_attached.py::test_store_that_is_called_off_is_not_found")
+@caught_by("tests/core/test_offload.py::test_store_that_is_called_off_is_not_found")
 def offload_called_off_store_believed(patch: pytest.MonkeyPatch) -> None:
     """A store that is called off without a reason counts as written."""
     rewrite(patch, EngineCopies.settled, "error = error or _CALLED_OFF", "pass")
 
 
-@caught_by("tests/core/test_attached_spaces.py::test_clear_ends_all_hits")
+@caught_by("tests/core/test_offload_spaces.py::test_clear_ends_all_hits")
 def offload_clear_keeps_the_tree(patch: pytest.MonkeyPatch) -> None:
     """Clearing a namespace changes its generation only."""
 
@@ -34,43 +34,43 @@ def offload_clear_keeps_the_tree(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Namespaces, "clear", clear)
 
 
-@caught_by("tests/core/test_attached.py::test_corrupt_blocks_are_not_matched_again")
+@caught_by("tests/core/test_offload.py::test_corrupt_blocks_are_not_matched_again")
 def offload_corrupt_block_not_dropped(patch: pytest.MonkeyPatch) -> None:
     """A block that a shard found damaged is hit again."""
     patch.setattr(TransferTable, "drop_corrupt", lambda *_: None)
 
 
-@caught_by("tests/core/test_attached.py::test_corrupt_block_stays_while_somebody_reads_it")
+@caught_by("tests/core/test_offload.py::test_corrupt_block_stays_while_somebody_reads_it")
 def offload_corrupt_slot_freed_while_read(patch: pytest.MonkeyPatch) -> None:
     """A damaged block's slot is free while another load reads it."""
     rewrite(patch, TransferTable.drop_corrupt, " or self.pass_on(load, slots[0])", "")
 
 
-@caught_by("tests/service/test_attached.py::test_requests_of_another_epoch_are_stale")
+@caught_by("tests/service/test_offload.py::test_requests_of_another_epoch_are_stale")
 def offload_epoch_check_dropped(patch: pytest.MonkeyPatch) -> None:
     """A request of an engine in offload mode that names a host pool of the past is served."""
     patch.setattr(OffloadVerbs, "_check_epoch", lambda *_: None)
 
 
-@caught_by("tests/core/test_attached.py::test_report_of_the_other_kind_ends_nothing")
+@caught_by("tests/core/test_offload.py::test_report_of_the_other_kind_ends_nothing")
 def offload_kind_not_compared(patch: pytest.MonkeyPatch) -> None:
     """A shard that reports a store under a load's number ends the load."""
     rewrite(patch, Offload.transfer_done, "copy.kind is not kind", "False")
 
 
-@caught_by("tests/core/test_attached.py::test_store_that_is_called_off_is_not_found")
+@caught_by("tests/core/test_offload.py::test_store_that_is_called_off_is_not_found")
 def offload_every_shard_taken_for_the_first(patch: pytest.MonkeyPatch) -> None:
     """A scheduler that calls a copy off speaks for shard 0 only."""
     rewrite(patch, EngineCopies.settled, "copy.waiting.clear()", "shard = 0")
 
 
-@caught_by("tests/core/test_attached_policies.py::test_offers_of_one_request_are_one_sighting")
+@caught_by("tests/core/test_offload_policies.py::test_offers_of_one_request_are_one_sighting")
 def offload_first_sighting_is_stored(patch: pytest.MonkeyPatch) -> None:
     """Under the selective policy an offer that is passed over is not remembered as such: its rest is copied later."""
     rewrite(patch, EngineCopies.wanted, "if lease.passed or ", "if ")
 
 
-@caught_by("tests/service/test_attached_endings.py::test_goodbye_with_copies_under_way_waits_for_the_shards_only")
+@caught_by("tests/service/test_offload_endings.py::test_goodbye_with_copies_under_way_waits_for_the_shards_only")
 def offload_goodbye_frees_what_shards_write(patch: pytest.MonkeyPatch) -> None:
     """A scheduler's goodbye counts for its shard processes, too."""
 
@@ -80,34 +80,32 @@ def offload_goodbye_frees_what_shards_write(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OffloadAdmission, "part", part)
 
 
-@caught_by("tests/core/test_attached.py::test_store_is_found_only_when_every_shard_has_written_it")
+@caught_by("tests/core/test_offload.py::test_store_is_found_only_when_every_shard_has_written_it")
 def offload_hit_on_blocks_being_written(patch: pytest.MonkeyPatch) -> None:
     """Blocks that shards still write are hit."""
     rewrite(patch, longest_hit, "pool.counts[SlotState.FILLING]", "False")
 
 
-@caught_by("tests/core/test_attached.py::test_hole_above_a_whole_run_is_asked_for")
+@caught_by("tests/core/test_offload.py::test_hole_above_a_whole_run_is_asked_for")
 def offload_hole_above_a_whole_run(patch: pytest.MonkeyPatch) -> None:
     """A store asks for lost copies up to the first run that is there as a whole."""
     up = "run, depth = run.parent, run.start"
     rewrite(patch, PrefixTree.missing_in_host, up, f"else:\n    break\n{up}")
 
 
-@caught_by("tests/core/test_attached_spaces.py::test_idle_namespaces_with_a_slab_each_make_room")
+@caught_by("tests/core/test_offload_spaces.py::test_idle_namespaces_with_a_slab_each_make_room")
 def offload_idle_namespace_keeps_a_slab(patch: pytest.MonkeyPatch) -> None:
     """Namespaces that nobody uses hold slabs back from those in use."""
     rewrite(patch, Namespaces.make_room, "host.empty == host.slabs and not host.floor", "False")
 
 
-@caught_by(
-    "tests/service/test_attached_endings.py::test_engine_with_the_same_name_for_itself_ends_nobody_elses_session"
-)
+@caught_by("tests/service/test_offload_endings.py::test_engine_with_the_same_name_for_itself_ends_nobody_elses_session")
 def offload_instance_ends_strangers(patch: pytest.MonkeyPatch) -> None:
     """A shard that joins ends sessions of other engines that call themselves the same."""
     rewrite(patch, OffloadAdmission.join, "if left:", "if True:")
 
 
-@caught_by("tests/core/test_attached.py::test_slots_of_a_load_are_read_undisturbed_after_the_release")
+@caught_by("tests/core/test_offload.py::test_slots_of_a_load_are_read_undisturbed_after_the_release")
 def offload_load_not_pinned(patch: pytest.MonkeyPatch) -> None:
     """What an engine's own load reads may be evicted once the lease is released."""
     lock, unlock = "tree.lock(", "copy.tree.unlock_host("
@@ -115,32 +113,32 @@ def offload_load_not_pinned(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, EngineCopies.end, unlock, f"if copy.kind is TransferKind.STORE: {unlock}")
 
 
-@caught_by("tests/core/test_attached.py::test_load_of_what_proved_corrupt_meanwhile_is_refused")
+@caught_by("tests/core/test_offload.py::test_load_of_what_proved_corrupt_meanwhile_is_refused")
 def offload_load_of_slots_being_written(patch: pytest.MonkeyPatch) -> None:
     """A load is given slots whose blocks were dropped, or are being written again."""
     cached = "all(host.holds(first, count, SlotState.CACHED) for first, count in pairs(slots))"
     rewrite(patch, Offload.prepare_load, cached, "True")
 
 
-@caught_by("tests/service/test_attached_endings.py::test_slots_of_a_replaced_session_wait_for_each_of_its_shards")
+@caught_by("tests/service/test_offload_endings.py::test_slots_of_a_replaced_session_wait_for_each_of_its_shards")
 def offload_session_replaced_too_early(patch: pytest.MonkeyPatch) -> None:
     """An engine that says hello anew frees what its shards may still write."""
     rewrite(patch, OffloadAdmission._replace, "if not old.living()", "if True")
 
 
-@caught_by("tests/core/test_attached.py::test_a_shard_counts_once")
+@caught_by("tests/core/test_offload.py::test_a_shard_counts_once")
 def offload_shard_counted_twice(patch: pytest.MonkeyPatch) -> None:
     """A shard that acknowledges twice stands for another one."""
     rewrite(patch, EngineCopies.settled, "copy.waiting.discard(ShardIndex(shard))", "copy.waiting.pop()")
 
 
-@caught_by("tests/service/test_attached_endings.py::test_shard_that_joins_as_another_one_is_not_through")
+@caught_by("tests/service/test_offload_endings.py::test_shard_that_joins_as_another_one_is_not_through")
 def offload_shard_speaks_for_another(patch: pytest.MonkeyPatch) -> None:
     """A process that joins as one shard says that all its work in the earlier session is over."""
     rewrite(patch, OffloadAdmission.join, "old.shard_of.get(each) == shard and ", "")
 
 
-@caught_by("tests/service/test_attached_endings.py::test_slots_wait_for_the_last_process")
+@caught_by("tests/service/test_offload_endings.py::test_slots_wait_for_the_last_process")
 def offload_slots_reused_after_a_lost_member(patch: pytest.MonkeyPatch) -> None:
     """One dead process of an engine in offload mode counts as all of them."""
     patch.setattr(Offload, "lose_member", Offload.end)

@@ -20,8 +20,8 @@ from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.protocol.engine import Description, Explanation, ReplicaInfo
 from kvcached_client.types import MissReason
 from kvcached_client.vllm.keys import VllmHashing, block_keys
-from tests.service.attached_office import AttachedOffice
 from tests.service.office import TWO, FakePeer
+from tests.service.offload_office import OffloadOffice
 
 GROUP = KvGroup(layers=1, kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32")
 TOKENS = list(range(100, 143))
@@ -31,7 +31,7 @@ ADAPTER = ("sql", "/models/sql")
 
 @dataclass
 class FakeDaemon:
-    """Two replicas of different models, and an attached namespace; each holds whole prompts by their keys."""
+    """Two replicas of different models, and an offload namespace; each holds whole prompts by their keys."""
 
     stored: dict[str, list[bytes]] = field(default_factory=dict)
     reason: MissReason = MissReason.NEVER_STORED
@@ -353,7 +353,7 @@ def test_explain_has_words_for_every_reason(reason: MissReason) -> None:
 
 def test_explain_over_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way: an engine's block leaves the namespace by a clear, and the command says so."""
-    office = AttachedOffice()
+    office = OffloadOffice()
     welcome = office.attach(FakePeer(1), peer=TWO)
     office.store_blocks(welcome, 2, peer=TWO)
 

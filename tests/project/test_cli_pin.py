@@ -17,8 +17,8 @@ from kvcached_client import KeyChain
 from kvcached_client.errors import request_error
 from kvcached_client.protocol import engine as protocol
 from kvcached_client.vllm.keys import VllmHashing, block_keys
-from tests.service.attached_office import AttachedOffice
 from tests.service.office import ONE, TWO, FakePeer, Office
+from tests.service.offload_office import OffloadOffice
 
 R = TypeVar("R", bound=protocol.Header)
 
@@ -70,9 +70,9 @@ class OfficeAdmin:
 
 
 @pytest.fixture
-def office(monkeypatch: pytest.MonkeyPatch) -> AttachedOffice:
-    """A service with replica a, and namespace tiny of an engine in attached mode; both are empty."""
-    made = AttachedOffice()
+def office(monkeypatch: pytest.MonkeyPatch) -> OffloadOffice:
+    """A service with replica a, and namespace tiny of an engine in offload mode; both are empty."""
+    made = OffloadOffice()
     made.enter(FakePeer(1))
     monkeypatch.setattr(kvcached_client, "Admin", OfficeAdmin(made))
     return made
@@ -82,8 +82,8 @@ def native(tokens: list[int], *, salt: str = "", lora: str = "") -> bytes:
     return KeyChain(NAMESPACE, 4, tokens, salt=salt, lora=lora).keys
 
 
-def attach(office: AttachedOffice, keys: bytes, **fields: Any) -> None:
-    """An engine in attached mode that stores these blocks."""
+def attach(office: OffloadOffice, keys: bytes, **fields: Any) -> None:
+    """An engine in offload mode that stores these blocks."""
     welcome = office.attach(FakePeer(2), peer=TWO, **fields)
     held = office.expect(protocol.Held, office.acquire(keys), keys, peer=TWO)
     plan = office.expect(protocol.StorePrepared, office.prepare_store(held.lease), keys, peer=TWO)
@@ -91,8 +91,8 @@ def attach(office: AttachedOffice, keys: bytes, **fields: Any) -> None:
         office.expect(protocol.Settled, office.transfer_done(welcome, plan.transfer, shard), peer=ONE)
 
 
-def shown(office: AttachedOffice) -> str:
-    """What is shown of the namespace of engines in attached mode."""
+def shown(office: OffloadOffice) -> str:
+    """What is shown of the namespace of engines in offload mode."""
     (root,) = office.cache.offload.namespaces.by_root
     return root.hex()[:16]
 
@@ -117,7 +117,7 @@ def kept(said: dict[str, Any]) -> tuple[int, int, int]:
 # --- whose keys -----------------------------------------------------------------------------------------------------
 
 
-def test_pin_of_a_replica_keeps_device_and_host_blocks(office: AttachedOffice) -> None:
+def test_pin_of_a_replica_keeps_device_and_host_blocks(office: OffloadOffice) -> None:
     """The keys are those that engines of the replica send, with salt and adapter; what fills no block is left out."""
     office.store(native(TOKENS, salt="s", lora="l"))
     office.workers["a"].end_all()
@@ -127,7 +127,7 @@ def test_pin_of_a_replica_keeps_device_and_host_blocks(office: AttachedOffice) -
     assert kept(pin("a", "--tokens", "-")) == (BLOCKS, 0, 0)
 
 
-def test_pin_of_a_replicas_namespace_keeps_host_blocks(office: AttachedOffice) -> None:
+def test_pin_of_a_replicas_namespace_keeps_host_blocks(office: OffloadOffice) -> None:
     """A replica's namespace by its hex digits, as many as one likes, is that of its host copies alone."""
     office.store(native(TOKENS))
     office.workers["a"].end_all()
@@ -137,8 +137,8 @@ def test_pin_of_a_replicas_namespace_keeps_host_blocks(office: AttachedOffice) -
 
 
 @pytest.mark.parametrize("target", ["a", "6e6e6e6e"])
-def test_pin_takes_a_target_for_a_replica_before_a_label(office: AttachedOffice, target: str) -> None:
-    """What engines in attached mode call their namespace hides neither a replica's name nor its namespace."""
+def test_pin_takes_a_target_for_a_replica_before_a_label(office: OffloadOffice, target: str) -> None:
+    """What engines in offload mode call their namespace hides neither a replica's name nor its namespace."""
     office.store(native(TOKENS))
     office.workers["a"].end_all()
     office.attach(FakePeer(2), peer=TWO, label=target)
@@ -147,7 +147,7 @@ def test_pin_takes_a_target_for_a_replica_before_a_label(office: AttachedOffice,
     assert "means replica 'a'" in run("pin", target, "--engine", "vllm", "--tokens", "-").stderr
 
 
-def test_pin_for_vllm_takes_the_block_size_of_the_namespace(office: AttachedOffice) -> None:
+def test_pin_for_vllm_takes_the_block_size_of_the_namespace(office: OffloadOffice) -> None:
     """A namespace of vLLM is named by its label or hex digits; keys are hashed as vLLM does, in its blocks."""
     attach(office, block_keys(TOKENS, VLLM, salt="s", lora=ADAPTER))
     named = ("--engine", "vllm", "--tokens", "-", "--salt", "s", "--lora", "sql:/models/sql")
@@ -158,7 +158,7 @@ def test_pin_for_vllm_takes_the_block_size_of_the_namespace(office: AttachedOffi
     assert kept(pin("tiny", *named, "--hash-seed", "7")) == (BLOCKS, 0, 0)
 
 
-def test_pin_of_keys_takes_them_as_they_are(office: AttachedOffice) -> None:
+def test_pin_of_keys_takes_them_as_they_are(office: OffloadOffice) -> None:
     """Keys, and the first half of longer hashes, need no tokens, wherever they are pinned."""
     keys = native(TOKENS)
     office.store(keys)
@@ -171,7 +171,7 @@ def test_pin_of_keys_takes_them_as_they_are(office: AttachedOffice) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "ttl_s"), [([], 3600), (["--ttl-s", "90"], 90)])
-def test_pin_says_until_when(office: AttachedOffice, arguments: list[str], ttl_s: int) -> None:
+def test_pin_says_until_when(office: OffloadOffice, arguments: list[str], ttl_s: int) -> None:
     """What is kept is kept for an hour, or for as long as was said, and the daemon and the answer mean the same."""
     office.store(native(TOKENS))
     earliest = datetime.now(tz=UTC).replace(microsecond=0) + timedelta(seconds=ttl_s)
@@ -183,7 +183,7 @@ def test_pin_says_until_when(office: AttachedOffice, arguments: list[str], ttl_s
         assert office.cache.pins.blocks(office.cache.tree_of("a"), office.cache.pools["a"]) == pinned
 
 
-def test_unpin_says_whether_it_was_pinned(office: AttachedOffice) -> None:
+def test_unpin_says_whether_it_was_pinned(office: OffloadOffice) -> None:
     """The second time there is nothing to end, which is no mistake."""
     office.store(native(TOKENS))
     named = ("a", "--tokens", "-")
@@ -201,7 +201,7 @@ def test_unpin_says_whether_it_was_pinned(office: AttachedOffice) -> None:
     ]
 
 
-def test_pin_for_people_is_a_line(office: AttachedOffice) -> None:
+def test_pin_for_people_is_a_line(office: OffloadOffice) -> None:
     """How many blocks are kept of how many, where and until when; where it is none, what to do."""
     nothing = run("pin", "a", "--tokens", "-").stdout.splitlines()
     office.store(native(TOKENS[:8]))
@@ -217,7 +217,7 @@ def test_pin_for_people_is_a_line(office: AttachedOffice) -> None:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_pin_over_the_quota_is_refused_in_the_daemons_words(office: AttachedOffice) -> None:
+def test_pin_over_the_quota_is_refused_in_the_daemons_words(office: OffloadOffice) -> None:
     """The reason is on stderr with what to do; it is no wrong usage, for later it may work."""
     office.store(native([*TOKENS, *TOKENS]))
 
@@ -250,7 +250,7 @@ def test_pin_over_the_quota_is_refused_in_the_daemons_words(office: AttachedOffi
     ],
 )
 def test_pin_with_wrong_usage_exits_with_2(
-    office: AttachedOffice, command: str, arguments: list[str], stdin: object, words: str
+    office: OffloadOffice, command: str, arguments: list[str], stdin: object, words: str
 ) -> None:
     """A target that is not there, that has other keys, and a prompt without a full block are told with what helps."""
     office.attach(FakePeer(2), peer=TWO)
@@ -262,7 +262,7 @@ def test_pin_with_wrong_usage_exits_with_2(
 
 
 @pytest.mark.parametrize("ttl_s", ["0", "604801", "1.5"])
-def test_pin_is_for_a_second_to_a_week(office: AttachedOffice, ttl_s: str) -> None:
+def test_pin_is_for_a_second_to_a_week(office: OffloadOffice, ttl_s: str) -> None:
     """Longer than a week is said again, and no time is none."""
     result = run("pin", "a", "--tokens", "-", "--ttl-s", ttl_s)
 
@@ -270,7 +270,7 @@ def test_pin_is_for_a_second_to_a_week(office: AttachedOffice, ttl_s: str) -> No
     assert "--ttl-s" in result.stderr
 
 
-def test_pin_of_a_label_that_two_namespaces_have_is_refused_by_the_daemon(office: AttachedOffice) -> None:
+def test_pin_of_a_label_that_two_namespaces_have_is_refused_by_the_daemon(office: OffloadOffice) -> None:
     """Which of them is meant only more hex digits tell."""
     for peer, name in ((TWO, b"i"), (b"\0\0\0\0\3", b"j")):
         office.attach(FakePeer(peer[-1]), peer=peer, instance=name * 16, keyspace=name * 32)

@@ -317,7 +317,7 @@ def test_any_reply_frames_are_refused_or_fit(name: str, frames: list[bytes]) -> 
     assert isinstance(reply, TreeReport) or all(len(frame) % 8 == 0 for frame in frames)
 
 
-ATTACHED_LIMITS: dict[str, list[dict[str, Any]]] = {
+OFFLOAD_LIMITS: dict[str, list[dict[str, Any]]] = {
     "hello_offload": [
         *({"shards": value} for value in (0, 65)),
         *({"block_size": value} for value in (0, 65_537)),
@@ -338,8 +338,8 @@ ATTACHED_LIMITS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "fields"), [(name, each) for name, all_ in ATTACHED_LIMITS.items() for each in all_])
-def test_attached_fields_out_of_their_limits_are_refused(name: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "fields"), [(name, each) for name, all_ in OFFLOAD_LIMITS.items() for each in all_])
+def test_offload_fields_out_of_their_limits_are_refused(name: str, fields: dict[str, Any]) -> None:
     """Shards, sizes, digests and errors beyond what the protocol allows never reach the daemon's core."""
     assert refused(msgpack.packb({**msgpack.unpackb(REQUEST_HEADERS[name]), **fields})).code == ErrorCode.MALFORMED
 

@@ -123,7 +123,7 @@ class FakeTimer:
 class Office:
     """One service, its cache, and a clock that stands still. With `host_slabs`, a host pool of slabs of 8 blocks.
 
-    With `spaces`, that many namespaces of engines in attached mode may use it.
+    With `spaces`, that many namespaces of engines in offload mode may use it.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ from kvcached.service.pending import WAITING_MAX, Answer, Wait
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.fields import RESERVE_REQUEST_PREFIX
-from tests.service.attached_office import AttachedOffice, indices
 from tests.service.office import EPOCH, ONE, TWO, FakePeer, Office, key_chain
+from tests.service.offload_office import OffloadOffice, indices
 
 
 def pause(office: Office, replica: str = "", deadline_ms: int = 700) -> list[Answer]:
@@ -132,9 +132,9 @@ def test_unknown_replica_is_refused(request_type: type[wire.Pause | wire.Resume]
     assert office.error(request_type(id=1, replica="x")) == ErrorCode.UNKNOWN_REPLICA
 
 
-def test_attached_engine_is_told_to_compute_while_paused() -> None:
+def test_offload_engine_is_told_to_compute_while_paused() -> None:
     """Loads are refused as paused, stores find no room, and copies under way are awaited."""
-    office = AttachedOffice()
+    office = OffloadOffice()
     welcome = office.attach(FakePeer(1))
     office.store_blocks(welcome, 3)
     held = office.acquire_blocks(3)
@@ -176,9 +176,9 @@ def test_drain_refuses_new_work_and_lets_the_rest_go_on() -> None:
     assert office.expect(wire.Acquired, office.acquire(keys, "another"), keys).hit == 2
 
 
-def test_drain_of_attached_engines() -> None:
+def test_drain_of_offload_engines() -> None:
     """They get no sessions and no leases either; their copies go on, and are awaited after their leases."""
-    office = AttachedOffice()
+    office = OffloadOffice()
     welcome = office.attach(FakePeer(1))
     held = office.acquire_blocks(3)
     plan = office.expect(wire.StorePrepared, office.prepare_store(held.lease), key_chain(3))

@@ -7,8 +7,8 @@ import pytest
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from kvcached_client.types import MissReason
-from tests.service.attached_office import AttachedOffice
 from tests.service.office import TWO, FakePeer, Office, key_chain
+from tests.service.offload_office import OffloadOffice
 
 REPLICA = (b"n" * 8).hex()
 
@@ -20,9 +20,9 @@ def ask(office: Office, keys: bytes, **fields: object) -> list[wire.Explanation]
 
 
 @pytest.fixture
-def office() -> AttachedOffice:
-    """A replica that holds four blocks, and an attached namespace that holds three of them under the same keys."""
-    office = AttachedOffice()
+def office() -> OffloadOffice:
+    """A replica that holds four blocks, and an offload namespace that holds three of them under the same keys."""
+    office = OffloadOffice()
     office.enter(FakePeer(1))
     office.store(key_chain(4))
     welcome = office.attach(FakePeer(2), peer=TWO)
@@ -30,7 +30,7 @@ def office() -> AttachedOffice:
     return office
 
 
-def test_every_replica_and_namespace_answers(office: AttachedOffice) -> None:
+def test_every_replica_and_namespace_answers(office: OffloadOffice) -> None:
     """One entry for each, with its hit, and the key and the fate of the block behind it."""
     keys = key_chain(5)
     replica, space = ask(office, keys, full=True)
@@ -52,14 +52,14 @@ def test_every_replica_and_namespace_answers(office: AttachedOffice) -> None:
     assert (space.key, space.reason) == (keys[48:64], MissReason.NEVER_STORED)
 
 
-def test_the_last_token_is_left_to_compute_unless_full(office: AttachedOffice) -> None:
+def test_the_last_token_is_left_to_compute_unless_full(office: OffloadOffice) -> None:
     """As for `match`: a prompt that is cached to its end hits one block less."""
     assert [each.reason for each in ask(office, key_chain(3))] == [MissReason.LAST_TOKEN] * 2
     full = ask(office, key_chain(3), full=True)
     assert [(each.reason, each.hit, each.key) for each in full] == [(MissReason.HIT, 3, b"")] * 2
 
 
-def test_one_replica_or_namespace_can_be_asked(office: AttachedOffice) -> None:
+def test_one_replica_or_namespace_can_be_asked(office: OffloadOffice) -> None:
     """By the replica's name, or by the first digits of the namespace; what begins otherwise is left out."""
     space = ask(office, b"")[1].namespace
 
@@ -72,7 +72,7 @@ def test_one_replica_or_namespace_can_be_asked(office: AttachedOffice) -> None:
     assert office.error(request, b"", peer=b"cli") is ErrorCode.UNKNOWN_REPLICA
 
 
-def test_a_clear_is_told_with_the_new_generation(office: AttachedOffice) -> None:
+def test_a_clear_is_told_with_the_new_generation(office: OffloadOffice) -> None:
     """After a clear the entry names the generation that it is about."""
     office.expect(wire.Cleared, wire.Clear(id=office.next_id(), epoch=100), peer=TWO)
     space = ask(office, key_chain(3))[1]
@@ -80,8 +80,8 @@ def test_a_clear_is_told_with_the_new_generation(office: AttachedOffice) -> None
     assert (space.generation, space.hit, space.reason) == (1, 0, MissReason.CLEARED)
 
 
-def test_describe_tells_what_keys_and_engines_need(office: AttachedOffice) -> None:
-    """The root of a replica's keys, and what engines in attached mode are offered; nothing without such a mode."""
+def test_describe_tells_what_keys_and_engines_need(office: OffloadOffice) -> None:
+    """The root of a replica's keys, and what engines in offload mode are offered; nothing without such a mode."""
     described = office.expect(wire.Description, wire.Describe(id=office.next_id()), peer=b"cli")
 
     assert described.replicas[0].namespace == "6e" * 32

@@ -14,8 +14,8 @@ from kvcached.service.health import CHECKED_BYTES
 from kvcached.service.pending import Answer
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.protocol import engine as wire
-from tests.service.attached_office import BLOCK_BYTES, AttachedOffice
 from tests.service.office import FakePeer
+from tests.service.offload_office import BLOCK_BYTES, OffloadOffice
 
 SLABS, SLAB_BYTES = 4, 1 << 17
 
@@ -45,7 +45,7 @@ class Tried:
         return self.wrong
 
 
-def part(office: AttachedOffice) -> wire.HealthPart:
+def part(office: OffloadOffice) -> wire.HealthPart:
     """What `health` says of the host pool."""
 
     async def ask() -> wire.Header:
@@ -63,7 +63,7 @@ def part(office: AttachedOffice) -> wire.HealthPart:
 def test_health_writes_into_a_slab_that_holds_nothing() -> None:
     """A check's bytes go into a slab without blocks, before any engine has come and beside one."""
     tried = Tried()
-    office = AttachedOffice(headers=tried)
+    office = OffloadOffice(headers=tried)
 
     assert (part(office).ok, tried.places) == (True, [(0, CHECKED_BYTES)])
 
@@ -83,7 +83,7 @@ def test_health_of_a_full_pool_writes_behind_the_last_block_and_evicts_nothing(
     """Where every slab holds blocks a check's bytes go behind the last of them; where nothing is there, it says so."""
     monkeypatch.setattr(HostGeometry, "rest_bytes", rest)
     tried = Tried()
-    office = AttachedOffice(headers=tried)
+    office = OffloadOffice(headers=tried)
     office.attach(FakePeer(1))
     for pool in office.cache.slab_allocator.pools:
         while pool.grow():
@@ -102,7 +102,7 @@ def test_health_tells_memory_that_does_not_hold_what_is_written() -> None:
     tried = Tried()
     tried.wrong = "what was read is not what was written"
 
-    found = part(AttachedOffice(headers=tried))
+    found = part(OffloadOffice(headers=tried))
 
     assert (found.ok, found.detail) == (False, tried.wrong)
 
@@ -133,7 +133,7 @@ def test_a_check_of_memory_sees_what_is_wrong(memory: HostMemory, monkeypatch: p
 
 def test_rest_of_a_slab_is_behind_its_last_block() -> None:
     """What `rest_bytes` says is what lies between the last block's end and the next slab."""
-    office = AttachedOffice()
+    office = OffloadOffice()
     welcome = office.attach(FakePeer(1))
     geometry = office.service._offload_admission.geometry(welcome.namespace)
     last = geometry.slots_per_slab - 1

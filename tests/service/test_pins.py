@@ -7,8 +7,8 @@ import pytest
 from kvcached.core.messages import Ticked
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
-from tests.service.attached_office import AttachedOffice
 from tests.service.office import EPOCH, TWO, FakePeer, Office, key_chain
+from tests.service.offload_office import OffloadOffice
 
 
 def pin(office: Office, target: str, keys: bytes, ttl_ms: int = 1000) -> wire.Pinned:
@@ -62,9 +62,9 @@ def test_unpin_says_whether_there_was_a_pin() -> None:
     assert answers == [True, False]
 
 
-def test_namespace_of_attached_engines_is_pinned_by_its_label() -> None:
-    """Host copies of engines in attached mode stay, too."""
-    office = AttachedOffice()
+def test_namespace_of_offload_engines_is_pinned_by_its_label() -> None:
+    """Host copies of engines in offload mode stay, too."""
+    office = OffloadOffice()
     office.attach(FakePeer(1))
     assert pin(office, "tiny", key_chain(3)).host == 0  # nothing is stored yet
     assert pinned(office) == ([0], [0, 0])
@@ -90,8 +90,8 @@ def test_pin_is_refused_by_its_reason(target: str, keys: bytes, code: ErrorCode)
 
 
 def test_priority_of_a_request_reaches_its_lease() -> None:
-    """What the engine says in its acquire is what eviction goes by, on device pools and in attached mode."""
-    office = AttachedOffice()
+    """What the engine says in its acquire is what eviction goes by, on device pools and in offload mode."""
+    office = OffloadOffice()
     office.enter(FakePeer(1))
     keys = key_chain(2)
     asked = wire.Acquire(id=office.next_id(), epoch=EPOCH, request="r", tokens=8, full=True, priority=5)
@@ -101,5 +101,5 @@ def test_priority_of_a_request_reaches_its_lease() -> None:
     office.expect(wire.Held, asked, keys, peer=TWO)
 
     leases = [lease for each in office.cache.managed.sessions.values() for lease in each.leases.values()]
-    attached = [lease for each in office.cache.offload.sessions.values() for lease in each.leases.values()]
-    assert ([each.priority for each in leases], [each.priority for each in attached]) == ([5], [-3])
+    offload = [lease for each in office.cache.offload.sessions.values() for lease in each.leases.values()]
+    assert ([each.priority for each in leases], [each.priority for each in offload]) == ([5], [-3])

@@ -13,8 +13,8 @@ from kvcached.service.state_writer import StatePlace
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from kvcached_client.types import WritePolicy
-from tests.service.attached_office import AttachedOffice
 from tests.service.office import SLAB_BYTES, TWO, FakePeer, Office, key_chain
+from tests.service.offload_office import OffloadOffice
 from tests.service.test_generations import configured
 
 NEVER, THROUGH, BACK = WritePolicy.NEVER, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
@@ -36,9 +36,9 @@ def test_policy_is_set_for_all_replicas_of_a_namespace() -> None:
     assert office.workers["a"].transfers == {}
 
 
-def test_namespace_of_attached_engines_is_named_by_its_digits_or_its_label() -> None:
+def test_namespace_of_offload_engines_is_named_by_its_digits_or_its_label() -> None:
     """Hex digits as `stats` prints them, and the model's name, mean the same; each namespace has its own policy."""
-    office = AttachedOffice()
+    office = OffloadOffice()
     welcome = office.attach(FakePeer(1))
     done = set_policy(office, welcome.namespace.hex()[:16], NEVER)
     assert (done.label, done.replicas, done.before) == ("tiny", (), THROUGH)
@@ -50,7 +50,7 @@ def test_namespace_of_attached_engines_is_named_by_its_digits_or_its_label() -> 
 @pytest.mark.parametrize("target", ["nothing", "abc", "ff" * 40])
 def test_unknown_target_is_refused_with_what_there_is(target: str) -> None:
     """Who names no namespace is told which there are."""
-    office = AttachedOffice()
+    office = OffloadOffice()
     office.attach(FakePeer(1))
     request = wire.SetPolicy(id=office.next_id(), target=target, policy=NEVER)
     error = office.expect(wire.ErrorReply, request, peer=TWO)
@@ -61,7 +61,7 @@ def test_unknown_target_is_refused_with_what_there_is(target: str) -> None:
 
 def test_ambiguous_target_is_refused() -> None:
     """A name that two namespaces have means neither."""
-    office = AttachedOffice()
+    office = OffloadOffice()
     office.attach(FakePeer(1))
     office.attach(FakePeer(2), peer=TWO, keyspace=b"other" + bytes(27), instance=b"o" * 16)
 
@@ -70,10 +70,10 @@ def test_ambiguous_target_is_refused() -> None:
 
 
 def test_policy_is_durable_before_its_answer(tmp_path: Path) -> None:
-    """When a change is answered the ledger has it, of replicas and of engines in attached mode."""
+    """When a change is answered the ledger has it, of replicas and of engines in offload mode."""
     path = tmp_path / "ledger.json"
     record = HostPoolRecord(device=1, inode=2, slabs=4, slab_bytes=SLAB_BYTES, allocated={})
-    office = AttachedOffice(state_place=StatePlace(LedgerFile(path), boot_id(), record))
+    office = OffloadOffice(state_place=StatePlace(LedgerFile(path), boot_id(), record))
     office.attach(FakePeer(1))
     set_policy(office, "a", NEVER)
     set_policy(office, "tiny", BACK)

@@ -12,8 +12,8 @@ from kvcached.recovery.generations import EditionRecord, Record
 from kvcached.service.state_writer import WRITE_DEADLINE_S, Recorder
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
-from tests.service.attached_office import AttachedOffice
 from tests.service.office import EPOCH, ONE, TWO, FakePeer, Office
+from tests.service.offload_office import OffloadOffice
 
 ROOT = b"r" * 32
 
@@ -207,8 +207,8 @@ def test_replica_is_told_when_the_record_is_written(weights: str) -> None:
 
 
 def test_engine_is_told_when_the_record_is_written() -> None:
-    """So is the clear of an engine in attached mode; its retry meanwhile clears nothing more, and both are answered."""
-    office = AttachedOffice()
+    """So is the clear of an engine in offload mode; its retry meanwhile clears nothing more, and both are answered."""
+    office = OffloadOffice()
     office.ask(office.hello_offload(FakePeer(1)))
     writer = with_storage(office)
     answers: list[wire.Header] = []
@@ -226,7 +226,7 @@ def test_engine_is_told_when_the_record_is_written() -> None:
 
 def test_clear_that_is_not_written_down_is_an_error_until_it_is() -> None:
     """Whoever clears is told that a restart would bring the blocks back; the same request later finds it done."""
-    office = AttachedOffice()
+    office = OffloadOffice()
     office.ask(office.hello_offload(FakePeer(1)))
     writer = with_storage(office)
     answers: list[wire.Header] = []

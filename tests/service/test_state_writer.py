@@ -17,8 +17,8 @@ from kvcached.service.sessions import FoundSession
 from kvcached.service.state_writer import StatePlace
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.protocol import engine as wire
-from tests.service.attached_office import BLOCK_BYTES, INSTANCE, AttachedOffice, slots_in
 from tests.service.office import EPOCH, ONE, SLAB_BYTES, FakePeer, Office, key_chain
+from tests.service.offload_office import BLOCK_BYTES, INSTANCE, OffloadOffice, slots_in
 
 RECORD = HostPoolRecord(device=1, inode=2, slabs=4, slab_bytes=SLAB_BYTES, allocated={})
 
@@ -60,8 +60,8 @@ def notes(path: Path) -> Notes:
 
 
 @pytest.fixture
-def office(path: Path, notes: Notes) -> AttachedOffice:
-    return AttachedOffice(state_place=StatePlace(LedgerFile(path), boot_id(), RECORD), headers=notes)
+def office(path: Path, notes: Notes) -> OffloadOffice:
+    return OffloadOffice(state_place=StatePlace(LedgerFile(path), boot_id(), RECORD), headers=notes)
 
 
 def ledger_at_reply(office: Office, path: Path, request: wire.Request, *frames: bytes) -> tuple[Any, Ledger]:
@@ -73,7 +73,7 @@ def ledger_at_reply(office: Office, path: Path, request: wire.Request, *frames: 
     return header, ledger
 
 
-def test_sessions_are_known_before_the_welcome(office: AttachedOffice, path: Path) -> None:
+def test_sessions_are_known_before_the_welcome(office: OffloadOffice, path: Path) -> None:
     """A session and its processes are in the ledger when its engine hears of it, and when each shard has joined."""
     scheduler, shard = process(1), process(2)
     welcome, ledger = ledger_at_reply(office, path, office.hello_offload(scheduler))
@@ -93,7 +93,7 @@ def test_sessions_are_known_before_the_welcome(office: AttachedOffice, path: Pat
     assert [(each.process, each.shard) for each in after.sessions[0].members][1:] == [(shard.identity, 1)]
 
 
-def test_engine_on_a_pool_is_known_with_its_shards(office: AttachedOffice, path: Path) -> None:
+def test_engine_on_a_pool_is_known_with_its_shards(office: OffloadOffice, path: Path) -> None:
     """The same for a session on a device pool."""
     welcome, ledger = ledger_at_reply(office, path, office.hello(process(1)))
     assert [(each.mode, each.place) for each in ledger.sessions] == [("device", "a")]
@@ -104,7 +104,7 @@ def test_engine_on_a_pool_is_known_with_its_shards(office: AttachedOffice, path:
     office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
 
 
-def test_process_is_written_down_once(office: AttachedOffice, path: Path) -> None:
+def test_process_is_written_down_once(office: OffloadOffice, path: Path) -> None:
     """A process that maps the pool again, as one does after each restart, is one member for the next daemon."""
     welcome, _ = ledger_at_reply(office, path, office.hello(process(1)))
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_process_is_written_down_once(office: AttachedOffice, path: Path) -> Non
     assert [each.process for each in ledger.sessions[0].members] == [process(1).identity, process(2).identity]
 
 
-def test_engine_that_has_not_returned_is_written_down_as_it_was(office: AttachedOffice, path: Path) -> None:
+def test_engine_that_has_not_returned_is_written_down_as_it_was(office: OffloadOffice, path: Path) -> None:
     """A daemon that dies before an engine has come back to it leaves the engine to the next one, by the same name."""
     session = RestoredCache(office.cache).pool_session("a")
     found = FoundSession(session, (EPOCH - 1, 5), b"d" * 32, b"", [(process(1), None)])
@@ -125,7 +125,7 @@ def test_engine_that_has_not_returned_is_written_down_as_it_was(office: Attached
     assert (record.epoch, record.id, record.token_digest) == (EPOCH - 1, 5, (b"d" * 32).hex())
 
 
-def test_slab_is_wiped_then_written_down_then_given_out(office: AttachedOffice, path: Path, notes: Notes) -> None:
+def test_slab_is_wiped_then_written_down_then_given_out(office: OffloadOffice, path: Path, notes: Notes) -> None:
     """Old headers are gone before the ledger says whose a slab is; claims are there before the reply."""
     welcome, _ = ledger_at_reply(office, path, office.hello_offload(process(1)))
     held = office.acquire_blocks(3)
@@ -144,14 +144,14 @@ def test_slab_is_wiped_then_written_down_then_given_out(office: AttachedOffice, 
     assert ledger.host.allocated == {welcome.namespace.hex(): (slots[0] // 8,)}
 
 
-def test_clear_is_durable_before_its_reply(office: AttachedOffice, path: Path) -> None:
+def test_clear_is_durable_before_its_reply(office: OffloadOffice, path: Path) -> None:
     """When a clear is answered the new generation is written down."""
     ledger_at_reply(office, path, office.hello_offload(process(1)))
     cleared, ledger = ledger_at_reply(office, path, wire.Clear(id=office.next_id(), epoch=EPOCH))
     assert (cleared.generation, ledger.namespaces[0].generation) == (1, 1)
 
 
-def test_nothing_is_written_where_nothing_changed(office: AttachedOffice, path: Path) -> None:
+def test_nothing_is_written_where_nothing_changed(office: OffloadOffice, path: Path) -> None:
     """Requests that change nothing which a successor has to know cost no write."""
     ledger_at_reply(office, path, office.hello_offload(process(1)))
     office.acquire_blocks(3)
@@ -162,7 +162,7 @@ def test_nothing_is_written_where_nothing_changed(office: AttachedOffice, path: 
 
 
 def test_ledger_that_cannot_be_written_is_removed(
-    office: AttachedOffice, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    office: OffloadOffice, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An outdated ledger would be believed; without one the next start is cold. The engine is served all the same."""
     ledger_at_reply(office, path, office.hello_offload(process(1)))
@@ -177,7 +177,7 @@ def test_ledger_that_cannot_be_written_is_removed(
 
 
 def test_ledger_that_cannot_be_removed_either_stops_nobody(
-    office: AttachedOffice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    office: OffloadOffice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a file system that takes nothing any more engines are served on, and the log says what to do."""
 
@@ -191,7 +191,7 @@ def test_ledger_that_cannot_be_removed_either_stops_nobody(
     assert "delete it before the next start" in caplog.text
 
 
-def test_end_of_a_session_is_written_down(office: AttachedOffice, path: Path) -> None:
+def test_end_of_a_session_is_written_down(office: OffloadOffice, path: Path) -> None:
     """A session that is over is not in the ledger any more."""
     ledger_at_reply(office, path, office.hello_offload(process(1)))
     office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))

@@ -26,8 +26,8 @@ from kvcached.storage.messages import Done
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.sessions import StopPolicy
-from tests.service.attached_office import OTHER_INSTANCE, AttachedOffice
 from tests.service.office import ONE, TWO, FakePeer, key_chain
+from tests.service.offload_office import OTHER_INSTANCE, OffloadOffice
 
 BLOCKS = 6
 
@@ -64,7 +64,7 @@ class FakeLink:
         self.state = LinkState.DETACHED
 
 
-class StorageOffice(AttachedOffice):
+class StorageOffice(OffloadOffice):
     """A service with storage, which waits 200 ms and 1000 us for each token, and an engine."""
 
     def __init__(self) -> None:

@@ -72,7 +72,7 @@ def _one_shard_counts_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerCopies, "on_shard_settled", on_shard_settled)
 
 
-def _one_attached_shard_counts_for_all(patch: pytest.MonkeyPatch) -> None:
+def _one_offload_shard_counts_for_all(patch: pytest.MonkeyPatch) -> None:
     """A copy by an engine is over with its first acknowledgement."""
 
     def settled(self: EngineCopies, exchange: EngineTransfer, shard: int, error: str) -> bool:
@@ -222,7 +222,7 @@ MISTAKES = [
     Mistake("quarantine skipped", _quarantine_skipped, (3, 6)),
     Mistake("retry executed twice", _retry_executed_twice, (1, 0)),
     Mistake("one shard counts for all", _one_shard_counts_for_all, (1,)),
-    Mistake("one shard of an engine counts for all", _one_attached_shard_counts_for_all, (0, 2)),
+    Mistake("one shard of an engine counts for all", _one_offload_shard_counts_for_all, (0, 2)),
     Mistake("failed store believed", _failed_store_believed, (6,)),
     Mistake("one worker's death ends copies", _one_death_ends_copies, (51, 58)),
     Mistake("blocks lost with a worker", _blocks_lost_with_a_worker, (3,)),

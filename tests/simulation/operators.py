@@ -134,7 +134,7 @@ class Operator:
     # --- policies and pins ------------------------------------------------------------------------------------------
 
     def _some_target(self) -> str:
-        """A replica, or what engines in attached mode call their namespace."""
+        """A replica, or what engines in offload mode call their namespace."""
         return self._world.chance.among([self._some_replica(), self._world.chance.among(self._world.plan.models).label])
 
     async def _set_policy(self) -> None:

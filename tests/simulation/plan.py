@@ -22,8 +22,8 @@ LAYOUT = Layout(
 )
 #: A page of headers and a page of blocks for each of two shards.
 SLAB_BYTES = 4 * PAGE_BYTES
-#: Of blocks of engines in attached mode, in bytes, with the number of their shards.
-_ATTACHED_BLOCKS = ((2, 1024), (2, 1300), (1, 2048), (2, 700))
+#: Of blocks of engines in offload mode, in bytes, with the number of their shards.
+_OFFLOAD_BLOCKS = ((2, 1024), (2, 1300), (1, 2048), (2, 700))
 FAULTS = (
     "engine process killed",
     "engine process stopped",
@@ -50,8 +50,8 @@ _WEIGHTS = (0.0, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
-class AttachedModel:
-    """A namespace that engines in attached mode may declare."""
+class OffloadModel:
+    """A namespace that engines in offload mode may declare."""
 
     number: int
     label: str
@@ -69,7 +69,7 @@ class Plan:
         fault_weights: how likely each fault is among all; 0 where this seed has none of it.
         copy_failures: how likely it is that a shard of an engine gives up a copy.
         operators: people who pause, drain, clear, set weights and policies, pin, and attach storage.
-        write_policy: that the configuration says, for replicas; `namespaces_policy` for engines in attached mode.
+        write_policy: that the configuration says, for replicas; `namespaces_policy` for engines in offload mode.
         diversity: how often prompts part at each of their blocks.
         topics: what prompts begin with; each has its time, and comes back when its blocks have left memory.
         eviction_policy: of the host pool and of device pools.
@@ -83,9 +83,9 @@ class Plan:
     watermark: int
     load_threshold: int
     load_quota: int | None
-    models: list[AttachedModel]
+    models: list[OffloadModel]
     rival: bool
-    attached_engines: int
+    offload_engines: int
     copy_failures: float
     operators: int
     fault_weights: dict[str, float]
@@ -139,7 +139,7 @@ def draw(chance: Chance, *, reboots: bool = False) -> Plan:
         load_quota=chance.among([None, 3]),
         models=models,
         rival=chance.happens(0.5),
-        attached_engines=chance.number(1, 3),
+        offload_engines=chance.number(1, 3),
         copy_failures=chance.among([0.0, 0.05]),
         operators=chance.among([1, 1, 2] if reboots else [0, 1, 2]),
         fault_weights={name: _weight(chance, name) for name in FAULTS},
@@ -175,8 +175,8 @@ def _weight(chance: Chance, fault: str) -> float:
     return chance.among(_WEIGHTS) * (0.6 if fault in _SELDOM else 1.0)
 
 
-def _model(number: int, slabs: int) -> AttachedModel:
-    shards, block_bytes = _ATTACHED_BLOCKS[number % len(_ATTACHED_BLOCKS)]
+def _model(number: int, slabs: int) -> OffloadModel:
+    shards, block_bytes = _OFFLOAD_BLOCKS[number % len(_OFFLOAD_BLOCKS)]
     geometry = HostGeometry(slabs=slabs, slab_bytes=SLAB_BYTES, shards=shards, block_bytes=block_bytes)
     hello = wire.HelloOffload(
         id=1,
@@ -193,6 +193,4 @@ def _model(number: int, slabs: int) -> AttachedModel:
         fingerprint=bytes([number]) * 16,
     )
     root = _space(hello, HostShare(0, slabs, SLAB_BYTES, verify_loads=True)).root
-    return AttachedModel(
-        number, hello.label, hello.keyspace, hello.block_size, Shape(root, hello.fingerprint, geometry)
-    )
+    return OffloadModel(number, hello.label, hello.keyspace, hello.block_size, Shape(root, hello.fingerprint, geometry))

@@ -13,8 +13,8 @@ class PolicyPromises:
     """Of one daemon.
 
     Args:
-        told: policies by replica, or by label of engines in attached mode; those of all daemons.
-        of_spaces: what namespaces of engines in attached mode begin with.
+        told: policies by replica, or by label of engines in offload mode; those of all daemons.
+        of_spaces: what namespaces of engines in offload mode begin with.
     """
 
     def __init__(self, cache: Cache, told: dict[str, WritePolicy], of_spaces: WritePolicy) -> None:
@@ -50,7 +50,7 @@ class PolicyPromises:
             raise Broken(f"blocks of {replica} are copied to the host pool, which they never should")
 
     def look_at_offer(self, session: int, transfer: int) -> None:
-        """An engine in attached mode is told what to copy.
+        """An engine in offload mode is told what to copy.
 
         Raises:
             Broken: something, where the policy is never to do that.

@@ -10,8 +10,8 @@ from kvcached.service.replica import Replica
 from kvcached_client.protocol import engine as wire
 from tests.simulation.scheduler import Broken
 
-#: Beside the names of replicas, what stands for engines in attached mode and storage.
-_ATTACHED = ""
+#: Beside the names of replicas, what stands for engines in offload mode and storage.
+_OFFLOAD = ""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Promises:
     def asked(self, request: wire.Request) -> None:
         """A request is about to be served: some end what was promised."""
         if isinstance(request, wire.Resume):
-            self._paused -= {request.replica} if request.replica else {*self._cache.pools, _ATTACHED}
+            self._paused -= {request.replica} if request.replica else {*self._cache.pools, _OFFLOAD}
             if not request.replica:
                 self._work = None
 
@@ -69,7 +69,7 @@ class Promises:
         """An answer goes out."""
         if isinstance(header, wire.Paused) and header.holds and not header.under_way:
             replica = request.replica if isinstance(request, wire.Pause) else ""
-            self._paused |= {replica} if replica else {*self._cache.pools, _ATTACHED}
+            self._paused |= {replica} if replica else {*self._cache.pools, _OFFLOAD}
         elif isinstance(header, wire.Drained) and header.holds:
             if not (header.leases or header.copies or header.requests):
                 self._work = self._work_so_far()

@@ -8,7 +8,6 @@ from collections import Counter
 from kvcached.process.identity import ProcessIdentity
 from kvcached.recovery.state_file import HostPoolRecord
 from kvcached.service.state_writer import StatePlace
-from tests.simulation.attached_engine import AttachedEngine
 from tests.simulation.checks import Tripwire
 from tests.simulation.daemon import Daemon
 from tests.simulation.engine import Engine
@@ -17,6 +16,7 @@ from tests.simulation.managed_device import ManagedSession
 from tests.simulation.managed_engine import ManagedEngine
 from tests.simulation.memory import DeviceMemory, Holder, Memory
 from tests.simulation.network import Network
+from tests.simulation.offload_engine import OffloadEngine
 from tests.simulation.operators import Operator
 from tests.simulation.plan import draw
 from tests.simulation.process import Process
@@ -54,7 +54,7 @@ class World:
         seen: what has happened, by name.
         counters: those of daemons that are dead.
         stored: what the storage device holds.
-        policies: write policies as people were told them, by replica, or by label of engines in attached mode.
+        policies: write policies as people were told them, by replica, or by label of engines in offload mode.
         holders: of sessions on device pools that go on with one of an earlier daemon: who has its rights.
         over: those of sessions that have expired. Nobody goes on with one of them.
         first_names: what leases were called when they were granted, by the daemon's epoch and their id there. A lease
@@ -100,11 +100,11 @@ class World:
     def _engines(self) -> list[Engine]:
         names = [*self.plan.replicas, *(["a"] if self.plan.rival else [])]
         managed = [ManagedEngine(self, f"managed{index}", name) for index, name in enumerate(names)]
-        attached = [
-            AttachedEngine(self, f"attached{index}", self.chance.among(self.plan.models))
-            for index in range(self.plan.attached_engines)
+        offload = [
+            OffloadEngine(self, f"offload{index}", self.chance.among(self.plan.models))
+            for index in range(self.plan.offload_engines)
         ]
-        return [*managed, *attached]
+        return [*managed, *offload]
 
     def _host_record(self) -> HostPoolRecord:
         return HostPoolRecord(device=1, inode=1, slabs=self.plan.slabs, slab_bytes=self.plan.slab_bytes, allocated={})

@@ -1,4 +1,4 @@
-"""Namespaces of engines in attached mode: declared, cleared, forgotten, and how they share the slabs."""
+"""Namespaces of engines in offload mode: declared, cleared, forgotten, and how they share the slabs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from kvcached.core.cache import Cache
 from kvcached.core.messages import MemberLost, MembersDied
 from kvcached.core.namespaces import NamespaceSpec, PoolSpec
 from kvcached.core.slots.states import SlotState
-from tests.core.attached_engine import AttachedEngine, let_rest, space
 from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, healthy, refused
 from tests.core.host_tier import Workers, host_hit, host_of
+from tests.core.offload_engine import OffloadEngine, let_rest, space
 from tests.core.tier_world import slots_of
 
-MakeAttached = Callable[..., Cache]
+MakeOffload = Callable[..., Cache]
 SIXTEEN = "0123456789ABCDEF"
 
 
-def test_namespaces_share_no_slot_and_no_block(new_attached: MakeAttached) -> None:
+def test_namespaces_share_no_slot_and_no_block(new_offload: MakeOffload) -> None:
     """Engines of two models with the same keys store and find their own blocks, in slabs of their own."""
-    cache = new_attached(slabs=4)
-    one, two = AttachedEngine(cache), AttachedEngine(cache, space("n", per_slab=3))
+    cache = new_offload(slabs=4)
+    one, two = OffloadEngine(cache), OffloadEngine(cache, space("n", per_slab=3))
     first = one.store("abcd")
 
     assert (one.hit("abcd"), two.hit("abcd")) == (4, 0)
@@ -31,82 +31,82 @@ def test_namespaces_share_no_slot_and_no_block(new_attached: MakeAttached) -> No
     assert (one.host.slabs & two.host.slabs, two.hit("abcd")) == (set(), 4)
 
 
-def test_namespace_is_kept_without_engines(new_attached: MakeAttached) -> None:
+def test_namespace_is_kept_without_engines(new_offload: MakeOffload) -> None:
     """What engines stored is there for the next engine of the same model."""
-    cache = new_attached()
-    engine = AttachedEngine(cache)
+    cache = new_offload()
+    engine = OffloadEngine(cache)
     engine.store("abcd")
     cache.handle(MembersDied(engine.session))
 
-    assert AttachedEngine(cache).hit("abcd") == 4
+    assert OffloadEngine(cache).hit("abcd") == 4
 
 
-def test_namespaces_are_bounded_by_those_in_use(new_attached: MakeAttached) -> None:
+def test_namespaces_are_bounded_by_those_in_use(new_offload: MakeOffload) -> None:
     """With as many models in use as there may be, another one is refused; an idle one makes room for it."""
-    cache = new_attached(spaces=2)
-    one, _ = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    cache = new_offload(spaces=2)
+    one, _ = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     one.store("ab")
 
     with refused("limit"):
-        AttachedEngine(cache, space("o"))
+        OffloadEngine(cache, space("o"))
     cache.handle(MembersDied(one.session))
-    AttachedEngine(cache, space("o"))
+    OffloadEngine(cache, space("o"))
     assert [root[:1] for root in cache.offload.namespaces.by_root] == [b"n", b"o"]
 
 
-def test_idle_namespace_whose_engine_left_first_is_forgotten_first(new_attached: MakeAttached) -> None:
+def test_idle_namespace_whose_engine_left_first_is_forgotten_first(new_offload: MakeOffload) -> None:
     """Of namespaces without engines the one that was used last is kept, whenever it was declared."""
-    cache = new_attached(spaces=2)
-    one, two = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    cache = new_offload(spaces=2)
+    one, two = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     cache.handle(MembersDied(two.session))
     cache.handle(MembersDied(one.session))
-    AttachedEngine(cache, space("o"))
+    OffloadEngine(cache, space("o"))
 
     assert [root[:1] for root in cache.offload.namespaces.by_root] == [b"m", b"o"]
 
 
-def test_namespace_of_a_silent_session_is_in_use(new_attached: MakeAttached) -> None:
+def test_namespace_of_a_silent_session_is_in_use(new_offload: MakeOffload) -> None:
     """As long as processes of an expired session may copy, its namespace is not forgotten."""
-    cache = new_attached(spaces=1)
-    engine = AttachedEngine(cache)
+    cache = new_offload(spaces=1)
+    engine = OffloadEngine(cache)
     engine.prepare(engine.acquire("ab"), "ab")
     cache.handle(MemberLost(engine.session))
 
     with refused("limit"):
-        AttachedEngine(cache, space("n"))
+        OffloadEngine(cache, space("n"))
     cache.handle(MembersDied(engine.session))
-    AttachedEngine(cache, space("n"))
+    OffloadEngine(cache, space("n"))
 
 
 @pytest.mark.parametrize(
     "other", [space(per_slab=3), space(shards=1), NamespaceSpec(b"m" * 32, "model m", BLOCK_SIZE * 2, 2, 4)], ids=str
 )
-def test_one_name_has_one_shape(new_attached: MakeAttached, other: NamespaceSpec) -> None:
+def test_one_name_has_one_shape(new_offload: MakeOffload, other: NamespaceSpec) -> None:
     """A namespace that was declared with blocks of another shape is not entered."""
-    cache = new_attached()
-    AttachedEngine(cache)
+    cache = new_offload()
+    OffloadEngine(cache)
 
     with refused("wrong_layout"):
-        AttachedEngine(cache, other)
+        OffloadEngine(cache, other)
     assert len(cache.offload.sessions) == 1
 
 
-def test_block_larger_than_a_slab_is_refused(new_attached: MakeAttached) -> None:
+def test_block_larger_than_a_slab_is_refused(new_offload: MakeOffload) -> None:
     """A namespace whose blocks fit no slab is not made."""
-    cache = new_attached()
+    cache = new_offload()
 
     with refused("wrong_layout"):
-        AttachedEngine(cache, space(per_slab=0))
+        OffloadEngine(cache, space(per_slab=0))
     assert cache.trees == []
 
 
 # --- clearing -------------------------------------------------------------------------------------------------------
 
 
-def test_clear_ends_all_hits(new_attached: MakeAttached) -> None:
+def test_clear_ends_all_hits(new_offload: MakeOffload) -> None:
     """Nothing that was stored before is matched again, by any engine of the namespace, and only there."""
-    cache = new_attached(slabs=6)
-    one, two, stranger = AttachedEngine(cache), AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    cache = new_offload(slabs=6)
+    one, two, stranger = OffloadEngine(cache), OffloadEngine(cache), OffloadEngine(cache, space("n"))
     one.store("abcd")
     stranger.store("abcd")
 
@@ -118,10 +118,10 @@ def test_clear_ends_all_hits(new_attached: MakeAttached) -> None:
     assert (two.hit("abcd"), one.acquire("ab").generation) == (4, generation)
 
 
-def test_copies_under_way_outlive_a_clear_in_their_own_slots(new_attached: MakeAttached) -> None:
+def test_copies_under_way_outlive_a_clear_in_their_own_slots(new_offload: MakeOffload) -> None:
     """Stores and loads from before a clear keep their slots until they end, and what they wrote is not found."""
-    cache = new_attached(slabs=4)
-    engine = AttachedEngine(cache)
+    cache = new_offload(slabs=4)
+    engine = OffloadEngine(cache)
     engine.store("ab")
     load, plan = engine.load(engine.acquire("ab")), engine.prepare(engine.acquire("xy"), "xy")
     cache.offload.clear(engine.session)
@@ -139,10 +139,10 @@ def test_copies_under_way_outlive_a_clear_in_their_own_slots(new_attached: MakeA
     assert (cache.offload.namespaces.retired, healthy(cache)) == ([], True)
 
 
-def test_lease_from_before_a_clear_loads_and_stores_nothing(new_attached: MakeAttached) -> None:
+def test_lease_from_before_a_clear_loads_and_stores_nothing(new_offload: MakeOffload) -> None:
     """Its hit is gone, and what continues it is of no use; the lease itself is released as ever."""
-    cache = new_attached()
-    engine = AttachedEngine(cache)
+    cache = new_offload()
+    engine = OffloadEngine(cache)
     engine.store("ab")
     lease = engine.acquire("abcd")
     cache.offload.clear(engine.session)
@@ -155,14 +155,14 @@ def test_lease_from_before_a_clear_loads_and_stores_nothing(new_attached: MakeAt
     assert engine.hit("abcd") == 0
 
 
-def test_forgotten_namespace_has_its_generation_when_it_is_declared_again(new_attached: MakeAttached) -> None:
+def test_forgotten_namespace_has_its_generation_when_it_is_declared_again(new_offload: MakeOffload) -> None:
     """What storage has of a namespace is found again after its memory was given to another one; nothing cleared is."""
-    cache = new_attached(spaces=1)
-    engine = AttachedEngine(cache)
+    cache = new_offload(spaces=1)
+    engine = OffloadEngine(cache)
     generation, _ = cache.offload.clear(engine.session)
     cache.handle(MembersDied(engine.session))
-    cache.handle(MembersDied(AttachedEngine(cache, space("n")).session))
-    again = AttachedEngine(cache)
+    cache.handle(MembersDied(OffloadEngine(cache, space("n")).session))
+    again = OffloadEngine(cache)
 
     assert again.acquire("ab").generation == generation
     assert cache.offload.clear(again.session)[0] > generation
@@ -171,55 +171,55 @@ def test_forgotten_namespace_has_its_generation_when_it_is_declared_again(new_at
 # --- slabs ----------------------------------------------------------------------------------------------------------
 
 
-def test_idle_namespace_gives_its_room_slab_by_slab(new_attached: MakeAttached) -> None:
+def test_idle_namespace_gives_its_room_slab_by_slab(new_offload: MakeOffload) -> None:
     """A full pool whose owner has left makes room for another model, no more of it than that one needs."""
-    cache = new_attached(slabs=4)
-    engine = AttachedEngine(cache)
+    cache = new_offload(slabs=4)
+    engine = OffloadEngine(cache)
     engine.store(SIXTEEN)
     cache.handle(MembersDied(engine.session))
-    other = AttachedEngine(cache, space("n"))
+    other = OffloadEngine(cache, space("n"))
     other.store("abcdef")
 
     assert (other.hit("abcdef"), len(other.host.slabs)) == (6, 2)
-    assert AttachedEngine(cache).hit(SIXTEEN) == 8
+    assert OffloadEngine(cache).hit(SIXTEEN) == 8
 
 
-def test_idle_namespaces_with_a_slab_each_make_room(new_attached: MakeAttached) -> None:
+def test_idle_namespaces_with_a_slab_each_make_room(new_offload: MakeOffload) -> None:
     """Where all slabs are one each of models that nobody has used for long, a newcomer gets them all."""
-    cache = new_attached(slabs=3, spaces=4)
+    cache = new_offload(slabs=3, spaces=4)
     for letter in "mno":
-        engine = AttachedEngine(cache, space(letter))
+        engine = OffloadEngine(cache, space(letter))
         engine.store("abcd")
         cache.handle(MembersDied(engine.session))
     let_rest(cache)
-    newcomer = AttachedEngine(cache, space("p"))
+    newcomer = OffloadEngine(cache, space("p"))
     newcomer.store("0123456789AB")
 
     assert (newcomer.hit("0123456789AB"), len(cache.offload.namespaces.by_root)) == (12, 1)
 
 
-def test_slab_is_held_back_for_a_namespace_in_use_that_has_none(new_attached: MakeAttached) -> None:
+def test_slab_is_held_back_for_a_namespace_in_use_that_has_none(new_offload: MakeOffload) -> None:
     """The first model to fill the pool leaves a slab to each that was declared before."""
-    cache = new_attached(slabs=4)
-    engine, other = AttachedEngine(cache), AttachedEngine(cache, space("n"))
+    cache = new_offload(slabs=4)
+    engine, other = OffloadEngine(cache), OffloadEngine(cache, space("n"))
     engine.store(SIXTEEN)
 
     assert len(engine.host.slabs) == 3
     assert len(other.store("abcd")) == 4
 
 
-def test_attached_engines_and_device_pools_share_the_slabs() -> None:
-    """A replica gets its share of the room that engines in attached mode have filled, and all of it when they rest."""
+def test_offload_engines_and_device_pools_share_the_slabs() -> None:
+    """A replica gets its share of the room that engines in offload mode have filled, and all of it when they rest."""
     replica = PoolSpec("a", b"namespace", BLOCK_SIZE, 16, 1, 4, 0, 1, None)
     cache = Cache([replica], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=4, namespaces_max=2)
-    attached = AttachedEngine(cache)
-    attached.store("0123456789AB")
+    offload = OffloadEngine(cache)
+    offload.store("0123456789AB")
     engine, workers = Engine(cache), Workers(cache)
     engine.store("abcdefgh")
     workers.answer_all()
 
     assert (host_hit(engine, "abcdefgh"), host_of(cache).counts[SlotState.CACHED]) == ((8, 0), 8)
-    cache.handle(MembersDied(attached.session))
+    cache.handle(MembersDied(offload.session))
     let_rest(cache)
     engine.store("ABCDEF")
     workers.answer_all()

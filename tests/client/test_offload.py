@@ -1,4 +1,4 @@
-"""The scheduler's side of attached mode, against a daemon that a test writes."""
+"""The scheduler's side of offload mode, against a daemon that a test writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RANGE = struct.Struct("<2i")
 
 
 class Script:
-    """Answers of attached mode; verbs in `silent` get none the first time."""
+    """Answers of offload mode; verbs in `silent` get none the first time."""
 
     def __init__(self) -> None:
         self.silent: set[type] = set()

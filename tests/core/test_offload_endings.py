@@ -1,4 +1,4 @@
-"""Sessions of engines in attached mode that go silent, die or say goodbye: who may have their slots, and when."""
+"""Sessions of engines in offload mode that go silent, die or say goodbye: who may have their slots, and when."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kvcached.core.messages import (
     TransferKind,
 )
 from kvcached.core.slots.ranges import one_range
-from tests.core.attached_engine import AttachedEngine, endings
 from tests.core.engine import TTL_MS, refused
+from tests.core.offload_engine import OffloadEngine, endings
 from tests.core.tier_world import slots_of
 
-MakeAttached = Callable[..., Cache]
+MakeOffload = Callable[..., Cache]
 
 
 @pytest.fixture
-def cache(new_attached: MakeAttached) -> Cache:
+def cache(new_offload: MakeOffload) -> Cache:
     """Four slabs of four blocks."""
-    return new_attached()
+    return new_offload()
 
 
 @pytest.fixture
-def engine(cache: Cache) -> AttachedEngine:
+def engine(cache: Cache) -> OffloadEngine:
     """A session of two shards."""
-    return AttachedEngine(cache)
+    return OffloadEngine(cache)
 
 
 def silence(cache: Cache) -> None:
@@ -43,7 +43,7 @@ def silence(cache: Cache) -> None:
         cache.handle(Ticked(now_ms))
 
 
-def test_slabs_and_slots_are_told_of_before_they_are_written(cache: Cache, engine: AttachedEngine) -> None:
+def test_slabs_and_slots_are_told_of_before_they_are_written(cache: Cache, engine: OffloadEngine) -> None:
     """A slab that goes to a namespace, and slots that processes are to write, are effects, in this order."""
     root = engine.spec.root
     engine.prepare(engine.acquire("abcde"), "abcde")
@@ -60,7 +60,7 @@ def test_slabs_and_slots_are_told_of_before_they_are_written(cache: Cache, engin
     assert cache.version > version
 
 
-def test_stores_of_a_silent_session_are_set_aside_until_it_is_dead(cache: Cache, engine: AttachedEngine) -> None:
+def test_stores_of_a_silent_session_are_set_aside_until_it_is_dead(cache: Cache, engine: OffloadEngine) -> None:
     """After its TTL nobody gets the slots that its shards may write; when they are dead, everybody."""
     engine.store("ab")
     engine.prepare(engine.acquire("abcd"), "abcd")
@@ -68,14 +68,14 @@ def test_stores_of_a_silent_session_are_set_aside_until_it_is_dead(cache: Cache,
 
     assert engine.states == (0, 0, 2, 2)
     assert endings(cache) == [SessionExpired(engine.session, 2)]
-    other = AttachedEngine(cache)
+    other = OffloadEngine(cache)
     assert len(slots_of(other.prepare(other.acquire("0123456789ABCDEF"), "0123456789ABCDEF").slots)) == 14
     cache.handle(MembersDied(engine.session))
     assert endings(cache)[-1] == SessionEnded(engine.session, 2)
     assert engine.states == (2, 14, 0, 0)
 
 
-def test_an_expired_session_is_told_so(cache: Cache, engine: AttachedEngine) -> None:
+def test_an_expired_session_is_told_so(cache: Cache, engine: OffloadEngine) -> None:
     """Nothing that it says is done, and its leases are gone."""
     engine.store("ab")
     lease = engine.acquire("abcd")
@@ -95,15 +95,15 @@ def test_an_expired_session_is_told_so(cache: Cache, engine: AttachedEngine) -> 
     cache.handle(MembersDied(engine.session))
     with refused("no_session"):
         engine.acquire("ab")
-    assert AttachedEngine(cache).hit("ab") == 2
+    assert OffloadEngine(cache).hit("ab") == 2
 
 
-def test_loads_of_a_lost_session_keep_their_blocks_until_it_is_dead(cache: Cache, engine: AttachedEngine) -> None:
+def test_loads_of_a_lost_session_keep_their_blocks_until_it_is_dead(cache: Cache, engine: OffloadEngine) -> None:
     """What shards may read yet is not evicted; once they are dead, it is like everything else."""
     engine.store("ab")
     engine.load(engine.acquire("ab"))
     cache.handle(MemberLost(engine.session))
-    other = AttachedEngine(cache)
+    other = OffloadEngine(cache)
     crowd = other.acquire("0123456789ABCDEF")
 
     assert other.prepare(crowd, "0123456789ABCDEF").depth == 14
@@ -111,17 +111,17 @@ def test_loads_of_a_lost_session_keep_their_blocks_until_it_is_dead(cache: Cache
     assert other.prepare(crowd, "0123456789ABCDEF").depth == 16
 
 
-def test_blocks_found_corrupt_by_a_session_that_dies_are_dropped(cache: Cache, engine: AttachedEngine) -> None:
+def test_blocks_found_corrupt_by_a_session_that_dies_are_dropped(cache: Cache, engine: OffloadEngine) -> None:
     """What one shard has told counts, though the load never ended."""
     engine.store("ab")
     load = engine.load(engine.acquire("ab"))
     cache.offload.transfer_done(engine.session, TransferKind.LOAD, load.transfer, 0, "", (0,))
     cache.handle(MembersDied(engine.session))
 
-    assert AttachedEngine(cache).hit("ab") == 0
+    assert OffloadEngine(cache).hit("ab") == 0
 
 
-def test_session_without_copies_under_way_ends_at_once(cache: Cache, engine: AttachedEngine) -> None:
+def test_session_without_copies_under_way_ends_at_once(cache: Cache, engine: OffloadEngine) -> None:
     """A lost process, or a goodbye, of a session that has nothing to copy ends it: it does not expire first."""
     engine.store("ab")
     engine.acquire("abcd")
@@ -131,7 +131,7 @@ def test_session_without_copies_under_way_ends_at_once(cache: Cache, engine: Att
     assert (cache.offload.sessions, cache.counters["sessions_expired"]) == ({}, 0)
 
 
-def test_silent_session_without_copies_leaves_nothing(cache: Cache, engine: AttachedEngine) -> None:
+def test_silent_session_without_copies_leaves_nothing(cache: Cache, engine: OffloadEngine) -> None:
     """It has expired, and is over, too: there is nothing to wait for."""
     engine.acquire("abcd")
     silence(cache)
@@ -139,7 +139,7 @@ def test_silent_session_without_copies_leaves_nothing(cache: Cache, engine: Atta
     assert endings(cache) == [SessionExpired(engine.session, 0), SessionEnded(engine.session, 0)]
 
 
-def test_heartbeats_and_late_ticks_keep_a_session(cache: Cache, engine: AttachedEngine) -> None:
+def test_heartbeats_and_late_ticks_keep_a_session(cache: Cache, engine: OffloadEngine) -> None:
     """A session that is heard lives, and where the daemon itself stood still nobody is blamed for silence."""
     for now_ms in (1, 500, 1000, 1500):
         cache.handle(Ticked(now_ms))
@@ -152,7 +152,7 @@ def test_heartbeats_and_late_ticks_keep_a_session(cache: Cache, engine: Attached
     assert cache.offload.sessions == {}
 
 
-def test_goodbye_of_all_gives_everything_back(cache: Cache, engine: AttachedEngine) -> None:
+def test_goodbye_of_all_gives_everything_back(cache: Cache, engine: OffloadEngine) -> None:
     """Where no process of a session will copy any more, stores under way are given up and everything is free."""
     engine.store("ab")
     lease = engine.acquire("abcd")

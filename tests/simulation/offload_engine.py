@@ -1,4 +1,4 @@
-"""Engines in attached mode: a scheduler that asks, and shards that copy by themselves and say when they are through."""
+"""Engines in offload mode: a scheduler that asks, and shards that copy by themselves and say when they are through."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.attach import JoinedHost
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, SessionId, unpack_ranges
 from tests.core.model import chain_keys, expand
-from tests.simulation.attached_shard import Copy, Shard
 from tests.simulation.attachment import Attachment
 from tests.simulation.copying import host_blocks
 from tests.simulation.engine import Engine, EngineSession, run_on
 from tests.simulation.line import Line, attempt, is_not_written_down
 from tests.simulation.memory import Holder
+from tests.simulation.offload_shard import Copy, Shard
 from tests.simulation.prefetching import prefetch
 from tests.simulation.process import every
 from tests.simulation.scheduler import Broken
 
 if TYPE_CHECKING:
-    from tests.simulation.plan import AttachedModel
+    from tests.simulation.plan import OffloadModel
     from tests.simulation.world import World
 
 P = TypeVar("P", wire.LoadPrepared, wire.StorePrepared)
@@ -70,10 +70,10 @@ class _Lease:
     floor: int  #: the generation that its hit may not be older than
 
 
-class AttachedEngine(Engine):
+class OffloadEngine(Engine):
     """An engine that keeps its own device memory, in a namespace that others may use, too."""
 
-    def __init__(self, world: World, name: str, model: AttachedModel) -> None:
+    def __init__(self, world: World, name: str, model: OffloadModel) -> None:
         super().__init__(world, name)
         self._model = model
         self._alone = model.shape.geometry.shards == 1 and world.chance.happens(0.5)
@@ -138,7 +138,7 @@ class AttachedEngine(Engine):
             session.over = True
             self.part(session)
             return None
-        self.world.seen["attached session"] += 1
+        self.world.seen["offload session"] += 1
         return session
 
     async def _join(self, session: OffloadSession, shard: Shard) -> bool:
@@ -150,7 +150,7 @@ class AttachedEngine(Engine):
             attachment.hang_up()
             return False
         if not isinstance(joined, JoinedHost):
-            raise Broken(f"a shard in attached mode joined: {joined}")
+            raise Broken(f"a shard in offload mode joined: {joined}")
         shard.enter(session.number, session.token, session.welcome.daemon_epoch, attachment)
         return True
 

@@ -1,4 +1,4 @@
-"""Engines in attached mode at the service: one answer each, who may say what, and what deaths leave behind."""
+"""Engines in offload mode at the service: one answer each, who may say what, and what deaths leave behind."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from kvcached.core.insight.invariants import check
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol import engine as wire
 from kvcached_client.types import pack_ranges
-from tests.service.attached_office import (
+from tests.service.office import EPOCH, HOST_MEMORY, SLAB_BYTES, TWO, FakePeer, Office, key_chain
+from tests.service.offload_office import (
     BLOCK_BYTES,
     INSTANCE,
     OTHER_INSTANCE,
-    AttachedOffice,
+    OffloadOffice,
     indices,
     slots_in,
 )
-from tests.service.office import EPOCH, HOST_MEMORY, SLAB_BYTES, TWO, FakePeer, Office, key_chain
 
 THREE = b"\0\0\0\0\3"
 
 
 @pytest.fixture
-def office() -> AttachedOffice:
-    return AttachedOffice()
+def office() -> OffloadOffice:
+    return OffloadOffice()
 
 
 # --- hello ----------------------------------------------------------------------------------------------------------
 
 
-def test_hello_tells_what_an_engine_needs(office: AttachedOffice) -> None:
+def test_hello_tells_what_an_engine_needs(office: OffloadOffice) -> None:
     """The welcome names session, epochs, namespace and how often to be heard; the session is there."""
     welcome = office.attach(FakePeer(1))
 
@@ -49,7 +49,7 @@ def test_hello_tells_what_an_engine_needs(office: AttachedOffice) -> None:
     ],
     ids=["version", "block larger than a slab"],
 )
-def test_hello_refuses_what_does_not_fit(office: AttachedOffice, fields: dict[str, Any], code: ErrorCode) -> None:
+def test_hello_refuses_what_does_not_fit(office: OffloadOffice, fields: dict[str, Any], code: ErrorCode) -> None:
     """Another version, and blocks that no slab can hold, are told apart, and open nothing."""
     assert office.error(office.hello_offload(FakePeer(1), **fields)) is code
     assert (office.cache.offload.sessions, office.cache.offload.namespaces.trees) == ({}, [])
@@ -57,7 +57,7 @@ def test_hello_refuses_what_does_not_fit(office: AttachedOffice, fields: dict[st
 
 def test_hello_refuses_more_blocks_than_slots_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that the pool would hold more than a slot number can tell are refused."""
-    office = AttachedOffice()
+    office = OffloadOffice()
     monkeypatch.setattr("kvcached.service.offload_admission.SLOTS_MAX", 31)
 
     assert office.error(office.hello_offload(FakePeer(1))) is ErrorCode.WRONG_LAYOUT
@@ -65,7 +65,7 @@ def test_hello_refuses_more_blocks_than_slots_have_numbers(monkeypatch: pytest.M
     office.attach(FakePeer(1))
 
 
-def test_hello_needs_a_living_process(office: AttachedOffice) -> None:
+def test_hello_needs_a_living_process(office: OffloadOffice) -> None:
     """A member token of a dead process opens nothing."""
     process = FakePeer(1)
     hello = office.hello_offload(process)
@@ -74,16 +74,16 @@ def test_hello_needs_a_living_process(office: AttachedOffice) -> None:
     assert office.error(hello) is ErrorCode.UNAUTHENTICATED
 
 
-def test_daemon_without_attached_mode_says_so() -> None:
+def test_daemon_without_offload_mode_says_so() -> None:
     """Where the configuration has no such engines, the hello is refused by name."""
     office = Office("a", host_slabs=4)
-    hello = AttachedOffice.hello_offload(office, FakePeer(1))  # type: ignore[arg-type]
+    hello = OffloadOffice.hello_offload(office, FakePeer(1))  # type: ignore[arg-type]
     refusal = office.expect(wire.ErrorReply, hello)
 
     assert (refusal.code, "[offload]" in refusal.fix) == (ErrorCode.UNKNOWN_REPLICA, True)
 
 
-def test_connection_has_one_session_of_either_kind(office: AttachedOffice) -> None:
+def test_connection_has_one_session_of_either_kind(office: OffloadOffice) -> None:
     """A second hello on one connection is refused, whichever kind the sessions are of."""
     process = FakePeer(1)
     office.attach(process)
@@ -93,7 +93,7 @@ def test_connection_has_one_session_of_either_kind(office: AttachedOffice) -> No
     assert office.error(office.hello_offload(FakePeer(2)), peer=TWO) is ErrorCode.POOL_BUSY
 
 
-def test_one_process_leaves_namespaces_to_others(office: AttachedOffice) -> None:
+def test_one_process_leaves_namespaces_to_others(office: OffloadOffice) -> None:
     """A process has sessions in half of the namespaces that there may be, in one of two here; others get the rest."""
     process = FakePeer(1)
     office.attach(process)
@@ -105,7 +105,7 @@ def test_one_process_leaves_namespaces_to_others(office: AttachedOffice) -> None
     office.attach(FakePeer(2), peer=THREE, keyspace=b"l" * 32)
 
 
-def test_hello_again_with_the_same_id_is_the_same_session(office: AttachedOffice) -> None:
+def test_hello_again_with_the_same_id_is_the_same_session(office: OffloadOffice) -> None:
     """A retry of a hello gets the welcome that it already got."""
     hello = office.hello_offload(FakePeer(1))
 
@@ -124,7 +124,7 @@ def test_hello_again_with_the_same_id_is_the_same_session(office: AttachedOffice
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_what_makes_blocks_differ_makes_another_namespace(office: AttachedOffice, fields: dict[str, Any]) -> None:
+def test_what_makes_blocks_differ_makes_another_namespace(office: OffloadOffice, fields: dict[str, Any]) -> None:
     """Engines share blocks only where keyspace, layout and sizes agree; name and label do not matter."""
     first = office.attach(FakePeer(1))
     same = office.attach(FakePeer(2), peer=TWO, instance=OTHER_INSTANCE, label="other", engine="other 2")
@@ -136,7 +136,7 @@ def test_what_makes_blocks_differ_makes_another_namespace(office: AttachedOffice
 # --- shard processes ------------------------------------------------------------------------------------------------
 
 
-def test_shards_get_the_host_pool(office: AttachedOffice) -> None:
+def test_shards_get_the_host_pool(office: OffloadOffice) -> None:
     """Whoever shows the session's token gets the pool's descriptor, and what is needed to find a block in it."""
     welcome = office.attach(FakePeer(1))
     session = office.cache.offload.sessions[welcome.session]  # type: ignore[index]
@@ -149,7 +149,7 @@ def test_shards_get_the_host_pool(office: AttachedOffice) -> None:
     assert descriptors == (HOST_MEMORY,)
 
 
-def test_join_is_refused_to_strangers_and_after_the_end(office: AttachedOffice) -> None:
+def test_join_is_refused_to_strangers_and_after_the_end(office: OffloadOffice) -> None:
     """A wrong token, a shard that was not declared, and a session that has expired get no memory."""
     scheduler, shard = FakePeer(1), FakePeer(2)
     welcome = office.attach(scheduler)
@@ -171,7 +171,7 @@ def test_join_is_refused_to_strangers_and_after_the_end(office: AttachedOffice) 
 # --- the verbs ------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_goes_to_the_host_pool_and_back(office: AttachedOffice) -> None:
+def test_a_block_goes_to_the_host_pool_and_back(office: OffloadOffice) -> None:
     """Acquire, store, commit by every shard, and then a hit, a load, and its end, each with its answer."""
     welcome = office.attach(FakePeer(1))
     held = office.acquire_blocks(3)
@@ -197,7 +197,7 @@ def test_a_block_goes_to_the_host_pool_and_back(office: AttachedOffice) -> None:
     assert office.cache.offload.transfers == []
 
 
-def test_corrupt_blocks_are_told_by_their_place_in_the_load(office: AttachedOffice) -> None:
+def test_corrupt_blocks_are_told_by_their_place_in_the_load(office: OffloadOffice) -> None:
     """A shard names damaged blocks counted from the load's first; they are not found again."""
     welcome = office.attach(FakePeer(1))
     office.store_blocks(welcome, 4)
@@ -209,7 +209,7 @@ def test_corrupt_blocks_are_told_by_their_place_in_the_load(office: AttachedOffi
     assert office.hit(4) == 2
 
 
-def test_cleared_namespace_is_cold_for_everybody(office: AttachedOffice) -> None:
+def test_cleared_namespace_is_cold_for_everybody(office: OffloadOffice) -> None:
     """Clear answers with the new generation, which heartbeats tell the others."""
     one = office.attach(FakePeer(1))
     two = office.attach(FakePeer(2), peer=TWO, instance=OTHER_INSTANCE)
@@ -223,7 +223,7 @@ def test_cleared_namespace_is_cold_for_everybody(office: AttachedOffice) -> None
     assert office.error(office.prepare_load(held.lease, 1), peer=TWO) is ErrorCode.HIT_GONE
 
 
-def test_what_attached_mode_does_not_have_is_refused(office: AttachedOffice) -> None:
+def test_what_offload_mode_does_not_have_is_refused(office: OffloadOffice) -> None:
     """There are no slots to reserve, and a release commits nothing."""
     office.attach(FakePeer(1))
     held = office.acquire_blocks(2)
@@ -248,7 +248,7 @@ REQUESTS: dict[str, tuple[Callable[[int, int], wire.Request], list[bytes]]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_requests_of_another_epoch_are_stale(office: AttachedOffice, name: str) -> None:
+def test_requests_of_another_epoch_are_stale(office: OffloadOffice, name: str) -> None:
     """Whoever speaks of a host pool that is gone is told so."""
     office.attach(FakePeer(1))
     make, frames = REQUESTS[name]
@@ -257,7 +257,7 @@ def test_requests_of_another_epoch_are_stale(office: AttachedOffice, name: str) 
 
 
 @pytest.mark.parametrize("name", ["prepare_load", "prepare_store", "clear"])
-def test_verbs_of_attached_mode_need_its_session(office: AttachedOffice, name: str) -> None:
+def test_verbs_of_offload_mode_need_its_session(office: OffloadOffice, name: str) -> None:
     """Without a session, and with one on a device pool, there is nothing to load, store or clear."""
     make, frames = REQUESTS[name]
 
@@ -266,8 +266,8 @@ def test_verbs_of_attached_mode_need_its_session(office: AttachedOffice, name: s
     assert office.error(make(office.next_id(), EPOCH), *frames) is ErrorCode.NO_SESSION
 
 
-def test_verbs_of_device_pools_need_their_session(office: AttachedOffice) -> None:
-    """An engine in attached mode has no slots to allocate, commit, load into or wait for."""
+def test_verbs_of_device_pools_need_their_session(office: OffloadOffice) -> None:
+    """An engine in offload mode has no slots to allocate, commit, load into or wait for."""
     office.attach(FakePeer(1))
     commit = wire.Commit(id=office.next_id(), epoch=EPOCH, lease=1, start=0)
 
@@ -280,7 +280,7 @@ def test_verbs_of_device_pools_need_their_session(office: AttachedOffice) -> Non
         assert office.error(late) is ErrorCode.NO_SESSION
 
 
-def test_shards_speak_for_their_own_session_only(office: AttachedOffice) -> None:
+def test_shards_speak_for_their_own_session_only(office: OffloadOffice) -> None:
     """A copy of another session is not ended with one's own token, nor with a token that is none."""
     one = office.attach(FakePeer(1))
     two = office.attach(FakePeer(2), peer=TWO, instance=OTHER_INSTANCE)
@@ -295,7 +295,7 @@ def test_shards_speak_for_their_own_session_only(office: AttachedOffice) -> None
     assert (office.hit(2), office.host_states()) == (0, {"free": 6, "filling": 2})
 
 
-def test_report_of_the_other_kind_is_refused(office: AttachedOffice) -> None:
+def test_report_of_the_other_kind_is_refused(office: OffloadOffice) -> None:
     """A report about a load with the number of a store ends nothing, and says which kind the copy is."""
     welcome = office.attach(FakePeer(1))
     plan = office.storing(2)
@@ -309,7 +309,7 @@ def test_report_of_the_other_kind_is_refused(office: AttachedOffice) -> None:
     assert office.host_states() == {"free": 6, "filling": 2}
 
 
-def test_retries_have_one_effect(office: AttachedOffice) -> None:
+def test_retries_have_one_effect(office: OffloadOffice) -> None:
     """The same id gets the same answer: one copy, one clearing, one refusal."""
     welcome = office.attach(FakePeer(1))
     held = office.acquire_blocks(2)
@@ -336,28 +336,28 @@ def test_retries_have_one_effect(office: AttachedOffice) -> None:
 # --- what is told ---------------------------------------------------------------------------------------------------
 
 
-def test_stats_tell_of_namespaces_and_copies(office: AttachedOffice) -> None:
+def test_stats_tell_of_namespaces_and_copies(office: OffloadOffice) -> None:
     """Each namespace with its label, sessions, leases and slots, beside those of replicas; copies under way count."""
     welcome = office.attach(FakePeer(1), instance=INSTANCE)
     office.store_blocks(welcome, 2)
     office.storing(3, seed=1)
     report = office.expect(wire.StatsReport, wire.Stats(id=office.next_id()))
-    replica, attached = report.hosts
+    replica, offload = report.hosts
 
     assert (replica.replicas, replica.label, replica.sessions) == (("a",), "", 0)
-    assert (attached.replicas, attached.label, attached.generation) == ((), "tiny", 0)
-    assert (attached.sessions, attached.leases, attached.slabs, report.sessions) == (1, 2, 1, 1)
-    assert {name: count for name, count in attached.states.items() if count} == {
+    assert (offload.replicas, offload.label, offload.generation) == ((), "tiny", 0)
+    assert (offload.sessions, offload.leases, offload.slabs, report.sessions) == (1, 2, 1, 1)
+    assert {name: count for name, count in offload.states.items() if count} == {
         "free": 3,
         "cached": 2,
         "filling": 3,
         "absent": 24,
     }
     assert report.transfers["running_stores"] == 1
-    assert attached.namespace == welcome.namespace[:8].hex()
+    assert offload.namespace == welcome.namespace[:8].hex()
 
 
-def test_retired_trees_are_told_of_without_a_name(office: AttachedOffice) -> None:
+def test_retired_trees_are_told_of_without_a_name(office: OffloadOffice) -> None:
     """What a cleared namespace still holds for copies under way is counted, and is nobody's."""
     office.attach(FakePeer(1))
     office.storing(2)
@@ -368,7 +368,7 @@ def test_retired_trees_are_told_of_without_a_name(office: AttachedOffice) -> Non
     assert [host.generation for host in report.hosts] == [0, 1, 0]
 
 
-def test_tree_and_inspect_show_attached_engines(office: AttachedOffice) -> None:
+def test_tree_and_inspect_show_offload_engines(office: OffloadOffice) -> None:
     """A block of the host pool is shown with its place, the requests that hold it, and the copies of engines."""
     welcome = office.attach(FakePeer(1))
     office.store_blocks(welcome, 3)

@@ -1,4 +1,4 @@
-"""The engine in attached mode on a real daemon."""
+"""The engine in offload mode on a real daemon."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from examples.llama_engine.generation import GenerationRequest, GenerationResult
 from kvcached_client import Admin
 from kvcached_client.blocks.host_layout import HostGeometry
 from tests.daemon.conftest import RunningDaemon, started
-from tests.engine.attached_rig import (
+from tests.engine.engine_process import EngineProcess
+from tests.engine.offload_rig import (
     CONFIG,
     DEADLINE_MS,
     SLAB_BYTES,
     SLABS,
-    AttachedEngine,
+    OffloadEngine,
     bits,
     counters,
     host_stats,
     write_model,
 )
-from tests.engine.engine_process import EngineProcess
 from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, prompt
 
 TOKENS = prompt(3 * LIMITS.chunk_tokens + 1)
@@ -76,12 +76,12 @@ def test_prefix_is_hit_by_other_engines_and_after_a_kill(daemon: RunningDaemon, 
 def test_output_is_stored_as_it_is_computed(daemon: RunningDaemon, shards: int) -> None:
     """A follow-up on prompt and answer, asked of another engine, loads both and gets the answer of a cold engine."""
     model = f"output-{shards}"
-    with AttachedEngine(daemon.run_dir, model, shards=shards) as first:
+    with OffloadEngine(daemon.run_dir, model, shards=shards) as first:
         answer = first.ask(prompt(18), max_tokens=15)
         follow_up = [*prompt(18), *answer.tokens, *prompt(5, seed=1)]
-        with AttachedEngine(daemon.run_dir, model, shards=shards) as other:
+        with OffloadEngine(daemon.run_dir, model, shards=shards) as other:
             warm = other.ask(follow_up)
-    with AttachedEngine(daemon.run_dir / "nobody", shards=shards) as alone:
+    with OffloadEngine(daemon.run_dir / "nobody", shards=shards) as alone:
         cold = alone.ask(follow_up)
     assert [each.hit_tokens for each in (warm, cold)] == [32, 0]
     assert warm.tokens == cold.tokens
@@ -92,7 +92,7 @@ def test_hits_share_a_batch_with_requests_that_are_computed(daemon: RunningDaemo
     """Requests that load and requests that do not answer together as they do alone, under tensor parallelism."""
     prompts = [prompt(length, seed=length) for length in (3, 17, 33, 49, 64)]
     requests = [GenerationRequest(prompt=tokens, max_tokens=8) for tokens in prompts]
-    with AttachedEngine(daemon.run_dir, "batch", shards=2) as engine:
+    with OffloadEngine(daemon.run_dir, "batch", shards=2) as engine:
         alone = [engine.run(request)[0] for request in requests[1::2]]
         together = engine.run(*requests)
         again = engine.run(*requests)
@@ -122,7 +122,7 @@ def flip_a_bit(daemon: RunningDaemon, key: bytes, block_bytes: int, shards: int)
 def test_damaged_block_is_computed_again(daemon: RunningDaemon, shards: int) -> None:
     """A bit that flipped on one shard cuts the hit before its block, changes no output, and is gone afterwards."""
     counted = counters(daemon.run_dir)["corrupt_blocks"]
-    with AttachedEngine(daemon.run_dir, f"damaged-{shards}", shards=shards) as engine:
+    with OffloadEngine(daemon.run_dir, f"damaged-{shards}", shards=shards) as engine:
         cold = engine.ask(TOKENS)
         sound_blocks = LIMITS.chunk_tokens // BLOCK_SIZE
         key = engine.cache.chain(TOKENS).key_range(sound_blocks, sound_blocks + 1)
@@ -138,7 +138,7 @@ def test_engine_outlives_its_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A SIGKILL of the daemon changes no output of a running request; a new daemon is filled and serves hits again."""
     monkeypatch.setattr(daemon_link, "RETRY_PAUSE_S", 0.0)
     request = GenerationRequest(prompt=TOKENS, max_tokens=24, logits=True)
-    with AttachedEngine(tmp_path / "run") as engine:
+    with OffloadEngine(tmp_path / "run") as engine:
         with started(tmp_path, CONFIG) as daemon:
             (cold,) = engine.run(request)
             names = [engine.scheduler.submit(each) for each in (request, GenerationRequest(prompt=prompt(90, seed=4)))]
@@ -163,7 +163,7 @@ def test_idle_engine_lets_go_of_a_dead_daemon(tmp_path: Path) -> None:
     def is_mapped() -> bool:
         return "memfd:kvcached-host" in Path("/proc/self/maps").read_text()
 
-    with started(tmp_path, CONFIG) as daemon, AttachedEngine(daemon.run_dir) as engine:
+    with started(tmp_path, CONFIG) as daemon, OffloadEngine(daemon.run_dir) as engine:
         engine.ask(TOKENS)
         assert is_mapped()
         daemon.process.kill()
@@ -176,7 +176,7 @@ def test_idle_engine_lets_go_of_a_dead_daemon(tmp_path: Path) -> None:
 def test_daemon_that_comes_late_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that was started without a daemon computes, and stores and hits once there is one."""
     monkeypatch.setattr(daemon_link, "RETRY_PAUSE_S", 0.0)
-    with AttachedEngine(tmp_path / "run") as engine:
+    with OffloadEngine(tmp_path / "run") as engine:
         alone = engine.ask(TOKENS)
         with started(tmp_path, CONFIG):
             cold, warm = engine.ask(TOKENS), engine.ask(TOKENS)
@@ -188,7 +188,7 @@ def test_crowded_blocks_answer_everyone(daemon: RunningDaemon) -> None:
     """Requests that do not fit into the engine's blocks wait or are preempted, and load what they had: all answer."""
     requests = [GenerationRequest(prompt=prompt(20, seed=seed), max_tokens=24) for seed in range(4)]
     loaded = counters(daemon.run_dir)["loaded_blocks"]
-    with AttachedEngine(daemon.run_dir, "crowded", blocks=16) as engine:
+    with OffloadEngine(daemon.run_dir, "crowded", blocks=16) as engine:
         together = engine.run(*requests)
         assert counters(daemon.run_dir)["loaded_blocks"] > loaded
         alone = [engine.run(request)[0] for request in requests]
@@ -199,7 +199,7 @@ def test_crowded_blocks_answer_everyone(daemon: RunningDaemon) -> None:
 
 def test_request_larger_than_the_engine_is_refused(daemon: RunningDaemon) -> None:
     """A prompt that the engine has no blocks for ends with no_capacity, output that outgrows them where they end."""
-    with AttachedEngine(daemon.run_dir, "large", blocks=8) as engine:
+    with OffloadEngine(daemon.run_dir, "large", blocks=8) as engine:
         large = GenerationRequest(prompt=prompt(40), max_tokens=4)
         growing = GenerationRequest(prompt=prompt(30, seed=1), max_tokens=40)
         results = engine.run(large, growing, GenerationRequest(prompt=prompt(9, seed=2), max_tokens=2))
@@ -213,6 +213,6 @@ def test_request_larger_than_the_engine_is_refused(daemon: RunningDaemon) -> Non
 @pytest.mark.parametrize(("cache", "blocks"), [("all", 7), ("prompt", 4), ("nothing", 0)])
 def test_policy_decides_what_is_stored(daemon: RunningDaemon, cache: str, blocks: int) -> None:
     """Prompt and output, the prompt, or nothing of a request is in the host pool afterwards, as the request asked."""
-    with AttachedEngine(daemon.run_dir, f"policy-{cache}") as engine:
+    with OffloadEngine(daemon.run_dir, f"policy-{cache}") as engine:
         engine.run(GenerationRequest(prompt=prompt(18), max_tokens=12, cache=cache))  # type: ignore[arg-type]
         assert host_stats(daemon.run_dir, f"policy-{cache}").states.get("cached", 0) == blocks

@@ -1,4 +1,4 @@
-"""How sessions of engines in attached mode end, and what is told to nobody any more."""
+"""How sessions of engines in offload mode end, and what is told to nobody any more."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import pytest
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.engine import EVERY_SHARD
-from tests.service.attached_office import (
-    OTHER_INSTANCE,
-    AttachedOffice,
-)
 from tests.service.office import EPOCH, ONE, TWO, FakePeer, key_chain
+from tests.service.offload_office import (
+    OTHER_INSTANCE,
+    OffloadOffice,
+)
 
 
 @pytest.fixture
-def office() -> AttachedOffice:
-    return AttachedOffice()
+def office() -> OffloadOffice:
+    return OffloadOffice()
 
 
-def test_goodbye_ends_a_session_without_copies_at_once(office: AttachedOffice) -> None:
+def test_goodbye_ends_a_session_without_copies_at_once(office: OffloadOffice) -> None:
     """Nothing is left of it, though its shard processes live; it has not expired, and nobody watches it any more."""
     scheduler, shard = FakePeer(1), FakePeer(2)
     welcome = office.attach(scheduler)
@@ -35,7 +35,7 @@ def test_goodbye_ends_a_session_without_copies_at_once(office: AttachedOffice) -
     assert office.hit(2) == 2
 
 
-def test_goodbye_with_copies_under_way_waits_for_the_shards_only(office: AttachedOffice) -> None:
+def test_goodbye_with_copies_under_way_waits_for_the_shards_only(office: OffloadOffice) -> None:
     """What shard processes may still write is set aside until these are dead; the scheduler may live on."""
     scheduler, shard = FakePeer(1), FakePeer(2)
     welcome = office.attach(scheduler)
@@ -50,7 +50,7 @@ def test_goodbye_with_copies_under_way_waits_for_the_shards_only(office: Attache
     assert office.host_states() == {"free": 8}
 
 
-def test_slots_wait_for_the_last_process(office: AttachedOffice) -> None:
+def test_slots_wait_for_the_last_process(office: OffloadOffice) -> None:
     """A dead scheduler's stores are set aside while a shard process lives, and free when that is dead, too."""
     scheduler, shard = FakePeer(1), FakePeer(2)
     welcome = office.attach(scheduler)
@@ -64,7 +64,7 @@ def test_slots_wait_for_the_last_process(office: AttachedOffice) -> None:
     assert {peer.pid for peer in office.forgotten} == {1, 2}
 
 
-def test_expired_session_is_told_so_everywhere(office: AttachedOffice) -> None:
+def test_expired_session_is_told_so_everywhere(office: OffloadOffice) -> None:
     """After its TTL the scheduler, its shards and its heartbeat hear the same; who is heard lives on."""
     welcome = office.attach(FakePeer(1))
     other = office.attach(FakePeer(2), peer=TWO, instance=OTHER_INSTANCE)
@@ -83,7 +83,7 @@ def test_expired_session_is_told_so_everywhere(office: AttachedOffice) -> None:
     assert office.hit(2, peer=TWO) == 0
 
 
-def test_hello_of_the_same_engine_replaces_its_session(office: AttachedOffice) -> None:
+def test_hello_of_the_same_engine_replaces_its_session(office: OffloadOffice) -> None:
     """An engine that lost its connection says hello anew: the session before is over at once."""
     scheduler = FakePeer(1)
     first = office.attach(scheduler)
@@ -97,7 +97,7 @@ def test_hello_of_the_same_engine_replaces_its_session(office: AttachedOffice) -
     assert office.error(office.acquire(key_chain(1)), key_chain(1)) is ErrorCode.NO_SESSION
 
 
-def test_slots_of_a_replaced_session_wait_for_each_of_its_shards(office: AttachedOffice) -> None:
+def test_slots_of_a_replaced_session_wait_for_each_of_its_shards(office: OffloadOffice) -> None:
     """What shards may write for the session before is set aside until each has joined the new one, or is dead."""
     scheduler, shards = FakePeer(1), [FakePeer(2), FakePeer(3)]
     first = office.attach(scheduler)
@@ -115,7 +115,7 @@ def test_slots_of_a_replaced_session_wait_for_each_of_its_shards(office: Attache
     assert list(office.cache.offload.sessions) == [second.session]
 
 
-def test_shard_that_joins_as_another_one_is_not_through(office: AttachedOffice) -> None:
+def test_shard_that_joins_as_another_one_is_not_through(office: OffloadOffice) -> None:
     """Joining the new session says that the work of the same shard is over, of no other."""
     scheduler, process = FakePeer(1), FakePeer(2)
     first = office.attach(scheduler)
@@ -129,7 +129,7 @@ def test_shard_that_joins_as_another_one_is_not_through(office: AttachedOffice) 
     assert office.host_states() == {"free": 8}
 
 
-def test_scheduler_that_copies_itself_is_not_through_by_its_hello(office: AttachedOffice) -> None:
+def test_scheduler_that_copies_itself_is_not_through_by_its_hello(office: OffloadOffice) -> None:
     """Where the scheduler's connection has joined as a shard, too, only joining anew says that its copies are over."""
     process = FakePeer(1)
     first = office.attach(process)
@@ -147,7 +147,7 @@ def test_scheduler_that_copies_itself_is_not_through_by_its_hello(office: Attach
     assert office.host_states() == {"free": 8}
 
 
-def test_engine_with_the_same_name_for_itself_ends_nobody_elses_session(office: AttachedOffice) -> None:
+def test_engine_with_the_same_name_for_itself_ends_nobody_elses_session(office: OffloadOffice) -> None:
     """An instance is the engine's word; sessions of other processes go on, whoever says hello or joins under it."""
     one, two = office.attach(FakePeer(1)), office.attach(FakePeer(2), peer=TWO)
     office.join(FakePeer(3), one, 0)
@@ -160,7 +160,7 @@ def test_engine_with_the_same_name_for_itself_ends_nobody_elses_session(office: 
     assert office.hit(2, peer=TWO) == 2
 
 
-def test_processes_without_visible_pids_are_never_taken_for_one(office: AttachedOffice) -> None:
+def test_processes_without_visible_pids_are_never_taken_for_one(office: OffloadOffice) -> None:
     """Where the daemon sees no pids, a hello under the same instance leaves the session before to its own end."""
     office.attach(FakePeer(0))
     office.storing(2)
@@ -170,7 +170,7 @@ def test_processes_without_visible_pids_are_never_taken_for_one(office: Attached
     assert office.host_states() == {"free": 6, "filling": 2}
 
 
-def test_death_of_a_process_of_a_replaced_session_is_seen(office: AttachedOffice) -> None:
+def test_death_of_a_process_of_a_replaced_session_is_seen(office: OffloadOffice) -> None:
     """A shard that never joins the new session frees the slots of the old one by its death."""
     scheduler, shard = FakePeer(1), FakePeer(2)
     first = office.attach(scheduler)
@@ -185,7 +185,7 @@ def test_death_of_a_process_of_a_replaced_session_is_seen(office: AttachedOffice
     assert office.cache.offload.sessions == {}
 
 
-def test_connection_of_a_replaced_session_belongs_to_nobody(office: AttachedOffice) -> None:
+def test_connection_of_a_replaced_session_belongs_to_nobody(office: OffloadOffice) -> None:
     """After the session is over, its connection may say hello anew."""
     scheduler = FakePeer(1)
     office.attach(scheduler)

@@ -1,6 +1,6 @@
-"""A second opinion on attached mode: random engines, whose shards copy when they like, and what must be true.
+"""A second opinion on offload mode: random engines, whose shards copy when they like, and what must be true.
 
-The model does not decide what is evicted. What it knows is in `attached_world.py`.
+The model does not decide what is evicted. What it knows is in `offload_world.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.engine_copies import EVERY_SHARD, StorePlan
 from kvcached_client.errors import ErrorCode
 from kvcached_client.types import LeaseId, SessionId
-from tests.core.attached_books import HeldLease, Job, Player
-from tests.core.attached_memory import SlabMemory
-from tests.core.attached_world import SPECS, AttachedWorld
 from tests.core.model import BLOCK_SIZE, TTL_MS, Choose, chain_keys
+from tests.core.offload_books import HeldLease, Job, Player
+from tests.core.offload_memory import SlabMemory
+from tests.core.offload_world import SPECS, OffloadWorld
 from tests.core.tier_world import slots_of
 
 T = TypeVar("T")
@@ -30,8 +30,8 @@ PLAYERS_MAX = 4
 SPACES_MAX = 3
 
 
-class AttachedPlayers(AttachedWorld):
-    """Engines in attached mode on a cache, which others may use too.
+class OffloadPlayers(OffloadWorld):
+    """Engines in offload mode on a cache, which others may use too.
 
     Attributes:
         weighted: what may happen, with how often it does.

@@ -1,4 +1,4 @@
-"""An engine in attached mode for core tests: speaks to a cache with the fewest words."""
+"""An engine in offload mode for core tests: speaks to a cache with the fewest words."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.core.tier_world import slots_of
 SHARDS = 2
 
 
-def make_attached(*, slabs: int = 4, spaces: int = 2) -> Cache:
-    """A cache for engines in attached mode only."""
+def make_offload(*, slabs: int = 4, spaces: int = 2) -> Cache:
+    """A cache for engines in offload mode only."""
     return Cache([], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=slabs, namespaces_max=spaces)
 
 
@@ -39,7 +39,7 @@ def let_rest(cache: Cache) -> None:
     cache.handle(Ticked(used_ms + RESTING_MS))
 
 
-class AttachedEngine:
+class OffloadEngine:
     """One session in a namespace."""
 
     def __init__(self, cache: Cache, spec: NamespaceSpec | None = None) -> None:

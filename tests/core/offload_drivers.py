@@ -1,4 +1,4 @@
-"""Who plays: engines in attached mode alone, or beside engines on device pools that share the slabs."""
+"""Who plays: engines in offload mode alone, or beside engines on device pools that share the slabs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvcached.core.insight.invariants import check
 from kvcached.core.messages import StartTransfer, TransferKind
 from kvcached.core.slots.ranges import slot_count
 from kvcached_client.types import TransferId
-from tests.core.attached_engine import let_rest
-from tests.core.attached_memory import SlabMemory, SlotView
-from tests.core.attached_model import SPACES_MAX, AttachedPlayers
-from tests.core.attached_world import SPECS
 from tests.core.model import TTL_MS, Choose, chain_keys
+from tests.core.offload_engine import let_rest
+from tests.core.offload_memory import SlabMemory, SlotView
+from tests.core.offload_model import SPACES_MAX, OffloadPlayers
+from tests.core.offload_world import SPECS
 from tests.core.tier_accounts import Accounts
 from tests.core.tier_model import TierDriver
 from tests.core.tier_world import NAMESPACES, SHARDS, Content, World, slots_of
@@ -22,14 +22,14 @@ from tests.core.tier_world import NAMESPACES, SHARDS, Content, World, slots_of
 Operation = Callable[[], None]
 
 
-class AttachedDriver:
-    """Engines in attached mode alone. Time passes for them."""
+class OffloadDriver:
+    """Engines in offload mode alone. Time passes for them."""
 
     def __init__(self, choose: Choose) -> None:
         self.choose = choose
         self.slabs = (3, 4, 6)[choose(3)]
         self.cache = Cache([], epoch=7, session_ttl_ms=TTL_MS, host_slabs=self.slabs, namespaces_max=SPACES_MAX)
-        self.players = AttachedPlayers(choose, self.cache, SlabMemory(SHARDS))
+        self.players = OffloadPlayers(choose, self.cache, SlabMemory(SHARDS))
         self.weighted = [*self.players.weighted, (self.players.tick, 6), (self.players.heartbeat, 20)]
 
     def step(self) -> None:
@@ -60,7 +60,7 @@ class AttachedDriver:
 
 
 class SharedWorld(World):
-    """Workers whose host memory is that of engines in attached mode, too."""
+    """Workers whose host memory is that of engines in offload mode, too."""
 
     def __init__(self, cache: Cache, memory: SlabMemory, per_slab: int) -> None:
         super().__init__(cache)
@@ -83,9 +83,9 @@ class SharedWorld(World):
 
 
 class SharedAccounts(Accounts):
-    """Books of the tiers beside engines in attached mode, whose loads go to no device pool."""
+    """Books of the tiers beside engines in offload mode, whose loads go to no device pool."""
 
-    def __init__(self, cache: Cache, world: World, players: AttachedPlayers) -> None:
+    def __init__(self, cache: Cache, world: World, players: OffloadPlayers) -> None:
         self.players = players
         super().__init__(cache, world)
 
@@ -95,7 +95,7 @@ class SharedAccounts(Accounts):
 
 
 class MixedDriver(TierDriver):
-    """Engines on three device pools, and others in attached mode, on the same slabs."""
+    """Engines on three device pools, and others in offload mode, on the same slabs."""
 
     def __init__(self, choose: Choose) -> None:
         super().__init__(choose, namespaces_max=SPACES_MAX)
@@ -103,7 +103,7 @@ class MixedDriver(TierDriver):
         assert host is not None
         memory = SlabMemory(SHARDS)
         self.world = SharedWorld(self.cache, memory, host.slots_per_slab)
-        self.players = AttachedPlayers(choose, self.cache, memory)
+        self.players = OffloadPlayers(choose, self.cache, memory)
         self.accounts = SharedAccounts(self.cache, self.world, self.players)
         self.weighted += self.players.weighted
 

@@ -1,4 +1,4 @@
-"""The example engine in attached mode with its shards as threads: real copies and a real daemon, no processes."""
+"""The example engine in offload mode with its shards as threads: real copies and a real daemon, no processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ namespaces_max = 16
 DEADLINE_MS = 5000
 
 
-class AttachedEngine:
+class OffloadEngine:
     """Scheduler, cache and copy threads of an engine, whose model is a tiny one under any name. A context manager."""
 
     def __init__(

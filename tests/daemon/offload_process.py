@@ -1,4 +1,4 @@
-"""Processes of engines in attached mode: a scheduler with shards of its own, or one shard. They speak in lines.
+"""Processes of engines in offload mode: a scheduler with shards of its own, or one shard. They speak in lines.
 
     scheduler RUN_DIR INSTANCE SHARDS PAGE_BYTES OWN…   prints its session; OWN are the shards in this process
     shard RUN_DIR SHARDS PAGE_BYTES SHARD               joins when it is told a session
@@ -24,7 +24,7 @@ from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedStore
 from kvcached_client.offload_shard import BlockJob, JobSpan, OffloadShard
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import LeaseId, TransferId
-from tests.client.attached_rig import HostTensor
+from tests.client.offload_rig import HostTensor
 
 LAYERS, BLOCK_SIZE, BLOCKS = 2, 4, 32
 DEADLINE_MS = 10_000

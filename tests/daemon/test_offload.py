@@ -1,4 +1,4 @@
-"""Engines in attached mode with real processes: what deaths and silence leave behind, and that no byte is wrong."""
+"""Engines in offload mode with real processes: what deaths and silence leave behind, and that no byte is wrong."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.errors import DeadlineExceeded, RequestError, TransportError
 from kvcached_client.offload import new_instance
 from kvcached_client.protocol.engine import HostStats
-from tests.daemon.attached_process import DEADLINE_MS, LAYERS, Order, Scheduler, ShardMemory, keys_of
 from tests.daemon.conftest import LineProcess, RunningDaemon, started
+from tests.daemon.offload_process import DEADLINE_MS, LAYERS, Order, Scheduler, ShardMemory, keys_of
 from tests.daemon.test_host_tier import host_memory
 from tests.project.source_tree import ROOT
 
@@ -110,7 +110,7 @@ class Processes:
         return process
 
     def _start(self, *arguments: str) -> LineProcess:
-        self._all.append(LineProcess("tests.daemon.attached_process", *arguments))
+        self._all.append(LineProcess("tests.daemon.offload_process", *arguments))
         return self._all[-1]
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""What the model of attached mode believes: engines, their leases, their copies, and which blocks are stored where."""
+"""What the model of offload mode believes: engines, their leases, their copies, and which blocks are stored where."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class HeldLease:
 
 @dataclass(eq=False)
 class Player:
-    """An engine in attached mode."""
+    """An engine in offload mode."""
 
     id: SessionId
     spec: NamespaceSpec
@@ -79,7 +79,7 @@ class Player:
 
 
 class Index:
-    """What the trees of attached engines say, read run by run."""
+    """What the trees of offload engines say, read run by run."""
 
     def __init__(self, cache: Cache, editions: dict[PrefixTree, Edition]) -> None:
         self.places: dict[Block, tuple[int, SlotState]] = {}
@@ -109,7 +109,7 @@ class Index:
         return slots
 
 
-class AttachedAccounts:
+class OffloadAccounts:
     """The books of one step: what the counters of the cache must say of it.
 
     Attributes:
@@ -137,7 +137,7 @@ class AttachedAccounts:
         return Counter({name: counters[name] - self._before[name] for name in counters})
 
     def check(self, index: Index) -> None:
-        """After a step of a cache that has attached engines only."""
+        """After a step of a cache that has offload engines only."""
         grown, before, after = self.grown(), self.index.cached, index.cached
         assert after - before <= self.ended
         assert grown["stored_blocks"] == len(self.ended)

@@ -1,4 +1,4 @@
-"""What the model of attached mode knows: every byte of the host pool, who was handed which slots, what was promised."""
+"""What the model of offload mode knows: every byte of the host pool, who was handed which slots, what was promised."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvcached.core.index.tree import PrefixTree
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.slots.states import SlotState
 from kvcached_client.types import SessionId
-from tests.core.attached_books import AttachedAccounts, Edition, HeldLease, Index, Job, Player
-from tests.core.attached_memory import SlabMemory
 from tests.core.model import BLOCK_SIZE
+from tests.core.offload_books import Edition, HeldLease, Index, Job, OffloadAccounts, Player
+from tests.core.offload_memory import SlabMemory
 
 #: Namespaces that engines may declare: one more than there may be, with blocks of several sizes.
 SPECS = [
@@ -21,8 +21,8 @@ SPECS = [
 ]
 
 
-class AttachedWorld:
-    """Engines in attached mode on a cache, the memory that they share, and what must be true of both.
+class OffloadWorld:
+    """Engines in offload mode on a cache, the memory that they share, and what must be true of both.
 
     Attributes:
         done: what has happened, by name.
@@ -39,7 +39,7 @@ class AttachedWorld:
         self.symbols: dict[bytes, tuple[int, ...]] = {}  #: what a key stands for
         self.over: list[tuple[SessionId, Job]] = []  #: copies that have ended lately
         self.done: Counter[str] = Counter()
-        self.accounts = AttachedAccounts(cache)
+        self.accounts = OffloadAccounts(cache)
 
     def begin(self) -> None:
         """Look before a step."""

@@ -1,4 +1,4 @@
-"""A shard process of an engine in attached mode: it copies between its own memory and the host pool."""
+"""A shard process of an engine in offload mode: it copies between its own memory and the host pool."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Shard:
         if not self._world.daemon.is_active(self._session, self._epoch):
             self._world.seen["zombie stored in the host pool"] += 1
         self._world.host.give_up(holder)
-        self._world.seen["attached stored blocks"] += 0 if error else len(blocks)
+        self._world.seen["offload stored blocks"] += 0 if error else len(blocks)
         await self._say(
             line,
             wire.TransferDone(
@@ -184,7 +184,7 @@ class Shard:
         elif bytes(found) != self._shape.expected(copy.generation, block.name.key, self.index):
             raise Broken(f"load {copy.transfer} reads other bytes than its block's, slot {block.slot}")
         else:
-            self._world.seen["attached loaded blocks"] += 1
+            self._world.seen["offload loaded blocks"] += 1
 
     async def _say(self, line: Line, request: wire.TransferDone, frames: tuple[bytes, ...]) -> None:
         """Say it until it is heard, or the session is over."""

@@ -1,4 +1,4 @@
-"""Which of the blocks that engines in attached mode offer are copied, by the write policy of their namespace."""
+"""Which of the blocks that engines in offload mode offer are copied, by the write policy of their namespace."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check
 from kvcached.core.transfers.engine_copies import FILTER_BLOCKS_MAX, AdmissionFilter
 from kvcached_client.types import WritePolicy
-from tests.core.attached_engine import AttachedEngine, make_attached, space
 from tests.core.engine import keys_of, refused
+from tests.core.offload_engine import OffloadEngine, make_offload, space
 
-NewAttached = Callable[..., Cache]
+NewOffload = Callable[..., Cache]
 SELECTIVE = WritePolicy.WRITE_THROUGH_SELECTIVE
 
 
-def engine_under(make: NewAttached, policy: WritePolicy, **settings: int) -> AttachedEngine:
+def engine_under(make: NewOffload, policy: WritePolicy, **settings: int) -> OffloadEngine:
     """An engine in a namespace with a write policy."""
     cache = make(**settings)
     cache.offload.namespaces.write_policy = policy
-    return AttachedEngine(cache)
+    return OffloadEngine(cache)
 
 
-def test_never_passes_over_every_offer(new_attached: NewAttached) -> None:
+def test_never_passes_over_every_offer(new_offload: NewOffload) -> None:
     """Under `never` there is nothing to copy, the lease moves on, and nothing of it comes into the index."""
-    engine = engine_under(new_attached, WritePolicy.NEVER)
+    engine = engine_under(new_offload, WritePolicy.NEVER)
     lease = engine.acquire("abcdef")
     plan = engine.prepare(lease, "abcd")
     assert (plan.transfer, plan.depth, plan.pieces) == (0, 4, [])
@@ -39,9 +39,9 @@ def test_never_passes_over_every_offer(new_attached: NewAttached) -> None:
     assert engine.cache.counters["store_declined_blocks"] == 6
 
 
-def test_second_offer_is_copied(new_attached: NewAttached) -> None:
+def test_second_offer_is_copied(new_offload: NewOffload) -> None:
     """Under the selective policy a block is copied when a second request offers it, with those before it."""
-    engine = engine_under(new_attached, SELECTIVE)
+    engine = engine_under(new_offload, SELECTIVE)
     assert engine.store("abcd") == []
     lease = engine.acquire("abxy")
     plan = engine.prepare(lease, "abxy")
@@ -54,9 +54,9 @@ def test_second_offer_is_copied(new_attached: NewAttached) -> None:
     assert engine.hit("abcd") == 4
 
 
-def test_offers_of_one_request_are_one_sighting(new_attached: NewAttached) -> None:
+def test_offers_of_one_request_are_one_sighting(new_offload: NewOffload) -> None:
     """A request that offers its blocks some at a time sights each once; what comes behind one passed over is passed."""
-    engine = engine_under(new_attached, SELECTIVE)
+    engine = engine_under(new_offload, SELECTIVE)
     engine.store("abcdef")  # sighted
     engine.cache.set_write_policy(engine.cache.trees[0], WritePolicy.NEVER)
     lease = engine.acquire("abcdef")
@@ -70,11 +70,11 @@ def test_offers_of_one_request_are_one_sighting(new_attached: NewAttached) -> No
     assert engine.hit("abcdef") == 6
 
 
-def test_offer_without_room_is_no_sighting_of_what_it_could_not_reach(new_attached: NewAttached) -> None:
+def test_offer_without_room_is_no_sighting_of_what_it_could_not_reach(new_offload: NewOffload) -> None:
     """Where the known part finds no room the rest is not passed over: to offer it again is no second sighting."""
-    engine = engine_under(new_attached, SELECTIVE, slabs=1)
+    engine = engine_under(new_offload, SELECTIVE, slabs=1)
     engine.store("abcdef")
-    other = AttachedEngine(engine.cache)
+    other = OffloadEngine(engine.cache)
     held = other.acquire("uvw")
     other.store("uvw")
     kept = other.prepare(held, "uvw")
@@ -94,17 +94,17 @@ def test_offer_without_room_is_no_sighting_of_what_it_could_not_reach(new_attach
     assert sightings.depth(root, 0, keys_of("abcdefgh")) == 6
 
 
-def test_write_back_is_write_through_here(new_attached: NewAttached) -> None:
+def test_write_back_is_write_through_here(new_offload: NewOffload) -> None:
     """The daemon does not see such an engine's device memory: what is offered is copied."""
-    engine = engine_under(new_attached, WritePolicy.WRITE_BACK)
+    engine = engine_under(new_offload, WritePolicy.WRITE_BACK)
     engine.store("abcd")
 
     assert engine.hit("abcd") == 4
 
 
-def test_policy_outlives_a_clear(new_attached: NewAttached) -> None:
+def test_policy_outlives_a_clear(new_offload: NewOffload) -> None:
     """A cleared namespace keeps its policy, and what was sighted before counts no more."""
-    engine = engine_under(new_attached, SELECTIVE)
+    engine = engine_under(new_offload, SELECTIVE)
     engine.store("abcd")
     engine.core.clear(engine.session)
     engine.store("abcd")
@@ -113,20 +113,20 @@ def test_policy_outlives_a_clear(new_attached: NewAttached) -> None:
     assert engine.hit("abcd") == 4
 
 
-def test_sightings_are_of_one_namespace(new_attached: NewAttached) -> None:
+def test_sightings_are_of_one_namespace(new_offload: NewOffload) -> None:
     """Two models whose engines use the same keys do not sight each other's blocks."""
-    cache = new_attached()
+    cache = new_offload()
     cache.offload.namespaces.write_policy = SELECTIVE
-    AttachedEngine(cache, space("m")).store("abcd")
-    other = AttachedEngine(cache, space("n"))
+    OffloadEngine(cache, space("m")).store("abcd")
+    other = OffloadEngine(cache, space("n"))
     other.store("abcd")
 
     assert other.hit("abcd") == 0
 
 
-def test_acquire_of_a_request_in_use_is_a_conflict(new_attached: NewAttached) -> None:
+def test_acquire_of_a_request_in_use_is_a_conflict(new_offload: NewOffload) -> None:
     """A request whose blocks were passed over is in use: the same acquire again would not know where it is."""
-    engine = engine_under(new_attached, WritePolicy.NEVER)
+    engine = engine_under(new_offload, WritePolicy.NEVER)
     lease = engine.acquire("abcd", request="r")
     engine.prepare(lease, "abcd")
     with refused("request_conflict"):
@@ -136,7 +136,7 @@ def test_acquire_of_a_request_in_use_is_a_conflict(new_attached: NewAttached) ->
 @pytest.mark.parametrize("policy", WritePolicy)
 def test_empty_offer_changes_nothing(policy: WritePolicy) -> None:
     """An offer of no blocks is answered as before under every policy."""
-    engine = engine_under(make_attached, policy)
+    engine = engine_under(make_offload, policy)
     lease = engine.acquire("abcd")
     plan = engine.prepare(lease, "")
 

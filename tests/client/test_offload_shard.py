@@ -1,4 +1,4 @@
-"""A shard in attached mode and its daemon: joining, what is said after copies, failures, and no way into a child."""
+"""A shard in offload mode and its daemon: joining, what is said after copies, failures, and no way into a child."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.offload_shard import BlockJob, OffloadShard
 from kvcached_client.protocol.attach import JoinedHost
 from kvcached_client.protocol.engine import Header, Request, TransferDone, error_reply
-from tests.client.attached_rig import FINGERPRINT, NAMESPACE, job, layer, span
 from tests.client.descriptors import held_here_and_in_a_child
 from tests.client.fake_daemon import SILENCE, TOKEN, FakeDaemon
+from tests.client.offload_rig import FINGERPRINT, NAMESPACE, job, layer, span
 from tests.client.progress_page import sealed_memory
 
 SLABS, SLAB_BYTES = 2, 16384

@@ -1,4 +1,4 @@
-"""Engines in attached mode at a service without sockets."""
+"""Engines in offload mode at a service without sockets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INSTANCE, OTHER_INSTANCE = b"i" * 16, b"j" * 16
 BLOCK_BYTES = 4096
 
 
-class AttachedOffice(Office):
+class OffloadOffice(Office):
     """A service with one replica, and a host pool of four slabs of eight blocks, which engines may use."""
 
     def __init__(self, **parts: Any) -> None:

@@ -1,4 +1,4 @@
-"""People clear the namespace of engines in attached mode, and cannot set its weights."""
+"""People clear the namespace of engines in offload mode, and cannot set its weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvcached.service.state_writer import StatePlace
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from kvcached_client.types import WritePolicy
-from tests.service.attached_office import OTHER_INSTANCE, AttachedOffice
 from tests.service.office import EPOCH, ONE, SLAB_BYTES, TWO, FakePeer, key_chain
+from tests.service.offload_office import OTHER_INSTANCE, OffloadOffice
 from tests.service.test_recorder import with_storage
 
 PEOPLE = b"people"
 
 
 @pytest.fixture
-def office() -> AttachedOffice:
-    return AttachedOffice()
+def office() -> OffloadOffice:
+    return OffloadOffice()
 
 
-def clear(office: AttachedOffice, target: str, *, number: int = 0) -> wire.NamespaceCleared:
+def clear(office: OffloadOffice, target: str, *, number: int = 0) -> wire.NamespaceCleared:
     request = wire.ClearNamespace(id=number or office.next_id(), target=target)
     (answer,) = office.ask_late(request, peer=PEOPLE)
     assert isinstance(answer.header, wire.NamespaceCleared), answer.header
@@ -40,7 +40,7 @@ def refused(answers: list[Answer]) -> wire.ErrorReply:
     return answer.header
 
 
-def test_namespace_that_people_clear_is_cold_for_all_of_its_engines(office: AttachedOffice) -> None:
+def test_namespace_that_people_clear_is_cold_for_all_of_its_engines(office: OffloadOffice) -> None:
     """Their sessions live on: heartbeats tell the generation, a hit of before is gone, and stores work again."""
     one = office.attach(FakePeer(1))
     two = office.attach(FakePeer(2), peer=TWO, instance=OTHER_INSTANCE)
@@ -59,7 +59,7 @@ def test_namespace_that_people_clear_is_cold_for_all_of_its_engines(office: Atta
     assert office.expect(wire.CheckReport, wire.Check(id=office.next_id())).violations == ()
 
 
-def test_store_under_way_does_not_outlive_the_clear(office: AttachedOffice) -> None:
+def test_store_under_way_does_not_outlive_the_clear(office: OffloadOffice) -> None:
     """The clear is answered at once; what the copy completes afterwards is found by nobody, and goes with its lease."""
     process = FakePeer(1)
     welcome = office.attach(process)
@@ -73,7 +73,7 @@ def test_store_under_way_does_not_outlive_the_clear(office: AttachedOffice) -> N
     assert office.host_states() == {}
 
 
-def test_other_namespaces_stay(office: AttachedOffice) -> None:
+def test_other_namespaces_stay(office: OffloadOffice) -> None:
     """Neither a replica's blocks, nor those of another model, are forgotten with the namespace that is cleared."""
     first = office.attach(FakePeer(1))
     other = office.attach(FakePeer(2), peer=TWO, label="other", keyspace=b"o" * 32, instance=OTHER_INSTANCE)
@@ -88,7 +88,7 @@ def test_other_namespaces_stay(office: AttachedOffice) -> None:
     assert office.count("a", SlotState.CACHED) == 2
 
 
-def test_namespace_of_replicas_is_cleared_by_its_digits(office: AttachedOffice) -> None:
+def test_namespace_of_replicas_is_cleared_by_its_digits(office: OffloadOffice) -> None:
     """A replica's namespace is named as everywhere else: by a replica, or by its first hex digits."""
     before = office.cache.tree_of("a").namespace
     done = clear(office, before.hex()[:12])
@@ -97,7 +97,7 @@ def test_namespace_of_replicas_is_cleared_by_its_digits(office: AttachedOffice) 
     assert office.cache.tree_of("a").namespace == done.namespace != before
 
 
-def test_namespace_without_a_session_is_cleared(office: AttachedOffice) -> None:
+def test_namespace_without_a_session_is_cleared(office: OffloadOffice) -> None:
     """What engines that are gone have stored is forgotten, too, and its write policy stays."""
     process = FakePeer(1)
     welcome = office.attach(process)
@@ -114,7 +114,7 @@ def test_namespace_without_a_session_is_cleared(office: AttachedOffice) -> None:
     assert space.tree.write_policy is WritePolicy.WRITE_BACK
 
 
-def test_retry_clears_once(office: AttachedOffice) -> None:
+def test_retry_clears_once(office: OffloadOffice) -> None:
     """The same id again on one connection gets the same answer, whatever was stored since; another id clears again."""
     welcome = office.attach(FakePeer(1))
     office.store_blocks(welcome, 3)
@@ -127,7 +127,7 @@ def test_retry_clears_once(office: AttachedOffice) -> None:
 
 
 @pytest.mark.parametrize("target", ["nothing", "abc"])
-def test_unknown_target_is_refused_with_what_there_is(office: AttachedOffice, target: str) -> None:
+def test_unknown_target_is_refused_with_what_there_is(office: OffloadOffice, target: str) -> None:
     """Who names no namespace is told which there are, by `clear` and by `set_weights`; nothing is cleared."""
     welcome = office.attach(FakePeer(1))
     office.store_blocks(welcome, 3)
@@ -141,7 +141,7 @@ def test_unknown_target_is_refused_with_what_there_is(office: AttachedOffice, ta
     assert office.hit(3) == 3
 
 
-def test_ambiguous_target_is_refused(office: AttachedOffice) -> None:
+def test_ambiguous_target_is_refused(office: OffloadOffice) -> None:
     """A label that two namespaces have means neither."""
     office.attach(FakePeer(1))
     office.attach(FakePeer(2), peer=TWO, keyspace=b"o" * 32, instance=OTHER_INSTANCE)
@@ -150,7 +150,7 @@ def test_ambiguous_target_is_refused(office: AttachedOffice) -> None:
     assert (error.code, error.message[:12]) == (ErrorCode.UNKNOWN_REPLICA, "2 namespaces")
 
 
-def test_weights_of_engines_are_not_set_but_cleared(office: AttachedOffice) -> None:
+def test_weights_of_engines_are_not_set_but_cleared(office: OffloadOffice) -> None:
     """Such engines name their weights themselves: the refusal says so and names `clear`, and nothing is forgotten."""
     welcome = office.attach(FakePeer(1))
     office.store_blocks(welcome, 3)
@@ -163,7 +163,7 @@ def test_weights_of_engines_are_not_set_but_cleared(office: AttachedOffice) -> N
     assert (office.hit(3), office.cache.generations.editions[welcome.namespace].generation) == (3, welcome.generation)
 
 
-def test_clear_is_answered_when_the_record_is_written(office: AttachedOffice) -> None:
+def test_clear_is_answered_when_the_record_is_written(office: OffloadOffice) -> None:
     """As an engine's own: the answer waits for the device, and is an error where that fails."""
     welcome = office.attach(FakePeer(1))
     writer = with_storage(office)
@@ -185,7 +185,7 @@ def test_new_generation_is_in_the_ledger_before_it_is_told(tmp_path: Path) -> No
     """A daemon that is killed right after the answer has a successor that knows it."""
     path = tmp_path / "ledger.json"
     host = HostPoolRecord(device=1, inode=2, slabs=4, slab_bytes=SLAB_BYTES, allocated={})
-    office = AttachedOffice(state_place=StatePlace(LedgerFile(path), boot_id(), host))
+    office = OffloadOffice(state_place=StatePlace(LedgerFile(path), boot_id(), host))
     welcome = office.attach(FakePeer(1))
     office.store_blocks(welcome, 3)
     written: list[int] = []
@@ -199,7 +199,7 @@ def test_new_generation_is_in_the_ledger_before_it_is_told(tmp_path: Path) -> No
     assert written == [welcome.generation + 1]
 
 
-def test_lease_of_before_stores_nothing(office: AttachedOffice) -> None:
+def test_lease_of_before_stores_nothing(office: OffloadOffice) -> None:
     """A request that goes on after the clear stores no block behind a prefix that is gone."""
     welcome = office.attach(FakePeer(1))
     held = office.acquire_blocks(3)

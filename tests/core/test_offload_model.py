@@ -1,4 +1,4 @@
-"""Long random histories of engines in attached mode against the model."""
+"""Long random histories of engines in offload mode against the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.core.attached_drivers import AttachedDriver, MixedDriver
+from tests.core.offload_drivers import MixedDriver, OffloadDriver
 
 STEPS_PER_SEED = 400
 #: What a long history has seen, or the model proves less than it says.
@@ -39,7 +39,7 @@ SEEN = {
 }
 
 
-def play(kind: type[AttachedDriver | MixedDriver], seeds: range) -> Counter[str]:
+def play(kind: type[OffloadDriver | MixedDriver], seeds: range) -> Counter[str]:
     """Play a history per seed to its end; what was counted in all of them."""
     counted: Counter[str] = Counter()
     for seed in seeds:
@@ -52,21 +52,21 @@ def play(kind: type[AttachedDriver | MixedDriver], seeds: range) -> Counter[str]
 
 
 @pytest.mark.parametrize("first", range(0, 12, 4))
-def test_attached_mode_agrees_with_the_model(first: int) -> None:
+def test_offload_mode_agrees_with_the_model(first: int) -> None:
     """Whatever engines and their shards do, a slot is one copy's until its end, and a load reads what was stored."""
-    play(AttachedDriver, range(first, first + 4))
+    play(OffloadDriver, range(first, first + 4))
 
 
-def test_attached_mode_beside_device_pools_agrees_with_the_model() -> None:
+def test_offload_mode_beside_device_pools_agrees_with_the_model() -> None:
     """The same beside replicas on the same slabs, whose own model holds, too."""
     play(MixedDriver, range(3))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_attached_mode_agrees_with_the_model_over_long_histories() -> None:
+def test_offload_mode_agrees_with_the_model_over_long_histories() -> None:
     """The same for hundreds of histories, in which everything that can happen does."""
-    counted = play(AttachedDriver, range(100, 400))
+    counted = play(OffloadDriver, range(100, 400))
 
     assert {name for name, count in counted.items() if count} >= SEEN
 
@@ -88,9 +88,9 @@ def test_mixed_engines_agree_with_the_models_over_long_histories() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_attached_mode_agrees_with_the_model_on_any_short_history(data: st.DataObject) -> None:
+def test_offload_mode_agrees_with_the_model_on_any_short_history(data: st.DataObject) -> None:
     """Any short history agrees with the model; a failing one is shrunk to its shortest form."""
-    driver = AttachedDriver(lambda count: data.draw(st.integers(0, count - 1)))
+    driver = OffloadDriver(lambda count: data.draw(st.integers(0, count - 1)))
     for _ in range(30):
         driver.step()
     driver.end()

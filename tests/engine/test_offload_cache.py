@@ -21,7 +21,7 @@ from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, NoCapacity, request_error
 from kvcached_client.offload import OffloadClient
 from tests.engine.counting_runner import CountingRunner, drain, request
-from tests.engine.fake_copies import FakeAttachedClient, FakePipes
+from tests.engine.fake_copies import FakeOffloadClient, FakePipes
 
 LAYOUT = Layout(
     block_size=4, shards=1, groups=(KvGroup(layers=1, kv_heads=1, head_dim=2, v_head_dim=2, dtype="float32"),)
@@ -32,8 +32,8 @@ GONE = DaemonUnreachable("gone")
 class Bench:
     """A cache over fakes. `clients` are what one connect after the other gives, the last one for ever."""
 
-    def __init__(self, *clients: FakeAttachedClient | Exception, blocks: int = 8, shards: int = 1) -> None:
-        self.clients = list(clients or [FakeAttachedClient({})])
+    def __init__(self, *clients: FakeOffloadClient | Exception, blocks: int = 8, shards: int = 1) -> None:
+        self.clients = list(clients or [FakeOffloadClient({})])
         self.pipes = FakePipes(shards)
         self.cache = AttachedCache.over(
             self.pipes.as_pipes(), self._connect, LAYOUT, bytes(32), AttachedSettings(blocks, 4)
@@ -54,10 +54,10 @@ def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_link, "RETRY_PAUSE_S", 0.0)
 
 
-def stored(tokens: int) -> FakeAttachedClient:
+def stored(tokens: int) -> FakeOffloadClient:
     """A client whose host pool holds a prompt of so many tokens."""
     keys = AttachedCache.chain(Bench().cache, range(tokens)).keys
-    return FakeAttachedClient({keys[at : at + 16]: 1 for at in range(0, len(keys), 16)})
+    return FakeOffloadClient({keys[at : at + 16]: 1 for at in range(0, len(keys), 16)})
 
 
 def test_pool_refuses_whole_and_gives_back_at_the_last_holder() -> None:
@@ -140,7 +140,7 @@ def test_copies_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failure_of_any_call_costs_the_cache_only(verb: str, gone: bool) -> None:
     """Wherever the daemon dies or refuses, the request goes on; a dead one is replaced at the next request."""
     refusal = request_error(ErrorCode.LIMIT, "too many", "fewer")
-    first, second = stored(8), FakeAttachedClient({})
+    first, second = stored(8), FakeOffloadClient({})
     first.errors = {verb: GONE if gone else refusal}
     bench = Bench(first, second, blocks=16)
     lease = bench.acquire(13)
@@ -155,7 +155,7 @@ def test_failure_of_any_call_costs_the_cache_only(verb: str, gone: bool) -> None
 
 def test_lease_of_a_lost_session_is_not_asked_for_in_the_next() -> None:
     """A request that outlives its session stores nothing any more and releases nothing; ids mean something else now."""
-    first, second = FakeAttachedClient({}), FakeAttachedClient({})
+    first, second = FakeOffloadClient({}), FakeOffloadClient({})
     bench = Bench(first, second, blocks=16)
     old = bench.acquire(8, name="old")
     first.is_alive = False
@@ -168,7 +168,7 @@ def test_lease_of_a_lost_session_is_not_asked_for_in_the_next() -> None:
 def test_daemon_is_not_asked_for_at_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a try that took its deadline there is a pause: a daemon that hangs does not cost every request one."""
     monkeypatch.setattr(daemon_link, "RETRY_PAUSE_S", 3600.0)
-    client = FakeAttachedClient({})
+    client = FakeOffloadClient({})
     bench = Bench(DeadlineExceeded("no answer"), client)
     bench.acquire(4)
     assert (bench.cache.link.session, client.calls) == (0, [])
@@ -177,7 +177,7 @@ def test_daemon_is_not_asked_for_at_every_request(monkeypatch: pytest.MonkeyPatc
 def test_daemon_that_is_not_there_is_asked_for_at_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody listens a try costs nothing: the first request after the daemon is back has a session."""
     monkeypatch.setattr(daemon_link, "RETRY_PAUSE_S", 3600.0)
-    bench = Bench(GONE, FakeAttachedClient({}))
+    bench = Bench(GONE, FakeOffloadClient({}))
     bench.acquire(4)
     assert bench.cache.link.session == 1
 
