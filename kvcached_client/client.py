@@ -29,8 +29,7 @@ from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN, RESERVE_
 from kvcached_client.rejoin import Reserve, declare, rejoin
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.misses import Failures
-from kvcached_client.transport.run_dir import default_run_dir
-from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel
+from kvcached_client.transport.session import EngineSession, SessionChannel, check_version, open_channel
 from kvcached_client.types import NO_FENCE, FenceSequence
 
 
@@ -55,9 +54,9 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
 
     _channel: SessionChannel
 
-    def __init__(self, channel: SessionChannel, welcome: Welcome, run_dir: str, *, heartbeat: bool) -> None:
+    def __init__(self, channel: SessionChannel, welcome: Welcome, *, heartbeat: bool) -> None:
         """Use `connect`."""
-        super().__init__(channel, welcome, run_dir, generation=welcome.generation, heartbeat=heartbeat)
+        super().__init__(channel, welcome, generation=welcome.generation, heartbeat=heartbeat)
         self.layout = welcome.layout
         self.slots = welcome.slots
         self._key_algorithm = welcome.key_algorithm
@@ -106,8 +105,7 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
             raise ValueError(f"failures is {failures!r}, not one of {', '.join(get_args(Failures))}")
         if deadline_ms < 1:
             raise ValueError(f"deadline_ms is {deadline_ms}, at least 1 is needed")
-        directory = os.fspath(default_run_dir() if run_dir is None else run_dir)
-        channel, member = open_channel(directory, deadline_ms=deadline_ms, failures=failures)
+        channel, member = open_channel(run_dir, deadline_ms=deadline_ms, failures=failures)
         try:
             fingerprint = "" if layout is None else layout.fingerprint()
             hello = Hello(
@@ -121,7 +119,7 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
             )
             welcome, _ = channel.ask(hello, Welcome)
             _check_welcome(welcome, fingerprint)
-            client = cls(channel, welcome, directory, heartbeat=heartbeat)
+            client = cls(channel, welcome, heartbeat=heartbeat)
         except BaseException:
             # The daemon may have opened the session, and would keep the pool for it as long as this process lives.
             channel.hang_up()
@@ -356,12 +354,7 @@ def _acquire_lease(
 
 
 def _check_welcome(welcome: Welcome, fingerprint: str) -> None:
-    if not PROTOCOL_VERSION_MIN <= welcome.version <= PROTOCOL_VERSION:
-        raise request_error(
-            ErrorCode.UNSUPPORTED_VERSION,
-            f"the daemon chose version {welcome.version}, not one of {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}",
-            "client and daemon must be at most one version apart",
-        )
+    check_version(welcome)
     welcome.layout.check()
     if fingerprint and welcome.layout.fingerprint() != fingerprint:
         raise request_error(

@@ -44,7 +44,6 @@ from kvcached_client.protocol.engine import (
 )
 from kvcached_client.protocol.offload import CopyKind
 from kvcached_client.protocol.sessions import StopPolicy
-from kvcached_client.transport.run_dir import default_run_dir
 from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel, waiting
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId, unpack_ranges
 
@@ -158,11 +157,10 @@ class OffloadClient(EngineSession):
         self,
         channel: SessionChannel,
         welcome: WelcomeOffload,
-        run_dir: str,
         on_stale: Callable[[], None] | None,
     ) -> None:
         """Use `connect`."""
-        super().__init__(channel, welcome, run_dir, generation=None, on_stale=on_stale)
+        super().__init__(channel, welcome, generation=None, on_stale=on_stale)
         self.generation = welcome.generation
         self.verify_loads = welcome.verify_loads
         #: Preparations without a reply in time: it is unknown whether there is a copy to cancel.
@@ -197,8 +195,7 @@ class OffloadClient(EngineSession):
             DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not reply.
             RequestError: see `kvcached_client.errors`; `unknown_replica` if the daemon does not serve offload mode.
         """
-        directory = os.fspath(default_run_dir() if run_dir is None else run_dir)
-        channel, member = open_channel(directory, deadline_ms=deadline_ms, failures="raise")
+        channel, member = open_channel(run_dir, deadline_ms=deadline_ms, failures="raise")
         try:
             hello = HelloOffload(
                 id=channel.next_id(),
@@ -216,7 +213,7 @@ class OffloadClient(EngineSession):
                 replicated=layout.replicated,
             )
             welcome, _ = channel.ask(hello, WelcomeOffload)
-            return cls(channel, welcome, directory, on_stale)
+            return cls(channel, welcome, on_stale)
         except BaseException:
             # The daemon may have opened the session, and would keep it as long as this process lives.
             channel.hang_up()

@@ -1,8 +1,8 @@
 """The copier of blocks between the pages of a shard and the host pool.
 
-A `CopyPlan` says which bytes go where, in batches of pieces: a batch for each layer, or batches of whole blocks. A
-`Copier` carries batches out. `MemoryCopier` is the one for mapped memory; it gives up the interpreter lock while it
-copies, so that other threads go on. A copier for another kind of memory takes the same batches.
+A `CopyPlan` computes which bytes go where, in batches of pieces: a batch for each layer, or batches of whole blocks. A
+`Copier` copies batches. `MemoryCopier` is the one for mapped memory; it releases the interpreter lock while it
+copies, so that other threads continue. A copier for another kind of memory takes the same batches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcached_client.failpoints import failpoint
 
 try:
     from kvcached_client.blocks import _native_copy
-except ImportError:  # built where a C compiler was at hand
+except ImportError:  # the extension is built only where a C compiler is installed
     native_copy_all: Callable[[array[int] | memoryview, int, int], None] | None = None
     native_copy_summed: Callable[[array[int] | memoryview, int, int, int], bytes | None] | None = None
 else:
@@ -28,7 +28,8 @@ else:
     native_copy_summed = _native_copy.copy_summed
 
 _PIECE_NUMBERS: Final = 3
-#: Pieces of a batch of whole blocks, unless a block has more: the plan of a large transfer stays small.
+#: Upper bound of the pieces in a batch of whole blocks (a block with more pieces is a batch of its own), so that the
+#: plan of a large transfer stays small.
 PIECES_MAX: Final = 8192
 
 
@@ -39,7 +40,7 @@ class Batch(NamedTuple):
         pieces: int64 triples: offset from `destination`, offset from `source`, size, all in bytes. No piece overlaps
             another one's destination.
         destination: an address.
-        source: the same.
+        source: an address.
     """
 
     pieces: array[int]
@@ -48,28 +49,28 @@ class Batch(NamedTuple):
 
 
 class Copier(Protocol):
-    """Carries batches out, one after the other. Used by one thread."""
+    """Copies batches, one after the other. Used by one thread."""
 
     def copy(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Copy, and give each batch back once all its bytes are where they belong, in the order of the batches.
+        """Copy batches; yields each batch once all its bytes have arrived, in the order of the batches.
 
-        A copier whose copies go on while it does something else may take batches ahead of the one that it gives back.
+        A copier that copies asynchronously may take further batches before it yields one.
         """
 
     def copy_summed(self, batches: Iterable[Batch], per_sum: int) -> Iterator[bytes]:
-        """The same, with checksums of the very bytes that arrived.
+        """As `copy`, with checksums of the bytes that arrived.
 
         Args:
-            batches: of groups of `per_sum` pieces; a group is one block.
-            per_sum: pieces of a block.
+            batches: their pieces are groups of `per_sum`; a group is one block.
+            per_sum: number of pieces in a block.
 
         Returns:
-            For each batch xxh3_128 of its blocks, 16 bytes for each.
+            For each batch, the xxh3_128 of its blocks, 16 bytes a block.
         """
 
 
 class MemoryCopier:
-    """A `Copier` of memory that stays mapped as long as it is used."""
+    """A `Copier` of mapped memory. The memory must stay mapped while the copier is used."""
 
     def copy(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """See `Copier.copy`."""
@@ -92,12 +93,12 @@ def _passing(batches: Iterable[Batch]) -> Iterator[Batch]:
 class CopyPlan:
     """Cuts transfers of whole blocks into batches.
 
-    Blocks are indices on the shard. Places are where they are in the host pool, in bytes from its start, one for each.
-    All must exist, and none may be named twice.
+    Blocks are indices on the shard. Places are the blocks' byte offsets in the host pool, one for each block. All of
+    them must exist, and each may be named only once.
 
     Args:
-        layers: of the shard, in the order in which a block in the host pool has them.
-        host_address: where the host pool is mapped.
+        layers: layers of the shard, in their order in a block of the host pool.
+        host_address: address at which the host pool is mapped.
     """
 
     def __init__(self, layers: Sequence[LayerPages], host_address: int) -> None:
@@ -105,18 +106,18 @@ class CopyPlan:
         self._host_address = host_address
         sizes = [layer.page_bytes for layer in layers]
         self._sizes = array("q", sizes)
-        self._insides = list(accumulate(sizes[:-1], initial=0))  #: where each layer is in a block of the host pool
+        self._insides = list(accumulate(sizes[:-1], initial=0))  #: offset of each layer in a block of the host pool
         self._block_bytes = sum(sizes)
 
     @property
     def pieces_per_block(self) -> int:
-        """Pieces of each block in `by_block`."""
+        """Number of pieces for each block in `by_block`."""
         return len(self._layers)
 
     def by_layer(self, blocks: Sequence[int], places: Sequence[int]) -> Iterator[Batch]:
-        """The way from the host pool to the shard: a batch for each layer, with a piece for each block.
+        """Batches from the host pool to the shard: one for each layer, with a piece for each block.
 
-        Blocks that follow each other on both sides, all their bytes in one layer, are one piece.
+        If one layer holds all bytes of a block, blocks that are neighbours on both sides share a piece.
         """
         shared: dict[tuple[int, int], array[int]] = {}  # layers with pages of one size share their pieces
         for layer, inside in zip(self._layers, self._insides, strict=True):
@@ -127,7 +128,7 @@ class CopyPlan:
             yield Batch(shared[shape], layer.address, self._host_address + inside)
 
     def by_block(self, blocks: Sequence[int], places: Sequence[int], *, to_host: bool) -> Iterator[Batch]:
-        """Either way: batches of whole blocks, each with a piece for each layer, in the order of the layers."""
+        """Batches of whole blocks, in either direction; each block has a piece for each layer, in their order."""
         pages = [(layer.address, layer.stride_bytes) for layer in self._layers]
         shard_column, host_column = (1, 0) if to_host else (0, 1)
         blocks_max = max(1, PIECES_MAX // len(pages))
@@ -152,7 +153,7 @@ def _pages(blocks: Sequence[int], places: Sequence[int], page_bytes: int, stride
 
 
 def _merged(blocks: Sequence[int], places: Sequence[int], block_bytes: int, _: int) -> array[int]:
-    """As few pieces as possible, where all bytes of neighbouring blocks are neighbours."""
+    """As few pieces as possible, for blocks that are contiguous on the shard."""
     pieces = array("q")
     end = (-1, -1)
     for block, place in zip(blocks, places, strict=True):
@@ -172,7 +173,7 @@ def copy_all(pieces: array[int] | memoryview, destination: int, source: int) -> 
         pieces: int64 triples: offset from `destination`, offset from `source`, size, all in bytes. No piece may overlap
             another one's destination.
         destination: address of memory that is mapped as far as the pieces reach.
-        source: the same.
+        source: likewise.
     """
     if native_copy_all is not None:
         native_copy_all(pieces, destination, source)
@@ -188,7 +189,7 @@ def copy_summed(pieces: array[int] | memoryview, per_sum: int, destination: int,
 
     Args:
         pieces: as in `copy_all`.
-        per_sum: so many pieces have one checksum.
+        per_sum: number of pieces that share a checksum.
         destination: as in `copy_all`.
         source: as in `copy_all`.
 
@@ -196,7 +197,7 @@ def copy_summed(pieces: array[int] | memoryview, per_sum: int, destination: int,
         xxh3_128 of each group's bytes, in the order of the pieces, 16 bytes for each group.
 
     Raises:
-        ValueError: the pieces are no groups of `per_sum`.
+        ValueError: the number of pieces is no multiple of `per_sum`.
     """
     if native_copy_summed is not None:
         sums = native_copy_summed(pieces, per_sum, destination, source)
@@ -212,7 +213,7 @@ def copy_summed(pieces: array[int] | memoryview, per_sum: int, destination: int,
 
 def _copy_group(pieces: array[int] | memoryview, destination: int, source: int) -> bytes:
     checksum = xxh3_128()
-    for first in range(0, len(pieces), _PIECE_NUMBERS):  # each is summed while a cache has it
+    for first in range(0, len(pieces), _PIECE_NUMBERS):  # summed piece by piece, while the CPU cache holds the piece
         copy_all(pieces[first : first + _PIECE_NUMBERS], destination, source)
         _, origin, size = pieces[first : first + _PIECE_NUMBERS]
         checksum.update((ctypes.c_ubyte * size).from_address(source + origin))

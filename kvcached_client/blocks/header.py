@@ -1,13 +1,13 @@
-"""The 128 bytes beside each host slot that say what its block is, and prove it. One per slot and shard.
+"""The header of a host slot: 128 bytes that identify the slot's block and prove its bytes. One per slot and shard.
 
 Little-endian::
 
       0   4s  magic        b"KVCH"
       4  u16  format       1
-      6  u16  valid        1: the slot holds a block; 2: a claim, see below; anything else: nothing
+      6  u16  valid        1: the slot holds a block; 2: a claim, see below; anything else: the slot is empty
       8  u64  generation   of the namespace
      16  16s  namespace    its first 16 bytes
-     32  16s  fingerprint  of the layout
+     32  16s  fingerprint  fingerprint of the layout
      48  16s  key          of the block
      64  16s  parent       key of the block before it; zeros for the first of a chain
      80  16s  checksum     xxh3_128 of the block's bytes on this shard
@@ -17,17 +17,17 @@ Little-endian::
     116  u32  zero
     120  u64  seal         xxh3_64 of the 120 bytes before
 
-A header is no block's while its slot is written, and appears when the block is complete. Its first eight bytes come
-last, in one write: a writer that dies at any moment leaves either no header or a whole one.
+While a slot is written, its header names no block; it is written when the block is complete. Its first eight bytes are
+written last, in one write, so a writer that dies at any moment leaves either no header or a complete one.
 
-A *claim* says who may be writing the slot. The daemon writes it before it tells an engine in offload mode to write, so
-that a daemon that finds it after a restart leaves the slot alone until that engine has spoken or is dead. In a claim
-all fields are zero but magic, format, valid, seal, and::
+A *claim* names the session that may be writing the slot. The daemon writes the claim before it tells an engine in
+offload mode to write. A daemon that finds a claim after a restart does not use the slot until that engine has reported
+or is dead. In a claim all fields are zero except magic, format, valid, seal, and::
 
-     96  u64  epoch        of the daemon that gave the slot away
-    104  u64  session      to whom
+     96  u64  epoch        of the daemon that granted the slot
+    104  u64  session      session that got the slot
 
-A claim is no block. Writers leave it in place while they write, where they would zero the header of an earlier block;
+A slot with a claim holds no block. A writer zeroes the header of an earlier block, but leaves a claim in place until
 the header of the new block replaces it.
 """
 
@@ -45,16 +45,16 @@ from kvcached_client.types import KEY_SIZE_BYTES
 
 CHECKSUM_BYTES: Final = 16
 SEAL_BYTES: Final = 8
-#: Of a namespace, its first ones.
+#: Length of the prefix of a namespace's root that a header holds.
 NAMESPACE_BYTES: Final = 16
 
 _MAGIC: Final = b"KVCH"
 _FORMAT: Final = 1
 _VALID: Final = 1
 _CLAIMED: Final = 2
-#: Magic, format and valid; generation, namespace, fingerprint: what the headers of one transfer begin with.
+#: Magic, format and valid; generation, namespace, fingerprint: the start of every header of a transfer.
 _KIND: Final = struct.Struct("<8sQ16s16s")
-#: What `_KIND` packs; key, parent, checksum; epoch, transfer; depth, zero.
+#: A packed `_KIND`; key, parent, checksum; epoch, transfer; depth, zero.
 _BODY: Final = struct.Struct(f"<{_KIND.size}s16s16s16sQQII")
 _DEPTH: Final = struct.Struct("<II")
 _SEAL: Final = struct.Struct("<Q")
@@ -70,19 +70,19 @@ _ROW: Final = HEADER_BYTES // 8
 _KEY_COLUMN: Final = _KIND.size // 8
 _PARENT_COLUMN: Final = _KEY_COLUMN + 2
 _CHECKSUM_COLUMN: Final = _PARENT_COLUMN + 2
-_WRITER_COLUMN: Final = _CHECKSUM_COLUMN + 2  #: epoch and transfer: which store it was, which readers do not ask
+_WRITER_COLUMN: Final = _CHECKSUM_COLUMN + 2  #: epoch and transfer of the store; readers do not check them
 _DEPTH_COLUMN: Final = _WRITER_COLUMN + 2
 _SEAL_COLUMN: Final = _DEPTH_COLUMN + 1
 #: All of a header before its seal.
 _SEALED: Final = struct.Struct(f"{_BODY.size}s{SEAL_BYTES}x")
 
-#: How the header of a block begins, and how a claim does.
+#: First eight bytes of a block's header, and of a claim.
 BLOCK_START: Final = struct.pack("<4sHH", _MAGIC, _FORMAT, _VALID)
 CLAIM_START: Final = struct.pack("<4sHH", _MAGIC, _FORMAT, _CLAIMED)
 
 
 class BlockName(NamedTuple):
-    """What a block is called in its namespace, and where in a chain it stands."""
+    """Identity of a block in its namespace: its key, its parent's key, and its depth in the chain."""
 
     key: bytes
     parent: bytes  #: empty for the first of a chain
@@ -93,11 +93,11 @@ _NOBODY: Final = BlockName(b"", b"", 0)
 
 
 class BlockNames(NamedTuple):
-    """What several blocks are called, in order."""
+    """The `BlockName` of several blocks, in order, as columns."""
 
     keys: bytes  #: 16 bytes each, back to back
-    parents: bytes  #: the same; zeros for the first of a chain
-    depths: array[int]  #: of the type "Q"
+    parents: bytes  #: keys of their parents, likewise; zeros for the first of a chain
+    depths: array[int]  #: an array of type "Q"
 
 
 class HeaderKind(NamedTuple):
@@ -116,25 +116,25 @@ def pack(kind: HeaderKind, name: BlockName, checksum: bytes, epoch: int, transfe
 
 
 def pack_claim(epoch: int, session: int) -> bytes:
-    """A claim, in place of a header: the slot was given to `session` by the daemon of `epoch`."""
+    """A claim: the daemon of `epoch` granted the slot to `session`."""
     body = _BODY.pack(CLAIM_START, b"", b"", b"", epoch, session, 0, 0)
     return body + _SEAL.pack(xxh3_64_intdigest(body))
 
 
 def invalidate(place: memoryview) -> None:
-    """Say that the slot holds no block. `place` is the header's 128 bytes in the host pool. A claim stays."""
+    """Mark a slot as empty; `place` is the 128 bytes of its header in the host pool. A claim stays."""
     if place[:_FIRST_WRITE_END] != CLAIM_START:
         place[:] = _EMPTY
 
 
 def write(place: memoryview, header: bytes) -> None:
-    """Say that the slot holds the block. The bytes of the block must be there already."""
+    """Mark a slot as holding a block, after the bytes of the block were written."""
     place[_FIRST_WRITE_END:] = header[_FIRST_WRITE_END:]
     place[:_FIRST_WRITE_END] = header[:_FIRST_WRITE_END]
 
 
 def stored_checksum(place: memoryview | bytes, kind: HeaderKind, name: BlockName) -> bytes | None:
-    """The checksum of a block as it was stored, or None where the slot does not hold that very block."""
+    """The checksum that the header stores for a block; None if the slot does not hold that block."""
     header = bytes(place)
     body = header[: _BODY.size]
     is_that_block = (
@@ -145,11 +145,11 @@ def stored_checksum(place: memoryview | bytes, kind: HeaderKind, name: BlockName
     return body[_NAME_END:_CHECKSUM_END] if is_that_block else None
 
 
-# --- many blocks at once, in a fraction of the time for each ----------------------------------------------------------
+# --- many blocks at once, faster than one by one ----------------------------------------------------------------------
 
 
 def pack_all(kind: HeaderKind, names: BlockNames, checksums: bytes, epoch: int, transfer: int) -> bytes:
-    """Valid headers, back to back: those that `pack` gives. `checksums` has 16 bytes for each block."""
+    """Valid headers, back to back, as `pack` returns them. `checksums` has 16 bytes for each block."""
     words = _named(kind, names, epoch, transfer)
     _fill(words, _CHECKSUM_COLUMN, checksums)
     words[_SEAL_COLUMN::_ROW] = seals(words.tobytes())
@@ -157,10 +157,10 @@ def pack_all(kind: HeaderKind, names: BlockNames, checksums: bytes, epoch: int, 
 
 
 def stored_checksums(headers: bytes, kind: HeaderKind, names: BlockNames) -> list[bytes | None]:
-    """What `stored_checksum` says of each of several headers, back to back."""
+    """`stored_checksum` of each of several headers, which are back to back."""
     found, wanted = array("Q", headers), _named(kind, names, 0, 0)
-    for untold in range(_CHECKSUM_COLUMN, _DEPTH_COLUMN):
-        wanted[untold::_ROW] = found[untold::_ROW]
+    for column in range(_CHECKSUM_COLUMN, _DEPTH_COLUMN):
+        wanted[column::_ROW] = found[column::_ROW]
     wanted[_SEAL_COLUMN::_ROW] = seals(headers)
     sums = [headers[at + _NAME_END : at + _CHECKSUM_END] for at in range(0, len(headers), HEADER_BYTES)]
     good = wanted.tobytes()
@@ -174,7 +174,7 @@ def stored_checksums(headers: bytes, kind: HeaderKind, names: BlockNames) -> lis
 
 
 def seals(headers: bytes) -> array[int]:
-    """What the seals of these headers ought to be."""
+    """The correct seals of these headers, whatever seals they have."""
     return array("Q", map(xxh3_64_intdigest, map(itemgetter(0), _SEALED.iter_unpack(headers))))
 
 
@@ -183,7 +183,7 @@ def _named(kind: HeaderKind, names: BlockNames, epoch: int, transfer: int) -> ar
     words = array("Q", pack(kind, _NOBODY, b"", epoch, transfer) * len(names.depths))
     _fill(words, _KEY_COLUMN, names.keys)
     _fill(words, _PARENT_COLUMN, names.parents)
-    words[_DEPTH_COLUMN::_ROW] = names.depths  # and the zeros behind it
+    words[_DEPTH_COLUMN::_ROW] = names.depths  # and the zeros after it
     return words
 
 

@@ -7,8 +7,8 @@ each slab, so that all shards use the same slot numbers::
     slab  = part of shard 0 | part of shard 1 | …          parts of slab_bytes // shards, in whole pages
     part  = headers of all its slots, in whole pages | blocks of all its slots, back to back
 
-Where every shard holds the same bytes (latent attention), a slab is one part: a block is there once. All shards read
-it; of a store, each shard writes a share of the blocks.
+If every shard holds the same bytes (latent attention), a slab is one part, which holds each block once. All shards read
+the part; of each store, every shard writes a share of the blocks.
 
 A block's bytes are contiguous: its pages back to back, in the order of the layers (`blocks.pages`).
 """
@@ -21,14 +21,14 @@ from typing import Annotated, Final
 
 import msgspec
 
-#: Header of one block in one part.
+#: Size of the header of one block in one part.
 HEADER_BYTES: Final = 128
 #: Parts and the blocks in them begin at pages.
 PAGE_BYTES: Final = 4096
 
 
 def host_parts(shards: int, *, replicated: bool) -> int:
-    """Into how many parts a slab is cut; one where every shard holds the same bytes."""
+    """Number of parts of a slab: one per shard, or one if every shard holds the same bytes."""
     return 1 if replicated else shards
 
 
@@ -38,21 +38,22 @@ def part_bytes(slab_bytes: int, parts: int) -> int:
 
 
 def header_area_bytes(blocks: int) -> int:
-    """Bytes of the headers of so many blocks in one part, in whole pages."""
+    """Bytes that the headers of `blocks` blocks take in one part, rounded up to whole pages."""
     return -(-blocks * HEADER_BYTES // PAGE_BYTES) * PAGE_BYTES
 
 
 def slots_per_slab(slab_bytes: int, block_bytes: int, parts: int) -> int:
-    """Blocks that fit into a slab; 0 where not one does. `block_bytes` is what one takes in one part, header apart."""
+    """Number of blocks that fit into a slab; may be 0. `block_bytes` is their size in one part, without headers."""
     part = part_bytes(slab_bytes, parts)
     blocks = part // (block_bytes + HEADER_BYTES)
-    while blocks and header_area_bytes(blocks) + blocks * block_bytes > part:  # the padding takes the place of a few
+    # The padding of the headers may take the space of a few blocks.
+    while blocks and header_area_bytes(blocks) + blocks * block_bytes > part:
         blocks -= 1
     return blocks
 
 
 def smallest_slab(block_bytes: int, parts: int) -> int:
-    """Bytes of the smallest slab that holds a block."""
+    """Size of the smallest slab that holds a block."""
     part = header_area_bytes(1) + block_bytes
     return parts * -(-part // PAGE_BYTES) * PAGE_BYTES
 
@@ -64,10 +65,10 @@ class HostGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The host pool as one namespace sees it.
 
     Attributes:
-        slabs: slabs of the whole pool, whoever has them.
-        slab_bytes: size of one, in whole pages.
-        shards: shards of the namespace's layout.
-        block_bytes: size of one of its blocks on one shard.
+        slabs: number of slabs in the whole pool.
+        slab_bytes: size of a slab, in whole pages.
+        shards: number of shards in the namespace's layout.
+        block_bytes: size of one of the namespace's blocks on one shard.
         replicated: every shard holds the same bytes, and the host pool holds them once.
     """
 
@@ -79,39 +80,39 @@ class HostGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def parts(self) -> int:
-        """Parts of a slab, each with a header and a block for every slot of it."""
+        """Number of parts of a slab; each has a header and a block for every slot of the slab."""
         return host_parts(self.shards, replicated=self.replicated)
 
     @cached_property
     def slots_per_slab(self) -> int:
-        """Blocks that one slab holds; 0 where a slab is too small for one."""
+        """Number of blocks that one slab holds; 0 if a slab is too small for one block."""
         return slots_per_slab(self.slab_bytes, self.block_bytes, self.parts)
 
     @cached_property
     def slots(self) -> int:
-        """Slots of the namespace if it had every slab: slot numbers are below this."""
+        """Number of slots that the namespace would have with every slab; slot numbers are lower."""
         return self.slabs * self.slots_per_slab
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole host pool."""
+        """Size of the whole host pool."""
         return self.slabs * self.slab_bytes
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of a slab behind its last block, which nobody uses."""
+        """Unused bytes at the end of a slab."""
         part = part_bytes(self.slab_bytes, self.parts)
         blocks = self.slots_per_slab
         return self.slab_bytes - (self.parts - 1) * part - header_area_bytes(blocks) - blocks * self.block_bytes
 
     def share(self, blocks: int, shard: int) -> slice:
-        """Which of the blocks of one store a shard writes: all of its own part, or an equal share of a common one."""
+        """The blocks of a store that a shard writes: all into its own part, or a share of them into the common part."""
         if not self.replicated:
             return slice(blocks)
         return slice(blocks * shard // self.shards, blocks * (shard + 1) // self.shards)
 
     def header_offset(self, slot: int, shard: int) -> int:
-        """Where the header of a slot is, in bytes from the start of the host pool.
+        """Offset of a slot's header from the start of the host pool.
 
         Raises:
             ValueError: there is no such slot or shard.
@@ -120,7 +121,7 @@ class HostGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return self._part_offset(slab, shard) + index * HEADER_BYTES
 
     def block_offset(self, slot: int, shard: int) -> int:
-        """Where the block of a slot is, in bytes from the start of the host pool.
+        """Offset of a slot's block from the start of the host pool.
 
         Raises:
             ValueError: there is no such slot or shard.
@@ -129,7 +130,7 @@ class HostGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return self._part_offset(slab, shard) + self._headers_bytes + index * self.block_bytes
 
     def places(self, slots: Sequence[int], shard: int) -> tuple[list[int], list[int]]:
-        """Where the headers and the blocks of slots are, in bytes from the start of the host pool. All must exist."""
+        """Offsets of the headers and of the blocks of slots from the start of the host pool. All slots must exist."""
         header, block = self.header_offset(0, shard), self.block_offset(0, shard)
         per_slab, slab_bytes, block_bytes = self.slots_per_slab, self.slab_bytes, self.block_bytes
         headers = [header + slot // per_slab * slab_bytes + slot % per_slab * HEADER_BYTES for slot in slots]

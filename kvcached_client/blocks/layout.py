@@ -1,11 +1,11 @@
-"""What one block of KV cache is made of, in bytes.
+"""The layout of one block of KV cache, in bytes.
 
-A `Layout` is a list of groups. A group is a set of layers whose pages look alike; a model with full attention has one,
-a model with latent attention (MLA) has one without V, a hybrid has several. Sizes are integers and are those of **one
-shard**: heads are already divided by the tensor-parallel degree.
+A `Layout` is a list of groups. A group is a set of layers whose pages have the same shape. A model with full attention
+has one group, a model with latent attention (MLA) has one group without V, a hybrid model has several groups. Sizes are
+integers and are those of **one shard**: heads are already divided by the tensor-parallel degree.
 
 Page of one layer and one block, in bytes: ``K [block_size, kv_heads, head_dim] · V [block_size, kv_heads, v_head_dim] ·
-scales [scale_bytes]``. Scales lie inside the block so that they can never be left behind by a copy.
+scales [scale_bytes]``. Scales lie inside the block, so that every copy includes them.
 
 Two orders of pages in a pool of S slots:
 
@@ -35,7 +35,7 @@ DTYPE_SIZE_BYTES: dict[str, int] = {
 DType = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
 PageOrder = Literal["block_first", "layer_first"]
 
-#: A pool is one mapping; more than this is a mistake in a configuration, not a machine that exists.
+#: A pool is one mapping. A larger one is a mistake in the configuration: no machine has so much memory.
 POOL_SIZE_BYTES_MAX = 1 << 46
 
 
@@ -46,10 +46,10 @@ class KvGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         layers: number of layers.
         kv_heads: KV heads held by one shard.
         head_dim: elements of K per head and token (MLA: latent rank + rotary dimension).
-        v_head_dim: elements of V per head and token; 0 where there is no V (MLA).
+        v_head_dim: elements of V per head and token; 0 without V (MLA).
         dtype: element type.
         scale_bytes: bytes of quantisation scales in one layer's page of one block.
-        replicated: every shard holds the same bytes (MLA). Where all groups do, lower tiers hold one copy only.
+        replicated: every shard holds the same bytes (MLA). Lower tiers store one copy if all groups are replicated.
     """
 
     layers: int
@@ -78,7 +78,7 @@ class KvGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The shape of a block on one shard, and how many shards hold one each."""
+    """The shape of a block on one shard, and the number of shards."""
 
     block_size: int
     shards: int
@@ -87,20 +87,20 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def replicated(self) -> bool:
-        """Whether every shard holds the same bytes, so that lower tiers hold them once."""
+        """Whether every shard holds the same bytes, so that lower tiers store them once."""
         return all(group.replicated for group in self.groups)
 
     @property
     def host_parts(self) -> int:
-        """How many blocks of `bytes_per_block` lower tiers hold for each block: one per shard, or one for all."""
+        """Parts of a block in lower tiers, `bytes_per_block` each: one per shard, or one for all shards."""
         return host_parts(self.shards, replicated=self.replicated)
 
     def bytes_per_block(self) -> int:
-        """Bytes of one block on one shard, every group, layer and scale included."""
+        """Bytes of one block on one shard, with every group, layer and scale."""
         return sum(group.bytes_per_block(self.block_size) for group in self.groups)
 
     def blocks_per_budget(self, budget_bytes: int) -> int:
-        """How many blocks fit into `budget_bytes` of one shard's memory (rounded down)."""
+        """Number of blocks that fit into `budget_bytes` of one shard's memory."""
         return budget_bytes // self.bytes_per_block()
 
     def pool_bytes(self, slots: int) -> int:
@@ -114,7 +114,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return before + within if self.order == "block_first" else (before + within) * slots
 
     def slot_stride_bytes(self, group_index: int) -> int:
-        """Bytes from a slot's page of some layer to the next slot's page of that layer."""
+        """Bytes between the pages of a layer in neighbouring slots."""
         if self.order == "block_first":
             return self.bytes_per_block()
         return self.groups[group_index].page_bytes(self.block_size)
@@ -125,7 +125,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return hashlib.blake2b(canonical, digest_size=16, person=b"kvcached layout1").hexdigest()
 
     def check(self) -> None:
-        """Refuse sizes that cannot be.
+        """Refuse impossible sizes.
 
         Raises:
             BadRequest: a size is not positive, V is partial, or a block does not fit any pool.
@@ -158,10 +158,9 @@ def layout_from_model_config(
 ) -> Layout:
     """The layout of a Hugging Face ``config.json`` under tensor parallelism over `shards` shards.
 
-    Full attention splits its KV heads over the shards and repeats them where there are fewer heads than shards: a
-    single one is then the same on every shard. Latent
-    attention (a config with ``kv_lora_rank``, as DeepSeek-V2 and V3) keeps one latent vector per token, the same on
-    every shard, and no V.
+    Full attention splits its KV heads over the shards. If there are fewer heads than shards, heads are repeated: a
+    single head is then the same on every shard. Latent attention (a config with ``kv_lora_rank``, as that of
+    DeepSeek-V2 and V3) has one latent vector per token, the same on every shard, and no V.
 
     Raises:
         BadRequest: a needed field is missing, heads do not divide, or the model mixes kinds of layers.

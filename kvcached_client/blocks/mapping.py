@@ -1,6 +1,6 @@
-"""Sealed shared memory of another process, mapped into this one so that no child inherits it.
+"""Sealed shared memory of another process, mapped into this one so that no child process inherits the mapping.
 
-Python's ``mmap`` would keep a duplicate of the descriptor for as long as the mapping lives, hence ctypes.
+It uses ctypes, because Python's ``mmap`` keeps a duplicate of the descriptor as long as the mapping lives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError
 
-#: Of memory that several processes map: nobody resizes it while they do.
+#: Seals of memory that several processes map: no process can resize it.
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 #: Linux 5.1; Python has no name for it before 3.13.
 F_SEAL_FUTURE_WRITE: Final = 0x0010
@@ -27,16 +27,16 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
-#: A ctypes array of unsigned bytes over a mapping; every view holds it, and its end unmaps the memory.
+#: A ctypes array of unsigned bytes over a mapping. Every view refers to it; when it is freed, the memory is unmapped.
 Buffer = ctypes.Array[ctypes.c_ubyte]
 
 
 def map_sealed(descriptor: int, size_bytes: int, protection: int) -> Buffer:
-    """The first `size_bytes` of sealed memory as a shared mapping, which needs the descriptor no longer.
+    """Map the first `size_bytes` of sealed memory, shared. The caller may then close the descriptor.
 
     Args:
-        descriptor: of the memory.
-        size_bytes: how much of it, at least 1; the memory must have as much, and cannot shrink later.
+        descriptor: descriptor of the memory.
+        size_bytes: how much to map, at least 1 and at most the size of the memory, which cannot shrink later.
         protection: ``mmap.PROT_READ``, with or without ``mmap.PROT_WRITE``.
 
     Raises:
@@ -55,7 +55,7 @@ def map_sealed(descriptor: int, size_bytes: int, protection: int) -> Buffer:
 
 
 def unusable(reason: str) -> RequestError:
-    """What is raised about memory that must not be mapped."""
+    """The exception for memory that must not be mapped."""
     return DaemonFailure(ErrorCode.INTERNAL, f"pool memory: {reason}", "the daemon's worker log says more")
 
 

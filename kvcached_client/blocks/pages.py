@@ -1,10 +1,10 @@
-"""Where the pages of a shard's blocks are: in an engine's own KV tensors, or in a device pool.
+"""Addresses of the pages of a shard's blocks, in an engine's own KV tensors or in a device pool.
 
-A *page* is what one layer holds of one block: one contiguous run of bytes. A block in the host pool is its pages back
-to back, in the order of the layers.
+A *page* is the part of a block that belongs to one layer, one contiguous run of bytes. A block in the host pool is its
+pages back to back, in the order of the layers.
 
-An engine's tensors have the blocks in their first dimension. A device pool is *strips*, arrays of equal pages, one page
-per slot: a block-first pool is one strip whose pages are whole blocks, a layer-first pool has a strip per layer.
+The first dimension of an engine's tensors is the block. A device pool consists of *strips*, arrays of equal pages, one
+page per slot: a block-first pool is one strip whose pages are whole blocks, a layer-first pool has a strip per layer.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 _Size = Annotated[int, msgspec.Meta(gt=0, le=1 << 46)]
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 46)]
 
-#: One entry of a fingerprint: which pages, and the name, shape, strides and dtype under which they are seen.
+#: One entry of a fingerprint: index of the pages, and the name, shape, strides and dtype of a tensor over them.
 _Description = tuple[int, str, list[int], list[int], str]
 
 
 class Device(Protocol):
-    """What is used of a tensor's device."""
+    """The part of a tensor's device that is used."""
 
     @property
     def type(self) -> str:
-        """What kind: "cpu" is this process's memory."""
+        """Kind of the device: "cpu" is this process's memory."""
 
 
 class Tensor(Protocol):
-    """What is used of a tensor: torch's is one, and torch is not imported for it."""
+    """The part of a tensor that is used. `torch.Tensor` has it; torch itself is not imported."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -46,11 +46,11 @@ class Tensor(Protocol):
 
     @property
     def dtype(self) -> object:
-        """Type of the elements; its name tells layouts apart."""
+        """Type of the elements; its name is part of the fingerprint."""
 
     @property
     def device(self) -> Device:
-        """Where the elements are."""
+        """Device that holds the elements."""
 
     def stride(self) -> Sequence[int]:
         """Elements from one index to the next, in each dimension."""
@@ -63,7 +63,7 @@ class Tensor(Protocol):
 
 
 class LayerPages(NamedTuple):
-    """The pages of one layer: that of block b is at ``address + b * stride_bytes``."""
+    """The pages of one layer: the page of block b is at ``address + b * stride_bytes``."""
 
     address: int
     page_bytes: int
@@ -71,19 +71,19 @@ class LayerPages(NamedTuple):
 
 
 class BlockPages(Protocol):
-    """The pages of all blocks of a shard, whatever memory has them."""
+    """The pages of all blocks of a shard, in any kind of memory."""
 
     @property
     def layers(self) -> Sequence[LayerPages]:
-        """In the order in which a block in the host pool has them."""
+        """Pages of each layer, in the order of the layers in a block of the host pool."""
 
     @property
     def blocks(self) -> int:
-        """How many blocks: indices of blocks are below this."""
+        """Number of blocks; indices of blocks are lower."""
 
 
 class Strip(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Pages of one size, back to back: that of slot s is at ``offset_bytes + s * page_bytes`` of the device pool."""
+    """Pages of one size, back to back: slot s has its page at ``offset_bytes + s * page_bytes`` of the device pool."""
 
     offset_bytes: _Offset
     page_bytes: _Size
@@ -106,7 +106,7 @@ class PoolGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return self.slots * self.slot_bytes
 
     def at(self, address: int) -> PoolPages:
-        """The pages of such a pool at an address."""
+        """The pages of the pool if it is mapped at `address`."""
         return PoolPages(
             tuple(
                 LayerPages(address + strip.offset_bytes, strip.page_bytes, strip.page_bytes) for strip in self.strips
@@ -128,7 +128,7 @@ def pool_geometry(layout: Layout, slots: int) -> PoolGeometry:
 
 
 class PoolPages(NamedTuple):
-    """All pages of a device pool: a `BlockPages`. The memory stays mapped as long as this is used."""
+    """All pages of a device pool: a `BlockPages`. The memory must stay mapped while it is used."""
 
     layers: tuple[LayerPages, ...]
     blocks: int
@@ -139,10 +139,10 @@ class EnginePages:
     """All pages of an engine's shard.
 
     Attributes:
-        layers: in the order in which a block in the host pool has them.
-        blocks: blocks of the engine on this shard.
+        layers: pages of each layer, in the order of the layers in a block of the host pool.
+        blocks: number of the engine's blocks on this shard.
         fingerprint: 16 bytes that two shards share only if their blocks are interchangeable byte for byte.
-        owners: what keeps the memory alive, for as long as this object is.
+        owners: objects that keep the memory alive as long as this object lives.
     """
 
     layers: tuple[LayerPages, ...]
@@ -152,13 +152,13 @@ class EnginePages:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """The pages of tensors ``[blocks, …]``, one for each layer, by the layers' names.
+        """The pages of tensors ``[blocks, …]``, one tensor for each layer, by layer name.
 
         Layers that share one tensor share its pages, which are copied once.
 
         Raises:
-            BadRequest: there is none, one is not on the CPU, blocks are not in the first dimension or not contiguous,
-                or the tensors differ in their number of blocks.
+            BadRequest: there is no tensor, a tensor is not on the CPU, blocks are not the first dimension or not
+                contiguous, or the tensors differ in their number of blocks.
         """
         if not tensors:
             raise _unusable("there is no tensor", "register the engine's KV tensors first")
@@ -177,12 +177,12 @@ class EnginePages:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of one block, all its layers."""
+        """Bytes of one block with all its layers."""
         return sum(layer.page_bytes for layer in self.layers)
 
 
 def _pages(name: str, tensor: Tensor) -> tuple[LayerPages, list[int], list[int]]:
-    """The pages of one tensor, and the shape and the strides of each."""
+    """The pages of one tensor, and the shape and the strides of a page."""
     try:
         device, shape, strides = tensor.device.type, list(tensor.shape), list(tensor.stride())
         address, element_bytes = tensor.data_ptr(), tensor.element_size()
@@ -204,13 +204,13 @@ def _pages(name: str, tensor: Tensor) -> tuple[LayerPages, list[int], list[int]]
             f"blocks of {name} are not contiguous: shape {shape}, strides {strides}",
             "use a layout whose blocks are one run of bytes in every layer",
         )
-    # The stride of a dimension of one element means nothing, so it must not tell layouts apart.
-    told = [stride if size > 1 else 0 for size, stride in zip(page_shape, strides[1:], strict=True)]
-    return LayerPages(address, elements * element_bytes, strides[0] * element_bytes), page_shape, told
+    # The stride of a dimension with one element has no meaning, so the fingerprint leaves it out.
+    known = [stride if size > 1 else 0 for size, stride in zip(page_shape, strides[1:], strict=True)]
+    return LayerPages(address, elements * element_bytes, strides[0] * element_bytes), page_shape, known
 
 
 def _contiguous_elements(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """Elements of a page that has no gaps, in whatever order its dimensions lie; None of one that has some."""
+    """Number of elements of a page without gaps, whatever the order of its dimensions; None if the page has gaps."""
     elements = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1:

@@ -54,31 +54,31 @@ class _Entry(NamedTuple):
 
 
 class ProgressReader:
-    """Waits for layers of one shard's loads. One thread at a time, and one reader per shard: eventfds are shared."""
+    """Waits for layers of one shard's loads. One thread at a time, one reader per shard: the eventfds are shared."""
 
     def __init__(self, page: int, events: tuple[int, ...], connection: AttachConnection) -> None:
-        """Map the page, whose descriptor stays the caller's, and take over the eventfds of its entries.
+        """Map the page and take over the eventfds of its entries. The caller keeps the descriptor of the page.
 
-        They are closed with the last reference to the reader. The end of `connection` ends every wait.
+        The eventfds are closed with the last reference to the reader. The end of `connection` ends every wait.
 
         Raises:
-            DaemonFailure: the page is not sealed, too small, or cannot be mapped. The eventfds are still the caller's.
+            DaemonFailure: the page is not sealed, too small, or cannot be mapped. The caller then keeps the eventfds.
         """
         buffer = map_sealed(page, PAGE_SIZE_BYTES, mmap.PROT_READ)
         self._words = memoryview(buffer).cast("B").cast("Q")
         self._events = events
         self._connection = connection
-        # Not by a close: another thread may be waiting.
+        # Not closed explicitly, because another thread may be waiting.
         for descriptor in events:
             weakref.finalize(self, os.close, descriptor)
 
     def wait_layer(self, tickets: Iterable[LoadTicket], layer: int, *, deadline_ms: int) -> None:
-        """Return once each load has this layer in its slots, or is over.
+        """Wait until each load has copied this layer, or is over.
 
         Raises:
             LoadFailed: a load failed, or was cut short.
-            DaemonUnreachable: the daemon, or the pool, is gone.
-            DeadlineExceeded: the loads are not that far within `deadline_ms`.
+            DaemonUnreachable: the daemon or the pool is gone.
+            DeadlineExceeded: a load has not copied the layer within `deadline_ms`.
         """
         deadline_ns = time.monotonic_ns() + deadline_ms * 1_000_000
         for ticket in tickets:
@@ -104,7 +104,7 @@ class ProgressReader:
                 return _Entry(transfer, progress & 0xFFFF_FFFF, progress >> 32)
 
     def _wait_for_news(self, ticket: LoadTicket, deadline_ns: int, deadline_ms: int) -> None:
-        """Return after something was said about the ticket's entry since this was called last, or now."""
+        """Wait for an event of the ticket's entry, counting events since the last call."""
         event = self._events[ticket.progress]
         poller = select.poll()
         poller.register(event, select.POLLIN)
@@ -112,8 +112,8 @@ class ProgressReader:
         remaining_ms = max(0, -((time.monotonic_ns() - deadline_ns) // 1_000_000))
         ready = {descriptor for descriptor, _ in poller.poll(remaining_ms)}
         if event in ready:
-            # Emptied before the page is looked at: what is said after that look wakes the next poll.
-            with contextlib.suppress(BlockingIOError):  # somebody else waits for this shard, too, and was faster
+            # Emptied before the page is read, so that an event after the read wakes the next poll.
+            with contextlib.suppress(BlockingIOError):  # another waiter of this shard was faster
                 os.read(event, _EVENTFD_SIZE_BYTES)
         elif ready:
             raise DaemonUnreachable(f"the daemon, or its pool, went away during load {ticket.transfer}")

@@ -1,8 +1,8 @@
-"""Stores and loads of one shard: blocks between its pages and its part of the host pool, proven by headers.
+"""Stores and loads of one shard: copies of blocks between its pages and its part of the host pool, proven by headers.
 
-An engine's shard and a worker of the daemon do the same here. A block in the host pool is what its header says, and
-nothing else is believed: a header is gone from before the first byte of its slot is written until the block is
-complete, and a load copies only what the headers say is there.
+Shards of engines in offload mode and workers of the daemon use the same code. Only the header proves which block a host
+slot holds: it is cleared before the first byte of the slot is written, and written when the block is complete. A load
+copies only blocks whose headers match.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _DEPTH_MAX: Final = 1 << 32
 
 
 class Indices(Protocol):
-    """Whole numbers: a numpy array of one dimension is one, and an `array.array`."""
+    """Integers: a numpy array of one dimension, or an `array.array`."""
 
     def __len__(self) -> int: ...
 
-    def tolist(self) -> Any:  # noqa: ANN401 - what numpy says of it
+    def tolist(self) -> Any:  # noqa: ANN401 - the type that numpy declares
         """The numbers as a list."""
 
 
@@ -43,11 +43,11 @@ class JobSpan:
     """Consecutive blocks of one chain.
 
     Attributes:
-        depth: of the first block: blocks before it in its chain.
+        depth: depth of the first block: the number of blocks before it in its chain.
         parent: key of the block before the first; empty at depth 0.
-        keys: of the blocks, 16 bytes each.
-        blocks: where they are on the shard, one index for each: in the engine's tensors, or in the device pool.
-        slots: where they are in the host pool, one slot for each.
+        keys: keys of the blocks, 16 bytes each.
+        blocks: index of each block on the shard: in the engine's tensors, or in the device pool.
+        slots: host slot of each block.
     """
 
     depth: int
@@ -62,11 +62,11 @@ class BlockJob:
     """One transfer, the same for every shard.
 
     Attributes:
-        transfer: its id, from `prepare_store` or `prepare_load`.
-        generation: of the namespace, from the same answer: blocks of another one are not used.
-        spans: at least one block in all.
-        start: depth of the first block that the daemon was asked for: it counts a load's bad blocks from there. A job
-            may have fewer of them.
+        transfer: id of the transfer, from `prepare_store` or `prepare_load`.
+        generation: generation of the namespace, from the same reply: blocks of another generation are not used.
+        spans: the blocks; at least one.
+        start: depth of the first block that the daemon was asked for; it counts a load's bad blocks from there. A job
+            may start later.
     """
 
     transfer: TransferId
@@ -76,27 +76,27 @@ class BlockJob:
 
 
 class _Blocks(NamedTuple):
-    """The blocks of a job that was found sound, one of each for every block."""
+    """The blocks of a job that was checked, in columns: an entry for every block."""
 
     names: BlockNames
     blocks: list[int]  #: indices on the shard
-    headers: list[int]  #: where they are in the host pool, in bytes from its start
-    places: list[int]  #: the same for the blocks
+    headers: list[int]  #: offsets of the headers from the start of the host pool
+    places: list[int]  #: offsets of the blocks' bytes, likewise
 
 
 class BlockTransfers:
     """Carries out stores and loads. Used by one thread.
 
     Args:
-        pages: of the shard, whose blocks are as large as the host pool's.
-        host: where a host slot's bytes are.
-        shard: which one this process is: what part of each slab it has, or what share of each store.
-        memory: the bytes of the host pool, writable. They stay mapped as long as this is used.
-        namespace, fingerprint: whose blocks these are, as headers say it; 16 bytes each.
-        copier: moves the bytes.
+        pages: pages of the shard; its blocks are as large as the host pool's.
+        host: layout of the host pool.
+        shard: index of the shard, which determines its part of each slab, or its share of each store.
+        memory: the bytes of the host pool, writable. They must stay mapped while this object is used.
+        namespace, fingerprint: those in the blocks' headers; 16 bytes each.
+        copier: copies the bytes.
 
     Raises:
-        ValueError: a block of the shard is none of the host pool, or the shard has no part of it.
+        ValueError: the shard's blocks have another size than the host pool's, or the shard has no part of the pool.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class BlockTransfers:
             raise ValueError(f"the shard's blocks have {found} bytes, those of the host pool {host.block_bytes}")
         if not shard < host.shards:
             raise ValueError(f"shard {shard}: the host pool has parts for {host.shards}")
-        self._pages = pages  # the memory of an engine's tensors goes with its last owner
+        self._pages = pages  # keeps the memory of an engine's tensors alive
         self._host = host
         self._shard = shard
         self._memory = memoryview(memory).cast("B")
@@ -124,14 +124,16 @@ class BlockTransfers:
         self._fingerprint = fingerprint
 
     def store(self, job: BlockJob, *, epoch: int) -> None:
-        """Copy this shard's blocks into the host pool. After any other error than these, none of their slots holds one.
+        """Copy this shard's blocks into the host pool.
+
+        After any other error than `BadRequest`, the slots hold no blocks.
 
         Args:
-            job: what to copy.
-            epoch: of the daemon that ordered it, for the headers.
+            job: blocks to copy.
+            epoch: epoch of the daemon that ordered the store, for the headers.
 
         Raises:
-            BadRequest: the job contradicts itself, or names what does not exist; nothing was touched.
+            BadRequest: the job contradicts itself, or names blocks or slots that do not exist; nothing was written.
         """
         work, kind, memory = self._mine(self._check(job)), self._kind(job), self._memory
         for place in work.headers:
@@ -146,18 +148,18 @@ class BlockTransfers:
             host_header.write(memory[place : place + HEADER_BYTES], header)
 
     def load(self, job: BlockJob, *, verify: bool) -> list[int]:
-        """Copy blocks out of the host pool, whose slots somebody else may be writing meanwhile.
+        """Copy blocks out of host slots that another process may be writing at the same time.
 
-        Headers are read before and after the copy. A daemon that takes the pool over from one that was killed does not
-        know of loads that it granted, and may give their slots to others: then the headers have changed.
+        Headers are read before and after the copy. A daemon that takes over the pool of a killed daemon does not know
+        which loads that daemon granted, and may grant their slots again: then the headers have changed.
 
         Args:
-            job: what to copy.
-            verify: compare the bytes that arrive with checksums, too, and not only what headers say of the blocks.
+            job: blocks to copy.
+            verify: also compare the bytes that arrive with the checksums in the headers.
 
         Returns:
-            The blocks that are not good, counted from 0 in the order of the job: what the shard has of them is not to
-            be used. All others were copied.
+            The bad blocks, counted from 0 in the order of the job; their bytes on the shard must not be used. All
+            other blocks were copied.
 
         Raises:
             BadRequest: as `store`.
@@ -182,16 +184,16 @@ class BlockTransfers:
     def load_by_layer(
         self, job: BlockJob, *, verify: bool, bad_max: int, layer_done: Callable[[], None]
     ) -> tuple[int, ...]:
-        """Copy blocks out of slots of the host pool that nobody writes meanwhile: by layers, up to the first bad block.
+        """Copy blocks layer by layer, up to the first bad block, out of host slots that no process writes meanwhile.
 
         Args:
-            job: what to copy.
-            verify: compare the blocks' bytes with checksums before the copy, and not only what headers say of them.
-            bad_max: how many bad blocks are named.
-            layer_done: called when a layer of all blocks has arrived. A layer of some of them does not count.
+            job: blocks to copy.
+            verify: also compare the blocks' bytes with the checksums in the headers, before the copy.
+            bad_max: upper bound of the bad blocks that are returned.
+            layer_done: called when a layer of all blocks has arrived; not called if a block is bad.
 
         Returns:
-            The blocks that are not good, counted from 0 in the order of the job; empty where all were copied.
+            The bad blocks, counted from 0 in the order of the job; empty if all blocks were copied.
 
         Raises:
             BadRequest: as `store`.
@@ -265,7 +267,7 @@ def _names(spans: Sequence[JobSpan]) -> BlockNames:
 
 
 def _changed(before: bytes, after: bytes) -> Iterator[int]:
-    """Which headers differ."""
+    """Indices of the headers that differ."""
     if before == after:
         return
     for index, (one, other) in enumerate(zip(_split(before, HEADER_BYTES), _split(after, HEADER_BYTES), strict=True)):

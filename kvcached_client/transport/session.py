@@ -26,9 +26,12 @@ from kvcached_client.errors import (
     NoCapacity,
     RequestError,
     Stale,
+    bad_reply,
 )
 from kvcached_client.protocol.engine import (
     BLOCKS_PER_MESSAGE_MAX,
+    PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN,
     Acquire,
     Allocate,
     Bye,
@@ -50,6 +53,7 @@ from kvcached_client.transport.attach import AttachConnection, SessionGrant, ide
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.heartbeat import Heartbeat
 from kvcached_client.transport.misses import Circuit, CircuitState, Failures, MissPolicy
+from kvcached_client.transport.run_dir import default_run_dir
 from kvcached_client.types import NO_FENCE, RequestId
 
 R = TypeVar("R", bound=Header)
@@ -72,8 +76,11 @@ _log: Final = logging.getLogger("kvcached_client")
 class SessionChannel(Channel):
     """A channel whose connection owns a session: it knows the pool's epoch and how to treat failures."""
 
-    def __init__(self, endpoint: str, *, deadline_ms: int, attached: AttachConnection, failures: Failures) -> None:
+    def __init__(
+        self, endpoint: str, run_dir: str, *, deadline_ms: int, attached: AttachConnection, failures: Failures
+    ) -> None:
         super().__init__(endpoint, deadline_ms=deadline_ms, attached=attached)
+        self.run_dir = run_dir
         self.epoch = 0
         self.is_stale = False  #: the daemon said that the session or the pool's epoch is over
         self.named_fence = NO_FENCE  #: the highest that any lease of the session has named
@@ -211,19 +218,39 @@ class SessionChannel(Channel):
             self.close(linger_ms=linger_ms)
 
 
-def open_channel(run_dir: str, *, deadline_ms: int, failures: Failures) -> tuple[SessionChannel, bytes]:
-    """Connect to the daemon; returns the channel and the token that names this process in a hello.
+def open_channel(
+    run_dir: str | os.PathLike[str] | None, *, deadline_ms: int, failures: Failures
+) -> tuple[SessionChannel, bytes]:
+    """Connect to the daemon in `run_dir` (default: `run_dir.default_run_dir`).
+
+    Returns:
+        The channel, and the token that names this process in a hello.
 
     Raises:
         DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
     """
-    attached, identified = identify(run_dir, client="kvcached_client", deadline_ms=deadline_ms)
+    directory = os.fspath(default_run_dir() if run_dir is None else run_dir)
+    attached, identified = identify(directory, client="kvcached_client", deadline_ms=deadline_ms)
     try:
-        channel = SessionChannel(identified.endpoint, deadline_ms=deadline_ms, attached=attached, failures=failures)
+        channel = SessionChannel(
+            identified.endpoint, directory, deadline_ms=deadline_ms, attached=attached, failures=failures
+        )
     except BaseException:
         attached.close()
         raise
     return channel, identified.member
+
+
+def check_version(welcome: Welcome | WelcomeOffload) -> None:
+    """Refuse a daemon that chose a version of the protocol which the client did not offer.
+
+    Raises:
+        BadRequest: `unsupported_version`.
+    """
+    if not PROTOCOL_VERSION_MIN <= welcome.version <= PROTOCOL_VERSION:
+        offered = f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}"
+        message = f"the daemon chose version {welcome.version}, not one of {offered}"
+        raise bad_reply(message, ErrorCode.UNSUPPORTED_VERSION)
 
 
 class EngineSession:
@@ -239,7 +266,6 @@ class EngineSession:
         self,
         channel: SessionChannel,
         welcome: Welcome | WelcomeOffload,
-        run_dir: str,
         *,
         generation: int | None,
         heartbeat: bool = True,
@@ -249,7 +275,8 @@ class EngineSession:
 
         `generation` is the only one in which the session is valid; None if the namespace may be cleared meanwhile.
         """
-        self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=run_dir)
+        check_version(welcome)
+        self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=channel.run_dir)
         self.epoch = welcome.epoch
         self.namespace = welcome.namespace
         self._channel = channel

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcached_client.errors import DeadlineExceeded, ErrorCode, Stale, request_error
+from kvcached_client.errors import BadRequest, DeadlineExceeded, ErrorCode, Stale, request_error
 from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedLoad, PreparedStore
 from kvcached_client.protocol.engine import (
     EVERY_SHARD,
@@ -40,6 +40,7 @@ class Script:
     def __init__(self) -> None:
         self.silent: set[type] = set()
         self.heartbeat_interval_ms = 60_000
+        self.version = 1
 
     def __call__(self, request: Any, frames: list[bytes]) -> Any:  # noqa: PLR0911 - by verb
         if type(request) in self.silent:
@@ -62,7 +63,7 @@ class Script:
     def _welcome(self, request_id: int) -> WelcomeOffload:
         return WelcomeOffload(
             id=request_id,
-            version=1,
+            version=self.version,
             session=3,
             token=TOKEN,
             daemon_epoch=1,
@@ -112,6 +113,13 @@ def prepare_load(client: OffloadClient) -> PreparedLoad:
 
 def prepare_store(client: OffloadClient) -> PreparedStore:
     return client.prepare_store(LeaseId(1), 0, bytes(32))
+
+
+def test_daemon_of_another_protocol_version_is_refused(daemon: FakeDaemon, script: Script) -> None:
+    """A version that the client did not offer is refused when the session opens."""
+    script.version = 2
+    with pytest.raises(BadRequest, match="chose version 2, not one of 1 to 1"):
+        connect(daemon)
 
 
 def test_answers_say_which_blocks_lie_where(client: OffloadClient) -> None:
