@@ -9,7 +9,7 @@ from typing import Final
 from benchmarks.shapes import BLOCK_SIZE
 from kvcached.core.cache import Cache
 from kvcached.core.index.run import KEY_SIZE
-from kvcached.core.messages import ShardSettled, StartTransfer
+from kvcached.core.messages import StartTransfer
 from kvcached.core.namespaces import PoolSpec
 from kvcached.core.slots.ranges import cut
 from kvcached.core.slots.states import SlotState
@@ -131,5 +131,5 @@ class OneEngine:
             effect = effects.pop(0)
             if isinstance(effect, StartTransfer):
                 for shard in range(SHARDS):
-                    cache.handle(ShardSettled(effect.transfer, ShardIndex(shard)))
+                    cache.worker_copies.shard_done(effect.transfer, ShardIndex(shard))
                     cache.settle()

@@ -24,7 +24,6 @@ from kvcached.core.messages import (
     MemberLost,
     MembersDied,
     PoolRestored,
-    ShardSettled,
     Ticked,
     WorkerDied,
 )
@@ -58,6 +57,7 @@ class Cache:
         pools: of replicas, by name.
         managed: sessions on device pools, and what they ask for.
         offload: sessions of engines in offload mode, what they ask for, and their namespaces.
+        worker_copies: copies between device pools and the host pool, which workers make.
         effects: what the world is asked to do; the service takes them after each call.
         header_changes: what is to be written beside the slots of device pools, in order, before any effect and reply.
         counters: totals since the start, by name.
@@ -98,7 +98,7 @@ class Cache:
         self._last_session = 0
         sessions = Sessions[ManagedSession, ManagedLease](session_ttl_ms)
         self._table = table = TransferTable(sessions, self.effects, self.counters)
-        self._worker_copies = WorkerCopies(table, self.pins)
+        self.worker_copies = WorkerCopies(table, self.pins)
         locks = PrefixLocks()
         waiting = Candidates(self.effects, self.counters)
         self.slab_allocator = allocator = SlabAllocator(
@@ -109,11 +109,11 @@ class Cache:
         namespaces = Namespaces(trees, namespaces_max, locks, self.generations, self.pins, offload_write_policy)
         self.offload = Offload(namespaces, session_ttl_ms, table, locks)
         pool_trees = trees.of_pools(pools, epoch, self.header_changes)
-        self.managed = Managed(sessions, table, self._worker_copies, locks, pool_trees)
+        self.managed = Managed(sessions, table, self.worker_copies, locks, pool_trees)
         self.pools = self.managed.pools
         generation_of = namespaces.generation_of
         self.storage = StorageTier(storage or StorageSpec(), table, generation_of, waiting, locks)
-        self.clearings = Clearings(sessions, self._worker_copies, self.storage, self.managed.expire, locks)
+        self.clearings = Clearings(sessions, self.worker_copies, self.storage, self.managed.expire, locks)
 
     def _make_room(self, taker: HostPool) -> bool:
         return self.offload.namespaces.make_room(taker)
@@ -184,8 +184,6 @@ class Cache:
     def handle(self, event: Event) -> None:
         """Take in what arrived by itself. Events about what is gone already change nothing."""
         match event:
-            case ShardSettled():
-                self._worker_copies.on_shard_settled(event)
             case Ticked():
                 self._on_ticked(event.now_ms)
             case MemberLost():

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvcached.core.slots.ranges import Ranges, SlotRanges
-from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, SessionId, ShardIndex, TransferId
+from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, SessionId, TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def span_of(depth: int, keys: bytes, host: Ranges[int], device: Ranges[int]) -> 
 
 
 class StartTransfer(NamedTuple):
-    """Order the copy on every shard of a pool, and tell of each shard by a `ShardSettled`.
+    """Order the copy on every shard of a pool, and tell `WorkerCopies.shard_done` of each shard.
 
     Attributes:
         spans: what to copy; blocks are counted through all of them, from 0.
@@ -234,21 +234,6 @@ class MembersDied:
     session: SessionId
 
 
-class ShardSettled(NamedTuple):
-    """One shard is through with a transfer: nothing of it reads or writes any more.
-
-    Attributes:
-        error: why it failed; empty where it was carried out.
-        corrupt: blocks of a load, counted through its spans, whose stored bytes are not those that were stored. Only
-            the blocks before the first of them were copied.
-    """
-
-    transfer: TransferId
-    shard: ShardIndex
-    error: str = ""
-    corrupt: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerDied:
     """A shard's worker is gone: nothing is copied until there is another. Its copies end as its death is confirmed."""
@@ -305,7 +290,7 @@ class BackupSettled:
 
 
 StorageEvent = StorageReady | StorageSuspended | StorageLost | StorageAnswered | FetchSettled | BackupSettled
-Event = Ticked | MemberLost | MembersDied | ShardSettled | WorkerDied | PoolRestored | StorageEvent
+Event = Ticked | MemberLost | MembersDied | WorkerDied | PoolRestored | StorageEvent
 
 
 class Grant(NamedTuple):

@@ -28,7 +28,6 @@ from kvcached.core.messages import (
     QueryStorage,
     SessionEnded,
     SessionExpired,
-    ShardSettled,
     SlabAllocated,
     SlotsHandedOut,
     StartBackup,
@@ -279,7 +278,9 @@ class Service:
                 "%d stored blocks had changed and are dropped; shard %d, load %d", len(corrupt), shard, transfer
             )
         try:
-            self.on_event(ShardSettled(transfer, shard, error, corrupt))
+            self._cache.worker_copies.shard_done(transfer, shard, error, corrupt)
+            self.carry_out()
+            self._settle()
         except Exception:
             log.exception("internal error at the end of transfer %d on shard %d", transfer, shard)
             self.count("errors_internal")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcached.core.cache import Cache
-from kvcached.core.messages import Effect, Grant, ShardSettled, Span, StartTransfer, TransferKind
+from kvcached.core.messages import Effect, Grant, Span, StartTransfer, TransferKind
 from kvcached.core.namespaces import PoolSpec
 from kvcached.core.slots.host_slots import HostPool, HostQuota
 from kvcached.core.slots.ranges import Ranges, pairs, slot_count
@@ -77,7 +77,7 @@ class Workers:
         self.take()
         del self.under_way[order.transfer]
         for shard in range(self.cache.pools[order.pool].shards):
-            self.cache.handle(ShardSettled(order.transfer, ShardIndex(shard), error, corrupt))
+            self.cache.worker_copies.shard_done(order.transfer, ShardIndex(shard), error, corrupt)
 
     def answer_all(self, error: str = "") -> None:
         """Until nothing is under way."""

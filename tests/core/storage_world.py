@@ -11,7 +11,6 @@ from kvcached.core.messages import (
     Effect,
     FetchSettled,
     QueryStorage,
-    ShardSettled,
     Span,
     StartBackup,
     StartFetch,
@@ -126,7 +125,7 @@ class StorageWorld:
             for span in order.spans:
                 self.wrote(tree, 0, span.keys, slots_of(span.host))
         for shard in range(pool.shards):
-            self.cache.handle(ShardSettled(order.transfer, ShardIndex(shard)))
+            self.cache.worker_copies.shard_done(order.transfer, ShardIndex(shard))
 
     def _fetch(self, asked: StartFetch, good: int | None) -> None:
         there = _leading([self._name(asked, key) in self.held for key in _keys(asked.span.keys)])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.messages import ShardSettled, Ticked, WorkerDied
+from kvcached.core.messages import Ticked, WorkerDied
 from kvcached.core.slots import slots as pool
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers import stores, transfer
@@ -153,6 +153,6 @@ def test_shard_that_names_blocks_it_was_not_given_has_failed(new_tiers: MakeTier
     workers, engine = Workers(cache), Engine(cache)
     engine.store("abcd")
     (order,) = workers.started()
-    cache.handle(ShardSettled(order.transfer, ShardIndex(0), "", (99,)))
+    cache.worker_copies.shard_done(order.transfer, ShardIndex(0), "", (99,))
 
     assert (cache.counters["store_failed_blocks"], cache.counters["stored_blocks"]) == (4, 0)

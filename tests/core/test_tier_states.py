@@ -16,7 +16,6 @@ from kvcached.core.messages import (
     MemberLost,
     MembersDied,
     PoolRestored,
-    ShardSettled,
     StartTransfer,
     Ticked,
     TransferKind,
@@ -168,7 +167,7 @@ def scene(make: MakeTiers, kind: str) -> Scene:
 
 
 def settle(here: Scene, shard: int, error: str = "", corrupt: tuple[int, ...] = ()) -> None:
-    here.cache.handle(ShardSettled(here.transfer.id, ShardIndex(shard), error, corrupt))
+    here.cache.worker_copies.shard_done(here.transfer.id, ShardIndex(shard), error, corrupt)
 
 
 def lose_workers(here: Scene) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvcached.core.index.host_tree import HOST
 from kvcached.core.insight.invariants import check
-from kvcached.core.messages import Grant, ShardSettled, TransferKind
+from kvcached.core.messages import Grant, TransferKind
 from kvcached.core.refusals import Refusal
 from kvcached.core.slots.states import SlotState
 from kvcached_client.errors import ErrorCode
@@ -131,10 +131,10 @@ class TierDriver(TierSessions):
         counters = Counter(self.cache.counters)
         for transfer, copy in self.world.copies.items():
             for shard in {*range(SHARDS), SHARDS + 1} - copy.waiting:
-                self.cache.handle(ShardSettled(transfer, ShardIndex(shard), "stray", (0,)))
+                self.cache.worker_copies.shard_done(transfer, ShardIndex(shard), "stray", (0,))
         for transfer in (*self.world.over[-5:], *self.cache.transfers, TransferId(1 << 40)):
             if transfer not in self.world.copies:
-                self.cache.handle(ShardSettled(transfer, ShardIndex(0), "stray", (0,)))
+                self.cache.worker_copies.shard_done(transfer, ShardIndex(0), "stray", (0,))
         assert counters == self.cache.counters
 
     def rot(self) -> None:

@@ -17,7 +17,6 @@ from kvcached.core.messages import (
     Effect,
     HurryTransfer,
     LoadsEnded,
-    ShardSettled,
     StartTransfer,
     TransferKind,
 )
@@ -157,7 +156,7 @@ class World:
         if not copy.waiting:
             del self.copies[transfer]
             self.over.append(transfer)
-        self.cache.handle(ShardSettled(transfer, ShardIndex(shard), error, tuple(corrupt)))
+        self.cache.worker_copies.shard_done(transfer, ShardIndex(shard), error, tuple(corrupt))
 
     def lose(self, name: str) -> None:
         """The workers of a pool are dead: their copies will fail. The memory stays."""

@@ -40,7 +40,7 @@ def load_of_a_dead_worker_forgotten(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_loads.py::test_slots_of_a_copy_wait_until_its_worker_is_dead")
 def copies_end_before_their_workers(patch: pytest.MonkeyPatch) -> None:
     """The first word of a death ends all copies of a pool, while other workers of it may still write."""
-    ends = "for each in self._worker_copies.table.of_pool(pool):\n    self._worker_copies._end(each)"
+    ends = "for each in self.worker_copies.table.of_pool(pool):\n    self.worker_copies._end(each)"
     rewrite(patch, Cache._on_worker_died, "pool.lose_workers()", f"pool.lose_workers()\n{ends}")
 
 

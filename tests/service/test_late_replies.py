@@ -416,10 +416,10 @@ def test_bug_at_the_end_of_a_transfer_does_not_reach_the_worker(
 ) -> None:
     """Whoever reports for a shard is never raised at."""
 
-    def explode(_: object) -> NoReturn:
+    def explode(*_: object) -> NoReturn:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(loading.office.cache, "handle", explode)
+    monkeypatch.setattr(loading.office.cache.worker_copies, "shard_done", explode)
     loading.end()
 
     assert loading.office.cache.counters["errors_internal"] == 2  # one a shard

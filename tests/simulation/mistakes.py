@@ -29,7 +29,7 @@ from kvcached.service.pending import PendingReplies
 from kvcached.service.replica import NamedNamespace
 from kvcached.service.service import Service
 from kvcached.service.sessions import EngineGroup, EngineGroups, KeptAnswers
-from kvcached_client.types import NO_FENCE
+from kvcached_client.types import NO_FENCE, ShardIndex, TransferId
 from tests.simulation.mistake import Mistake
 from tests.simulation.storage_mistakes import STORAGE_MISTAKES
 
@@ -61,15 +61,14 @@ def _retry_executed_twice(patch: pytest.MonkeyPatch) -> None:
 
 def _one_shard_counts_for_all(patch: pytest.MonkeyPatch) -> None:
     """A copy by workers is over with its first acknowledgement."""
-    settle = WorkerCopies.on_shard_settled
+    settle = WorkerCopies.shard_done
 
-    def on_shard_settled(self: WorkerCopies, event: Any) -> None:
-        transfer = self.table.worker.get(event.transfer)
-        if transfer is not None:
-            transfer.waiting = {event.shard}
-        settle(self, event)
+    def shard_done(self: WorkerCopies, transfer: TransferId, shard: ShardIndex, *report: Any) -> None:
+        if (found := self.table.worker.get(transfer)) is not None:
+            found.waiting = {shard}
+        settle(self, transfer, shard, *report)
 
-    patch.setattr(WorkerCopies, "on_shard_settled", on_shard_settled)
+    patch.setattr(WorkerCopies, "shard_done", shard_done)
 
 
 def _one_offload_shard_counts_for_all(patch: pytest.MonkeyPatch) -> None:
@@ -99,9 +98,9 @@ def _one_death_ends_copies(patch: pytest.MonkeyPatch) -> None:
     def on_worker_died(self: Cache, pool: Any) -> None:
         pool.healthy = False
         self.counters["workers_lost"] += 1
-        for transfer in self._worker_copies.table.of_pool(pool):
+        for transfer in self.worker_copies.table.of_pool(pool):
             transfer.failure = transfer.failure or "a worker is dead"
-            self._worker_copies._end(transfer)
+            self.worker_copies._end(transfer)
 
     patch.setattr(Cache, "_on_worker_died", on_worker_died)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.messages import ShardSettled, TransferKind
+from kvcached.core.messages import TransferKind
 from kvcached.core.pins import Pins
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import TransferState
@@ -15,6 +15,7 @@ from kvcached.core.transfers.loads import Loads
 from kvcached.core.transfers.stores import Stores
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import WorkerTransfer
+from kvcached_client.types import ShardIndex, TransferId
 
 
 class WorkerCopies:
@@ -32,17 +33,29 @@ class WorkerCopies:
         self.pins = pins
         self.loads = Loads(table, self._end, pins)
 
-    def on_shard_settled(self, event: ShardSettled) -> None:
-        """One shard is through with a transfer; the last one ends it. Acknowledgements of what has ended are old."""
-        transfer = self.table.worker.get(event.transfer)
-        if transfer is None or event.shard not in transfer.waiting:
+    def shard_done(
+        self, transfer_id: TransferId, shard: ShardIndex, error: str = "", corrupt: tuple[int, ...] = ()
+    ) -> None:
+        """A shard no longer reads or writes anything for a transfer; the last shard ends the transfer.
+
+        A report about a transfer that has ended, or a second report of a shard, changes nothing.
+
+        Args:
+            transfer_id: the transfer.
+            shard: the shard.
+            error: why the transfer failed there; "" if it did not.
+            corrupt: blocks of a load, counted through its spans, that differ from what was stored. Only the blocks
+                before the first of them were copied.
+        """
+        transfer = self.table.worker.get(transfer_id)
+        if transfer is None or shard not in transfer.waiting:
             return
-        transfer.waiting.discard(event.shard)
-        transfer.fail(event.error)
-        if len(event.corrupt):
-            transfer.corrupt.update(block for block in event.corrupt if 0 <= block < transfer.blocks)
+        transfer.waiting.discard(shard)
+        transfer.fail(error)
+        if corrupt:
+            transfer.corrupt.update(block for block in corrupt if 0 <= block < transfer.blocks)
             if transfer.kind is TransferKind.STORE or not transfer.corrupt:
-                transfer.fail(f"shard {event.shard} named blocks that it was not given")
+                transfer.fail(f"shard {shard} named blocks that it was not given")
         if not transfer.waiting:
             self._end(transfer)
 
