@@ -64,7 +64,7 @@ from kvcached.worker.group import MODULE as WORKER_MODULE
 from kvcached_client.blocks.header import NAMESPACE_BYTES
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.pages import pool_geometry
-from kvcached_client.errors import RequestError
+from kvcached_client.errors import DeviceError, RequestError
 from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAME, rpc_endpoint, socket_path
 from kvcached_client.types import ShardIndex, WritePolicy
 
@@ -197,7 +197,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         is_takeover = inheritance.is_kept or any(each.is_kept for each in replicas)
         await start_storage(config, host, service, epoch, record, parts, is_takeover=is_takeover)
         _open_sockets(config, service, attach, parts)
-    except (RequestError, NotEnoughMemory, OSError) as error:
+    except (RequestError, NotEnoughMemory, DeviceError, OSError) as error:
         raise StartError(str(error)) from error
     except Exception as error:
         if inheritance is None or inheritance.ledger is None:
@@ -293,7 +293,9 @@ def _replica(
         header_namespace=replica.namespace(FIRST_GENERATION)[:NAMESPACE_BYTES],
         host_geometry=None if config.host is None else _host_geometry(config.host, replica),
         write_policy=WritePolicy(replica.write_policy),
-        memory=tuple(each.identity for each in device.shards),
+        memory=device.identities,
+        cuda_ordinals=replica.cuda_ordinals,
+        cuda_devices=device.cuda_devices,
         is_kept=device.is_kept,
         headers=device.headers,
     )

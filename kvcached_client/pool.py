@@ -5,6 +5,8 @@ The daemon reuses slots once this process is dead (see the attach section of doc
 * No child may keep the memory: the mapping is `MADV_DONTFORK`, and its descriptor is closed as soon as it is mapped.
 * The memory cannot change its size under a reader: its seals are checked before it is mapped.
 * The mapping lives as long as its last view, in whatever order things are closed.
+
+A pool on a CUDA device is mapped by the driver; it has the same methods for arrays under other names.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterable
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,9 @@ from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol.engine import LoadTicket
 from kvcached_client.transport.attach import JoinedMemory, SessionGrant, close_all, join
 
+if TYPE_CHECKING:
+    from kvcached_client.cuda.mapping import CudaArray, CudaBuffer
+
 #: numpy has no bfloat16 and no float8: views show these as unsigned integers of the same size.
 _NUMPY_DTYPE: Final[dict[str, str]] = {
     "float32": "<f4",
@@ -35,6 +40,18 @@ _NUMPY_DTYPE: Final[dict[str, str]] = {
     "int8": "i1",
     "uint8": "u1",
 }
+
+
+_KINDS: Final = ("memfd", "cuda")
+
+
+class _Place(NamedTuple):
+    """An array in the pool: offset and strides are in bytes."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset_bytes: int
+    strides: tuple[int, ...]
 
 
 class MappedPool:
@@ -49,16 +66,18 @@ class MappedPool:
         slots: number of slots.
         shard: index of this shard.
         epoch: epoch of the pool when it was mapped.
+        device: UUID of the CUDA device that has the pool; empty where it is memory of this machine.
     """
 
-    def __init__(self, memory: JoinedMemory, buffer: Buffer, progress: ProgressReader) -> None:
+    def __init__(self, memory: JoinedMemory, buffer: Buffer | CudaBuffer, progress: ProgressReader) -> None:
         joined = memory.joined
+        self.device: str = joined.device
         self.layout: Layout = joined.layout
         self.slots: int = joined.slots
         self.shard: int = joined.shard
         self.epoch: int = joined.epoch
         self._connection = memory.connection
-        self._buffer: Buffer | None = buffer
+        self._buffer: Buffer | CudaBuffer | None = buffer
         self._progress: ProgressReader | None = progress
 
     def pages(self, layer: int, group: int = 0) -> npt.NDArray[np.uint8]:
@@ -70,7 +89,7 @@ class MappedPool:
 
         Raises:
             IndexError: there is no such layer or group.
-            ValueError: the pool is closed.
+            ValueError: the pool is closed, or on a CUDA device.
         """
         page_bytes = self._group(layer, group).page_bytes(self.layout.block_size)
         offset, stride = self._place(layer, group)
@@ -85,14 +104,24 @@ class MappedPool:
 
         Raises:
             IndexError: there is no such layer or group.
-            ValueError: the pool is closed.
+            ValueError: the pool is closed, or on a CUDA device.
         """
-        shape = self._group(layer, group)
-        offset, _ = self._place(layer, group)
-        keys = self._heads(shape, shape.head_dim, group, offset)
-        if not shape.v_head_dim:
-            return keys, None
-        return keys, self._heads(shape, shape.v_head_dim, group, offset + shape.k_bytes(self.layout.block_size))
+        keys, values = self._heads(layer, group)
+        return self._view(*keys), None if values is None else self._view(*values)
+
+    def cuda_keys_values(self, layer: int, group: int = 0) -> tuple[CudaArray, CudaArray | None]:
+        """As `keys_values`, of a pool on a CUDA device: arrays by the CUDA array interface.
+
+        Raises:
+            IndexError: there is no such layer or group.
+            ValueError: the pool is closed, or not on a CUDA device.
+        """
+        if self._buffer is None:
+            raise ValueError("the mapped pool is closed")
+        if not self.device:
+            raise ValueError("the pool is not on a CUDA device: use keys_values")
+        keys, values = self._heads(layer, group)
+        return self._cuda_array(keys), None if values is None else self._cuda_array(values)
 
     def wait_layer(self, tickets: Iterable[LoadTicket], layer: int, group: int = 0, *, deadline_ms: int) -> None:
         """Wait until one layer of the loading blocks has arrived on this shard. Without tickets it returns at once.
@@ -146,19 +175,37 @@ class MappedPool:
     def _place(self, layer: int, group: int) -> tuple[int, int]:
         return self.layout.page_offset(self.slots, group, layer), self.layout.slot_stride_bytes(group)
 
-    def _heads(self, group: KvGroup, head_dim: int, group_index: int, offset: int) -> npt.NDArray[Any]:
-        dtype = np.dtype(_NUMPY_DTYPE[group.dtype])
-        head_bytes = head_dim * dtype.itemsize
-        shape = (self.slots, self.layout.block_size, group.kv_heads, head_dim)
-        strides = (self.layout.slot_stride_bytes(group_index), group.kv_heads * head_bytes, head_bytes, dtype.itemsize)
-        return self._view(dtype, shape, offset, strides)
+    def _cuda_array(self, place: _Place) -> CudaArray:
+        from kvcached_client.cuda.mapping import CudaArray  # noqa: PLC0415 - only pools on a device need the driver
+
+        # torch has signed integers of 16 bits, and views them as bfloat16.
+        dtype = place.dtype.str.replace("<u2", "<i2")
+        return CudaArray(cast("CudaBuffer", self._buffer), dtype, place.shape, place.offset_bytes, place.strides)
+
+    def _heads(self, layer: int, group: int) -> tuple[_Place, _Place | None]:
+        """Where K and V of one layer are."""
+        found = self._group(layer, group)
+        offset, stride = self._place(layer, group)
+        keys = _place(self, found, found.head_dim, offset, stride)
+        if not found.v_head_dim:
+            return keys, None
+        return keys, _place(self, found, found.v_head_dim, offset + found.k_bytes(self.layout.block_size), stride)
 
     def _view(
         self, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, strides: tuple[int, ...]
     ) -> npt.NDArray[Any]:
         if self._buffer is None:
             raise ValueError("the mapped pool is closed")
-        return np.ndarray(shape, dtype, memoryview(self._buffer), offset, strides)
+        if self.device:
+            raise ValueError("the pool is on a CUDA device: use cuda_keys_values, or kvcached_client.tensors")
+        return np.ndarray(shape, dtype, memoryview(cast("Buffer", self._buffer)), offset, strides)
+
+
+def _place(pool: MappedPool, group: KvGroup, head_dim: int, offset: int, stride: int) -> _Place:
+    dtype = np.dtype(_NUMPY_DTYPE[group.dtype])
+    head_bytes = head_dim * dtype.itemsize
+    shape = (pool.slots, pool.layout.block_size, group.kv_heads, head_dim)
+    return _Place(dtype, shape, offset, (stride, group.kv_heads * head_bytes, head_bytes, dtype.itemsize))
 
 
 def map_pool(grant: SessionGrant, shard: int = 0, *, deadline_ms: int = 5000) -> MappedPool:
@@ -172,6 +219,7 @@ def map_pool(grant: SessionGrant, shard: int = 0, *, deadline_ms: int = 5000) ->
         Refused: the socket belongs to another user, who is not root.
         RequestError: the daemon refused.
         DaemonFailure: the memory is not sealed, not of the right size, or cannot be mapped.
+        DeviceError: this process has no CUDA driver, does not see the device, or the driver refused to map it.
     """
     memory = join(grant, shard, deadline_ms=deadline_ms)
     try:
@@ -186,15 +234,29 @@ def map_pool(grant: SessionGrant, shard: int = 0, *, deadline_ms: int = 5000) ->
 
 def _map(memory: JoinedMemory) -> MappedPool:
     joined = memory.joined
-    if joined.kind != "memfd":
+    if joined.kind not in _KINDS or (joined.kind == "cuda") != bool(joined.device):
         raise request_error(
-            ErrorCode.UNSUPPORTED_VERSION, f"pool memory of kind {joined.kind!r}", "this client maps memfd only"
+            ErrorCode.UNSUPPORTED_VERSION,
+            f"pool memory of kind {joined.kind!r} on device {joined.device!r}",
+            f"this client maps {' and '.join(_KINDS)}",
         )
     joined.layout.check()
     size_bytes = joined.layout.pool_bytes(joined.slots)
+    if joined.kind == "cuda":
+        return MappedPool(
+            memory, _cuda_buffer(memory, size_bytes), ProgressReader(memory.progress, memory.events, memory.connection)
+        )
     actual_bytes = os.fstat(memory.pool).st_size
     if not size_bytes == joined.pool_bytes == actual_bytes or size_bytes <= 0:
         raise unusable(f"{actual_bytes} bytes, announced as {joined.pool_bytes}, but the layout takes {size_bytes}")
     buffer = map_sealed(memory.pool, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
     # Last, because it takes over the eventfds.
     return MappedPool(memory, buffer, ProgressReader(memory.progress, memory.events, memory.connection))
+
+
+def _cuda_buffer(memory: JoinedMemory, size_bytes: int) -> CudaBuffer:
+    from kvcached_client.cuda.mapping import CudaBuffer  # noqa: PLC0415 - only such pools need the driver
+
+    if not 0 < size_bytes == memory.joined.pool_bytes:
+        raise unusable(f"announced as {memory.joined.pool_bytes} bytes, but the layout takes {size_bytes}")
+    return CudaBuffer(memory.pool, size_bytes, memory.joined.device)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
 
 from kvcached_client.pool import MappedPool
 
+if TYPE_CHECKING:
+    from kvcached_client.cuda.mapping import CudaArray
+
 
 def layer_tensors(pool: MappedPool, layer: int, group: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """K and V of one layer as CPU tensors that share the pool's memory.
+    """K and V of one layer as tensors, on the CPU or on the CUDA device of the pool, that share the pool's memory.
 
     Shapes are those of `MappedPool.keys_values`, the dtype is the layout's; V is None in a group without V (MLA).
 
@@ -20,13 +23,22 @@ def layer_tensors(pool: MappedPool, layer: int, group: int = 0) -> tuple[torch.T
         ValueError: the pool is closed, or scales put pages at offsets that are no multiple of the element size.
     """
     dtype = pool.layout.groups[group].dtype if 0 <= group < len(pool.layout.groups) else ""
+    if pool.device:
+        on_device, others = pool.cuda_keys_values(layer, group)
+        return _typed(cuda_tensor(on_device), dtype), None if others is None else _typed(cuda_tensor(others), dtype)
     keys, values = pool.keys_values(layer, group)
     return _tensor(keys, dtype), None if values is None else _tensor(values, dtype)
 
 
+def cuda_tensor(array: CudaArray) -> torch.Tensor:
+    """A tensor that shares an array's memory, and keeps it mapped."""
+    return torch.as_tensor(array, device=torch.device("cuda", array.ordinal))
+
+
 def _tensor(view: npt.NDArray[Any], dtype: str) -> torch.Tensor:
-    if dtype == "bfloat16":
-        view = view.view("<i2")
-    tensor = torch.from_numpy(view)
+    return _typed(torch.from_numpy(view.view("<i2") if dtype == "bfloat16" else view), dtype)
+
+
+def _typed(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     wanted: torch.dtype = getattr(torch, dtype)
     return tensor if tensor.dtype == wanted else tensor.view(wanted)

@@ -48,7 +48,7 @@ def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = 
 
 def memory_needed(config: Config) -> tuple[int, str]:
     """Bytes of all pools, and whose they are, in words."""
-    replicas = [replica.layout.pool_bytes(replica.slot_count) * replica.shards for replica in config.replica]
+    replicas = [replica.host_memory_bytes for replica in config.replica if replica.device == "cpu"]
     names = [f"{len(replicas)} replica{'s' if len(replicas) > 1 else ''}"] if replicas else []
     host_bytes = 0
     if config.host is not None:
@@ -83,8 +83,7 @@ def _largest(config: Config) -> tuple[Location, object]:
     found: list[tuple[int, Location, object]] = []
     for number, replica in enumerate(config.replica):
         key = "pool_bytes" if replica.slots is None else "slots"
-        size_bytes = replica.layout.pool_bytes(replica.slot_count) * replica.shards
-        found.append((size_bytes, ("replica", number, key), getattr(replica, key)))
+        found.append((replica.host_memory_bytes, ("replica", number, key), getattr(replica, key)))
     if config.host is not None:
         key = "memory_percent" if config.host.size_bytes is None else "size_bytes"
         found.append((config.host.slabs * config.host.slab_bytes, ("host", key), getattr(config.host, key)))

@@ -31,7 +31,7 @@ _WHAT = {
     "string_pattern_mismatch": "has characters that are not allowed",
     "string_too_long": "is too long",
     "string_too_short": "is too short",
-    "tuple_type": "is no array of tables",
+    "tuple_type": "is no array",
 }
 #: The present names of tables that had another one.
 _NEW_NAMES = {"attached": "offload"}
@@ -181,7 +181,8 @@ def expectation(key: str, schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "integer":
         return _expected_number(key, schema)
     if schema.get("type") != "string":
-        return {"array": "an array of tables", "boolean": "true or false", "object": "a table"}[schema["type"]]
+        items = "integers" if schema.get("items", {}).get("type") == "integer" else "tables"
+        return {"array": f"an array of {items}", "boolean": "true or false", "object": "a table"}[schema["type"]]
     if schema.get("format") == "path":
         return "a path"
     characters = f"{schema['maxLength']} characters" if "maxLength" in schema else "any length"

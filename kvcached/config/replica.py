@@ -34,12 +34,6 @@ _SIZE_MAX: Final = 1 << 20
 _Size = Annotated[int, Field(ge=1, le=_SIZE_MAX)]
 
 
-def _cpu_only(device: str) -> str:
-    if device == "cuda":
-        raise mistake("this version keeps pools in CPU memory only", 'use device = "cpu"')
-    return device
-
-
 def _not_reserved(name: str) -> str:
     if name == HOST_TIER_NAME:
         raise mistake("is what reports call the host pool", "choose another name")
@@ -106,8 +100,15 @@ class ReplicaConfig(Table):
         max_length=REPLICA_NAME_LENGTH_MAX,
         description="The name by which engines connect. Also part of the names of the workers' sockets and logs.",
     )
-    device: Annotated[Literal["cpu", "cuda"], AfterValidator(_cpu_only)] = Field(
-        default="cpu", description='Where the pool lies. Only "cpu" in this version: shared memory.'
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu",
+        description='Where the pool lies: "cpu" is shared memory, "cuda" is memory of CUDA devices, one a shard.',
+    )
+    cuda_devices: tuple[Annotated[int, Field(ge=0, lt=SHARDS_MAX)], ...] = Field(
+        default=(),
+        strict=False,
+        description="The CUDA device of each shard, counted as the daemon sees them (`CUDA_VISIBLE_DEVICES`). Default:"
+        ' 0, 1, … Only with `device = "cuda"`.',
     )
     model: str = Field(
         min_length=1,
@@ -191,6 +192,16 @@ class ReplicaConfig(Table):
         return self._layout
 
     @property
+    def cuda_ordinals(self) -> tuple[int, ...]:
+        """The CUDA device of each shard; none on a CPU."""
+        return (self.cuda_devices or tuple(range(self.shards))) if self.device == "cuda" else ()
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """Memory of this machine that the pool takes, all its shards."""
+        return 0 if self.device == "cuda" else self._layout.pool_bytes(self.slot_count) * self.shards
+
+    @property
     def slot_count(self) -> int:
         """Slots of the pool, the same on every shard."""
         return self.slots if self.slots is not None else self._layout.blocks_per_budget(self.pool_bytes or 0)
@@ -232,6 +243,15 @@ class ReplicaConfig(Table):
             )
         if self.group and self.kv_dtype is not None:
             raise mistake("stands beside group", "write the dtype into each group", ("kv_dtype",), self.kv_dtype)
+        if self.cuda_devices and self.device != "cuda":
+            raise mistake('stands beside device = "cpu"', 'set device = "cuda"', ("cuda_devices",), self.cuda_devices)
+        if self.cuda_devices and len(self.cuda_devices) != self.shards:
+            raise mistake(
+                f"names {len(self.cuda_devices)} devices for {self.shards} shards",
+                "name one for each shard",
+                ("cuda_devices",),
+                self.cuda_devices,
+            )
         if self.load_quota_blocks is not None and self.load_quota_blocks < self.load_threshold_blocks:
             raise mistake(
                 f"is less than load_threshold_blocks ({self.load_threshold_blocks}): nothing would ever be loaded",

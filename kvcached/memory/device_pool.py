@@ -3,8 +3,8 @@
 It belongs to no worker, so that no worker's death loses it. Its descriptors are kept by the service manager
 (`kvcached.recovery.fd_store`), so that the daemon's own death does not either. The daemon never maps it.
 
-`ShardMemory` is all that the daemon knows of a device: what makes a shard's memory, what it is passed on as, and
-what tells it from other memory. On a CPU it is a sealed memfd.
+`ShardMemory` is all that the daemon knows of a device: what makes a shard's memory, and what it is passed on as. On a
+CPU it is a sealed memfd; on a CUDA device it is what the driver exports (`kvcached.worker.cuda_maker`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 from contextlib import ExitStack
 from typing import Self
 
-from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import sealed_memfd
 
@@ -23,11 +22,12 @@ class ShardMemory:
 
     Attributes:
         descriptor: the memory's, close-on-exec. This is what outlives the daemon; the page does not.
-        size_bytes: of the memory.
+        size_bytes: of the pool. Memory of a CUDA device is larger, in whole granules.
+        device: UUID of the CUDA device; empty on a CPU.
         progress: the page. While a worker lives, it writes the page; the daemon does when the worker is dead.
     """
 
-    def __init__(self, name: str, descriptor: int, size_bytes: int) -> None:
+    def __init__(self, name: str, descriptor: int, size_bytes: int, device: str = "") -> None:
         """Take over the descriptor, and make a page.
 
         Raises:
@@ -36,6 +36,7 @@ class ShardMemory:
         self.progress = ProgressPage.make(f"{name}-progress")
         self.descriptor = descriptor
         self.size_bytes = size_bytes
+        self.device = device
 
     @classmethod
     def make(cls, name: str, size_bytes: int) -> Self:
@@ -50,11 +51,6 @@ class ShardMemory:
             memory = cls(name, descriptor, size_bytes)
             made.pop_all()
         return memory
-
-    @property
-    def identity(self) -> MemoryIdentity:
-        """Which memory it is, as long as somebody holds it."""
-        return MemoryIdentity.of(self.descriptor)
 
     @property
     def for_worker(self) -> tuple[int, ...]:

@@ -1,4 +1,8 @@
-"""The memory of device pools: what the service manager has kept of it, or new memory, given to the manager to keep."""
+"""The memory of device pools: what the service manager has kept of it, or new memory, given to the manager to keep.
+
+Two memfds are told from each other by their inodes. What a CUDA driver exports cannot be: a pool on such devices is the
+one that a ledger is about if its headers are, for both are made together, and the manager has the headers first.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.memory.sealed import memory_fault
 from kvcached.recovery.fd_store import remove, store
 from kvcached.recovery.state_file import Ledger, ReplicaRecord
+from kvcached.worker.cuda_maker import make_cuda_memory
 from kvcached_client.blocks.pages import pool_geometry
 
 #: What the service manager calls a shard's memory: this, the names of its replica and its shard.
@@ -37,16 +42,30 @@ class DevicePool(NamedTuple):
     headers: DeviceHeaders
     is_kept: bool
 
+    @property
+    def identities(self) -> tuple[MemoryIdentity, ...]:
+        """The memory of each shard as the next ledger names it."""
+        return tuple(
+            self.headers.identity if shard.device else MemoryIdentity.of(shard.descriptor) for shard in self.shards
+        )
+
+    @property
+    def cuda_devices(self) -> tuple[str, ...]:
+        """UUIDs of the CUDA devices that have the shards; none on a CPU."""
+        return tuple(shard.device for shard in self.shards if shard.device)
+
 
 class KeptDevice(NamedTuple):
     """Descriptors of a replica's memory that the service manager has kept.
 
     Attributes:
         shards: in their order.
+        devices: of each, the UUID of its CUDA device; empty on a CPU.
         headers: None where they were not kept.
     """
 
     shards: list[int]
+    devices: tuple[str, ...]
     headers: int | None
 
 
@@ -57,9 +76,12 @@ def kept_device(replica: ReplicaConfig, found: dict[str, list[int]], ledger: Led
     record = None if ledger is None else next((each for each in ledger.replicas if each.name == replica.name), None)
     if record is None or len(kept) < len(names) or not _is_recorded(replica, kept, record):
         return None
+    headers = _kept_headers(replica, found, record)
+    if headers is None and replica.cuda_ordinals:
+        return None  # whose memory it is nobody knows
     for name in names:
         _take(found, name)
-    return KeptDevice(kept, _kept_headers(replica, found, record))
+    return KeptDevice(kept, record.cuda_devices or ("",) * replica.shards, headers)
 
 
 def device_pool(replica: ReplicaConfig, kept: KeptDevice | None, parts: ExitStack) -> DevicePool:
@@ -67,21 +89,36 @@ def device_pool(replica: ReplicaConfig, kept: KeptDevice | None, parts: ExitStac
 
     Raises:
         OSError: the kernel refused one of the steps.
+        DeviceError: a CUDA device refused, or is not there.
     """
-    shards = []
-    for shard, name in enumerate(_names(replica)):
-        called, size_bytes = f"kvcached-{replica.name}-{shard}", _shard_bytes(replica)
-        if kept is None:
-            memory = ShardMemory.make(called, size_bytes)
+    if kept is None:
+        for name in _names(replica):
             remove(name)
-            store(name, memory.descriptor)
-        else:
-            memory = ShardMemory(called, kept.shards[shard], size_bytes)
-        parts.callback(memory.close)
-        shards.append(memory)
     headers = _headers(replica, None if kept is None else kept.headers)
     parts.callback(headers.close)
-    return DevicePool(tuple(shards), headers, kept is not None)
+    shards = _new_shards(replica, parts) if kept is None else _kept_shards(replica, kept, parts)
+    return DevicePool(shards, headers, kept is not None)
+
+
+def _new_shards(replica: ReplicaConfig, parts: ExitStack) -> tuple[ShardMemory, ...]:
+    size_bytes, shards = _shard_bytes(replica), []
+    if replica.cuda_ordinals:
+        for name, made in zip(_names(replica), make_cuda_memory(replica.cuda_ordinals, size_bytes), strict=True):
+            shards.append(ShardMemory(f"kvcached-{name}", made.descriptor, size_bytes, made.device))
+    else:
+        shards = [ShardMemory.make(f"kvcached-{name}", size_bytes) for name in _names(replica)]
+    for name, shard in zip(_names(replica), shards, strict=True):
+        parts.callback(shard.close)
+        store(name, shard.descriptor)
+    return tuple(shards)
+
+
+def _kept_shards(replica: ReplicaConfig, kept: KeptDevice, parts: ExitStack) -> tuple[ShardMemory, ...]:
+    shards = []
+    for name, descriptor, device in zip(_names(replica), kept.shards, kept.devices, strict=True):
+        shards.append(ShardMemory(f"kvcached-{name}", descriptor, _shard_bytes(replica), device))
+        parts.callback(shards[-1].close)
+    return tuple(shards)
 
 
 def _headers(replica: ReplicaConfig, kept: int | None) -> DeviceHeaders:
@@ -123,8 +160,11 @@ def _shard_bytes(replica: ReplicaConfig) -> int:
 
 def _is_recorded(replica: ReplicaConfig, kept: list[int], record: ReplicaRecord) -> bool:
     """Whether these descriptors are the memory that a record is about, and what is configured now."""
-    if (record.fingerprint, record.slots) != (replica.layout.fingerprint(), replica.slot_count):
+    configured = (replica.layout.fingerprint(), replica.slot_count, replica.cuda_ordinals)
+    if (record.fingerprint, record.slots, record.cuda_ordinals) != configured or len(record.memory) != replica.shards:
         return False
+    if replica.cuda_ordinals:
+        return True
     recorded = list(record.memory)
     if any(memory_fault(each, _shard_bytes(replica)) for each in kept) or recorded != [
         MemoryIdentity.of(each) for each in kept

@@ -97,8 +97,11 @@ class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     Attributes:
         fingerprint: of its layout.
         namespace: root of its blocks' names, in its present generation.
-        memory: of its shards, in their order; empty where it cannot be taken over.
+        memory: of its shards, in their order; empty where it cannot be taken over. Memory of a CUDA device is known by
+            the headers that were made with it.
         headers: of its slots; None where they cannot.
+        cuda_ordinals: CUDA devices that were configured; none on a CPU.
+        cuda_devices: their UUIDs.
         write_policy, configured_policy: as of `NamespaceRecord`.
     """
 
@@ -110,6 +113,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     slots: Positive
     memory: tuple[MemoryIdentity, ...] = ()
     headers: MemoryIdentity | None = None
+    cuda_ordinals: tuple[Count, ...] = ()
+    cuda_devices: tuple[str, ...] = ()
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     configured_policy: WritePolicy = WritePolicy.WRITE_THROUGH
 

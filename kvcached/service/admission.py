@@ -111,7 +111,8 @@ class Admission:
         descriptors = replica.workers.descriptors(shard)
         self._groups.join(group, peer)
         joined = Joined(
-            kind="memfd",
+            kind="cuda" if replica.cuda_devices else "memfd",
+            device=replica.cuda_devices[shard] if replica.cuda_devices else "",
             shard=shard,
             epoch=session.pool.epoch,
             layout=replica.layout,

@@ -80,7 +80,9 @@ class Replica:
         weights_version: what was set for it; empty = what the configuration says.
         header_namespace: what headers of its blocks in the host pool say, 16 bytes, the same in every generation.
         write_policy: that the configuration says; another one may have been set since.
-        memory: identity of each shard's memory, for who takes it over; empty where nobody can.
+        memory: of each shard, for who takes it over; empty where nobody can.
+        cuda_ordinals: the CUDA devices that have it, as they are configured; none on a CPU.
+        cuda_devices: their UUIDs.
         is_kept: this memory is an earlier daemon's, with what its engines had written.
         headers: of the slots of its device pool; None where nobody takes the pool over.
         host_geometry: the host pool as its blocks lie in it; None without a host tier.
@@ -101,6 +103,8 @@ class Replica:
     host_geometry: HostGeometry | None = None
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     memory: tuple[MemoryIdentity, ...] = ()
+    cuda_ordinals: tuple[int, ...] = ()
+    cuda_devices: tuple[str, ...] = ()
     is_kept: bool = False
     headers: DeviceHeaders | None = None
 

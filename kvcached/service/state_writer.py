@@ -199,6 +199,8 @@ def _replica(replica: Replica, tree: PrefixTree) -> ReplicaRecord:
         weights_version=replica.weights_version,
         slots=replica.slots,
         memory=replica.memory,
+        cuda_ordinals=replica.cuda_ordinals,
+        cuda_devices=replica.cuda_devices,
         headers=None if replica.headers is None else replica.headers.identity,
         write_policy=tree.write_policy,
         configured_policy=replica.write_policy,

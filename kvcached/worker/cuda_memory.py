@@ -25,7 +25,7 @@ class CudaMemory:
     """
 
     def __init__(self, config: WorkerConfig, descriptor: int, host: SharedMemory | None) -> None:
-        self._device = Device(Driver(), config.ordinal)
+        self._device = Device.of_uuid(Driver(), config.device)
         size_bytes = self._device.whole_granules(config.geometry.size_bytes)
         self._memory = self._device.open_memory(descriptor, size_bytes)
         self.address = self._memory.address

@@ -93,7 +93,7 @@ class ReplicaPool:
             WorkerConfig(
                 replica=self.replica,
                 shard=shard,
-                device="cpu",
+                device=self.memory[shard].device,
                 geometry=geometry,
                 pretouch_bytes=min(self.pretouch_bytes, PRETOUCH_BYTES_MAX) // shards,
                 host=host,

@@ -15,7 +15,7 @@ ends, and the daemon sees that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import msgspec
 
@@ -50,8 +50,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     Attributes:
         replica, shard: whose pool it maps; for its log and its errors.
-        device: where the pool is.
-        ordinal: which CUDA device, as the worker counts them.
+        device: UUID of the CUDA device that has the pool; empty where it is memory of this machine.
         geometry: where a slot's bytes are.
         pretouch_bytes: how much of the pool to make resident before it is ready.
         host: where a host slot's bytes are in the memory that comes along; None where there is no host pool.
@@ -61,8 +60,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     replica: str
     shard: _Count
-    device: Literal["cpu", "cuda"]
-    ordinal: _Count = 0
+    device: str = ""
     geometry: PoolGeometry
     pretouch_bytes: _Count
     host: HostGeometry | None

@@ -56,7 +56,7 @@ def open_memory(config: WorkerConfig, descriptor: int, host: SharedMemory | None
         OSError: the kernel refused to map it.
         CudaMissing, CudaFailure: as `CudaMemory`.
     """
-    if config.device == "cpu":
+    if not config.device:
         memory = SharedMemory(descriptor, config.geometry.size_bytes)
         memory.pretouch(config.pretouch_bytes)
         return CpuMemory(memory)

@@ -36,12 +36,29 @@ class Device:
         self.driver = driver
         self.ordinal = ordinal
         self._device = driver.call("cuDeviceGet", ordinal)
-        self.uuid = f"GPU-{uuid.UUID(bytes=bytes(driver.call('cuDeviceGetUuid', self._device).bytes))}"
+        self.uuid = _uuid(driver, self._device)
         self.name: str = driver.call("cuDeviceGetName", 256, self._device).partition(b"\0")[0].decode()
         self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
         self.use()
         minimum = driver.names.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity_bytes: int = driver.call("cuMemGetAllocationGranularity", self._properties(), minimum)
+
+    @classmethod
+    def of_uuid(cls, driver: Driver, wanted: str) -> Self:
+        """The device with a UUID, whatever its number in this process is.
+
+        Raises:
+            CudaMissing: this process sees no such device.
+            CudaFailure: the driver refused one of the steps.
+        """
+        count = driver.devices()
+        for ordinal in range(count):
+            if _uuid(driver, driver.call("cuDeviceGet", ordinal)) == wanted:
+                return cls(driver, ordinal)
+        raise CudaMissing(
+            f"device {wanted} is none of the {count} that this process sees",
+            "let engine and daemon see the same devices: CUDA_VISIBLE_DEVICES, the container's --gpus",
+        )
 
     def use(self) -> None:
         """Make the device's context current to the calling thread."""
@@ -113,6 +130,10 @@ class Device:
 
     def _descriptor_kind(self) -> Opaque:
         return self.driver.names.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _uuid(driver: Driver, device: Opaque) -> str:
+    return f"GPU-{uuid.UUID(bytes=bytes(driver.call('cuDeviceGetUuid', device).bytes))}"
 
 
 class DeviceMemory:

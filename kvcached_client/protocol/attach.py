@@ -55,10 +55,12 @@ class Identified(Attach, frozen=True, kw_only=True, tag="identified"):
 class Joined(Attach, frozen=True, kw_only=True, tag="joined"):
     """Answer to `Join`. Ancillary data: `JOINED_DESCRIPTORS` of them, in this order.
 
-    The pool's sealed memory (kind "memfd"), the shard's sealed progress page, an eventfd for each entry of that page.
+    The pool's memory, the shard's sealed progress page, an eventfd for each entry of that page. Memory of the kind
+    "memfd" is sealed; memory of the kind "cuda" is what the CUDA driver exports of the device with the UUID `device`.
     """
 
     kind: str
+    device: str = ""
     shard: Id
     epoch: Id
     layout: Layout

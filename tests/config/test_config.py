@@ -85,10 +85,15 @@ BAD = {
     "long name": ('"default"', f'"{"a" * 33}"', ": is too long; give text of 32 characters at most"),
     "empty name": ('"default"', '""', ':5: replica[0].name = "": is too short; give text'),
     "no model": ('model = "m"\n', "", ":4: replica[0].model: is missing; add it: text of 256 characters at most"),
-    "cuda": (
+    "CUDA devices of a pool on the CPU": (
         "slots",
-        'device = "cuda"\nslots',
-        ':7: replica[0].device = "cuda": this version keeps pools in CPU memory only',
+        "cuda_devices = [0]\nslots",
+        ':7: replica[0].cuda_devices = [0]: stands beside device = "cpu"; set device = "cuda"',
+    ),
+    "CUDA devices for other shards": (
+        "slots",
+        'device = "cuda"\ncuda_devices = [0, 1]\nslots',
+        ":8: replica[0].cuda_devices = [0, 1]: names 2 devices for 1 shards; name one for each shard",
     ),
     "unknown device": (
         "slots",
@@ -149,7 +154,7 @@ BAD = {
     "one table": (
         "[[replica.group]]",
         "[replica.group]",
-        ":9: replica[0].group: is no array of tables; give an array of",
+        ":9: replica[0].group: is no array; give an array of tables",
     ),
     "name of the host pool": (
         '"default"',

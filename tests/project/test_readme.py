@@ -48,7 +48,7 @@ def test_readme_begins_with_what_it_is() -> None:
         "Not to be confused with",
         "vLLM",
         "your own engine",
-        "Alpha, and CPU memory only",
+        "Alpha, and proven on CPU memory only",
         "Prometheus",
         "First token",
         "docs/figures/demo.svg",

@@ -19,7 +19,6 @@ from tests.worker.host_rigs import FINGERPRINT, HOST, NAMESPACE, SHARDS, load_of
 CONFIG = WorkerConfig(
     replica="default",
     shard=1,
-    device="cpu",
     geometry=pool_geometry(tiny_layout("layer_first", SHARDS), SLOTS),
     pretouch_bytes=0,
     host=HOST,

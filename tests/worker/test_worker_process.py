@@ -43,7 +43,6 @@ class Worker:
         config = WorkerConfig(
             replica="default",
             shard=0,
-            device="cpu",
             geometry=geometry,
             pretouch_bytes=0,
             host=host,

@@ -65,7 +65,6 @@ class Worker:
         config = WorkerConfig(
             replica="default",
             shard=SHARD,
-            device="cpu",
             geometry=pool_geometry(LAYOUT, SLOTS),
             pretouch_bytes=0,
             host=HOST,

@@ -1,0 +1,143 @@
+"""Device pools on CUDA: engine, worker and daemon are separate processes on the fake driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvcached_client import Admin
+from tests.cuda.conftest import ROOT
+from tests.cuda_driver import trace
+from tests.cuda_driver.device import live_granules, settings
+from tests.daemon.conftest import CONFIG, LineProcess
+from tests.daemon.supervised import Supervised, supervised
+
+SLOTS, BLOCKS = 48, 3
+ON_DEVICE = CONFIG.replace("slots = 16", f'slots = {SLOTS}\ndevice = "cuda"').replace("ttl_ms = 600", "ttl_ms = 20000")
+HOST = "[host]\nsize_bytes = 4194304\nslab_bytes = 65536\n"
+WHOLE = f"hit {BLOCKS} ready {BLOCKS} wrong 0"
+
+
+class OnDevice(NamedTuple):
+    """A daemon that comes back, and its device."""
+
+    daemon: Supervised
+    device: Path
+    trace_path: Path
+
+    def engine(self) -> LineProcess:
+        """A new engine, ready."""
+        engine = LineProcess("tests.cuda.pool_engine", str(self.daemon.run_dir))
+        assert engine.hear() == "ready"
+        return engine
+
+    def worker_pid(self) -> int:
+        """Of the only worker."""
+        daemon = self.daemon.daemon_pid
+        children = Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split()
+        (pid,) = (int(each) for each in children if b"worker.main" in Path(f"/proc/{each}/cmdline").read_bytes())
+        return pid
+
+    def await_worker(self) -> None:
+        """Until the replica has a worker again."""
+        with Admin.connect(self.daemon.run_dir, deadline_ms=20_000) as admin:
+            while not admin.health().ok:
+                pass
+
+
+@contextmanager
+def ended(process: LineProcess) -> Iterator[LineProcess]:
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+@pytest.fixture
+def on_device(
+    library: Path, device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[OnDevice]:
+    """A daemon on a device whose streams are late; afterwards nothing is left on it, and no rule was broken."""
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    values = {"directory": device, "delay_us": 500, "register_us_per_mib": 0, "trace": tmp_path / "trace"}
+    for name, value in settings(**{**values, "seed": getattr(request, "param", 1)}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
+    with supervised(tmp_path, ON_DEVICE + HOST, pause_min_s=0.01, pause_max_s=0.01) as daemon:
+        yield OnDevice(daemon, device, tmp_path / "trace")
+    assert trace.broken_rules(trace.read(tmp_path / "trace")) == []
+    assert live_granules(device) == 0
+
+
+def prompts(engine: LineProcess, numbers: range) -> None:
+    for number in numbers:
+        assert engine.ask(f"compute {number}").startswith("hit ")
+
+
+@pytest.mark.parametrize("on_device", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("killed", ["engine", "worker", "daemon", "worker and daemon"])
+def test_blocks_outlive_every_process(on_device: OnDevice, killed: str) -> None:
+    """After SIGKILL of engine, worker, daemon or both, every block is hit again on the device, and none is wrong."""
+    cached = range(8)
+    with ended(on_device.engine()) as engine:
+        prompts(engine, cached)
+        assert live_granules(on_device.device) == 1
+        if "worker" in killed:
+            os.kill(on_device.worker_pid(), signal.SIGKILL)
+        if "daemon" in killed:
+            on_device.daemon.kill_and_wait()
+        if killed == "engine":
+            engine.end()
+    with ended(on_device.engine()) as engine:
+        assert [engine.ask(f"look {number}") for number in cached] == [WHOLE] * len(cached)
+        on_device.await_worker()
+        prompts(engine, range(100, 104))
+        assert engine.ask("look 101") == WHOLE
+
+
+def test_engine_goes_on_with_the_next_daemon(on_device: OnDevice) -> None:
+    """An engine that keeps its pool mapped rejoins after the daemon was killed, and finds its blocks."""
+    with ended(on_device.engine()) as engine:
+        prompts(engine, range(6))
+        on_device.daemon.kill_and_wait()
+
+        assert engine.ask("rejoin 0") == "rejoined"
+        assert {engine.ask(f"look {number}") for number in range(6)} == {WHOLE}
+
+
+@pytest.mark.parametrize("on_device", [1, 2, 3, 4], indirect=True)
+def test_evicted_blocks_come_back_from_the_host_pool(on_device: OnDevice) -> None:
+    """Blocks that have left the device are loaded from the host pool, as they were, while stores go on."""
+    many = range(3 * SLOTS // BLOCKS)
+    with ended(on_device.engine()) as engine:
+        prompts(engine, many)
+        seen = [engine.ask(f"look {number}") for number in many]
+
+        assert all(each.endswith(" wrong 0") for each in seen)
+        loaded = [each for each in seen if each.startswith(f"hit {BLOCKS} ready 0 ")]
+        assert len(loaded) >= 8  # the stores of others were not over when their slots were needed
+    calls = [each.arguments["count"] for each in trace.calls(trace.read(on_device.trace_path), "cuMemcpyBatchAsync")]
+    assert len(calls) <= len(many) * 4  # a store, and a load of two layers, of each prompt at most
+
+
+def test_device_that_does_not_exist_is_a_start_error(library: Path, device: Path, tmp_path: Path) -> None:
+    """A daemon that is to use a device that is not there does not start, and says which and what to do."""
+    path = tmp_path / "kvcached.toml"
+    path.write_text(ON_DEVICE.replace('device = "cuda"', 'device = "cuda"\ncuda_devices = [5]'))
+    environment = {**os.environ, **settings(directory=device), "LD_LIBRARY_PATH": str(library.parent)}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcached", "serve", "--config", str(path), "--run-dir", str(tmp_path / "run")],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 3
+    assert "CUDA device 5: device 5 of 1 (name one that nvidia-smi lists" in done.stderr
+    assert "kvcached doctor --cuda" in done.stderr
