@@ -1,7 +1,7 @@
 """The copier of blocks between a device and the host pool: batches become calls of the driver, a few of them at a time.
 
-Copies of one direction are on one stream, and both directions run at once. Pieces whose bytes follow each other on both
-sides are one copy; the driver itself would not merge them.
+Each direction has a stream of its own. Pieces whose bytes follow each other on both sides are one copy; the driver
+itself would not merge them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CudaCopier:
 
     Args:
         device: whose context is current to that thread.
-        host: addresses of the host pool. Copies to it run beside those from it.
+        host: addresses of the host pool.
     """
 
     def __init__(self, device: Device, host: range) -> None:
@@ -87,11 +87,12 @@ class CudaCopier:
         sources = numbers[:, 1] + np.uint64(batch.source)
         arrays = _merged(destinations, sources, numbers[:, 2])
         stream = self._to_host if self._is_to_host(batch) else self._to_device
-        stream.copy(*arrays)
+        if len(numbers):
+            stream.copy(*arrays)
         return _UnderWay(batch, arrays, stream.record())
 
     def _is_to_host(self, batch: Batch) -> bool:
-        return batch.destination + batch.pieces[0] in self._host
+        return bool(batch.pieces) and batch.destination + batch.pieces[0] in self._host
 
     def _abandon(self, queued: deque[_UnderWay]) -> None:
         """Nobody takes these any more, but their memory is in use until they are over."""
@@ -105,8 +106,8 @@ class CudaCopier:
 def _merged(destinations: Addresses, sources: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
     """As few copies as possible. None leaves its slab, for each begins with headers, which are not copied."""
     follows = (destinations[:-1] + sizes[:-1] == destinations[1:]) & (sources[:-1] + sizes[:-1] == sources[1:])
-    first = np.flatnonzero(np.concatenate(([True], ~follows)))
-    return destinations[first], sources[first], np.add.reduceat(sizes, first)
+    first = np.flatnonzero(np.concatenate((np.ones(min(len(sizes), 1), np.bool), ~follows)))
+    return destinations[first], sources[first], np.add.reduceat(sizes, first) if len(sizes) else sizes
 
 
 def _finished(queued: deque[_UnderWay]) -> Batch:

@@ -1,8 +1,7 @@
 """The host pool, as a device reaches it: registered in the background, a part at a time.
 
-Registering takes about 34 ms a GiB, and 23 with huge pages, under a lock of the driver that all processes of the node
-share (`docs/decisions`). So nobody waits for it: a part that is not registered yet is copied as any other memory, more
-slowly, and right all the same.
+Others have measured 23 to 34 ms a GiB, under a lock that the driver shares between all processes of a node. So nobody
+waits for it: a part that is not registered yet is copied as any other memory, which is slower, and right all the same.
 """
 
 from __future__ import annotations

@@ -117,6 +117,24 @@ def layer_by_layer() -> list[list[int]]:
         return seen
 
 
+def corrupt() -> list[list[int]]:
+    """Load blocks whose bytes in the host pool have changed: all of them, the second one; by layers, and whole."""
+    found: list[list[int]] = []
+    with rig() as made:
+        made.transfers.store(job(1, [0, 1], [0, 1]), epoch=1)
+        _, (first, second) = made.host.places([0, 1], 0)
+        made.host_bytes[second] ^= 1
+        for spoilt in ([], [first]):
+            for place in spoilt:
+                made.host_bytes[place] ^= 1
+            load = job(1, [2, 3], [0, 1])
+            found.append(made.transfers.load(load, verify=True))
+            found.append(
+                list(made.transfers.load_by_layer(load, verify=True, bad_max=9, layer_done=lambda: found.append([-1])))
+            )
+    return found
+
+
 def neighbours(part_bytes: int) -> int:
     """Store all blocks of a block-first pool to slots that follow each other; returns slots of a slab."""
     with rig("block_first", part_bytes=part_bytes) as made:
@@ -209,7 +227,7 @@ def stream_values() -> int:
 PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     each.__name__: each
     for each in (
-        *(round_trip, layer_by_layer, neighbours, failing, abandoned, shared, refused_export),
+        *(round_trip, layer_by_layer, corrupt, neighbours, failing, abandoned, shared, refused_export),
         *(too_much, missing, stream_values),
     )
 }

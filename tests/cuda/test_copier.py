@@ -52,6 +52,14 @@ def test_layer_is_there_when_it_is_said_to_be(run_program: RunProgram) -> None:
     assert done.said == [[0x11], [0x11] * 2, [0x11] * 3]
 
 
+def test_changed_bytes_are_found(run_program: RunProgram) -> None:
+    """Blocks whose stored bytes have changed are named, be it all of them, and no layer is said to be there."""
+    done = run_program("corrupt")
+
+    assert done.said == [[1], [1], [0, 1], [0, 1]]
+    assert broken_rules(done.records) == []
+
+
 def test_older_driver_copies_one_by_one(run_program: RunProgram) -> None:
     """A driver without batches gets a call for each piece, and the bytes are the same."""
     done = run_program("round_trip", "layer_first", True, version=12000)
