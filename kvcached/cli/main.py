@@ -5,53 +5,68 @@ Commands import what they need when they run, so that the quick ones stay quick.
 
 from __future__ import annotations
 
-import importlib
-import signal
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from string import hexdigits
-from typing import TYPE_CHECKING
+from typing import Final
 
 import click
 
 from kvcached import VERSION
-from kvcached.cli import control
-from kvcached.cli.control import storage
-from kvcached.cli.doctor import doctor
+from kvcached.cli.control import clear, drain, pause, pin, resume, set_policy, set_weights, storage, unpin
 from kvcached.cli.explain import explain
-from kvcached.cli.help import GroupedCommands
-from kvcached.cli.init import init
 from kvcached.cli.options import (
     EPILOG,
     ExitCode,
     ask,
     deadline_option,
-    fail,
     fields_of,
     json_option,
     print_json,
     run_dir_option,
 )
-from kvcached.cli.pin import pin, unpin
-from kvcached.cli.supervise import supervise
-
-if TYPE_CHECKING:
-    from kvcached.config.schema import Config
+from kvcached.cli.serve import capacity, check_config, serve, supervise
+from kvcached.cli.set_up import doctor, init
 
 __all__ = ["ExitCode", "main"]
 
-_KEY_DIGITS = 32
-_config_option = click.option(
-    "--config",
-    "config_path",
-    type=click.Path(path_type=Path),
-    envvar="KVCACHED_CONFIG",
-    show_envvar=True,
-    required=True,
-    help="TOML file; see docs/configuration.md.",
-)
+_KEY_DIGITS: Final = 32
+
+#: Headings in order; under each its commands, with what fits a line of 80 columns.
+SECTIONS: Final = {
+    "Set up": {
+        "demo": "Kill an engine and reuse its cached blocks.",
+        "init": "Write a configuration and a systemd unit.",
+        "check-config": "Check a configuration against this machine.",
+        "capacity": "Print how many blocks and tokens a configuration holds.",
+        "doctor": "Check an engine's environment and its arguments.",
+    },
+    "Run": {
+        "serve": "Run the daemon until SIGTERM or SIGINT.",
+        "supervise": "Run `serve`, restart it after a crash, keep its memory.",
+    },
+    "Look": {
+        "health": "Send a real request through every worker.",
+        "describe": "Print replicas, layouts, limits, versions.",
+        "stats": "Print counters and gauges.",
+        "tree": "Show the index: runs of blocks and their copies.",
+        "inspect": "Show where one block is, and which requests hold it.",
+        "explain": "Say why a prompt missed.",
+        "check": "Run the invariant checker on the live daemon.",
+        "version": "Print the version.",
+    },
+    "Operate": {
+        "pin": "Keep the cached blocks of a prompt for a time.",
+        "unpin": "End a pin.",
+        "clear": "Forget all cached blocks of a replica or namespace.",
+        "set-weights": "Set the version of the weights, and clear.",
+        "set-policy": "Change when blocks are copied to host memory.",
+        "storage": "Show, attach, detach or clear storage.",
+        "pause": "Stop starting copies between device and host memory.",
+        "drain": "Stop admitting sessions and leases.",
+        "resume": "End a pause or a drain.",
+    },
+}
 
 
 class _KeyType(click.ParamType[bytes]):
@@ -70,6 +85,16 @@ class _KeyType(click.ParamType[bytes]):
         return bytes.fromhex(value)
 
 
+class GroupedCommands(click.Group):
+    """A group whose help lists its commands under `SECTIONS`."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's
+        """Write the sections."""
+        for heading, commands in SECTIONS.items():
+            with formatter.section(heading):
+                formatter.write_dl(list(commands.items()))
+
+
 @click.group(
     cls=GroupedCommands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -81,68 +106,11 @@ def main() -> None:
     """The KV-cache daemon for the LLM inference engines of one node."""
 
 
-main.add_command(init)
-main.add_command(explain)
-main.add_command(doctor)
-main.add_command(supervise)
-main.add_command(storage)
-main.add_command(pin)
-main.add_command(unpin)
-for each in control.COMMANDS:
-    main.add_command(each)
-
-
-def _overlay_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Options that overlay a key of the file each. The environment's overlay is the configuration's own business."""
-    for name, choices in (
-        ("log-format", click.Choice(["plain", "json"])),
-        ("log-level", click.Choice(["debug", "info", "warning", "error"])),
-        ("run-dir", None),
-    ):
-        variable = f"KVCACHED_{name.replace('-', '_').upper()}"
-        text = f"Overrides {name.replace('-', '_')} in the file.  [env var: {variable}]"
-        command = click.option(f"--{name}", type=choices, show_default="as in the file", help=text)(command)
-    return command
-
-
-@main.command(epilog=EPILOG)
-@_config_option
-@_overlay_options
-def serve(config_path: Path, **options: str | None) -> None:
-    """Run the daemon until SIGTERM or SIGINT. Logs go to stderr."""
-    # There is nothing that it could reload, and the end of a terminal is no reason to drop a cache.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    from kvcached.config.machine import check_machine
-    from kvcached.log import set_up_logging
-    from kvcached.recovery.fd_store import is_anything_stored
-
-    config = _load(config_path, options, lambda config: check_machine(config, is_restart=is_anything_stored()))
-    set_up_logging(config.log_level, config.log_format)
-    daemon = importlib.import_module("kvcached.daemon")
-    try:
-        code = daemon.run(config)
-    except daemon.StartError as error:
-        fail(ExitCode.START_FAILED, str(error))
-    sys.exit(code)
-
-
-@main.command(epilog=EPILOG)
-@_config_option
-@_overlay_options
-@json_option
-def check_config(config_path: Path, *, as_json: bool, **options: str | None) -> None:
-    """Check a configuration against this machine, and print the effective settings. Starts nothing."""
-    from kvcached.config.machine import check_machine
-    from kvcached.config.report import as_toml, effective, figures_of
-
-    config = _load(config_path, options, lambda config: check_machine(config, is_trial=True))
-    figures = [asdict(figures) for figures in figures_of(config)]
-    if as_json:
-        print_json({"config": effective(config), "figures": figures})
-        return
-    click.echo(as_toml(config))
-    for replica in figures:
-        click.echo(f"# {', '.join(f'{name} {value}' for name, value in replica.items())}")
+for _command in (
+    *(init, check_config, capacity, doctor, serve, supervise, explain, pin, unpin),
+    *(clear, set_weights, set_policy, storage, pause, drain, resume),
+):
+    main.add_command(_command)
 
 
 @main.command(epilog=EPILOG)
@@ -247,21 +215,6 @@ def inspect(key: bytes, run_dir: Path | None, deadline_ms: int, *, as_json: bool
 
 
 @main.command(epilog=EPILOG)
-@_config_option
-@json_option
-def capacity(config_path: Path, *, as_json: bool) -> None:
-    """Print the capacity of a configuration in blocks, tokens and bytes. Starts nothing, needs no daemon."""
-    from kvcached.cli.output import print_capacity
-    from kvcached.config.report import capacity_of
-
-    room = capacity_of(_load(config_path, {}))
-    if as_json:
-        print_json(asdict(room))
-    else:
-        print_capacity(room)
-
-
-@main.command(epilog=EPILOG)
 @click.option("--tp", type=click.Choice([1, 2]), default=2, show_default=True, help="Shard processes of the engine.")
 @json_option
 def demo(*, tp: int, as_json: bool) -> None:
@@ -279,16 +232,3 @@ def version(*, as_json: bool) -> None:
         print_json({"version": VERSION})
     else:
         click.echo(VERSION)
-
-
-def _load(path: Path, options: dict[str, str | None], check: Callable[[Config], None] = lambda _: None) -> Config:
-    """The configuration, if it is right and `check` finds nothing wrong with it; else the end of the program."""
-    from kvcached.config.problems import ConfigError
-    from kvcached.config.schema import load_config
-
-    try:
-        config = load_config(path, options={key: value for key, value in options.items() if value is not None})
-        check(config)
-    except ConfigError as error:
-        fail(ExitCode.USAGE, str(error))
-    return config

@@ -57,7 +57,7 @@ def test_daemon_looks_at_the_wall_clock_in_one_place() -> None:
     }
 
     assert {path: calls for path, calls in readers.items() if calls} == {
-        "kvcached/cli/pin.py": {"datetime.now"},  # until when, in words for people
+        "kvcached/cli/control.py": {"datetime.now"},  # until when, in words for people
         "kvcached/recovery/run_dir.py": {"time.time_ns"},
         "kvcached/storage/disk/backend.py": {
             "time.time_ns"

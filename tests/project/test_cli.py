@@ -10,8 +10,7 @@ from click.testing import CliRunner, Result
 
 import kvcached_client
 from kvcached import VERSION
-from kvcached.cli.help import SECTIONS
-from kvcached.cli.main import ExitCode, main
+from kvcached.cli.main import SECTIONS, ExitCode, main
 from kvcached_client import DaemonFailure, DaemonUnreachable, DeadlineExceeded, ErrorCode, Refused
 from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.protocol.engine import (

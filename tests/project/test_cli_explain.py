@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import kvcached_client
-from kvcached.cli.explain_text import lines_of
+from kvcached.cli.explain import lines_of
 from kvcached.cli.main import ExitCode, main
-from kvcached.cli.name_search import Verdict
+from kvcached.cli.prompt_keys import Verdict
 from kvcached_client import ErrorCode, KeyChain, Refused
 from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.protocol.engine import Description, Explanation, ReplicaInfo

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvcached.cli.init import _SHIPPED_COMMAND, _SHIPPED_DISK
 from kvcached.cli.main import ExitCode, main
+from kvcached.cli.set_up import _SHIPPED_COMMAND, _SHIPPED_DISK
 from kvcached.config.schema import load_config
 from tests.project.source_tree import ROOT
 

@@ -1,4 +1,4 @@
-"""`kvcached init`: a configuration and a systemd unit to start from, out of those that come with the package."""
+"""The commands init and doctor: files to start from, and whether an engine's environment can use the daemon."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-from kvcached.cli.options import EPILOG, ExitCode, fail
+from kvcached.cli.options import EPILOG, ExitCode, fail, json_option, print_json, run_dir_option
 
 #: Where the examples are: a wheel has its own copies in the package, a checkout the folder `configs`.
 _SHIPPED: Final = tuple(Path(__file__).parents[level] / "configs" for level in (1, 2))
@@ -27,6 +27,7 @@ _ENGINE: Final = """\
 python -c 'from kvcached_client import Client; print(Client.connect().layout)'
     (the engine's environment needs the wheel of kvcached_client only; docs/sdk.md is its guide)"""
 _SIZE_OF: Final = {"vllm": "size_bytes", "engine": "model, slots and the layout"}
+_MARKS: Final = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 _CLIENT_OF: Final = {"vllm": _VLLM, "engine": _ENGINE}
 
 
@@ -101,3 +102,41 @@ next:
  4. kvcached health
     (from another terminal, as the same user)
  5. {_CLIENT_OF[engine]}"""
+
+
+@click.command(epilog=EPILOG)
+@click.option(
+    "--python",
+    default=sys.executable,
+    show_default="this one",
+    help="Interpreter of the engine's environment.",
+)
+@click.option("--model", default="", show_default="the one in vLLM's arguments", help="Directory of a model.")
+@click.option("--cuda", is_flag=True, help="Check what the CUDA driver and its devices can do, and nothing else.")
+@run_dir_option
+@json_option
+@click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
+def doctor(
+    python: str, model: str, run_dir: Path | None, vllm_arguments: tuple[str, ...], *, cuda: bool, as_json: bool
+) -> None:
+    """Check an engine's environment, and vLLM's arguments after `--`. Exit code 1 if a check fails."""
+    from dataclasses import asdict
+
+    from kvcached.doctor.checks import examine, examine_cuda
+    from kvcached_client.transport.run_dir import default_run_dir
+
+    findings = []
+    checks = examine_cuda(python) if cuda else examine(python, run_dir or default_run_dir(), model, vllm_arguments)
+    for finding in checks:
+        findings.append(finding)
+        if not as_json:
+            click.echo(f"{_MARKS[finding.level]}  {finding.check}: {finding.text}")
+        if not as_json and finding.fix:
+            click.echo(f"      fix: {finding.fix}")
+    failed = sum(finding.level == "fail" for finding in findings)
+    warned = sum(finding.level == "warn" for finding in findings)
+    if as_json:
+        print_json({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
+    else:
+        click.echo(f"{failed} failed, {warned} warnings" if failed or warned else "all checks passed")
+    sys.exit(ExitCode.UNHEALTHY if failed else ExitCode.OK)

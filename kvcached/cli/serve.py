@@ -1,0 +1,155 @@
+"""The commands that take a configuration: serve, supervise, check-config, capacity.
+
+They import what they need when they run, so that the quick ones stay quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvcached.cli.options import EPILOG, ExitCode, fail, json_option, print_json
+
+if TYPE_CHECKING:
+    from kvcached.config.schema import Config
+
+_config_option = click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    envvar="KVCACHED_CONFIG",
+    show_envvar=True,
+    required=True,
+    help="TOML file; see docs/configuration.md.",
+)
+
+
+def _overlay_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Options that overlay a key of the file each. The environment's overlay is the configuration's own business."""
+    for name, choices in (
+        ("log-format", click.Choice(["plain", "json"])),
+        ("log-level", click.Choice(["debug", "info", "warning", "error"])),
+        ("run-dir", None),
+    ):
+        variable = f"KVCACHED_{name.replace('-', '_').upper()}"
+        text = f"Overrides {name.replace('-', '_')} in the file.  [env var: {variable}]"
+        command = click.option(f"--{name}", type=choices, show_default="as in the file", help=text)(command)
+    return command
+
+
+@click.command(epilog=EPILOG)
+@_config_option
+@_overlay_options
+def serve(config_path: Path, **options: str | None) -> None:
+    """Run the daemon until SIGTERM or SIGINT. Logs go to stderr."""
+    # There is nothing that it could reload, and the end of a terminal is no reason to drop a cache.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    from kvcached.config.machine import check_machine
+    from kvcached.log import set_up_logging
+    from kvcached.recovery.fd_store import is_anything_stored
+
+    config = _load(config_path, options, lambda config: check_machine(config, is_restart=is_anything_stored()))
+    set_up_logging(config.log_level, config.log_format)
+    daemon = importlib.import_module("kvcached.daemon")
+    try:
+        code = daemon.run(config)
+    except daemon.StartError as error:
+        fail(ExitCode.START_FAILED, str(error))
+    sys.exit(code)
+
+
+@click.command(epilog=EPILOG)
+@_config_option
+@_overlay_options
+@json_option
+def check_config(config_path: Path, *, as_json: bool, **options: str | None) -> None:
+    """Check a configuration against this machine, and print the effective settings. Starts nothing."""
+    from kvcached.config.machine import check_machine
+    from kvcached.config.report import as_toml, effective, figures_of
+
+    config = _load(config_path, options, lambda config: check_machine(config, is_trial=True))
+    figures = [asdict(figures) for figures in figures_of(config)]
+    if as_json:
+        print_json({"config": effective(config), "figures": figures})
+        return
+    click.echo(as_toml(config))
+    for replica in figures:
+        click.echo(f"# {', '.join(f'{name} {value}' for name, value in replica.items())}")
+
+
+@click.command(
+    epilog=EPILOG,
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="[OPTIONS] [OPTIONS OF serve]",
+)
+@click.option(
+    "--failed-starts-max",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Give up after the daemon has died this many times in a row before it was ready.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(["plain", "json"]),
+    default="plain",
+    envvar="KVCACHED_LOG_FORMAT",
+    show_envvar=True,
+    show_default=True,
+    help="Format of supervise's own log; if given, also passed to the daemon.",
+)
+@click.argument("serve_arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def supervise(
+    context: click.Context, failed_starts_max: int, log_format: str, serve_arguments: tuple[str, ...]
+) -> None:
+    """Run `kvcached serve` with these arguments, restart it when it dies, and keep its memory meanwhile."""
+    from click.core import ParameterSource
+
+    from kvcached.log import set_up_logging
+    from kvcached.recovery.supervise import Policy, serve_command
+    from kvcached.recovery.supervise import supervise as run
+
+    set_up_logging("info", "json" if log_format == "json" else "plain")
+    given = context.get_parameter_source("log_format") is ParameterSource.COMMANDLINE
+    passed_on = ["--log-format", log_format] if given else []
+    try:
+        status = run(serve_command([*passed_on, *serve_arguments]), Policy(failed_starts_max=failed_starts_max))
+    except OSError as error:
+        fail(ExitCode.START_FAILED, str(error))
+    sys.exit(status)
+
+
+@click.command(epilog=EPILOG)
+@_config_option
+@json_option
+def capacity(config_path: Path, *, as_json: bool) -> None:
+    """Print the capacity of a configuration in blocks, tokens and bytes. Starts nothing, needs no daemon."""
+    from kvcached.cli.output import print_capacity
+    from kvcached.config.report import capacity_of
+
+    room = capacity_of(_load(config_path, {}))
+    if as_json:
+        print_json(asdict(room))
+    else:
+        print_capacity(room)
+
+
+def _load(path: Path, options: dict[str, str | None], check: Callable[[Config], None] = lambda _: None) -> Config:
+    """The configuration, if it is right and `check` finds nothing wrong with it; else the end of the program."""
+    from kvcached.config.problems import ConfigError
+    from kvcached.config.schema import load_config
+
+    try:
+        config = load_config(path, options={key: value for key, value in options.items() if value is not None})
+        check(config)
+    except ConfigError as error:
+        fail(ExitCode.USAGE, str(error))
+    return config
