@@ -10,7 +10,7 @@ import pytest
 from kvcached.core.cache import Cache
 from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.messages import StorageLost
+from kvcached.core.messages import ForgetStored, StorageLost
 from kvcached.core.pins import Pins
 from kvcached.core.slots.host_slots import HostPool
 from kvcached.core.slots.ranges import one_range
@@ -62,14 +62,18 @@ def _backups_not_pinned(patch: pytest.MonkeyPatch) -> None:
 
 def _generations_share_blocks(patch: pytest.MonkeyPatch) -> None:
     """What storage has of a namespace before it is cleared stays, and is found under the same name after that."""
-    format_of = StorageVerbs.format_of
+    format_of, carry_out = StorageVerbs.format_of, StorageVerbs.carry_out
 
     def format_of_any(self: StorageVerbs, namespace: bytes, generation: int) -> Any:
         found = format_of(self, namespace, generation)
         return None if found is None else msgspec.structs.replace(found, generation=0)
 
+    def carry_out_nothing_forgotten(self: StorageVerbs, effect: Any) -> None:
+        if not isinstance(effect, ForgetStored):
+            carry_out(self, effect)
+
     patch.setattr(StorageVerbs, "format_of", format_of_any)
-    patch.setattr(StorageVerbs, "_forget", lambda *_: None)
+    patch.setattr(StorageVerbs, "carry_out", carry_out_nothing_forgotten)
 
 
 def _answer_lost_with_storage(patch: pytest.MonkeyPatch) -> None:
