@@ -1,15 +1,15 @@
-"""Named places in the product where a test lets a process die, stop or fail. They do nothing unless a test asks.
+"""Failpoints: named places in the product where a test can make a process die, stop or fail. Otherwise they do nothing.
 
-``KVCACHED_FAILPOINTS`` arms some of them when a process starts: ``name=action@n``, with commas between several. When
-the process comes by for the n-th time (without ``@n`` the first), one of these happens, once:
+The variable ``KVCACHED_FAILPOINTS`` arms failpoints when a process starts: ``name=action@n``, separated by commas. When
+the process reaches the failpoint for the n-th time (without ``@n``: the first time), one action happens, once:
 
     kill    SIGKILL to itself
-    stop    SIGSTOP to itself: it goes on after SIGCONT
+    stop    SIGSTOP to itself; it continues after SIGCONT
     raise   `FailpointReached`
     pass    nothing
 
-``KVCACHED_FAILPOINTS_LOG`` names a file that the name is written to before. A name that the file has already does
-nothing more, in no process: the variables are inherited, and one fault is to befall one process.
+Before the action, the failpoint's name is written to the file in ``KVCACHED_FAILPOINTS_LOG``. A failpoint whose name is
+in the file does nothing in any process: child processes inherit the variables, but only one process is to fail.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from typing import Final
 VARIABLE: Final = "KVCACHED_FAILPOINTS"
 LOG_VARIABLE: Final = "KVCACHED_FAILPOINTS_LOG"
 
-#: Every failpoint, and what is true when a process comes by.
+#: Every failpoint, and the state in which a process reaches it.
 FAILPOINTS: Final[dict[str, str]] = {
-    "offload.load.copied": "it has copied what it was to load, and the daemon does not know",
-    "offload.load.prepared": "it knows which host slots to read, and has read none",
-    "offload.store.prepared": "it knows which host slots to write, and has touched none",
-    "offload.store.written": "all headers of a store are there, and the daemon does not know",
-    "blocks.copy": "a worker, or an engine in offload mode, copies: before each layer of a worker's load, and before "
-    "each part of the blocks of any other copy",
-    "blocks.store.cleared": "the headers of the host slots that a store is to write are gone, and no byte is there",
-    "blocks.store.copied": "the bytes of a store are there, and no header",
-    "blocks.store.header": "before each header of a store, all its bytes being there",
-    "client.acquired": "a lease is granted, and the engine does not know it yet",
+    "offload.load.copied": "a shard has loaded blocks, and has not reported it",
+    "offload.load.prepared": "the engine knows which host slots to read, and has read none",
+    "offload.store.prepared": "the engine knows which host slots to write, and has written none",
+    "offload.store.written": "all headers of a store are written, and the shard has not reported it",
+    "blocks.copy": "before each layer of a worker's load, and before each batch of blocks of any other copy, also in a "
+    "shard of an engine in offload mode",
+    "blocks.store.cleared": "a store has cleared the headers of its host slots, and has copied no byte",
+    "blocks.store.copied": "a store has copied all bytes, and has written no header",
+    "blocks.store.header": "before each header of a store, after all bytes are copied",
+    "client.acquired": "a lease is granted, and the engine does not have it yet",
     "client.commit": "blocks are written, and no commit has been sent",
     "client.heartbeat": "a heartbeat is due",
-    "client.load": "a hit is on its way, and nobody has asked for its end",
-    "client.sent": "a commit, an allocate or a release is on its way, and no answer has been read",
-    "daemon.attach": "a process has been let in, to introduce itself or to join a session, and has no answer",
-    "daemon.ledger.write": "a new ledger is written, and the old one is in its place",
-    "daemon.ledger.written": "a new ledger is in its place, and nobody has heard of what it says",
-    "daemon.order": "the core wants a copy, and no worker knows",
-    "daemon.renewed": "a namespace is cleared or has other weights, the ledger says so, and nobody has been told",
-    "daemon.reply": "a request has had its effect, and there is no reply",
-    "daemon.request": "a request has been read, and nothing is done about it",
-    "worker.ack": "a command is over in a worker, and the daemon does not know",
-    "worker.load.begin": "a load has its command, and no header has been looked at",
-    "worker.load.copied": "the bytes of a load are on the device, and its progress entry does not say so",
-    "worker.store.begin": "a store has its command, and has touched nothing",
-    "worker.store.written": "all headers of a store are there, and nobody has been told",
+    "client.load": "a hit is loading, and the engine has not asked for the end of the load",
+    "client.sent": "a commit, an allocate or a release is sent, and its reply has not been read",
+    "daemon.attach": "a process was accepted to identify itself or to join a session, and has no reply",
+    "daemon.ledger.write": "a new state file is written, and has not replaced the old one",
+    "daemon.ledger.written": "a new state file has replaced the old one, and no peer knows its content",
+    "daemon.order": "the core has ordered a copy, and no worker has the order",
+    "daemon.renewed": "a namespace is cleared or has other weights, the state file says so, and no peer was informed",
+    "daemon.reply": "a request was carried out, and its reply is not sent",
+    "daemon.request": "a request was read, and not carried out",
+    "worker.ack": "a worker has carried out a command, and has not reported it",
+    "worker.load.begin": "a worker has the command for a load, and has read no header",
+    "worker.load.copied": "a worker has copied the bytes of a load, and its progress entry does not show it",
+    "worker.store.begin": "a worker has the command for a store, and has written nothing",
+    "worker.store.written": "a worker has written all headers of a store, and has not reported it",
 }
 
 _log: Final = logging.getLogger("kvcached_client")
 
 
 class FailpointReached(RuntimeError):
-    """What the action ``raise`` raises: an error that no code expects."""
+    """The exception of the action ``raise``, which no code expects."""
 
 
 class _Armed:
-    """What is to happen at one failpoint."""
+    """The action at one failpoint."""
 
     __slots__ = ("action", "passes_left")
 
@@ -74,16 +74,16 @@ class _Armed:
 
 
 def failpoint(name: str) -> None:
-    """Let happen what was asked for at this place, if anything was."""
+    """Carry out the action that is armed for this failpoint, if any."""
     if _ARMED is not None:
         _reach(_ARMED, name)
 
 
 def parse(text: str) -> dict[str, tuple[str, int]]:
-    """What to do at which failpoint, and at which pass.
+    """The action of each failpoint, and the number of the pass at which it happens.
 
     Raises:
-        ValueError: there is no such failpoint or action, or a pass is no number from 1 on; says which there are.
+        ValueError: an unknown failpoint or action (the message lists the known ones), or a pass below 1.
     """
     asked: dict[str, tuple[str, int]] = {}
     for entry in filter(None, text.split(",")):
@@ -112,12 +112,12 @@ def _reach(armed: dict[str, _Armed], name: str) -> None:
 
 
 def _note(name: str) -> bool:
-    """Write a name to the log; False where it is there already."""
+    """Write a name to the log; returns False if the log has the name already."""
     path = os.environ.get(LOG_VARIABLE, "")
     if not path:
         return True
     with Path(path).open("a+") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)  # until it is closed, and what was written is there
+        fcntl.flock(log, fcntl.LOCK_EX)  # until the file is closed, with the name written
         log.seek(0)
         if name in log.read().split():
             return False
@@ -126,7 +126,7 @@ def _note(name: str) -> bool:
 
 
 def _signal_self(number: signal.Signals) -> None:
-    # To this very thread: it does not return from the call before the process is stopped.
+    # To this thread, so that the call does not return before the process is stopped.
     signal.pthread_kill(threading.get_ident(), number)
 
 

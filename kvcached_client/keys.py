@@ -1,11 +1,12 @@
-"""Block keys: the one definition of what a block of tokens is called. `docs/keys.md` is the same in words.
+"""Block keys: the only implementation of how the key of a block of tokens is computed. `docs/keys.md` describes it.
 
-A key names the tokens of a block and everything before them. Rules:
+A key identifies the tokens of a block and all tokens before them. Rules:
 
-* namespace root = BLAKE3 derive-key over what makes KV bytes interchangeable; chain root = the same over the namespace
-  root, the LoRA adapter and the tenant's salt. Always both, so that no chain starts at a namespace root itself.
+* namespace root = BLAKE3 derive-key over everything that makes KV bytes interchangeable; chain root = BLAKE3 derive-key
+  over the namespace root, the LoRA adapter and the tenant's salt. Every chain starts at a chain root, never at a
+  namespace root.
 * state of a block = BLAKE3 keyed by the 32-byte state before it, over the block's tokens as little-endian int32 and
-  then the multimodal items that lie in it. Its first 16 bytes are the block's key.
+  then the multimodal items in the block. Its first 16 bytes are the block's key.
 * Everything but tokens is encoded as typed, length-prefixed fields: two different inputs never give the same bytes.
 """
 
@@ -25,7 +26,7 @@ from kvcached_client.types import KEY_SIZE_BYTES, PackedKeys
 
 try:
     from kvcached_client import _native_blake3
-except ImportError:  # no compiler when it was installed: same keys, slower
+except ImportError:  # installed without a C compiler: the same keys, computed more slowly
     native_hash_blocks: Callable[[bytes, memoryview, int], tuple[bytes, bytes]] | None = None
 else:
     native_hash_blocks = _native_blake3.hash_blocks
@@ -39,9 +40,9 @@ Tokens: TypeAlias = (
 ROOT_SIZE_BYTES: Final = 32
 TOKEN_SIZE_BYTES: Final = 4
 TOKEN_MAX: Final = (1 << 31) - 1
-#: The native helper takes messages of one BLAKE3 chunk.
+#: The native helper hashes messages of at most one BLAKE3 chunk.
 NATIVE_BLOCK_SIZE_MAX: Final = 256
-#: Up to here Python finds the largest token faster than numpy starts.
+#: Up to this number of tokens, Python finds the largest token faster than numpy.
 _SMALL_TOKEN_COUNT: Final = 64
 
 NAMESPACE_CONTEXT: Final = "kvcached block keys v1: namespace root"
@@ -51,7 +52,7 @@ CHAIN_CONTEXT: Final = "kvcached block keys v1: chain root"
 def encode_fields(*fields: int | str | bytes) -> bytes:
     """Fields as bytes, each ``tag · length (uint32) · payload``: ``i`` int64, ``s`` UTF-8, ``b`` bytes; little-endian.
 
-    Injective: lists of fields that differ in number, type or value never share an encoding.
+    The encoding is injective: lists of fields that differ in number, type or value have different encodings.
 
     Raises:
         BadRequest: an integer outside int64, or text that UTF-8 cannot hold.
@@ -86,9 +87,9 @@ def namespace_root(
     algorithm: KeyAlgorithm,
     generation: int,
 ) -> bytes:
-    """The 32-byte root of every chain of a namespace; another value of any argument gives an unrelated root.
+    """The 32-byte root of every chain of a namespace; a different value of any argument gives an unrelated root.
 
-    `layout_fingerprint` is `Layout.fingerprint()`; `generation` grows when the namespace's contents are cleared.
+    `layout_fingerprint` is `Layout.fingerprint()`; `generation` grows when the namespace is cleared.
 
     Raises:
         BadRequest: a size is not positive, the generation is negative, or the algorithm is unknown.
@@ -117,10 +118,11 @@ def chain_root(namespace: bytes, *, lora: str = "", salt: str = "") -> bytes:
 
 
 def pack_tokens(tokens: Tokens) -> memoryview:
-    """The bytes of tokens as little-endian int32, checked; copied only where they come as something else.
+    """The bytes of tokens as little-endian int32, checked; copied only if they have another format.
 
     Raises:
-        BadRequest: no integers, more than one dimension, a token outside 0..2^31-1, or bytes of no multiple of four.
+        BadRequest: not integers, more than one dimension, a token outside 0..2^31-1, or a number of bytes that is no
+            multiple of four.
     """
     if isinstance(tokens, memoryview) and tokens.itemsize == 1:
         tokens = tokens.tobytes()
@@ -131,7 +133,7 @@ def pack_tokens(tokens: Tokens) -> memoryview:
     if isinstance(tokens, (np.ndarray, array, memoryview)):
         return _check_array(np.asarray(tokens))
     try:
-        packed = array("I", tokens)  # a third of the time of "i", and it refuses negative ones on the way
+        packed = array("I", tokens)  # takes a third of the time of "i", and refuses negative tokens
     except (TypeError, ValueError, OverflowError) as error:
         raise bad_value(f"tokens: {error}", f"integers from 0 to {TOKEN_MAX}") from None
     if len(packed) > _SMALL_TOKEN_COUNT:
@@ -144,7 +146,7 @@ def pack_tokens(tokens: Tokens) -> memoryview:
 def _check_array(tokens: np.ndarray[Any, Any]) -> memoryview:
     if tokens.ndim != 1:
         raise bad_value(f"tokens have {tokens.ndim} dimensions", "pass one request's tokens, one dimension")
-    if tokens.size:  # an empty array says nothing by its type: numpy's default is float
+    if tokens.size:  # the type of an empty array means nothing: numpy's default is float
         if tokens.dtype.kind not in "iu":
             raise bad_value(f"tokens are {tokens.dtype}", f"integers from 0 to {TOKEN_MAX}")
         for extreme in (tokens.min(), tokens.max()):
@@ -158,7 +160,7 @@ def _token_out_of_range(token: int) -> RequestError:
 
 
 class _Hash(NamedTuple):
-    """What an algorithm does with a parent state: hash one message, or chain over whole blocks of so many bytes."""
+    """An algorithm's two functions of a parent state: hash one message; hash a chain of blocks of equal size."""
 
     hash_message: Callable[[bytes, bytes], bytes]
     hash_blocks: Callable[[bytes, memoryview, int], tuple[bytes, bytes]]
@@ -199,7 +201,7 @@ def _hash_of(algorithm: str) -> _Hash:
 
 
 class _Item(NamedTuple):
-    """A multimodal item and the tokens [start, end) that stand for it."""
+    """A multimodal item and the tokens [start, end) that represent it."""
 
     item_id: bytes | str
     start: int
@@ -207,9 +209,9 @@ class _Item(NamedTuple):
 
 
 class KeyChain:
-    """The keys of one request's blocks, grown as its tokens become known. Each token is hashed once.
+    """The keys of one request's blocks, extended as its tokens become known. Each token is hashed once.
 
-    Not thread-safe: a chain belongs to its request's thread.
+    Not thread-safe.
     """
 
     def __init__(
@@ -225,10 +227,10 @@ class KeyChain:
         """Start a chain at the root of (`namespace`, `lora`, `salt`) and extend it by `tokens`.
 
         `namespace` is the 32 bytes of `namespace_root`; `block_size` is in tokens. A request with multimodal items
-        starts empty, names them with `add_item`, and then extends.
+        starts with an empty chain, adds the items with `add_item`, and then calls `extend`.
 
         Raises:
-            BadRequest: any of these is malformed, or `algorithm` is unknown or its package is missing.
+            BadRequest: an argument is malformed, or `algorithm` is unknown.
         """
         if block_size < 1:
             raise bad_value(f"block_size {block_size}", "blocks have at least one token")
@@ -239,7 +241,7 @@ class KeyChain:
         self._keys = bytearray()
         #: Packed tokens after the last complete block, less than a block of them.
         self._tail = b""
-        #: In order of their start, never overlapping.
+        #: In order of their start, without overlaps.
         self._items: list[_Item] = []
         #: Index of the first item that ends after the last complete block.
         self._open_item = 0
@@ -257,7 +259,7 @@ class KeyChain:
 
     @property
     def token_count(self) -> int:
-        """All tokens, those of the incomplete last block included."""
+        """All tokens, including those of the incomplete last block."""
         return self.block_count * self._block_size + len(self._tail) // TOKEN_SIZE_BYTES
 
     @property
@@ -276,10 +278,10 @@ class KeyChain:
         return PackedKeys(bytes(self._keys[start * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]))
 
     def extend(self, tokens: Tokens) -> None:
-        """Append tokens; any split of them into calls gives the same keys.
+        """Append tokens. The keys do not depend on how tokens are split into calls.
 
         Raises:
-            BadRequest: see `pack_tokens`; the chain is then as before.
+            BadRequest: see `pack_tokens`; the chain is unchanged.
         """
         data = pack_tokens(tokens)
         if self._tail:
@@ -301,9 +303,10 @@ class KeyChain:
         self._tail = data[end:].tobytes()
 
     def add_item(self, item_id: bytes | str, start: int, length: int) -> None:
-        """Say that the tokens [start, start + length) stand for a multimodal item, before their block is complete.
+        """Add a multimodal item, represented by the tokens [start, start + length), before their block is complete.
 
-        `item_id` names the item's content as the model sees it (a hash of the processed input). Items come in order.
+        `item_id` identifies the item's content as the model sees it, such as a hash of the processed input. Items are
+        added in order.
 
         Raises:
             BadRequest: the id or the span is empty, the span reaches into a complete block, or starts before the
@@ -322,13 +325,13 @@ class KeyChain:
         self._items.append(_Item(item_id, start, start + length))
 
     def splits_item(self, tokens: int) -> bool:
-        """Whether a boundary after so many tokens lies strictly inside an item."""
+        """Whether a boundary after `tokens` tokens lies strictly inside an item."""
         return any(item.start < tokens < item.end for item in self._items)
 
     def whole_item_blocks(self, blocks: int) -> int:
         """The most leading blocks, at most `blocks`, whose end splits no item.
 
-        What a hit shrinks to where the model can only encode an item whole.
+        If the model can only encode whole items, a hit shrinks to this.
         """
         for item in reversed(self._items):
             if item.start < blocks * self._block_size < item.end:
@@ -336,7 +339,7 @@ class KeyChain:
         return blocks
 
     def _blocks_before_items(self, blocks: int) -> int:
-        """How many of the next `blocks` blocks come before the first one that holds a token of an item."""
+        """How many of the next `blocks` blocks come before the first block with a token of an item."""
         hashed = self.block_count * self._block_size
         while self._open_item < len(self._items) and self._items[self._open_item].end <= hashed:
             self._open_item += 1
@@ -345,7 +348,7 @@ class KeyChain:
         return min(blocks, max(0, self._items[self._open_item].start - hashed) // self._block_size)
 
     def _item_fields(self) -> bytes:
-        """The encoded items of the next block: id, start relative to the block (negative: began before it), length."""
+        """The encoded items of the next block: id, start relative to the block (negative: before the block), length."""
         first = self.block_count * self._block_size
         fields: list[int | str | bytes] = []
         for item in self._items[self._open_item :]:

@@ -1,1 +1,1 @@
-"""What the doctor asks an engine's own interpreter."""
+"""Checks that `kvcached doctor` runs in an engine's own interpreter."""

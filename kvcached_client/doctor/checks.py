@@ -2,8 +2,8 @@
 
     python -m kvcached_client.doctor [--run-dir DIR] [--hash-algo NAME] [--hash-only]
 
-Findings go to stdout as JSON, one a line; whatever else is printed meanwhile goes to stderr. Only the standard library
-is imported at first: what is missing is a finding, not an import error.
+Findings go to stdout as JSON, one per line; all other output goes to stderr. At first only the standard library is
+imported, so that a missing package is a finding and not an import error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Level = Literal["ok", "warn", "fail"]
 
 DISTRIBUTION: Final = "kvcached-client"
 DEADLINE_MS: Final = 5000
-#: What the block hashes are computed of: two blocks of 32 tokens.
+#: Tokens whose block hashes are computed: two blocks of 32.
 HASHED_TOKENS: Final = tuple(range(64))
 HASH_BLOCK_SIZE: Final = 32
 _DESCRIPTORS_MIN: Final = 1024
@@ -40,7 +40,7 @@ _INSTALL: Final = f"install it: {sys.executable} -m pip install {DISTRIBUTION}"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found, and what to do about it unless that is "ok"."""
+    """The result of one check, and what to do unless the level is "ok"."""
 
     check: str
     level: Level
@@ -49,7 +49,7 @@ class Finding:
 
 
 class _Stop(Exception):
-    """What comes next in a chain of checks makes no sense any more."""
+    """The remaining checks of a chain depend on a check that failed."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -69,14 +69,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def examine(run_dir: str | None) -> Iterator[Finding]:
-    """Every check, in the order in which they build on each other."""
+    """The findings of every check; later checks depend on earlier ones."""
     for check in (_python, _client, _packages, _helpers, _vllm, _limits):
         yield from _guarded(check.__name__.strip("_"), check)
     yield from _guarded("daemon", lambda: _daemon(run_dir))
 
 
 def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """A check's findings; that it breaks down is one, too."""
+    """The findings of a check. An exception of the check is a finding, too."""
     try:
         yield from check()
     except _Stop:
@@ -197,7 +197,7 @@ def _vllm() -> Iterator[Finding]:
 
 
 def _hashes(algorithm: str) -> dict[str, object]:
-    """What vLLM calls some blocks, by its own code in this process; nothing without vLLM, or why not."""
+    """Hashes of some blocks, computed by vLLM's own code in this process; empty without vLLM; or the error."""
     if importlib.util.find_spec("vllm") is None:
         return {"hashes": [], "error": ""}
     try:
@@ -219,7 +219,7 @@ def _hashes(algorithm: str) -> dict[str, object]:
 
 
 def _daemon(named: str | None) -> Iterator[Finding]:
-    """From the sockets to bytes that come back: each step needs the one before."""
+    """Checks from the sockets to a round trip of bytes; each depends on the one before."""
     from kvcached_client.transport.run_dir import default_run_dir  # noqa: PLC0415 - see the module's docstring
 
     run_dir = default_run_dir() if named is None else Path(named)
@@ -243,7 +243,7 @@ def _daemon(named: str | None) -> Iterator[Finding]:
 
 
 def _memory(pool_bytes: int) -> Iterator[Finding]:
-    """Whether this process may map the host pool, and be the first to write all of it."""
+    """Whether this process may map the host pool and write all of it."""
     from kvcached_client.doctor.memory_bounds import memory_bounds  # noqa: PLC0415 - see the module's docstring
 
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -301,7 +301,7 @@ def _sockets(run_dir: Path) -> Iterator[Finding]:
 
 
 def _answers(run_dir: Path) -> Generator[Finding, None, Description]:
-    """The daemon's answer, and whether it speaks this client's protocol."""
+    """The daemon's description, and whether the daemon speaks this client's protocol."""
     from kvcached_client.admin import Admin  # noqa: PLC0415 - see the module's docstring
     from kvcached_client.errors import KvcachedError  # noqa: PLC0415
     from kvcached_client.protocol.engine import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN  # noqa: PLC0415
@@ -345,7 +345,7 @@ def _identity(run_dir: Path) -> Iterator[Finding]:
 
 
 def _own_stdout() -> TextIO:
-    """What was stdout; from now on whatever else is printed there goes to stderr."""
+    """A file for the findings on stdout; all other output to stdout goes to stderr from now on."""
     sys.stdout.flush()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

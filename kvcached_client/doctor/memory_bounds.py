@@ -1,4 +1,4 @@
-"""How much memory this process may take, as the machine and its cgroups say. Standard library only.
+"""Limits of the memory of this process, from the machine and its cgroups. Standard library only.
 
 The memory of a memfd counts as shared memory of the cgroup of whoever touches a page first; the size of /dev/shm does
 not bound it.
@@ -18,17 +18,17 @@ class MemoryBound(NamedTuple):
     """A limit on memory."""
 
     limit_bytes: int  #: of all that count
-    available_bytes: int  #: what is left of it; below 0 where more is in use
-    source: str  #: the file that says so
+    available_bytes: int  #: memory that is left; below 0 if more is in use
+    source: str  #: the file with the limit
 
 
 def memory_bounds(root: Path = Path("/")) -> list[MemoryBound]:
-    """Every limit that holds for this process: the machine's, and those of its cgroup and of all above it.
+    """Every limit for this process: the machine's, and those of its cgroup and the cgroup's ancestors.
 
-    Page cache that can go counts as available.
+    Page cache that can be dropped counts as available.
 
     Args:
-        root: where /proc and /sys are.
+        root: directory that holds /proc and /sys.
     """
     return [*_machine(root), *_cgroup(root)]
 
@@ -56,7 +56,7 @@ def _cgroup(root: Path) -> Iterator[MemoryBound]:
 
 
 def _limits(mounted: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> Iterator[MemoryBound]:
-    """The limits of a cgroup and of all above it. Inside a container the path may be one that only the host sees."""
+    """The limits of a cgroup and its ancestors. In a container, the path may exist only on the host."""
     own = mounted / path.lstrip("/")
     for group in [own, *own.parents]:
         limit = _number(group / limit_name)

@@ -1,6 +1,6 @@
-"""The last check of `kvcached_client.doctor`: real bytes into the daemon's host pool and out again.
+"""The last check of `kvcached_client.doctor`: stores real bytes in the daemon's host pool and loads them again.
 
-It works in a namespace of its own, which it clears at the end, and only where nothing has to be evicted for it.
+The check uses its own namespace and clears it at the end. It runs only if no cached block must be evicted for it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _FIX: Final = "see the daemon's log; report it with the output of kvcached docto
 
 @dataclass(frozen=True, slots=True)
 class _Cpu:
-    """Where arrays are."""
+    """The device of numpy arrays."""
 
     type: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """An array as engines' tensors are seen: one page of bytes for each block."""
+    """An array with the interface of an engine's tensor: one page of bytes for each block."""
 
     pages: npt.NDArray[np.uint8]
     dtype: str = "uint8"
@@ -50,15 +50,15 @@ class _Layer:
 
     @property
     def shape(self) -> Sequence[int]:
-        """Blocks and bytes."""
+        """Number of blocks, and bytes of a page."""
         return self.pages.shape
 
     def stride(self) -> Sequence[int]:
-        """In elements, which are bytes."""
+        """Strides in elements; an element is a byte."""
         return self.pages.strides
 
     def element_size(self) -> int:
-        """Of a byte."""
+        """Bytes of an element."""
         return 1
 
     def data_ptr(self) -> int:
@@ -67,7 +67,7 @@ class _Layer:
 
 
 def round_trip(run_dir: Path, offered: OffloadInfo) -> Iterator[Finding]:
-    """Store blocks as an engine does, find them, load them, compare them."""
+    """Store blocks as an engine does, match them, load them, and compare the bytes."""
     try:
         with Admin.connect(run_dir, deadline_ms=DEADLINE_MS) as admin:
             reason = _why_not(admin.stats(), offered)
@@ -80,7 +80,7 @@ def round_trip(run_dir: Path, offered: OffloadInfo) -> Iterator[Finding]:
 
 
 def _why_not(stats: StatsReport, offered: OffloadInfo) -> str:
-    """What somebody would lose by a namespace more; "" where nothing."""
+    """What the check's namespace would displace; "" for nothing."""
     if not slots_per_slab(offered.slab_bytes, _LAYERS * _PAGE_BYTES, 1):
         return f"a slab of {offered.slab_bytes} bytes holds no block of {_LAYERS * _PAGE_BYTES}"
     attached = [host for host in stats.hosts if not host.replicas and host.label != _NAME]
@@ -124,7 +124,7 @@ def _round_trip(run_dir: Path) -> Finding:
 
 
 def _store_and_load(client: OffloadClient, shard: OffloadShard) -> str:
-    """Blocks 0 to n go to the host pool and come back as blocks n to 2n; what was wrong, "" for nothing."""
+    """Store blocks 0 to n and load them as blocks n to 2n; returns the problem, "" if there is none."""
     keys = os.urandom(16 * _BLOCKS)
     tokens = _BLOCK_SIZE * _BLOCKS
     held = client.acquire("doctor-1", keys, tokens, full=True)

@@ -18,22 +18,22 @@ from kvcached_client.types import PROGRESS_SLOTS
 
 #: A layout with a dozen groups takes about 2 KiB.
 ATTACH_MESSAGE_SIZE_BYTES_MAX: Final = 16 * 1024
-#: What comes with `Joined`.
+#: Number of descriptors that come with `Joined`.
 JOINED_DESCRIPTORS: Final = 2 + PROGRESS_SLOTS
 
 
 class Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op"):
-    """Root of the attach messages."""
+    """Base of the attach messages."""
 
 
 class Identify(Attach, frozen=True, kw_only=True, tag="identify"):
-    """From a scheduler: who am I? Ancillary data: the sender's own pidfd."""
+    """From a scheduler: identify this process. Ancillary data: the sender's own pidfd."""
 
     client: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
 
 class Join(Attach, frozen=True, kw_only=True, tag="join"):
-    """From a shard process: give me the memory of my shard. Ancillary data: the sender's own pidfd."""
+    """From a shard process: ask for the memory of its shard. Ancillary data: the sender's own pidfd."""
 
     session: Id
     token: Secret
@@ -41,11 +41,11 @@ class Join(Attach, frozen=True, kw_only=True, tag="join"):
 
 
 class Leave(Attach, frozen=True, kw_only=True, tag="leave"):
-    """From a shard process, on the connection where it joined: it has unmapped the memory, or ends. No answer."""
+    """From a shard process, on the connection where it joined: it has unmapped the memory, or exits. No reply."""
 
 
 class Identified(Attach, frozen=True, kw_only=True, tag="identified"):
-    """Answer to `Identify`: the token for `Hello`, and where the RPC socket is."""
+    """Answer to `Identify`: the token for `Hello`, and the endpoint of the RPC socket."""
 
     member: Secret
     endpoint: str
@@ -80,14 +80,14 @@ class JoinedHost(Attach, frozen=True, kw_only=True, tag="joined_host"):
     slabs: Id
     slab_bytes: Id
     block_bytes: Id  #: of one block on one shard
-    namespace: Digest  #: its first 16 bytes are in the header of every block, and so is
-    fingerprint: Fingerprint
+    namespace: Digest  #: its first 16 bytes are in the header of every block
+    fingerprint: Fingerprint  #: in the header of every block
     verify_loads: bool  #: whether loads are to compare checksums
-    replicated: bool = False  #: every shard holds the same bytes, and the host pool holds them once
+    replicated: bool = False  #: every shard holds the same bytes, and the host pool stores them once
 
 
 class AttachRefused(Attach, frozen=True, kw_only=True, tag="refused"):
-    """Answer to a request that cannot be served; the daemon closes the connection after it."""
+    """Answer to a request that cannot be served; the daemon then closes the connection."""
 
     code: ErrorCode
     fault: Fault

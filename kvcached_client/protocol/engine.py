@@ -1,14 +1,14 @@
-"""The wire format: typed headers in MessagePack, then raw frames. `docs/protocol.md` is the same in words.
+"""The wire format: typed headers in MessagePack, then raw frames. `docs/protocol.md` describes it.
 
 A message is ``[header, frame, …]``. The header is one MessagePack map whose field ``op`` names the verb; frames carry
 keys (16 bytes a block), slot ranges (int32 pairs) and tokens (int32), little-endian. Rules:
 
 * A header is decoded straight into its type: no coercion, no unknown field, no missing field.
-* Every size has a limit (`protocol_fields`), checked before anything is allocated for it.
-* Every request that asks for a reply gets exactly one, an error included.
+* Every size has a limit (`protocol.fields`), checked before anything is allocated for it.
+* Every request that asks for a reply gets exactly one reply, which may be an error.
 """
 
-# This module offers the whole protocol, its parts in other modules included:
+# This module exports the whole protocol, including the parts in other modules:
 # mypy: implicit-reexport
 # ruff: noqa: F401
 
@@ -251,7 +251,7 @@ def decode_reply(header: bytes | memoryview) -> Reply:
     """A reply header, typed.
 
     Raises:
-        BadRequest: the daemon sent what is not in this version of the protocol.
+        BadRequest: the reply is not part of this version of the protocol.
     """
     return decode(_reply_decoder, header, "unreadable reply")
 
@@ -264,7 +264,7 @@ _id_decoder = msgspec.msgpack.Decoder(_IdOnly)
 
 
 def salvage_id(header: bytes | memoryview) -> int:
-    """The request id of a header that does not decode, or 0: an error reply should reach its request if it can."""
+    """The request id of a header that cannot be decoded, so that the error reply finds its request; 0 if unreadable."""
     if len(header) > HEADER_SIZE_BYTES_MAX:
         return 0
     try:
@@ -279,7 +279,7 @@ def error_reply(request_id: int, error: RequestError) -> ErrorReply:
 
 
 def raise_for_error(reply: Reply) -> Reply:
-    """Raise the exception that an error reply stands for; hand every other reply through."""
+    """Raise the exception of an error reply; return every other reply."""
     if isinstance(reply, ErrorReply):
         raise request_error(reply.code, reply.message, reply.fix)
     return reply

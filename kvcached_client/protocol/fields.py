@@ -21,19 +21,19 @@ PROTOCOL_VERSION_MIN: Final = 1
 HEADER_SIZE_BYTES_MAX: Final = 16 * 1024
 #: Header, keys, slots, tokens, and room for the slots of further groups.
 FRAME_COUNT_MAX: Final = 8
-#: 1 Mi tokens in blocks of 16: one prompt, several times longer than any model of today reads.
+#: 1 Mi tokens in blocks of 16: one prompt, several times longer than the longest context of a model today.
 BLOCKS_PER_MESSAGE_MAX: Final = 65_536
 TOKENS_PER_MESSAGE_MAX: Final = 1 << 20
 #: A commit of the longest prompt: keys + ranges of one slot each + tokens.
 FRAME_SIZE_BYTES_MAX: Final = 4 * TOKENS_PER_MESSAGE_MAX
-#: A message's parts together. The largest that a verb takes is that commit, of a header and three frames.
+#: All parts of a message together. The largest message is that commit, with a header and three frames.
 MESSAGE_SIZE_BYTES_MAX: Final = 2 * FRAME_SIZE_BYTES_MAX
 REQUEST_NAME_LENGTH_MAX: Final = 256
-#: A request whose id begins so holds slots for later: a daemon that drains or stops does not wait for its release.
+#: A request whose id has this prefix only reserves slots: a daemon that drains or stops does not wait for its release.
 RESERVE_REQUEST_PREFIX: Final = "reserve of "
 NAME_LENGTH_MAX: Final = 128
 TOKEN_SIZE_BYTES: Final = 32
-#: A picture of the index, for people: what is deeper or wider is only counted.
+#: Limits of a picture of the index: runs beyond them are only counted.
 TREE_LEVELS_MAX: Final = 64
 TREE_CHILDREN_MAX: Final = 256
 #: Nodes in one `TreeReport`.
@@ -47,7 +47,8 @@ _Name = msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)
 _RequestName = msgspec.Meta(min_length=1, max_length=REQUEST_NAME_LENGTH_MAX)
 _Secret = msgspec.Meta(min_length=TOKEN_SIZE_BYTES, max_length=TOKEN_SIZE_BYTES)
 
-#: Of a request: blocks of a lower one are evicted first. Few, for each has an order of its own.
+#: Bounds of a request's priority. Blocks of lower priority are evicted first. The range is small, because each priority
+#: has its own eviction order.
 PRIORITY_MIN: Final = -8
 PRIORITY_MAX: Final = 7
 
@@ -75,7 +76,7 @@ NODES: Final = FrameKind("tree nodes", 1)
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", gc=False):
-    """What every request and reply starts with: the id that pairs the two, chosen by the client, never used twice."""
+    """The start of every request and reply: an id that pairs the two. The client chooses it, and uses each id once."""
 
     frames: ClassVar[tuple[FrameKind, ...]] = ()  #: the frames after the header
     frame_counts: ClassVar[tuple[int, ...]] = ()  #: how many of them there may be; empty = always all

@@ -1,7 +1,7 @@
-"""Messages of engines in offload mode: they keep their device memory, and copy between it and host slots themselves.
+"""Messages of engines in offload mode, which own their device memory and copy blocks to and from host slots themselves.
 
 A scheduler opens a session with `HelloOffload` and asks for leases, loads and stores. Each of its shard processes
-reports when it is done with a copy, over a connection of its own and with the session's token.
+reports the end of a copy over its own connection, with the session's token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvcached_client.protocol.fields import (
     Secret,
 )
 
-#: In `TransferDone`: every shard at once, from a scheduler that calls off a copy.
+#: The shard in `TransferDone` when a scheduler cancels a copy: all shards.
 EVERY_SHARD: Final = -1
 #: Largest block of one shard.
 BLOCK_BYTES_MAX: Final = 1 << 36
@@ -41,24 +41,24 @@ Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class HelloOffload(Header, frozen=True, kw_only=True, tag="hello_offload"):
-    """Open a session in a namespace, which is made where nobody has declared it yet."""
+    """Open a session in a namespace. A namespace that no engine has declared yet is created."""
 
     version_min: Id
     version_max: Id
-    member: Secret  #: from the attach socket: says which process asks
+    member: Secret  #: token from the attach socket; identifies the process
     engine: Name  #: for logs: name and version of the engine
-    instance: Fingerprint  #: random, made once by an engine: a later hello with the same one replaces the session
-    label: Name  #: what people call the namespace: the model
-    keyspace: Digest  #: of all that keys do not tell and that makes blocks interchangeable; the layout counts apart
+    instance: Fingerprint  #: random, the same in every hello of one engine: a later hello replaces the session
+    label: Name  #: name of the namespace for people, such as the model's
+    keyspace: Digest  #: of everything that makes blocks with the same keys interchangeable, except the layout
     block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]  #: tokens
     shards: Annotated[int, msgspec.Meta(ge=1, le=64)]
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_BYTES_MAX)]  #: of one block on one shard
-    fingerprint: Fingerprint  #: of the order of bytes in it
-    replicated: bool = False  #: every shard holds the same bytes, so that the host pool holds them once
+    fingerprint: Fingerprint  #: of the order of bytes in a block
+    replicated: bool = False  #: every shard holds the same bytes, so the host pool stores them once
 
 
 class PrepareLoad(Header, frozen=True, kw_only=True, tag="prepare_load"):
-    """The session's shards are about to read blocks of a lease's hit."""
+    """Ask for the slots of blocks of a lease's hit, which the session's shards will read."""
 
     epoch: Id
     lease: Id
@@ -67,7 +67,7 @@ class PrepareLoad(Header, frozen=True, kw_only=True, tag="prepare_load"):
 
 
 class PrepareStore(Header, frozen=True, kw_only=True, tag="prepare_store"):
-    """The next blocks of a lease are computed: where to copy those that lack a copy. Frames: their keys."""
+    """Offer the next computed blocks of a lease; the reply says which of them to copy where. Frames: their keys."""
 
     frames = (KEYS,)
 
@@ -77,7 +77,7 @@ class PrepareStore(Header, frozen=True, kw_only=True, tag="prepare_store"):
 
 
 class TransferDone(Header, frozen=True, kw_only=True, tag="transfer_done"):
-    """A shard no longer reads or writes the slots of a copy. May be sent by any process of the session.
+    """A shard no longer reads or writes the slots of a copy. Any process of the session may send it.
 
     The shard has written the slots of a store, including headers, or has read those of a load; or the copy has failed.
     Frames: none, or the blocks of a load that differ from what was stored, as int32, counted from its first block.
@@ -95,7 +95,7 @@ class TransferDone(Header, frozen=True, kw_only=True, tag="transfer_done"):
 
 
 class Clear(Header, frozen=True, kw_only=True, tag="clear"):
-    """Nothing that the session's namespace holds is matched again, by anybody."""
+    """Clear the session's namespace: no request matches the blocks that it holds now."""
 
     epoch: Id
 
@@ -108,10 +108,10 @@ class WelcomeOffload(Header, frozen=True, kw_only=True, tag="welcome_offload"):
 
     version: Id
     session: Id
-    token: Secret  #: lets the session's shard processes join, and anything of it be said from anywhere
+    token: Secret  #: authenticates the session's processes
     daemon_epoch: Id
-    epoch: Id  #: of the host pool; every request names it
-    generation: Id  #: of the namespace at this moment; `clear` makes it grow
+    epoch: Id  #: epoch of the host pool; every request contains it
+    generation: Id  #: generation of the namespace now; grows with each clear
     namespace: Digest
     heartbeat_interval_ms: Id
     session_ttl_ms: Id
@@ -122,7 +122,7 @@ class Held(Header, frozen=True, kw_only=True, tag="held"):
     """Answer to `Acquire` in offload mode."""
 
     lease: Id
-    hit: Count  #: blocks that the host pool holds complete
+    hit: Count  #: leading blocks that the host pool holds
 
 
 class LoadPrepared(Header, frozen=True, kw_only=True, tag="load_prepared"):
@@ -131,21 +131,21 @@ class LoadPrepared(Header, frozen=True, kw_only=True, tag="load_prepared"):
     frames = (RANGES,)
 
     transfer: Id
-    generation: Id  #: that their headers name
+    generation: Id  #: the generation in the blocks' headers
 
 
 class StorePrepared(Header, frozen=True, kw_only=True, tag="store_prepared"):
     """Answer to `PrepareStore`. Frames: pieces as (depth, blocks), and host slots, one for each of their blocks.
 
-    Pieces may lie before `start`, where a copy was lost meanwhile. Blocks behind `depth` found no room; they may be
-    offered again. Before it there may be blocks in no piece, which the write policy does not have copied.
+    Pieces may lie before `start`, for blocks whose copies were lost meanwhile. There was no room for blocks beyond
+    `depth`; they may be offered again. The write policy does not copy blocks before `depth` that are in no piece.
     """
 
     frames = (RANGES, RANGES)
 
     transfer: Id  #: 0 = there is nothing to copy
-    depth: Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]  #: of the lease now: `start` of its next store
-    generation: Id  #: for the headers
+    depth: Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]  #: new depth of the lease: the `start` of its next store
+    generation: Id  #: the generation for the blocks' headers
 
 
 class Settled(Header, frozen=True, kw_only=True, tag="settled"):
@@ -156,4 +156,4 @@ class Cleared(Header, frozen=True, kw_only=True, tag="cleared"):
     """Answer to `Clear`."""
 
     generation: Id
-    blocks: Id  #: that were stored
+    blocks: Id  #: blocks that the namespace held

@@ -1,4 +1,4 @@
-"""Messages that need no session: questions about the daemon and its cache, and what it reports."""
+"""Reports about the daemon and its cache. Their requests need no session."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Describe(Header, frozen=True, kw_only=True, tag="describe"):
 
 
 class Tree(Header, frozen=True, kw_only=True, tag="tree"):
-    """A picture of the index: tiers and leases, bounded in depth and width. Needs no session."""
+    """A picture of the index with tiers and leases, bounded in depth and width. Needs no session."""
 
     replica: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""  #: "" = the trees of all replicas
     levels: Annotated[int, msgspec.Meta(ge=1, le=TREE_LEVELS_MAX)] = 8
@@ -49,43 +49,43 @@ class Tree(Header, frozen=True, kw_only=True, tag="tree"):
 
 
 class Inspect(Header, frozen=True, kw_only=True, tag="inspect"):
-    """Where a block is and who holds it. Needs no session."""
+    """The places of a block and the requests that hold it. Needs no session."""
 
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_SIZE_BYTES, max_length=KEY_SIZE_BYTES)]
 
 
 class Explain(Header, frozen=True, kw_only=True, tag="explain"):
-    """Why a prompt is no longer hit than it is. Touches nothing, needs no session. Frames: keys of its full blocks."""
+    """Why a prompt's hit is not longer. Changes nothing, needs no session. Frames: keys of its full blocks."""
 
     frames = (KEYS,)
 
     tokens: Count  #: length of the prompt; at most tokens - 1 are matched unless `full`
     full: bool = False
-    replica: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""  #: for this one only; "" = for all
-    namespace: Annotated[str, msgspec.Meta(max_length=64)] = ""  #: only where its hex digits begin so; "" = anywhere
+    replica: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""  #: only this replica; "" = all
+    namespace: Annotated[str, msgspec.Meta(max_length=64)] = ""  #: only those with these first hex digits; "" = all
 
 
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
 class HostStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the host slots of one namespace are. The states add up to `slots`."""
+    """The states of one namespace's host slots; they add up to `slots`."""
 
     namespace: str  #: first 16 hex digits
-    replicas: tuple[str, ...]  #: whose device pools are above it; none for engines in offload mode
-    label: str  #: what engines in offload mode call it
+    replicas: tuple[str, ...]  #: replicas that share the namespace; none in offload mode
+    label: str  #: its label in offload mode
     generation: int
-    sessions: int  #: of engines in offload mode
-    leases: int  #: of theirs
+    sessions: int  #: sessions of engines in offload mode
+    leases: int  #: leases of these sessions
     slots: int
     slabs: int  #: slabs that the namespace has now
     write_policy: str
-    pinned: int  #: blocks that people keep here
+    pinned: int  #: blocks that pins keep here
     states: dict[str, int]
 
 
 class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a device pool's slots are. The states add up to `slots`."""
+    """The states of a device pool's slots; they add up to `slots`."""
 
     replica: str
     epoch: int
@@ -95,10 +95,10 @@ class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     leases: int
     session: int
     healthy: bool
-    degraded: bool  #: its workers have died again and again
+    degraded: bool  #: its workers have died repeatedly
     restarts: int  #: of all its workers, since the daemon's start
     paused: bool  #: no copies are started
-    pinned: int  #: blocks that people keep here
+    pinned: int  #: blocks that pins keep here
 
 
 class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):
@@ -113,12 +113,12 @@ class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):
     cached_blocks: Id
     pools: tuple[PoolStats, ...]
     hosts: tuple[HostStats, ...]
-    transfers: dict[str, int]  #: queued and running ones now, by kind
+    transfers: dict[str, int]  #: queued and running transfers, by kind
     counters: dict[str, int]
 
 
 class HealthPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One step of the health check: which part, whether it works, and what it said if not."""
+    """One step of the health check: the part, whether it works, and its error if not."""
 
     part: str
     ok: bool
@@ -133,7 +133,7 @@ class HealthReport(Header, frozen=True, kw_only=True, tag="health_report"):
 
 
 class CheckReport(Header, frozen=True, kw_only=True, tag="check_report"):
-    """Answer to `Check`: broken invariants in words; none is the only good answer."""
+    """Answer to `Check`: the violated invariants; there should be none."""
 
     ok: bool
     violations: tuple[str, ...]
@@ -152,11 +152,11 @@ class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     key_algorithm: str
     namespace: str  #: root of its keys, 64 hex digits
     generation: int  #: of the namespace; grows when it is cleared
-    weights_version: str  #: as it was set; "" = what the configuration says
+    weights_version: str  #: as it was set; "" = that of the configuration
 
 
 class OffloadInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the daemon offers to engines in offload mode."""
+    """The daemon's limits for engines in offload mode."""
 
     slabs: int  #: of the host pool
     slab_bytes: int
@@ -174,19 +174,19 @@ class Description(Header, frozen=True, kw_only=True, tag="description"):
     state: str  #: serving, draining, or stopping
     pid: Id
     replicas: tuple[ReplicaInfo, ...]
-    offload: OffloadInfo | None  #: None: it does not serve offload mode
+    offload: OffloadInfo | None  #: None: the daemon does not serve offload mode
     limits: dict[str, int]
 
 
 class TreeNode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A run of blocks in a `TreeReport`, its children after it."""
+    """A run of blocks in a `TreeReport`; its children follow it."""
 
     level: int  #: 0 for the root of a namespace, a run without blocks
-    key: bytes  #: name of its first block, which is not its key; for a root the namespace's 32 bytes
+    key: bytes  #: name of its first block (not a key); for a root the namespace's 32 bytes
     start: int  #: depth of its first block
     blocks: int
-    tiers: dict[str, int]  #: blocks of it by replica, and under "host"
-    loading: int  #: device blocks that a load still writes
+    tiers: dict[str, int]  #: its blocks by replica, and under "host"
+    loading: int  #: device blocks that a load is writing
     pins: int  #: leases, fences and transfers that end in it
     children: int
     hidden: int  #: children that are not shown
@@ -218,27 +218,27 @@ class InspectReport(Header, frozen=True, kw_only=True, tag="inspect_report"):
     depth: Count = 0  #: blocks before it
     run_start: Count = 0
     run_blocks: Count = 0
-    parent: bytes = b""  #: name of the block before it, which is not its key
+    parent: bytes = b""  #: name of the block before it (not a key)
     children: Count = 0
     places: tuple[BlockPlace, ...] = ()
-    leases: tuple[str, ...] = ()  #: requests that hold it, at most 32
-    transfers: tuple[str, ...] = ()  #: copies under way that read or write it
+    leases: tuple[str, ...] = ()  #: at most 32 requests that hold it
+    transfers: tuple[str, ...] = ()  #: copies in flight that read or write it
 
 
 class Explanation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What of a prompt a replica, or the engines of one attached namespace, would hit, and why no more."""
+    """The hit of a prompt in a replica, or in a namespace of engines in offload mode, and why it is not longer."""
 
     namespace: str  #: first 16 hex digits
     replica: str  #: "" for engines in offload mode
-    label: str  #: what engines in offload mode call the namespace
+    label: str  #: label of the namespace in offload mode
     generation: int
     block_size: int  #: tokens
     device: int  #: leading blocks in the replica's device pool
-    host: int  #: further ones in the host pool
+    host: int  #: further blocks in the host pool
     hit: int  #: blocks that an acquire would hit
-    key: bytes  #: of the block behind the hit; empty where there is none
-    reason: MissReason  #: what became of that block
-    others: int  #: chains in the index that go on from the hit, but with other blocks
+    key: bytes  #: key of the block after the hit; empty if there is none
+    reason: MissReason  #: what happened to that block
+    others: int  #: chains in the index that continue the hit with other blocks
 
 
 class Explained(Header, frozen=True, kw_only=True, tag="explained"):

@@ -43,17 +43,17 @@ class Hello(Header, frozen=True, kw_only=True, tag="hello"):
 
     version_min: Id
     version_max: Id
-    member: Secret  #: from the attach socket: says which process asks
+    member: Secret  #: token from the attach socket; identifies the process
     replica: Name
     layout: Annotated[str, msgspec.Meta(max_length=64)] = (
-        ""  #: fingerprint the engine was built for; "" = take the daemon's
+        ""  #: fingerprint of the layout that the engine was built for; "" = accept the daemon's
     )
     client: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""
     capabilities: Annotated[tuple[Name, ...], msgspec.Meta(max_length=32)] = ()
 
 
 class Match(Header, frozen=True, kw_only=True, tag="match"):
-    """How many leading blocks are cached. Read-only: touches nothing. Frames: keys."""
+    """How many leading blocks are cached. Changes nothing. Frames: keys."""
 
     frames = (KEYS,)
 
@@ -63,9 +63,9 @@ class Match(Header, frozen=True, kw_only=True, tag="match"):
 
 
 class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
-    """Match, pin the hit, and reserve slots for the rest. Idempotent by `request`. Frames: keys.
+    """Match, lock the hit, and reserve slots for the rest. Idempotent by `request`. Frames: keys.
 
-    In offload mode there is nothing to reserve, and the answer is `Held`.
+    In offload mode no slots are reserved, and the reply is `Held`.
     """
 
     frames = (KEYS,)
@@ -73,9 +73,9 @@ class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
     epoch: Id
     request: RequestName  #: the engine's own id of the request
     tokens: Count
-    reserve: Count = 0  #: further exclusive slots, for output to come
+    reserve: Count = 0  #: further exclusive slots, for output
     full: bool = False
-    priority: Priority = 0  #: blocks that only requests of lower ones use are evicted first
+    priority: Priority = 0  #: blocks that only requests of lower priority use are evicted first
 
 
 class Allocate(Header, frozen=True, kw_only=True, tag="allocate"):
@@ -95,7 +95,7 @@ class Commit(Header, frozen=True, kw_only=True, tag="commit"):
     epoch: Id
     lease: Id
     start: Count  #: index in the chain of the first key; must equal the lease's depth
-    fence: Id = 0  #: the engine's work on these slots is over once this fence has signalled; 0 = it is over
+    fence: Id = 0  #: the engine has written these slots once this fence has signalled; 0 = they are written
 
 
 class Release(Header, frozen=True, kw_only=True, tag="release"):
@@ -112,21 +112,21 @@ class Release(Header, frozen=True, kw_only=True, tag="release"):
 
 
 class Load(Header, frozen=True, kw_only=True, tag="load"):
-    """Wait until every load that a lease depends on has ended. Until it is answered, nothing commits."""
+    """Wait until every load that a lease depends on has ended. Until the reply, the lease commits nothing."""
 
     epoch: Id
     lease: Id
 
 
 class WaitForSlots(Header, frozen=True, kw_only=True, tag="wait_for_slots"):
-    """Wait until so many slots can be granted, or no copy is under way whose end could free any."""
+    """Wait until `blocks` slots can be granted, or until no copy in flight can free any more slots."""
 
     epoch: Id
     blocks: Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_PER_MESSAGE_MAX)]
 
 
 class Heartbeat(Header, frozen=True, kw_only=True, tag="heartbeat"):
-    """The session lives. May come from any connection that knows the session's token."""
+    """Keep the session alive. May come over any connection, because it carries the session's token."""
 
     session: Id
     token: Secret
@@ -135,7 +135,7 @@ class Heartbeat(Header, frozen=True, kw_only=True, tag="heartbeat"):
 
 
 class Bye(Header, frozen=True, kw_only=True, tag="bye"):
-    """End the session: no process of it will touch the pool again."""
+    """End the session: its processes no longer use the pool."""
 
 
 class Prefetch(Header, frozen=True, kw_only=True, tag="prefetch"):
@@ -143,41 +143,41 @@ class Prefetch(Header, frozen=True, kw_only=True, tag="prefetch"):
 
     frames = (KEYS,)
 
-    epoch: Id = 0  #: of the device pool; says nothing in offload mode
-    tokens: Count  #: length of the prompt; at most tokens - 1 are looked for unless `full`
+    epoch: Id = 0  #: of the device pool; ignored in offload mode
+    tokens: Count  #: length of the prompt; at most tokens - 1 are fetched unless `full`
     full: bool = False
     stop: StopPolicy = "timeout"
     deadline_ms: Annotated[int, msgspec.Meta(ge=0, le=PREFETCH_DEADLINE_MS_MAX)] = PREFETCH_DEADLINE_MS_MAX
-    prefill_tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  #: of the engine; 0 = not known, always fetch
+    prefill_tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  #: speed of the engine; 0 = unknown: always fetch
 
 
 class Rejoin(Header, frozen=True, kw_only=True, tag="rejoin"):
-    """Go on with a session that an earlier daemon has opened. Answered by `Welcome`."""
+    """Continue a session that an earlier daemon opened. The reply is `Welcome`."""
 
     version_min: Id
     version_max: Id
-    member: Secret  #: from the attach socket: says which process asks
-    session: Id  #: as the earlier daemon called it
+    member: Secret  #: token from the attach socket; identifies the process
+    session: Id  #: its id at the earlier daemon
     daemon_epoch: Id  #: of the earlier daemon
     token: Secret  #: of the session
-    layout: Annotated[str, msgspec.Meta(max_length=64)]  #: fingerprint of what the engine has mapped
-    namespace: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  #: root of the keys of what it holds
-    fence: Id  #: the highest that the session has named and that has not signalled; 0 where all have
+    layout: Annotated[str, msgspec.Meta(max_length=64)]  #: fingerprint of the mapped pool's layout
+    namespace: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  #: root of the keys of the engine's blocks
+    fence: Id  #: the highest fence that the session has named, if it has not signalled; 0 = all have signalled
 
 
 class Declare(Header, frozen=True, kw_only=True, tag="declare"):
-    """A request of the engine holds a lease. Frames: keys; the slots of these blocks; its exclusive slots in order."""
+    """Declare a lease that a request holds. Frames: keys; the slots of these blocks; the exclusive slots in order."""
 
     frames = (KEYS, RANGES, RANGES)
 
     epoch: Id
     request: RequestName  #: the engine's own id of the request
-    tokens: Count  #: of its prompt
-    hit: Count  #: blocks that it was promised: those beyond the keys were still loading
+    tokens: Count  #: length of its prompt
+    hit: Count  #: blocks of its hit; those beyond the keys were still loading
 
 
 class DeclareOver(Header, frozen=True, kw_only=True, tag="declare_over"):
-    """All is declared: slots that no lease holds are free, once the fence of `Rejoin` has signalled."""
+    """End the declarations: slots that no lease holds are free once the fence of `Rejoin` has signalled."""
 
     epoch: Id
 
@@ -190,10 +190,10 @@ class Welcome(Header, frozen=True, kw_only=True, tag="welcome"):
 
     version: Id
     session: Id
-    token: Secret  #: lets the session's shard processes join, and its heartbeats be sent from anywhere
+    token: Secret  #: authenticates the session's shard processes and its heartbeats
     daemon_epoch: Id
-    epoch: Id  #: of the replica's pool; every request names it
-    generation: Id  #: of the namespace; grows when its contents are cleared
+    epoch: Id  #: epoch of the replica's pool; every request contains it
+    generation: Id  #: generation of the namespace; grows with each clear
     namespace: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  #: root of every chain of keys
     key_algorithm: Name
     layout: Layout
@@ -204,14 +204,14 @@ class Welcome(Header, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Matched(Header, frozen=True, kw_only=True, tag="matched"):
-    """Answer to `Match`: leading blocks by the best place they can be had from."""
+    """Answer to `Match`: leading blocks, by the fastest tier that holds them."""
 
     device: Count
     host: Count = 0  #: further blocks after those, in the host pool
 
 
 class LoadTicket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A copy from the host pool into device slots that is under way, and where each shard's progress page tells it."""
+    """A load in flight, from the host pool into device slots, and its entry in each shard's progress page."""
 
     transfer: Id
     progress: Annotated[int, msgspec.Meta(ge=0, lt=PROGRESS_SLOTS)]  #: index of its entry in the progress page
@@ -224,7 +224,7 @@ class Acquired(Header, frozen=True, kw_only=True, tag="acquired"):
 
     lease: Id
     hit: Count  #: blocks in the first frame
-    ready: Count  #: that many of them can be read now; the rest when `loads` have ended
+    ready: Count  #: leading blocks of the hit that can be read now; the others when `loads` have ended
     loads: Annotated[tuple[LoadTicket, ...], msgspec.Meta(max_length=PROGRESS_SLOTS)] = ()
 
 
@@ -237,15 +237,15 @@ class Allocated(Header, frozen=True, kw_only=True, tag="allocated"):
 
 
 class Committed(Header, frozen=True, kw_only=True, tag="committed"):
-    """Answer to `Commit`. What was there already comes before what is new, for residency is a prefix."""
+    """Answer to `Commit`. Duplicates come before adopted blocks, because cached blocks form a prefix."""
 
-    depth: Count  #: the lease's depth now: the `start` of its next commit
+    depth: Count  #: new depth of the lease: the `start` of its next commit
     adopted: Count
-    duplicates: Count  #: that many of the first blocks were there already; their slots stay the lease's until release
+    duplicates: Count  #: leading blocks that were cached already; the lease keeps its slots for them until its release
 
 
 class Released(Header, frozen=True, kw_only=True, tag="released"):
-    """Answer to `Release`; the counts are those of the commit that it carried."""
+    """Answer to `Release`; the counts are those of its commit."""
 
     adopted: Count = 0
     duplicates: Count = 0
@@ -254,8 +254,8 @@ class Released(Header, frozen=True, kw_only=True, tag="released"):
 class Loaded(Header, frozen=True, kw_only=True, tag="loaded"):
     """Answer to `Load`: the hit as it is now. Frames: exclusive slots for blocks that could not be loaded.
 
-    Where a load failed the hit is shorter than `Acquired` said. The slots then replace those of the blocks from `hit`
-    to the old hit in the lease's block table: the engine computes them.
+    If a load failed, the hit is shorter than in `Acquired`. In the lease's block table, the slots then replace those of
+    the blocks from `hit` to the old hit; the engine computes these blocks.
     """
 
     frames = (RANGES,)
@@ -272,22 +272,22 @@ class SlotsAvailable(Header, frozen=True, kw_only=True, tag="slots_available"):
 class Prefetched(Header, frozen=True, kw_only=True, tag="prefetched"):
     """Answer to `Prefetch`."""
 
-    blocks: Id  #: leading blocks of the prompt that were in the index, or have come; what a match finds may be fewer
-    fetched: Id  #: blocks that have come from storage
-    is_over: bool  #: nothing more will come; false where nobody waited for the rest
+    blocks: Id  #: leading blocks of the prompt that were in the index or were fetched; a match may find fewer
+    fetched: Id  #: blocks that were fetched from storage
+    is_over: bool  #: no more blocks will come; false if the wait ended before the fetches
     reason: str  #: why it is over, or "waiting"
 
 
 class Declared(Header, frozen=True, kw_only=True, tag="declared"):
     """Answer to `Declare`."""
 
-    lease: Id  #: as it is called from now on
+    lease: Id  #: new id of the lease
 
 
 class DeclareEnded(Header, frozen=True, kw_only=True, tag="declare_ended"):
     """Answer to `DeclareOver`."""
 
-    freed: Count  #: slots that are free now; 0 while the fence of `Rejoin` has not signalled
+    freed: Count  #: slots that are free now; 0 until the fence of `Rejoin` has signalled
 
 
 class Alive(Header, frozen=True, kw_only=True, tag="alive"):
@@ -302,7 +302,7 @@ class Goodbye(Header, frozen=True, kw_only=True, tag="goodbye"):
 
 
 class ErrorReply(Header, frozen=True, kw_only=True, tag="error"):
-    """Answer to any request that cannot be served. `id` is 0 where the request's own could not be read."""
+    """Answer to any request that cannot be served. `id` is 0 if the id of the request could not be read."""
 
     code: ErrorCode
     fault: Fault

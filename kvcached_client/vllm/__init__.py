@@ -1,7 +1,7 @@
 """kvcached as vLLM's external KV cache: the module that `kv_connector_module_path` names.
 
-The connector needs vLLM, which nothing else here imports, so it is imported when it is asked for. A vLLM of another
-version is refused before that: what it lacks would show as an import error that says nothing.
+The connector is imported when it is first used, because only it needs vLLM. An unsupported version of vLLM is refused
+before that, because an import error would not show the reason.
 """
 
 from typing import TYPE_CHECKING

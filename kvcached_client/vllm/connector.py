@@ -1,7 +1,7 @@
-"""The connector as vLLM loads it: each hook hands on to the scheduler's or the worker's side.
+"""The connector that vLLM loads: each hook calls the scheduler's or the worker's side.
 
-vLLM makes one object in the scheduler's process and one in every worker. Nothing is shared between them but what it
-carries: pages at the start, orders with each step, and reports.
+vLLM creates one object in the scheduler's process and one in every worker. They share only what vLLM transports between
+them: pages at the start, orders with each step, and reports.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from kvcached_client.vllm.worker import WorkerSide
 #: vLLM is untyped here.
 VllmObject: TypeAlias = Any
 
-#: How long a thread may keep Python's lock while others want it. vLLM's main threads spin while they wait for each
-#: other; with Python's 5 ms each turn of the link's and the copying thread would wait that long.
+#: How long a thread may keep the interpreter lock while others wait for it. vLLM's main threads spin while they wait
+#: for each other; with Python's default of 5 ms, the daemon's thread and the copying thread would wait that long.
 _SWITCH_INTERVAL_S: Final = 0.0005
 
 log = logging.getLogger("vllm.kvcached")
@@ -67,13 +67,13 @@ log = logging.getLogger("vllm.kvcached")
 
 @dataclass
 class KvcachedPages(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker tells the scheduler of its tensors, before anything else.
+    """A worker's description of its tensors, its first message to the scheduler.
 
     Attributes:
-        blocks: that it has.
-        block_bytes: of one of them, all layers.
-        page_bytes: the same by layer.
-        fingerprint: of the order of bytes in it.
+        blocks: number of blocks.
+        block_bytes: bytes of one block, all layers.
+        page_bytes: bytes of one block, by layer.
+        fingerprint: fingerprint of the order of bytes in a block.
     """
 
     blocks: int
@@ -84,37 +84,37 @@ class KvcachedPages(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class KvcachedOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler tells the workers with a step."""
+    """The orders of a step, from the scheduler to the workers."""
 
     orders: StepOrders
 
 
 @dataclass
 class KvcachedReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What workers tell the scheduler with a step: how many are through with each store, and which stores failed."""
+    """The workers' report of a step: how many workers have ended each store, and which stores failed."""
 
     stored: dict[StoreId, int]
     failed: set[StoreId]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Both workers' report."""
+        """Combine two workers' reports."""
         return KvcachedReport(dict(Counter(self.stored) + Counter(other.stored)), self.failed | other.failed)
 
 
 class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """vLLM's external KV cache in the host pool of a kvcached daemon on the same machine.
 
-    It does not mix in `SupportsHMA`: vLLM then keeps the blocks of layers with sliding windows as those of other
-    layers, in one group, and computes the same. State-space models need that mixin, and are not supported.
+    It does not mix in `SupportsHMA`, so vLLM keeps layers with sliding windows in one group with the other layers, and
+    computes the same results. State-space models need that mixin, and are not supported.
     """
 
     _cache_hit_source: Final = CacheHitSource.HOST
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KvCacheConfig) -> None:
-        """Check the configuration; the daemon is reached for once the workers have told of their tensors.
+        """Check the configuration. The daemon is contacted once the workers have described their tensors.
 
         Raises:
-            ValueError: kvcached cannot be used with it, or `kv_connector_extra_config` is wrong.
+            ValueError: kvcached cannot be used with this configuration, or `kv_connector_extra_config` is wrong.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         sys.setswitchinterval(min(_SWITCH_INTERVAL_S, sys.getswitchinterval()))
@@ -131,11 +131,11 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that is dropped is a miss later, no loss."""
+        """False: if a store is dropped, a later request misses, but no data is lost."""
         return False
 
     def shutdown(self) -> None:
-        """End threads and session; waits for the copy under way, within a bounded time."""
+        """End the threads and the session. Waits for the copy in progress, within a bounded time."""
         if self._worker is not None:
             self._worker.close()
         self._link.close()
@@ -143,11 +143,11 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # --- the worker's side ------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, VllmObject]) -> None:
-        """The worker's tensors, by layer.
+        """Accept the worker's tensors, by layer.
 
         Raises:
-            ValueError: they have more blocks than vLLM counts, so block ids mean something else.
-            BadRequest: they are not on the CPU, or their blocks are not contiguous.
+            ValueError: the tensors have another number of blocks than vLLM's pool, so block ids have another meaning.
+            BadRequest: the tensors are not on the CPU, or their blocks are not contiguous.
         """
         pages = EnginePages.of_tensors(kv_caches)
         expected = self._kv_cache_config.num_blocks
@@ -161,7 +161,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker = WorkerSide(lambda grant: OffloadShard.join(grant, shard, pages, deadline_ms=deadline_ms))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler has to know of the tensors."""
+        """The description of the tensors for the scheduler."""
         pages = self._pages
         if pages is None:
             return None
@@ -169,11 +169,11 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return KvcachedPages(pages.blocks, pages.block_bytes, page_bytes, pages.fingerprint)
 
     def start_load_kv(self, forward_context: VllmObject, **kwargs: VllmObject) -> None:  # noqa: ARG002 - as vLLM calls it
-        """Begin what the step orders, loads and stores. Once per step, also where nothing is computed."""
+        """Begin the loads and stores of a step. vLLM calls this once per step, even if nothing is computed."""
         self._of_worker().begin(self._get_connector_metadata().orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: requests are computed once their loads are over."""
+        """Do nothing: requests are computed after their loads."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: VllmObject, attn_metadata: VllmObject, **kwargs: VllmObject
@@ -181,25 +181,25 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Do nothing: blocks are stored once they are full."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: the scheduler's side holds the blocks of stores until they are reported."""
+        """Do nothing: the scheduler's side holds the blocks of stores until the stores are reported."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:  # noqa: ARG002 - as vLLM calls it
-        """Requests whose loads are over, behind those whose stores are: none, vLLM frees their blocks at once."""
+        """Requests whose stores (always None: vLLM frees their blocks at once) and whose loads have ended."""
         return None, self._of_worker().take_loaded() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that do not hold what was to be loaded. vLLM asks after `get_finished`."""
+        """Blocks that were not loaded correctly. vLLM calls this after `get_finished`."""
         return self._of_worker().take_bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """The stores that are over."""
+        """The stores that have ended."""
         report = self._of_worker().take_stored()
         return None if report is None else KvcachedReport(report.done, report.failed)
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Take over vLLM's blocks."""
+        """Accept vLLM's block pool."""
         self._scheduler = SchedulerSide(
             self._link,
             gpu_block_pool,
@@ -209,10 +209,10 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KvcachedPages]) -> None:
-        """The workers' pages, by rank: the daemon can be reached for.
+        """Accept the workers' pages, by rank, and connect to the daemon.
 
         Raises:
-            ValueError: workers' blocks are not alike.
+            ValueError: the blocks of the workers differ.
         """
         layout = common_layout(metadata, self._vllm_config)
         identity = identify(
@@ -236,23 +236,23 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._link.start(_connect_as(identity, layout, self._settings, self._link.wake))
 
     def on_new_request(self, request: VllmObject) -> None:
-        """A request has arrived."""
+        """Accept a request that has arrived."""
         self._of_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: VllmObject, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those that vLLM has; None = ask again. Loads are always asynchronous."""
+        """Tokens that can be loaded after those that vLLM has (None = ask again). Loads are always asynchronous."""
         return self._of_scheduler().matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: VllmObject, blocks: VllmObject, num_external_tokens: int) -> None:
-        """A request has its blocks."""
+        """Order the load into the blocks that a request got."""
         self._of_scheduler().allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: VllmObject) -> KVConnectorMetadata:
-        """What goes to the workers with a step."""
+        """The orders for the workers of a step."""
         return KvcachedOrders(self._of_scheduler().step(scheduler_output))
 
     def update_connector_output(self, connector_output: VllmObject) -> None:
-        """What workers report with a step."""
+        """Accept the workers' reports of a step."""
         scheduler, report = self._of_scheduler(), connector_output.kv_connector_worker_meta
         scheduler.loaded(
             connector_output.finished_recving or (),
@@ -263,29 +263,29 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             scheduler.stored(report.stored, report.failed)
 
     def request_finished(self, request: VllmObject, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over, and vLLM may free its blocks: those of stores are held beside."""
+        """Note the end of a request. vLLM may free its blocks, because blocks of stores are held separately."""
         self._of_scheduler().finished(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Whether steps are needed, even empty ones, until stores are through."""
+        """Whether further steps are needed, even empty ones, until all stores have ended."""
         return self._of_scheduler().is_busy
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks come free when stores are through, so that vLLM need not preempt for them."""
+        """Whether the end of stores frees blocks, so that vLLM need not preempt a request."""
         return self._of_scheduler().frees_soon
 
     def reset_cache(self) -> bool:
-        """Nothing that is stored is loaded any more, by any engine of the namespace. False if that is still to come."""
+        """Clear the namespace, so that no engine loads its blocks. False if the clear is not done yet."""
         return self._of_scheduler().reset()
 
     # --- statistics -------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KvcachedStats | None:
-        """What happened since the last call; None if nothing did.
+        """Statistics since the last call; None if nothing has changed.
 
-        vLLM asks the scheduler's side once for each step, when it has taken in the step's output, whatever that was:
-        `update_connector_output` is left out where there is nothing to report. So this is the end of a step.
+        vLLM calls this on the scheduler's side once for each step, after it has processed the step's output. It calls
+        `update_connector_output` only if there are reports, so this call marks the end of a step.
         """
         if self._worker is not None and self._pages is not None:
             counts = self._worker.take_counts()
@@ -304,7 +304,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvcachedStats:
-        """Statistics from what came from another process."""
+        """Statistics from the data of another process."""
         return KvcachedStats(data={} if data is None else data)
 
     @classmethod
@@ -332,7 +332,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def keeps_all_blocks(spec: VllmObject, max_model_len: int) -> bool:
-    """Whether vLLM keeps all blocks of a request for each layer of a group: none falls behind a sliding window."""
+    """Whether vLLM keeps all blocks of a request for each layer of a group: no block leaves a sliding window."""
     return all(
         isinstance(layer, FullAttentionSpec)
         or (isinstance(layer, SlidingWindowSpec) and layer.sliding_window >= max_model_len)
@@ -341,10 +341,10 @@ def keeps_all_blocks(spec: VllmObject, max_model_len: int) -> bool:
 
 
 def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> OffloadLayout:
-    """What the daemon is told of blocks.
+    """The layout that is declared to the daemon.
 
     Raises:
-        ValueError: workers' blocks are not alike, or a worker has told nothing.
+        ValueError: the blocks of the workers differ, or a worker has not described its blocks.
     """
     shards = config.parallel_config.tensor_parallel_size
     if sorted(pages) != list(range(shards)):
@@ -385,6 +385,6 @@ def _connect_as(
 
 
 def _find_snapshot(model: str, revision: str | None, download_dir: str | None) -> str | None:
-    """Where the Hugging Face cache has a model."""
+    """The directory of a model in the Hugging Face cache."""
     found = try_to_load_from_cache(model, "config.json", cache_dir=download_dir, revision=revision)
     return str(Path(found).parent) if isinstance(found, str) else None

@@ -1,7 +1,7 @@
-"""Which blocks are interchangeable: the keyspace that engines share, made from what vLLM's block hashes do not tell.
+"""The keyspace, which decides which engines share blocks: a digest of everything that vLLM's block hashes leave out.
 
-Too much in it makes engines miss each other's blocks; too little gives wrong outputs. So what is not known to leave
-keys and values as they are counts.
+If the keyspace contains too much, engines miss each other's blocks; if it contains too little, outputs are wrong. So it
+includes everything that is not known to leave keys and values unchanged.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any, Final
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
 from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, minor_version
 
-#: Where a model's files are on this machine: (model, revision, download directory) -> a directory, or None.
+#: Finds a model's files on this machine: (model, revision, download directory) -> a directory, or None.
 FindSnapshot = Callable[[str, str | None, str | None], str | None]
 
 _PERSON: Final = b"kvcached vllm 1"
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt"})
-#: What of a model's config tells of places and of who wrote it, not of the model.
+#: Keys of a model's config that do not describe the model.
 _CONFIG_IGNORED: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
-#: Hash algorithms whose root is random and new in every process, unless PYTHONHASHSEED is set.
+#: Hash algorithms with this prefix have a random root in every process, unless PYTHONHASHSEED is set.
 _RANDOM_ROOT: Final = "xxhash"
 _PLAIN_ROPE: Final = frozenset({None, "default"})
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What an engine declares.
+    """The identity that an engine declares.
 
     Attributes:
         keyspace: 32 bytes.
-        label: what people call it.
-        warnings: what weakens it, each with what to do.
+        label: name for people.
+        warnings: weaknesses of the keyspace, each with what to do.
     """
 
     keyspace: bytes
@@ -57,12 +57,12 @@ def identify(
     """The keyspace of an engine.
 
     Args:
-        config: vLLM's.
-        cache: vLLM's, for the layout's name.
-        vllm_version: may change what the bytes of a block mean, so its minor version counts.
+        config: vLLM's configuration.
+        cache: vLLM's cache configuration, for the name of the layout.
+        vllm_version: version of vLLM; its minor version counts, because the meaning of a block's bytes may change.
         weights_version: from the settings.
-        environment: of the process, for PYTHONHASHSEED.
-        find_snapshot: for models that are no directories.
+        environment: environment of the process, for PYTHONHASHSEED.
+        find_snapshot: finds models that are not given as directories.
     """
     model, hashing = config.model_config, config.cache_config.prefix_caching_hash_algo
     seed = environment.get("PYTHONHASHSEED")
@@ -98,7 +98,7 @@ def identify(
 
 
 def _root_of(hashing: str, seed: str | None) -> str | None:
-    """What block hashes begin with. A random root needs no part in the keyspace: its keys never meet others."""
+    """The root of block hashes. A random root need not be in the keyspace, because its keys match no other keys."""
     return "random" if hashing.startswith(_RANDOM_ROOT) and seed is None else seed
 
 
@@ -128,7 +128,7 @@ def _model(model: VllmConfig, load: VllmConfig, find_snapshot: FindSnapshot, war
 def _weights(
     model: str, revision: str | None, download_dir: str | None, find_snapshot: FindSnapshot
 ) -> Iterator[tuple[str, int, int]]:
-    """Name, size and time of change of each weight file: to read them would take as long as to load them."""
+    """Name, size and time of change of each weight file. Reading the files would take as long as loading them."""
     place = model if Path(model).exists() else find_snapshot(model, revision, download_dir)
     if place is None:
         return
@@ -140,13 +140,13 @@ def _weights(
 
 
 def _has_scaled_rope(config: Mapping[str, Any]) -> bool:
-    """Whether positions may be encoded otherwise where the longest context is another one."""
+    """Whether the encoding of positions may depend on the maximum context length."""
     text = config.get("text_config") or config
     return not set(_rope_types(text.get("rope_parameters") or text.get("rope_scaling") or {})) <= _PLAIN_ROPE
 
 
 def _rope_types(rope: Mapping[str, Any]) -> Iterator[str | None]:
-    """Those named in a model's config, which may have one for each kind of layer."""
+    """The rope types in a model's config, which may have one for each kind of layer."""
     yield rope.get("rope_type", rope.get("type"))
     for value in rope.values():
         if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
-"""vLLM's block keys, computed without vLLM: for tools that ask why one of its prompts missed.
+"""vLLM's block keys, computed without vLLM, for tools that explain why a prompt missed.
 
-vLLM hashes each full block together with the hash of the block before it and with what else tells prompts apart. Its
-algorithms that serialise by CBOR give the same hashes everywhere and are computed here; the others serialise Python
-objects by pickle, whose bytes belong to one Python and one vLLM, and are not. What an engine sends as a block's key are
-the first 16 bytes of its hash. Checked against hashes that vLLM 0.32 made (`tests/client/vllm_vectors.json`).
+vLLM hashes each full block together with the hash of the block before it and everything else that distinguishes
+prompts. This module computes the algorithms that serialise as CBOR, which give the same hashes everywhere. The others
+serialise as pickle, whose bytes depend on the versions of Python and vLLM; they are not supported. A block's key is the
+first 16 bytes of its hash. Checked against hashes that vLLM 0.32 made (`tests/client/vllm_vectors.json`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvcached_client.errors import bad_value
 from kvcached_client.keys import Tokens, pack_tokens
 from kvcached_client.types import KEY_SIZE_BYTES, PackedKeys
 
-#: What vLLM derives the first block's parent from where PYTHONHASHSEED is not set and the algorithm is cryptographic.
+#: vLLM derives the first block's parent from this if PYTHONHASHSEED is not set and the algorithm is cryptographic.
 DEFAULT_SEED: Final = "vllm-none-hash"
-#: Serialised by pickle.
+#: Algorithms that serialise as pickle.
 PICKLED_ALGORITHMS: Final = ("sha256", "xxhash")
-#: Without PYTHONHASHSEED the first block's parent is random.
+#: Algorithms whose first parent is random unless PYTHONHASHSEED is set.
 SECRET_SEED_ALGORITHMS: Final = ("xxhash", "xxhash_cbor")
 
 _ALGORITHMS: Final[dict[str, Callable[[bytes], bytes]]] = {
@@ -38,12 +38,12 @@ _Value = int | bytes | str | None | Sequence["_Value"]
 
 @dataclass(frozen=True, slots=True)
 class VllmHashing:
-    """How an engine hashes: the same for all its requests.
+    """An engine's hash settings, the same for all its requests.
 
     Attributes:
-        block_size: tokens.
+        block_size: tokens in a block.
         algorithm: vLLM's ``--prefix-caching-hash-algo``.
-        seed: value of PYTHONHASHSEED in the engine; None where it is not set.
+        seed: value of PYTHONHASHSEED in the engine; None if it is not set.
     """
 
     block_size: int
@@ -57,13 +57,13 @@ def block_keys(
     """The keys of a prompt's full blocks, 16 bytes each.
 
     Args:
-        tokens: of the prompt; text only.
-        hashing: how the engine hashes.
+        tokens: tokens of the prompt; text only.
+        hashing: the engine's hash settings.
         salt: the request's ``cache_salt``; "" for none.
         lora: name and path of the request's adapter.
 
     Raises:
-        BadRequest: the algorithm cannot be computed here, its seed is not known, or a value is malformed.
+        BadRequest: the algorithm cannot be computed here, its seed is unknown, or a value is malformed.
     """
     return PackedKeys(b"".join(block[:KEY_SIZE_BYTES] for block in block_hashes(tokens, hashing, salt=salt, lora=lora)))
 
@@ -87,7 +87,7 @@ def block_hashes(
 
 
 def _start(hashing: VllmHashing) -> tuple[Callable[[bytes], bytes], bytes]:
-    """The hash function, and what stands for the block before the first."""
+    """The hash function, and the parent of the first block."""
     name = hashing.algorithm
     if name in PICKLED_ALGORITHMS:
         raise bad_value(
@@ -126,8 +126,8 @@ def _cbor(value: _Value) -> bytes:
 
 
 def _head(kind: int, number: int) -> bytes:
-    """Kind and size or value of what follows, in as few bytes as can be."""
-    if number < 24:  # noqa: PLR2004 - fits beside the kind
+    """The head of a CBOR item: its kind, and its size or value, in as few bytes as possible."""
+    if number < 24:  # noqa: PLR2004 - fits into the byte of the kind
         return bytes([kind << 5 | number])
     for code, size in ((24, 1), (25, 2), (26, 4), (27, 8)):
         if number < 1 << 8 * size:

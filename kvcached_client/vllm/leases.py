@@ -1,4 +1,4 @@
-"""What requests hold at the daemon: leases, and loads of their hits that wait to be used."""
+"""Leases of requests, and prepared loads of their hits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NAME_DIGEST_BYTES: Final = 16
 
 
 class Leases:
-    """Asks for leases and gives them back.
+    """Acquires leases for requests, and releases them.
 
     Args:
-        link: to the daemon.
-        block_size: tokens of a block.
-        clock: in seconds.
-        prefill: how fast vLLM computes prompts, which every question says.
+        link: to the daemon's thread.
+        block_size: tokens in a block.
+        clock: returns seconds.
+        prefill: how fast vLLM computes prompts; sent with every seek.
     """
 
     def __init__(self, link: LinkPort, block_size: int, clock: Callable[[], float], prefill: PrefillRate) -> None:
@@ -32,27 +32,27 @@ class Leases:
         self._clock = clock
         self._prefill = prefill
         self._tickets = itertools.count(1)
-        #: Those whose lease was asked for, by ticket.
+        #: Requests whose lease was asked for, by ticket.
         self._seeking: dict[int, RequestState] = {}
 
     def next_ticket(self) -> int:
-        """A number for a question, which comes back with its answer."""
+        """A number for a seek or an offer; its event contains the same number."""
         return next(self._tickets)
 
     def usable(self, tracked: RequestState) -> int:
-        """Blocks that a hit may have: one token at least is left to compute, since the next one comes out of it."""
+        """Upper bound of the blocks of a hit: vLLM must compute at least the last token, to get the next one."""
         request = tracked.request
         return min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
 
     def ask(self, tracked: RequestState) -> bool:
-        """Ask for a request's hit, to load it; whether that was possible."""
+        """Ask for a lease on a request's hit, and load the hit; returns whether the seek was accepted."""
         self.release(tracked)
         tracked.asked_at = self._clock()
         tracked.is_asked = tracked.wants_load = self.seek(tracked, load=True)
         return tracked.is_asked
 
     def seek(self, tracked: RequestState, *, load: bool) -> bool:
-        """Ask for a lease; whether that was possible. Without `load` it is for storing only."""
+        """Ask for a lease; returns whether the seek was accepted. Without `load` the lease is for stores only."""
         if not self._link.is_taking:
             return False
         hashes, tokens = tracked.request.block_hashes, tracked.request.num_tokens
@@ -70,28 +70,28 @@ class Leases:
         return True
 
     def release(self, tracked: RequestState) -> None:
-        """Give back what a request holds."""
+        """Give back the lease and the prepared load of a request."""
         self.drop_load(tracked)
         if tracked.lease is not None:
             self._link.submit(Release(tracked.session, tracked.lease))
             tracked.forget_lease()
 
     def drop_load(self, tracked: RequestState) -> None:
-        """The hit will not be loaded; one that is still being asked for neither."""
+        """Do not load the request's hit, even if the seek has no event yet."""
         tracked.wants_load = False
         if tracked.load is not None:
             self._link.submit(DropLoad(tracked.session, tracked.load.transfer))
             tracked.load = None
 
     def fetching(self, fetching: Fetching) -> None:
-        """The answer may take longer: blocks come from storage."""
+        """Extend the request's deadline, because its seek waits for blocks from storage."""
         tracked = self._seeking[fetching.ticket]
         if tracked.ticket == fetching.ticket:
             tracked.asked_at = self._clock() + fetching.most_s
             tracked.is_fetching = True
 
     def found(self, found: Found) -> RequestState | None:
-        """The request that has a lease now; None where it asked anew since, and this one is given back."""
+        """The request that now has the lease; None if it has asked again since: then this lease is given back."""
         tracked = self._seeking.pop(found.ticket)
         if tracked.ticket != found.ticket:
             if found.load is not None:
@@ -106,7 +106,7 @@ class Leases:
         return tracked
 
     def not_found(self, ticket: int) -> RequestState | None:
-        """The request that gets no lease; None where it asked anew since."""
+        """The request that gets no lease; None if it has asked again since."""
         tracked = self._seeking.pop(ticket)
         if tracked.ticket != ticket:
             return None
@@ -115,7 +115,7 @@ class Leases:
 
 
 def lease_name(request_id: str, ticket: int) -> str:
-    """What a lease is called at the daemon: names are not used again, request ids are. Too long ones are digests."""
+    """The name of a lease at the daemon. Request ids are used again, but names must be unique. Long ones are hashed."""
     name = f"{request_id}~{ticket}"
     if len(name) <= REQUEST_NAME_LENGTH_MAX:
         return name

@@ -1,6 +1,6 @@
-"""What the connector counts, as vLLM's statistics: in its periodic log line, and as Prometheus metrics.
+"""The connector's counters as vLLM's statistics: in its periodic log line, and as Prometheus metrics.
 
-Hits are counted by vLLM itself: ``vllm:external_prefix_cache_queries`` and ``_hits``, with the source "host".
+vLLM itself counts hits: ``vllm:external_prefix_cache_queries`` and ``_hits``, with the source "host".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COUNTERS: Final = {
 }
 _UP: Final = "daemon_up"
 _PREFILL: Final = "prefill_tokens_per_s"
-#: Of them the last value counts.
+#: Metrics of which the last value counts.
 _GAUGES: Final = {
     _UP: "1 while the engine has a session with the kvcached daemon, else 0.",
     _PREFILL: "Tokens of prompts that this engine computes in a second, as kvcached has measured; 0: not known yet.",
@@ -39,29 +39,29 @@ _GAUGES: Final = {
 
 @dataclass
 class KvcachedStats(KVConnectorStats):  # type: ignore[misc]
-    """Sums since they were taken last, and the gauges, by name."""
+    """Sums since the last report, and gauges, by name."""
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget all values."""
         self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another one's sums; of gauges the later one counts."""
+        """Add the sums of another report; gauges take its values."""
         for name, value in other.data.items():
             self.data[name] = value if name in _GAUGES else self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line."""
+        """Values for the log line."""
         return {name: round(value, 3) for name, value in self.data.items() if value or name == _UP}
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether there are no values."""
         return not self.data
 
 
 def worker_stats(counts: CopyCounts, block_bytes: int) -> KvcachedStats:
-    """What a worker has copied."""
+    """A worker's statistics."""
     sums = asdict(counts)
     sums["loaded_bytes"] = counts.loaded_blocks * block_bytes
     sums["stored_bytes"] = counts.stored_blocks * block_bytes
@@ -69,12 +69,12 @@ def worker_stats(counts: CopyCounts, block_bytes: int) -> KvcachedStats:
 
 
 def scheduler_state(*, is_up: bool, prefill_tokens_per_s: float) -> dict[str, float]:
-    """The gauges. The rate has two digits, lest there be something new to tell with each step."""
+    """The gauges. The rate has two significant digits, so that it does not change with each step."""
     return {_UP: int(is_up), _PREFILL: float(f"{prefill_tokens_per_s:.1e}")}
 
 
 def scheduler_stats(state: Mapping[str, float], *, skipped_blocks: int, late_requests: int) -> KvcachedStats:
-    """What the scheduler's side has to tell."""
+    """The scheduler's side's statistics."""
     return KvcachedStats(data={**state, _SKIPPED: skipped_blocks, _LATE: late_requests})
 
 
@@ -104,7 +104,7 @@ class KvcachedPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what an engine reports."""
+        """Add an engine's report."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
             if name in _GAUGES:

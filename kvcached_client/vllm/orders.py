@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers with each step, and what they report."""
+"""Orders that the scheduler's side sends to the workers with each step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy.typing as npt
 from kvcached_client.blocks.transfers import BlockJob, JobSpan
 from kvcached_client.types import KEY_SIZE_BYTES
 
-#: Which store of which session a worker reports on: transfer ids are used again by a daemon that was started anew.
+#: (session number, transfer id) of a store: a daemon that was restarted uses transfer ids again.
 StoreId = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class SessionNote:
-    """The session that workers are to join, if they have not.
+    """The session that workers join, if they have not joined it yet.
 
     Attributes:
-        number: counts the sessions of this engine; jobs name theirs by it.
+        number: counts the sessions of this engine; each order contains the number of its session.
         grant: `SessionGrant.to_bytes()`, a secret.
     """
 
@@ -31,12 +31,12 @@ class SessionNote:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """A load, for one request.
+    """An order to load blocks for one request.
 
     Attributes:
-        session: number of the session that the job is of.
-        request: vLLM's id.
-        job: what to copy.
+        session: number of the job's session.
+        request: vLLM's id of the request.
+        job: blocks to copy.
     """
 
     session: int
@@ -46,20 +46,20 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class StoreOrder:
-    """A store. Its blocks are held by the scheduler until every worker has reported it."""
+    """An order to store blocks. The scheduler's side holds the blocks until every worker has reported the store."""
 
     session: int
     job: BlockJob
 
     @property
     def id(self) -> StoreId:
-        """What workers report it by."""
+        """Id of the store in the workers' reports."""
         return self.session, self.job.transfer
 
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """What goes to every worker with a step."""
+    """All orders of a step, the same for every worker."""
 
     session: SessionNote | None = None
     loads: tuple[LoadOrder, ...] = ()
@@ -71,7 +71,7 @@ _FEW: Final = 16
 
 def pack_keys(hashes: Sequence[bytes], start: int, stop: int) -> bytes:
     """The first 16 bytes of each hash, back to back."""
-    if stop - start <= _FEW:  # most offers: an array costs more than it saves
+    if stop - start <= _FEW:  # most offers: for few keys, numpy is slower
         return b"".join([block_hash[:KEY_SIZE_BYTES] for block_hash in hashes[start:stop]])
     joined = b"".join(hashes[start:stop])
     size = len(hashes[0])
@@ -79,7 +79,7 @@ def pack_keys(hashes: Sequence[bytes], start: int, stop: int) -> bytes:
 
 
 def job_span(hashes: Sequence[bytes], start: int, block_ids: Sequence[int], slots: npt.NDArray[np.int32]) -> JobSpan:
-    """The blocks of a request from depth `start` on, as many as there are `block_ids`, and one slot for each."""
+    """The span of a request's blocks from depth `start` on, one block for each of `block_ids`, with their slots."""
     has_parent = min(start, 1)
     keys = pack_keys(hashes, start - has_parent, start + len(block_ids))
     cut = has_parent * KEY_SIZE_BYTES

@@ -1,4 +1,4 @@
-"""vLLM's objects as far as the scheduler's side reads them, and what it knows of each request."""
+"""The part of vLLM's objects that the scheduler's side uses, and its state of each request."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ class Request(Protocol):
 
     @property
     def request_id(self) -> str:
-        """Unique among the requests that live."""
+        """Id that is unique among unfinished requests."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far; speculative tokens do not count."""
+        """Tokens of prompt and output so far, without speculative tokens."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the prompt."""
+        """Tokens of the prompt."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is computed once all steps that were scheduled are over."""
+        """Tokens whose KV is computed once all scheduled steps are over."""
 
     @property
     def num_preemptions(self) -> int:
-        """How often it lost its blocks."""
+        """How often the request lost its blocks."""
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Of its full blocks, chained. vLLM appends while tokens come."""
+        """Chained hashes of its full blocks. vLLM appends hashes as tokens are computed."""
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Whether it must be computed, whatever is cached."""
+        """Whether the request must be computed without cached blocks."""
 
 
 class Block(Protocol):
@@ -51,17 +51,17 @@ class BlockPool(Protocol):
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """All blocks, by id."""
+        """All blocks; the index is the block's id."""
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Count one more user of each."""
+        """Add a user to each block."""
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
-        """Count one less; of those that nobody uses any more the first ones are taken first."""
+        """Remove a user from each block. Unused blocks are reused in this order."""
 
 
 class NewRequest(Protocol):
-    """A request in the first step that it is scheduled in; also one that came back, with all its blocks."""
+    """A request in the first step in which it is scheduled, with all its blocks; also after a preemption."""
 
     @property
     def req_id(self) -> str:
@@ -69,15 +69,15 @@ class NewRequest(Protocol):
 
     @property
     def block_ids(self) -> Sequence[Sequence[int]]:
-        """One list for each group of layers."""
+        """Block ids, one list for each group of layers."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Before this step."""
+        """Tokens that were computed before this step."""
 
 
 class CachedRequests(Protocol):
-    """Requests that were scheduled before, as parallel lists."""
+    """Requests that were scheduled in an earlier step, as parallel lists."""
 
     @property
     def req_ids(self) -> Sequence[str]:
@@ -85,63 +85,64 @@ class CachedRequests(Protocol):
 
     @property
     def resumed_req_ids(self) -> set[str]:
-        """Those whose new blocks are all their blocks."""
+        """Requests whose new blocks replace all their blocks."""
 
     @property
     def new_block_ids(self) -> Sequence[Sequence[Sequence[int]] | None]:
-        """Blocks that were added to each."""
+        """Block ids that were added to each request."""
 
     @property
     def num_computed_tokens(self) -> Sequence[int]:
-        """Before this step."""
+        """Tokens that were computed before this step."""
 
 
 class Step(Protocol):
-    """What vLLM's scheduler has decided for a step."""
+    """The decisions of vLLM's scheduler for a step."""
 
     @property
     def scheduled_new_reqs(self) -> Sequence[NewRequest]:
-        """Requests that workers do not know."""
+        """Requests that workers do not know yet."""
 
     @property
     def scheduled_cached_reqs(self) -> CachedRequests:
-        """Requests that they know."""
+        """Requests that workers know."""
 
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]:
-        """Tokens to compute, speculative ones included."""
+        """Tokens to compute, by request id, including speculative tokens."""
 
     @property
     def preempted_req_ids(self) -> set[str] | None:
-        """Requests that lost their blocks since the step before."""
+        """Requests that lost their blocks since the last step."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """What is known of one request.
+    """The scheduler's side's state of one request.
 
     Attributes:
-        request: vLLM's.
-        preemptions: that it had when it was last looked up.
-        may_load: false once a load for it failed: a second try could fail for ever.
-        is_asked: its hit was asked for since it began, or was preempted.
-        asked_at: when, on the clock of deadlines; or when the time for storage is over.
-        ticket: of the question whose answer is out; 0 = none. Answers to other tickets are to an earlier self of it.
-        session, lease: what it holds at the daemon; no lease = None.
-        is_fetching: the answer to that question waits for storage.
-        is_late: it went without the cache because the answer was late.
-        wants_load: it was asked for its hit, and has no blocks yet to load it into.
-        load: where its hit is, as long as neither used nor dropped.
-        local_blocks: leading blocks that vLLM itself had when it asked for the hit.
-        depth: where the lease's next store starts.
-        offered: blocks that need no offer any more: offered, hit, or refused for the time being.
-        recomputed_from: depth of the first block of its hit that could not be loaded and is computed instead; None once
-            the daemon was asked whether it wants them again.
+        request: vLLM's request.
+        preemptions: the request's number of preemptions when it was last looked up.
+        may_load: False after a failed load, because a second load could fail, too, without end.
+        is_asked: the hit was asked for since the request began or was preempted.
+        asked_at: time of the seek on the clock of deadlines; or the end of the time for storage.
+        ticket: ticket of the seek or offer whose event is awaited; 0 = none. Events with other tickets are outdated.
+        session, lease: the request's lease and the number of its session; None = no lease.
+        is_fetching: the awaited event waits for storage.
+        is_late: the request was computed without the cache, because the event was late.
+        wants_load: the hit was asked for, and the request has no blocks yet to load it into.
+        load: slots of the hit, until the load is ordered or dropped.
+        local_blocks: leading blocks that vLLM itself had cached when it asked for the hit.
+        depth: depth of the lease, where its next store starts.
+        offered: leading blocks that need no offer: they were offered, are in the hit, or were refused for now.
+        recomputed_from: depth of the first block of the hit that could not be loaded and is computed instead; None
+            after these blocks were offered again.
         full: leading blocks that are computed, or will be at the end of this step.
-        due: as many of them are to be offered without waiting for more.
-        block_ids: its blocks in vLLM's pool.
-        is_finished: vLLM has forgotten it.
-        parting_start, parting: blocks of a finished request that wait to be offered; held, ids from that depth on.
+        due: leading blocks that are to be offered without waiting for more.
+        block_ids: the request's blocks in vLLM's pool.
+        is_finished: vLLM has forgotten the request.
+        parting_start, parting: blocks of a finished request that wait for their offer, and the depth of the first. They
+            are held.
     """
 
     request: Request
@@ -169,11 +170,11 @@ class RequestState:
 
     @property
     def has_recomputed(self) -> bool:
-        """Whether a part of its hit was computed since it could not be loaded, and all of the hit is there by now."""
+        """Whether blocks of the hit that could not be loaded were computed instead, and the hit is complete now."""
         return self.recomputed_from is not None and self.due >= self.depth and not self.is_finished
 
     def forget_lease(self) -> None:
-        """The lease is given back, or gone."""
+        """Reset the state that belongs to a lease, after the lease was released or lost."""
         self.lease = self.load = None
         self.depth = self.offered = 0
         self.recomputed_from = None

@@ -1,13 +1,13 @@
-"""The scheduler's side of the connector: which blocks to load and to store, and when.
+"""The scheduler's side of the connector: decides which blocks to load and to store, and when.
 
-It runs in vLLM's scheduler thread: what the daemon has to say comes as events of the link. It makes that thread wait
-for an answer that is near, for some milliseconds of a step at most (`patience`), and for a reset (`RESET_S_MAX`).
-vLLM's blocks that are being stored are held by reference count, so vLLM frees, preempts and finishes as it likes.
+It runs in vLLM's scheduler thread; the daemon's replies come as events of the daemon's thread. The scheduler waits for
+replies that are near, at most some milliseconds in a step (`waiting`), and for a reset (`RESET_S_MAX`). Blocks that are
+being stored are held by vLLM's reference count, so vLLM may free, preempt and finish requests at any time.
 
-What a block's key stands for: it is the first 16 bytes of vLLM's block hash. That chains the token ids with, in every
-block, the LoRA adapter's name and path, the hash of each multimodal input in it and where it begins, the digest of
-prompt embeddings, and in the first block the request's `cache_salt`. An adapter whose files change under the same path
-keeps its keys: set `weights_version` then, or give it another name.
+A block's key is the first 16 bytes of vLLM's block hash. The hash chains the block's token ids, the LoRA adapter's name
+and path, the hash and the position of each multimodal input in the block, the digest of prompt embeddings, and in the
+first block the request's `cache_salt`. If the files of an adapter change under the same path, its keys stay the same:
+set `weights_version` then, or give the adapter another name.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from kvcached_client.vllm.request_state import BlockPool, Request, RequestState,
 from kvcached_client.vllm.store_queue import StoreQueue, Stores
 from kvcached_client.vllm.waiting import Patience, PrefillMeter, prompt_tokens
 
-#: Blocks of the prompt are offered as soon as they are full: other requests may share them. Generated ones wait for
-#: their like, or for the request's end, since an offer costs the scheduler as much for one block as for a hundred.
+#: Blocks of the prompt are offered as soon as they are full, because other requests may share them. Generated blocks
+#: are offered in groups, or at the request's end, because an offer costs as much for one block as for many.
 GENERATED_BLOCKS_PER_OFFER: Final = 4
 #: How long `reset` waits for the daemon.
 RESET_S_MAX: Final = 2.0
@@ -45,7 +45,7 @@ RESET_S_MAX: Final = 2.0
 
 @dataclass(slots=True)
 class _Loading:
-    """A load that workers have been told of: into which blocks, and from which depth on they are bad."""
+    """A load that workers were ordered to make: its blocks, and the depth from which on they are bad."""
 
     session: int
     transfer: TransferId
@@ -54,7 +54,7 @@ class _Loading:
     bad_from: int | None = None  #: depth of the first block that is bad
 
     def note_bad(self, block_ids: Collection[int]) -> None:
-        """Some blocks, maybe of other loads, do not hold what was to be loaded."""
+        """Note bad blocks; some may belong to other loads."""
         for depth, block in enumerate(self.blocks, self.start):
             if block in block_ids:
                 self.bad_from = depth if self.bad_from is None else min(self.bad_from, depth)
@@ -65,16 +65,16 @@ class SchedulerSide:
     """Decides for one engine. Used by the scheduler's thread only.
 
     Args:
-        link: to the daemon.
+        link: to the daemon's thread.
         pool: vLLM's blocks.
-        block_size: tokens of a block.
-        shards: workers, each of which holds a part of every block.
-        hold_deadline_s: how long a request waits for the daemon's answer before it is computed; the time that blocks
-            take to come from storage does not count.
-        clock: in seconds.
+        block_size: tokens in a block.
+        shards: number of workers; each holds a part of every block.
+        hold_deadline_s: how long a request waits for the daemon's reply before it is computed, without the time of
+            fetches from storage.
+        clock: returns seconds.
 
     Attributes:
-        session: what workers are to join; None while the daemon is not reached.
+        session: the session that workers join; None without a session.
     """
 
     def __init__(
@@ -99,19 +99,19 @@ class SchedulerSide:
         self._leases = Leases(link, block_size, clock, self._prefill.rate)
         self._store_queue = StoreQueue(link, self._leases, Stores(pool, shards))
         self._new_loads: list[LoadOrder] = []
-        #: Loads under way, by request.
+        #: Loads in flight, by request.
         self._loading: dict[str, _Loading] = {}
 
     # --- hooks: admission -------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """A request has arrived: ask for its hit while it waits."""
+        """Ask for the hit of a request that has arrived, while it waits."""
         tracked = self._by_id[request.request_id] = RequestState(request, request.num_preemptions)
         if self._leases.usable(tracked) and not request.skip_reading_prefix_cache:
             self._leases.ask(tracked)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens after those that vLLM has can be loaded, None = not known yet; whether they come async."""
+        """How many tokens can be loaded after those that vLLM has (None = unknown yet), and whether asynchronously."""
         self._take_events()
         tracked = self._current(request)
         local, rest = divmod(computed_tokens, self._block_size)
@@ -134,10 +134,10 @@ class SchedulerSide:
         return (found - local) * self._block_size, True
 
     def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
-        """A request has blocks; `external_tokens` of them are to be loaded.
+        """Order the load of `external_tokens` tokens into the blocks that a request got.
 
         Raises:
-            RuntimeError: they were not announced: a fault of kvcached or vLLM. The request would wait for ever.
+            RuntimeError: no load was announced: a bug of kvcached or vLLM. The request would wait without end.
         """
         tracked = self._current(request)
         if not external_tokens:
@@ -157,7 +157,7 @@ class SchedulerSide:
     # --- hooks: steps -----------------------------------------------------------------------------------------------
 
     def step(self, step: Step) -> StepOrders:
-        """What goes to the workers with a step."""
+        """The orders for the workers of a step."""
         self._take_events()
         for request_id in step.preempted_req_ids or ():
             if (tracked := self._by_id.get(request_id)) is not None:
@@ -169,16 +169,16 @@ class SchedulerSide:
         return StepOrders(self.session, loads, self._store_queue.take_orders())
 
     def step_over(self) -> None:
-        """The output of a step was taken in: of the oldest one that was on its way."""
+        """Note that vLLM has processed the output of the oldest step in flight."""
         self._prefill.end(self._clock())
 
     def loaded(self, requests: Collection[str], failed: Collection[str], bad_blocks: Collection[int]) -> None:
-        """Loads are over on every worker.
+        """Note loads that have ended on every worker.
 
         Args:
-            requests: whose.
-            failed: requests whose loads failed as a whole; they may be over later.
-            bad_blocks: blocks that do not hold what was to be loaded; the same.
+            requests: the requests of these loads.
+            failed: requests whose loads failed completely; these loads may end later.
+            bad_blocks: blocks that were not loaded correctly; their loads may end later.
         """
         if bad_blocks:
             for under_way in self._loading.values():
@@ -189,64 +189,64 @@ class SchedulerSide:
         for request_id in requests:
             loading = self._loading.pop(request_id, None)
             if loading is not None and loading.bad_from is not None:
-                self._link.submit(DropLoad(loading.session, loading.transfer))  # a worker may not have told the daemon
+                self._link.submit(DropLoad(loading.session, loading.transfer))  # a worker may not have reported it
                 if (tracked := self._by_id.get(request_id)) is not None:
                     tracked.may_load = False
                     tracked.recomputed_from = loading.bad_from
 
     def stored(self, done: Mapping[StoreId, int], failed: Collection[StoreId]) -> None:
-        """So many workers are through with each store; `failed` are those that failed on some worker."""
+        """Note how many workers have ended each store; `failed` are stores that failed on a worker."""
         self._store_queue.reported(done, failed)
 
     def finished(self, request: Request, block_ids: Sequence[int]) -> None:
-        """A request is over: offer what is left of it, then give its lease back."""
+        """Offer the remaining blocks of a finished request, then give its lease back."""
         tracked = self._by_id.pop(request.request_id, None)
         if tracked is None:
             return
         self._leases.drop_load(tracked)
         tracked.block_ids = list(block_ids)
-        # A load under way is within the hit.
+        # The blocks of a load in flight are in the hit.
         tracked.full = tracked.due = self._confirmed(tracked, request.num_computed_tokens)
         tracked.is_finished = True
         self._store_queue.finish(tracked)
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is under way that needs further steps."""
+        """Whether stores need further steps."""
         return self._store_queue.is_busy
 
     @property
     def frees_soon(self) -> bool:
-        """Whether blocks come free without a preemption."""
+        """Whether the end of a store frees blocks that no request holds."""
         return self._store_queue.frees_soon
 
     def reset(self) -> bool:
-        """Nothing that was stored is loaded any more; whether the daemon has said so."""
+        """Clear the namespace, so that no stored block is loaded; returns whether the daemon has confirmed it."""
         self._take_events()
         for tracked in self._by_id.values():
-            self._leases.drop_load(tracked)  # one that is being asked for, too: its answer may tell of what was before
+            self._leases.drop_load(tracked)  # also a hit that was asked for: its event may be from before the clear
             tracked.is_asked = False
         return self._link.clear(RESET_S_MAX)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """How fast vLLM computes prompts; 0 = not known yet."""
+        """How fast vLLM computes prompts; 0 = unknown."""
         return self._prefill.rate.tokens_per_s
 
     def take_skipped(self) -> int:
-        """Blocks that were not stored since the last call."""
+        """Number of blocks since the last call that were not stored."""
         skipped, self._store_queue.skipped_blocks = self._store_queue.skipped_blocks, 0
         return skipped
 
     def take_late(self) -> int:
-        """Requests since the last call that went without the cache because its answer was late."""
+        """Number of requests since the last call that were computed without the cache because the reply was late."""
         late, self._late_requests = self._late_requests, 0
         return late
 
-    # --- what hooks are made of -------------------------------------------------------------------------------------
+    # --- helpers of the hooks ---------------------------------------------------------------------------------------
 
     def _current(self, request: Request) -> RequestState:
-        """What is known of a request, which begins anew where it was preempted."""
+        """The state of a request; reset if the request was preempted."""
         tracked = self._by_id.get(request.request_id)
         if tracked is None:
             tracked = self._by_id[request.request_id] = RequestState(request, request.num_preemptions)
@@ -255,7 +255,7 @@ class SchedulerSide:
         return tracked
 
     def _start_over(self, tracked: RequestState) -> None:
-        """It lost its blocks and will come back with others; its hit may be another one, too."""
+        """Reset the state of a request that lost its blocks, and ask for its hit again."""
         request = tracked.request
         self._leases.release(tracked)
         tracked.preemptions = request.num_preemptions
@@ -266,12 +266,12 @@ class SchedulerSide:
             self._leases.ask(tracked)
 
     def _confirmed(self, tracked: RequestState, computed_tokens: int) -> int:
-        """Full blocks in so many tokens, as far as vLLM has their hashes: it has none for speculative tokens."""
+        """Number of full blocks in `computed_tokens` that have hashes; vLLM has no hashes for speculative tokens."""
         full = computed_tokens // self._block_size
         return min(full, len(tracked.request.block_hashes), len(tracked.block_ids))
 
     def _follow(self, step: Step) -> None:
-        """Note which blocks requests have, and look at those that fill one in this step."""
+        """Note the blocks of all scheduled requests, and handle those that fill a block in this step."""
         scheduled, block_size = step.num_scheduled_tokens, self._block_size
         for new in step.scheduled_new_reqs:
             if (tracked := self._by_id.get(new.req_id)) is not None:
@@ -300,7 +300,7 @@ class SchedulerSide:
             self._store_queue.advance(tracked)
 
     def _note_late(self, tracked: RequestState) -> None:
-        """Count a request that is computed without waiting any longer. Asked again, it does not count again."""
+        """Count a request that is computed without waiting longer; each request counts once."""
         if not tracked.is_late:
             tracked.is_late = True
             self._late_requests += 1

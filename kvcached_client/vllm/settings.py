@@ -1,4 +1,4 @@
-"""What the user says about kvcached in vLLM's configuration, and what cannot be used with it."""
+"""kvcached's settings in vLLM's configuration, and the configurations that kvcached does not support."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias, cast, get_args
 
 from kvcached_client.vllm.daemon_client import PrefetchMode
 
-#: The first supported minor version, and the first one that is not.
+#: The first supported minor version, and the first unsupported one.
 SUPPORTED_FROM: Final = (0, 32)
 SUPPORTED_BELOW: Final = (0, 34)
 
@@ -17,16 +17,16 @@ _RELEASE: Final = re.compile(r"(\d+)\.(\d+)(?:\D|$)")
 
 
 def minor_version(version: str) -> tuple[int, int] | None:
-    """Major and minor number of a version such as ``0.32.1+cpu``; None where it has none, as ``dev``."""
+    """Major and minor number of a version such as ``0.32.1+cpu``; None if it has none, as ``dev``."""
     found = _RELEASE.match(version)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM that the connector was not written for.
+    """Refuse an unsupported version of vLLM.
 
     Raises:
-        RuntimeError: `version` is out of range, or unreadable.
+        RuntimeError: `version` is out of range, or cannot be parsed.
     """
     if (found := minor_version(version)) is None or not SUPPORTED_FROM <= found < SUPPORTED_BELOW:
         wanted = f">={_text(SUPPORTED_FROM)},<{_text(SUPPORTED_BELOW)}"
@@ -55,10 +55,10 @@ class Settings:
     """The keys of ``kv_connector_extra_config``.
 
     Attributes:
-        run_dir: where the daemon's sockets are; None = as `run_dir.default_run_dir` says.
-        weights_version: anything that changes when weights change in a way that their files do not show.
+        run_dir: directory of the daemon's sockets; None = `run_dir.default_run_dir`.
+        weights_version: a string to change when weights change without a change of their files.
         hold_deadline_ms: how long a request waits for the daemon before it is computed without external cache.
-        prefetch: how long it waits for blocks from the daemon's storage.
+        prefetch: how long a request waits for blocks from the daemon's storage.
     """
 
     run_dir: str | None = None
@@ -98,15 +98,15 @@ def read_settings(extra: Mapping[str, object]) -> Settings:
 
 
 def check_config(config: VllmConfig, cache: KvCacheConfig, *, keeps_all_blocks: bool) -> None:
-    """Refuse what the connector cannot serve, or would serve wrongly.
+    """Refuse configurations that the connector cannot serve, or would serve wrongly.
 
     Args:
-        config: vLLM's.
-        cache: its groups of layers.
+        config: vLLM's configuration.
+        cache: vLLM's groups of layers.
         keeps_all_blocks: whether vLLM keeps all blocks of a request, for every layer of the first group.
 
     Raises:
-        ValueError: every reason, each with what to do.
+        ValueError: all reasons, each with what to do.
     """
     transfer, parallel, model = config.kv_transfer_config, config.parallel_config, config.model_config
     groups = cache.kv_cache_groups
@@ -138,7 +138,7 @@ def check_config(config: VllmConfig, cache: KvCacheConfig, *, keeps_all_blocks: 
 
 
 def is_replicated(config: VllmConfig) -> bool:
-    """Whether every rank of a configuration that can be served computes the same K and V: vLLM repeats an only head."""
+    """Whether every rank computes the same K and V, in a supported configuration: vLLM repeats a single head."""
     model = config.model_config
     heads: int = 1 if model.use_mla else model.get_total_num_kv_heads()
     ranks: int = config.parallel_config.tensor_parallel_size

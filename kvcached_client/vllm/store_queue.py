@@ -1,7 +1,7 @@
-"""Computed blocks on their way to the daemon: offered in the order of their chain, as far as limits allow.
+"""Stores of computed blocks: offered to the daemon in the order of their chain, as far as limits allow.
 
-A request has one offer out at a time, since where the next one starts comes with the answer. While it lives it holds
-its blocks by itself; what is offered is held beside that, so that vLLM may preempt or finish it at any moment.
+A request has at most one offer without a reply, because the reply says where the next offer starts. A running request
+holds its blocks itself. Offered blocks are also held here, so that vLLM may preempt or finish the request at any time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class PendingStore:
 
     Attributes:
         tracked: the request.
-        preemptions: that it had then.
-        session: whose lease they were offered for.
-        start: depth of the first.
-        block_ids: where they are, all held.
-        earlier: other blocks of the request that the daemon asked for, held, too.
-        waiting: workers that have not reported.
+        preemptions: the request's number of preemptions at the time of the offer.
+        session: number of the lease's session.
+        start: depth of the first block.
+        block_ids: the blocks in vLLM's pool; all are held.
+        earlier: earlier blocks of the request that the daemon asked for; also held.
+        waiting: number of workers that have not reported the store.
     """
 
     tracked: RequestState
@@ -43,23 +43,23 @@ class PendingStore:
 
     @property
     def is_current(self) -> bool:
-        """Whether its request still has the blocks that it had."""
+        """Whether the request still has the blocks that it had at the time of the offer."""
         return not self.tracked.is_finished and self.tracked.preemptions == self.preemptions
 
 
-#: Of vLLM's blocks, the part that offers may hold: the others are left to requests, however long stores take.
+#: The share of vLLM's blocks that offers may hold. The others stay available to requests, however long stores take.
 HELD_SHARE_MAX: Final = 1 / 4
 
 
 class Stores:
-    """The stores on their way, from the offer to the last worker's report.
+    """The stores in progress, from the offer to the last worker's report.
 
     Args:
         pool: vLLM's blocks.
-        shards: workers that report each store.
+        shards: number of workers that report each store.
 
     Attributes:
-        held_blocks: blocks that are held; one that is held twice counts twice.
+        held_blocks: number of blocks that are held; a block that is held twice counts twice.
     """
 
     def __init__(self, pool: BlockPool, shards: int) -> None:
@@ -75,35 +75,35 @@ class Stores:
 
     @property
     def room(self) -> int:
-        """Blocks that may be held beside those that are."""
+        """Number of further blocks that may be held."""
         return max(int(len(self._pool.blocks) * HELD_SHARE_MAX) - self.held_blocks, 0)
 
     @property
     def frees_soon(self) -> bool:
-        """Whether blocks come free with a store that nobody but it holds."""
+        """Whether the end of a store frees blocks that no request holds."""
         copying = (*self._planning.values(), *(store for _, store in self._ready), *self._copying.values())
         return any(not store.is_current for store in copying)
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Keep blocks from being given to another request."""
+        """Hold blocks, so that vLLM does not give them to another request."""
         self.held_blocks += len(block_ids)
         self._pool.touch([self._pool.blocks[block] for block in block_ids])
 
     def free(self, block_ids: list[int]) -> None:
-        """Let blocks go, so that vLLM takes those at the end of a prefix first."""
+        """Free blocks in an order in which vLLM reuses the end of a prefix first."""
         self.held_blocks -= len(block_ids)
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(block_ids)])
 
     def offered(self, ticket: int, store: PendingStore) -> None:
-        """Blocks that are held were offered to the daemon."""
+        """Note an offer of held blocks to the daemon."""
         self._planning[ticket] = store
 
     def answered(self, ticket: int) -> PendingStore:
-        """The store whose answer has come; it is out of the books until `plan`."""
+        """Remove and return the store of an offer whose event has come; `plan` adds it again."""
         return self._planning.pop(ticket)
 
     def plan(self, store: PendingStore, plan: PreparedStore) -> bool:
-        """Make what the daemon wants the workers' job; False where blocks that it wants are not there any more."""
+        """Make an order of the blocks that the daemon wants; returns False if it wants blocks that no longer exist."""
         hashes = store.tracked.request.block_hashes
         spans = []
         at = 0
@@ -119,7 +119,7 @@ class Stores:
         return True
 
     def take_orders(self) -> tuple[StoreOrder, ...]:
-        """What goes to the workers now."""
+        """The orders that go to the workers now."""
         ready, self._ready = self._ready, []
         for order, store in ready:
             store.waiting = self._shards
@@ -127,7 +127,7 @@ class Stores:
         return tuple(order for order, _ in ready)
 
     def reported(self, reports: Mapping[StoreId, int]) -> list[StoreId]:
-        """So many workers are through with each store, well or not. Returns those that every worker is through with."""
+        """Count the workers that have ended each store, or failed; returns the stores that all workers have ended."""
         over = []
         for store_id, workers in reports.items():
             store = self._copying[store_id]
@@ -139,7 +139,7 @@ class Stores:
         return over
 
     def session_lost(self, session: int) -> int:
-        """Forget what workers have not been told. Returns how many blocks that is."""
+        """Drop the orders of a session that workers do not have yet; returns their number of blocks."""
         lost = [store for _, store in self._ready if store.session == session]
         self._ready = [(order, store) for order, store in self._ready if store.session != session]
         for store in lost:
@@ -147,11 +147,11 @@ class Stores:
         return sum(len(store.block_ids) for store in lost)
 
     def drop(self, store: PendingStore) -> None:
-        """Let go of the blocks of a store that is in no book."""
+        """Free the blocks of a store that was removed."""
         self.free(store.earlier + store.block_ids)
 
     def _blocks_of(self, store: PendingStore, piece: Piece) -> list[int] | None:
-        """Where the blocks of a piece are. Those before the offer are held from now on."""
+        """The blocks of a piece in vLLM's pool. Blocks before the offer are held from now on."""
         first, last = piece.start, piece.start + piece.blocks
         if last > store.start + len(store.block_ids):
             return None
@@ -167,20 +167,20 @@ class Stores:
 
 #: Stores that hold blocks at once. Further offers wait while their requests live.
 STORES_MAX: Final = 64
-#: Blocks of one offer: long prompts are stored in parts, and hold no more than that at a time.
+#: Blocks of one offer: a long prompt is stored in parts, and holds no more blocks than this at a time.
 OFFER_BLOCKS_MAX: Final = 1024
 
 
 class StoreQueue:
-    """Offers blocks and follows what becomes of them.
+    """Offers blocks and follows their stores.
 
     Args:
-        link: to the daemon.
-        leases: for requests that have none yet, or none any more.
-        stores: where blocks are held.
+        link: to the daemon's thread.
+        leases: for requests without a lease.
+        stores: the stores in progress.
 
     Attributes:
-        skipped_blocks: computed blocks that were offered, or to be offered, and not stored.
+        skipped_blocks: number of computed blocks that were not stored.
     """
 
     def __init__(self, link: LinkPort, leases: Leases, stores: Stores) -> None:
@@ -188,31 +188,31 @@ class StoreQueue:
         self._link = link
         self._leases = leases
         self._stores = stores
-        #: Requests that could be offered but for a limit.
+        #: Requests whose next offer waits because of a limit.
         self._postponed: dict[RequestState, None] = {}
-        #: Finished requests with something left to do.
+        #: Finished requests that still have blocks to offer, or a lease.
         self._parting: dict[RequestState, None] = {}
-        #: Stores that failed on a worker while others are at it.
+        #: Stores that failed on one worker, and that other workers have not ended.
         self._failed: set[StoreId] = set()
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is under way that needs further steps."""
+        """Whether stores need further steps."""
         return bool(self._stores or self._parting)
 
     @property
     def frees_soon(self) -> bool:
-        """Whether blocks come free with a store that nobody but it holds."""
+        """Whether the end of a store frees blocks that no request holds."""
         return self._stores.frees_soon
 
     def take_orders(self) -> tuple[StoreOrder, ...]:
-        """Offer what was postponed; stores that go to the workers now."""
+        """Make the postponed offers, and return the orders that go to the workers now."""
         for tracked in list(self._postponed):
             self.advance(tracked)
         return self._stores.take_orders()
 
     def advance(self, tracked: RequestState) -> None:
-        """Do what is next for a request's blocks, unless an answer is awaited, which leads here again."""
+        """Take the next step for a request's blocks. Does nothing while an event is awaited, which calls this again."""
         self._postponed.pop(tracked, None)
         if tracked.ticket:
             return
@@ -227,7 +227,7 @@ class StoreQueue:
             self._part(tracked)
 
     def finish(self, tracked: RequestState) -> None:
-        """A request is about to be forgotten by vLLM: hold what is left to offer."""
+        """Hold the blocks that are left to offer of a request that vLLM is about to forget."""
         if tracked.lease is None and not tracked.ticket:
             return
         if tracked.full > tracked.offered:
@@ -236,7 +236,7 @@ class StoreQueue:
         self.advance(tracked)
 
     def planned(self, event: Planned) -> None:
-        """The daemon has said what of an offer to copy where."""
+        """Order the store that the daemon planned for an offer."""
         store, plan = self._stores.answered(event.ticket), event.plan
         tracked, end = store.tracked, store.start + len(store.block_ids)
         is_awaited = tracked.ticket == event.ticket
@@ -245,18 +245,18 @@ class StoreQueue:
         if is_awaited:
             tracked.ticket = 0
             tracked.depth = plan.depth
-            if plan.depth < end:  # no room: again when another block is full
+            if plan.depth < end:  # no room: offer again when another block is full
                 tracked.offered = max(tracked.offered, tracked.full)
         if not plan.transfer:
             self._stores.drop(store)
         elif not self._stores.plan(store, plan):
             self.skipped_blocks += len(plan.slots)
-            self._link.submit(DropStore(store.session, plan.transfer, "earlier blocks are not there any more"))
+            self._link.submit(DropStore(store.session, plan.transfer, "earlier blocks no longer exist"))
         if is_awaited:
             self.advance(tracked)
 
     def unplanned(self, ticket: int) -> None:
-        """Nothing of an offer can be stored."""
+        """Give up an offer of which no block can be stored."""
         store = self._stores.answered(ticket)
         self._stores.drop(store)
         self.skipped_blocks += len(store.block_ids)
@@ -267,7 +267,7 @@ class StoreQueue:
             self.advance(tracked)
 
     def reported(self, done: Mapping[StoreId, int], failed: Collection[StoreId]) -> None:
-        """So many workers are through with each store; some failed on a worker, which may not have told the daemon."""
+        """Note the workers' reports. Cancels failed stores, because the worker may not have told the daemon."""
         self._failed.update(failed)
         for session, transfer in self._stores.reported(done):
             if (session, transfer) in self._failed:
@@ -275,7 +275,7 @@ class StoreQueue:
                 self._link.submit(DropStore(session, TransferId(transfer), "a worker could not store it"))
 
     def lose(self, session: int, requests: Iterable[RequestState]) -> None:
-        """A session is over: what it gave is void. What workers have been told of it they end by themselves."""
+        """Forget leases and orders of a session that is over. Workers end the orders that they have by themselves."""
         self.skipped_blocks += self._stores.session_lost(session)
         for tracked in (*requests, *self._parting):
             if tracked.session == session and tracked.lease is not None:
@@ -283,7 +283,7 @@ class StoreQueue:
                 tracked.is_asked = tracked.is_asked and not tracked.wants_load
 
     def _offer(self, tracked: RequestState) -> None:
-        """Offer the blocks behind the lease's depth. The daemon may want those before it that were computed again."""
+        """Offer the blocks after the lease's depth. The daemon may also want recomputed blocks before it."""
         if len(self._stores) >= STORES_MAX or not self._link.is_taking or tracked.lease is None:
             self._put_off(tracked)
             return
@@ -297,7 +297,7 @@ class StoreQueue:
         if not (blocks or recomputed) or not self._link.submit(offer):
             self._put_off(tracked)
             return
-        if tracked.is_finished:  # held already, by the request
+        if tracked.is_finished:  # its blocks are held already
             tracked.parting_start, tracked.parting = start + len(blocks), tracked.parting[len(blocks) :]
         else:
             self._stores.hold(recomputed + blocks)
@@ -308,7 +308,7 @@ class StoreQueue:
         self._stores.offered(offer.ticket, PendingStore(tracked, tracked.preemptions, tracked.session, first, held))
 
     def _blocks_to_offer(self, tracked: RequestState, start: int) -> list[int]:
-        """The blocks from depth `start` on, up to the limits; none where they are not held any more."""
+        """The blocks from depth `start` on, up to the limits; none if they are no longer held."""
         if not tracked.is_finished:
             return tracked.block_ids[start : min(tracked.full, start + OFFER_BLOCKS_MAX, start + self._stores.room)]
         known = max(start - tracked.parting_start, 0)
@@ -317,7 +317,7 @@ class StoreQueue:
         return tracked.parting[:OFFER_BLOCKS_MAX] if tracked.parting_start == start else []
 
     def _put_off(self, tracked: RequestState) -> None:
-        """Try again with the next step, as long as the request lives."""
+        """Try again with the next step, unless the request is finished."""
         if tracked.is_finished:
             self._part(tracked)
         else:
@@ -333,7 +333,7 @@ class StoreQueue:
         self._stores.hold(tracked.parting)
 
     def _part(self, tracked: RequestState) -> None:
-        """Nothing more is to be done for a finished request."""
+        """Free the blocks and the lease of a finished request."""
         self._stores.free(tracked.parting)
         self.skipped_blocks += len(tracked.parting)
         tracked.parting = []

@@ -1,17 +1,18 @@
-"""How long vLLM's scheduler waits for the daemon's answers instead of telling vLLM to ask again.
+"""How long vLLM's scheduler waits for the daemon's replies before it tells vLLM to ask again.
 
-To ask again costs vLLM a whole step. One that computes nothing keeps processors busy that the link and the daemon need
-for the answer. So a short wait is cheaper where the answer is near, and none where it is not:
+Asking again costs vLLM a whole step, and a step that computes nothing takes processor time from the daemon and its
+thread. A short wait is therefore cheaper if the reply comes soon:
 
 * All waits of one scheduler step together take no more than `WAIT_S_PER_STEP_MAX`.
-* Beside other work the scheduler waits a few times as long as the daemon typically takes, and not at all where that is
-  longer than the limit. After a wait in vain it does not wait again before the daemon has said something.
-* After a step with nothing to compute nobody is held up by a wait, so it may take all of the limit.
-* Without a session, and after a deadline that the daemon missed, there is no wait.
+* While vLLM has other work, the scheduler waits a few times as long as the daemon typically takes, and not at all if
+  the daemon typically takes longer than the limit. After a wait without an event, the scheduler does not wait again
+  until an event has come.
+* After a step that computed nothing, a wait delays no other request, so it may take the whole limit.
+* Without a session, and after a missed deadline of the daemon, there is no wait.
 
-And how fast vLLM computes prompts, for the daemon to weigh a fetch from storage against. It is measured where vLLM
-decides and hears of results, so it holds all that a prompt waits for, on every device. Loads of kvcached never block a
-step: none of its time is theirs.
+This module also measures how fast vLLM computes prompts, which the daemon compares with a fetch from storage.
+The measurement is taken in the scheduler, so it includes everything that a prompt waits for, on every device. Loads of
+kvcached never block a step, so it does not include them.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from typing import Final
 from kvcached_client.vllm.commands import LinkPort
 from kvcached_client.vllm.request_state import RequestState, Step
 
-#: A small part of a step of a large model, and many times what an answer takes on an idle machine.
+#: A small part of a step of a large model, and many times the time of a reply on an idle machine.
 WAIT_S_PER_STEP_MAX: Final = 0.003
-#: Beside other work: so many times the typical answer, which nearly all answers keep to on an idle machine.
+#: The wait while vLLM has other work, in multiples of the typical time of a reply. On an idle machine, nearly all
+#: replies come within it.
 _TYPICAL_ANSWERS: Final = 4
 
 
 class Patience:
-    """Decides on the waits of one scheduler.
+    """Decides how long one scheduler waits.
 
     Args:
-        link: to the daemon.
-        clock: in seconds.
+        link: to the daemon's thread.
+        clock: returns seconds.
     """
 
     def __init__(self, link: LinkPort, clock: Callable[[], float]) -> None:
@@ -46,16 +48,16 @@ class Patience:
         self._was_in_vain = False
 
     def begin_step(self, *, is_idle: bool) -> None:
-        """The next scheduler step begins; `is_idle`: the last one had nothing to compute."""
+        """Note the begin of a scheduler step; `is_idle`: the last step computed nothing."""
         self._left_s = WAIT_S_PER_STEP_MAX
         self._is_idle = is_idle
 
     def heard(self) -> None:
-        """The daemon has said something."""
+        """Note that events have come."""
         self._was_in_vain = False
 
     def wait(self, *, is_fetching: bool) -> bool:
-        """Wait for an event; whether there is one. `is_fetching`: the answer waits for storage, which takes long."""
+        """Wait for an event; returns whether there is one. `is_fetching`: the reply waits for storage."""
         most_s = self._most_s(is_fetching=is_fetching)
         if most_s <= 0:
             return False
@@ -76,22 +78,22 @@ class Patience:
         return min(self._left_s, _TYPICAL_ANSWERS * typical_s)
 
 
-#: What a step weighs after a later one, where that is as large as the largest so far; smaller ones replace less.
+#: Factor of the weight of all steps when a step of the largest size so far comes; smaller steps reduce it less.
 _FADING: Final = 0.9
-#: A step that took longer than so many times what was expected counts as that: it stood still for some other reason,
-#: or is small, and says little of long prompts.
+#: Upper bound of a step's time, in multiples of the expected time: a longer step was stopped for another reason, or is
+#: small and says little about long prompts.
 _SLOWNESS_MAX: Final = 4.0
-#: Steps after which there is an answer: the first ones may warm up, or compile.
+#: Number of steps before there is a rate: the first steps may warm up or compile.
 _STEPS_MIN: Final = 4
-#: Steps that vLLM may have on their way. It has one, and two where it schedules asynchronously.
+#: Upper bound of vLLM's steps in flight. There is one, or two with asynchronous scheduling.
 _STEPS_UNDER_WAY_MAX: Final = 16
 
 
 class PrefillRate:
     """Seconds = tokens / rate: a least-squares line through the origin in which old steps fade.
 
-    Squares make large steps count most. A small one takes nearly as long as a larger one would, so that its tokens
-    over its time are far below what a long prompt gets, whose steps are full.
+    Large steps count most, because tokens are squared. A small step takes nearly as long as a large one, so its rate is
+    far below the rate of a long prompt, whose steps are full.
     """
 
     def __init__(self) -> None:
@@ -100,11 +102,11 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate; 0 before enough was seen."""
+        """The rate; 0 before enough steps were measured."""
         return self._xx / self._xy if self._steps >= _STEPS_MIN else 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A step took so long. One that a clock saw take no time is passed over."""
+        """Count the tokens and the time of a step. A step that took no time by the clock is ignored."""
         if tokens <= 0 or seconds <= 0:
             return
         if self._xx:
@@ -117,10 +119,10 @@ class PrefillRate:
 
 
 class PrefillMeter:
-    """Measures steps, which end in the order in which they began. One may begin before the one before it is over.
+    """Measures steps, which end in the order in which they began. A step may begin before the last one has ended.
 
     Attributes:
-        rate: what came of it.
+        rate: the measured rate.
     """
 
     def __init__(self) -> None:
@@ -129,11 +131,11 @@ class PrefillMeter:
         self._over_s = 0.0
 
     def begin(self, now_s: float, tokens: int) -> None:
-        """A step is on its way, with so many tokens of prompts; 0 = its time says nothing of them."""
+        """Note the begin of a step with `tokens` tokens of prompts; 0 = do not measure it."""
         self._under_way.append((now_s, tokens))
 
     def end(self, now_s: float) -> None:
-        """The output of the oldest step is here. It was computed since it began and the one before it was over."""
+        """Note the end of the oldest step in flight. Its time starts when it began and the step before it had ended."""
         if self._under_way:
             began_s, tokens = self._under_way.popleft()
             self.rate.observe(tokens, now_s - max(began_s, self._over_s))
@@ -141,11 +143,11 @@ class PrefillMeter:
 
 
 def prompt_tokens(step: Step, by_id: Mapping[str, RequestState]) -> int:
-    """Tokens of prompts that a step computes; 0 where it computes more of other ones, which take their own time."""
+    """Tokens of prompts that a step computes; 0 if it computes more other tokens, whose time is not that of prompts."""
     scheduled = step.num_scheduled_tokens
     total = sum(scheduled.values())
     if total == len(scheduled):
-        return 0  # one for each request: no loop over them, for such are nearly all steps
+        return 0  # one token for each request, as in nearly all steps: no loop
     cached = step.scheduled_cached_reqs
     requests = itertools.chain(
         ((new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs),

@@ -1,16 +1,14 @@
 """A worker's side of the connector: one thread that copies, so that neither the forward pass nor the scheduler waits.
 
-Loads go first, each kind in order. Rules:
+Loads go before stores; each kind is carried out in order. Rules:
 
-* After `PASSES_MAX` loads that went before a store that waits, that store has its turn: until then it holds blocks of
-  vLLM's pool.
-* Every load that was ordered is reported, with the blocks that do not hold what was to be loaded, and every store, well
-  or not. No request and no block waits for ever: not for a daemon that is dead or silent, nor for a session that is
-  over or could not be joined.
-* Copies of a session end before the next one is joined: joining tells the daemon that this worker is through with it.
-* A daemon that does not answer costs a few seconds once; what was ordered then fails for a while without a try.
-* After a fault of this thread itself all orders fail: vLLM computes what it would have loaded.
-* The mapping of a session that is over goes at once, unless orders of it wait.
+* After `PASSES_MAX` loads that went before a waiting store, the store is next, because it holds blocks of vLLM's pool.
+* Every load is reported, with its bad blocks, and every store, in success or failure. No request and no block waits
+  without end, even if the daemon is dead or silent, or if the session is over or could not be joined.
+* Copies of a session end before the next session is joined, because joining tells the daemon that they have ended.
+* After a missed deadline of the daemon, orders fail for a few seconds without a try.
+* After an internal error of this thread, all orders fail; vLLM then computes the blocks.
+* The host pool of a session that is over is unmapped at once, unless orders of the session wait.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from kvcached_client.errors import KvcachedError, Stale, TransportError
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, StoreOrder
 
-#: How long nothing is tried after a join that failed, or an answer that did not come.
+#: How long orders fail without a try after a failed join or a missed deadline.
 QUIET_S: Final = 5.0
-#: So many loads go before a store that waits, as in the daemon's own workers.
+#: Upper bound of the loads that go before a waiting store, as in the daemon's workers.
 PASSES_MAX: Final = 16
-#: How long `close` waits for the copy under way.
+#: How long `close` waits for the copy in progress.
 CLOSE_S_MAX: Final = 5.0
 
 #: Below vLLM's own logger, for its handlers and format.
@@ -42,16 +40,16 @@ log = logging.getLogger("vllm.kvcached")
 
 
 class Shard(Protocol):
-    """What is used of `OffloadShard`. `store` and `load` raise `KvcachedError`."""
+    """The part of `OffloadShard` that is used. `store` and `load` raise `KvcachedError`."""
 
     def fileno(self) -> int:
-        """A descriptor that is readable once the session is over, or the daemon gone."""
+        """A descriptor that becomes readable when the session is over or the daemon is gone."""
 
     def store(self, job: BlockJob) -> None:
-        """Copy into the host pool."""
+        """Copy blocks into the host pool."""
 
     def load(self, job: BlockJob) -> list[int]:
-        """Copy out of the host pool. Blocks that are bad, counted in the order of the job."""
+        """Copy blocks out of the host pool; returns the bad blocks, counted in the order of the job."""
 
     def close(self) -> None:
         """Leave the session, and unmap the host pool."""
@@ -59,7 +57,7 @@ class Shard(Protocol):
 
 @dataclass(slots=True)
 class CopyCounts:
-    """What became of blocks, and the time that copies took. Failed loads are blocks that vLLM computes instead."""
+    """Numbers of copied and failed blocks, and the time of the copies. vLLM computes blocks whose load failed."""
 
     loaded_blocks: int = 0
     load_failed_blocks: int = 0
@@ -71,11 +69,11 @@ class CopyCounts:
 
 @dataclass(slots=True)
 class StoreReport:
-    """Stores that a worker is through with.
+    """Stores that workers have ended.
 
     Attributes:
-        done: how many workers are through with each.
-        failed: those among them that failed, on some worker.
+        done: how many workers have ended each store.
+        failed: stores among them that failed on a worker.
     """
 
     done: dict[StoreId, int]
@@ -83,40 +81,40 @@ class StoreReport:
 
 
 class WorkerSide:
-    """Copies for one worker. All methods are its thread's.
+    """Copies blocks for one worker. All methods are for the worker's thread.
 
     Args:
-        join: becomes a shard of a session, or raises `KvcachedError`.
-        clock: in seconds.
+        join: joins a session as a shard, or raises `KvcachedError`.
+        clock: returns seconds.
     """
 
     def __init__(self, join: Callable[[SessionGrant], Shard], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._join = join
         self._clock = clock
         self._lock = threading.Lock()
-        # Guarded by the lock. The orders are as many as the scheduler's side has on their way, which is limited there.
+        # Guarded by the lock. The scheduler's side limits the number of orders.
         self._loads: deque[LoadOrder] = deque()
         self._stores: deque[StoreOrder] = deque()
-        self._passed = 0  #: loads that went before a store that waits
+        self._passed = 0  #: loads that went before the waiting store
         self._note: SessionNote | None = None
         self._is_closing = False
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._report = StoreReport({}, set())
         self._counts = CopyCounts()
-        # The worker's thread's own:
+        # Used by the worker's thread only:
         self._taken_bad_blocks: set[int] = set()
-        # The copying thread's own:
+        # Used by the copying thread only:
         self._shard: Shard | None = None
         self._session = 0  #: number of the session that was joined last
-        self._quiet = (0, 0.0)  #: which session not to try until when
+        self._quiet = (0, 0.0)  #: a session that is not tried, and until when
         self._is_broken = False  #: all orders fail from now on
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvcached-copy", daemon=True)
         self._thread.start()
 
     def begin(self, orders: StepOrders) -> None:
-        """Take the orders of a step."""
+        """Accept the orders of a step."""
         with self._lock:
             is_joined = orders.session is None or (self._note is not None and orders.session == self._note)
             if not is_joined:
@@ -127,7 +125,7 @@ class WorkerSide:
             os.eventfd_write(self._wake, 1)
 
     def take_loaded(self) -> set[str]:
-        """Requests whose loads are over since the last call. Their bad blocks are what `take_bad_blocks` gives next."""
+        """Requests whose loads have ended since the last call. `take_bad_blocks` then returns their bad blocks."""
         with self._lock:
             taken, self._loaded = self._loaded, set()
             self._taken_bad_blocks |= self._bad_blocks
@@ -135,12 +133,12 @@ class WorkerSide:
             return taken
 
     def take_bad_blocks(self) -> set[int]:
-        """Blocks of the loads that `take_loaded` gave, which do not hold what was to be loaded."""
+        """Bad blocks of the loads that `take_loaded` returned."""
         taken, self._taken_bad_blocks = self._taken_bad_blocks, set()
         return taken
 
     def take_stored(self) -> StoreReport | None:
-        """Stores that are over since the last call; None where none is."""
+        """Stores that have ended since the last call; None if there are none."""
         with self._lock:
             if not self._report.done:
                 return None
@@ -148,7 +146,7 @@ class WorkerSide:
             return taken
 
     def take_counts(self) -> CopyCounts | None:
-        """What was copied since the last call; None where nothing was."""
+        """Counts of copies since the last call; None if nothing was copied."""
         with self._lock:
             if self._counts == CopyCounts():
                 return None
@@ -156,7 +154,7 @@ class WorkerSide:
             return taken
 
     def close(self) -> None:
-        """End the copy under way, drop what waits, and leave the session, within a bounded time. May be repeated."""
+        """End the copy in progress, drop waiting orders, and leave the session, in a bounded time. May be repeated."""
         with self._lock:
             if self._is_closing:
                 return
@@ -193,7 +191,7 @@ class WorkerSide:
             return self._stores.popleft() if self._stores else None
 
     def _wait(self) -> None:
-        """Return when there may be orders, or when the session is over; it was left then."""
+        """Wait for orders, or for the end of the session, which is then left."""
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         if self._shard is not None:
@@ -202,7 +200,8 @@ class WorkerSide:
         if self._wake in ready:
             os.eventfd_read(self._wake)
         else:
-            log.info("kvcached: the daemon has ended the session, or is gone")  # the link warns if no other one follows
+            # No warning: the daemon's thread warns if no session follows.
+            log.info("kvcached: the daemon has ended the session, or is gone")
             self._leave()
 
     def _carry_out(self, order: LoadOrder | StoreOrder) -> None:
@@ -227,7 +226,7 @@ class WorkerSide:
                 counts.store_seconds += seconds
 
     def _copy(self, order: LoadOrder | StoreOrder) -> list[int] | None:
-        """The blocks that proved bad, by their place in the job; None where the copy failed as a whole."""
+        """The bad blocks, by their index in the job; None if the copy failed completely."""
         shard = self._shard_of(order.session)
         if shard is None:
             return None
@@ -249,7 +248,7 @@ class WorkerSide:
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     def _shard_of(self, session: int) -> Shard | None:
-        """The shard for the orders of a session; None where it is over, or not to be had at present."""
+        """The shard for the orders of a session; None if the session is over or cannot be joined now."""
         if self._is_broken or self._is_quiet(session):
             return None
         if self._note is not None and self._note.number == session:
@@ -257,7 +256,7 @@ class WorkerSide:
         return self._shard if session == self._session else None
 
     def _follow_session(self) -> bool:
-        """Join the latest session, unless that was done; whether it was tried."""
+        """Join the latest session, if it is not joined yet; returns whether that was tried."""
         note = self._note
         if note is None or note.number == self._session or self._is_broken or self._is_quiet(note.number):
             return False
