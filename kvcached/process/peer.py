@@ -93,7 +93,7 @@ class PeerProcess:
 
 
 class UnseenProcess:
-    """A process of before a restart that is not visible from here: it may live, and nobody would see it die.
+    """A process from before a restart that is not visible from here: it may live, and its death cannot be seen.
 
     What it may write stays set aside until its engine says, from whatever process, that it is through.
     """

@@ -2,8 +2,9 @@
 
 The service manager has kept the memory of the pools. Headers say which blocks are in it, the state file who had it.
 
-Done before the sockets open. An engine of before that still lives gets nothing back here: it is an expired session,
-whose slots wait until it has introduced itself anew or is dead. Whatever does not fit the configuration is left behind.
+Done before the sockets open. An engine from before the restart that still lives gets nothing back here: its
+session is expired, and its slots wait until it has introduced itself again or is dead. Whatever does not fit the
+configuration is left behind.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 A connection is half-open until its peer has introduced itself. Half-open ones have a deadline and a limit of their own:
 at the limit the oldest one of the process that has most of them is dropped, so a process that opens them without end
-loses its own, and another one gets in. Who has introduced itself is admitted, or is told with its first answer why not.
+loses its own, and another one gets in. A peer that has introduced itself is admitted, or its first
+answer says why it is not.
 
-The servers accept and close; here is who may stay.
+The servers accept and close connections; this module decides which may stay.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import logging
 import os
 import resource
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from kvcached.process.sampled_log import SampledLog
 from kvcached.process.seqpacket import Credentials, peer_credentials
 from kvcached.server.zmtp import Reader
 from kvcached_client.errors import ErrorCode, RequestError, request_error
@@ -38,9 +39,35 @@ ACCEPT_PAUSE_S: Final = 1.0
 _PROCESSES_TO_FILL: Final = 8
 _PER_PROCESS_MIN: Final = 8
 
+#: A kind of log line that peers can cause as often as they like is written once in this time.
+_LOG_INTERVAL_S: Final = 60.0
+
 C = TypeVar("C", bound=Hashable)
 
 _log: Final = logging.getLogger(__name__)
+
+
+class SampledLog:
+    """Writes the first line of a kind at once, then one each `_LOG_INTERVAL_S` with the number of those left out."""
+
+    def __init__(self, log: logging.Logger, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._now_s = now_s
+        self._last_s: dict[str, float] = {}
+        self._left_out: dict[str, int] = {}
+
+    def note(self, kind: str, message: str, *values: object) -> None:
+        """Log a warning, or count that it was left out."""
+        now_s = self._now_s()
+        if now_s - self._last_s.get(kind, -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
+            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+            return
+        self._last_s[kind] = now_s
+        left_out = self._left_out.pop(kind, 0)
+        if left_out:
+            message += "; %d more like it in the last %d s or more were left out"
+            values = (*values, left_out, int(_LOG_INTERVAL_S))
+        self._log.warning(message, *values)
 
 
 class ConnectionLimits(NamedTuple):

@@ -1,8 +1,8 @@
 """The requests by which people change what the daemon does and keeps.
 
 Pause and resume copies, drain and stop; clear a namespace or set its weights version; pin prefixes; set a write policy.
-A pause, a drain or a stop is answered when it has come about, or at its deadline with what is left, and holds all the
-same. A clear is answered when it is written down.
+A pause, a drain or a stop is answered when it is complete, or at its deadline with what is left; it holds in both
+cases. A clear is answered when the new generation is recorded.
 """
 
 from __future__ import annotations

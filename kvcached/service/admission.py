@@ -1,6 +1,6 @@
-"""Who gets in: an engine's hello, its shard processes that join, and whether there may be new work at all.
+"""Admission of engines: hello, rejoin, shard processes that join, and whether the daemon accepts new work.
 
-A pool has one engine at a time. Another one gets it once nobody of the old one can write any more.
+A device pool has one engine at a time. The next engine is admitted when no process of the last one can write the pool.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DrainState:
         return True
 
     def check(self) -> None:
-        """Refuse new work where none is taken.
+        """Refuse new work while the daemon drains or stops.
 
         Raises:
             DaemonFailure: `draining`.
@@ -61,7 +61,7 @@ class DrainState:
             raise self.refusal()
 
     def refusal(self) -> RequestError:
-        """What is told to who comes with new work, or waits until the end."""
+        """The error for new work, and for requests that are pending when the daemon ends."""
         return request_error(
             ErrorCode.DRAINING, f"the daemon is {self.state}", "wait until it serves again, or use another daemon"
         )
@@ -122,7 +122,7 @@ class Admission:
         return joined, descriptors
 
     def leave(self, peer: Peer) -> list[Peer]:
-        """A shard process touches its pool no more: its death says nothing from now on.
+        """A shard process no longer uses its pool: its death does not end the session.
 
         Returns those that are in no other group, as `EngineGroups.leave`.
         """
@@ -133,7 +133,7 @@ class Admission:
         return left
 
     def find_earlier(self, connection: bytes, request: wire.Rejoin) -> tuple[EngineGroup, Peer]:
-        """The group of a session of before a restart, and the process that comes back to it over a connection.
+        """The group of a session from before a restart, and the process that resumes it over a connection.
 
         Raises:
             RequestError: another version or layout, no living process, or nothing is left of that session.
@@ -167,7 +167,7 @@ class Admission:
         return replica
 
     def _replaced_session(self, replica: str, connection: bytes, peer: Peer) -> ManagedSession | None:
-        """The expired session that this process's hello replaces: saying it again is its word that the old is over.
+        """The expired session that this hello replaces: its process declares that it no longer uses that session.
 
         Raises:
             Refused: somebody may write into the pool: an active session, or another living process of an expired one.
@@ -246,7 +246,7 @@ def check_shard(shard: ShardIndex, shards: int) -> None:
 
 
 def check_layout(fingerprint: str, replica: Replica) -> None:
-    """Refuse an engine that was built for another layout than the pool has; "" takes whatever there is."""
+    """Refuse an engine that was built for another layout than the pool has; "" accepts any layout."""
     if fingerprint and fingerprint != replica.layout.fingerprint():
         raise request_error(
             ErrorCode.WRONG_LAYOUT,

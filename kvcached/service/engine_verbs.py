@@ -30,7 +30,7 @@ class EngineVerbs:
     """Requests that engines with a device pool make; those that others make, too, go on to `OffloadVerbs`.
 
     Args:
-        forget: processes that no session needs any more.
+        forget: stops watching processes that are in no session.
 
     Attributes:
         by_type: what serves each verb.
@@ -148,7 +148,7 @@ class EngineVerbs:
         return Answer(header, (grant.hit_ranges, grant.ranges))
 
     def _holds(self, session: SessionId, request: str) -> bool:
-        """Whether a request has a lease already, so that its acquire is a retry."""
+        """Whether a request already has a lease: its `acquire` is then a retry."""
         found = self._cache.managed.sessions.get(session) or self._cache.offload.sessions.get(session)
         return found is not None and request in found.requests
 
@@ -222,7 +222,7 @@ class EngineVerbs:
             self._forget(self._offload.admission.take_departed())
             return Answer(wire.Goodbye(id=request.id))
         if group.living(beside=group.scheduler):
-            # Its shard processes may write yet: their slots wait for their deaths.
+            # Its shard processes may still write: their slots are free when the processes are dead.
             self._cache.handle(MemberLost(group.session))
             self._forget(self._groups.part(group, group.scheduler))
         else:
@@ -265,7 +265,7 @@ class OffloadVerbs:
         return Answer(wire.Matched(id=request.id, device=0, host=blocks))
 
     def acquire(self, group: EngineGroup, request: wire.Acquire, keys: bytes) -> Answer:
-        """Pin what the host pool holds of a prompt."""
+        """Lock the prompt's prefix that the host pool holds."""
         self._check_epoch(request.epoch)
         if request.reserve:
             raise request_error(

@@ -1,8 +1,8 @@
 """Engines in offload mode: hello, their shard processes that join, and what becomes of an engine's earlier session.
 
-Any number of engines may be in one namespace. What their processes may touch are the slots of copies under way, so an
-earlier session of an engine is over once each of its processes is dead, or has joined the later one: by that it says
-that it is through with what it did before.
+Any number of engines may use one namespace. Their processes use only the slots of copies under way. An engine's earlier
+session is over when each of its processes is dead or has joined the later session: by joining, a process declares that
+its copies in the earlier session are done.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HostShare:
 
 
 class Shape(NamedTuple):
-    """What of a namespace only its engines know, and a successor has to: how its blocks lie.
+    """The layout of a namespace's blocks, which its engines declare and the next daemon needs.
 
     Attributes:
         fingerprint: of the order of bytes in a block, 16 bytes.
@@ -132,11 +132,11 @@ class OffloadAdmission:
         return joined, (share.descriptor,)
 
     def part(self, group: EngineGroup) -> None:
-        """The scheduler says goodbye: the session is over, though shard processes may still copy."""
+        """The scheduler says goodbye: the session is over, and shard processes may still copy."""
         self._replace(group, _scheduler_alone(group))
 
     def take_departed(self) -> list[Peer]:
-        """Processes that are in no session any more since the last call, for whoever watches them."""
+        """Processes that have left their last session since the previous call: they need not be watched."""
         departed, self._departed = self._departed, []
         return departed
 
@@ -169,7 +169,7 @@ class OffloadAdmission:
         )
 
     def _check_namespaces(self, peer: Peer, root: bytes) -> None:
-        """One process leaves namespaces to others.
+        """Limit the namespaces of one process, so that others find room.
 
         Raises:
             RequestError: it has sessions in as many as one process may.
@@ -192,7 +192,7 @@ class OffloadAdmission:
         self.shapes = {other: each for other, each in self.shapes.items() if other in known} | {root: shape}
 
     def _replace(self, old: EngineGroup, left: list[Peer]) -> None:
-        """Some processes of a session are through with it, which ends it; where all are, nothing of it is left."""
+        """Some processes have left a session, which ends it; if none is left, its slots are free."""
         self._departed.extend(self._groups.leave(old, left))
         self._cache.handle(MembersDied(old.session) if not old.living() else MemberLost(old.session))
 
@@ -237,7 +237,7 @@ def _space(request: wire.HelloOffload, share: HostShare) -> NamespaceSpec:
 
 
 def _scheduler_alone(group: EngineGroup) -> list[Peer]:
-    """The scheduler; nobody where its connection has joined as a shard, too, for then it may copy."""
+    """The scheduler; empty if it has joined as a shard too, because it may then still copy."""
     return [] if group.scheduler in group.shard_of else [group.scheduler]
 
 

@@ -188,7 +188,7 @@ def _host_stats(cache: Cache, tree: PrefixTree, host: HostPool, replicas: Replic
 
 
 def _generation(tree: PrefixTree, space: Namespace | None, replicas: Replicas) -> int:
-    """Of a tree's namespace; 0 for one that is there no more."""
+    """The generation of a tree's namespace; 0 if the namespace is gone."""
     if tree.pools:
         return replicas[tree.pools[0].name].generation
     return 0 if space is None else space.generation
@@ -301,7 +301,7 @@ def _explanation(
     pool: DevicePool | None = None,
     space: Namespace | None = None,
 ) -> wire.Explanation:
-    """What of a prompt the replica of a pool would hit, or the engines of an attached namespace."""
+    """What of a prompt the replica of a pool would hit, or the engines of a namespace in offload mode."""
     blocks = len(keys) // KEY_SIZE_BYTES
     limit = blocks if request.full else min(blocks, max(request.tokens - 1, 0) // block_size)
     miss = explain(cache, tree, pool, keys, limit)

@@ -73,13 +73,13 @@ _KEPT = (
 
 
 class PeerWatch(Protocol):
-    """Who watches processes for their death."""
+    """Watches processes for their death."""
 
     def watch(self, peer: Any) -> None:  # noqa: ANN401 - as below
         """Tell of a process's death, until it is forgotten."""
 
     def forget(self, peer: Any) -> None:  # noqa: ANN401 - the same peers that it brought, whatever class they have
-        """Stop watching a process that no session needs any more."""
+        """Stop watching a process that is in no session."""
 
 
 class Service:
@@ -161,7 +161,7 @@ class Service:
                 answer = late(peer, request, frames, respond)
             else:
                 answer = self._kept_answer(peer, request) or self._serve(peer, request, frames)
-            if answer is not None:  # else an error of what follows would be a second reply
+            if answer is not None:  # an error below would be a second reply to a request whose reply is pending
                 self.carry_out()
         except REFUSED as error:
             answer = Answer(wire.error_reply(request.id, self.refused(error)))
@@ -178,7 +178,7 @@ class Service:
         self._admin.stop(deadline_ms, stopped)
 
     def close(self) -> None:
-        """Answer every request that waits: nothing more will come about."""
+        """Answer every pending request with a refusal: the daemon ends."""
         self._pending.close(self._drain_state.refusal())
         self._health.close()
 
@@ -258,7 +258,7 @@ class Service:
             self._forget(self._groups.close(session))
 
     def _settle(self) -> None:
-        """Let the core do what can wait until a reply is out, and carry that out."""
+        """After a reply: let the core plan copies, carry them out, and answer pending requests."""
         try:
             self._cache.settle()
             self.carry_out()
@@ -286,7 +286,7 @@ class Service:
             self.count("errors_internal")
 
     def on_event(self, event: Event) -> None:
-        """What arrived by itself: time, deaths, workers."""
+        """An event that no request caused: time, deaths, workers."""
         self._cache.handle(event)
         self._state_writer.heard(event)
         self.carry_out()
@@ -317,7 +317,7 @@ class Service:
         return joined
 
     def take_in(self, shapes: Mapping[bytes, Shape], sessions: Iterable[FoundSession]) -> None:
-        """Engines of before a restart, of which nothing is awaited but their introduction or their deaths."""
+        """Take in sessions from before a restart: their engines may rejoin or say hello, or die."""
         self._offload_admission.shapes.update(shapes)
         for found in sessions:
             self._groups.restore(found)
@@ -327,7 +327,7 @@ class Service:
         self.carry_out()
 
     def peer_lost(self, peer: Peer) -> None:
-        """A process is dead: its groups are over, and their slots free once nobody of them lives."""
+        """A process is dead: its sessions are over, and their slots are free when all their processes are dead."""
         self._groups.retire(peer)
         for group in self._groups.of_peer(peer):
             living = group.living()
@@ -336,12 +336,12 @@ class Service:
             self.on_event(MemberLost(group.session) if living else MembersDied(group.session))
 
     def leave(self, peer: Peer) -> None:
-        """A shard process touches its pool no more."""
+        """A shard process no longer uses its pool."""
         self._forget(self._admission.leave(peer))
         self._state_writer.keep()
 
     def peer_closed(self, peer: Peer) -> bool:
-        """A process closed its connection, which is not death. Whether a session needs it watched."""
+        """A process closed its connection, but may live. Returns whether a session needs it watched."""
         self._groups.retire(peer)
         return bool(self._groups.of_peer(peer))
 

@@ -35,10 +35,10 @@ class Peer(Protocol):
         """Whether the process has ended, as its pidfd says."""
 
     def close(self) -> None:
-        """Nobody needs to know any more whether it lives."""
+        """Stop watching the process."""
 
     def is_same_process(self, other: Any) -> bool:  # noqa: ANN401 - any peer from the same source
-        """Whether two living peers are surely one process."""
+        """Whether two living peers are known to be the same process."""
 
 
 class KeptAnswers:
@@ -71,16 +71,16 @@ class EngineGroup:
     """One session's processes.
 
     Attributes:
-        token: what its shard processes and heartbeats show.
+        token: secret that shard processes and heartbeats present.
         connection: routing id of the connection that owns the session.
-        scheduler: the process of that connection.
+        scheduler: the process at the other end of that connection.
         answers: kept for retries over that connection.
-        members: every process that can touch the pool, dead ones included until the end.
-        instance: in offload mode, what the engine calls itself in every hello.
+        members: every process that can write the session's slots; dead ones stay until the session ends.
+        instance: in offload mode, the engine's own id, the same in each hello.
         shard_of: in offload mode, which shard a member is.
         found: what it was before a restart; None for one that was opened since.
-        is_over: the session has expired, or has lost a member: what it held is no longer its own. Its living processes
-            may still write, and no later daemon lets it go on.
+        is_over: the session has expired or has lost a member. Its living processes may still write its slots; after a
+            restart the session cannot be resumed.
     """
 
     session: SessionId
@@ -95,7 +95,7 @@ class EngineGroup:
     is_over: bool = False
 
     def living(self, *, beside: Peer | None = None) -> list[Peer]:
-        """Members that are not dead, and not surely the same process as `beside`."""
+        """Members that live, without those known to be the same process as `beside`."""
         return [
             member
             for member in self.members
@@ -104,7 +104,7 @@ class EngineGroup:
 
 
 class FoundSession(NamedTuple):
-    """An engine of before a restart that still lives.
+    """A session from before a restart, with a process that still lives.
 
     Attributes:
         id: of its session here, which is expired.
@@ -153,7 +153,7 @@ class EngineGroups:
         """The process that holds a member token. A token stays good until its process is gone.
 
         Raises:
-            Refused: nobody holds it.
+            RequestError: no living process holds it.
         """
         peer = self._candidates.get(token)
         if peer is None or peer.is_dead():
@@ -171,7 +171,7 @@ class EngineGroups:
         return group
 
     def restore(self, found: FoundSession) -> EngineGroup:
-        """The group of a session of before a restart. No connection owns it.
+        """The group of a session from before a restart. No connection owns it yet.
 
         Its scheduler is the member that is no shard, or where that is dead, any.
         """
@@ -193,7 +193,8 @@ class EngineGroups:
         """The group of a session from before a restart, for who shows the token that it had.
 
         Raises:
-            Stale: it is over, or its token was another. Both read the same to a peer that guesses.
+            RequestError: the session is over, or had another token. Both errors are the same, so that guessing tells
+                nothing.
         """
         digest = hashlib.sha256(token).digest()
         for group in self._by_session.values():
@@ -209,7 +210,7 @@ class EngineGroups:
         )
 
     def resume(self, group: EngineGroup, connection: bytes, peer: Peer) -> None:
-        """The scheduler of a group of before a restart is back, over a connection that owns it from now on."""
+        """The scheduler of a group from before a restart has come back; its connection owns the group from now on."""
         group.connection, group.scheduler, group.found = connection, peer, None
         if peer not in group.members:
             group.members.append(peer)
@@ -228,7 +229,8 @@ class EngineGroups:
         """The group of a session, for who shows its token.
 
         Raises:
-            Stale: no such session, or not its token. Both read the same to a peer that guesses.
+            RequestError: no such session, or it has another token. Both errors are the same, so that guessing tells
+                nothing.
         """
         group = self._by_session.get(session)
         if group is None or not hmac.compare_digest(group.token, token):
@@ -272,13 +274,13 @@ class EngineGroups:
         return self._by_session.get(session)
 
     def part(self, group: EngineGroup, scheduler: Peer) -> list[Peer]:
-        """The scheduler's process said goodbye: only the others are members still. Returns those that left."""
+        """Remove the scheduler's process after its goodbye. Returns the members removed that are in no other group."""
         left = [member for member in group.members if member is scheduler or member.is_same_process(scheduler)]
         return self.leave(group, left)
 
     @property
     def groups(self) -> list[EngineGroup]:
-        """All of them."""
+        """Every group."""
         return list(self._by_session.values())
 
     def of_instance(self, instance: bytes) -> list[EngineGroup]:
@@ -286,7 +288,7 @@ class EngineGroups:
         return [group for group in self._by_session.values() if group.instance == instance]
 
     def leave(self, group: EngineGroup, peers: list[Peer]) -> list[Peer]:
-        """These members will not touch a slot of the group any more. Returns those that are in no other group."""
+        """Remove members that no longer use the group's slots. Returns those that are in no other group."""
         self.version += 1
         group.members = [member for member in group.members if member not in peers]
         return [peer for peer in peers if not self.of_peer(peer)]
@@ -309,5 +311,5 @@ class EngineGroups:
         return [member for member in group.members if not self.of_peer(member)]
 
     def retire(self, peer: Peer) -> None:
-        """A process is gone, or will not come back: its member tokens are worth nothing."""
+        """Revoke the member tokens of a process that has ended or closed its connection."""
         self._candidates = {token: owner for token, owner in self._candidates.items() if owner is not peer}

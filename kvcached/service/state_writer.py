@@ -1,7 +1,7 @@
-"""What a successor would have to know, written down before anybody is told of it.
+"""Writes the state that the next daemon needs, before any reply or order that depends on it.
 
-A daemon that is killed leaves the memory of pools with the service manager and this in its run directory. Where it
-cannot be written it is removed: a cold start is safe, one from an outdated ledger is not.
+When a daemon is killed, the service manager keeps the memory of its pools, and its run directory holds this state. If
+the state cannot be written, it is removed: a cold start is safe, a start from outdated state is not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Headers(Protocol):
     """The headers beside the slots of the host pool."""
 
     def clear_slab(self, slab: int, geometry: HostGeometry) -> None:
-        """Nothing is left of those who had the slab before."""
+        """Zero the headers of a slab that gets another namespace."""
 
     def claim(self, slots: npt.NDArray[np.int64], geometry: HostGeometry, epoch: int, session: int) -> None:
         """A session's processes may be writing these slots."""
@@ -62,7 +62,7 @@ class Headers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Where the ledger is kept, and what in it does not change while the daemon runs.
+    """The state file, and the parts of the state that do not change while the daemon runs.
 
     Attributes:
         boot: which boot of the machine it is.
@@ -78,7 +78,7 @@ class StateWriter:
     """Writes the ledger whenever it has changed, and has the record of generations written.
 
     Args:
-        state_place: None where nothing is to be handed on: tests, tools.
+        state_place: None if no state is kept, as in tests and tools.
         later: sets timers.
 
     Attributes:
@@ -103,14 +103,14 @@ class StateWriter:
         self._written = (-1, -1)
 
     def heard(self, event: Event) -> None:
-        """Something happened: storage is there."""
+        """Storage is ready: write the record of generations to it."""
         if isinstance(event, StorageReady):
             self.recorder.open()
 
     def keep(self) -> None:
-        """Write what has changed since the last time. Comes before the reply or the order that tells of it.
+        """Write the state if it has changed, before the reply or order that depends on it.
 
-        The record of generations is begun only: who waits for it asks the recorder.
+        The write of the record of generations is only started; the recorder tells when it is done.
         """
         self.recorder.keep()
         version = (self._cache.version, self._groups.version)
@@ -208,7 +208,7 @@ def _replica(replica: Replica, tree: PrefixTree) -> ReplicaRecord:
 
 
 class _Contents(NamedTuple):
-    """What a record says, by what changes it."""
+    """The versions of a record's contents."""
 
     version: int
     forgets: tuple[bytes, ...]
@@ -324,7 +324,7 @@ class Recorder:
 
 
 class DeviceBlocks:
-    """Says beside the slots of device pools which blocks they hold.
+    """Writes the headers of device pools: which block each slot holds.
 
     Args:
         cache: whose pools they are.
@@ -337,7 +337,7 @@ class DeviceBlocks:
         self._replicas = replicas
 
     def write(self) -> None:
-        """Write what has changed. Comes before every effect, order and reply that the core has decided on since."""
+        """Write the changes, before any effect, order and reply that the core has decided on after them."""
         if not self._changes:
             return
         for change in self._changes:
@@ -353,7 +353,7 @@ class DeviceBlocks:
 
 
 class HostClaims:
-    """Says beside the slots of the host pool whose they are, and who may be writing them.
+    """Writes the headers of the host pool: which session may be writing each slot.
 
     Args:
         headers: None where nothing is to be handed on.
