@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvcached.config.host import HostConfig
 from kvcached.config.replica import ReplicaConfig
 from kvcached.config.schema import Config
+from kvcached.config.tables import HostConfig
 from kvcached.core.cache import Cache
 from kvcached.core.namespaces import Generations, PoolSpec
 from kvcached.core.slots.host_slots import HostQuota, QuotaRule

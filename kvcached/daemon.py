@@ -22,10 +22,10 @@ from pathlib import Path
 import uvloop
 
 from kvcached.build import build_cache
-from kvcached.config.host import HostConfig
 from kvcached.config.machine import LimitTooLow, memory_needed, raise_limits
 from kvcached.config.replica import ReplicaConfig
 from kvcached.config.schema import Config
+from kvcached.config.tables import HostConfig
 from kvcached.core.cache import Cache
 from kvcached.core.messages import Event, PoolRestored, Ticked, WorkerDied
 from kvcached.core.namespaces import Edition, Generations

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from kvcached.config.schema import Config
-from kvcached.config.storage import StorageConfig
+from kvcached.config.tables import StorageConfig
 from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy

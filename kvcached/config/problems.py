@@ -36,7 +36,7 @@ _WHAT = {
 #: The present names of tables that had another one.
 _NEW_NAMES = {"attached": "offload"}
 _UNITS = {"_ms": "milliseconds", "_tokens": "tokens"}
-#: Keys that end so are sizes (`kvcached.config.size`).
+#: Keys that end so are sizes (`kvcached.config.tables.SIZE`).
 _SIZE_SUFFIXES = ("_bytes", "_bytes_per_s")
 _BINARY_UNITS = ("", "KiB", "MiB", "GiB", "TiB", "PiB")
 

@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic.functional_validators import AfterValidator, BeforeValidator
 
 from kvcached.config.problems import mistake
-from kvcached.config.table import SIZE, SLOTS_MAX, EvictionPolicyName, Table, WritePolicyName
+from kvcached.config.tables import SIZE, SLOTS_MAX, EvictionPolicyName, Table, WritePolicyName
 from kvcached_client.blocks.layout import (
     POOL_SIZE_BYTES_MAX,
     DType,

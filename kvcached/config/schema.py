@@ -18,12 +18,10 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic.functional_validators import AfterValidator
 
-from kvcached.config.host import HostConfig, OffloadConfig
 from kvcached.config.problems import ConfigError, Places, key_lines, mistake, problems_of
 from kvcached.config.replica import FilePath, ReplicaConfig
 from kvcached.config.sources import overlay_environment, read_config_file
-from kvcached.config.storage import StorageConfig
-from kvcached.config.table import Table, WritePolicyName
+from kvcached.config.tables import HostConfig, OffloadConfig, StorageConfig, Table, WritePolicyName
 from kvcached_client.transport.run_dir import SOCKET_PATH_BYTES_MAX, default_run_dir
 
 REPLICAS_MAX: Final = 64

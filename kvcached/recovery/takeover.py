@@ -22,8 +22,8 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcached.config.host import HostConfig
 from kvcached.config.replica import ReplicaConfig
+from kvcached.config.tables import HostConfig
 from kvcached.core.cache import Cache
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.restart.restore import Owner, RestoredCache, StoredBlocks

@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvcached.config.table import SLOTS_MAX
+from kvcached.config.tables import SLOTS_MAX
 from kvcached.core.cache import Cache
 from kvcached.core.messages import MemberLost, MembersDied
 from kvcached.core.namespaces import NamespaceSpec

@@ -8,12 +8,11 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from kvcached.build import host_quota as daemon_quota
-from kvcached.config.host import HostConfig, NamespaceQuota, OffloadConfig, QuotaConfig
 from kvcached.config.problems import ConfigError, Problem, key_lines
 from kvcached.config.replica import GroupConfig, ReplicaConfig
 from kvcached.config.report import as_toml, figures_of
 from kvcached.config.schema import REPLICAS_MAX, Config, load_config
-from kvcached.config.storage import StorageConfig
+from kvcached.config.tables import HostConfig, NamespaceQuota, OffloadConfig, QuotaConfig, StorageConfig
 from kvcached_client.blocks.layout import KvGroup, PageOrder
 from tests.config.reference import rows
 

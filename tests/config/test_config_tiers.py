@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.config import host as config_host
-from kvcached.config.host import OffloadConfig
+from kvcached.config import tables
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import load_config
+from kvcached.config.tables import OffloadConfig
 from kvcached_client.doctor.memory_bounds import MemoryBound
 from tests.config.test_config import GOOD, load, problems
 
@@ -89,7 +89,7 @@ def test_config_host_size_can_be_a_part_of_the_memory(
 ) -> None:
     """A percentage is one of the machine's memory, or of the tightest limit of a cgroup, however much of it is used."""
     bounds = [MemoryBound(limit, 1, "a file") for limit in limits_bytes]
-    monkeypatch.setattr(config_host, "memory_bounds", lambda: bounds)
+    monkeypatch.setattr(tables, "memory_bounds", lambda: bounds)
 
     host = load(tmp_path, GOOD.replace("[[replica]]", "[host]\nmemory_percent = 50\n[[replica]]")).host
 
@@ -110,7 +110,7 @@ def test_config_host_of_no_size_is_refused(
 ) -> None:
     """A part of the memory that makes no slab, or is not known, is a mistake of that key."""
     bounds = [MemoryBound(limit, 1, "a file") for limit in limits_bytes]
-    monkeypatch.setattr(config_host, "memory_bounds", lambda: bounds)
+    monkeypatch.setattr(tables, "memory_bounds", lambda: bounds)
 
     text = GOOD.replace("[[replica]]", "[host]\nmemory_percent = 50\n[[replica]]")
 

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from kvcached.config.problems import mistake
-from kvcached.config.table import SIZE
+from kvcached.config.tables import SIZE
 from kvcached.storage.backend import StorageMisconfigured, StorageUnusable
 
 _LOCK_NAME: Final = "lock"
