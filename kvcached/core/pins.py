@@ -122,7 +122,7 @@ class Pins:
     def cut_off(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> None:
         """A pool's part of the path to `run` is about to end at `depth`: nothing behind that is kept there."""
         for held in self.held(tree, pool):
-            if held.depth > depth and tree.resolve(held.run, depth + 1) is tree.resolve(run, depth + 1):
+            if tree.passes(held.run, held.depth, run, depth):
                 self._shorten(tree, pool, held, depth)
 
     def _shorten(self, tree: PrefixTree, pool: DevicePool, held: Held, depth: int) -> None:

@@ -8,8 +8,7 @@ from itertools import product
 
 import pytest
 
-from kvcached.core.slots.free_ranges import FreeRanges
-from kvcached.core.slots.ranges import one_range, pairs, slot_count
+from kvcached.core.slots.ranges import FreeRanges, one_range, pairs, slot_count
 from kvcached.core.slots.slots import DevicePool, IllegalTransition
 from kvcached.core.slots.states import SLOT_TRANSITIONS, SlotState
 

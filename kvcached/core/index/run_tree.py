@@ -102,6 +102,10 @@ class RunTree:
             run = run.parent
         return run
 
+    def passes(self, run: Run, depth: int, other: Run, at: int) -> bool:
+        """Whether the path ``[0, depth)`` to `run` has the block at depth `at` of the path to `other`."""
+        return depth > at and self.resolve(run, at + 1) is self.resolve(other, at + 1)
+
     def path_ranges(self, run: Run, depth: int, pool: int) -> bytes:
         """The slots of blocks ``[0, depth)``, packed, in block order. All of them are resident."""
         segment = resident(run, pool)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from kvcached.core.index.run import Run
 from kvcached.core.messages import BlocksUncached, HeaderChange
-from kvcached.core.slots.free_ranges import FreeRanges
-from kvcached.core.slots.ranges import Ranges, cut, join, one_range, pairs, slot_count
+from kvcached.core.slots.ranges import FreeRanges, Ranges, cut, join, one_range, pairs, slot_count
 from kvcached.core.slots.states import SLOT_TRANSITIONS, SlotState
 
 _EDGES = tuple(

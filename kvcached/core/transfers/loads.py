@@ -175,7 +175,7 @@ class Loads:
         """
         self._pins.cut_off(tree, pool, run, depth)
         for load in self._table.of_pool(pool, TransferKind.LOAD):
-            if not load.orphaned and _passes(tree, load.run, load.end, run, depth):
+            if not load.orphaned and tree.passes(load.run, load.end, run, depth):
                 tree.unlock(tree.resolve(load.run, load.end), load.end, pool.index)
                 load.orphan("what it continues is gone")
                 if load.state is TransferState.QUEUED:
@@ -187,20 +187,15 @@ def _shorten(session: ManagedSession, run: Run, depth: int) -> None:
     tree, pool = session.tree, session.pool.index
     holders: list[ManagedLease | FenceHold] = [*session.leases.values(), *session.holds]
     for holder in holders:
-        if _passes(tree, holder.run, holder.depth, run, depth):
+        if tree.passes(holder.run, holder.depth, run, depth):
             tree.unlock(tree.resolve(holder.run, holder.depth), holder.depth, pool)
             holder.reach(tree.resolve(holder.run, depth), depth)
             tree.lock(holder.run, depth, pool)
 
 
-def _passes(tree: PrefixTree, run: Run, depth: int, other: Run, cut_at: int) -> bool:
-    """Whether the path ``[0, depth)`` to `run` has the block at depth `cut_at` of the path to `other`."""
-    return depth > cut_at and tree.resolve(run, cut_at + 1) is tree.resolve(other, cut_at + 1)
-
-
 def _overlap(store: WorkerTransfer, load: WorkerTransfer) -> bool:
     """Whether a store writes a block that a load reads."""
     return any(
-        _passes(load.tree, load.run, load.end, store.run, max(piece.start, load.start)) and piece.end > load.start
+        load.tree.passes(load.run, load.end, store.run, max(piece.start, load.start)) and piece.end > load.start
         for piece in store.pieces
     )

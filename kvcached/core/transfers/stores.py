@@ -121,8 +121,7 @@ class Stores:
         """The first fence until which blocks of the path may still be written; None where they are settled."""
         for session in self._table.sessions.values():
             for hold in session.holds if session.pool is pool else ():
-                first = hold.suspect + 1
-                if hold.suspect < min(hold.depth, depth) and tree.resolve(run, first) is tree.resolve(hold.run, first):
+                if hold.suspect < hold.depth and tree.passes(run, depth, hold.run, hold.suspect):
                     return hold
         return None
 

@@ -147,9 +147,7 @@ class WorkerTransfer(ShardTransfer):
 
     def crosses(self, run: Run, depth: int) -> bool:
         """Whether the path ``[0, depth)`` to `run` shares the first block of this transfer."""
-        if depth <= self.start:
-            return False
-        return self.tree.resolve(run, self.start + 1) is self.tree.resolve(self.run, self.start + 1)
+        return self.tree.passes(run, depth, self.run, self.start)
 
 
 @dataclass(slots=True, eq=False)
