@@ -1,14 +1,12 @@
 """A second opinion on the core: plain dictionaries, no tree, no ranges, and what may and must be true after each step.
 
-The driver plays engines against `Cache`. It takes its choices from outside, so that a seeded generator can run it for
-long and hypothesis can shrink what fails.
+The driver plays engines against `Cache`.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcached.core.cache import Cache
@@ -16,15 +14,15 @@ from kvcached.core.insight.invariants import check
 from kvcached.core.messages import Grant, MemberLost, MembersDied, PoolRestored, Ticked, WorkerDied
 from kvcached.core.namespaces import PoolSpec
 from kvcached.core.refusals import Refusal
-from kvcached.core.slots.ranges import pairs
 from kvcached.core.slots.states import SlotState
 from kvcached_client.errors import ErrorCode
 from kvcached_client.types import FenceSequence, LeaseId, SessionId, unpack_ranges
+from tests.core.history import Choose, History, Operation
+from tests.core.tier_world import solid_slots
 
 BLOCK_SIZE = 4
 SLOTS = 20
 TTL_MS = 1000
-Choose = Callable[[int], int]
 
 
 def chain_keys(symbols: tuple[int, ...]) -> list[bytes]:
@@ -74,11 +72,11 @@ class ModelSession:
     quarantined: list[int] = field(default_factory=list)
 
 
-class Driver:
+class Driver(History):
     """Random engines on two pools of one namespace and one of another, checked step by step."""
 
     def __init__(self, choose: Choose) -> None:
-        self.choose = choose
+        super().__init__(choose)
         self.restart()
 
     def restart(self) -> None:
@@ -104,9 +102,9 @@ class Driver:
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
-    def step(self) -> str:
-        """Do one random operation, then check everything. Returns its name."""
-        weighted = [
+    def step(self) -> None:
+        """Do one random operation."""
+        self.weighted = [
             (self.acquire, 24),
             (self.commit, 24),
             (self.release, 14),
@@ -123,14 +121,18 @@ class Driver:
             (self.lose_member, 1),
             (self.lose_worker, 0 if self.choose(8) else 1),
         ]
-        index = self.choose(sum(weight for _, weight in weighted))
-        for operation, weight in weighted:
-            if index < weight:
-                operation()
-                self.check()
-                return operation.__name__
-            index -= weight
-        raise AssertionError("unreachable")
+        super().step()
+
+    def do(self, operation: Operation) -> None:
+        """Do it, and check everything."""
+        self.done[operation.__name__] += 1
+        operation()
+        self.check()
+
+    def end(self) -> None:
+        """Everybody leaves."""
+        while self.sessions:
+            self.do(self.leave)
 
     def check(self) -> None:
         """The core's invariants hold, and the core agrees with the model on every slot."""
@@ -156,13 +158,9 @@ class Driver:
         tree = self.cache.managed.trees[name]
         found: dict[bytes, int] = {}
         for run in tree.runs():
-            segment = run.segments[pool.index]
-            if segment is not None:
-                slots = [slot for first, count in pairs(segment.ranges) for slot in range(first, first + count)]
-                for index, slot in enumerate(slots):
-                    key = bytes(run.keys[16 * index : 16 * index + 16])
-                    assert key not in found
-                    found[key] = slot
+            slots = solid_slots(run, pool.index)
+            assert not found.keys() & slots.keys()
+            found.update(slots)
         return found
 
     # --- what the model knows ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from kvcached.core.index.tree import PrefixTree
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.slots.states import SlotState
 from kvcached_client.types import LeaseId, SessionId, TransferId
-from tests.core.tier_world import keys_in, slots_of
+from tests.core.tier_world import solid_slots
 
 #: A namespace and its generation.
 Edition = tuple[bytes, int]
@@ -86,12 +86,9 @@ class Index:
         for tree in cache.offload.namespaces.trees:
             host = tree.members[HOST]
             for run in tree.runs():
-                segment = run.segments[HOST]
-                slots = slots_of(segment.ranges) if segment is not None else []
-                for key, slot in zip(keys_in(run.keys), slots, strict=False):
-                    if slot >= 0:
-                        assert (editions[tree], key) not in self.places
-                        self.places[editions[tree], key] = (slot, host.state_of(slot))
+                for key, slot in solid_slots(run, HOST).items():
+                    assert (editions[tree], key) not in self.places
+                    self.places[editions[tree], key] = (slot, host.state_of(slot))
 
     @property
     def cached(self) -> set[Block]:

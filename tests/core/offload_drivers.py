@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, MutableMapping
 
 from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check
-from kvcached.core.messages import StartTransfer, TransferKind
 from kvcached.core.slots.ranges import slot_count
-from kvcached_client.types import TransferId
-from tests.core.model import TTL_MS, Choose, chain_keys
+from tests.core.history import Choose, History, Operation
+from tests.core.model import TTL_MS, chain_keys
 from tests.core.offload_engine import let_rest
-from tests.core.offload_memory import SlabMemory, SlotView
 from tests.core.offload_model import SPACES_MAX, OffloadPlayers
 from tests.core.offload_world import SPECS
+from tests.core.slab_memory import SlabMemory
 from tests.core.tier_accounts import Accounts
 from tests.core.tier_model import TierDriver
-from tests.core.tier_world import NAMESPACES, SHARDS, Content, World, slots_of
-
-Operation = Callable[[], None]
+from tests.core.tier_world import SHARDS
 
 
-class OffloadDriver:
+class OffloadDriver(History):
     """Engines in offload mode alone. Time passes for them."""
 
     def __init__(self, choose: Choose) -> None:
-        self.choose = choose
+        super().__init__(choose)
         self.slabs = (3, 4, 6)[choose(3)]
         self.cache = Cache([], epoch=7, session_ttl_ms=TTL_MS, host_slabs=self.slabs, namespaces_max=SPACES_MAX)
         self.players = OffloadPlayers(choose, self.cache, SlabMemory(SHARDS))
         self.weighted = [*self.players.weighted, (self.players.tick, 6), (self.players.heartbeat, 20)]
 
-    def step(self) -> None:
-        """Do one random operation."""
-        self.do(chosen(self.weighted, self.choose))
-
     def do(self, operation: Operation) -> None:
         """Do it, and check everything."""
-        self.players.done[operation.__name__] += 1
+        self.done[operation.__name__] += 1
         self.players.begin()
         operation()
         self.cache.effects.clear()
@@ -58,40 +50,9 @@ class OffloadDriver:
         assert slot_count(plan.slots) == plan.depth == blocks
         assert check(self.cache) == []
 
-
-class SharedWorld(World):
-    """Workers whose host memory is that of engines in offload mode, too."""
-
-    def __init__(self, cache: Cache, memory: SlabMemory, per_slab: int) -> None:
-        super().__init__(cache)
-        self.memory, self.per_slab = memory, per_slab
-        self.host = {space: [self._view(shard) for shard in range(SHARDS)] for space in NAMESPACES.values()}
-
-    def _view(self, shard: int) -> MutableMapping[int, Content]:
-        return SlotView(self.memory, shard, self.per_slab)
-
-    def _start(self, order: StartTransfer) -> None:
-        slots = [slot for span in order.spans for slot in slots_of(span.host)]
-        self.memory.hold(order.transfer, self.per_slab, slots, writes=order.kind is TransferKind.STORE)
-        super()._start(order)
-
-    def settle_shard(self, transfer: TransferId, shard: int, error: str) -> None:
-        """As ever; the last one gives the slots back."""
-        if self.copies[transfer].waiting == {shard}:
-            self.memory.give_back(transfer)
-        super().settle_shard(transfer, shard, error)
-
-
-class SharedAccounts(Accounts):
-    """Books of the tiers beside engines in offload mode, whose loads go to no device pool."""
-
-    def __init__(self, cache: Cache, world: World, players: OffloadPlayers) -> None:
-        self.players = players
-        super().__init__(cache, world)
-
-    def grown(self) -> Counter[str]:
-        """What the step has counted for the tiers."""
-        return super().grown() - Counter(loaded_blocks=self.players.accounts.due["loaded_blocks"])
+    def seen(self) -> Counter[str]:
+        """What was counted: by the cache, here, and of the engines."""
+        return super().seen() + self.players.done
 
 
 class MixedDriver(TierDriver):
@@ -99,12 +60,9 @@ class MixedDriver(TierDriver):
 
     def __init__(self, choose: Choose) -> None:
         super().__init__(choose, namespaces_max=SPACES_MAX)
-        host = self.cache.trees[0].host
-        assert host is not None
-        memory = SlabMemory(SHARDS)
-        self.world = SharedWorld(self.cache, memory, host.slots_per_slab)
-        self.players = OffloadPlayers(choose, self.cache, memory)
-        self.accounts = SharedAccounts(self.cache, self.world, self.players)
+        self.players = OffloadPlayers(choose, self.cache, self.world.memory)
+        of_players = self.players.accounts
+        self.accounts = Accounts(self.cache, self.world, lambda: of_players.due["loaded_blocks"])
         self.weighted += self.players.weighted
 
     def do(self, operation: Operation) -> None:
@@ -117,14 +75,7 @@ class MixedDriver(TierDriver):
         """Everybody leaves: nothing is held."""
         self.players.end(self.do)
         super().end()
-        assert self.players.memory.held_units == 0
 
-
-def chosen(weighted: list[tuple[Operation, int]], choose: Choose) -> Operation:
-    """One of them, each as often as its weight says."""
-    index = choose(sum(weight for _, weight in weighted))
-    for operation, weight in weighted:
-        if index < weight:
-            return operation
-        index -= weight
-    raise AssertionError("no weight is left")
+    def seen(self) -> Counter[str]:
+        """What was counted: by the cache, here, and of the engines."""
+        return super().seen() + self.players.done

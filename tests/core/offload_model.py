@@ -19,10 +19,11 @@ from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.engine_copies import EVERY_SHARD, StorePlan
 from kvcached_client.errors import ErrorCode
 from kvcached_client.types import LeaseId, SessionId
-from tests.core.model import BLOCK_SIZE, TTL_MS, Choose, chain_keys
+from tests.core.history import Choose, Operation
+from tests.core.model import BLOCK_SIZE, TTL_MS, chain_keys
 from tests.core.offload_books import HeldLease, Job, Player
-from tests.core.offload_memory import SlabMemory
 from tests.core.offload_world import SPECS, OffloadWorld
+from tests.core.slab_memory import SlabMemory
 from tests.core.tier_world import slots_of
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class OffloadPlayers(OffloadWorld):
         self.choose = choose
         self.now_ms = 0
         self.requests = 0
-        self.weighted: list[tuple[Callable[[], None], int]] = [
+        self.weighted: list[tuple[Operation, int]] = [
             (self.open, 12),
             (self.acquire, 40),
             (self.acquire_again, 6),
@@ -61,7 +62,7 @@ class OffloadPlayers(OffloadWorld):
             (self.leave, 1),
         ]
 
-    def end(self, do: Callable[[Callable[[], None]], None]) -> None:
+    def end(self, do: Callable[[Operation], None]) -> None:
         """Everybody dies, one after the other. Nothing is held then."""
         while self.players:
             do(self.die)

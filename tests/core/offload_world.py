@@ -12,7 +12,7 @@ from kvcached.core.slots.states import SlotState
 from kvcached_client.types import SessionId
 from tests.core.model import BLOCK_SIZE
 from tests.core.offload_books import Edition, HeldLease, Index, Job, OffloadAccounts, Player
-from tests.core.offload_memory import SlabMemory
+from tests.core.slab_memory import SlabMemory
 
 #: Namespaces that engines may declare: one more than there may be, with blocks of several sizes.
 SPECS = [

@@ -20,12 +20,13 @@ from kvcached.core.messages import (
     StorageReady,
     TransferKind,
 )
-from kvcached.core.slots.ranges import cut, pairs
+from kvcached.core.slots.ranges import cut
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.storage_state import Prefetch
 from kvcached_client.types import SessionId, ShardIndex
 from tests.core.engine import BLOCK_SIZE, keys_of
-from tests.core.tier_world import slots_of
+from tests.core.slab_memory import Content, SlabMemory
+from tests.core.tier_world import keys_in, slots_of, solid_slots
 
 #: A block: namespace, generation, key.
 Named = tuple[bytes, int, bytes]
@@ -42,7 +43,7 @@ class StorageWorld:
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
-        self.host: dict[tuple[int, int], Named] = {}
+        self.host = SlabMemory(1, units=48)
         self.held: set[Named] = set()
         self.under_way: list[QueryStorage | StartFetch | StartBackup] = []
         self.now_us = 0
@@ -73,7 +74,7 @@ class StorageWorld:
         self.now_us += 1000
         asked = self.under_way.pop(index)
         if isinstance(asked, QueryStorage):
-            found = _leading([self._name(asked, key) in self.held for key in _keys(asked.keys)])
+            found = _leading([self._name(asked, key) in self.held for key in keys_in(asked.keys)])
             self.cache.handle(StorageAnswered(asked.query, found, self.now_us))
         elif isinstance(asked, StartFetch):
             self._fetch(asked, good)
@@ -93,8 +94,8 @@ class StorageWorld:
 
     def wrote(self, tree: PrefixTree, generation: int, keys: bytes, slots: list[int]) -> None:
         """An engine or worker has written blocks into host slots."""
-        for key, slot in zip(_keys(keys), slots, strict=True):
-            self.host[id(tree.host), slot] = (tree.namespace, generation, key)
+        for key, slot in zip(keys_in(keys), slots, strict=True):
+            self._put(tree, slot, (tree.namespace, generation, key))
 
     def check(self) -> None:
         """Invariants hold, and every host slot that can be hit holds its block."""
@@ -102,16 +103,11 @@ class StorageWorld:
         for tree in self.cache.trees:
             generation = self._generation(tree)
             for run in tree.runs():
-                segment = run.segments[HOST]
-                if segment is None or tree.host is None or generation is None:
+                if tree.host is None or generation is None:
                     continue
-                position = 0
-                for first, count in pairs(segment.ranges):
-                    for at in range(count if first >= 0 else 0):
-                        key = bytes(run.keys[(position + at) * 16 : (position + at + 1) * 16])
-                        if tree.host.state_of(first + at) is SlotState.CACHED:
-                            assert self.host[id(tree.host), first + at] == (tree.namespace, generation, key)
-                    position += count
+                for key, slot in solid_slots(run, HOST).items():
+                    if tree.host.state_of(slot) is SlotState.CACHED:
+                        assert self._content(tree, slot) == (tree.namespace, generation, key)
 
     def prefetch(self, session: SessionId, text: str, *, epoch: int = 0, rate: float = 0.0) -> Prefetch:
         return self.cache.prefetch(session, epoch, keys_of(text), len(text) * BLOCK_SIZE, rate, full=True)
@@ -128,7 +124,7 @@ class StorageWorld:
             self.cache.worker_copies.shard_done(order.transfer, ShardIndex(shard))
 
     def _fetch(self, asked: StartFetch, good: int | None) -> None:
-        there = _leading([self._name(asked, key) in self.held for key in _keys(asked.span.keys)])
+        there = _leading([self._name(asked, key) in self.held for key in keys_in(asked.span.keys)])
         good = there if good is None else min(good, there)
         self._write(asked, asked.span, torn=True)
         self._write(asked, asked.span._replace(keys=asked.span.keys[: good * 16], host=cut(asked.span.host, good)[0]))
@@ -137,9 +133,9 @@ class StorageWorld:
     def _back_up(self, asked: StartBackup, good: int | None) -> None:
         written = 0
         for span in asked.spans:
-            host = self._tree(asked).host
-            for key, slot in zip(_keys(span.keys), slots_of(span.host), strict=True):
-                assert self.host[id(host), slot] == self._name(asked, key), "storage would get another block"
+            tree = self._tree(asked)
+            for key, slot in zip(keys_in(span.keys), slots_of(span.host), strict=True):
+                assert self._content(tree, slot) == self._name(asked, key), "storage would get another block"
                 if good is None or written < good:
                     self.held.add(self._name(asked, key))
                     written += 1
@@ -147,10 +143,18 @@ class StorageWorld:
 
     def _write(self, asked: StartFetch, span: Span, *, torn: bool = False) -> None:
         tree = self._tree(asked)
-        for key, slot in zip(_keys(span.keys), slots_of(span.host), strict=True):
+        for key, slot in zip(keys_in(span.keys), slots_of(span.host), strict=True):
             assert tree.host is not None
             assert tree.host.state_of(slot) is SlotState.FILLING, "somebody else may have this slot"
-            self.host[id(tree.host), slot] = (b"torn", 0, b"") if torn else self._name(asked, key)
+            self._put(tree, slot, (b"torn", 0, b"") if torn else self._name(asked, key))
+
+    def _put(self, tree: PrefixTree, slot: int, block: Named) -> None:
+        assert tree.host is not None
+        self.host.write(0, tree.host.slots_per_slab, slot, block)
+
+    def _content(self, tree: PrefixTree, slot: int) -> Content:
+        assert tree.host is not None
+        return self.host.read(0, tree.host.slots_per_slab, slot)
 
     def _tree(self, asked: StartFetch | StartBackup) -> PrefixTree:
         return next(copy.tree for copy in self.cache.storage.copies if copy.id == asked.transfer)
@@ -160,10 +164,6 @@ class StorageWorld:
 
     def _name(self, asked: QueryStorage | StartFetch | StartBackup, key: bytes) -> Named:
         return asked.namespace, asked.generation, key
-
-
-def _keys(keys: bytes) -> list[bytes]:
-    return [keys[at : at + 16] for at in range(0, len(keys), 16)]
 
 
 def _leading(there: list[bool]) -> int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.core.history import play, play_drawn
 from tests.core.offload_drivers import MixedDriver, OffloadDriver
 
 STEPS_PER_SEED = 400
@@ -39,34 +37,22 @@ SEEN = {
 }
 
 
-def play(kind: type[OffloadDriver | MixedDriver], seeds: range) -> Counter[str]:
-    """Play a history per seed to its end; what was counted in all of them."""
-    counted: Counter[str] = Counter()
-    for seed in seeds:
-        driver = kind(random.Random(seed).randrange)
-        for _ in range(STEPS_PER_SEED):
-            driver.step()
-        driver.end()
-        counted += driver.cache.counters + driver.players.done
-    return counted
-
-
 @pytest.mark.parametrize("first", range(0, 12, 4))
 def test_offload_mode_agrees_with_the_model(first: int) -> None:
     """Whatever engines and their shards do, a slot is one copy's until its end, and a load reads what was stored."""
-    play(OffloadDriver, range(first, first + 4))
+    play(OffloadDriver, range(first, first + 4), STEPS_PER_SEED)
 
 
 def test_offload_mode_beside_device_pools_agrees_with_the_model() -> None:
     """The same beside replicas on the same slabs, whose own model holds, too."""
-    play(MixedDriver, range(3))
+    play(MixedDriver, range(3), STEPS_PER_SEED)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_offload_mode_agrees_with_the_model_over_long_histories() -> None:
     """The same for hundreds of histories, in which everything that can happen does."""
-    counted = play(OffloadDriver, range(100, 400))
+    counted = play(OffloadDriver, range(100, 400), STEPS_PER_SEED)
 
     assert {name for name, count in counted.items() if count} >= SEEN
 
@@ -75,7 +61,7 @@ def test_offload_mode_agrees_with_the_model_over_long_histories() -> None:
 @pytest.mark.timeout(900)
 def test_mixed_engines_agree_with_the_models_over_long_histories() -> None:
     """The same for both kinds of engines together."""
-    counted = play(MixedDriver, range(100, 180))
+    counted = play(MixedDriver, range(100, 180), STEPS_PER_SEED)
 
     assert {name for name, count in counted.items() if count} >= {
         *SEEN - {"namespace forgotten", "too many namespaces", "scribbled"},
@@ -90,7 +76,4 @@ def test_mixed_engines_agree_with_the_models_over_long_histories() -> None:
 @given(data=st.data())
 def test_offload_mode_agrees_with_the_model_on_any_short_history(data: st.DataObject) -> None:
     """Any short history agrees with the model; a failing one is shrunk to its shortest form."""
-    driver = OffloadDriver(lambda count: data.draw(st.integers(0, count - 1)))
-    for _ in range(30):
-        driver.step()
-    driver.end()
+    play_drawn(OffloadDriver, data, 30)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvcached.core.cache import Cache
 from kvcached.core.clearing import Clearings
@@ -16,75 +18,91 @@ from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
 from tests.core.engine import Engine, healthy
+from tests.core.history import Choose, History, Operation, play, play_drawn
 from tests.core.host_tier import make_tiers
 from tests.core.offload_engine import OffloadEngine, space
 from tests.core.storage_world import StorageWorld
 from tests.core.test_storage import store
 
+T = TypeVar("T")
 STEPS = 250
 _POLICIES = tuple(BackupPolicy)
 
 
-class History:
-    """One random history."""
+class StorageHistory(History):
+    """Two replicas and two engines in offload mode. Everything is checked after each operation."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        spec = StorageSpec(_POLICIES[seed % 3], 30, PrefetchLimits(threshold_blocks=self.random.choice((1, 1, 3))))
+    def __init__(self, choose: Choose) -> None:
+        super().__init__(choose)
+        spec = StorageSpec(self.one(_POLICIES), 30, PrefetchLimits(threshold_blocks=self.one((1, 1, 3))))
         self.cache: Cache = make_tiers("ab", slots=10, host_slabs=5, slots_per_slab=4, spaces=2, storage=spec)
         self.world = StorageWorld(self.cache)
         self.now_ms = 0
         self.engines = [Engine(self.cache, "a"), Engine(self.cache, "b")]
         self.offload = [OffloadEngine(self.cache, space("m")), OffloadEngine(self.cache, space("n", per_slab=3))]
-        self.seen: Counter[str] = Counter()
-        self.steps = (
-            *(self.compute,) * 6, *(self.compute_offload,) * 6, *(self.prefetch,) * 5, *(self.answer,) * 12,
-            *(self.time,) * 4, self.lose, self.suspend, self.forget, self.clear, self.pause, self.stop,
-        )  # fmt: skip
+        self.clears = 0
+        self.weighted = [
+            (self.compute, 6),
+            (self.compute_offload, 6),
+            (self.prefetch, 5),
+            (self.answer, 12),
+            (self.time, 4),
+            (self.lose, 1),
+            (self.suspend, 1),
+            (self.forget, 1),
+            (self.clear, 1),
+            (self.pause, 1),
+            (self.stop, 1),
+        ]
 
-    def play(self) -> Counter[str]:
-        for _ in range(STEPS):
-            step = self.random.choice(self.steps)
-            step()
-            self.seen[step.__name__] += 1
+    def do(self, operation: Operation) -> None:
+        """Do it, and half of the time what the cache decides by itself; check after both."""
+        operation()
+        self.done[operation.__name__] += 1
+        self.world.check()
+        if self.choose(2):
+            self.world.take()
             self.world.check()
-            if self.random.random() < 0.5:
-                self.world.take()
-                self.world.check()
+
+    def end(self) -> None:
+        """Storage answers everything, and nothing is under way."""
         self.cache.resume()
         self.world.answer_all()
         assert self.cache.storage.copies == []
         assert not self.cache.storage.prefetches.under_way
         assert healthy(self.cache)
-        return self.seen + self.cache.counters
+
+    def one(self, things: Sequence[T]) -> T:
+        """One of some things."""
+        return things[self.choose(len(things))]
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def text(self) -> str:
-        return "".join(self.random.choice("ab" if at else "abc") for at in range(self.random.randint(1, 9)))
+        return "".join(self.one("ab" if at else "abc") for at in range(1 + self.choose(9)))
 
     def compute(self) -> None:
-        engine = self.random.choice(self.engines)
+        engine = self.one(self.engines)
         try:
             engine.store(self.text())
         except Refusal:
-            self.seen["no room"] += 1
+            self.done["no room"] += 1
 
     def compute_offload(self) -> None:
-        store(self.world, self.random.choice(self.offload), self.text())
+        store(self.world, self.one(self.offload), self.text())
 
     def prefetch(self) -> None:
-        if self.random.random() < 0.5:
-            engine = self.random.choice(self.engines)
+        if self.choose(2):
+            engine = self.one(self.engines)
             self.world.prefetch(engine.session, self.text(), epoch=engine.epoch)
         else:
-            self.world.prefetch(self.random.choice(self.offload).session, self.text())
+            self.world.prefetch(self.one(self.offload).session, self.text())
 
     def answer(self) -> None:
         self.world.take()
         if self.world.under_way:
-            good = self.random.choice((None, None, 0, 0, 1))
-            self.world.answer(self.random.randrange(len(self.world.under_way)), good=good)
+            good = self.one((None, None, 0, 0, 1))
+            self.world.answer(self.choose(len(self.world.under_way)), good=good)
 
     def time(self) -> None:
         self.now_ms += 400
@@ -96,7 +114,7 @@ class History:
 
     def lose(self) -> None:
         self.world.lose()
-        if self.random.random() < 0.3:
+        if self.choose(10) < 3:
             self.world.held.clear()
         self.cache.handle(StorageReady())
 
@@ -105,16 +123,17 @@ class History:
         self.cache.handle(StorageSuspended() if ready else StorageReady())
 
     def forget(self) -> None:
-        self.random.choice(self.cache.trees).shed_host("test")
-        for named in [each for each in sorted(self.world.held) if self.random.random() < 0.2]:
+        self.one(self.cache.trees).shed_host("test")
+        for named in [each for each in sorted(self.world.held) if not self.choose(5)]:
             self.world.held.discard(named)
 
     def clear(self) -> None:
-        if self.random.random() < 0.7:
-            self.cache.offload.clear(self.random.choice(self.offload).session)
+        if self.choose(10) < 7:
+            self.cache.offload.clear(self.one(self.offload).session)
         elif not any(pool.clearing for pool in self.cache.pools.values()):
             clearings: Clearings = self.cache.clearings
-            clearings.begin(self.cache.tree_of("a"), self.random.randbytes(9))
+            self.clears += 1
+            clearings.begin(self.cache.tree_of("a"), b"anew %d" % self.clears)
             self.world.answer_all()
             for engine in self.engines:
                 self.cache.close_session(engine.session)
@@ -129,29 +148,28 @@ class History:
     def stop(self) -> None:
         under_way = list(self.cache.storage.prefetches.under_way.values())
         if under_way:
-            self.cache.storage.prefetches.stop(self.random.choice(under_way))
-
-
-def play(seeds: range) -> Counter[str]:
-    """What was seen in all of them."""
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        seen += History(seed).play()
-    return seen
+            self.cache.storage.prefetches.stop(self.one(under_way))
 
 
 def test_storage_never_brings_another_block() -> None:
     """Whatever storage does, a host slot that can be hit holds its block, and nothing is held in the end."""
-    play(range(6))
+    play(StorageHistory, range(6), STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_storage_never_brings_another_block_over_long_histories() -> None:
     """The same for hundreds of histories, in which everything that can happen does."""
-    seen = play(range(100, 400))
+    seen = play(StorageHistory, range(100, 400), STEPS)
 
     assert {name for name, count in seen.items() if count} >= {
         "prefetched_blocks", "backed_up_blocks", "backup_failed_blocks", "prefetch_failed_blocks", "prefetches_cleared",
         "prefetches_failed", "prefetches_stopped", "prefetches_unavailable", "prefetches_below_threshold",
     }  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_storage_never_brings_another_block_in_any_short_history(data: st.DataObject) -> None:
+    """No short history brings another block; a failing one is shrunk to its shortest form."""
+    play_drawn(StorageHistory, data, 30)

@@ -15,6 +15,7 @@ last copies    blocks that only devices held vanish by ``dropped_blocks``, or st
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from kvcached.core.cache import Cache
 from kvcached.core.index.host_tree import HOST
@@ -25,9 +26,14 @@ _HOST_LOSSES = ("host_evicted_blocks", "host_dropped_blocks", "store_failed_bloc
 
 
 class Accounts:
-    """Books of one cache, kept from outside."""
+    """Books of one cache, kept from outside.
 
-    def __init__(self, cache: Cache, world: World) -> None:
+    Args:
+        loaded_elsewhere: blocks that the step has loaded to no device pool.
+    """
+
+    def __init__(self, cache: Cache, world: World, loaded_elsewhere: Callable[[], int] = lambda: 0) -> None:
+        self._loaded_elsewhere = loaded_elsewhere
         self.cache = cache
         self.world = world
         self.begin()
@@ -75,8 +81,10 @@ class Accounts:
         self._check_slots(grown)
 
     def grown(self) -> Counter[str]:
-        """What the step has counted."""
-        return Counter({name: count - self.counters[name] for name, count in self.cache.counters.items()})
+        """What the step has counted for the tiers."""
+        grown = Counter({name: count - self.counters[name] for name, count in self.cache.counters.items()})
+        grown["loaded_blocks"] -= self._loaded_elsewhere()
+        return grown
 
     def _check_last_copies(self, grown: Counter[str]) -> None:
         on_device, on_host = self._present()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
 
 from kvcached.core.index.host_tree import HOST
 from kvcached.core.insight.invariants import check
@@ -17,7 +16,8 @@ from kvcached.core.refusals import Refusal
 from kvcached.core.slots.states import SlotState
 from kvcached_client.errors import ErrorCode
 from kvcached_client.types import FenceSequence, ShardIndex, TransferId
-from tests.core.model import BLOCK_SIZE, Choose, expand
+from tests.core.history import Choose, Operation
+from tests.core.model import BLOCK_SIZE, expand
 from tests.core.tier_sessions import HeldLease, HeldSession, TierSessions
 from tests.core.tier_world import NAMESPACES, SHARDS
 
@@ -30,8 +30,7 @@ class TierDriver(TierSessions):
     def __init__(self, choose: Choose, *, namespaces_max: int = 0) -> None:
         super().__init__(choose, namespaces_max=namespaces_max)
         self.requests = 0
-        self.done: Counter[str] = Counter()
-        self.weighted: list[tuple[Callable[[], None], int]] = [
+        self.weighted = [
             (self.acquire, 50),
             (self.settle_shard, 70),
             (self.commit, 40),
@@ -61,21 +60,16 @@ class TierDriver(TierSessions):
 
     def step(self) -> None:
         """Do one random operation, and most of the time what the cache decides by itself; check after both."""
-        index = self.choose(sum(weight for _, weight in self.weighted))
-        for operation, weight in self.weighted:
-            if index < weight:
-                self.do(operation)
-                break
-            index -= weight
+        super().step()
         if self.choose(6):
             self.do(self.settle)
 
-    def do(self, operation: Callable[[], None]) -> None:
+    def do(self, operation: Operation) -> None:
         """Do it, carry out what the cache asks for, and check everything."""
         self.done[operation.__name__] += 1
         self.accounts.begin()
         operation()
-        self.world.carry_out()
+        self.done.update(self.world.carry_out())
         violations = check(self.cache)
         assert violations == []
         self.world.check_bytes()
@@ -110,6 +104,7 @@ class TierDriver(TierSessions):
         for tree in self.cache.trees:
             assert tree.members[HOST].protected == 0
             assert tree.members[HOST].counts[SlotState.FILLING] == 0
+        assert self.world.memory.held_units == 0
 
     # --- transfers --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from kvcached.core.refusals import Refusal
 from kvcached.core.slots.states import SlotState
 from kvcached_client.errors import ErrorCode
 from kvcached_client.types import FenceSequence, LeaseId, SessionId
-from tests.core.model import BLOCK_SIZE, Choose, chain_keys
+from tests.core.history import Choose, History
+from tests.core.model import BLOCK_SIZE, chain_keys
 from tests.core.tier_accounts import Accounts
 from tests.core.tier_world import NAMESPACES, SHARDS, World
 
@@ -50,7 +51,7 @@ class HeldSession:
     unwritten: list[tuple[int, list[int]]] = field(default_factory=list)  #: (fence, slots of blocks it is queued for)
 
 
-class TierSessions:
+class TierSessions(History):
     """Engines on two pools of one namespace and one of another, which share a small host pool.
 
     Args:
@@ -58,7 +59,7 @@ class TierSessions:
     """
 
     def __init__(self, choose: Choose, *, namespaces_max: int = 0) -> None:
-        self.choose = choose
+        super().__init__(choose)
         slots, per_slab = (10, 16, 24)[choose(3)], (4, 12, 24)[choose(3)]
         watermark, threshold, quota = (0, 2, 4)[choose(3)], (1, 1, 2)[choose(3)], (None, 3)[choose(2)]
         self.cache = Cache(
@@ -71,7 +72,7 @@ class TierSessions:
             host_slabs=2 + choose(2) + namespaces_max,
             namespaces_max=namespaces_max,
         )
-        self.world = World(self.cache)
+        self.world = World(self.cache, per_slab)
         self.accounts = Accounts(self.cache, self.world)
         self.sessions: dict[SessionId, HeldSession] = {}
 

@@ -24,11 +24,11 @@ from kvcached.core.slots.ranges import Ranges, pairs
 from kvcached.core.slots.states import SlotState
 from kvcached_client.types import LeaseId, ShardIndex, TransferId
 from tests.core.device_headers import DeviceHeaders
+from tests.core.slab_memory import Content, SlabMemory, SlotView
 
 SHARDS = 2
 #: Replicas and their namespaces.
 NAMESPACES = {"a": b"one", "b": b"one", "c": b"two"}
-Content = object
 
 
 def slots_of(ranges: Ranges[int]) -> list[int]:
@@ -53,13 +53,18 @@ class Copy:
 
 
 class World:
-    """What the cache's effects do to memory, and what it is told of them."""
+    """What the cache's effects do to memory, and what it is told of them.
 
-    def __init__(self, cache: Cache) -> None:
+    Attributes:
+        memory: of the host pool, in which engines in offload mode may have blocks, too.
+    """
+
+    def __init__(self, cache: Cache, per_slab: int) -> None:
         self.cache = cache
+        self.memory, self.per_slab = SlabMemory(SHARDS), per_slab
         self.device: dict[str, list[dict[int, Content]]] = {name: [{} for _ in range(SHARDS)] for name in NAMESPACES}
         self.host: dict[bytes, list[MutableMapping[int, Content]]] = {
-            name: [{} for _ in range(SHARDS)] for name in NAMESPACES.values()
+            name: [SlotView(self.memory, shard, per_slab) for shard in range(SHARDS)] for name in NAMESPACES.values()
         }
         #: slots whose bytes an engine has queued, but not written yet
         self.unwritten: dict[str, set[int]] = {name: set() for name in NAMESPACES}
@@ -71,17 +76,16 @@ class World:
         #: leases whose loads have ended since somebody last looked
         self.told: list[LeaseId] = []
         self.headers = DeviceHeaders(cache)
-        self.seen: set[str] = set()
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
-    def carry_out(self) -> None:
-        """Do what the cache asks for."""
+    def carry_out(self) -> list[str]:
+        """Do what the cache asks for; the kinds of what it was."""
         self.headers.look()
         effects, self.cache.effects[:] = self.cache.effects[:], []
         for effect in effects:
-            self.seen.add(type(effect).__name__)
             self._carry_out(effect)
+        return [type(effect).__name__ for effect in effects]
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -109,12 +113,14 @@ class World:
             blocks += zip(keys, device, host, strict=True)
         copy = self.copies[order.transfer] = Copy(order, blocks, urgent=order.urgent)
         assert order.transfer not in self.over
-        if order.kind is TransferKind.STORE:
+        is_store = order.kind is TransferKind.STORE
+        self.memory.hold(order.transfer, self.per_slab, (host for _, _, host in blocks), writes=is_store)
+        if is_store:
             self.reported.difference_update((NAMESPACES[order.pool], host) for _, _, host in blocks)
         for shard in range(SHARDS):
             for block in blocks:
                 self._check_source(copy, shard, *block)
-                self._target(copy, shard)[block[2] if order.kind is TransferKind.STORE else block[1]] = (
+                self._target(copy, shard)[block[2] if is_store else block[1]] = (
                     "copy",
                     order.transfer,
                 )
@@ -156,6 +162,7 @@ class World:
         if not copy.waiting:
             del self.copies[transfer]
             self.over.append(transfer)
+            self.memory.give_back(transfer)
         self.cache.worker_copies.shard_done(transfer, ShardIndex(shard), error, tuple(corrupt))
 
     def lose(self, name: str) -> None:
@@ -186,7 +193,7 @@ class World:
         """Key to slot, read from the tree of a replica: of its own pool, or of the host pool where `place` is HOST."""
         found: dict[bytes, int] = {}
         for run in self.cache.managed.trees[name].runs():
-            found.update(_solid_slots(run, place))
+            found.update(solid_slots(run, place))
         return found
 
     def expect_hit(self, name: str, chain: list[bytes]) -> tuple[int, int]:
@@ -220,7 +227,8 @@ class World:
         return any(each.tree is tree and slot in slots_of(each.host) for each in self.cache.transfers.values())
 
 
-def _solid_slots(run: Run, place: int) -> dict[bytes, int]:
+def solid_slots(run: Run, place: int) -> dict[bytes, int]:
+    """Key to slot, of the blocks of a run that one pool has."""
     segment = run.segments[place]
     slots = slots_of(segment.ranges) if segment is not None else []
     return {key: slot for key, slot in zip(keys_in(run.keys), slots, strict=False) if slot >= 0}

@@ -16,7 +16,7 @@ from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SessionState, SlotState
 from kvcached.service import state_writer
 from kvcached.storage import client as link
-from tests.core.tier_world import _solid_slots as solid_slots
+from tests.core.tier_world import solid_slots
 from tests.simulation.memory import Shape, suspects_of
 from tests.simulation.scheduler import Broken
 

@@ -8,8 +8,7 @@ from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.transfer import EngineTransfer, WorkerTransfer
-from tests.core.tier_world import _solid_slots as solid_slots
-from tests.core.tier_world import slots_of
+from tests.core.tier_world import slots_of, solid_slots
 from tests.simulation.network import Weather
 from tests.simulation.process import Process
 from tests.simulation.scheduler import MS

@@ -11,8 +11,7 @@ from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.slots.states import SlotState
-from tests.core.tier_world import _solid_slots as solid_slots
-from tests.core.tier_world import keys_in
+from tests.core.tier_world import keys_in, solid_slots
 from tests.simulation.memory import Shape, suspects_of
 from tests.simulation.scheduler import Broken
 

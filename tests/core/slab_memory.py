@@ -14,26 +14,32 @@ Content = object
 
 
 class SlabMemory:
-    """Contents of every unit on every shard, and who holds units."""
+    """Contents of every unit on every shard, and who holds units.
 
-    def __init__(self, shards: int) -> None:
+    Args:
+        shards: with a memory each.
+        units: of a slab; divisible by every number of slots in a slab that is used.
+    """
+
+    def __init__(self, shards: int, units: int = UNITS) -> None:
         self.shards = shards
+        self._slab_units = units
         self._units: list[dict[int, Content]] = [{} for _ in range(shards)]
         self._holders: dict[int, dict[object, bool]] = {}  #: unit -> who holds it, and whether to write
 
     def read(self, shard: int, per_slab: int, slot: int) -> Content:
         """What a slot contains; a tuple of all its parts where they differ."""
-        parts = [self._units[shard].get(unit) for unit in units_of(per_slab, slot)]
+        parts = [self._units[shard].get(unit) for unit in self._units_of(per_slab, slot)]
         return parts[0] if all(part == parts[0] for part in parts) else ("torn", *parts)
 
     def write(self, shard: int, per_slab: int, slot: int, content: Content) -> None:
         """Fill a slot."""
-        self._units[shard].update(dict.fromkeys(units_of(per_slab, slot), content))
+        self._units[shard].update(dict.fromkeys(self._units_of(per_slab, slot), content))
 
     def hold(self, holder: object, per_slab: int, slots: Iterable[int], *, writes: bool) -> None:
         """Slots are handed to somebody: nobody else may have them, unless all only read."""
         for slot in slots:
-            for unit in units_of(per_slab, slot):
+            for unit in self._units_of(per_slab, slot):
                 holders = self._holders.setdefault(unit, {})
                 assert not holders or not (writes or any(holders.values())), f"slot {slot} was handed to {holders}, too"
                 holders[holder] = writes
@@ -47,6 +53,13 @@ class SlabMemory:
     def held_units(self) -> int:
         """Units that somebody holds."""
         return sum(bool(holders) for holders in self._holders.values())
+
+    def _units_of(self, per_slab: int, slot: int) -> range:
+        """The units that a slot covers."""
+        slab, place = divmod(slot, per_slab)
+        size = self._slab_units // per_slab
+        first = slab * self._slab_units + place * size
+        return range(first, first + size)
 
 
 class SlotView(MutableMapping[int, Content]):
@@ -69,10 +82,3 @@ class SlotView(MutableMapping[int, Content]):
 
     def __len__(self) -> int:
         raise NotImplementedError
-
-
-def units_of(per_slab: int, slot: int) -> range:
-    """The units that a slot covers."""
-    slab, place = divmod(slot, per_slab)
-    size = UNITS // per_slab
-    return range(slab * UNITS + place * size, slab * UNITS + (place + 1) * size)
