@@ -104,9 +104,9 @@ def _new_shards(replica: ReplicaConfig, parts: ExitStack) -> tuple[ShardMemory, 
     size_bytes, shards = _shard_bytes(replica), []
     if replica.cuda_ordinals:
         for name, made in zip(_names(replica), make_cuda_memory(replica.cuda_ordinals, size_bytes), strict=True):
-            shards.append(ShardMemory(f"kvcached-{name}", made.descriptor, size_bytes, made.device))
+            shards.append(ShardMemory(_called(name), made.descriptor, size_bytes, made.device))
     else:
-        shards = [ShardMemory.make(f"kvcached-{name}", size_bytes) for name in _names(replica)]
+        shards = [ShardMemory.make(_called(name), size_bytes) for name in _names(replica)]
     for name, shard in zip(_names(replica), shards, strict=True):
         parts.callback(shard.close)
         store(name, shard.descriptor)
@@ -116,7 +116,7 @@ def _new_shards(replica: ReplicaConfig, parts: ExitStack) -> tuple[ShardMemory, 
 def _kept_shards(replica: ReplicaConfig, kept: KeptDevice, parts: ExitStack) -> tuple[ShardMemory, ...]:
     shards = []
     for name, descriptor, device in zip(_names(replica), kept.shards, kept.devices, strict=True):
-        shards.append(ShardMemory(f"kvcached-{name}", descriptor, _shard_bytes(replica), device))
+        shards.append(ShardMemory(_called(name), descriptor, _shard_bytes(replica), device))
         parts.callback(shards[-1].close)
     return tuple(shards)
 
@@ -152,6 +152,11 @@ def _take(found: dict[str, list[int]], name: str) -> None:
 def _names(replica: ReplicaConfig) -> list[str]:
     """What the service manager calls the memory of each shard."""
     return [f"{DEVICE_MEMORY_PREFIX}{replica.name}-{shard}" for shard in range(replica.shards)]
+
+
+def _called(name: str) -> str:
+    """What a shard's memory is called among the mappings of a process."""
+    return f"kvcached-{name.removeprefix(DEVICE_MEMORY_PREFIX)}"
 
 
 def _shard_bytes(replica: ReplicaConfig) -> int:

@@ -74,17 +74,18 @@ class MemoryCopier:
 
     def copy(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """See `Copier.copy`."""
-        for batch in _passing(batches):
+        for batch in passing(batches):
             copy_all(*batch)
             yield batch
 
     def copy_summed(self, batches: Iterable[Batch], per_sum: int) -> Iterator[bytes]:
         """See `Copier.copy_summed`."""
-        for pieces, destination, source in _passing(batches):
+        for pieces, destination, source in passing(batches):
             yield copy_summed(pieces, per_sum, destination, source)
 
 
-def _passing(batches: Iterable[Batch]) -> Iterator[Batch]:
+def passing(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The same batches; a test may stop the process before each."""
     for batch in batches:
         failpoint("blocks.copy")
         yield batch

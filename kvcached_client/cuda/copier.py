@@ -14,10 +14,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from xxhash import xxh3_128
 
-from kvcached_client.blocks.copy import Batch
+from kvcached_client.blocks.copy import Batch, passing
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import Addresses, Event
-from kvcached_client.failpoints import failpoint
 
 #: Batches that are queued before the first of them is waited for: the device always has the next one.
 AHEAD_MAX: Final = 2
@@ -48,8 +47,7 @@ class CudaCopier:
         """See `Copier.copy`."""
         queued: deque[_UnderWay] = deque()
         try:
-            for batch in batches:
-                failpoint("blocks.copy")
+            for batch in passing(batches):
                 queued.append(self._queue(batch))
                 if len(queued) > AHEAD_MAX:
                     yield _finished(queued)
