@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import kvcached.__main__
-from kvcached.worker import executor, group
+from kvcached.memory.sealed import SharedMemory
+from kvcached.worker import group, pool_memory
 from kvcached.worker import main as worker_main
 from kvcached_client.blocks.copy import Batch, MemoryCopier
 
@@ -44,11 +45,19 @@ class FaultyCopier(MemoryCopier):
         return self.fault.exists() and self.fault.read_text() == f"{os.getpid()} {what}"
 
 
+class FaultyMemory(pool_memory.CpuMemory):
+    """Memory of this machine, copied by such a copier."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        super().__init__(memory)
+        self.copier = FaultyCopier()
+
+
 def main(arguments: list[str]) -> int:
     """Be a daemon, or one of its workers: ``worker FAULT FD``."""
     if arguments[1] == "worker":
         FaultyCopier.fault = Path(arguments[2])
-        executor.MemoryCopier = FaultyCopier  # type: ignore[attr-defined]
+        pool_memory.CpuMemory = FaultyMemory  # type: ignore[misc]
         return worker_main.main([arguments[0], arguments[3]])
     fault = Path(arguments[arguments.index("--run-dir") + 1]) / FAULT
     group.WORKER_COMMAND = (sys.executable, "-m", __spec__.name, "worker", str(fault))  # type: ignore[misc,assignment]
