@@ -6,7 +6,7 @@ The daemon reuses slots once this process is dead (see the attach section of doc
 * The memory cannot change its size under a reader: its seals are checked before it is mapped.
 * The mapping lives as long as its last view, in whatever order things are closed.
 
-A pool on a CUDA device is mapped by the driver; it has the same methods for arrays under other names.
+A pool on a CUDA device is mapped by the driver; it gives arrays by `MappedPool.cuda_keys_values`.
 """
 
 from __future__ import annotations

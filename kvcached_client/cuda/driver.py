@@ -181,10 +181,6 @@ class Stream:
         """An event that is over once all work is that was queued here so far."""
         return Event(self._driver, self._stream)
 
-    def wait(self, event: Event) -> None:
-        """Work that is queued here from now on begins after an event."""
-        self._driver.call("cuStreamWaitEvent", self._stream, event.handle, 0)
-
     def write(self, device_address: int, value: int) -> None:
         """Write a uint32 after all work that was queued here so far; who sees the value sees what that work wrote."""
         self._driver.call("cuStreamWriteValue32", self._stream, device_address, value, 0)

@@ -50,10 +50,6 @@ class HostPool:
         """How much is registered."""
         return sum(part.size_bytes for part in self._registered)
 
-    def wait_registered(self) -> None:
-        """Wait until all that can be registered is."""
-        self._thread.join()
-
     def close(self) -> None:
         """Stop registering, and undo it. No copy may use the pool any more. Does nothing the second time."""
         self._ending.set()

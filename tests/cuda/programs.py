@@ -44,7 +44,7 @@ class Rig:
         self.pool = HostPool(self.device, address, self.host.size_bytes, self.host.slab_bytes, part_bytes)
         parts.callback(self.pool.close)
         self.pool.start()
-        self.pool.wait_registered()
+        self.pool._thread.join()  # all is registered, or nothing more will be
         self.copier = CudaCopier(self.device, range(address, address + self.host.size_bytes))
         parts.callback(self.copier.close)
         self.pages = geometry.at(self.memory.address)
@@ -217,8 +217,6 @@ def stream_values() -> int:
         event = other.record()
         one.write(part.device_address + 64, 7)
         event.synchronize()
-        other.wait(event)
-        other.synchronize()
         for each in (event, one, other):
             each.close()
         return made.host_bytes[64]

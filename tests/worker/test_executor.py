@@ -21,6 +21,7 @@ from kvcached.worker.messages import (
     Work,
     encode,
 )
+from kvcached_client.errors import DeviceError
 from tests.worker.host_rigs import load_of, store_of
 
 PATIENCE_S = 20
@@ -203,3 +204,18 @@ def test_longest_acks_fit_into_a_message() -> None:
 
 def _fail() -> tuple[int, ...]:
     raise OSError("\U0001f4a5" * 5000)
+
+
+def test_executor_ends_when_its_device_has_failed() -> None:
+    """A request that the device's failure ended is reported, and nothing is carried out after it: the worker ends."""
+
+    def carry_out(task: Task) -> tuple[int, ...]:
+        raise DeviceError("CUDA_ERROR_LAUNCH_FAILED")
+
+    running = Running(carry_out, held=True)
+    running.submit(1, PROBE)
+    running.gate.set()
+
+    assert running.ended.wait(PATIENCE_S)
+    assert running.acks.get_nowait() == Done(sequence=0, error="DeviceError: CUDA_ERROR_LAUNCH_FAILED")
+    assert running.acks.empty()
