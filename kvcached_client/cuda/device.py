@@ -6,6 +6,8 @@ All work is in a device's primary context, which torch uses as well. The context
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 from kvcached_client.cuda.driver import CudaMissing, Driver, Opaque, Stream
@@ -63,6 +65,13 @@ class Device:
     def use(self) -> None:
         """Make the device's context current to the calling thread."""
         self.driver.call("cuCtxSetCurrent", self._context)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the device's context current to the calling thread, which has its own context again afterwards."""
+        with own_context(self.driver):
+            self.use()
+            yield
 
     def attribute(self, name: str) -> int:
         """An attribute by the end of its name, as ``ASYNC_ENGINE_COUNT``."""
@@ -130,6 +139,16 @@ class Device:
 
     def _descriptor_kind(self) -> Opaque:
         return self.driver.names.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+@contextmanager
+def own_context(driver: Driver) -> Iterator[None]:
+    """The calling thread may use any device in here; afterwards the context that was current before is so again."""
+    before = driver.call("cuCtxGetCurrent")
+    try:
+        yield
+    finally:
+        driver.call("cuCtxSetCurrent", before)
 
 
 def _uuid(driver: Driver, device: Opaque) -> str:

@@ -181,6 +181,10 @@ class Stream:
         """An event that is over once all work is that was queued here so far."""
         return Event(self._driver, self._stream)
 
+    def wait(self, event: Event) -> None:
+        """Work that is queued here from now on begins when the event is over. The caller does not wait."""
+        self._driver.call("cuStreamWaitEvent", self._stream, event.handle, 0)
+
     def write(self, device_address: int, value: int) -> None:
         """Write a uint32 after all work that was queued here so far; who sees the value sees what that work wrote."""
         self._driver.call("cuStreamWriteValue32", self._stream, device_address, value, 0)
@@ -206,11 +210,14 @@ class Stream:
 
 
 class Event:
-    """A point in a stream's work. Made by `Stream.record`."""
+    """A point in a stream's work. Made by `Stream.record`, or in a stream of somebody else by its handle."""
 
     def __init__(self, driver: Driver, stream: Opaque) -> None:
         self._driver = driver
-        self.handle: Opaque = driver.call("cuEventCreate", driver.names.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        flags = driver.names.CUevent_flags
+        # Without BLOCKING_SYNC the driver waits in a loop, which takes a whole core from the engine.
+        wanted = flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC
+        self.handle: Opaque = driver.call("cuEventCreate", wanted)
         try:
             driver.call("cuEventRecord", self.handle, stream)
         except BaseException:

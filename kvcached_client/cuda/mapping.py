@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from kvcached_client.cuda.device import Device, DeviceMemory
-from kvcached_client.cuda.driver import Driver, Opaque
+from kvcached_client.cuda.device import Device, DeviceMemory, own_context
+from kvcached_client.cuda.driver import Driver
 
 
 class CudaBuffer:
@@ -26,16 +26,13 @@ class CudaBuffer:
     def __init__(self, descriptor: int, size_bytes: int, device: str) -> None:
         """Map memory of the device with a UUID; the descriptor stays the caller's."""
         driver = Driver()
-        current = driver.call("cuCtxGetCurrent")
-        try:
+        with own_context(driver):
             owner = Device.of_uuid(driver, device)
             memory = owner.open_memory(descriptor, owner.whole_granules(size_bytes))
-        finally:
-            driver.call("cuCtxSetCurrent", current)
         self.address = memory.address
         self.ordinal = owner.ordinal
         # At exit other threads may still use it, and the driver unmaps anyway.
-        weakref.finalize(self, _unmap, driver, owner, memory).atexit = False
+        weakref.finalize(self, _unmap, owner, memory).atexit = False
 
 
 class CudaArray:
@@ -67,13 +64,12 @@ class CudaArray:
         return self._interface
 
 
-def _unmap(driver: Driver, device: Device, memory: DeviceMemory) -> None:
+def _unmap(device: Device, memory: DeviceMemory) -> None:
     """Nothing that is queued may use the memory any more."""
-    current: Opaque = driver.call("cuCtxGetCurrent")
-    device.use()
-    try:
-        driver.call("cuCtxSynchronize")
-        memory.close()
-    finally:
-        driver.call("cuCtxSetCurrent", current)
-        device.close()
+    with own_context(device.driver):
+        device.use()
+        try:
+            device.driver.call("cuCtxSynchronize")
+            memory.close()
+        finally:
+            device.close()

@@ -79,6 +79,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemAlloc_v2": (POINTER(_ADDRESS), c_size_t),
     "cuMemFree_v2": (_ADDRESS,),
+    "cuPointerGetAttribute": (c_void_p, c_int, _ADDRESS),
     "cuIpcGetMemHandle": (POINTER(IpcHandle), _ADDRESS),
     "cuIpcOpenMemHandle_v2": (POINTER(_ADDRESS), IpcHandle, c_uint),
     "cuIpcCloseMemHandle": (_ADDRESS,),

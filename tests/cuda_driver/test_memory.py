@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from ctypes import byref, c_ulonglong
+from ctypes import byref, c_int, c_ulonglong
 from itertools import permutations
 from pathlib import Path
 
@@ -242,3 +242,12 @@ def test_allocations_go_with_their_context_and_handles_do_not(driver: Driver, de
     assert live_granules(device) == 1
     driver.call("cuMemRelease", handle)
     assert live_granules(device) == 0
+
+
+def test_address_says_its_device(driver: Driver) -> None:
+    """The device of an address is asked for by cuPointerGetAttribute; an address of nothing has none."""
+    ordinal, device_of = c_int(-1), 9
+    for address in (driver.memory(), driver.alloc(4096)):
+        driver.call("cuPointerGetAttribute", byref(ordinal), device_of, address + 64)
+        assert ordinal.value == 0
+    assert driver.attempt("cuPointerGetAttribute", byref(ordinal), device_of, 4096) == "CUDA_ERROR_INVALID_VALUE"

@@ -73,6 +73,17 @@ static CUresult address_range(CUdeviceptr *base, size_t *size, CUdeviceptr addre
     return CUDA_SUCCESS;
 }
 
+enum { POINTER_DEVICE_ORDINAL = 9 };
+
+static CUresult pointer_attribute(int *value, int attribute, CUdeviceptr address) {
+    Region *region = region_at(address);
+    if (value == NULL || attribute != POINTER_DEVICE_ORDINAL)
+        return refuse(CUDA_ERROR_INVALID_VALUE, "this driver knows CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL only");
+    if (region == NULL) return refuse(CUDA_ERROR_INVALID_VALUE, "no device memory is at the address");
+    *value = device_visible(region->physical);
+    return CUDA_SUCCESS;
+}
+
 static CUresult get_handle(IpcHandle *handle, CUdeviceptr address) {
     char path[64], target[700];
     Region *region = region_at(address);
@@ -157,6 +168,10 @@ API CUresult cuMemFree_v2(CUdeviceptr address) {
 }
 API CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr address) {
     CALL(NEEDS_CONTEXT, address_range(base, size, address), NULL, "\"address\":%llu", address);
+}
+API CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr address) {
+    CALL(NEEDS_INIT, pointer_attribute(value, attribute, address), NULL, "\"attribute\":%d,\"address\":%llu", attribute,
+         address);
 }
 API CUresult cuIpcGetMemHandle(IpcHandle *handle, CUdeviceptr address) {
     CALL(NEEDS_CONTEXT, get_handle(handle, address), NULL, "\"address\":%llu", address);

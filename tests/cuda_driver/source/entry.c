@@ -162,7 +162,8 @@ API CUresult cuDriverGetVersion(int *version) {
     DO(cuCtxPopCurrent, 4000, cuCtxPopCurrent_v2) DO(cuCtxGetDevice, 2000, cuCtxGetDevice) \
     DO(cuCtxSynchronize, 2000, cuCtxSynchronize) DO(cuMemGetInfo, 3020, cuMemGetInfo_v2) \
     DO(cuMemAlloc, 3020, cuMemAlloc_v2) DO(cuMemFree, 3020, cuMemFree_v2) \
-    DO(cuMemGetAddressRange, 3020, cuMemGetAddressRange_v2) DO(cuIpcGetMemHandle, 4010, cuIpcGetMemHandle) \
+    DO(cuMemGetAddressRange, 3020, cuMemGetAddressRange_v2) DO(cuPointerGetAttribute, 4000, cuPointerGetAttribute) \
+    DO(cuIpcGetMemHandle, 4010, cuIpcGetMemHandle) \
     DO(cuIpcOpenMemHandle, 11000, cuIpcOpenMemHandle_v2) DO(cuIpcCloseMemHandle, 4010, cuIpcCloseMemHandle) \
     DO(cuMemGetAllocationGranularity, 10020, cuMemGetAllocationGranularity) DO(cuMemCreate, 10020, cuMemCreate) \
     DO(cuMemRelease, 10020, cuMemRelease) DO(cuMemRetainAllocationHandle, 11000, cuMemRetainAllocationHandle) \
