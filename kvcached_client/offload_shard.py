@@ -2,14 +2,20 @@
 
 The scheduler asks the daemon what to copy where (`OffloadClient`) and sends each shard a `BlockJob`. Each shard reports
 to the daemon when it is done; until every shard has reported, nobody else gets the slots.
+
+Kernels on a CUDA device write and read blocks some time after they were launched. So a copy is ordered after a mark:
+the thread that launches kernels marks its stream, and the device begins the copy when it has reached the mark. The host
+pool is registered with the device in the background, for as long as it is mapped.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Self
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -24,6 +30,7 @@ from kvcached_client.errors import (
     DeadlineExceeded,
     ErrorCode,
     KvcachedError,
+    bad_value,
     request_error,
 )
 from kvcached_client.failpoints import failpoint
@@ -34,25 +41,46 @@ from kvcached_client.transport.attach import SessionGrant, join_host
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.run_dir import rpc_endpoint
 
+if TYPE_CHECKING:
+    from kvcached_client.cuda.engine import EngineCopies, Mark
+
 __all__ = ["BlockJob", "JobSpan", "OffloadShard"]
+
+
+class _Memory(NamedTuple):
+    """What a shard copies with, as long as the host pool is mapped."""
+
+    pages: EnginePages
+    transfers: BlockTransfers
+    device: EngineCopies | None
+
+    def after(self, mark: Mark | None) -> AbstractContextManager[None]:
+        """Copies in here are ordered after a mark."""
+        if self.device is None:
+            if mark is None:
+                return nullcontext()
+            raise bad_value("a mark for tensors on the CPU", "leave it out: they are written when `store` is called")
+        if mark is None:
+            raise bad_value("no mark for tensors on a CUDA device", "give `after=shard.mark(stream)`")
+        return self.device.after(mark)
 
 
 class OffloadShard:
     """The mapped host pool, and a connection for reports. Made by `join`; used by one thread of one process.
 
-    A forked child does not inherit the mapping.
+    A forked child does not inherit the mapping. A thread that calls it keeps its current CUDA device.
 
     Attributes:
         shard: index of this shard.
         epoch: epoch of the host pool when it was mapped.
     """
 
-    def __init__(self, grant: SessionGrant, joined: JoinedHost, transfers: BlockTransfers, channel: Channel) -> None:
+    def __init__(self, grant: SessionGrant, joined: JoinedHost, memory: _Memory, channel: Channel) -> None:
         self.shard: int = joined.shard
         self.epoch: int = joined.epoch
         self._session = grant
         self._verify_loads = joined.verify_loads
-        self._transfers: BlockTransfers | None = transfers
+        self._memory: _Memory | None = memory
         self._channel = channel
 
     @classmethod
@@ -72,51 +100,84 @@ class OffloadShard:
             Stale: the session is over.
             RequestError: the daemon refused.
             DaemonFailure: the memory is not sealed, too small, or cannot be mapped.
+            DeviceError: the tensors are on a CUDA device that this process cannot use.
         """
-        memory = join_host(grant, shard, deadline_ms=deadline_ms)
+        joined = join_host(grant, shard, deadline_ms=deadline_ms)
+        memory: _Memory | None = None
         try:
-            transfers = _map(memory.joined, memory.memory, pages)
+            memory = _map(joined.joined, joined.memory, pages)
             # Takes the connection over.
-            channel = Channel(rpc_endpoint(grant.run_dir), deadline_ms=deadline_ms, attached=memory.connection)
+            channel = Channel(rpc_endpoint(grant.run_dir), deadline_ms=deadline_ms, attached=joined.connection)
         except BaseException:
-            memory.connection.close()
+            joined.connection.close()
+            _release(memory)
             raise
         finally:
-            os.close(memory.memory)
-        return cls(grant, memory.joined, transfers, channel)
+            os.close(joined.memory)
+        return cls(grant, joined.joined, memory, channel)
 
-    def store(self, job: BlockJob) -> None:
+    def mark(self, stream: int) -> Mark:
+        """A mark behind all work that a CUDA stream has now, for `store` and `load`. Any thread may call it.
+
+        Args:
+            stream: the stream's handle, as ``torch.cuda.current_stream().cuda_stream``.
+
+        Raises:
+            BadRequest: the tensors are on the CPU.
+            DeviceError: the device has failed.
+            DaemonUnreachable: the shard is closed.
+        """
+        pages = self._open().pages
+        if not pages.is_on_cuda:
+            raise bad_value("a mark for tensors on the CPU", "leave it out: they have no streams")
+        return pages.device.mark(stream)
+
+    def store(self, job: BlockJob, *, after: Mark | None = None) -> None:
         """Copy blocks into the host pool, and report to the daemon that they are there.
 
         If it raises, it has reported the failure, if the daemon could be reached, and nobody finds the blocks.
+
+        Args:
+            job: blocks to copy.
+            after: for tensors on a CUDA device, a mark behind the kernels that write the blocks.
 
         Raises:
             BadRequest: the job contradicts itself, or names blocks that do not exist; nothing was copied.
             Stale: the session is over.
             TransportError: the daemon did not reply, even when the report was repeated.
+            DeviceError: the device failed. Most failures are for good: then every later copy fails, too.
         """
-        transfers = self._open()
+        memory = self._open()
         try:
-            transfers.store(job, epoch=self.epoch)
+            with memory.after(after):
+                memory.transfers.store(job, epoch=self.epoch)
         except BaseException as error:
             self._report_failure("store", job, error)
             raise
         failpoint("offload.store.written")
         self._settle(self._done("store", job))
 
-    def load(self, job: BlockJob) -> list[int]:
+    def load(self, job: BlockJob, *, after: Mark | None = None) -> list[int]:
         """Copy blocks out of the host pool, and report to the daemon that the slots are no longer read.
+
+        When it returns, the blocks are there, for every kernel that is launched from then on.
+
+        Args:
+            job: blocks to copy.
+            after: for tensors on a CUDA device, a mark behind the kernels that still read or write what the blocks held
+                before.
 
         Returns:
             The blocks that differ from what was stored, counted from 0 in the order of the job; empty if all are good.
             The engine computes these blocks, and everything after them in their chain.
 
         Raises:
-            BadRequest, Stale, TransportError: as `store`. No block counts as loaded then.
+            BadRequest, Stale, TransportError, DeviceError: as `store`. No block counts as loaded then.
         """
-        transfers = self._open()
+        memory = self._open()
         try:
-            bad = transfers.load(job, verify=self._verify_loads)
+            with memory.after(after):
+                bad = memory.transfers.load(job, verify=self._verify_loads)
         except BaseException as error:
             self._report_failure("load", job, error)
             raise
@@ -136,7 +197,8 @@ class OffloadShard:
 
     def close(self) -> None:
         """Unmap the host pool and close the connections, when no copy is in flight. May be called again."""
-        self._transfers = None
+        memory, self._memory = self._memory, None
+        _release(memory)
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -145,10 +207,10 @@ class OffloadShard:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> BlockTransfers:
-        if self._transfers is None:
+    def _open(self) -> _Memory:
+        if self._memory is None:
             raise DaemonUnreachable("this shard has left its session; join again")
-        return self._transfers
+        return self._memory
 
     def _done(self, kind: CopyKind, job: BlockJob, *, error: str = "") -> TransferDone:
         return TransferDone(
@@ -176,7 +238,7 @@ class OffloadShard:
             error.add_note(f"the failure could not be reported to the daemon: {untold}")
 
 
-def _map(joined: JoinedHost, descriptor: int, pages: EnginePages) -> BlockTransfers:
+def _map(joined: JoinedHost, descriptor: int, pages: EnginePages) -> _Memory:
     if (pages.block_bytes, pages.fingerprint) != (joined.block_bytes, joined.fingerprint):
         raise request_error(
             ErrorCode.WRONG_LAYOUT,
@@ -188,14 +250,22 @@ def _map(joined: JoinedHost, descriptor: int, pages: EnginePages) -> BlockTransf
     if not host.slots_per_slab or joined.shard >= host.shards:
         raise unusable(f"{host.slots_per_slab} slots in a slab, shard {joined.shard} of {host.shards}")
     buffer = map_sealed(descriptor, host.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-    return BlockTransfers(
+    device = pages.device.open_host(ctypes.addressof(buffer), host) if pages.is_on_cuda else None
+    transfers = BlockTransfers(
         pages,
         host,
         joined.shard,
         buffer,
         namespace=joined.namespace[:NAMESPACE_BYTES],
         fingerprint=joined.fingerprint,
+        copier=None if device is None else device.copier,
     )
+    return _Memory(pages, transfers, device)
+
+
+def _release(memory: _Memory | None) -> None:
+    if memory is not None and memory.device is not None:
+        memory.device.close()
 
 
 def _geometry(joined: JoinedHost) -> HostGeometry:

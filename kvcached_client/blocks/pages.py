@@ -3,8 +3,10 @@
 A *page* is the part of a block that belongs to one layer, one contiguous run of bytes. A block in the host pool is its
 pages back to back, in the order of the layers.
 
-The first dimension of an engine's tensors is the block. A device pool consists of *strips*, arrays of equal pages, one
-page per slot: a block-first pool is one strip whose pages are whole blocks, a layer-first pool has a strip per layer.
+The first dimension of an engine's tensors is the block, or the pair of K and V with the block as the second one. The
+tensors are memory of this process, or all of one CUDA device. A device pool consists of *strips*, arrays of equal
+pages, one page per slot: a block-first pool is one strip whose pages are whole blocks, a layer-first pool has a strip
+per layer.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol, Self
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, Self
 
 import msgspec
 
@@ -21,9 +24,15 @@ from kvcached_client.errors import RequestError, bad_value
 
 if TYPE_CHECKING:
     from kvcached_client.blocks.layout import Layout
+    from kvcached_client.cuda.engine import EngineDevice
 
 _Size = Annotated[int, msgspec.Meta(gt=0, le=1 << 46)]
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 46)]
+
+_DEVICES: Final = ("cpu", "cuda")
+#: A tensor of so many dimensions, of which the first is of this size, holds K and V apart.
+_PAIR_DIMENSIONS: Final = 5
+_PAIR: Final = 2
 
 #: One entry of a fingerprint: index of the pages, and the name, shape, strides and dtype of a tensor over them.
 _Description = tuple[int, str, list[int], list[int], str]
@@ -34,7 +43,7 @@ class Device(Protocol):
 
     @property
     def type(self) -> str:
-        """Kind of the device: "cpu" is this process's memory."""
+        """Kind of the device: "cpu" is this process's memory, "cuda" a CUDA device's."""
 
 
 class Tensor(Protocol):
@@ -62,8 +71,16 @@ class Tensor(Protocol):
         """Address of the first element."""
 
 
+class CudaTensor(Protocol):
+    """Memory of a CUDA device, by the CUDA array interface: arrays of CuPy and numba, and those of `MappedPool`."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """See https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
+
+
 class LayerPages(NamedTuple):
-    """The pages of one layer: the page of block b is at ``address + b * stride_bytes``."""
+    """The pages of one layer, or of its K or V: the page of block b is at ``address + b * stride_bytes``."""
 
     address: int
     page_bytes: int
@@ -141,39 +158,60 @@ class EnginePages:
     Attributes:
         layers: pages of each layer, in the order of the layers in a block of the host pool.
         blocks: number of the engine's blocks on this shard.
-        fingerprint: 16 bytes that two shards share only if their blocks are interchangeable byte for byte.
+        fingerprint: 16 bytes that two shards share only if their blocks are interchangeable byte for byte, in whatever
+            kind of memory.
         owners: objects that keep the memory alive as long as this object lives.
+        is_on_cuda: whether the tensors are memory of a CUDA device.
     """
 
     layers: tuple[LayerPages, ...]
     blocks: int
     fingerprint: bytes
     owners: tuple[object, ...]
+    is_on_cuda: bool = False
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
+    def of_tensors(cls, tensors: Mapping[str, Tensor | CudaTensor]) -> Self:
         """The pages of tensors ``[blocks, …]``, one tensor for each layer, by layer name.
 
+        Tensors ``[2, blocks, block_size, heads, dim]`` hold K and V apart; each of them has its own page of a block.
         Layers that share one tensor share its pages, which are copied once.
 
         Raises:
-            BadRequest: there is no tensor, a tensor is not on the CPU, blocks are not the first dimension or not
+            BadRequest: there is no tensor, tensors are neither on the CPU nor on CUDA devices, blocks are not
                 contiguous, or the tensors differ in their number of blocks.
         """
         if not tensors:
             raise _unusable("there is no tensor", "register the engine's KV tensors first")
+        views = {name: _view(name, tensor) for name, tensor in tensors.items()}
         places: dict[LayerPages, int] = {}
         described: list[_Description] = []
-        for name, tensor in tensors.items():
-            layer, shape, strides = _pages(name, tensor)
-            described.append((places.setdefault(layer, len(places)), name, shape, strides, str(tensor.dtype)))
-        numbers = {tensor.shape[0] for tensor in tensors.values()}
+        numbers, kinds = set(), {view.device for view in views.values()}
+        for name, view in views.items():
+            for part in _parts(name, view):
+                layer, shape, strides = _pages(name, part)
+                described.append((places.setdefault(layer, len(places)), name, shape, strides, part.dtype))
+                numbers.add(part.shape[0])
         if len(numbers) > 1:
             raise _unusable(
                 f"tensors of {' and '.join(map(str, sorted(numbers)))} blocks", "use one block pool for all layers"
             )
+        if len(kinds) > 1:
+            raise _unusable("some are on the CPU, others on a CUDA device", "register the tensors of one device")
         digest = hashlib.blake2b(msgspec.json.encode(described), digest_size=16, person=b"kvcached pages 1")
-        return cls(tuple(places), numbers.pop(), digest.digest(), tuple(tensors.values()))
+        return cls(tuple(places), numbers.pop(), digest.digest(), tuple(tensors.values()), "cuda" in kinds)
+
+    @cached_property
+    def device(self) -> EngineDevice:
+        """The CUDA device of the tensors, which need to be on one.
+
+        Raises:
+            BadRequest: they are on several devices.
+            DeviceError: this process cannot use it.
+        """
+        from kvcached_client.cuda.engine import EngineDevice  # noqa: PLC0415 - only tensors on a device need the driver
+
+        return EngineDevice.of_layers(self.layers)
 
     @cached_property
     def block_bytes(self) -> int:
@@ -181,22 +219,73 @@ class EnginePages:
         return sum(layer.page_bytes for layer in self.layers)
 
 
-def _pages(name: str, tensor: Tensor) -> tuple[LayerPages, list[int], list[int]]:
-    """The pages of one tensor, and the shape and the strides of a page."""
+class _View(NamedTuple):
+    """A tensor. Strides are in elements."""
+
+    device: str
+    address: int
+    shape: list[int]
+    strides: list[int]
+    element_bytes: int
+    dtype: str
+
+
+def _view(name: str, tensor: Tensor | CudaTensor) -> _View:
     try:
-        device, shape, strides = tensor.device.type, list(tensor.shape), list(tensor.stride())
-        address, element_bytes = tensor.data_ptr(), tensor.element_size()
-    except AttributeError as error:
+        view = _interface_view(tensor) if _has_interface_only(tensor) else _tensor_view(tensor)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _unusable(f"{name} is no tensor: {error}", "register one tensor for each layer") from None
-    if device != "cpu":
+    if view.device not in _DEVICES:
+        raise _unusable(f"{name} is on device {view.device!r}", "run the engine on the CPU or on CUDA devices")
+    return view
+
+
+def _has_interface_only(tensor: Any) -> bool:  # noqa: ANN401 - whatever a caller registers
+    return hasattr(tensor, "__cuda_array_interface__") and not hasattr(tensor, "data_ptr")
+
+
+def _tensor_view(tensor: Any) -> _View:  # noqa: ANN401 - checked by what it has
+    place, elements = (tensor.data_ptr(), list(tensor.shape), list(tensor.stride())), tensor.element_size()
+    return _View(tensor.device.type, *place, elements, str(tensor.dtype))
+
+
+def _interface_view(tensor: Any) -> _View:  # noqa: ANN401 - checked by what it has
+    interface = tensor.__cuda_array_interface__
+    shape, dtype = list(interface["shape"]), str(interface["typestr"])
+    element_bytes = int(dtype[2:])
+    strides = interface.get("strides")
+    steps = [step / element_bytes for step in strides] if strides else _row_major(shape)
+    if any(step != int(step) for step in steps):
+        raise ValueError(f"strides {strides} of elements of {element_bytes} bytes")
+    return _View("cuda", interface["data"][0], shape, [int(step) for step in steps], element_bytes, dtype)
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    return [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+
+
+def _parts(name: str, view: _View) -> tuple[_View, ...]:
+    """A tensor ``[blocks, …]``; of ``[2, blocks, …]`` its K and its V."""
+    if len(view.shape) != _PAIR_DIMENSIONS or view.shape[0] != _PAIR:
+        return (view,)
+    apart, step = view.strides[0], view.strides[1]
+    page = _contiguous_elements(view.shape[2:], view.strides[2:]) or 0
+    if not page <= apart <= step - page and apart < step * (view.shape[1] - 1) + page:
         raise _unusable(
-            f"{name} is on device {device!r}", "this version copies CPU tensors only: run the engine on CPU"
+            f"K and V of {name} overlap: shape {view.shape}, strides {view.strides}",
+            "use a layout that keeps them apart",
         )
-    page_shape = shape[1:]
-    if len(shape) < 2 or 0 in shape or shape[0] == 2:  # noqa: PLR2004 - a pair is K and V, and no pool of blocks
+    keys = view._replace(shape=view.shape[1:], strides=view.strides[1:])
+    return keys, keys._replace(address=view.address + apart * view.element_bytes)
+
+
+def _pages(name: str, view: _View) -> tuple[LayerPages, list[int], list[int]]:
+    """The pages of one tensor, and the shape and the strides of a page."""
+    shape, strides, page_shape = view.shape, view.strides, view.shape[1:]
+    if not page_shape or 0 in shape or shape[0] == _PAIR:
         raise _unusable(
             f"{name} has the shape {shape}",
-            "use a layout [blocks, …] that has K and V of a block side by side, and more than two blocks",
+            "use a layout [blocks, …], or [2, blocks, block_size, heads, dim] for K and V, and more than two blocks",
         )
     elements = _contiguous_elements(page_shape, strides[1:])
     if elements is None or strides[0] < elements:
@@ -206,7 +295,7 @@ def _pages(name: str, tensor: Tensor) -> tuple[LayerPages, list[int], list[int]]
         )
     # The stride of a dimension with one element has no meaning, so the fingerprint leaves it out.
     known = [stride if size > 1 else 0 for size, stride in zip(page_shape, strides[1:], strict=True)]
-    return LayerPages(address, elements * element_bytes, strides[0] * element_bytes), page_shape, known
+    return LayerPages(view.address, elements * view.element_bytes, strides[0] * view.element_bytes), page_shape, known
 
 
 def _contiguous_elements(shape: Sequence[int], strides: Sequence[int]) -> int | None:

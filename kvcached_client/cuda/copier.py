@@ -43,6 +43,11 @@ class CudaCopier:
         self._to_host = device.make_stream()
         self._to_device = device.make_stream()
 
+    def wait(self, event: Event) -> None:
+        """Copies from now on begin when the event is over. The caller does not wait."""
+        self._to_host.wait(event)
+        self._to_device.wait(event)
+
     def copy(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """See `Copier.copy`."""
         queued: deque[_UnderWay] = deque()

@@ -93,10 +93,89 @@ def test_stride_of_a_single_element_does_not_count() -> None:
     assert fingerprint(a=odd) == fingerprint(a=one_head)
 
 
-def test_tensor_on_a_device_is_refused() -> None:
-    """Memory of an accelerator cannot be copied from here, and the error says what can."""
-    with pytest.raises(BadRequest, match="this version copies CPU tensors only"):
-        EnginePages.of_tensors({"model.layers.0": HostTensor(kv(), "cuda")})
+@pytest.mark.parametrize("device", ["xpu", "meta", "mps"])
+def test_tensor_on_another_device_is_refused(device: str) -> None:
+    """Memory of other accelerators cannot be copied from here, and the error says what can."""
+    with pytest.raises(BadRequest, match=f"'{device}'.*run the engine on the CPU or on CUDA devices"):
+        EnginePages.of_tensors({"model.layers.0": HostTensor(kv(), device)})
+
+
+def test_tensors_on_cuda_are_pages_as_those_on_the_cpu() -> None:
+    """Blocks of the same bytes have one fingerprint in both kinds of memory; the pages say where they are."""
+    array = kv()
+    on_cpu, on_cuda = (EnginePages.of_tensors({"a": HostTensor(array, device)}) for device in ("cpu", "cuda"))
+
+    assert (on_cuda.layers, on_cuda.fingerprint) == (on_cpu.layers, on_cpu.fingerprint)
+    assert (on_cpu.is_on_cuda, on_cuda.is_on_cuda) == (False, True)
+
+
+def test_tensors_on_both_kinds_of_devices_are_refused() -> None:
+    """A shard is on the CPU or on a device."""
+    with pytest.raises(BadRequest, match="some are on the CPU"):
+        EnginePages.of_tensors({"a": HostTensor(kv()), "b": HostTensor(kv(), "cuda")})
+
+
+class CudaArray:
+    """What CuPy and numba have: an address, and steps in bytes, if they are not those of a row after a row."""
+
+    def __init__(self, array: npt.NDArray[Any], *, packed: bool = False) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (array.ctypes.data, False),
+            "strides": None if packed else array.strides,
+            "version": 3,
+        }
+
+
+def test_cuda_arrays_are_taken() -> None:
+    """Arrays by the CUDA array interface are taken, with strides or without."""
+    packed, apart = kv(), np.zeros((5, 3, 8), "float16")[:, :2]
+
+    pages = EnginePages.of_tensors({"a": CudaArray(packed, packed=True), "b": CudaArray(apart)})
+
+    assert pages.is_on_cuda
+    assert pages.layers == ((packed.ctypes.data, 512, 512), (apart.ctypes.data, 32, 48))
+
+
+def test_cuda_array_between_elements_is_refused() -> None:
+    """Steps that are no whole number of elements make no blocks."""
+    array: Any = CudaArray(kv())
+    array.__cuda_array_interface__["strides"] = (513, 256, 64, 4)
+    with pytest.raises(BadRequest, match="strides"):
+        EnginePages.of_tensors({"a": array})
+
+
+@pytest.mark.parametrize("layout", ["apart", "side by side"])
+def test_keys_and_values_apart_are_two_pages(layout: str) -> None:
+    """Of a tensor [2, blocks, tokens, heads, dim] K and V have a page of a block each, wherever strides put them."""
+    pair, place = np.zeros((2, 5, 4, 3, 8), "float32"), 5 * 384
+    if layout == "side by side":
+        pair, place = np.zeros((5, 2, 4, 3, 8), "float32").swapaxes(0, 1), 384
+
+    pages = EnginePages.of_tensors({"a": HostTensor(pair)})
+
+    step = pair.strides[1]
+    assert pages.layers == ((pair.ctypes.data, 384, step), (pair.ctypes.data + place, 384, step))
+    assert (pages.blocks, pages.block_bytes) == (5, 768)
+    assert pages.fingerprint == fingerprint(a=np.zeros((2, 9, 4, 3, 8), "float32"))
+    assert pages.fingerprint != fingerprint(a=np.zeros((9, 4, 3, 8), "float32"))
+
+
+@pytest.mark.parametrize(
+    ("array", "match"),
+    [
+        (np.lib.stride_tricks.as_strided(np.zeros(4096, "float32"), (2, 5, 4, 3, 8), (64, 768, 96, 32, 4)), "overlap"),
+        (np.lib.stride_tricks.as_strided(np.zeros(4096, "float32"), (2, 5, 4, 3, 8), (600, 384, 96, 32, 4)), "overlap"),
+        (np.zeros((2, 5, 4, 3, 16), "float32")[..., :8], "not contiguous"),
+        (np.zeros((2, 2, 4, 3, 8), "float32"), "more than two blocks"),
+    ],
+    ids=["within-a-block", "across-blocks", "half-rows", "two-blocks"],
+)
+def test_keys_and_values_that_are_no_runs_are_refused(array: npt.NDArray[Any], match: str) -> None:
+    """K and V must be apart, each one run of bytes in a block."""
+    with pytest.raises(BadRequest, match=match):
+        EnginePages.of_tensors({"a": HostTensor(array)})
 
 
 @pytest.mark.parametrize(

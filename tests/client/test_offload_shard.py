@@ -217,7 +217,8 @@ def test_long_errors_are_cut(daemon: FakeDaemon, shard: OffloadShard, monkeypatc
     def fail(_: BlockJob, *, epoch: int) -> None:
         raise OSError("x" * 5000)
 
-    monkeypatch.setattr(shard._transfers, "store", fail)
+    assert shard._memory is not None
+    monkeypatch.setattr(shard._memory.transfers, "store", fail)
     with pytest.raises(OSError, match="xxx"):
         shard.store(store_job())
 

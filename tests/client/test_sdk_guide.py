@@ -4,11 +4,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock, create_autospec
 
 import pytest
 
 import kvcached_client
 from kvcached_client import Client, DeadlineExceeded, KvcachedError, LoadFailed, LoadTicket
+from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.protocol.engine import Acquire, Acquired, Commit, Header, Load, Loaded, Request
 from kvcached_client.types import pack_ranges
 from tests.client.fake_daemon import FakeDaemon
@@ -89,6 +91,17 @@ def test_guide_fragments_run_in_their_order(tmp_path: Path) -> None:
     config = CONFIG + "scale_bytes = 12\n"
 
     assert output_of(BEFORE + "".join(FRAGMENTS) + AFTER, config, tmp_path) == ("(32, 4, 1, 8) (32, 12) 76 2\n", "")
+
+
+def test_guide_fragment_for_devices_names_calls_that_exist() -> None:
+    """The fragment about tensors on a CUDA device passes a mark of the current stream to both copies."""
+    (fragment,) = re.findall(r"```python cuda\n(.*?)```", GUIDE, re.DOTALL)
+    shard, torch = create_autospec(OffloadShard, instance=True), Mock()
+    exec(fragment, {"shard": shard, "torch": torch, "job": None})  # noqa: S102 - the guide is ours
+
+    shard.mark.assert_called_once_with(torch.cuda.current_stream().cuda_stream)
+    shard.store.assert_called_once_with(None, after=shard.mark.return_value)
+    shard.load.assert_called_once_with(None, after=shard.mark.return_value)
 
 
 class ComputedLayers:

@@ -13,6 +13,8 @@ from kvcached.core.transfers.table import TransferTable
 from kvcached.service.engine_verbs import OffloadVerbs
 from kvcached.service.offload_admission import OffloadAdmission
 from kvcached.service.sessions import EngineGroup
+from kvcached_client.cuda import device
+from kvcached_client.cuda.copier import CudaCopier
 from tests.mutants.mutant import caught_by, rewrite
 
 
@@ -142,3 +144,27 @@ def offload_shard_speaks_for_another(patch: pytest.MonkeyPatch) -> None:
 def offload_slots_reused_after_a_lost_member(patch: pytest.MonkeyPatch) -> None:
     """One dead process of an engine in offload mode counts as all of them."""
     patch.setattr(Offload, "lose_member", Offload.end)
+
+
+@caught_by("tests/cuda/test_offload.py::test_blocks_of_one_engine_are_loaded_by_another")
+def offload_store_before_the_forward_pass_ends(patch: pytest.MonkeyPatch) -> None:
+    """A store on a device does not wait for the mark behind the kernels that write the blocks."""
+    rewrite(patch, CudaCopier.wait, "self._to_host.wait(event)", "pass")
+
+
+@caught_by("tests/cuda/test_offload.py::test_blocks_of_one_engine_are_loaded_by_another")
+def offload_load_over_blocks_that_are_read(patch: pytest.MonkeyPatch) -> None:
+    """A load on a device does not wait for the mark behind the kernels that read what its blocks held before."""
+    rewrite(patch, CudaCopier.wait, "self._to_device.wait(event)", "pass")
+
+
+@caught_by("tests/cuda/test_offload.py::test_copies_of_a_store_that_breaks_off_end_before_the_pool_is_left")
+def offload_pool_left_while_the_device_copies(patch: pytest.MonkeyPatch) -> None:
+    """A store that breaks off does not wait for what it has queued: the host pool is unregistered under a copy."""
+    patch.setattr(CudaCopier, "_abandon", lambda *_: None)
+
+
+@caught_by("tests/cuda/test_offload.py::test_blocks_of_one_engine_are_loaded_by_another")
+def offload_changes_the_device_of_a_thread(patch: pytest.MonkeyPatch) -> None:
+    """A thread of the engine has another CUDA device after a copy."""
+    rewrite(patch, device.own_context, 'driver.call("cuCtxSetCurrent", before)', "pass")

@@ -1,0 +1,138 @@
+"""The device of an engine's own KV tensors: marks in the engine's streams, and copies that are ordered after them.
+
+Everything is in the device's primary context, which torch uses as well. A thread of the engine that calls this module
+keeps the context that is current to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.pages import LayerPages
+from kvcached_client.cuda.copier import CudaCopier
+from kvcached_client.cuda.device import Device, own_context
+from kvcached_client.cuda.driver import CudaFailure, Driver, Event
+from kvcached_client.cuda.host import HostPool
+from kvcached_client.errors import bad_value
+
+_log = logging.getLogger(__name__)
+
+
+class EngineDevice:
+    """The device of an engine's tensors. May be used by several threads.
+
+    Attributes:
+        device: its context is held as long as this object lives.
+    """
+
+    def __init__(self, device: Device) -> None:
+        """Use `of_layers`."""
+        self.device = device
+        # At exit other threads may still use it, and the driver releases the context anyway.
+        weakref.finalize(self, device.close).atexit = False
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[LayerPages]) -> Self:
+        """The device that has the pages of all layers.
+
+        Raises:
+            BadRequest: the layers are on several devices.
+            CudaMissing: this process has no driver, or cannot call it.
+            CudaFailure: an address is none of a device, or the driver refused one of the steps.
+        """
+        driver = Driver()
+        ordinal = driver.names.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        with own_context(driver):
+            found = {int(driver.call("cuPointerGetAttribute", ordinal, layer.address)) for layer in layers}
+            if len(found) > 1:
+                raise bad_value(
+                    f"KV tensors: on CUDA devices {' and '.join(map(str, sorted(found)))}",
+                    "a shard is one device: register the tensors of each device as a shard of its own",
+                )
+            return cls(Device(driver, found.pop()))
+
+    def mark(self, stream: int) -> Mark:
+        """A mark behind all work that a stream has now. Call it in the thread that queues the work; it does not wait.
+
+        Args:
+            stream: the stream's handle, as ``torch.cuda.current_stream().cuda_stream``; 0 is the default stream.
+
+        Raises:
+            CudaFailure: the driver refused.
+        """
+        return Mark(self, stream)
+
+    def open_host(self, address: int, host: HostGeometry) -> EngineCopies:
+        """Copies between the device and the host pool, which is mapped at `address`.
+
+        Raises:
+            CudaFailure: the driver refused.
+        """
+        return EngineCopies(self, address, host)
+
+
+class Mark:
+    """A point in the work of one of the engine's streams. Made by `EngineDevice.mark`.
+
+    Attributes:
+        event: over once the work before the mark is.
+    """
+
+    def __init__(self, owner: EngineDevice, stream: int) -> None:
+        with owner.device.current():
+            self.event = Event(owner.device.driver, owner.device.driver.names.CUstream(stream))
+        # Work that is queued behind the event still begins after it.
+        weakref.finalize(self, _destroy, owner, self.event).atexit = False
+
+
+def _destroy(owner: EngineDevice, event: Event) -> None:
+    try:
+        with owner.device.current():
+            event.close()
+    except CudaFailure as error:
+        _log.debug("an event of a device that has failed: %s", error)
+
+
+class EngineCopies:
+    """The copier of an engine's shard, and the host pool as its device reaches it. Used by one thread.
+
+    Attributes:
+        copier: for `BlockTransfers`, within `after`.
+    """
+
+    def __init__(self, owner: EngineDevice, address: int, host: HostGeometry) -> None:
+        self._owner = owner
+        with owner.device.current():
+            self.copier = CudaCopier(owner.device, range(address, address + host.size_bytes))
+        self._pool = HostPool(owner.device, address, host.size_bytes, host.slab_bytes)
+        self._pool.start()
+
+    @contextmanager
+    def after(self, mark: Mark) -> Iterator[None]:
+        """Copies that are made in here begin, on the device, when the work before the mark is over.
+
+        Raises:
+            CudaFailure: the driver refused.
+        """
+        with self._owner.device.current():
+            self.copier.wait(mark.event)
+            yield
+
+    def close(self) -> None:
+        """End the registration of the host pool, which may be unmapped then. No copy may be in flight.
+
+        Where the device has failed it does nothing more for this process; the memory may go all the same.
+        """
+        try:
+            with self._owner.device.current():
+                try:
+                    self.copier.close()
+                finally:
+                    self._pool.close()
+        except CudaFailure as error:
+            _log.warning("the host pool is left, but not unregistered: %s", error)
