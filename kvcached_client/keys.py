@@ -15,7 +15,8 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from copy import copy
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
 from blake3 import blake3
@@ -301,6 +302,13 @@ class KeyChain:
                 done += block_bytes
             self._keys += keys
         self._tail = data[end:].tobytes()
+
+    def fork(self) -> Self:
+        """A chain that goes on from here by itself, as another turn of a conversation does; nothing is hashed again."""
+        other = copy(self)
+        other._keys = bytearray(self._keys)
+        other._items = self._items.copy()
+        return other
 
     def add_item(self, item_id: bytes | str, start: int, length: int) -> None:
         """Add a multimodal item, represented by the tokens [start, start + length), before their block is complete.

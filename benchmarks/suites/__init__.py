@@ -15,6 +15,7 @@ SUITES: Final[dict[str, str]] = {
     "floods": "benchmarks.suites.floods",
     "hash": "benchmarks.suites.block_keys",
     "index": "benchmarks.suites.index",
+    "request": "benchmarks.suites.request",
     "rpc": "benchmarks.suites.rpc",
     "storage": "benchmarks.suites.storage",
     "vllm": "benchmarks.suites.vllm",

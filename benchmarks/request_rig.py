@@ -1,0 +1,172 @@
+"""Whole requests of an engine, as the suite ``request`` times them: from a prompt's tokens to the last answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from kvcached_client import Client
+from kvcached_client.keys import KeyChain
+from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
+from kvcached_client.protocol.engine import Settled, TransferDone
+from kvcached_client.protocol.offload import CopyKind
+from kvcached_client.transport.channel import open_dealer
+from kvcached_client.transport.session import SessionChannel
+from kvcached_client.types import TransferId
+
+BLOCK_SIZE: Final = 16
+#: A block of the offload engine's only shard; nothing is copied, so it may be small.
+BLOCK_BYTES: Final = 1024
+DEADLINE_MS: Final = 10_000
+#: Replies that a bare socket may have waiting; one round trip at a time needs one.
+_QUEUE_LENGTH: Final = 8
+
+Tokens = npt.NDArray[np.int32]
+
+
+class Traffic(NamedTuple):
+    """What one request sent and received.
+
+    Attributes:
+        calls: messages that were sent.
+        sent_bytes: of all of them.
+        received_bytes: of all replies.
+    """
+
+    calls: int
+    sent_bytes: int
+    received_bytes: int
+
+
+class Engine(Protocol):
+    """What the suite needs of an engine."""
+
+    channel: SessionChannel
+
+    def root(self, tokens: Tokens) -> KeyChain:
+        """The keys of a prompt."""
+
+    def serve(self, name: str, chain: KeyChain) -> int:
+        """One request but its hashing: all calls that a prompt causes; returns the blocks that were hit."""
+
+
+class ManagedEngine(AbstractContextManager["ManagedEngine"]):
+    """An engine on a device pool of the daemon: acquire, then finish."""
+
+    def __init__(self, run_dir: Path, replica: str) -> None:
+        self.client = Client.connect(run_dir, replica=replica, deadline_ms=DEADLINE_MS)
+        self.channel = self.client._channel  # noqa: SLF001 - the traffic is counted where it is sent
+
+    def root(self, tokens: Tokens) -> KeyChain:
+        """See `Engine`."""
+        return self.client.chain(tokens)
+
+    def serve(self, name: str, chain: KeyChain) -> int:
+        """See `Engine`."""
+        lease = self.client.acquire(name, chain)
+        lease.finish(chain.token_count)
+        return lease.hit_blocks
+
+    def match(self, chain: KeyChain) -> int:
+        """Ask only how much is cached."""
+        return self.client.match(chain)
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
+
+class OffloadEngine(AbstractContextManager["OffloadEngine"]):
+    """An engine with device memory of its own: acquire, load what is hit, store the rest, release. Nothing is copied."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.client = OffloadClient.connect(
+            run_dir,
+            engine="benchmark",
+            instance=new_instance(),
+            keyspace=bytes(32),
+            label="benchmark",
+            layout=OffloadLayout(block_size=BLOCK_SIZE, shards=1, block_bytes=BLOCK_BYTES, fingerprint=bytes(16)),
+            deadline_ms=DEADLINE_MS,
+        )
+        self.channel = self.client._channel  # noqa: SLF001
+
+    def root(self, tokens: Tokens) -> KeyChain:
+        """See `Engine`."""
+        return KeyChain(self.client.namespace, BLOCK_SIZE, tokens)
+
+    def serve(self, name: str, chain: KeyChain) -> int:
+        """See `Engine`."""
+        hold = self.client.acquire(name, chain.keys, chain.token_count)
+        if hold.hit:
+            self._done("load", self.client.prepare_load(hold.lease, 0, hold.hit).transfer)
+        if chain.block_count > hold.hit:
+            store = self.client.prepare_store(hold.lease, hold.hit, chain.key_range(hold.hit, chain.block_count))
+            if store.transfer:
+                self._done("store", store.transfer)
+        self.client.release(hold.lease)
+        return hold.hit
+
+    def _done(self, kind: CopyKind, transfer: TransferId) -> None:
+        """What the shard says after its copy."""
+        session = self.client.session
+        done = TransferDone(
+            id=self.channel.next_id(), session=session.id, token=session.token, kind=kind, transfer=transfer, shard=0
+        )
+        self.channel.ask(done, Settled)
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
+
+def traffic_of(engine: Engine, request: Callable[[], object]) -> Traffic:
+    """What a request sends and receives, counted at the client's own calls."""
+    calls = engine.channel._calls  # noqa: SLF001
+    send, receive = calls.send, calls.receive
+    sent: list[int] = []
+    received: list[int] = []
+
+    def counted_send(*arguments: object, **named: object) -> list[bytes]:
+        parts: list[bytes] = send(*arguments, **named)  # type: ignore[arg-type]
+        sent.append(sum(map(len, parts)))
+        return parts
+
+    def counted_receive(parts: list[bytes]) -> object:
+        received.append(sum(map(len, parts)))
+        return receive(parts)
+
+    calls.send, calls.receive = counted_send, counted_receive  # type: ignore[method-assign, assignment]
+    try:
+        request()
+    finally:
+        del calls.send, calls.receive
+    return Traffic(len(sent), sum(sent), sum(received))
+
+
+class Echo(AbstractContextManager["Echo"]):
+    """One round trip of as many bytes as a request moves in all its calls, with nobody behind the socket who thinks."""
+
+    def __init__(self, endpoint: str, traffic: Traffic) -> None:
+        with ExitStack() as stack:
+            context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
+            self._socket = open_dealer(context, endpoint, queue_length=_QUEUE_LENGTH)
+            stack.callback(self._socket.close, linger=0)
+            for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
+                self._socket.setsockopt(option, DEADLINE_MS)
+            self._request, self._reply = bytes(traffic.sent_bytes), bytes(traffic.received_bytes)
+            self._socket.send(self._reply)  # what every later message is answered with
+            self._socket.recv()
+            self._stack = stack.pop_all()
+
+    def exchange(self) -> None:
+        """Send, and wait for the reply."""
+        self._socket.send(self._request)
+        self._socket.recv()
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
