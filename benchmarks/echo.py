@@ -6,8 +6,20 @@ The first message of a peer is what every later one of that peer is answered wit
 from __future__ import annotations
 
 import sys
+from typing import Final
 
 import zmq
+
+_DEADLINE_MS: Final = 10_000
+
+
+def open_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """A blocking DEALER of libzmq, as a client of the simplest kind has it."""
+    dealer = context.socket(zmq.DEALER)
+    for option, value in ((zmq.LINGER, 0), (zmq.RCVTIMEO, _DEADLINE_MS), (zmq.SNDTIMEO, _DEADLINE_MS)):
+        dealer.setsockopt(option, value)
+    dealer.connect(endpoint)
+    return dealer
 
 
 def main(endpoint: str) -> None:

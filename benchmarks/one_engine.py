@@ -121,11 +121,14 @@ class OneEngine:
         """Free so many device slots; nanoseconds."""
         start = perf_counter_ns()
         self.tree.evict(blocks, self.pool.index, "benchmark")
-        return perf_counter_ns() - start
+        spent = perf_counter_ns() - start
+        self.cache.header_changes.clear()
+        return spent
 
     def _settle(self) -> None:
         cache = self.cache
         cache.settle()
+        cache.header_changes.clear()  # the service writes them down here, outside of the core
         effects = cache.effects
         while effects:
             effect = effects.pop(0)
@@ -133,3 +136,4 @@ class OneEngine:
                 for shard in range(SHARDS):
                     cache.worker_copies.shard_done(effect.transfer, ShardIndex(shard))
                     cache.settle()
+                    cache.header_changes.clear()

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from benchmarks.echo import open_dealer
 from kvcached_client import Client
 from kvcached_client.keys import KeyChain
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from kvcached_client.protocol.engine import Settled, TransferDone
 from kvcached_client.protocol.offload import CopyKind
-from kvcached_client.transport.channel import open_dealer
 from kvcached_client.transport.session import SessionChannel
 from kvcached_client.types import TransferId
 
@@ -24,8 +24,6 @@ BLOCK_SIZE: Final = 16
 #: A block of the offload engine's only shard; nothing is copied, so it may be small.
 BLOCK_BYTES: Final = 1024
 DEADLINE_MS: Final = 10_000
-#: Replies that a bare socket may have waiting; one round trip at a time needs one.
-_QUEUE_LENGTH: Final = 8
 
 Tokens = npt.NDArray[np.int32]
 
@@ -82,7 +80,7 @@ class ManagedEngine(AbstractContextManager["ManagedEngine"]):
 
 
 class OffloadEngine(AbstractContextManager["OffloadEngine"]):
-    """An engine with device memory of its own: acquire, load what is hit, store the rest, release. Nothing is copied."""
+    """An engine with device memory of its own: acquire, load what is hit, store the rest, release. No bytes move."""
 
     def __init__(self, run_dir: Path) -> None:
         self.client = OffloadClient.connect(
@@ -154,10 +152,8 @@ class Echo(AbstractContextManager["Echo"]):
     def __init__(self, endpoint: str, traffic: Traffic) -> None:
         with ExitStack() as stack:
             context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
-            self._socket = open_dealer(context, endpoint, queue_length=_QUEUE_LENGTH)
+            self._socket = open_dealer(context, endpoint)
             stack.callback(self._socket.close, linger=0)
-            for option in (zmq.RCVTIMEO, zmq.SNDTIMEO):
-                self._socket.setsockopt(option, DEADLINE_MS)
             self._request, self._reply = bytes(traffic.sent_bytes), bytes(traffic.received_bytes)
             self._socket.send(self._reply)  # what every later message is answered with
             self._socket.recv()

@@ -306,8 +306,7 @@ class KeyChain:
     def fork(self) -> Self:
         """A chain that goes on from here by itself, as another turn of a conversation does; nothing is hashed again."""
         other = copy(self)
-        other._keys = bytearray(self._keys)
-        other._items = self._items.copy()
+        other._keys, other._items = self._keys.copy(), self._items.copy()  # noqa: SLF001 - of this class
         return other
 
     def add_item(self, item_id: bytes | str, start: int, length: int) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import zmq
 
 from benchmarks.configurations import small_replica
+from benchmarks.echo import open_dealer
 from benchmarks.programs import daemon, running
 from benchmarks.result import Result, Target, judge
 from kvcached_client import Client
@@ -36,8 +37,6 @@ from kvcached_client.protocol.engine import (
     raise_for_error,
 )
 from kvcached_client.transport.attach import identify
-from kvcached_client.transport.calls import PENDING_MAX
-from kvcached_client.transport.channel import open_dealer
 
 _BLOCK_SIZE: Final = 16
 #: Keys of 16 bytes: 16 KiB. One token more than they cover, as prompts seldom end with a block.
@@ -136,7 +135,7 @@ class _Wire(contextlib.AbstractContextManager["_Wire"]):
     ) -> None:
         self._last_id = 0
         self._attached, identified = identify(run_dir, deadline_ms=_DEADLINE_MS)
-        self._socket = _dealer(context, identified.endpoint)
+        self._socket = open_dealer(context, identified.endpoint)
         hello = Hello(
             id=self._next_id(),
             version_min=PROTOCOL_VERSION_MIN,
@@ -204,7 +203,7 @@ class _Echo(contextlib.AbstractContextManager["_Echo"]):
         self, endpoint: str, exchange: tuple[list[bytes], list[bytes]], context: zmq.Context[zmq.Socket[bytes]]
     ) -> None:
         self._request, self._reply = exchange
-        self._socket = _dealer(context, endpoint)
+        self._socket = open_dealer(context, endpoint)
         self._socket.send_multipart(self._reply)
         assert self._socket.recv_multipart() == self._reply
 
@@ -219,10 +218,3 @@ class _Echo(contextlib.AbstractContextManager["_Echo"]):
 
     def __exit__(self, *_: object) -> None:
         self._socket.close(linger=0)
-
-
-def _dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    dealer = open_dealer(context, endpoint, queue_length=PENDING_MAX)
-    dealer.setsockopt(zmq.RCVTIMEO, _DEADLINE_MS)
-    dealer.setsockopt(zmq.SNDTIMEO, _DEADLINE_MS)
-    return dealer

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, Protocol
 
 from kvcached.process.seqpacket import SocketFile, listen
 from kvcached.server.connections import ACCEPT_PAUSE_S, NO_DESCRIPTORS, Connection, ConnectionLimits, Connections
-from kvcached.server.zmtp import GREETING, Message, encode_message
+from kvcached_client.protocol.zmtp import GREETING, Message, encode_message
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.engine import (
     ErrorReply,

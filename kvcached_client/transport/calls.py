@@ -75,6 +75,11 @@ class PendingCalls:
         """Number of pending requests."""
         return len(self._deadlines_ns)
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether a reply has arrived that was not taken."""
+        return bool(self._answers)
+
     def is_pending(self, request_id: RequestId) -> bool:
         """Whether a request is pending: its reply was not taken, and it was not abandoned."""
         return request_id in self._deadlines_ns

@@ -1,4 +1,4 @@
-"""Blocking calls over one ZeroMQ connection, with deadlines and detection of the daemon's death.
+"""Blocking calls over one connection, with deadlines and detection of the daemon's death.
 
 A request is sent once. On a local socket no message is lost or reordered while its connection lives, so a second copy
 would only add to the load of a slow daemon. After a missed deadline it is unknown whether the request took effect; to
@@ -8,11 +8,10 @@ find out, the caller may send the same request again with the same id (see `Leas
 from __future__ import annotations
 
 import os
+import select
 import time
 from collections.abc import Sequence
 from typing import Final, TypeVar
-
-import zmq
 
 from kvcached_client.errors import (
     DaemonUnreachable,
@@ -20,45 +19,21 @@ from kvcached_client.errors import (
     bad_reply,
 )
 from kvcached_client.protocol.engine import (
-    FRAME_SIZE_BYTES_MAX,
     Header,
     Request,
     raise_for_error,
 )
 from kvcached_client.transport.attach import AttachConnection
-from kvcached_client.transport.calls import PENDING_MAX, PendingCalls
-from kvcached_client.transport.connection_monitor import ConnectionMonitor, await_message_or_end
-from kvcached_client.transport.listener import check_own, silent
+from kvcached_client.transport.calls import PendingCalls
+from kvcached_client.transport.connection import Connection
+from kvcached_client.transport.listener import silent
 from kvcached_client.types import RequestId
 
 R = TypeVar("R", bound=Header)
 
 #: How long replies may take to arrive after the daemon has closed the attach connection. It sends them before.
 _LAST_REPLIES_MS: Final = 1000
-#: A full listener refuses ZeroMQ at once, and the process that fills it takes each place that becomes free. Measured
-#: beside such a process: with ZeroMQ's 100 ms, 7 of 15 clients had no connection after 5 s; with 2 ms all had one after
-#: 0.2 s (`docs/decisions/0022-the-daemon-speaks-zmtp-itself.md`).
-_CONNECT_INTERVAL_MS: Final = 2
 _IPC: Final = "ipc://"
-
-
-def open_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, queue_length: int) -> zmq.Socket[bytes]:
-    """A connected DEALER socket. It queues messages only while a peer is connected, and drops them when closed."""
-    dealer = make_dealer(context, queue_length=queue_length)
-    dealer.connect(endpoint)
-    return dealer
-
-
-def make_dealer(context: zmq.Context[zmq.Socket[bytes]], *, queue_length: int) -> zmq.Socket[bytes]:
-    """The same socket, not connected yet."""
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.IMMEDIATE, 1)
-    dealer.setsockopt(zmq.SNDHWM, queue_length)
-    dealer.setsockopt(zmq.RCVHWM, queue_length)
-    dealer.setsockopt(zmq.RECONNECT_IVL, _CONNECT_INTERVAL_MS)
-    dealer.setsockopt(zmq.MAXMSGSIZE, FRAME_SIZE_BYTES_MAX)
-    return dealer
 
 
 class Channel:
@@ -68,30 +43,24 @@ class Channel:
         """Connect to `endpoint`; calls take at most `deadline_ms`.
 
         With `attached`, the end of that connection ends every call at once, including a waiting one. The channel
-        closes it. Without `attached`, the end of the ZeroMQ connection ends only the waiting call; later calls may
-        reach the next daemon.
+        closes it. Without `attached`, the end of the connection ends only the waiting call; later calls connect again
+        and may reach the next daemon.
 
         Raises:
-            DaemonUnreachable: nothing listens at `endpoint`.
+            DaemonUnreachable: nothing listens at `endpoint`, or nobody takes the connection in time.
             Refused: another user's daemon does.
         """
-        if path := _socket_of(endpoint):  # ZeroMQ would wait for a listener
-            check_own(path)
         self.endpoint = endpoint
         self.is_closed = False
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.is_gone = False  #: the daemon closed the attach connection; this channel is unusable
+        self.is_gone = False  #: the daemon closed a connection; this channel is unusable
         self.deadline_ms = deadline_ms
+        self.path = endpoint.removeprefix(_IPC)
         self._attached = attached
         self._process_id = os.getpid()
         self._calls = PendingCalls()
-        self._socket = make_dealer(self.context, queue_length=PENDING_MAX)
-        # Otherwise ZeroMQ drops unread messages when the connection ends. `_send` checks the connection itself.
-        self._socket.setsockopt(zmq.IMMEDIATE, 0)
-        self._monitor: ConnectionMonitor | None = ConnectionMonitor(self._socket)
-        self._socket.connect(endpoint)
-        self._readable = self._poller(zmq.POLLIN)
-        self._writable = self._poller(zmq.POLLOUT)
+        self._is_news = False  #: messages have arrived since the last `listen`
+        self._connection = Connection(self.path, deadline_ms=deadline_ms)
+        self._usual_poller = self._new_poller()  #: while all is sent
 
     def next_id(self) -> RequestId:
         """An id for the next request."""
@@ -162,10 +131,12 @@ class Channel:
         request_id = RequestId(request.id)
         if self._calls.is_answered(request_id):
             return True
-        while self._poll(self._readable, 0):
-            self._calls.receive(self._socket.recv_multipart(zmq.NOBLOCK))
+        self._poll(0)
         self._calls.expire(time.monotonic_ns())
-        return self._calls.is_answered(request_id) or not self._calls.is_pending(request_id)
+        if self._calls.is_answered(request_id) or not self._calls.is_pending(request_id):
+            return True
+        self._check_daemon()
+        return False
 
     def abandon(self, request: Request) -> None:
         """Stop waiting for the reply to a request."""
@@ -178,9 +149,14 @@ class Channel:
             DaemonUnreachable, RuntimeError: as `ask`.
         """
         self._check_usable()
-        poller = self._poller(zmq.POLLIN)
-        poller.register(wake, zmq.POLLIN)
-        return self._poll(poller, deadline_ns, wake)
+        ready: set[int] = set()
+        while not self._has_news():
+            self._check_daemon()
+            ready = self._poll(deadline_ns, wake)
+            if not ready or wake in ready:
+                break
+        has_news, self._is_news = self._has_news(), False
+        return has_news or wake in ready
 
     def post(self, request: Request) -> bool:
         """Send a request without waiting, and ignore its reply; returns whether it could be sent.
@@ -191,36 +167,20 @@ class Channel:
         self._check_usable()
         parts = self._calls.send(request, deadline_ns=0)
         self._calls.abandon(RequestId(request.id))
-        try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        return self._connection.send(parts)
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Close both connections. Other sockets of `context` must be closed before.
-
-        Queued messages have `linger_ms` to be sent. Does nothing the second time.
-        """
+        """Close both connections. Queued messages have `linger_ms` to be sent. Does nothing the second time."""
         if self.is_closed:
             return
         self.is_closed = True
         if os.getpid() == self._process_id:
-            if self._monitor is not None:
-                self._monitor.close()
-            self._socket.close(linger=linger_ms)
-            self.context.term()
+            deadline_ns = time.monotonic_ns() + linger_ms * 1_000_000
+            while self._connection.events & select.POLLOUT and _remaining_ms(deadline_ns) and self._poll(deadline_ns):
+                pass
+        self._connection.close()
         if self._attached is not None:
             self._attached.close()
-
-    def _poller(self, event: int) -> zmq.Poller:
-        poller = zmq.Poller()
-        poller.register(self._socket, event)
-        if self._attached is not None:
-            poller.register(self._attached.fileno(), zmq.POLLIN)
-        if self._monitor is not None and self._attached is None and event == zmq.POLLIN:
-            poller.register(self._monitor.events, zmq.POLLIN)
-        return poller
 
     def _check_usable(self) -> None:
         if os.getpid() != self._process_id:
@@ -231,82 +191,104 @@ class Channel:
         if self.is_closed:
             raise DaemonUnreachable(f"this client of {self.endpoint} is closed; connect again")
         if self.is_gone:
-            raise DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
+            raise self._gone()
 
     def _send(self, parts: list[bytes], deadline_ns: int) -> None:
-        while True:
-            try:
-                if self._monitor is not None and not self._monitor.await_connection(lambda: _remaining_ms(deadline_ns)):
-                    raise self._untaken()
-                if self._attached is not None:
-                    self._check_daemon(self._attached)
-                self._socket.send_multipart(parts, zmq.NOBLOCK)
-                return
-            except zmq.Again:
-                if not self._poll(self._writable, deadline_ns):
-                    raise self._untaken() from None
+        self._await_connection(deadline_ns)
+        while not self._connection.send(parts):
+            self._check_daemon()
+            if not self._poll(deadline_ns):
+                raise silent(self.path, self.deadline_ms)
 
-    def _check_daemon(self, attached: AttachConnection) -> None:
-        """From the first request on, the attach connection shows whether the daemon lives, not the monitor."""
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
-        if attached.is_closed_by_daemon():
-            self.is_gone = True
-            raise DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
+    def _await_connection(self, deadline_ns: int) -> None:
+        """Wait until the daemon has accepted the connection; without `attached`, connect again where it has ended."""
+        self._poll(0)
+        if self._connection.is_over and self._attached is None:
+            self._connection.close()
+            self._connection = Connection(self.path, deadline_ms=max(1, _remaining_ms(deadline_ns)))
+            self._usual_poller = self._new_poller()
+        while not self._connection.is_ready:
+            self._check_daemon()
+            if not self._poll(deadline_ns):
+                raise silent(self.path, self.deadline_ms)
+        self._check_daemon()
 
-    def _untaken(self) -> DaemonUnreachable:
-        if path := _socket_of(self.endpoint):
-            return silent(path, self.deadline_ms)
+    def _check_daemon(self) -> None:
+        """Notice the end of a connection.
+
+        Raises:
+            DaemonUnreachable: it has ended. With `attached`, for good.
+        """
+        if self.is_gone:
+            raise self._gone()
+        if self._connection.is_over:
+            self.is_gone = self._attached is not None
+            raise self._gone()
+
+    def _gone(self) -> DaemonUnreachable:
+        if self.is_gone:
+            return DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
         return DaemonUnreachable(
-            f"{self.endpoint} accepted no request for {self.deadline_ms} ms; is the daemon running?"
+            f"the daemon behind {self.endpoint} was gone before it replied; whether the request took effect is unknown"
         )
 
     def _wait_for_reply(self, request_id: RequestId) -> tuple[Header, list[bytes]]:
         answer = self._calls.take(request_id)  # it may have arrived during the wait for another one
         while answer is None and self._calls.is_pending(request_id):
-            if self._poll(self._readable, self._calls.deadline_ns(request_id)):
-                self._calls.receive(self._socket.recv_multipart(zmq.NOBLOCK))
+            self._check_daemon()
+            self._poll(self._calls.deadline_ns(request_id))
             answer = self._calls.take(request_id)
             self._calls.expire(time.monotonic_ns())
         if answer is None:
             raise DeadlineExceeded(f"no reply from {self.endpoint} within {self.deadline_ms} ms")
         return raise_for_error(answer.reply), answer.frames
 
-    def _poll(self, poller: zmq.Poller, deadline_ns: int, wake: int | None = None) -> bool:
-        """Whether the socket, or the descriptor `wake`, is ready before the deadline.
+    def _poll(self, deadline_ns: int, wake: int | None = None) -> set[int]:
+        """Wait until a connection, or the descriptor `wake`, is ready, and read and send what is possible.
 
-        If the daemon has closed the attach connection, replies that it sent before are still awaited. That may take
-        `_LAST_REPLIES_MS` beyond the deadline, but mostly a tenth of it.
-
-        Raises:
-            DaemonUnreachable: the socket is not ready, and the daemon has closed a connection.
+        Returns:
+            The descriptors that were ready; none at the deadline.
         """
-        ready = [which for which, _ in poller.poll(_remaining_ms(deadline_ns))]
-        if self._socket in ready or wake in ready:
-            return True
-        if ready and self._attached is not None and self._attached.is_closed_by_daemon():
-            if poller is not self._writable and await_message_or_end(self._socket, _LAST_REPLIES_MS):
-                return True
+        connection, attached = self._connection, self._attached
+        is_usual = wake is None and not connection.is_over and connection.events == select.POLLIN
+        poller = self._usual_poller if is_usual else self._new_poller(wake)
+        ready = {descriptor for descriptor, _ in poller.poll(_remaining_ms(deadline_ns))}
+        if connection.fileno() in ready:
+            connection.flush()
+            self._read()
+        if attached is not None and attached.fileno() in ready and attached.is_closed_by_daemon():
+            self._read_last()
             self.is_gone = True
-            raise DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
-        if ready and self._monitor is not None:
-            self._monitor.read()
-            if self._socket.poll(0):  # messages from before the end
-                return True
-            if self._monitor.is_lost:
-                raise DaemonUnreachable(
-                    f"the daemon behind {self.endpoint} was gone before it replied; "
-                    "whether the request took effect is unknown"
-                )
-        return False
+        return ready
+
+    def _new_poller(self, wake: int | None = None) -> select.poll:
+        poller = select.poll()
+        if not self._connection.is_over:
+            poller.register(self._connection.fileno(), self._connection.events)
+        if self._attached is not None:
+            poller.register(self._attached.fileno(), select.POLLIN)
+        if wake is not None:
+            poller.register(wake, select.POLLIN)
+        return poller
+
+    def _has_news(self) -> bool:
+        """Whether there are replies that nobody has taken and `listen` has not told of."""
+        return self._is_news and self._calls.has_answers
+
+    def _read(self) -> None:
+        """Read the messages that have arrived."""
+        for message in self._connection.receive():
+            self._is_news = True
+            self._calls.receive(message.parts)
+
+    def _read_last(self) -> None:
+        """Read the replies that the daemon has sent before it closed the attach connection, or ended."""
+        poller = select.poll()
+        poller.register(self._connection.fileno(), select.POLLIN)
+        if not self._connection.is_over and poller.poll(_LAST_REPLIES_MS):
+            self._read()
 
 
 def _remaining_ms(deadline_ns: int) -> int:
     """Whole milliseconds until a time of the monotonic clock, rounded up."""
     return max(0, -((time.monotonic_ns() - deadline_ns) // 1_000_000))
-
-
-def _socket_of(endpoint: str) -> str:
-    """The path of a local socket; "" for another kind of endpoint."""
-    return endpoint.removeprefix(_IPC) if endpoint.startswith(_IPC) else ""

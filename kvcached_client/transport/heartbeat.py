@@ -8,20 +8,18 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-import zmq
-
 from kvcached_client.errors import KvcachedError, Stale
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol.engine import Alive, decode_reply, encode, raise_for_error
 from kvcached_client.protocol.engine import Heartbeat as HeartbeatRequest
 from kvcached_client.transport.attach import SessionGrant
-from kvcached_client.transport.channel import open_dealer
+from kvcached_client.transport.connection import Connection
 from kvcached_client.types import FenceSequence
 
-#: Heartbeats that may be queued. A third one would add nothing.
-_QUEUE_LENGTH: Final = 2
 #: Lower bound of the interval that the daemon sets, so that this thread never spins.
 _INTERVAL_MS_MIN: Final = 10
+#: A full listener has a place before that, or never.
+_CONNECT_MS_MAX: Final = 1000
 
 _log: Final = logging.getLogger("kvcached_client")
 
@@ -31,8 +29,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
+        path: str,
         grant: SessionGrant,
         *,
         epoch: int,
@@ -53,9 +50,7 @@ class Heartbeat:
         self._interval_s = max(interval_ms, _INTERVAL_MS_MIN) / 1000
         self._stopped = threading.Event()
         self._process_id = os.getpid()
-        self._thread = threading.Thread(
-            target=self._run, args=(context, endpoint), name="kvcached-heartbeat", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(path,), name="kvcached-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -69,30 +64,37 @@ class Heartbeat:
         self.stop()
         self._thread.join()
 
-    def _run(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def _run(self, path: str) -> None:
         beat_count = 0
-        with open_dealer(context, endpoint, queue_length=_QUEUE_LENGTH) as dealer:
-            while not self._stopped.wait(self._interval_s):
-                beat_count += 1
-                failpoint("client.heartbeat")
-                self._read_replies(dealer)
-                self._send(dealer, beat_count)
+        connection: Connection | None = None
+        while not self._stopped.wait(self._interval_s):
+            beat_count += 1
+            failpoint("client.heartbeat")
+            connection = self._beat(connection, path, beat_count)
+        if connection is not None:
+            connection.close()
 
-    def _send(self, dealer: zmq.Socket[bytes], request_id: int) -> None:
-        request = HeartbeatRequest(id=request_id, session=self._grant.id, token=self._grant.token, fence=self.signalled)
+    def _beat(self, connection: Connection | None, path: str, request_id: int) -> Connection | None:
+        """Read what came since the last heartbeat, and send the next one; to the next daemon, if there is one."""
+        if connection is not None:
+            self._read_replies(connection)
+            if connection.is_over:
+                connection.close()
+                connection = None
         try:
-            dealer.send(encode(request), zmq.NOBLOCK)
-        except zmq.Again:
+            connection = connection or Connection(path, deadline_ms=_CONNECT_MS_MAX)
+        except KvcachedError as error:
+            _log.debug("heartbeat %d was not sent: %s", request_id, error)
+            return None
+        request = HeartbeatRequest(id=request_id, session=self._grant.id, token=self._grant.token, fence=self.signalled)
+        if not connection.send([encode(request)]):
             _log.debug("heartbeat %d was not sent: the daemon is gone or accepts nothing", request_id)
+        return connection
 
-    def _read_replies(self, dealer: zmq.Socket[bytes]) -> None:
-        while True:
+    def _read_replies(self, connection: Connection) -> None:
+        for message in connection.receive():
             try:
-                parts = dealer.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                reply = raise_for_error(decode_reply(parts[0]))
+                reply = raise_for_error(decode_reply(message.parts[0]))
             except Stale as error:
                 self._note_stale(str(error))
             except KvcachedError as error:

@@ -13,6 +13,8 @@ from kvcached_client.errors import DaemonSilent, DaemonUnreachable, ErrorCode, R
 
 #: struct ucred: pid, uid, gid
 _CREDENTIALS: Final = struct.Struct("iII")
+#: struct timeval
+_TIMEVAL: Final = struct.Struct("@ll")
 
 
 class Listener(NamedTuple):
@@ -56,15 +58,36 @@ def unreachable(path: str, error: OSError) -> DaemonUnreachable:
     return DaemonUnreachable(f"{path}: {error.strerror}; is the daemon running?")
 
 
-def check_own(path: str) -> None:
-    """Refuse another user's daemon, which would close the connection without a reply. This holds for root, too.
+def connect(path: str, *, deadline_ms: int) -> socket.socket:
+    """A connection to this user's daemon, which does not block. Another user's would close it without a reply.
 
     Raises:
-        DaemonUnreachable, Refused: as `find_listener`.
+        DaemonUnreachable: nobody listens, or nobody takes the connection in time.
+        Refused: it is another user's daemon. This holds for root, too.
     """
-    listener = find_listener(path)
-    if listener is not None and listener.user != os.geteuid():
-        raise _others(f"the daemon at {path}", listener.user)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # With Python's own timeout, a full queue of connections would fail at once; so the kernel waits.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(deadline_ms * 1000, 10**6)))
+        connection.connect(path)
+        _check_own(connection, path)
+        connection.setblocking(False)  # noqa: FBT003
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, BlockingIOError):
+            raise silent(path, deadline_ms) from None
+        if isinstance(error, PermissionError):
+            raise _not_allowed(path, error) from None
+        if isinstance(error, OSError):
+            raise unreachable(path, error) from error
+        raise
+    return connection
+
+
+def _check_own(connection: socket.socket, path: str) -> None:
+    user = listener_of(connection).user
+    if user != os.geteuid():
+        raise _others(f"the daemon at {path}", user)
 
 
 def silent(path: str, deadline_ms: int) -> DaemonUnreachable:

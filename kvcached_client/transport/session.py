@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Final, ParamSpec, Protocol, Self, TypeVar
 
-import zmq
-
 from kvcached_client.errors import (
     CircuitOpen,
     DaemonUnreachable,
@@ -176,12 +174,14 @@ class SessionChannel(Channel):
         """Send a request that changes nothing and is answered at once, if it can be sent without waiting."""
         probe = Match(id=self.next_id(), epoch=self.epoch, tokens=0)
         try:
-            self._socket.send_multipart(self._calls.send(probe, (b"",), deadline_ns=_NEVER_NS), zmq.NOBLOCK)
-        except (zmq.Again, RequestError) as error:
-            self.abandon(probe)
+            parts = self._calls.send(probe, (b"",), deadline_ns=_NEVER_NS)
+        except RequestError as error:
             _log.debug("no probe was sent: %s", error)
-        else:
+            return
+        if self._connection.send(parts):
             self._probe = probe
+        else:
+            self.abandon(probe)
 
     def _answers_again(self) -> bool:
         """Whether the probe was answered, so that requests may be sent again. Waits only briefly."""
@@ -190,7 +190,8 @@ class SessionChannel(Channel):
             self._send_probe()
             return False
         is_answered = self.is_over(probe)
-        while not is_answered and self._poll(self._readable, self._circuit.probe_grace_end_ns):
+        while not is_answered and self._poll(self._circuit.probe_grace_end_ns):
+            self._check_daemon()
             is_answered = self.is_over(probe)
         now_ns = time.monotonic_ns()
         if is_answered and not self._circuit.is_resting(now_ns):
@@ -316,8 +317,7 @@ class EngineSession:
 
     def _start_heartbeat(self, welcome: Welcome | WelcomeOffload, generation: int | None) -> Heartbeat:
         heartbeat = Heartbeat(
-            self._channel.context,
-            self._channel.endpoint,
+            self._channel.path,
             self.session,
             epoch=welcome.epoch,
             generation=generation,

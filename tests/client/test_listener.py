@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from kvcached.cli.main import main
 from kvcached_client import Admin, DaemonUnreachable, Refused
 from kvcached_client.errors import DaemonSilent
-from kvcached_client.transport.listener import check_own
+from kvcached_client.transport.listener import connect
 
 _LISTEN_AND_STOP = """
 import os, signal, socket, sys
@@ -62,7 +62,7 @@ def test_directory_that_may_not_be_entered_names_its_owner(listening: Path) -> N
     os.seteuid(65534)
     try:
         with pytest.raises(Refused) as caught:
-            check_own(str(listening / "rpc.sock"))
+            connect(str(listening / "rpc.sock"), deadline_ms=1000)
     finally:
         os.seteuid(0)
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from kvcached.server.zmtp import GREETING, encode_message
+from kvcached_client.protocol.zmtp import GREETING, encode_message
 from kvcached_client.protocol.engine import FRAME_SIZE_BYTES_MAX, Describe, encode
 from tests.rpc.raw_peer import READY, frame
 

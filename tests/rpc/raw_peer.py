@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvcached.server.zmtp import GREETING, Reader, encode_message
+from kvcached_client.protocol.zmtp import GREETING, Reader, encode_message
 from kvcached_client.protocol.engine import Reply, decode_reply
 
 _READY_BODY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"

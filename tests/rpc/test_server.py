@@ -16,7 +16,7 @@ import zmq
 from kvcached.server import connections
 from kvcached.server import rpc as server_module
 from kvcached.server.rpc import RpcServer
-from kvcached.server.zmtp import GREETING, encode_message
+from kvcached_client.protocol.zmtp import GREETING, encode_message
 from kvcached.service.pending import Answer
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol.engine import Bye, ErrorReply, Explain, Goodbye, Request, decode_reply, encode

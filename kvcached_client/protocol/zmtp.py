@@ -1,4 +1,4 @@
-"""ZMTP 3.1 with the NULL mechanism, as a ROUTER speaks it to one peer: bytes in, messages out. No I/O.
+"""ZMTP 3.1 with the NULL mechanism, as either end of the daemon's socket speaks it: bytes in, messages out. No I/O.
 
 The protocol of ZeroMQ's connections (rfc.zeromq.org/spec/37). `Reader` is strict, and bounds everything before it is
 kept: parts and bytes of a message by the protocol's limits, the handshake by its own. A message beyond a limit becomes
@@ -19,7 +19,6 @@ _MECHANISM: Final = b"NULL".ljust(20, b"\0")
 #: Signature, version 3.1, mechanism, no server role (NULL has none), filler.
 GREETING: Final = (b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x01" + _MECHANISM).ljust(_GREETING_SIZE_BYTES, b"\0")
 _VERSION_MIN: Final = 3
-_PEERS: Final = (b"DEALER", b"ROUTER", b"REQ")
 
 _MORE: Final = 1
 _LONG: Final = 2
@@ -41,6 +40,18 @@ SKIPPED_PARTS_MAX: Final = 8192
 SKIPPED_BYTES_MAX: Final = 2 * MESSAGE_SIZE_BYTES_MAX
 
 
+class Role(NamedTuple):
+    """An end of a connection.
+
+    Attributes:
+        peers: types of sockets that it talks to.
+        ready: the command that ends its part of the handshake.
+    """
+
+    peers: tuple[bytes, ...]
+    ready: bytes
+
+
 class Message(NamedTuple):
     """What a peer sent: its parts; or, where it is beyond a limit, those before the limit and the error."""
 
@@ -50,6 +61,11 @@ class Message(NamedTuple):
 
 def encode_message(parts: list[bytes]) -> bytes:
     """A message as it is on the wire."""
+    return b"".join(message_pieces(parts))
+
+
+def message_pieces(parts: list[bytes]) -> list[bytes]:
+    """A message as it is on the wire, its parts not copied."""
     pieces: list[bytes] = []
     last = len(parts) - 1
     for index, part in enumerate(parts):
@@ -57,7 +73,7 @@ def encode_message(parts: list[bytes]) -> bytes:
         size = len(part)
         pieces.append(bytes((flags, size)) if size <= _SHORT_MAX else _LONG_HEAD.pack(flags | _LONG, size))
         pieces.append(part)
-    return b"".join(pieces)
+    return pieces
 
 
 def _command(name: bytes, body: bytes) -> bytes:
@@ -68,7 +84,14 @@ def _property(name: bytes, value: bytes) -> bytes:
     return bytes((len(name),)) + name + _PROPERTY_SIZE.pack(len(value)) + value
 
 
-_READY: Final = _command(b"READY", _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b""))
+def _role(name: bytes, *peers: bytes) -> Role:
+    return Role(peers, _command(b"READY", _property(b"Socket-Type", name) + _property(b"Identity", b"")))
+
+
+#: The daemon, which answers a client's READY, ...
+ROUTER: Final = _role(b"ROUTER", b"DEALER", b"ROUTER", b"REQ")
+#: ... and a client, which sends its own without waiting.
+DEALER: Final = _role(b"DEALER", b"ROUTER")
 
 
 class ProtocolViolation(Exception):
@@ -78,6 +101,9 @@ class ProtocolViolation(Exception):
 class Reader:
     """One connection's incoming side.
 
+    Args:
+        role: of this end.
+
     Attributes:
         is_ready: the handshake is over.
         violation: why the connection is over; nothing is read after it.
@@ -86,11 +112,12 @@ class Reader:
     """
 
     __slots__ = (
-        "_greeted", "_is_refused", "_needed", "_parts", "_parts_bytes", "_rest", "_skip_bytes", "_skipped_bytes",
-        "_skipped_parts", "commands", "has_more", "is_ready", "violation",
+        "_greeted", "_is_refused", "_needed", "_parts", "_parts_bytes", "_rest", "_role", "_skip_bytes",
+        "_skipped_bytes", "_skipped_parts", "commands", "has_more", "is_ready", "violation",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, role: Role = ROUTER) -> None:
+        self._role = role
         self.is_ready = False
         self.violation: ProtocolViolation | None = None
         self.commands: list[bytes] = []
@@ -246,10 +273,11 @@ class Reader:
         name, body = command[1 : 1 + length], command[1 + length :]
         if not self.is_ready and name == b"READY":
             kind = _socket_type(body)
-            if kind not in _PEERS:
-                raise ProtocolViolation(f"a socket of type {kind!r}; use DEALER")
+            if kind not in self._role.peers:
+                raise ProtocolViolation(f"a socket of type {kind!r}; use {self._role.peers[0].decode()}")
             self.is_ready = True
-            self.commands.append(_READY)
+            if self._role is ROUTER:
+                self.commands.append(ROUTER.ready)
         elif self.is_ready and name == b"PING" and 0 <= len(body) - _PING_TTL_BYTES <= _PING_CONTEXT_BYTES_MAX:
             self.commands.append(_command(b"PONG", body[_PING_TTL_BYTES:]))
         elif not self.is_ready or name != b"PONG":

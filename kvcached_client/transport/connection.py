@@ -1,0 +1,114 @@
+"""One connection to the daemon's RPC socket: a DEALER without libzmq, so that a request is one system call away.
+
+ZeroMQ hands each message to a thread of its own, and takes each reply from it: four switches of threads for a round
+trip, and it never says that a reply will not come. This connection writes to the kernel's socket and reads from it.
+"""
+
+from __future__ import annotations
+
+import select
+from typing import Final
+
+from kvcached_client.protocol.zmtp import DEALER, GREETING, Message, Reader, message_pieces
+from kvcached_client.transport.listener import connect
+
+_RECEIVE_BYTES: Final = 64 * 1024
+#: Messages of one look at what has arrived: all of them.
+_MESSAGES_MAX: Final = 1 << 30
+
+
+class Connection:
+    """Sends and receives whole messages. Its calls never wait; `poll` on its descriptor tells when one is useful.
+
+    Attributes:
+        is_over: the other end has closed it, or does not speak the protocol.
+    """
+
+    def __init__(self, path: str, *, deadline_ms: int) -> None:
+        """Connect.
+
+        Raises:
+            DaemonUnreachable: nothing listens at `path`, or it takes no connection within `deadline_ms`.
+            Refused: another user's daemon does.
+        """
+        self._socket = connect(path, deadline_ms=deadline_ms)
+        self._reader = Reader(DEALER)
+        self._buffer = memoryview(bytearray(_RECEIVE_BYTES))
+        self._unsent = bytearray()
+        self.is_over = False
+        self._write([GREETING, DEALER.ready])
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the daemon has accepted the connection."""
+        return self._reader.is_ready
+
+    @property
+    def events(self) -> int:
+        """What to poll for."""
+        return select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._socket.fileno()
+
+    def send(self, parts: list[bytes]) -> bool:
+        """Send a message; False if an earlier one is not sent yet: nothing was sent then.
+
+        The end of a message that the socket does not take at once is kept, and sent by `flush`.
+        """
+        self.flush()
+        if self._unsent or self.is_over:
+            return False
+        self._write(message_pieces(parts))
+        return not self.is_over
+
+    def flush(self) -> None:
+        """Send what is kept, as far as the socket takes it."""
+        if self._unsent:
+            rest = bytes(self._unsent)
+            self._unsent.clear()
+            self._write([rest])
+
+    def receive(self) -> list[Message]:
+        """All whole messages that have arrived."""
+        messages: list[Message] = []
+        size = _RECEIVE_BYTES
+        while size == _RECEIVE_BYTES and not self.is_over:
+            try:
+                size = self._socket.recv_into(self._buffer)
+            except BlockingIOError:
+                break
+            except OSError:
+                size = 0
+            if not size:
+                self.is_over = True
+                break
+            messages += self._reader.read(self._buffer[:size], _MESSAGES_MAX)
+            while self._reader.has_more:
+                messages += self._reader.read(b"", _MESSAGES_MAX)
+            self.is_over = self._reader.violation is not None
+        if self._reader.commands:
+            answers = self._reader.commands.copy()
+            self._reader.commands.clear()
+            self._write(answers)
+        return messages
+
+    def close(self) -> None:
+        """Close; what is not sent is lost. Does nothing the second time."""
+        self.is_over = True
+        self._socket.close()
+
+    def _write(self, pieces: list[bytes]) -> None:
+        if self._unsent:
+            self._unsent += b"".join(pieces)
+            return
+        try:
+            sent = self._socket.sendmsg(pieces)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.is_over = True
+            return
+        if sent < sum(map(len, pieces)):
+            self._unsent += b"".join(pieces)[sent:]
