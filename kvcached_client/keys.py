@@ -16,6 +16,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
@@ -43,6 +44,8 @@ TOKEN_SIZE_BYTES: Final = 4
 TOKEN_MAX: Final = (1 << 31) - 1
 #: The native helper hashes messages of at most one BLAKE3 chunk.
 NATIVE_BLOCK_SIZE_MAX: Final = 256
+#: Chain roots that are kept: an engine has a few adapters and tenants at a time, and a root for each pair.
+_ROOTS_KEPT: Final = 1024
 #: Up to this number of tokens, Python finds the largest token faster than numpy.
 _SMALL_TOKEN_COUNT: Final = 64
 
@@ -105,6 +108,7 @@ def namespace_root(
     return blake3(fields, derive_key_context=NAMESPACE_CONTEXT).digest()
 
 
+@lru_cache(maxsize=_ROOTS_KEPT)
 def chain_root(namespace: bytes, *, lora: str = "", salt: str = "") -> bytes:
     """The 32-byte state before a request's first block; "" = no adapter, no salt.
 
@@ -150,6 +154,11 @@ def _check_array(tokens: np.ndarray[Any, Any]) -> memoryview:
     if tokens.size:  # the type of an empty array means nothing: numpy's default is float
         if tokens.dtype.kind not in "iu":
             raise bad_value(f"tokens are {tokens.dtype}", f"integers from 0 to {TOKEN_MAX}")
+        if tokens.dtype == np.int32:  # negative tokens are large ones, so that one look is enough
+            highest = int(tokens.view(np.uint32).max())
+            if highest > TOKEN_MAX:
+                raise _token_out_of_range(int(tokens.min()))
+            return np.ascontiguousarray(tokens, "<i4").view(np.uint8).data
         for extreme in (tokens.min(), tokens.max()):
             if not 0 <= int(extreme) <= TOKEN_MAX:
                 raise _token_out_of_range(int(extreme))

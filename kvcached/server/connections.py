@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from kvcached.process.seqpacket import Credentials, peer_credentials
-from kvcached_client.protocol.zmtp import Reader
 from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.protocol.zmtp import Reader
 
 #: To introduce itself a client needs no more than this machine's attention for a moment.
 HALF_OPEN_S_MAX: Final = 2.0

@@ -19,7 +19,6 @@ from typing import Final, NamedTuple, Protocol
 
 from kvcached.process.seqpacket import SocketFile, listen
 from kvcached.server.connections import ACCEPT_PAUSE_S, NO_DESCRIPTORS, Connection, ConnectionLimits, Connections
-from kvcached_client.protocol.zmtp import GREETING, Message, encode_message
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.engine import (
     ErrorReply,
@@ -31,6 +30,7 @@ from kvcached_client.protocol.engine import (
     salvage_id,
 )
 from kvcached_client.protocol.fields import check_frames
+from kvcached_client.protocol.zmtp import GREETING, Message, encode_message
 
 
 class Answer(Protocol):

@@ -14,6 +14,7 @@ from kvcached_client.types import RANGE_SIZE_BYTES, PackedRanges
 
 _RANGE: Final = struct.Struct("<ii")
 _FEW_RANGES: Final = 8
+_FIRST: Final = np.zeros(1, np.int64)
 
 
 def expand_ranges(packed: PackedRanges | bytes | memoryview) -> npt.NDArray[np.int32]:
@@ -56,9 +57,15 @@ def compress_slots(slots: npt.NDArray[np.int32]) -> PackedRanges:
     """The inverse of `expand_ranges`: consecutive ascending slots share a range."""
     if not len(slots):
         return PackedRanges(b"")
-    starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
-    counts = np.diff(starts, append=len(slots))
-    return PackedRanges(np.stack((slots[starts], counts), axis=1).astype("<i4").tobytes())
+    ends = np.flatnonzero(slots[1:] - slots[:-1] != 1) + 1
+    if not len(ends):
+        return PackedRanges(_RANGE.pack(slots[0], len(slots)))
+    starts = np.concatenate((_FIRST, ends))
+    ranges = np.empty((len(starts), 2), "<i4")
+    ranges[:, 0] = slots[starts]
+    ranges[:-1, 1] = ends - starts[:-1]
+    ranges[-1, 1] = len(slots) - starts[-1]
+    return PackedRanges(ranges.tobytes())
 
 
 def slot_mapping(

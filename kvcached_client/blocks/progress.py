@@ -14,7 +14,7 @@ in program order (x86-64), and each event follows the change that it announces. 
 belong to a load that has ended long ago.
 
 Workers write the page (`kvcached.memory.progress`); this module defines its format and reads it. Workers import it, so
-it imports neither numpy nor ZeroMQ.
+it does not import numpy.
 """
 
 from __future__ import annotations

@@ -53,12 +53,12 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, parts: list[bytes]) -> bool:
-        """Send a message; False if an earlier one is not sent yet: nothing was sent then.
+        """Send a message; False before the daemon has accepted the connection, or while an earlier one is not sent.
 
         The end of a message that the socket does not take at once is kept, and sent by `flush`.
         """
         self.flush()
-        if self._unsent or self.is_over:
+        if self._unsent or self.is_over or not self.is_ready:
             return False
         self._write(message_pieces(parts))
         return not self.is_over

@@ -66,30 +66,24 @@ class Heartbeat:
 
     def _run(self, path: str) -> None:
         beat_count = 0
-        connection: Connection | None = None
+        connection = _connection(path)
         while not self._stopped.wait(self._interval_s):
             beat_count += 1
             failpoint("client.heartbeat")
-            connection = self._beat(connection, path, beat_count)
+            if connection is not None:
+                self._read_replies(connection)
+                self._send(connection, beat_count)
+                if not connection.is_over:
+                    continue
+                connection.close()
+            connection = _connection(path)  # of the next daemon, if there is one; it hears the next heartbeat
         if connection is not None:
             connection.close()
 
-    def _beat(self, connection: Connection | None, path: str, request_id: int) -> Connection | None:
-        """Read what came since the last heartbeat, and send the next one; to the next daemon, if there is one."""
-        if connection is not None:
-            self._read_replies(connection)
-            if connection.is_over:
-                connection.close()
-                connection = None
-        try:
-            connection = connection or Connection(path, deadline_ms=_CONNECT_MS_MAX)
-        except KvcachedError as error:
-            _log.debug("heartbeat %d was not sent: %s", request_id, error)
-            return None
+    def _send(self, connection: Connection, request_id: int) -> None:
         request = HeartbeatRequest(id=request_id, session=self._grant.id, token=self._grant.token, fence=self.signalled)
         if not connection.send([encode(request)]):
             _log.debug("heartbeat %d was not sent: the daemon is gone or accepts nothing", request_id)
-        return connection
 
     def _read_replies(self, connection: Connection) -> None:
         for message in connection.receive():
@@ -115,3 +109,11 @@ class Heartbeat:
         _log.log(level, "kvcached session %d is over: %s", self._grant.id, reason)
         if self._on_stale is not None:
             self._on_stale()
+
+
+def _connection(path: str) -> Connection | None:
+    try:
+        return Connection(path, deadline_ms=_CONNECT_MS_MAX)
+    except KvcachedError as error:
+        _log.debug("no heartbeats: %s", error)
+        return None

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.result import Result
 from benchmarks.shapes import ADVERSARIAL, CHAT, LONG_PROMPT_BLOCKS, TRACE, Shape
-from benchmarks.suites import index
+from benchmarks.suites import index, request
 
 _PROMISED = {"match_128k_{}_us", "bytes_per_block_{}", "request_8k_{}_us", "evict_8192_{}_us"}
 _WITH_HOST = {"match_128k_{}_host_us", "bytes_per_block_{}_write_through", "request_8k_{}_write_through_us"}
@@ -96,3 +96,26 @@ def test_rpc_suite_measures_a_real_daemon(capsys: pytest.CaptureFixture[str]) ->
         low, middle, high = (lines[f"{case}_over_echo{part}_ratio"]["value"] for part in ("_p10", "", "_p90"))
         assert low <= middle <= high
     assert {name for name in lines if re.fullmatch(r"\w+_us", name)} == {"acquire_us", "echo_us", "wire_us"}
+
+
+def test_request_suite_measures_whole_requests(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each case has a ratio to its echo, its messages counted, and processor time of both ends."""
+    monkeypatch.setattr(request, "_WARM_UP_ROUNDS", 1)
+    main(["request", "--json", "--rounds", "10"])
+    lines = _lines(capsys.readouterr().out)
+    calls = {name.removesuffix("_calls"): line["value"] for name, line in lines.items() if name.endswith("_calls")}
+    assert calls == {
+        "short_managed": 2,
+        "8k_managed": 2,
+        "128k_match": 1,
+        "128k_turn": 2,
+        "short_offload_miss": 2,
+        "short_offload": 6,
+        "8k_offload": 6,
+    }
+    for case in calls:
+        assert 0 < lines[f"{case}_over_echo_ratio"]["value"] <= lines[f"{case}_over_echo_median_ratio"]["value"]
+        assert lines[f"{case}_client_cpu_us"]["value"] > 0
+        assert lines[f"{case}_daemon_cpu_us"]["value"] > 0

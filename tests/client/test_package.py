@@ -14,19 +14,24 @@ import kvcached_client
 
 
 def test_import_brings_neither_torch_nor_the_daemon() -> None:
-    """An engine's environment gets the client alone: no torch, nothing of the daemon's package."""
-    code = "import sys, kvcached_client; print([name for name in ('torch', 'kvcached') if name in sys.modules])"
+    """An engine's environment gets the client alone: no torch, no libzmq, nothing of the daemon's package."""
+    code = """
+import sys
+from kvcached_client import Admin, Client
+from kvcached_client.offload import OffloadClient
+print([name for name in ("torch", "zmq", "kvcached") if name in sys.modules])
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_import_waits_for_nothing_that_a_worker_has_no_use_for() -> None:
-    """The package and its modules of the host pool bring neither numpy nor ZeroMQ; a name brings what it needs."""
+    """The package and its modules of the host pool do not bring numpy; a name brings what it needs."""
     modules = "copy, header, host_layout, pages, progress, transfers"
     code = f"""
 import sys
 from kvcached_client.blocks import {modules}
-heavy = [name for name in ("numpy", "zmq") if name in sys.modules]
+heavy = [name for name in ("numpy",) if name in sys.modules]
 from kvcached_client import Client
 print(heavy, Client.__module__)
 """

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from kvcached_client.protocol.zmtp import GREETING, encode_message
 from kvcached_client.protocol.engine import FRAME_SIZE_BYTES_MAX, Describe, encode
+from kvcached_client.protocol.zmtp import GREETING, encode_message
 from tests.rpc.raw_peer import READY, frame
 
 #: Connections that are kept open, and how often they are replaced by new ones before the line is printed.

@@ -170,3 +170,19 @@ def test_chain_refuses_blocks_without_tokens() -> None:
     """A block has at least one token."""
     with pytest.raises(BadRequest, match="block_size 0"):
         KeyChain(_NAMESPACE, 0)
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "xxh3"])
+def test_fork_goes_on_by_itself(algorithm: str) -> None:
+    """Both ends of a fork have the keys of their own tokens and items, whichever grows first."""
+    first, more, other = list(range(10)), list(range(50, 57)), list(range(90, 99))
+    chain = KeyChain(_NAMESPACE, 4, first, algorithm=algorithm)
+    fork = chain.fork()
+    chain.add_item("image", 12, 3)
+    chain.extend(more)
+    fork.extend(other)
+
+    assert fork.keys == KeyChain(_NAMESPACE, 4, first + other, algorithm=algorithm).keys
+    assert chain.keys != KeyChain(_NAMESPACE, 4, first + more, algorithm=algorithm).keys
+    assert chain.block_count == 4
+    assert not fork.splits_item(13)

@@ -7,11 +7,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvcached_client.protocol.zmtp import GREETING, Reader, encode_message
 from kvcached_client.protocol.engine import Reply, decode_reply
+from kvcached_client.protocol.zmtp import DEALER, GREETING, Reader, encode_message
 
-_READY_BODY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
-READY = bytes((4, len(_READY_BODY))) + _READY_BODY
+READY = DEALER.ready
 PATIENCE_S = 20
 
 
@@ -27,8 +26,7 @@ class RawPeer:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(PATIENCE_S)
         self.socket.connect(str(path))
-        # What a server says is shaped as what a client says, but for the type of its socket.
-        self._reader = Reader()
+        self._reader = Reader(DEALER)
         self._replies: list[list[bytes]] = []
         if shakes_hands:
             self.socket.sendall(GREETING + READY)

@@ -16,10 +16,10 @@ import zmq
 from kvcached.server import connections
 from kvcached.server import rpc as server_module
 from kvcached.server.rpc import RpcServer
-from kvcached_client.protocol.zmtp import GREETING, encode_message
 from kvcached.service.pending import Answer
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol.engine import Bye, ErrorReply, Explain, Goodbye, Request, decode_reply, encode
+from kvcached_client.protocol.zmtp import GREETING, encode_message
 from tests.rpc.raw_peer import PATIENCE_S, RawPeer, frame
 
 LARGE = bytes(300_000)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcached_client.protocol import zmtp
-from kvcached_client.protocol.zmtp import GREETING, Message, Reader, encode_message
 from kvcached_client.errors import ErrorCode
+from kvcached_client.protocol import zmtp
 from kvcached_client.protocol.engine import FRAME_COUNT_MAX, FRAME_SIZE_BYTES_MAX, MESSAGE_SIZE_BYTES_MAX
+from kvcached_client.protocol.zmtp import GREETING, Message, Reader, encode_message
 from tests.rpc.raw_peer import READY, frame
 
 MESSAGES_MAX = 1 << 20
