@@ -260,10 +260,14 @@ def test_many_messages_of_one_process_leave_turns_to_others(serve: Callable[[], 
     with RawPeer(serving.path) as busy, RawPeer(serving.path) as other:
         other.send(bye(1))
         assert other.reply() == Goodbye(id=1)
-        blocks, blocked = threading.Event(), threading.Event()
-        serving._loop.call_soon_threadsafe(blocks.set)
-        serving._loop.call_soon_threadsafe(blocked.wait, PATIENCE_S)
-        assert blocks.wait(PATIENCE_S)  # else the loop may see what one has sent and not yet what the other has
+        is_held, blocked = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            is_held.set()
+            blocked.wait(PATIENCE_S)
+
+        serving._loop.call_soon_threadsafe(hold)
+        assert is_held.wait(PATIENCE_S)  # else the loop may see what one has sent and not yet what the other has
         busy.socket.sendall(b"".join(encode_message([bye(1000 + number)]) for number in range(100)))
         other.send(bye(2))
         blocked.set()
