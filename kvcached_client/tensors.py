@@ -1,4 +1,4 @@
-"""Torch views of a mapped pool. The only module of the client that imports torch."""
+"""Torch views of a mapped pool, and torch's streams. The only module of the client that imports torch."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def layer_tensors(pool: MappedPool, layer: int, group: int = 0) -> tuple[torch.T
 def cuda_tensor(array: CudaArray) -> torch.Tensor:
     """A tensor that shares an array's memory, and keeps it mapped."""
     return torch.as_tensor(array, device=torch.device("cuda", array.ordinal))
+
+
+def current_stream(ordinal: int) -> int:
+    """The handle of the calling thread's current stream on a CUDA device, for `OffloadShard.mark`."""
+    return int(torch.cuda.current_stream(ordinal).cuda_stream)
 
 
 def _tensor(view: npt.NDArray[Any], dtype: str) -> torch.Tensor:

@@ -56,6 +56,11 @@ class EngineDevice:
                 )
             return cls(Device(driver, found.pop()))
 
+    @property
+    def ordinal(self) -> int:
+        """The device's number in this process, which torch uses as well."""
+        return self.device.ordinal
+
     def mark(self, stream: int) -> Mark:
         """A mark behind all work that a stream has now. Call it in the thread that queues the work; it does not wait.
 

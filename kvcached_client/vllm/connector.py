@@ -32,6 +32,7 @@ from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
+from kvcached_client.tensors import current_stream
 from kvcached_client.transport.run_dir import default_run_dir
 from kvcached_client.vllm.daemon_thread import DaemonThread
 from kvcached_client.vllm.identity import Identity, identify
@@ -53,7 +54,7 @@ from kvcached_client.vllm.settings import (
     is_replicated,
     read_settings,
 )
-from kvcached_client.vllm.worker import WorkerSide
+from kvcached_client.vllm.worker import WorkerSide, marks_of
 
 #: vLLM is untyped here.
 VllmObject: TypeAlias = Any
@@ -147,7 +148,8 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
         Raises:
             ValueError: the tensors have another number of blocks than vLLM's pool, so block ids have another meaning.
-            BadRequest: the tensors are not on the CPU, or their blocks are not contiguous.
+            BadRequest: the tensors are neither on the CPU nor on one CUDA device, or their blocks are not contiguous.
+            DeviceError: this process cannot call the CUDA driver.
         """
         pages = EnginePages.of_tensors(kv_caches)
         expected = self._kv_cache_config.num_blocks
@@ -158,7 +160,10 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             )
         self._pages = pages
         shard, deadline_ms = get_tensor_model_parallel_rank(), self._settings.hold_deadline_ms
-        self._worker = WorkerSide(lambda grant: OffloadShard.join(grant, shard, pages, deadline_ms=deadline_ms))
+        self._worker = WorkerSide(
+            lambda grant: OffloadShard.join(grant, shard, pages, deadline_ms=deadline_ms),
+            mark=marks_of(pages, current_stream),
+        )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """The description of the tensors for the scheduler."""
@@ -169,7 +174,11 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return KvcachedPages(pages.blocks, pages.block_bytes, page_bytes, pages.fingerprint)
 
     def start_load_kv(self, forward_context: VllmObject, **kwargs: VllmObject) -> None:  # noqa: ARG002 - as vLLM calls it
-        """Begin the loads and stores of a step. vLLM calls this once per step, even if nothing is computed."""
+        """Begin the loads and stores of a step. vLLM calls this once per step, even if nothing is computed.
+
+        A step's stores are of blocks that earlier steps have filled, and its loads overwrite blocks that earlier steps
+        may still use; vLLM has launched the kernels of these steps by now.
+        """
         self._of_worker().begin(self._get_connector_metadata().orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

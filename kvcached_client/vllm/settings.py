@@ -47,6 +47,7 @@ KvCacheConfig: TypeAlias = Any
 HOLD_DEADLINE_MS: Final = 1000
 _HOLD_DEADLINE_MS_MAX: Final = 60_000
 _KEYS: Final = ("hold_deadline_ms", "prefetch", "run_dir", "weights_version")
+_DEVICE_TYPES: Final = ("cpu", "cuda")
 _PREFETCH_MODES: Final = get_args(PrefetchMode)
 
 
@@ -109,7 +110,7 @@ def check_config(config: VllmConfig, cache: KvCacheConfig, *, keeps_all_blocks: 
         ValueError: all reasons, each with what to do.
     """
     transfer, parallel, model = config.kv_transfer_config, config.parallel_config, config.model_config
-    groups = cache.kv_cache_groups
+    groups, device = cache.kv_cache_groups, config.device_config.device_type
     reasons = {
         f"kv_role is {transfer.kv_role!r}: set it to 'kv_both', since it loads and stores": transfer.kv_role
         != "kv_both",
@@ -129,7 +130,12 @@ def check_config(config: VllmConfig, cache: KvCacheConfig, *, keeps_all_blocks: 
         "Models with sliding windows only are supported up to the window's length: set --max-model-len to it, or use "
         "no kvcached": len(groups) == 1 and not keeps_all_blocks,
         "vLLM computes wrong outputs where a model with multi-head latent attention reads cached blocks on the CPU: "
-        "use another model, or no kvcached": config.device_config.device_type == "cpu" and model.use_mla,
+        "use another model, or no kvcached": device == "cpu" and model.use_mla,
+        f"kvcached copies from and to CPUs and CUDA devices, not {device!r}: use no kvcached": device
+        not in _DEVICE_TYPES,
+        "a vLLM that sleeps frees memory of its KV cache that may be being copied: set no --enable-sleep-mode": device
+        == "cuda"
+        and model.enable_sleep_mode,
         "a diffusion model computes blocks again after they are full: use no kvcached": model.is_diffusion,
     }
     found = [reason for reason, is_so in reasons.items() if is_so]

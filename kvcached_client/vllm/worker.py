@@ -7,7 +7,9 @@ Loads go before stores; each kind is carried out in order. Rules:
   without end, even if the daemon is dead or silent, or if the session is over or could not be joined.
 * Copies of a session end before the next session is joined, because joining tells the daemon that they have ended.
 * After a missed deadline of the daemon, orders fail for a few seconds without a try.
-* After an internal error of this thread, all orders fail; vLLM then computes the blocks.
+* After an internal error of this thread, or once the device has failed, all orders fail; vLLM then computes the blocks.
+* Copies of tensors on a CUDA device begin after what vLLM's stream had when their orders came: the kernels that wrote
+  the blocks of stores, and those that still use the blocks that loads overwrite. The device waits, not vLLM's thread.
 * The host pool of a session that is over is unmapped at once, unless orders of the session wait.
 """
 
@@ -21,12 +23,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.blocks.transfers import BlockJob
-from kvcached_client.errors import KvcachedError, Stale, TransportError
+from kvcached_client.errors import DeviceError, KvcachedError, Stale, TransportError
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, StoreOrder
+
+if TYPE_CHECKING:
+    from kvcached_client.cuda.engine import Mark
 
 #: How long orders fail without a try after a failed join or a missed deadline.
 QUIET_S: Final = 5.0
@@ -45,10 +51,10 @@ class Shard(Protocol):
     def fileno(self) -> int:
         """A descriptor that becomes readable when the session is over or the daemon is gone."""
 
-    def store(self, job: BlockJob) -> None:
+    def store(self, job: BlockJob, *, after: Mark | None) -> None:
         """Copy blocks into the host pool."""
 
-    def load(self, job: BlockJob) -> list[int]:
+    def load(self, job: BlockJob, *, after: Mark | None) -> list[int]:
         """Copy blocks out of the host pool; returns the bad blocks, counted in the order of the job."""
 
     def close(self) -> None:
@@ -80,21 +86,53 @@ class StoreReport:
     failed: set[StoreId]
 
 
+def marks_of(pages: EnginePages, current_stream: Callable[[int], int]) -> Callable[[], Mark | None]:
+    """Marks the stream on which vLLM computes; None for tensors on the CPU, which are written when a step returns.
+
+    Args:
+        pages: the worker's tensors.
+        current_stream: the handle of the calling thread's current stream on a device, by its ordinal.
+
+    Raises:
+        BadRequest: the tensors are on several devices.
+        DeviceError: this process cannot use their device.
+    """
+    if not pages.is_on_cuda:
+        return lambda: None
+    device = pages.device
+    return lambda: device.mark(current_stream(device.ordinal))
+
+
+class _Queued(NamedTuple):
+    """An order, and the mark behind which its copy begins."""
+
+    order: LoadOrder | StoreOrder
+    after: Mark | None
+
+
 class WorkerSide:
     """Copies blocks for one worker. All methods are for the worker's thread.
 
     Args:
         join: joins a session as a shard, or raises `KvcachedError`.
+        mark: makes the mark behind which copies begin that are ordered now, or raises `DeviceError`.
         clock: returns seconds.
     """
 
-    def __init__(self, join: Callable[[SessionGrant], Shard], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        join: Callable[[SessionGrant], Shard],
+        *,
+        mark: Callable[[], Mark | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._join = join
+        self._mark = mark
         self._clock = clock
         self._lock = threading.Lock()
         # Guarded by the lock. The scheduler's side limits the number of orders.
-        self._loads: deque[LoadOrder] = deque()
-        self._stores: deque[StoreOrder] = deque()
+        self._loads: deque[_Queued] = deque()
+        self._stores: deque[_Queued] = deque()
         self._passed = 0  #: loads that went before the waiting store
         self._note: SessionNote | None = None
         self._is_closing = False
@@ -108,19 +146,21 @@ class WorkerSide:
         self._shard: Shard | None = None
         self._session = 0  #: number of the session that was joined last
         self._quiet = (0, 0.0)  #: a session that is not tried, and until when
+        # Set by either thread:
         self._is_broken = False  #: all orders fail from now on
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvcached-copy", daemon=True)
         self._thread.start()
 
     def begin(self, orders: StepOrders) -> None:
-        """Accept the orders of a step."""
+        """Accept the orders of a step, in the thread that has launched the kernels before it."""
+        after = self._marked() if orders.loads or orders.stores else None
         with self._lock:
             is_joined = orders.session is None or (self._note is not None and orders.session == self._note)
             if not is_joined:
                 self._note = orders.session
-            self._loads.extend(orders.loads)
-            self._stores.extend(orders.stores)
+            self._loads.extend(_Queued(order, after) for order in orders.loads)
+            self._stores.extend(_Queued(order, after) for order in orders.stores)
         if not is_joined or orders.loads or orders.stores:
             os.eventfd_write(self._wake, 1)
 
@@ -164,14 +204,22 @@ class WorkerSide:
         if not self._thread.is_alive():
             os.close(self._wake)
 
+    def _marked(self) -> Mark | None:
+        try:
+            return self._mark()
+        except DeviceError as error:
+            log.error("kvcached: no more copies by this worker: %s", error)  # noqa: TRY400 - vLLM tells where it failed
+            self._is_broken = True
+            return None
+
     # --- the copying thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._is_closing:
             try:
-                order = self._next()
-                if order is not None:
-                    self._carry_out(order)
+                queued = self._next()
+                if queued is not None:
+                    self._carry_out(*queued)
                 elif not self._follow_session():
                     self._wait()
             except Exception:
@@ -182,7 +230,7 @@ class WorkerSide:
                 self._leave()
         self._leave()
 
-    def _next(self) -> LoadOrder | StoreOrder | None:
+    def _next(self) -> _Queued | None:
         with self._lock:
             if self._loads and not (self._stores and self._passed >= PASSES_MAX):
                 self._passed = self._passed + 1 if self._stores else 0
@@ -204,9 +252,9 @@ class WorkerSide:
             log.info("kvcached: the daemon has ended the session, or is gone")
             self._leave()
 
-    def _carry_out(self, order: LoadOrder | StoreOrder) -> None:
+    def _carry_out(self, order: LoadOrder | StoreOrder, after: Mark | None) -> None:
         began = time.perf_counter()
-        bad = self._copy(order)
+        bad = self._copy(order, after)
         seconds = time.perf_counter() - began
         blocks = [block for span in order.job.spans for block in span.blocks.tolist()]
         lost = blocks if bad is None else [blocks[index] for index in bad]
@@ -225,15 +273,15 @@ class WorkerSide:
                 counts.store_failed_blocks += len(lost)
                 counts.store_seconds += seconds
 
-    def _copy(self, order: LoadOrder | StoreOrder) -> list[int] | None:
+    def _copy(self, order: LoadOrder | StoreOrder, after: Mark | None) -> list[int] | None:
         """The bad blocks, by their index in the job; None if the copy failed completely."""
         shard = self._shard_of(order.session)
         if shard is None:
             return None
         try:
             if isinstance(order, LoadOrder):
-                return shard.load(order.job)
-            shard.store(order.job)
+                return shard.load(order.job, after=after)
+            shard.store(order.job, after=after)
         except Stale as error:
             log.warning("kvcached: left the session: %s", error)
             self._leave()

@@ -63,8 +63,8 @@ class DeviceShard(ShardMemory):
         self.shard = 0
         self.device = Device(Driver())
         self._memory = self.device.make_memory(LAYERS * BLOCKS * PAGE_BYTES)
-        layers = (self._memory.address + layer * BLOCKS * PAGE_BYTES for layer in range(LAYERS))
-        self.tensors = [HostTensor(seen(address), "cuda") for address in layers]
+        memory = seen(self._memory.address, LAYERS * BLOCKS * PAGE_BYTES)
+        self.tensors = [HostTensor(layer, "cuda") for layer in memory.reshape(LAYERS, BLOCKS, PAGE_BYTES)]
         self.pages = EnginePages.of_tensors({f"layer {number}": each for number, each in enumerate(self.tensors)})
         self.link: OffloadShard | None = None
         self.stream = Stream(self.device)
@@ -123,10 +123,9 @@ class DeviceShard(ShardMemory):
                 yield depth, number, tensor
 
 
-def seen(address: int) -> npt.NDArray[np.uint8]:
-    """A layer of device memory, as the processor reaches it on the fake driver."""
-    memory = (ctypes.c_ubyte * (BLOCKS * PAGE_BYTES)).from_address(address)
-    return np.ndarray((BLOCKS, PAGE_BYTES), np.uint8, memoryview(memory))
+def seen(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+    """Device memory, as the processor reaches it on the fake driver."""
+    return np.frombuffer(memoryview((ctypes.c_ubyte * size_bytes).from_address(address)), np.uint8)
 
 
 def on_copying_thread(work: Callable[[], Any]) -> Any:
@@ -197,8 +196,8 @@ def several_devices() -> str:
     """What registering layers of two devices raises."""
     layers = {}
     for ordinal in range(2):
-        memory = Device(Driver(), ordinal).make_memory(BLOCKS * PAGE_BYTES)
-        layers[str(ordinal)] = HostTensor(seen(memory.address), "cuda")
+        memory = Device(Driver(), ordinal).make_memory(4096)
+        layers[str(ordinal)] = HostTensor(seen(memory.address, 4096).reshape(4, 1024), "cuda")
     return outcome(lambda: EnginePages.of_tensors(layers).device)
 
 

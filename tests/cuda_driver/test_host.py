@@ -83,6 +83,19 @@ def test_copy_notices_that_its_memory_was_unregistered(driver: Driver, pages: in
     assert driver.attempt("cuStreamSynchronize", stream) == "CUDA_ERROR_ILLEGAL_ADDRESS"
 
 
+def test_memory_of_a_queued_copy_may_be_registered(start_driver: StartDriver, pages: int) -> None:
+    """A copy with pageable memory that is registered before the copy runs is made all the same, in both directions."""
+    for seed in range(4):
+        driver = start_driver(seed=seed)
+        stream, device = driver.stream(), driver.memory()
+        poke(device, b"there")
+        driver.copy(pages, device, 5, stream)
+        driver.copy(device + 64, pages, 5, stream)
+        assert register(driver, pages, PAGE) == "CUDA_SUCCESS"
+        driver.finish(stream)
+        assert (peek(pages, 5), peek(device + 64, 5)) == (b"there", b"there")
+
+
 def test_host_memory_that_is_gone_is_an_error_and_no_crash(driver: Driver) -> None:
     """A copy from registered memory that its owner unmapped fails in the stream."""
     memory = mmap.mmap(-1, PAGE)

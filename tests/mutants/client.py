@@ -9,6 +9,7 @@ from kvcached_client.blocks.copy import MemoryCopier
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.blocks.transfers import BlockTransfers
+from kvcached_client.vllm.worker import WorkerSide
 from tests.mutants.mutant import caught_by, rewrite
 
 
@@ -64,3 +65,9 @@ def replicated_block_written_by_nobody(patch: pytest.MonkeyPatch) -> None:
 def replicated_blocks_held_by_each_shard(patch: pytest.MonkeyPatch) -> None:
     """The host pool holds blocks that are the same on all shards once for each."""
     patch.setattr(Layout, "replicated", False)
+
+
+@caught_by("tests/vllm_connector/test_worker.py::test_copies_begin_behind_the_mark_of_their_step")
+def vllm_copies_before_the_kernels_of_their_step(patch: pytest.MonkeyPatch) -> None:
+    """The connector's copies on a device are ordered behind none of vLLM's kernels."""
+    rewrite(patch, WorkerSide.begin, "self._marked() if orders.loads or orders.stores else None", "None")

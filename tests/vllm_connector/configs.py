@@ -19,6 +19,7 @@ def vllm_config(**changes: Any) -> Any:
         max_model_len=1024,
         use_mla=False,
         is_diffusion=False,
+        enable_sleep_mode=False,
         get_total_num_kv_heads=lambda: 2,
         hf_config=SimpleNamespace(config={"hidden_size": 128, "_name_or_path": "acme/llama"}),
     )

@@ -64,6 +64,8 @@ def test_plain_configuration_is_taken() -> None:
         ({"parallel_config__nnodes": 2}, "run the engine on one node"),
         ({"model_config__use_mla": True}, "multi-head latent attention"),
         ({"model_config__is_diffusion": True}, "diffusion"),
+        ({"device_config__device_type": "xpu"}, "kvcached copies from and to CPUs and CUDA devices, not 'xpu'"),
+        ({"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True}, "no --enable-sleep-mode"),
     ],
 )
 def test_configurations_that_are_refused(changes: dict[str, Any], words: str) -> None:

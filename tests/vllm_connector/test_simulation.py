@@ -197,21 +197,29 @@ class World:
         self.now += self.rng.choice([0.01, 0.3, 2.0])
 
     def engine(self) -> None:
-        """The engine's loop: schedule while there is room in the pipeline, else take in the oldest step."""
+        """The engine's loop: schedule while there is room in the pipeline, else take in the oldest step.
+
+        vLLM gives the orders of a step before or after its kernels: copies may be over before the step is computed.
+        """
         vllm = self.vllm
         if len(vllm.flights) < vllm.depth:
             vllm.schedule()
             return
         flight = vllm.flights.popleft()
-        sampled = vllm.compute(flight)
         for order in flight.orders.loads:
             self.waiting_loads[order.request] = SHARDS
+        for worker in self.workers if (is_before := self.rng.random() < 0.5) else ():
+            worker.begin(flight.orders)
+            for _ in range(self.rng.randrange(4)):
+                worker.turn()
+        sampled = vllm.compute(flight)
         loaded: set[str] = set()
         bad: set[int] = set()
         done: Counter[StoreId] = Counter()
         failed: set[StoreId] = set()
         for worker in self.workers:
-            worker.begin(flight.orders)
+            if not is_before:
+                worker.begin(flight.orders)
             for request in worker.loaded:
                 self.waiting_loads[request] -= 1
                 if not self.waiting_loads[request]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvcached_client.blocks.transfers import BlockJob, JobSpan
-from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, request_error
+from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, DeviceError, ErrorCode, request_error
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import TransferId
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
@@ -54,15 +54,16 @@ class FakeShard:
         other, self._other = self._other, -1
         os.close(other)
 
-    def store(self, job: BlockJob) -> None:
-        self._do("store", job)
+    def store(self, job: BlockJob, *, after: Any) -> None:
+        self._do("store", job, after)
 
-    def load(self, job: BlockJob) -> list[int]:
-        bad: list[int] = self._do("load", job)
+    def load(self, job: BlockJob, *, after: Any) -> list[int]:
+        bad: list[int] = self._do("load", job, after)
         return bad
 
-    def _do(self, what: str, job: BlockJob) -> Any:
+    def _do(self, what: str, job: BlockJob, after: Any) -> Any:
         assert not self.is_closed
+        self.rig.marks[int(job.transfer)] = after
         self.rig.done.append((what, self.session, int(job.transfer)))
         self.rig.entered.set()
         assert self.rig.go_on.wait(10)
@@ -84,6 +85,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.device: Exception | None = None
         self.done: list[tuple[str, int, int]] = []
         self.answers: dict[int, list[int] | Exception] = {}
         self.join_errors: list[Exception] = []
@@ -92,7 +94,9 @@ class Rig:
         self.go_on.set()
         self.shards: list[FakeShard] = []
         self.joined = threading.Semaphore(0)
-        self.side = WorkerSide(self._join, clock=lambda: self.now)
+        self.marks: dict[int, Any] = {}  #: by transfer
+        self.made: list[Any] = []
+        self.side = WorkerSide(self._join, mark=self._mark, clock=lambda: self.now)
         lock = NotingLock()
         self.changed = lock.changed
         self.side._lock = lock  # type: ignore[assignment]
@@ -108,6 +112,13 @@ class Rig:
             raise self.join_errors.pop(0)
         self.shards.append(FakeShard(self, grant.id))
         return self.shards[-1]
+
+    def _mark(self) -> Any:
+        """The mark of a step, counted from 0, by a device that may have failed."""
+        if isinstance(self.device, Exception):
+            raise self.device
+        self.made.append(len(self.made))
+        return self.made[-1]
 
     def begin(self, *orders: LoadOrder | StoreOrder, session: int | None = 1) -> None:
         loads = tuple(order for order in orders if isinstance(order, LoadOrder))
@@ -217,6 +228,32 @@ def test_loads_go_first(rig: Rig) -> None:
     rig.go_on.set()
     rig.drain(loads=2, stores=3)
     assert [transfer for _, _, transfer in rig.done if transfer] == [1, 4, 5, 2, 3]
+
+
+def test_copies_begin_behind_the_mark_of_their_step(rig: Rig) -> None:
+    """All copies of a step have the mark that was made when its orders came, however late they are made."""
+    rig.go_on.clear()
+    rig.begin(store(1), store(2))
+    assert rig.entered.wait(10)
+    rig.begin(load(3), store(4))
+    rig.begin()
+    rig.go_on.set()
+    rig.drain(loads=1, stores=3)
+    assert (rig.marks, rig.made) == ({1: 0, 2: 0, 3: 1, 4: 1}, [0, 1])
+
+
+def test_device_that_has_failed_ends_all_copies(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a stream cannot be marked, no copy is made any more: orders are reported as failed, and vLLM goes on."""
+    rig.begin(load(1))
+    rig.drain(loads=1)
+    rig.device = DeviceError("cuEventRecord: CUDA_ERROR_LAUNCH_FAILED")
+    rig.begin(load(2), store(3))
+    assert rig.drain(loads=1, stores=1) == ({"r2"}, {10, 11}, {3}, {3})
+    rig.device = None
+    rig.begin(load(4, session=2), session=2)
+    assert rig.drain(loads=1)[1] == {10, 11}
+    assert rig.done == [("join", 1, 0), ("load", 1, 1)]
+    assert "no more copies by this worker: cuEventRecord" in caplog.text
 
 
 def test_session_is_joined_before_it_is_needed(rig: Rig) -> None:

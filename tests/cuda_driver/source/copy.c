@@ -52,11 +52,16 @@ static CUresult fill_bytes(uintptr_t destination, unsigned char byte, size_t siz
     return result;
 }
 
+// Pageable memory may be registered while a copy with it is queued: no rule forbids it, and the bytes stay where they are.
+static bool is_same_memory(uintptr_t address, size_t size, Side side, uint64_t serials) {
+    return range_serials(address, size) == serials || (side == SIDE_PAGEABLE && host_region_at(address) != NULL);
+}
+
 static CUresult run_piece(const Batch *batch, const Piece *piece) {
     pthread_mutex_lock(&driver_lock);
-    bool is_same =
-        range_serials(piece->destination, piece->size) == piece->destination_serials &&
-        (piece->staged != NULL || batch->is_fill || range_serials(piece->source, piece->size) == piece->source_serials);
+    bool is_same = is_same_memory(piece->destination, piece->size, piece->to, piece->destination_serials) &&
+                   (piece->staged != NULL || batch->is_fill ||
+                    is_same_memory(piece->source, piece->size, piece->from, piece->source_serials));
     if (!is_same)
         refuse(CUDA_ERROR_ILLEGAL_ADDRESS,
                "memory of a queued copy from %#zx to %#zx was freed, remapped or unregistered", (size_t)piece->source,

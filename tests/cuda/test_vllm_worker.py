@@ -1,0 +1,66 @@
+"""The worker's side of vLLM's connector with tensors on CUDA, on the fake driver: layouts, order and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.cuda.test_offload import Node, broken_rules, node
+from tests.cuda.vllm_worker import LAYERS, VIEWS
+from tests.cuda_driver import trace
+from tests.cuda_driver.device import settings
+from tests.daemon.conftest import LineProcess
+from tests.daemon.test_offload import is_sound
+
+__all__ = ["node"]
+
+WHOLE = "6 bad [] wrong []"
+
+
+@contextmanager
+def worker(node: Node, layout: str, *, leave: bool = True, **driver: object) -> Iterator[LineProcess]:
+    """A vLLM in a process of its own."""
+    with node.patch.context() as patch:
+        for name, value in settings(**driver).items():
+            patch.setenv(name, value)
+        process = LineProcess("tests.cuda.vllm_worker", str(node.daemon.run_dir), layout)
+    try:
+        assert process.hear() == "ready"
+        yield process
+        if leave:
+            assert process.ask("leave") == "done"
+    finally:
+        process.end()
+
+
+@pytest.mark.parametrize(("node", "layout"), list(enumerate(VIEWS, 1)), indirect=["node"])
+def test_blocks_of_one_vllm_are_loaded_by_another(node: Node, layout: str) -> None:
+    """In each of vLLM's layouts: stores wait for the steps before them, loads for steps of preempted requests."""
+    with worker(node, layout) as first, worker(node, layout) as second:
+        for name in ("a", "b", "c"):
+            assert first.ask(f"store {name} 6") == "stored"
+            assert second.ask(f"load {name} 6") == WHOLE
+        assert second.ask("store a 8") == "stored"
+        assert first.ask("load a 8") == "8 bad [] wrong []"
+
+    records = node.records()
+    copies = trace.calls(records, "cuMemcpyBatchAsync")
+    assert broken_rules(node) == []
+    assert len(copies) == 8  # one a store, one a load
+    assert max(each.arguments["count"] for each in copies) <= 8 * LAYERS * (2 if layout.startswith("[2") else 1)
+    launching = {record.thread for record in trace.calls(records, "cuLaunchHostFunc")}
+    assert not any(record.thread in launching for record in [*copies, *trace.calls(records, "cuEventSynchronize")])
+    assert is_sound(node.running)
+
+
+def test_failed_device_fails_its_orders(node: Node) -> None:
+    """Once the device has failed, every order is reported as failed, and no hit is taken for loaded."""
+    with worker(node, "LBNHC") as other:
+        with worker(node, "LBNHC", leave=False, faults="launch_failure=@3") as failing:
+            assert failing.ask("store a 6") == "failed"  # two kernels, then the copy
+            assert other.ask("store b 6") == "stored"
+            assert failing.ask("load b 6") == "6 bad [0, 1, 2, 3, 4, 5] wrong []"
+            assert failing.ask("store c 6") == "failed"
+        assert [other.ask("load a 6"), other.ask("load b 6")] == ["no hit", WHOLE]

@@ -1,0 +1,186 @@
+"""A worker of vLLM with tensors on a CUDA device: ``python -m tests.cuda.vllm_worker RUN_DIR LAYOUT``.
+
+It speaks in lines. One process is scheduler and worker. A forward pass is a late host function on vLLM's stream. The
+connector's own class needs vLLM; what it does with tensors and orders is here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.blocks.transfers import BlockJob, JobSpan
+from kvcached_client.cuda.device import Device
+from kvcached_client.cuda.driver import CudaFailure, Driver
+from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
+from kvcached_client.offload_shard import OffloadShard
+from kvcached_client.types import TransferId
+from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
+from kvcached_client.vllm.worker import WorkerSide, marks_of
+from tests.client.offload_rig import HostTensor
+from tests.cuda.offload_engine import Stream, seen
+from tests.daemon.offload_process import keys_of, outcome, say
+from tests.vllm_connector.test_worker import NotingLock
+
+LAYERS, BLOCKS, TOKENS = 3, 16, 4
+PAGE_BYTES: Final = 1024
+log = logging.getLogger(__name__)
+Bytes = npt.NDArray[np.uint8]
+
+
+class View(NamedTuple):
+    """One of vLLM's shapes of a layer, over memory of all layers."""
+
+    layers: Callable[[Bytes], list[Bytes]]
+    #: The bytes of a block of a layer.
+    block: Callable[[Bytes, int], Bytes]
+
+
+def by_layer(*shape: int, block: Callable[[Bytes, int], Bytes] = lambda tensor, index: tensor[index]) -> View:
+    return View(lambda memory: list(memory.reshape(LAYERS, *shape)), block)
+
+
+#: K and V apart, K and V of a block side by side, latent attention; and vLLM's names of layouts: L layers, B blocks,
+#: N tokens, H heads, C what a head has of a token.
+VIEWS: Final = {
+    "[2, B, N, H, C]": by_layer(2, BLOCKS, TOKENS, 2, 64, block=lambda tensor, index: tensor[:, index]),
+    "[B, 2, N, H, C]": by_layer(BLOCKS, 2, TOKENS, 2, 64),
+    "LBNHC": by_layer(BLOCKS, TOKENS, 2, 128),
+    "BLNHC": View(
+        lambda memory: list(memory.reshape(BLOCKS, LAYERS, TOKENS, 2, 128).swapaxes(0, 1)),
+        lambda tensor, index: tensor[index],
+    ),
+    "MLA": by_layer(BLOCKS, TOKENS, 256),
+}
+
+
+class Worker:
+    """vLLM; its commands are methods."""
+
+    def __init__(self, run_dir: str, layout: str) -> None:
+        self.view = VIEWS[layout]
+        self.device = Device(Driver())
+        self._memory = self.device.make_memory(LAYERS * BLOCKS * PAGE_BYTES)
+        memory = seen(self._memory.address, LAYERS * BLOCKS * PAGE_BYTES)
+        self.tensors = self.view.layers(memory)
+        self.stream = Stream(self.device)
+        pages = EnginePages.of_tensors(
+            {f"layers.{number}": HostTensor(each, "cuda") for number, each in enumerate(self.tensors)}
+        )
+        assert (pages.blocks, pages.block_bytes) == (BLOCKS, LAYERS * PAGE_BYTES)
+        self.client = OffloadClient.connect(
+            run_dir,
+            engine="vllm",
+            instance=new_instance(),
+            keyspace=layout.ljust(32).encode(),
+            label=layout,
+            layout=OffloadLayout(TOKENS, 1, pages.block_bytes, pages.fingerprint),
+            deadline_ms=10_000,
+        )
+        self.side = WorkerSide(
+            lambda grant: OffloadShard.join(grant, 0, pages, deadline_ms=10_000),
+            mark=marks_of(pages, lambda ordinal: self.stream.handle if ordinal == self.device.ordinal else -1),
+        )
+        lock = NotingLock()
+        self._changed, self.side._lock = lock.changed, lock  # type: ignore[assignment]
+
+    def store(self, name: str, blocks: str) -> str:
+        """A step computes blocks, the next one orders their store; whether that went well."""
+        lease, hit = self._acquire(name, int(blocks))
+        plan = self.client.prepare_store(lease, hit, keys_of(name, int(blocks))[16 * hit :])
+        self.client.release(lease)
+        wanted = range(plan.pieces[0].start, plan.pieces[0].start + plan.pieces[0].blocks)
+        self._forward(lambda: self._fill(name, wanted))
+        order = StoreOrder(1, self._job(plan, name, wanted))
+        self._step(StepOrders(self._note, (), (order,)))
+        self._wait(lambda: self.side._report.done)
+        report = self.side.take_stored()
+        assert report is not None
+        assert report.done == {order.id: 1}
+        return "failed" if report.failed else "stored"
+
+    def load(self, name: str, blocks: str) -> str:
+        """Blocks of a request that was preempted, whose step still writes them, are loaded into: what is there then."""
+        lease, hit = self._acquire(name, int(blocks))
+        if not hit:
+            return "no hit"
+        plan = self.client.prepare_load(lease, 0, hit)
+        self.client.release(lease)
+        self._forward(lambda: self._fill("the preempted request", range(hit)))
+        self._step(StepOrders(self._note, (LoadOrder(1, name, self._job(plan, name, range(hit))),), ()))
+        self._wait(lambda: self.side._loaded)
+        assert self.side.take_loaded() == {name}
+        bad = self.side.take_bad_blocks()
+        wrong = [block for block in range(hit) if block not in bad and not self._holds(name, block)]
+        return f"{hit} bad {sorted(bad)} wrong {wrong}"
+
+    def leave(self) -> None:
+        """As vLLM ends."""
+        self.side.close()
+        self.client.close()
+        self.stream.finish()
+        self._memory.close()
+
+    @property
+    def _note(self) -> SessionNote:
+        return SessionNote(1, self.client.session.to_bytes())
+
+    def _forward(self, kernel: Callable[[], None]) -> None:
+        try:
+            self.stream.launch(kernel)
+        except CudaFailure as error:
+            log.warning("vLLM would end: %s", error)
+
+    def _step(self, orders: StepOrders) -> None:
+        """Give the orders as vLLM does, behind the launch of the step's own kernels."""
+        self._forward(lambda: None)
+        self.side.begin(orders)
+
+    def _wait(self, what: Callable[[], object]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(what, 20)
+
+    def _acquire(self, name: str, blocks: int) -> tuple[Any, int]:
+        return self.client.acquire(os.urandom(8).hex(), keys_of(name, blocks), blocks * TOKENS, full=True)
+
+    def _job(self, plan: Any, name: str, blocks: range) -> BlockJob:
+        keys = keys_of(name, blocks.stop)
+        parent = keys[16 * (blocks.start - 1) : 16 * blocks.start] if blocks.start else b""
+        span = JobSpan(blocks.start, parent, keys[16 * blocks.start :], np.array(blocks), plan.slots)
+        return BlockJob(TransferId(plan.transfer), plan.generation, (span,))
+
+    def _fill(self, name: str, blocks: range) -> None:
+        for block in blocks:
+            for number, tensor in enumerate(self.tensors):
+                part = self.view.block(tensor, block)
+                part[...] = pattern(name, block, number, part)
+
+    def _holds(self, name: str, block: int) -> bool:
+        parts = [self.view.block(tensor, block) for tensor in self.tensors]
+        return all((part == pattern(name, block, number, part)).all() for number, part in enumerate(parts))
+
+
+def pattern(name: str, block: int, layer: int, like: Bytes) -> Bytes:
+    """What a layer of a block holds."""
+    generator = np.random.default_rng([*name.encode(), block, layer])
+    return generator.integers(0, 256, like.shape, np.uint8)
+
+
+def main(run_dir: str, layout: str) -> None:
+    logging.basicConfig(level=logging.WARNING)
+    worker = Worker(run_dir, layout)
+    say("ready")
+    for command, *words in map(str.split, sys.stdin):
+        say(outcome(partial(getattr(worker, command), *words)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
