@@ -275,9 +275,9 @@ def test_sessions_that_die_at_once_are_paused_between(rig: Rig) -> None:
     """A session that worked for nothing is followed by a pause: a seek is not passed on and on."""
     connected(rig, *(FakeClient(number, acquire=GONE) for number in range(1, 4)))
     rig.link.submit(seek(1))
-    assert rig.wait(2) == [Lost(1), NotFound(1)]
-    (event,) = rig.wait(1)
-    assert isinstance(event, Connected)
+    *before, after = rig.wait(3)  # the pause may be over before this thread runs again
+    assert before == [Lost(1), NotFound(1)]
+    assert isinstance(after, Connected)
 
 
 def test_slow_daemon_keeps_its_session(rig: Rig) -> None:
