@@ -29,6 +29,7 @@ from kvcached.config.tables import HostConfig
 from kvcached.core.cache import Cache
 from kvcached.core.messages import Event, PoolRestored, Ticked, WorkerDied
 from kvcached.core.namespaces import Edition, Generations
+from kvcached.garbage import only_young
 from kvcached.memory.available import NotEnoughMemory, check_available
 from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.host_pool import HostHeaders, HostMemory
@@ -203,6 +204,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         if inheritance is None or inheritance.ledger is None:
             raise
         raise LedgerUnusable(f"{type(error).__name__}: {error}") from error
+    parts.enter_context(only_young())
     _start_clock(service, config.heartbeat_interval_ms / 1000, parts)
     return service
 

@@ -140,7 +140,6 @@ def take_over_timed(
         taken = take_over(inheritance.ledger, cache, replicas, headers if inheritance.is_kept else None)
     finally:
         gc.enable()
-    gc.freeze()  # the index is there to stay
     _log.info(
         "taken over in %d ms: %d blocks of the host pool, %d blocks of device pools, %d living engines",
         (time.monotonic_ns() - start_ns) // 1_000_000,

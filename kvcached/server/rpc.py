@@ -177,7 +177,7 @@ class RpcServer:
         try:
             self._connections.admit(connection)
         except RequestError as error:
-            connection.refusal = error
+            connection.refusal = error.with_traceback(None)  # which names frames that name the connection: a cycle
 
     def _close(self, connection: Connection) -> None:
         if not connection.is_open or self._loop is None:
@@ -241,15 +241,18 @@ class RpcServer:
             self._handler.count("errors_internal")
 
     def _serve(self, connection: Connection, message: Message) -> None:
-        parts, error = message.parts, connection.refusal or message.error
-        if error is None:
-            try:
-                request, frames = decode(parts)
-            except RequestError as caught:
-                error = caught
-            else:
-                self._handler.submit(connection.peer, request, frames, partial(self._answer, connection))
-                return
+        parts, known = message.parts, connection.refusal or message.error
+        if known is not None:
+            self._refuse(connection, parts, known)
+            return
+        try:
+            request, frames = decode(parts)
+        except RequestError as error:  # not kept in this frame, which its traceback names: that would be a cycle
+            self._refuse(connection, parts, error)
+        else:
+            self._handler.submit(connection.peer, request, frames, partial(self._answer, connection))
+
+    def _refuse(self, connection: Connection, parts: list[bytes], error: RequestError) -> None:
         self._handler.refused(error)
         self._send(connection, encode_message([encode(refusal(parts, error))]))
         if connection.refusal is not None:
