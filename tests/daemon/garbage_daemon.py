@@ -18,7 +18,7 @@ import kvcached.__main__
 GARBAGE = "garbage.json"
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
     """Be a daemon."""
     place = Path(arguments[arguments.index("--config") + 1]).parent / GARBAGE
 
@@ -35,8 +35,8 @@ def main(arguments: list[str]) -> int:
 
     signal.signal(signal.SIGUSR2, tell)
     sys.argv = ["kvcached", *arguments[1:]]
-    return kvcached.__main__.run()
+    kvcached.__main__.run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    main(sys.argv)

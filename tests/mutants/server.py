@@ -28,4 +28,4 @@ def last_storage_process_not_awaited(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/daemon/test_bad_input.py::test_malformed_message_gets_one_typed_error")
 def reply_to_a_malformed_message_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A message that is no request gets no reply."""
-    rewrite(patch, RpcServer._serve, "self._send(connection, encode_message([encode(refusal(parts, error))]))", "pass")
+    rewrite(patch, RpcServer._refuse, "self._send(connection, encode_message([encode(refusal(parts, error))]))", "pass")
