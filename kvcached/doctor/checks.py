@@ -7,7 +7,7 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -36,16 +36,16 @@ def examine(python: str, run_dir: Path, model: str, vllm_arguments: Sequence[str
         model: folder of the model or its config.json; "" for what `vllm_arguments` name.
         vllm_arguments: of vLLM; none where they are not to be checked.
     """
-    flags = parse(vllm_arguments)
+    flags, on_cuda = parse(vllm_arguments), False
     usable = _version(python)
     yield usable
     if usable.level != "fail":
-        yield from _ask_engine(python, run_dir, flags.algorithm)
+        on_cuda = (yield from _ask_engine(python, run_dir, flags.algorithm)) == "cuda"
     if vllm_arguments:
-        yield from check_flags(flags, os.environ, run_dir)
+        yield from check_flags(flags, os.environ, run_dir, on_cuda=on_cuda)
     if model or flags.model:
-        yield from check_model(model or flags.model, flags)
-    yield from _layout(run_dir, model or flags.model, flags)
+        yield from check_model(model or flags.model, flags, on_cuda=on_cuda)
+    yield from _layout(run_dir, model or flags.model, flags, on_cuda=on_cuda)
 
 
 def examine_cuda(python: str) -> Iterator[Finding]:
@@ -78,8 +78,12 @@ def _version(python: str) -> Finding:
     return Finding("interpreter", "ok", python)
 
 
-def _ask_engine(python: str, run_dir: Path, algorithm: str) -> Iterator[Finding]:
-    """What the engine's interpreter finds, and whether another one of its processes hashes alike."""
+def _ask_engine(python: str, run_dir: Path, algorithm: str) -> Generator[Finding, None, str]:
+    """What the engine's interpreter finds, and whether another one of its processes hashes alike.
+
+    Returns:
+        The kind of device that vLLM computes on; empty if that is not known.
+    """
     command = [python, "-P", "-m", _MODULE, "--hash-algo", algorithm]
     checks, hashes = [*command, "--run-dir", str(run_dir)], [*command, "--hash-only"]
     found, said = 0, _NOTHING_SAID
@@ -94,8 +98,9 @@ def _ask_engine(python: str, run_dir: Path, algorithm: str) -> Iterator[Finding]
             other = next(_lines(second), _NOTHING_SAID)
         if first.returncode or not found:
             yield _broken_off(python, first.returncode, errors)
-            return
+            return ""
     yield from _agreement(algorithm, said, other, os.environ)
+    return str(said.get("device", ""))
 
 
 def _started(command: list[str], errors: IO[str]) -> subprocess.Popen[str]:
@@ -150,10 +155,10 @@ def _agreement(
     yield Finding("hashes", "ok", f"two processes hash the same tokens alike ({algorithm})")
 
 
-def _layout(run_dir: Path, model: str, flags: VllmFlags) -> Iterator[Finding]:
+def _layout(run_dir: Path, model: str, flags: VllmFlags, *, on_cuda: bool) -> Iterator[Finding]:
     offered = _offered(run_dir)
     if model and offered is not None:
-        yield from check_layout(model, flags, offered)
+        yield from check_layout(model, flags, offered, on_cuda=on_cuda)
 
 
 def _offered(run_dir: Path) -> OffloadInfo | None:

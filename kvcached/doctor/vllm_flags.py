@@ -24,9 +24,11 @@ TRANSFER_CONFIG: Final = {
     "kv_load_failure_policy": "recompute",
 }
 DEFAULT_ALGORITHM: Final = "sha256"
-#: vLLM's attention on a CPU refuses others, and takes this where none is named.
+#: vLLM's attention on a CPU refuses others.
 _BLOCK_SIZE_UNIT: Final = 32
+#: What vLLM takes where none is named, on CPUs and on CUDA devices.
 _DEFAULT_BLOCK_SIZE: Final = 128
+_DEFAULT_BLOCK_SIZE_ON_CUDA: Final = 16
 _SINGLE: Final = ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size", "nnodes")
 _SHORT: Final = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size"}
 _CHECK: Final = "vllm flags"
@@ -88,15 +90,19 @@ def parse(arguments: Sequence[str]) -> VllmFlags:
     return flags
 
 
-def check_flags(flags: VllmFlags, environment: Mapping[str, str], run_dir: Path) -> Iterator[Finding]:
+def check_flags(
+    flags: VllmFlags, environment: Mapping[str, str], run_dir: Path, *, on_cuda: bool = False
+) -> Iterator[Finding]:
     """What of vLLM's arguments does not fit.
 
     Args:
         flags: vLLM's arguments.
         environment: of the engine, for PYTHONHASHSEED.
         run_dir: of the daemon that is meant.
+        on_cuda: whether vLLM computes on CUDA devices; it is taken to compute on CPUs otherwise.
     """
-    found = [*_transfer_config(flags, run_dir), *_hashing(flags, environment), *_sizes(flags)]
+    sizes = _block_size(flags) if not on_cuda else _sleep_mode(flags)
+    found = [*_transfer_config(flags, run_dir), *_hashing(flags, environment), *sizes, *_single(flags)]
     yield from found
     if not any(finding.level == "fail" for finding in found):
         yield Finding(_CHECK, "ok", "nothing in vLLM's arguments keeps it from using kvcached")
@@ -154,7 +160,7 @@ def _hashing(flags: VllmFlags, environment: Mapping[str, str]) -> Iterator[Findi
         )
 
 
-def _sizes(flags: VllmFlags) -> Iterator[Finding]:
+def _block_size(flags: VllmFlags) -> Iterator[Finding]:
     block_size = flags.options.get("block-size", "")
     if block_size.isdecimal() and (int(block_size) == 0 or int(block_size) % _BLOCK_SIZE_UNIT):
         yield Finding(
@@ -163,23 +169,33 @@ def _sizes(flags: VllmFlags) -> Iterator[Finding]:
             f"--block-size {block_size}: vLLM's attention on a CPU takes multiples of {_BLOCK_SIZE_UNIT} only",
             f"--block-size {_BLOCK_SIZE_UNIT}",
         )
+
+
+def _sleep_mode(flags: VllmFlags) -> Iterator[Finding]:
+    if "enable-sleep-mode" in flags.options:
+        text = "--enable-sleep-mode: a vLLM that sleeps frees memory that may be being copied; the connector refuses it"
+        yield Finding(_CHECK, "fail", text, "leave out --enable-sleep-mode")
+
+
+def _single(flags: VllmFlags) -> Iterator[Finding]:
     for name in _SINGLE:
         if flags.options.get(name, "1") != "1":
             yield Finding(_CHECK, "fail", f"--{name} {flags.options[name]} is not supported", f"leave out --{name}")
 
 
-def check_model(model: str, flags: VllmFlags) -> Iterator[Finding]:
+def check_model(model: str, flags: VllmFlags, *, on_cuda: bool = False) -> Iterator[Finding]:
     """Whether vLLM and the connector take a model's kinds of layers; nothing where its configuration is not here.
 
     Args:
         model: folder of a model, or its config.json.
         flags: vLLM's arguments, for the longest context.
+        on_cuda: as for `check_flags`.
     """
     try:
         text = _text_config(_read_config(model))
     except (OSError, ValueError):
         return
-    if text.get("kv_lora_rank"):
+    if text.get("kv_lora_rank") and not on_cuda:
         yield Finding(
             _MODEL,
             "fail",
@@ -237,13 +253,14 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, dict) else config
 
 
-def check_layout(model: str, flags: VllmFlags, offered: OffloadInfo) -> Iterator[Finding]:
+def check_layout(model: str, flags: VllmFlags, offered: OffloadInfo, *, on_cuda: bool = False) -> Iterator[Finding]:
     """Whether a slab of the host pool holds a block of the model.
 
     Args:
         model: folder of a model, or its config.json; a name of the hub is not looked up.
         flags: vLLM's arguments, for the sizes in them.
         offered: what the daemon has.
+        on_cuda: as for `check_flags`.
     """
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
@@ -252,7 +269,8 @@ def check_layout(model: str, flags: VllmFlags, offered: OffloadInfo) -> Iterator
         yield Finding("layout", "warn", text, "name the folder of the model: --model DIR")
         return
     try:
-        block_size = int(flags.options.get("block-size") or _DEFAULT_BLOCK_SIZE)
+        by_default = _DEFAULT_BLOCK_SIZE_ON_CUDA if on_cuda else _DEFAULT_BLOCK_SIZE
+        block_size = int(flags.options.get("block-size") or by_default)
         shards = int(flags.options.get("tensor-parallel-size") or 1)
         config = _read_config(model)
         layout = layout_from_model_config(

@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
             for finding in _guarded("cuda", _cuda) if asked.cuda else examine(asked.run_dir):
                 _print(out, asdict(finding))
         if asked.hash_algo:
-            _print(out, _hashes(asked.hash_algo))
+            _print(out, {**_hashes(asked.hash_algo), "device": _vllm_device()})
 
 
 def examine(run_dir: str | None) -> Iterator[Finding]:
@@ -213,6 +213,14 @@ def _hashes(algorithm: str) -> dict[str, object]:
     except Exception as error:  # noqa: BLE001 - as above
         return {"hashes": [], "error": f"{type(error).__name__}: {error}"}
     return {"hashes": hashes, "error": ""}
+
+
+def _vllm_device() -> str:
+    """The kind of device that vLLM computes on here; empty where that is not known."""
+    try:
+        return str(importlib.import_module("vllm.platforms").current_platform.device_type)
+    except Exception:  # noqa: BLE001 - there is no vLLM, or it is broken, which `_vllm` has told
+        return ""
 
 
 # --- the daemon -----------------------------------------------------------------------------------------------------

@@ -134,16 +134,34 @@ def test_doctor_with_an_interpreter_that_lacks_something(tmp_path: Path, program
     assert (failed.check, said in failed.text, failed.fix != "") == (check, True, True), failed
 
 
+def install_fake_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, root: str = "b'root'", **more: str) -> None:
+    """The fake vLLM, for interpreters that tests start; `more` are further modules of it."""
+    for name, text in {**FAKE_VLLM, **{f"vllm/{module}.py": text for module, text in more.items()}}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.replace("ROOT_VALUE", root))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", ""])
+def test_doctor_asks_which_device_vllm_computes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """What vLLM refuses on CPUs only is no problem where it computes on CUDA devices; unknown counts as a CPU."""
+    platform = f"class current_platform: device_type = {device!r}" if device else "raise ImportError"
+    install_fake_vllm(tmp_path, monkeypatch, platforms=platform)
+
+    findings = list(examine(sys.executable, tmp_path, "", ["--block-size", "16"]))
+
+    assert any("multiples of 32" in finding.text for finding in findings) == (device != "cuda")
+
+
 @pytest.mark.parametrize(("root", "level"), [("b'root'", "ok"), ("os.urandom(8)", "fail")])
 def test_doctor_compares_the_hashes_of_two_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, level: str
 ) -> None:
     """An interpreter whose processes hash alike is ok; one that begins at random is told that it shares nothing."""
-    for name, text in FAKE_VLLM.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.replace("ROOT_VALUE", root))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    install_fake_vllm(tmp_path, monkeypatch, root)
 
     findings = list(examine(sys.executable, tmp_path, "", ()))
 

@@ -108,6 +108,23 @@ def test_hashes_that_only_one_python_shares_are_a_warning() -> None:
     assert problems([*GOOD[:-1], "xxhash_cbor"], {"PYTHONHASHSEED": "0"}) == []
 
 
+def test_devices_are_checked_as_devices(tmp_path: Path) -> None:
+    """On CUDA devices small blocks and latent attention are no problem, sleep mode is, and blocks have 16 tokens."""
+    arguments = parse([*GOOD, "--block-size", "16"])
+    assert [each.level for each in check_flags(arguments, {}, RUN_DIR, on_cuda=True)] == ["ok"]
+    sleeping = parse([*GOOD, "--enable-sleep-mode"])
+    assert [each.level for each in check_flags(sleeping, {}, RUN_DIR)] == ["ok"]
+    (finding,) = check_flags(sleeping, {}, RUN_DIR, on_cuda=True)
+    assert (finding.level, finding.fix) == ("fail", "leave out --enable-sleep-mode")
+
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "kv_lora_rank": 512}))
+    assert [each.level for each in check_model(str(tmp_path), parse([]))] == ["fail"]
+    assert list(check_model(str(tmp_path), parse([]), on_cuda=True)) == []
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (layout,) = check_layout(str(tmp_path), parse([]), OFFERED, on_cuda=True)
+    assert layout.text.startswith("a block of 16 tokens takes ")
+
+
 # --- layout ---------------------------------------------------------------------------------------------------------
 
 
