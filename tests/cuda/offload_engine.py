@@ -1,4 +1,4 @@
-"""An engine in offload mode whose tensors are on a CUDA device: ``python -m tests.cuda.offload_engine RUN_DIR``.
+"""An engine in offload mode with tensors on a CUDA device: ``python -m tests.cuda.offload_engine RUN_DIR ORDINAL``.
 
 It speaks in lines. Its kernels are host functions on its stream, which run late. A thread without a CUDA context
 copies.
@@ -37,9 +37,14 @@ HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Stream:
-    """The engine's stream, and kernels on it."""
+    """The engine's stream, and kernels on it.
+
+    Attributes:
+        handle: of the stream; 0 for the default stream.
+    """
 
     def __init__(self, device: Device) -> None:
+        self._device = device
         self._driver = device.driver
         self._stream = device.make_stream()
         self.handle = self._stream.handle
@@ -50,24 +55,28 @@ class Stream:
         self._kernels.append(HostFunction(lambda _: kernel()))
         address = ctypes.cast(self._kernels[-1], ctypes.c_void_p).value
         names = self._driver.names
-        self._driver.call("cuLaunchHostFunc", names.CUstream(self.handle), names.CUhostFn(address), 0)
+        with self._device.current():
+            self._driver.call("cuLaunchHostFunc", names.CUstream(self.handle), names.CUhostFn(address), 0)
 
     def finish(self) -> None:
-        self._stream.synchronize()
+        """Wait for all kernels."""
+        with self._device.current():
+            self._driver.call("cuCtxSynchronize")
 
 
 class DeviceShard(ShardMemory):
     """The engine's one shard: tensors on a device, written and read by kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self, ordinal: int) -> None:
         self.shard = 0
-        self.device = Device(Driver())
+        self.device = Device(Driver(), ordinal)
         self._memory = self.device.make_memory(LAYERS * BLOCKS * PAGE_BYTES)
         memory = seen(self._memory.address, LAYERS * BLOCKS * PAGE_BYTES)
         self.tensors = [HostTensor(layer, "cuda") for layer in memory.reshape(LAYERS, BLOCKS, PAGE_BYTES)]
         self.pages = EnginePages.of_tensors({f"layer {number}": each for number, each in enumerate(self.tensors)})
         self.link: OffloadShard | None = None
         self.stream = Stream(self.device)
+        Device(self.device.driver).use()  # the thread's device may be another one
 
     def store(self, order: Order) -> None:
         """Launch the kernels that compute the blocks, and store the blocks at once."""
@@ -140,10 +149,10 @@ def on_copying_thread(work: Callable[[], Any]) -> Any:
 class Engine:
     """The engine; its commands are methods."""
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, run_dir: str, ordinal: int) -> None:
         self._run_dir = run_dir
         self._instance = os.urandom(16)
-        self.memory = DeviceShard()
+        self.memory = DeviceShard(ordinal)
         self.connect()
 
     def connect(self) -> None:
@@ -171,6 +180,10 @@ class Engine:
         assert self.memory.link is not None
         self.memory.link.store(job_of(order))
 
+    def compute_on_default_stream(self) -> None:
+        """As engines do that make no stream."""
+        self.memory.stream.handle = 0
+
     def split(self, pieces: str) -> None:
         """Cut copies into batches of so many pieces."""
         copy.PIECES_MAX = int(pieces)  # type: ignore[misc]
@@ -181,9 +194,9 @@ class Engine:
         self.scheduler.client.close()
 
 
-def main(run_dir: str) -> None:
+def main(run_dir: str, ordinal: str) -> None:
     logging.basicConfig(level=logging.WARNING)
-    engine = Engine(run_dir)
+    engine = Engine(run_dir, int(ordinal))
     say("ready")
     for command, *words in map(str.split, sys.stdin):
         try:
@@ -216,4 +229,4 @@ if __name__ == "__main__":
     if sys.argv[1] in {"several_devices", "no_device_memory"}:
         sys.stdout.write(json.dumps(globals()[sys.argv[1]]()))
     else:
-        main(sys.argv[1])
+        main(*sys.argv[1:])

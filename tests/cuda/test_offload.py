@@ -39,12 +39,12 @@ class Node(NamedTuple):
     patch: pytest.MonkeyPatch
 
     @contextmanager
-    def engine(self, *, leave: bool = True, **driver: object) -> Iterator[LineProcess]:
+    def engine(self, *, leave: bool = True, ordinal: int = 0, **driver: object) -> Iterator[LineProcess]:
         """An engine of a process of its own, on the device."""
         with self.patch.context() as patch:
             for name, value in settings(**driver).items():
                 patch.setenv(name, value)
-            engine = LineProcess(MODULE, str(self.daemon.run_dir))
+            engine = LineProcess(MODULE, str(self.daemon.run_dir), str(ordinal))
         try:
             assert engine.hear() == "ready"
             yield engine
@@ -128,6 +128,21 @@ def test_engines_on_cpu_and_device_share_blocks(node: Node) -> None:
             memory.store(scheduler.prepare_store("cpu", BLOCKS)[1])
             assert engine.ask("load cpu 6") == WHOLE
     assert broken_rules(node) == []
+
+
+@pytest.mark.parametrize("node", [1, 2, 3], indirect=True)
+def test_engine_on_another_device_and_on_its_default_stream(node: Node) -> None:
+    """The tensors' device counts, not that of the thread; a mark of the default stream is one; batches are calls."""
+    with node.engine(ordinal=1, devices=2) as engine, node.engine(devices=2) as other:
+        assert [engine.ask("compute_on_default_stream"), engine.ask(f"split {2 * LAYERS}")] == ["done"] * 2
+        for name in ("a", "b"):
+            assert [engine.ask(f"store {name} {BLOCKS}"), other.ask(f"load {name} {BLOCKS}")] == ["done", WHOLE]
+            assert [other.ask(f"store {name}{name} 6"), engine.ask(f"load {name}{name} 6")] == ["done", WHOLE]
+
+    calls = trace.calls(node.records(), "cuMemcpyBatchAsync")
+    assert broken_rules(node) == []
+    assert len(calls) == 4 * BLOCKS // 2 + 4  # the engine has two blocks in a batch, the other one all
+    assert live_granules(node.device, 1) == 0
 
 
 def test_copy_without_a_mark_is_refused(node: Node) -> None:
