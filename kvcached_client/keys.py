@@ -27,11 +27,13 @@ from kvcached_client.errors import RequestError, bad_value
 from kvcached_client.types import KEY_SIZE_BYTES, PackedKeys
 
 try:
-    from kvcached_client import _native_blake3
+    from kvcached_client import _native_keys
 except ImportError:  # installed without a C compiler: the same keys, computed more slowly
-    native_hash_blocks: Callable[[bytes, memoryview, int], tuple[bytes, bytes]] | None = None
+    native_blake3_blocks: Callable[[bytes, memoryview, int], tuple[bytes, bytes]] | None = None
+    native_xxh3_blocks: Callable[[bytes, memoryview, int], tuple[bytes, bytes]] | None = None
 else:
-    native_hash_blocks = _native_blake3.hash_blocks
+    native_blake3_blocks = _native_keys.blake3_blocks
+    native_xxh3_blocks = _native_keys.xxh3_blocks
 
 KeyAlgorithm = Literal["blake3", "xxh3"]
 #: Integers, an integer array of one dimension, or raw bytes that hold little-endian int32.
@@ -42,8 +44,9 @@ Tokens: TypeAlias = (
 ROOT_SIZE_BYTES: Final = 32
 TOKEN_SIZE_BYTES: Final = 4
 TOKEN_MAX: Final = (1 << 31) - 1
-#: The native helper hashes messages of at most one BLAKE3 chunk.
+#: The native helper hashes messages of at most one BLAKE3 chunk, and of XXH3 those that it mixes in one go.
 NATIVE_BLOCK_SIZE_MAX: Final = 256
+NATIVE_XXH3_BLOCK_SIZE_MAX: Final = 56
 #: Chain roots that are kept: an engine has a few adapters and tenants at a time, and a root for each pair.
 _ROOTS_KEPT: Final = 1024
 #: Up to this number of tokens, Python finds the largest token faster than numpy.
@@ -181,8 +184,8 @@ def _blake3_message(parent: bytes, message: bytes) -> bytes:
 
 
 def _blake3_blocks(parent: bytes, data: memoryview, block_bytes: int) -> tuple[bytes, bytes]:
-    if native_hash_blocks is not None and block_bytes <= NATIVE_BLOCK_SIZE_MAX * TOKEN_SIZE_BYTES:
-        return native_hash_blocks(parent, data, block_bytes // TOKEN_SIZE_BYTES)
+    if native_blake3_blocks is not None and block_bytes <= NATIVE_BLOCK_SIZE_MAX * TOKEN_SIZE_BYTES:
+        return native_blake3_blocks(parent, data, block_bytes // TOKEN_SIZE_BYTES)
     messages = struct.iter_unpack(f"{block_bytes}s", data)
     states = b"".join([parent := blake3(message, key=parent).digest() for (message,) in messages])
     return np.frombuffer(states, np.uint8).reshape(-1, len(parent))[:, :KEY_SIZE_BYTES].tobytes(), parent
@@ -194,6 +197,8 @@ def _xxh3_message(parent: bytes, message: bytes) -> bytes:
 
 def _xxh3_blocks(parent: bytes, data: memoryview, block_bytes: int) -> tuple[bytes, bytes]:
     parent = parent[:KEY_SIZE_BYTES]
+    if native_xxh3_blocks is not None and block_bytes <= NATIVE_XXH3_BLOCK_SIZE_MAX * TOKEN_SIZE_BYTES:
+        return native_xxh3_blocks(parent, data, block_bytes // TOKEN_SIZE_BYTES)
     messages = struct.iter_unpack(f"{block_bytes}s", data)
     return b"".join([parent := xxh3_128_digest(parent + message) for (message,) in messages]), parent
 

@@ -126,7 +126,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _helpers() -> Iterator[Finding]:
-    slower = {"blocks._native_copy": "copies of small pages", "_native_blake3": "kvcached's own block keys"}
+    slower = {"blocks._native_copy": "copies of small pages", "_native_keys": "kvcached's own block keys"}
     missing = [name for name in slower if importlib.util.find_spec(f"kvcached_client.{name}") is None]
     for name in missing:
         yield Finding(

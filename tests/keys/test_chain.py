@@ -38,15 +38,18 @@ def test_chain_is_the_same_however_it_grows(
     assert grown.block_count == len(expected)
 
 
-@pytest.mark.skipif(keys.native_hash_blocks is None, reason="the native helper was not built")
+@pytest.mark.skipif(keys.native_blake3_blocks is None, reason="the native helper was not built")
+@pytest.mark.parametrize("algorithm", ["blake3", "xxh3"])
 @given(block_size=st.integers(1, 256), count=st.integers(0, 2000), seed=st.integers(0, (1 << 31) - 1))
-def test_chain_is_the_same_with_and_without_the_native_helper(block_size: int, count: int, seed: int) -> None:
+def test_chain_is_the_same_with_and_without_the_native_helper(
+    algorithm: str, block_size: int, count: int, seed: int
+) -> None:
     """Both paths give the same keys for any block size and length."""
     tokens = np.random.default_rng(seed).integers(0, 1 << 31, count, dtype=np.int32)
-    fast = KeyChain(_NAMESPACE, block_size, tokens)
+    fast = KeyChain(_NAMESPACE, block_size, tokens, algorithm=algorithm)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keys, "native_hash_blocks", None)
-        slow = KeyChain(_NAMESPACE, block_size, tokens)
+        patch.setattr(keys, f"native_{algorithm}_blocks", None)
+        slow = KeyChain(_NAMESPACE, block_size, tokens, algorithm=algorithm)
     assert fast.keys == slow.keys
 
 

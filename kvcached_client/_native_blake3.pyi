@@ -1,3 +1,0 @@
-# The optional native helper, `blake3.c`. Absent where no compiler was at hand; `keys.py` then does the same, slower.
-
-def hash_blocks(parent: bytes, tokens: bytes | bytearray | memoryview, block_size: int, /) -> tuple[bytes, bytes]: ...
