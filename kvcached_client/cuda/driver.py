@@ -219,10 +219,28 @@ class Event:
         wanted = flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC
         self.handle: Opaque = driver.call("cuEventCreate", wanted)
         try:
-            driver.call("cuEventRecord", self.handle, stream)
+            self.record(stream)
         except BaseException:
             self.close()
             raise
+
+    def record(self, stream: Opaque) -> None:
+        """Stand for the work that a stream has now, and no longer for what it stood for before."""
+        self._driver.call("cuEventRecord", self.handle, stream)
+
+    def is_over(self) -> bool:
+        """Whether the work before it is done. Never waits.
+
+        Raises:
+            CudaFailure: some work of the context has failed.
+        """
+        try:
+            self._driver.call("cuEventQuery", self.handle)
+        except CudaFailure as error:
+            if error.result != "CUDA_ERROR_NOT_READY":
+                raise
+            return False
+        return True
 
     def synchronize(self) -> None:
         """Wait until the work before it is done. Other threads of the interpreter go on.

@@ -56,6 +56,18 @@ class EngineDevice:
                 )
             return cls(Device(driver, found.pop()))
 
+    @classmethod
+    def of_uuid(cls, wanted: str) -> Self:
+        """The device that has a pool, by `MappedPool.device`.
+
+        Raises:
+            CudaMissing: this process has no driver, or does not see the device.
+            CudaFailure: the driver refused one of the steps.
+        """
+        driver = Driver()
+        with own_context(driver):
+            return cls(Device.of_uuid(driver, wanted))
+
     @property
     def ordinal(self) -> int:
         """The device's number in this process, which torch uses as well."""

@@ -9,7 +9,8 @@ from unittest.mock import Mock, create_autospec
 import pytest
 
 import kvcached_client
-from kvcached_client import Client, DeadlineExceeded, KvcachedError, LoadFailed, LoadTicket
+from kvcached_client import Client, DeadlineExceeded, KvcachedError, Lease, LoadFailed, LoadTicket
+from kvcached_client.cuda.streams import StreamFences
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.protocol.engine import Acquire, Acquired, Commit, Header, Load, Loaded, Request
 from kvcached_client.types import pack_ranges
@@ -102,6 +103,20 @@ def test_guide_fragment_for_devices_names_calls_that_exist() -> None:
     shard.mark.assert_called_once_with(torch.cuda.current_stream().cuda_stream)
     shard.store.assert_called_once_with(None, after=shard.mark.return_value)
     shard.load.assert_called_once_with(None, after=shard.mark.return_value)
+
+
+def test_guide_fragment_for_streams_names_calls_that_exist() -> None:
+    """The fragment about streams takes a fence after the launches, and commits and releases under it."""
+    (fragment,) = re.findall(r"```python streams\n(.*?)```", GUIDE, re.DOTALL)
+    engine = Mock(fences=create_autospec(StreamFences, instance=True), lease=create_autospec(Lease, instance=True))
+    engine.fences.next.return_value = 7
+    names = {"StreamFences": lambda _: engine.fences, "pool": Mock(), "stream": Mock(), "stop": 8}
+    exec(fragment, {**names, **{name: getattr(engine, name) for name in ("launch_kernels", "lease", "client")}})  # noqa: S102 - the guide is ours
+
+    assert [name for name, *_ in engine.mock_calls][:2] == ["launch_kernels", "fences.next"]
+    engine.lease.commit.assert_called_once_with(8, fence=7)
+    engine.lease.release.assert_called_once_with(fence=7)
+    assert engine.client.signal_fence.call_count == 2
 
 
 class ComputedLayers:
