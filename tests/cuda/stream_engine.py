@@ -9,9 +9,13 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from kvcached_client import Lease
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_client import KeyChain, Lease, LoadFailed, TransportError
 from kvcached_client.cuda.driver import CudaFailure
 from kvcached_client.cuda.engine import EngineDevice
+from kvcached_client.cuda.gates import GatedStep, LayerGates
 from kvcached_client.cuda.streams import StreamFences
 from kvcached_client.types import FenceSequence
 from tests.cuda.offload_engine import Stream
@@ -19,6 +23,7 @@ from tests.cuda.pool_engine import BLOCKS, Engine
 
 #: Prompts between two waits: their slots are fewer than those of the pool.
 QUEUED_MAX: Final = 8
+GATE_DEADLINE_MS: Final = 2000
 
 
 class NotWaiting(StreamFences):
@@ -95,6 +100,71 @@ class StreamEngine(Engine):
             return f"again {error.result}"
 
 
+class GatedEngine(StreamEngine):
+    """It reads hits layer by layer, on a stream that waits for each layer."""
+
+    def __init__(self, run_dir: str) -> None:
+        super().__init__(run_dir)
+        self.gates = LayerGates(self.pool)
+
+    def fetch(self, number: int) -> str:
+        """Read a hit that may be loading: how it went, blocks of the hit, and the layers that kernels saw wrong."""
+        self._requests += 1
+        chain = self.chain(number)
+        lease = self.client.acquire(f"gated-{self._requests}", chain, full=True)
+        promised, was_loading = lease.hit_blocks, lease.is_loading
+        self.wrong, said = 0, "read"
+        try:
+            self.read_layers(lease, chain)
+        except (TransportError, LoadFailed) as error:
+            said = type(error).__name__
+        self.streams[0].finish()
+        whole = lease.wait_loaded() == promised * self.pool.layout.block_size
+        lease.release()
+        return f"{said} loading {was_loading} whole {whole} wrong {self.wrong}"
+
+    def read_layers(self, lease: Lease, chain: KeyChain) -> None:
+        """Queue a wait and a kernel for each layer; the host waits for none of them."""
+        stream, parts = self.streams[0], len(self.parts) // self.pool.layout.groups[0].layers
+        with self.gates.begin(lease.loads, deadline_ms=GATE_DEADLINE_MS) as step:
+            for layer in range(self.pool.layout.groups[0].layers):
+                self.queue_wait(step, stream.handle, layer)
+                stream.launch(self.reader(lease, chain, self.parts[layer * parts : (layer + 1) * parts]))
+
+            self.launched()
+
+    def launched(self) -> None:
+        """All kernels of the step are queued."""
+
+    def fetch_loudly(self, number: int) -> str:
+        """As `fetch`, with a line of its own once all is queued."""
+        self.launched = lambda: print("launched", flush=True)  # type: ignore[method-assign]  # noqa: T201
+        return self.fetch(number)
+
+    def queue_wait(self, step: GatedStep, stream: int, layer: int) -> None:
+        step.wait(stream, layer)
+
+    def reader(self, lease: Lease, chain: KeyChain, parts: list[npt.NDArray[np.uint8]]) -> Callable[[], None]:
+        """A kernel that checks one layer of the hit."""
+        table, hit = lease.block_table, lease.hit_blocks
+
+        def run() -> None:
+            self.wrong += sum(
+                (part[table[depth]] != self._pattern(chain, depth, part)).any()
+                for depth in range(hit)
+                for part in parts
+            )
+
+        return run
+
+
+class NoGates(GatedEngine):
+    """A mistake: the stream waits for nothing."""
+
+    def queue_wait(self, step: GatedStep, stream: int, layer: int) -> None:
+        pass
+
+
 class EarlyEvents(StreamEngine):
     """A mistake: the event is recorded before the kernel is queued."""
 
@@ -110,7 +180,7 @@ class Unfenced(StreamEngine):
     fences_type = NotWaiting
 
 
-ENGINES: Final = {each.__name__: each for each in (StreamEngine, EarlyEvents, Unfenced)}
+ENGINES: Final = {each.__name__: each for each in (StreamEngine, GatedEngine, EarlyEvents, Unfenced, NoGates)}
 
 
 def main(run_dir: str, name: str = "StreamEngine") -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,10 +18,10 @@ PROMPTS = 48
 
 
 @contextmanager
-def stream_engine(on_device: OnDevice, name: str = "StreamEngine") -> Iterator[LineProcess]:
+def stream_engine(on_device: OnDevice, name: str = "StreamEngine", delay_us: int = 200_000) -> Iterator[LineProcess]:
     """An engine whose kernels are much later than the daemon's replies."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FAKE_CUDA_DELAY_US", "200000")
+        patch.setenv("FAKE_CUDA_DELAY_US", str(delay_us))
         started = LineProcess("tests.cuda.stream_engine", str(on_device.daemon.run_dir), name)
     with ended(started) as engine:
         assert engine.hear() == "ready"
@@ -52,3 +54,39 @@ def test_failed_device_signals_no_fence(on_device: OnDevice, monkeypatch: pytest
     with stream_engine(on_device) as engine:
         said = engine.ask(f"serve {PROMPTS}")
     assert said == "failed CUDA_ERROR_LAUNCH_FAILED again CUDA_ERROR_LAUNCH_FAILED"
+
+
+def fetched(engine: LineProcess, numbers: range) -> list[str]:
+    """What an engine says of prompts whose blocks were loading when it read them."""
+    said = [engine.ask(f"fetch {number}") for number in numbers]
+    return [each for each in said if "loading True" in each]
+
+
+@pytest.mark.parametrize("on_device", [1, 2], indirect=True)
+def test_kernels_of_a_layer_wait_for_it_on_the_stream(on_device: OnDevice) -> None:
+    """Each kernel sees the bytes of its layer, though the host waits for no layer before it launches the next."""
+    with stream_engine(on_device, "GatedEngine") as engine:
+        engine.ask(f"serve {PROMPTS}")
+        loaded = fetched(engine, range(PROMPTS // 2))
+    assert set(loaded) == {"read loading True whole True wrong 0"}
+    assert len(loaded) >= 4
+
+
+def test_mistake_of_no_gates_is_seen(on_device: OnDevice) -> None:
+    """A kernel that does not wait for its layer reads what was in the slot before, and nothing else tells."""
+    with stream_engine(on_device, "NoGates", delay_us=0) as engine:
+        engine.ask(f"serve {PROMPTS}")
+        loaded = fetched(engine, range(PROMPTS // 2))
+    assert any(each.startswith("read") and not each.endswith(" wrong 0") for each in loaded)
+
+
+def test_no_stream_waits_for_a_worker_that_died(on_device: OnDevice) -> None:
+    """A worker that hangs and is killed during a load opens the gates, and the step is refused."""
+    with stream_engine(on_device, "GatedEngine", delay_us=0) as engine:
+        engine.ask(f"serve {PROMPTS}")
+        worker = on_device.worker_pid()
+        os.kill(worker, signal.SIGSTOP)
+        assert engine.ask("fetch_loudly 0") == "launched"
+        os.kill(worker, signal.SIGKILL)
+        said = engine.hear()
+    assert said.startswith("LoadFailed loading True whole False")
