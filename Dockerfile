@@ -16,11 +16,19 @@ COPY . /source
 RUN python -m venv /opt/kvcached \
     && /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check /source/kvcached_client '/source[encryption]'
 
-FROM python:3.12-slim
+# The same with what device pools on CUDA need. The driver comes from the node, with NVIDIA's container toolkit:
+#
+#   docker build --target cuda -t kvcached:cuda .
+#   docker run --gpus all --ulimit memlock=-1 … kvcached:cuda
+#
+# Not run on a GPU node yet. `docker run --gpus all kvcached:cuda doctor --cuda` says what driver and devices can do.
+FROM build AS build-cuda
+RUN /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check '/source/kvcached_client[cuda]'
+
+FROM python:3.12-slim AS run
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin kvcached \
     && install --directory --owner kvcached --mode 0750 /run/kvcached \
     && install --directory --owner kvcached --mode 0700 /var/cache/kvcached
-COPY --from=build /opt/kvcached /opt/kvcached
 ENV PATH=/opt/kvcached/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     KVCACHED_CONFIG=/etc/kvcached/kvcached.toml \
@@ -30,3 +38,11 @@ VOLUME /run/kvcached /var/cache/kvcached
 HEALTHCHECK --interval=10s --timeout=6s --start-period=35s CMD ["kvcached", "health"]
 ENTRYPOINT ["kvcached"]
 CMD ["supervise"]
+
+FROM run AS cuda
+COPY --from=build-cuda /opt/kvcached /opt/kvcached
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+FROM run
+COPY --from=build /opt/kvcached /opt/kvcached

@@ -41,6 +41,9 @@ def main() -> int:
     serve_parser.add_argument(
         "--chunk-tokens", type=_positive, default=Limits().chunk_tokens, help="(default: %(default)s)"
     )
+    serve_parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where it computes (default: %(default)s)"
+    )
     own = AttachedSettings()
     serve_parser.add_argument("--attached", action="store_true", help="memory of its own; host pool of the daemon")
     serve_parser.add_argument("--blocks", type=_positive, default=own.blocks, help="of its own (default: %(default)s)")
@@ -62,6 +65,7 @@ def main() -> int:
         replica=arguments.replica,
         reserve_blocks=arguments.reserve_blocks,
         attached=own if arguments.attached else None,
+        device=arguments.device,
         tp=arguments.tp,
         seed=arguments.seed,
         limits=limits,

@@ -69,7 +69,7 @@ def _load(pages: Tensor, request: PagedRows) -> Tensor:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """Causal attention; query heads share the KV heads in equal groups."""
-    visible = torch.arange(len(k)) <= positions[:, None]
+    visible = torch.arange(len(k), device=k.device) <= positions[:, None]
     q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)

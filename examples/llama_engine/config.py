@@ -97,6 +97,8 @@ class EngineSettings:
     reserve_blocks: int = 0
     #: Given, the engine has memory of its own instead, and of the daemon it uses the host pool.
     attached: AttachedSettings | None = None
+    #: Where the shards compute: "cpu", or "cuda", each on the device of its part of the pool.
+    device: str = "cpu"
     tp: int = 1
     #: Of the random weights, where the model directory has no checkpoint.
     seed: int = 0

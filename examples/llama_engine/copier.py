@@ -7,6 +7,7 @@ import select
 import threading
 
 import numpy as np
+import torch
 
 from examples.llama_engine.messages import Channel, ChannelClosed, CopyDone, CopyOrder, CopySpan, JoinSession
 from kvcached_client.blocks.pages import EnginePages
@@ -86,13 +87,19 @@ class Copier:
             return list(range(blocks))
         job = BlockJob(TransferId(order.transfer), order.generation, tuple(_job_span(span) for span in order.spans))
         try:
+            after = self._joined.mark(current_stream()) if self._pages.is_on_cuda else None
             if not order.is_store:
-                return self._joined.load(job)
-            self._joined.store(job)
+                return self._joined.load(job, after=after)
+            self._joined.store(job, after=after)
         except KvcachedError as error:
             _log.warning("shard %d: transfer %d: %s", self._shard, order.transfer, error)
             return list(range(blocks))
         return []
+
+
+def current_stream() -> int:
+    """The stream of CUDA in which the shard computes. Steps are over before their blocks are copied."""
+    return torch.cuda.current_stream().cuda_stream
 
 
 def _job_span(span: CopySpan) -> JobSpan:

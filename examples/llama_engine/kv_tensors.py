@@ -34,12 +34,14 @@ class KvMemory(NamedTuple):
     close: Callable[[], None] = nothing_to_close  #: says that the memory is not used any more
 
 
-def mapped_memory(pool: MappedPool) -> KvMemory:
+def mapped_memory(pool: MappedPool, device: str) -> KvMemory:
     """The daemon's pool.
 
     Raises:
-        ModelError: the pool has no V.
+        ModelError: the pool has no V, or is not where the engine computes.
     """
+    if (found := "cuda" if pool.device else "cpu") != device:
+        raise ModelError(f"the daemon's pool is on {found}; start the engine with --device {found}")
     layers: list[tuple[Tensor, Tensor]] = []
     for layer in range(pool.layout.groups[0].layers):
         keys, values = layer_tensors(pool, layer)
@@ -49,14 +51,33 @@ def mapped_memory(pool: MappedPool) -> KvMemory:
     return KvMemory(layers, partial(pool.wait_layer, deadline_ms=_LAYER_DEADLINE_MS), pool.close)
 
 
-def own_memory(layout: Layout, blocks: int) -> tuple[KvMemory, EnginePages]:
+def devices() -> int:
+    """How many devices of CUDA this process sees."""
+    return torch.cuda.device_count()
+
+
+def own_device(kind: str, shard: int) -> torch.device:
+    """Where a shard with memory of its own computes: shards take the devices by turns.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not (count := devices()):
+        raise ModelError("torch finds no CUDA device; start the engine without --device cuda")
+    return torch.device("cuda", shard % count)
+
+
+def own_memory(layout: Layout, blocks: int, device: torch.device) -> tuple[KvMemory, EnginePages]:
     """Tensors of the engine's own, and where their blocks are for the copies.
 
     Blocks come first and K lies beside V, so that what one layer holds of a block is one run of bytes.
     """
     group = layout.groups[0]
     shape = (blocks, 2, layout.block_size, group.kv_heads, group.head_dim)
-    tensors = [torch.zeros(shape, dtype=getattr(torch, group.dtype)) for _ in range(group.layers)]
+    dtype: torch.dtype = getattr(torch, group.dtype)
+    tensors = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(group.layers)]
     pages = EnginePages.of_tensors({f"layers.{layer}": tensor for layer, tensor in enumerate(tensors)})
     return KvMemory([(tensor[:, 0], tensor[:, 1]) for tensor in tensors], _nothing_is_loading), pages
 

@@ -41,6 +41,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     shards: int
     session: SessionGrant | None = None  #: lets it map its part of the daemon's pool …
     own: OwnBlocks | None = None  #: … or, in attached mode, blocks of its own
+    device: str = "cpu"  #: where it computes: "cpu" or "cuda"
     rendezvous: str  #: a file that the shards find each other by
 
 

@@ -25,7 +25,7 @@ class Llama:
         self._weights = weights
         self._all_reduce = all_reduce
         even = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-        self._frequencies = 1.0 / config.rope_theta ** (even / config.head_dim)
+        self._frequencies = (1.0 / config.rope_theta ** (even / config.head_dim)).to(weights.norm.device)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the last norm, [rows, hidden]; rows may belong to several requests.

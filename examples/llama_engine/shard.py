@@ -24,7 +24,7 @@ from torch import Tensor
 from examples.llama_engine.attention import PagedAttention, PagedRows
 from examples.llama_engine.config import read_config
 from examples.llama_engine.copier import Copier
-from examples.llama_engine.kv_tensors import KvMemory, mapped_memory, nothing_to_close, own_memory
+from examples.llama_engine.kv_tensors import KvMemory, mapped_memory, nothing_to_close, own_device, own_memory
 from examples.llama_engine.layer_waits import LayerWaits, WaitLayer
 from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Remap, Sample, Setup, Step, StepDone, StepItem
 from examples.llama_engine.model import AllReduce, Llama
@@ -76,19 +76,22 @@ class ShardExecutor:
         A load that fails does not end the step: the other shards are in the same sums, and wait.
         """
         requests: list[PagedRows] = []
-        first = 0
+        first, device = 0, self._pool[0][0].device
         for item in step.items:
             rows = len(item.tokens) // 4
-            positions = torch.arange(item.start, item.start + rows)
-            requests.append(PagedRows(first, positions, _int64(item.block_table)))
+            positions = torch.arange(item.start, item.start + rows, device=device)
+            requests.append(PagedRows(first, positions, _int64(item.block_table, device)))
             first += rows
         waits = LayerWaits(self._wait_layer, [item.loads for item in step.items])
         hidden = self._model.forward(
-            _int64(b"".join(item.tokens for item in step.items)),
+            _int64(b"".join(item.tokens for item in step.items), device),
             torch.cat([request.positions for request in requests]),
             PagedAttention(self._pool, requests, waits),
         )
-        return StepDone(self._sample(step.items, requests, hidden), waits.unread)
+        done = StepDone(self._sample(step.items, requests, hidden), waits.unread)
+        if device.type == "cuda":  # the scheduler commits what is written, and others may have the slots of a release
+            torch.cuda.current_stream(device).synchronize()
+        return done
 
     def _sample(self, items: Sequence[StepItem], requests: Sequence[PagedRows], hidden: Tensor) -> list[Sample]:
         sampled = [(item, rows) for item, rows in zip(items, requests, strict=True) if item.sample]
@@ -97,13 +100,13 @@ class ShardExecutor:
         logits = self._model.logits(hidden[[rows.first + len(rows.positions) - 1 for _, rows in sampled]])
         tokens = logits.argmax(dim=-1).tolist()
         return [
-            Sample(token, row.numpy().tobytes() if item.logits else b"")
+            Sample(token, row.cpu().numpy().tobytes() if item.logits else b"")
             for (item, _), token, row in zip(sampled, tokens, logits, strict=True)
         ]
 
 
-def _int64(packed: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(packed, dtype=np.int32).astype(np.int64))
+def _int64(packed: bytes, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.frombuffer(packed, dtype=np.int32).astype(np.int64)).to(device)
 
 
 def join_group(setup: Setup) -> AllReduce:
@@ -124,7 +127,8 @@ def start_executor(setup: Setup, memory: KvMemory) -> ShardExecutor:
         ModelError: the model cannot be read or split.
     """
     config = read_config(Path(setup.model_dir))
-    weights = load_weights(config, weight_source(Path(setup.model_dir), setup.seed), setup.shard, setup.shards)
+    source, device = weight_source(Path(setup.model_dir), setup.seed), memory.layers[0][0].device
+    weights = load_weights(config, source, setup.shard, setup.shards, device)
     model = Llama(config, weights, join_group(setup))
     samples = setup.shard == 0
     return ShardExecutor(model, memory.layers, memory.wait_layer, samples=samples, close=memory.close)
@@ -133,22 +137,22 @@ def start_executor(setup: Setup, memory: KvMemory) -> ShardExecutor:
 def prepare(setup: Setup, copies: Channel) -> tuple[ShardExecutor, Ready]:
     """Get memory, start the copy thread if that is the shard's own, and load the model."""
     if setup.own is not None:
-        memory, pages = own_memory(setup.own.layout, setup.own.blocks)
+        memory, pages = own_memory(setup.own.layout, setup.own.blocks, own_device(setup.device, setup.shard))
         executor = start_executor(setup, memory)
         Copier(copies, setup.shard, pages).start()
         return executor, Ready(pages.block_bytes, pages.fingerprint)
     if setup.session is not None:
         # its attach connection stays open for as long as this process uses the memory
-        return start_executor(setup, mapped_memory(map_pool(setup.session, setup.shard))), Ready()
+        return start_executor(setup, mapped_memory(map_pool(setup.session, setup.shard), setup.device)), Ready()
     raise ValueError("a shard needs a session or blocks of its own")
 
 
-def remap(executor: ShardExecutor, order: Remap, shard: int) -> None:
+def remap(executor: ShardExecutor, order: Remap, setup: Setup) -> None:
     """Map the pool in another session. Where that fails the old mapping is as good, but for waiting for loads."""
     try:
-        executor.use(mapped_memory(map_pool(order.session, shard)))
+        executor.use(mapped_memory(map_pool(order.session, setup.shard), setup.device))
     except KvcachedError as error:
-        _log.warning("shard %d cannot wait for loads: %s", shard, error)
+        _log.warning("shard %d cannot wait for loads: %s", setup.shard, error)
 
 
 def _die_with_the_scheduler() -> None:
@@ -167,6 +171,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # the order of a sum must not depend on how many threads were free
     torch.set_num_threads(1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what that takes on CUDA
     torch.use_deterministic_algorithms(mode=True)
     channel, copies = (Channel(socket.socket(fileno=int(number))) for number in sys.argv[1:])
     executor: ShardExecutor | None = None
@@ -181,7 +186,7 @@ def main() -> None:
             if isinstance(order, Step):
                 channel.send(executor.run(order))
             elif isinstance(order, Remap):
-                remap(executor, order, setup.shard)
+                remap(executor, order, setup)
                 channel.send(Ready())
             else:
                 raise TypeError(f"expected Step or Remap, got {type(order).__name__}")

@@ -63,6 +63,7 @@ class ShardGroup:
                         shards=settings.tp,
                         session=memory if isinstance(memory, SessionGrant) else None,
                         own=memory if isinstance(memory, OwnBlocks) else None,
+                        device=settings.device,
                         rendezvous=str(Path(directory, "rendezvous")),
                     )
                     self._send(index, setup)

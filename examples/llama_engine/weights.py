@@ -89,8 +89,8 @@ def head_range(heads: int, shard: int, shards: int) -> tuple[int, int]:
     return first, first + max(1, heads // shards)
 
 
-def load_weights(config: LlamaConfig, source: Source, shard: int, shards: int) -> Weights:
-    """This shard's part of every tensor.
+def load_weights(config: LlamaConfig, source: Source, shard: int, shards: int, device: torch.device) -> Weights:
+    """This shard's part of every tensor, on the device where it computes.
 
     Raises:
         ModelError: query heads or MLP columns do not divide by the number of shards, or a shape is wrong.
@@ -98,13 +98,17 @@ def load_weights(config: LlamaConfig, source: Source, shard: int, shards: int) -
     if config.num_attention_heads % shards or config.intermediate_size % shards:
         raise ModelError(f"{config.num_attention_heads} heads x {config.intermediate_size} do not split over {shards}")
     hidden = config.hidden_size
-    embedding = source("model.embed_tokens.weight", (config.vocab_size, hidden))
+
+    def placed(name: str, shape: tuple[int, ...]) -> Tensor:
+        return source(name, shape).to(device)
+
+    embedding = placed("model.embed_tokens.weight", (config.vocab_size, hidden))
     tied = config.tie_word_embeddings
     return Weights(
         embedding=embedding,
-        layers=tuple(_load_layer(config, source, layer, shard, shards) for layer in range(config.num_hidden_layers)),
-        norm=source("model.norm.weight", (hidden,)),
-        head=embedding if tied else source("lm_head.weight", (config.vocab_size, hidden)),
+        layers=tuple(_load_layer(config, placed, layer, shard, shards) for layer in range(config.num_hidden_layers)),
+        norm=placed("model.norm.weight", (hidden,)),
+        head=embedding if tied else placed("lm_head.weight", (config.vocab_size, hidden)),
     )
 
 

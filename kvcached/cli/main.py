@@ -216,12 +216,15 @@ def inspect(key: bytes, run_dir: Path | None, deadline_ms: int, *, as_json: bool
 
 @main.command(epilog=EPILOG)
 @click.option("--tp", type=click.Choice([1, 2]), default=2, show_default=True, help="Shard processes of the engine.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the engine computes."
+)
 @json_option
-def demo(*, tp: int, as_json: bool) -> None:
+def demo(*, tp: int, device: str, as_json: bool) -> None:
     """Kill an engine, reuse its cached blocks, compare outputs. Needs a checkout and the extra `examples`."""
     from kvcached.demo.run import run_demo
 
-    sys.exit(run_demo(json_output=as_json, tp=tp))
+    sys.exit(run_demo(json_output=as_json, tp=tp, device=device))
 
 
 @main.command(epilog=EPILOG)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from kvcached.config.replica import ReplicaConfig
 from kvcached.config.schema import Config
@@ -142,14 +142,20 @@ def as_toml(config: Config) -> str:
 
 def _table(values: dict[str, object], path: str) -> Iterator[str]:
     """The lines of a table: plain keys first, for a key after a table's header would belong to that one."""
+    tables = {key: value for key, value in values.items() if isinstance(value, dict) or _is_tables(value)}
     for key, value in values.items():
-        if not isinstance(value, dict | list):
-            # What JSON writes for text, integers and booleans is TOML as well.
+        if key not in tables:
+            # What JSON writes for text, integers, booleans and arrays of them is TOML as well.
             yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
-    for key, value in values.items():
+    for key, value in tables.items():
         if isinstance(value, dict):
             yield f"\n[{path}{key}]"
             yield from _table(value, f"{path}{key}.")
-        for table in value if isinstance(value, list) else []:
+            continue
+        for table in cast("list[dict[str, object]]", value):
             yield f"\n[[{path}{key}]]"
             yield from _table(table, f"{path}{key}.")
+
+
+def _is_tables(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -71,7 +71,7 @@ model_config = "{{model}}/config.json"
 block_size = {_BLOCK_TOKENS}
 shards = {{shards}}
 slots = {_SLOTS}
-device = "cpu"
+{{device}}
 """
 #: The host pool holds everything that the demo computes: about 480 blocks of 192 KiB, in two namespaces. So does the
 #: disk, which has the prompts long before the last round: they are written as soon as they are in the host pool.
@@ -98,7 +98,14 @@ _ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ATTACHED: Final = "-"
 
 
-def run_demo(*, json_output: bool, tp: int = 2) -> int:
+class _Engines(NamedTuple):
+    """What all engines of the demo have in common: shard processes, and where they compute."""
+
+    tp: int
+    device: str
+
+
+def run_demo(*, json_output: bool, tp: int = 2, device: str = "cpu") -> int:
     """Run the demo; the result on stdout, progress on stderr.
 
     Returns:
@@ -112,7 +119,7 @@ def run_demo(*, json_output: bool, tp: int = 2) -> int:
     try:
         _require_engine()
         with _signals_end_it(), _directory() as directory:
-            report = _run(directory, tp, console)
+            report = _run(directory, _Engines(tp, device), console)
     except DemoError as error:
         console.print(f"demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 3
@@ -175,7 +182,7 @@ def _require_engine() -> None:
         raise DemoError(f"the example engine needs {' and '.join(missing)}: {fix}")
 
 
-def _run(directory: Path, tp: int, console: Console) -> Report:
+def _run(directory: Path, engines: _Engines, console: Console) -> Report:
     generator = random.Random(0)  # noqa: S311 - tokens, not secrets
     vocabulary = range(msgspec.json.decode((_MODEL / "config.json").read_bytes())["vocab_size"])
     drawn = [generator.choices(vocabulary, k=_PROMPT_TOKENS) for _ in range(_PROMPT_COUNT + _FILLER_COUNT)]
@@ -192,11 +199,13 @@ def _run(directory: Path, tp: int, console: Console) -> Report:
 
     with contextlib.ExitStack() as stack:
         with show.step("starting the daemon"):
-            daemon = stack.enter_context(demo_programs.daemon(directory, _configuration(directory, tp)))
-        show.line(f"daemon ready, pid {daemon.daemon_pid}: replicas a and b, each {_SLOTS} slots, {_shards(tp)}")
+            daemon = stack.enter_context(demo_programs.daemon(directory, _configuration(directory, engines)))
+        show.line(
+            f"daemon ready, pid {daemon.daemon_pid}: replicas a and b, each {_SLOTS} slots, {_shards(engines.tp)}"
+        )
 
         with contextlib.ExitStack() as first_life:
-            engine = _start(first_life, directory, tp, "a", show)
+            engine = _start(first_life, directory, engines, "a", show)
             ask(engine, "a", COLD)
             ask(engine, "a", DEVICE)
             with show.step(f"{_FILLER_COUNT} other prompts", f"{_FILLER_COUNT} other prompts took the slots: done"):
@@ -206,13 +215,13 @@ def _run(directory: Path, tp: int, console: Console) -> Report:
         killed_ns = time.monotonic_ns()
         show.line(f"SIGKILL to process group {engine.process.pid}")
         with contextlib.ExitStack() as second_life:
-            engine = _start(second_life, directory, tp, "a", show)
+            engine = _start(second_life, directory, engines, "a", show)
             restart_ms = (time.monotonic_ns() - killed_ns) / 1e6
             ask(engine, "a", ENGINE_KILLED)
         with contextlib.ExitStack() as life:
-            engine = _start(life, directory, tp, "b", show)
+            engine = _start(life, directory, engines, "b", show)
             ask(engine, "b", REPLICA)
-        engine = _start(stack, directory, tp, ATTACHED, show)
+        engine = _start(stack, directory, engines, ATTACHED, show)
         ask(engine, ATTACHED, OWN_COLD)
         ask(engine, ATTACHED, OWN_HOST)
         with daemon.kept_down():
@@ -225,12 +234,12 @@ def _run(directory: Path, tp: int, console: Console) -> Report:
     show.line("engine, daemon and supervisor stopped: no memory is left")
     with contextlib.ExitStack() as stack:
         with show.step("starting the daemon"):
-            daemon = stack.enter_context(demo_programs.daemon(directory, _configuration(directory, tp)))
+            daemon = stack.enter_context(demo_programs.daemon(directory, _configuration(directory, engines)))
         show.line(f"daemon ready, pid {daemon.daemon_pid}, on empty memory")
-        engine = _start(stack, directory, tp, "a", show)
+        engine = _start(stack, directory, engines, "a", show)
         ask(engine, "a", DISK)
     return Report(
-        tp=tp,
+        tp=engines.tp,
         prompt_tokens=[len(prompt) for prompt in prompts],
         output_tokens=_OUTPUT_TOKENS,
         restart_ms=restart_ms,
@@ -258,16 +267,19 @@ class _Progress:
         self._console.print(text, highlight=False)
 
 
-def _configuration(directory: Path, tp: int) -> str:
-    replicas = (_REPLICA.format(name=name, model=_MODEL, shards=tp) for name in "ab")
+def _configuration(directory: Path, engines: _Engines) -> str:
+    device = f'device = "{engines.device}"'
+    if engines.device == "cuda":  # one device is enough for the demo
+        device += f"\ncuda_devices = {[0] * engines.tp}"
+    replicas = (_REPLICA.format(name=name, model=_MODEL, shards=engines.tp, device=device) for name in "ab")
     return _CONFIG.format(directory=directory) + "".join(replicas)
 
 
-def _start(life: contextlib.ExitStack, directory: Path, tp: int, replica: str, show: _Progress) -> Program:
+def _start(life: contextlib.ExitStack, directory: Path, engines: _Engines, replica: str, show: _Progress) -> Program:
     """An engine that ends with `life`."""
     where = f"--attached --block-size {_BLOCK_TOKENS}" if replica == ATTACHED else f"--replica {replica}"
     options = [
-        *(f"{where} --tp {tp} --chunk-tokens {_CHUNK_TOKENS}".split()),
+        *(f"{where} --tp {engines.tp} --device {engines.device} --chunk-tokens {_CHUNK_TOKENS}".split()),
         *("--run-dir", str(directory / "run")),
         *("--model", str(_MODEL)),
     ]

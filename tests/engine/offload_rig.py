@@ -12,6 +12,7 @@ from typing import Self
 
 import msgspec
 import numpy as np
+import torch
 
 from examples.llama_engine.attached_cache import AttachedCache
 from examples.llama_engine.config import AttachedSettings, Limits, LlamaConfig
@@ -65,7 +66,7 @@ class OffloadEngine:
         self._parts = ExitStack()
         memories, ours = [], []
         for shard in range(shards):
-            memory, pages = own_memory(layout, blocks)
+            memory, pages = own_memory(layout, blocks, torch.device("cpu"))
             memories.append(memory)
             near, far = (Channel(end) for end in socket.socketpair())
             self._parts.callback(near.close)

@@ -51,7 +51,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, tied: bool, file_siz
     tokens = torch.tensor(prompt(40))
     ours_config = read_config(tmp_path)
     assert ours_config.rope_theta == 50_000.0
-    weights = load_weights(ours_config, weight_source(tmp_path, seed=0), 0, 1)
+    weights = load_weights(ours_config, weight_source(tmp_path, seed=0), 0, 1, torch.device("cpu"))
     model = Llama(ours_config, weights, lambda _: None)
     with torch.inference_mode():
         expected = reference(tokens[None]).logits[0]
@@ -120,7 +120,7 @@ def test_pool_of_another_model_is_refused() -> None:
 def test_weights_that_do_not_split_are_refused() -> None:
     """A number of shards that does not divide the heads is named in the error."""
     with pytest.raises(ModelError, match="4 heads"):
-        load_weights(TINY, random_source(0), 0, 3)
+        load_weights(TINY, random_source(0), 0, 3, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

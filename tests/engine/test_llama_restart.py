@@ -80,7 +80,7 @@ class ManagedEngine:
         pools = [map_pool(session, shard, deadline_ms=DEADLINE_MS) for shard in range(SHARDS)]
         for pool in pools:
             self._parts.callback(pool.close)
-        return [mapped_memory(pool) for pool in pools]
+        return [mapped_memory(pool, "cpu") for pool in pools]
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ class Executors:
         self._threads = ThreadPoolExecutor(shards)
         self._executors = []
         for shard, memory in enumerate(memories):
-            weights = load_weights(config, random_source(seed), shard, shards)
+            weights = load_weights(config, random_source(seed), shard, shards, torch.device("cpu"))
             model = Llama(config, weights, lambda tensor, shard=shard: reduce(shard, tensor))  # type: ignore[misc]
             self._executors.append(ShardExecutor(model, memory.layers, memory.wait_layer, samples=shard == 0))
 

@@ -182,5 +182,5 @@ def test_cli_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kvcached.demo.run, "run_demo", fake_demo)
 
-    assert run("demo", "--tp", "1", "--json").exit_code == 1
-    assert calls == [{"json_output": True, "tp": 1}]
+    assert run("demo", "--tp", "1", "--device", "cuda", "--json").exit_code == 1
+    assert calls == [{"json_output": True, "tp": 1, "device": "cuda"}]

@@ -90,7 +90,21 @@ def test_container_does_not_run_as_root() -> None:
 
     assert [line for line in lines if line.startswith("USER")] == ["USER kvcached"]
     assert any("--uid 10001" in line for line in lines)
-    assert lines[-2:] == ['ENTRYPOINT ["kvcached"]', 'CMD ["supervise"]']
+    entry = lines.index('ENTRYPOINT ["kvcached"]')
+    assert lines[entry + 1] == 'CMD ["supervise"]'
+    stages = [line for line in lines if line.startswith("FROM")]
+    assert stages[-2:] == ["FROM run AS cuda", "FROM run"]
+    assert not any(line.startswith(("USER", "ENTRYPOINT", "CMD")) for line in lines[entry + 2 :])
+
+
+def test_unit_opens_nothing_but_devices_for_gpus() -> None:
+    """The drop-in for GPU nodes lets NVIDIA's devices in, and takes back nothing else that confines the daemon."""
+    text = (ROOT / "configs/kvcached.service.d/gpu.conf").read_text()
+    settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Z]", line))
+
+    assert settings["DevicePolicy"] == "closed"
+    assert settings["DeviceAllow"] == "char-nvidia* rw"
+    assert set(settings) == {"DevicePolicy", "DeviceAllow", "ExecStartPre", "TimeoutStartSec", "TasksMax"}
 
 
 def test_pre_commit_hooks_need_no_network() -> None:

@@ -1,0 +1,104 @@
+"""Lets a CPU build of torch compute in memory of the fake device, which the processor reaches at its device address.
+
+With this folder on PYTHONPATH, Python imports the module at its start. It changes what a few functions give, as soon as
+their modules are imported; the example engine, the demo and the SDK run as they are.
+"""
+
+# ruff: noqa: PLC0415 - Python imports this at the start of every process: it must cost nothing there
+from __future__ import annotations
+
+import ctypes
+import importlib.abc
+import importlib.machinery
+import math
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+#: Memory of the process, and what refers to it: until the process ends.
+_kept: list[object] = []
+
+
+def on_cpu(array: Any) -> Any:
+    """A CPU tensor over an array of the device."""
+    import numpy as np
+    import torch
+
+    interface = array.__cuda_array_interface__
+    shape, strides, dtype = interface["shape"], interface["strides"], np.dtype(interface["typestr"])
+    last = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_ubyte * (last + dtype.itemsize)).from_address(interface["data"][0])
+    _kept.append(array)
+    return torch.from_numpy(np.ndarray(shape, dtype, memory, 0, strides))
+
+
+def _patch_tensors(module: ModuleType) -> None:
+    module.cuda_tensor = on_cpu  # type: ignore[attr-defined]
+
+
+def _patch_kv_tensors(module: ModuleType) -> None:
+    original = module.own_memory
+
+    def own_memory(layout: Any, blocks: int, device: Any) -> Any:
+        if device.type == "cpu":
+            return original(layout, blocks, device)
+        from kvcached_client.blocks.pages import EnginePages
+        from kvcached_client.cuda.device import Device
+        from kvcached_client.cuda.driver import Driver
+        from kvcached_client.cuda.mapping import CudaArray
+
+        group = layout.groups[0]
+        shape = (blocks, 2, layout.block_size, group.kv_heads, group.head_dim)
+        strides = tuple(4 * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        owner = Device(Driver())
+        memory = owner.make_memory(group.layers * blocks * strides[0])
+        _kept.extend((owner, memory))
+        ctypes.memset(memory.address, 0, memory.size_bytes)
+        place = SimpleNamespace(address=memory.address, ordinal=0)
+        arrays = [
+            CudaArray(place, "<f4", shape, layer * blocks * strides[0], strides)  # type: ignore[arg-type]
+            for layer in range(group.layers)
+        ]
+        pages = EnginePages.of_tensors({f"layers.{layer}": array for layer, array in enumerate(arrays)})
+        tensors = [on_cpu(array) for array in arrays]
+        views = [(tensor[:, 0], tensor[:, 1]) for tensor in tensors]
+        return module.KvMemory(views, module._nothing_is_loading), pages
+
+    module.own_memory = own_memory  # type: ignore[attr-defined]
+    module.devices = lambda: 1  # type: ignore[attr-defined]
+
+
+def _patch_copier(module: ModuleType) -> None:
+    module.current_stream = lambda: 0  # type: ignore[attr-defined]
+
+
+_PATCHES: dict[str, Callable[[ModuleType], None]] = {
+    "kvcached_client.tensors": _patch_tensors,
+    "examples.llama_engine.kv_tensors": _patch_kv_tensors,
+    "examples.llama_engine.copier": _patch_copier,
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules above as Python does, and patches each when it has run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _PATCHES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_patched(module: ModuleType) -> None:
+            run(module)
+            _PATCHES[name](module)
+
+        spec.loader.exec_module = run_patched  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())

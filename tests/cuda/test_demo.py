@@ -1,0 +1,46 @@
+"""The demo with `--device cuda`: its daemon, workers and engines on the fake driver, each a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cuda.conftest import ROOT
+from tests.cuda_driver import trace
+from tests.cuda_driver.device import live_granules, settings
+
+pytestmark = pytest.mark.full
+
+_CPU_TORCH = Path(__file__).parent / "cpu_torch"
+_TIMEOUT_S = 300
+
+
+@pytest.mark.timeout(_TIMEOUT_S)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_demo_on_a_device(library: Path, device: Path, tmp_path: Path, tp: int) -> None:
+    """Engines on the device, with pools of the daemon and with memory of their own, are killed, and so is the daemon.
+
+    They hit what was stored, every output has the bits of the computed one, and nothing is left on the device.
+    """
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    traced = tmp_path / "trace"
+    driver = settings(directory=device, delay_us=200, register_us_per_mib=0, memory_mib=1024, trace=traced, seed=tp)
+    environment = {**os.environ, **driver, "LD_LIBRARY_PATH": str(library.parent), "PYTHONPATH": str(_CPU_TORCH)}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcached", "demo", "--device", "cuda", "--tp", str(tp), "--json"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["outputs_identical"]
+    assert {each["name"] for each in report["rounds"] if any(each["loaded_tokens"])} >= {"evicted", "daemon back"}
+    records = trace.read(traced)
+    assert trace.broken_rules(records) == []
+    assert trace.calls(records, "cuMemcpyBatchAsync")
+    assert live_granules(device) == 0
