@@ -72,12 +72,18 @@ def test_kernels_of_a_layer_wait_for_it_on_the_stream(on_device: OnDevice) -> No
     assert len(loaded) >= 4
 
 
-def test_mistake_of_no_gates_is_seen(on_device: OnDevice) -> None:
-    """A kernel that does not wait for its layer reads what was in the slot before, and nothing else tells."""
-    with stream_engine(on_device, "NoGates", delay_us=0) as engine:
+@pytest.mark.parametrize(("name", "wrong"), [("GatedEngine", False), ("NoGates", True)])
+def test_kernels_behind_a_load_that_is_late(on_device: OnDevice, name: str, wrong: bool) -> None:
+    """While a worker does nothing, kernels wait for their layers; without a wait they read what was there before."""
+    with stream_engine(on_device, name, delay_us=0) as engine:
         engine.ask(f"serve {PROMPTS}")
-        loaded = fetched(engine, range(PROMPTS // 2))
-    assert any(each.startswith("read") and not each.endswith(" wrong 0") for each in loaded)
+        worker = on_device.worker_pid()
+        os.kill(worker, signal.SIGSTOP)
+        assert engine.ask("fetch_loudly 0") == "launched"
+        os.kill(worker, signal.SIGCONT)
+        said = engine.hear()
+    assert said.startswith("read loading True whole True")
+    assert said.endswith(" wrong 0") != wrong
 
 
 def test_no_stream_waits_for_a_worker_that_died(on_device: OnDevice) -> None:

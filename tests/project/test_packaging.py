@@ -99,7 +99,7 @@ def test_container_does_not_run_as_root() -> None:
 
 def test_unit_opens_nothing_but_devices_for_gpus() -> None:
     """The drop-in for GPU nodes lets NVIDIA's devices in, and takes back nothing else that confines the daemon."""
-    text = (ROOT / "configs/kvcached.service.d/gpu.conf").read_text()
+    text = (ROOT / "configs/gpu.conf").read_text()
     settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Z]", line))
 
     assert settings["DevicePolicy"] == "closed"
