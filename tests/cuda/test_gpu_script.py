@@ -1,0 +1,52 @@
+"""`tests/gpu/run.sh`, which is for real GPUs, runs from end to end on the fake driver, whose speeds mean nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cuda.conftest import ROOT
+from tests.cuda.test_demo import CPU_TORCH
+from tests.cuda_driver.device import live_granules, settings
+
+_TIMEOUT_S = 300
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(_TIMEOUT_S)
+def test_script_for_gpus_runs(library: Path, device: Path, tmp_path: Path) -> None:
+    """Doctor, checks and demo pass, each leaves its result, and nothing is left on the device."""
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    driver = settings(directory=device, delay_us=50, register_us_per_mib=0, memory_mib=1024)
+    environment = {
+        **os.environ, **driver,
+        "LD_LIBRARY_PATH": str(library.parent), "PYTHONPATH": str(CPU_TORCH), "PYTHON": sys.executable, "GPU_MIB": "16",
+    }  # fmt: skip
+    done = subprocess.run(
+        [str(ROOT / "tests/gpu/run.sh"), str(tmp_path)],
+        env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = json.loads((tmp_path / "checks.json").read_text())
+    assert all(each["ok"] for each in checks.values() if isinstance(each, dict))
+    assert checks["batched_copy"]["as_of_12080"]
+    assert checks["batched_copy"]["as_of_13000"]
+    assert json.loads((tmp_path / "demo-tp2.json").read_text())["outputs_identical"]
+    assert live_granules(device) == 0
+
+
+def test_script_says_what_is_missing(tmp_path: Path) -> None:
+    """Without a package that it needs, the script says which, and tries nothing."""
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['safetensors'] = None\n")
+    script = [str(ROOT / "tests/gpu/run.sh"), str(tmp_path / "out")]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 3
+    assert "lacks safetensors" in done.stderr
