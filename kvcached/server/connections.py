@@ -251,14 +251,14 @@ class Connection:
         unsent: replies that its peer has not made room for. While there are any, nothing is read from it.
         refusal: the answer to its first request where it is not admitted.
         is_deaf: nothing can be sent any more; what its peer said before that is read to the end.
-        is_watched: the loop says when there is something to read.
+        watched_events: of what the server hears; 0 for nothing.
         is_queued: it waits for its next turn.
         counted_bytes: what the server's total has for it.
     """
 
     __slots__ = (
-        "counted_bytes", "credentials", "descriptor", "is_deaf", "is_queued", "is_watched", "peer", "reader", "refusal",
-        "socket", "unsent",
+        "counted_bytes", "credentials", "descriptor", "is_deaf", "is_queued", "peer", "reader", "refusal",
+        "socket", "unsent", "watched_events",
     )  # fmt: skip
 
     def __init__(self, accepted: socket.socket, peer: bytes) -> None:
@@ -270,7 +270,7 @@ class Connection:
         self.unsent = bytearray()
         self.refusal: RequestError | None = None
         self.is_deaf = False
-        self.is_watched = False
+        self.watched_events = 0
         self.is_queued = False
         self.counted_bytes = 0
 

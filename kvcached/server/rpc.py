@@ -101,6 +101,10 @@ class RpcServer:
         self._listener: socket.socket | None = None
         self._file: SocketFile | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Of all connections. libuv stops watching a socket that has an error, as one has whose peer was killed before
+        # it had read everything, and tells nobody; the kernel's own poll tells.
+        self._ready = select.epoll()
+        self._watched: dict[int, Connection] = {}
         self._buffer = bytearray(RECEIVE_BYTES_MAX)
         self._received = memoryview(self._buffer)
         self._queues: dict[int, deque[Connection]] = {}  #: connections that wait for their next turn, by process
@@ -118,6 +122,7 @@ class RpcServer:
         self._file = SocketFile.at(str(self._path))
         self._loop = loop
         loop.add_reader(self._listener.fileno(), self._on_connecting)
+        loop.add_reader(self._ready.fileno(), self._on_ready)
 
     def serve_rest(self) -> None:
         """Serve what has been received, for there will be nobody to do it later."""
@@ -131,12 +136,14 @@ class RpcServer:
         if self._loop is None or self._listener is None:
             return
         self._loop.remove_reader(self._listener.fileno())
+        self._loop.remove_reader(self._ready.fileno())
         if self._file is not None:
             self._file.remove()
         self._listener.close()
         self._linger()
         for connection in list(self._connections):
             self._close(connection)
+        self._ready.close()
         self._loop = self._listener = None
 
     # --- connections come and go ------------------------------------------------------------------------------------
@@ -182,10 +189,8 @@ class RpcServer:
     def _close(self, connection: Connection) -> None:
         if not connection.is_open or self._loop is None:
             return
-        if connection.is_watched:
-            self._loop.remove_reader(connection.descriptor)
+        self._watch(connection, 0)
         if connection.unsent:
-            self._loop.remove_writer(connection.descriptor)
             self._handler.count("dropped_replies")
         self._held_bytes -= connection.counted_bytes
         connection.close()
@@ -266,12 +271,7 @@ class RpcServer:
         if not connection.is_open or loop is None:
             return
         is_watched = not connection.unsent and not connection.reader.has_more
-        if is_watched != connection.is_watched:
-            connection.is_watched = is_watched
-            if is_watched:
-                loop.add_reader(connection.descriptor, self._take_turn, connection)
-            else:
-                loop.remove_reader(connection.descriptor)
+        self._watch(connection, select.EPOLLIN * is_watched | select.EPOLLOUT * bool(connection.unsent))
         if not connection.unsent and connection.reader.has_more and not connection.is_queued:
             connection.is_queued = True
             if not self._queues:
@@ -283,6 +283,31 @@ class RpcServer:
             connection.counted_bytes = held_bytes
             while self._held_bytes > HELD_BYTES_MAX:
                 self._drop_largest()
+
+    def _watch(self, connection: Connection, events: int) -> None:
+        """Hear of these events of a connection from now on; of its end, too, where there are any."""
+        if events == connection.watched_events:
+            return
+        if not events:
+            self._ready.unregister(connection.descriptor)
+            del self._watched[connection.descriptor]
+        elif connection.watched_events:
+            self._ready.modify(connection.descriptor, events)
+        else:
+            self._ready.register(connection.descriptor, events)
+            self._watched[connection.descriptor] = connection
+        connection.watched_events = events
+
+    def _on_ready(self) -> None:
+        """A turn for each connection that has something, or has ended."""
+        for descriptor, _ in self._ready.poll(0):
+            connection = self._watched.get(descriptor)
+            if connection is None:  # closed on behalf of another one
+                continue
+            if connection.unsent:
+                self._on_writable(connection)
+            else:
+                self._take_turn(connection)
 
     def _serve_queues(self) -> None:
         """A turn for one connection of each process that has more to be served."""
@@ -328,14 +353,11 @@ class RpcServer:
             if sent == len(data) or self._loop is None:
                 return
             connection.unsent += memoryview(data)[sent:]
-            self._loop.add_writer(connection.descriptor, self._on_writable, connection)
         self._arrange(connection)
 
     def _on_writable(self, connection: Connection) -> None:
-        if not self._flush(connection) or self._loop is None:
-            return
-        self._loop.remove_writer(connection.descriptor)
-        self._arrange(connection)
+        if self._flush(connection):
+            self._arrange(connection)
 
     def _flush(self, connection: Connection) -> bool:
         """Send what waits; whether nothing does any more."""
@@ -358,9 +380,8 @@ class RpcServer:
         end_ns = time.monotonic_ns() + CLOSE_LINGER_MS * 1_000_000
         while waiting and (left_ms := (end_ns - time.monotonic_ns()) // 1_000_000) > 0:
             for descriptor, _ in poll.poll(left_ms):
-                if self._flush(waiting[descriptor]) and self._loop is not None:
+                if self._flush(waiting[descriptor]):
                     poll.unregister(descriptor)
-                    self._loop.remove_writer(descriptor)
                     del waiting[descriptor]
 
 

@@ -114,7 +114,7 @@ def wait_stored(run_dir: Path, blocks: int) -> None:
 def host_memory(pid: int, size_bytes: int = SLABS * SLAB_BYTES) -> mmap.mmap:
     """The host pool of a daemon's process, mapped here."""
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        if "memfd:kvcached-host" in str(path.readlink()):
+        if "memfd:kvcached-host" in os.path.realpath(path):  # a descriptor may be closed meanwhile
             descriptor = os.open(path, os.O_RDWR)
             try:
                 return mmap.mmap(descriptor, size_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,7 +102,8 @@ def flip_a_bit(daemon: RunningDaemon, key: bytes) -> None:
     geometry = HostGeometry(slabs=SLABS, slab_bytes=SLAB_BYTES, shards=1, block_bytes=block_bytes)
     offset = geometry.block_offset(slot, shard=0) + 3
     folder = Path(f"/proc/{daemon.process.pid}/fd")
-    (path,) = (path for path in folder.iterdir() if str(path.readlink()).startswith("/memfd:kvcached-host"))
+    # realpath, for a descriptor that is closed meanwhile is none
+    (path,) = (path for path in folder.iterdir() if os.path.realpath(path).startswith("/memfd:kvcached-host"))
     with path.open("r+b", buffering=0) as memory:
         memory.seek(offset)
         (byte,) = memory.read(1)
