@@ -101,8 +101,8 @@ class RpcServer:
         self._listener: socket.socket | None = None
         self._file: SocketFile | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Of all connections. libuv stops watching a socket that has an error, as one has whose peer was killed before
-        # it had read everything, and tells nobody; the kernel's own poll tells.
+        # Of all connections. A socket has an error once its peer has gone with replies unread. libuv, below the loop,
+        # tells of such a socket once and then stops watching it: what is read then may not be its end yet.
         self._ready = select.epoll()
         self._watched: dict[int, Connection] = {}
         self._buffer = bytearray(RECEIVE_BYTES_MAX)

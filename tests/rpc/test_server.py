@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from kvcached.service.pending import Answer
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol.engine import Bye, ErrorReply, Explain, Goodbye, Request, decode_reply, encode
 from kvcached_client.protocol.zmtp import GREETING, encode_message
-from tests.rpc.raw_peer import PATIENCE_S, RawPeer, frame
+from tests.rpc.raw_peer import PATIENCE_S, READY, RawPeer, frame
 
 LARGE = bytes(300_000)
 
@@ -91,6 +92,23 @@ class Serving:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join()
+
+
+@contextlib.contextmanager
+def held(serving: Serving) -> Iterator[None]:
+    """The server's loop sees nothing of what happens in here before its end."""
+    is_held, released = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        released.wait(PATIENCE_S)
+
+    serving._loop.call_soon_threadsafe(hold)
+    assert is_held.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        released.set()
 
 
 @pytest.fixture
@@ -260,17 +278,21 @@ def test_many_messages_of_one_process_leave_turns_to_others(serve: Callable[[], 
     with RawPeer(serving.path) as busy, RawPeer(serving.path) as other:
         other.send(bye(1))
         assert other.reply() == Goodbye(id=1)
-        is_held, blocked = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            is_held.set()
-            blocked.wait(PATIENCE_S)
-
-        serving._loop.call_soon_threadsafe(hold)
-        assert is_held.wait(PATIENCE_S)  # else the loop may see what one has sent and not yet what the other has
-        busy.socket.sendall(b"".join(encode_message([bye(1000 + number)]) for number in range(100)))
-        other.send(bye(2))
-        blocked.set()
+        with held(serving):  # else the loop may see what one has sent and not yet what the other has
+            busy.socket.sendall(b"".join(encode_message([bye(1000 + number)]) for number in range(100)))
+            other.send(bye(2))
         assert other.reply() == Goodbye(id=2)
         assert [busy.reply() for _ in range(100)] == [Goodbye(id=1000 + number) for number in range(100)]
         assert serving.handler.served.index(2) < 1 + 2 * server_module.MESSAGES_PER_TURN_MAX
+
+
+def test_peer_that_goes_with_replies_unread_is_noticed(serve: Callable[[], Serving]) -> None:
+    """A peer whose last words arrive together with its end, and that has not read all, is served and then closed."""
+    serving = serve()
+    with RawPeer(serving.path, shakes_hands=False) as peer:
+        assert peer.socket.recv(1, socket.MSG_PEEK)  # the greeting is there, and stays unread
+        with held(serving):
+            peer.socket.sendall(GREETING + READY + encode_message([bye(1)]))
+            peer.socket.close()
+    serving.handler.wait_for(lambda: serving.handler.counters["disconnects"] == 1)
+    assert serving.handler.served == [1]
