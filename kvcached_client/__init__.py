@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvcached_client.pool import MappedPool, map_pool
     from kvcached_client.protocol.engine import LoadTicket
     from kvcached_client.transport.attach import SessionGrant
-    from kvcached_client.transport.misses import MissReason
+    from kvcached_client.transport.misses import FailureReason
 
 _HOMES = {
     "transport.attach": ("SessionGrant",),
@@ -58,7 +58,7 @@ _HOMES = {
     "blocks.layout": ("KvGroup", "Layout"),
     "lease": ("Lease",),
     "pool": ("MappedPool", "map_pool"),
-    "transport.misses": ("MissReason",),
+    "transport.misses": ("FailureReason",),
     "protocol.engine": ("LoadTicket",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -72,6 +72,7 @@ __all__ = [
     "DaemonUnreachable",
     "DeadlineExceeded",
     "ErrorCode",
+    "FailureReason",
     "Fault",
     "KeyChain",
     "KvGroup",
@@ -81,7 +82,6 @@ __all__ = [
     "LoadFailed",
     "LoadTicket",
     "MappedPool",
-    "MissReason",
     "NoCapacity",
     "Refused",
     "RequestError",

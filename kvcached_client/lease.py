@@ -25,7 +25,7 @@ from kvcached_client.protocol.engine import (
     Released,
 )
 from kvcached_client.rejoin import Reserve
-from kvcached_client.transport.misses import MissReason
+from kvcached_client.transport.misses import FailureReason
 from kvcached_client.transport.session import SessionChannel
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
 
@@ -77,7 +77,7 @@ class Lease:
         `reserve` provides slots while the daemon is away; if the grant has no id, all its slots are from the reserve.
         """
         self.granted = grant is not None
-        self.reason: MissReason | None = None
+        self.reason: FailureReason | None = None
         self.id, self.hit_blocks, self.ready_blocks, self.loads, table = grant or NOTHING
         self.depth = self.hit_blocks
         self._channel = channel

@@ -104,15 +104,17 @@ class Mark:
         with owner.device.current():
             self.event = Event(owner.device.driver, owner.device.driver.names.CUstream(stream))
         # Work that is queued behind the event still begins after it.
-        weakref.finalize(self, _destroy, owner, self.event).atexit = False
+        weakref.finalize(self, destroy_events, owner, [self.event]).atexit = False
 
 
-def _destroy(owner: EngineDevice, event: Event) -> None:
+def destroy_events(owner: EngineDevice, events: list[Event]) -> None:
+    """Destroy events that nobody waits for any more; if the device has failed, its driver does so at exit."""
     try:
         with owner.device.current():
-            event.close()
+            for event in events:
+                event.close()
     except CudaFailure as error:
-        _log.debug("an event of a device that has failed: %s", error)
+        _log.debug("events of a device that has failed: %s", error)
 
 
 class EngineCopies:

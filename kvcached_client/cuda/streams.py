@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import deque
 from typing import NamedTuple
 
 from kvcached_client.cuda.driver import CudaFailure, Event
-from kvcached_client.cuda.engine import EngineDevice
+from kvcached_client.cuda.engine import EngineDevice, destroy_events
 from kvcached_client.grants import check_fence
 from kvcached_client.types import NO_FENCE, FenceSequence
-
-_log = logging.getLogger(__name__)
 
 
 class _UnderWay(NamedTuple):
@@ -50,7 +47,7 @@ class StreamFences:
         self._events: list[Event] = []
         self._failure: CudaFailure | None = None
         # At exit the driver releases events anyway.
-        weakref.finalize(self, _destroy, self._owner, self._events).atexit = False
+        weakref.finalize(self, destroy_events, self._owner, self._events).atexit = False
 
     def next(self, stream: int) -> FenceSequence:
         """A fence behind all work that a stream has now: launch the kernels first, then call this. It never waits.
@@ -128,12 +125,3 @@ class StreamFences:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def _destroy(owner: EngineDevice, events: list[Event]) -> None:
-    try:
-        with owner.device.current():
-            for event in events:
-                event.close()
-    except CudaFailure as error:
-        _log.debug("events of a device that has failed: %s", error)

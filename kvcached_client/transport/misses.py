@@ -45,7 +45,7 @@ PAUSE_NS_MAX: Final = 30_000_000_000
 _log: Final = logging.getLogger("kvcached_client")
 
 
-class MissReason(StrEnum):
+class FailureReason(StrEnum):
     """Why a call did nothing, with ``failures="miss"``."""
 
     NO_CAPACITY = "no_capacity"  #: the pool is full, which is load and not a failure
@@ -57,19 +57,19 @@ class MissReason(StrEnum):
     REFUSED = "refused"  #: the request was refused, by the daemon or before it was sent: a mistake of the caller
 
 
-_REASONS: Final[tuple[tuple[type[KvcachedError], MissReason], ...]] = (
-    (NoCapacity, MissReason.NO_CAPACITY),
-    (CircuitOpen, MissReason.CIRCUIT_OPEN),
-    (DeadlineExceeded, MissReason.DEADLINE),
-    (DaemonUnreachable, MissReason.UNREACHABLE),
-    (Stale, MissReason.STALE),
-    (DaemonFailure, MissReason.UNAVAILABLE),
+_REASONS: Final[tuple[tuple[type[KvcachedError], FailureReason], ...]] = (
+    (NoCapacity, FailureReason.NO_CAPACITY),
+    (CircuitOpen, FailureReason.CIRCUIT_OPEN),
+    (DeadlineExceeded, FailureReason.DEADLINE),
+    (DaemonUnreachable, FailureReason.UNREACHABLE),
+    (Stale, FailureReason.STALE),
+    (DaemonFailure, FailureReason.UNAVAILABLE),
 )
 
 
-def reason_of(error: KvcachedError) -> MissReason:
+def reason_of(error: KvcachedError) -> FailureReason:
     """The reason for an error."""
-    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), MissReason.REFUSED)
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), FailureReason.REFUSED)
 
 
 class MissPolicy:
@@ -88,7 +88,7 @@ class MissPolicy:
         self.is_on = failures == "miss"
         self.count = 0
         self.last_failure: KvcachedError | None = None
-        self.last_reason: MissReason | None = None
+        self.last_reason: FailureReason | None = None
         #: Kinds of failure already logged: there are few, and one line of each is enough.
         self._logged: set[str] = set()
 

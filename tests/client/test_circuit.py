@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcached_client import CircuitOpen, Client, DaemonUnreachable, ErrorCode, MissReason
+from kvcached_client import CircuitOpen, Client, DaemonUnreachable, ErrorCode, FailureReason
 from kvcached_client.errors import request_error
 from kvcached_client.protocol.engine import (
     Acquire,
@@ -41,10 +41,10 @@ def test_hang_costs_one_deadline(daemon: FakeDaemon, connect: Connect) -> None:
     held = [client.acquire(f"held{number}", chain) for number in range(3)]
     daemon.script = HUNG
     begun_s = time.monotonic()
-    assert client.acquire("first", chain).reason == MissReason.DEADLINE
+    assert client.acquire("first", chain).reason == FailureReason.DEADLINE
     asked = len(daemon.requests)
     for number in range(100):
-        assert client.acquire(f"r{number}", chain).reason == MissReason.CIRCUIT_OPEN
+        assert client.acquire(f"r{number}", chain).reason == FailureReason.CIRCUIT_OPEN
         assert client.match(chain) == 0
         held[0].commit(8)
         held[1].allocate(1000)
@@ -55,7 +55,7 @@ def test_hang_costs_one_deadline(daemon: FakeDaemon, connect: Connect) -> None:
 
     assert time.monotonic() - begun_s < 5 * DEADLINE_MS / 1000  # of 404 calls
     assert isinstance(client.last_failure, CircuitOpen)
-    assert held[1].reason == MissReason.CIRCUIT_OPEN
+    assert held[1].reason == FailureReason.CIRCUIT_OPEN
     later = [type(request) for request, _ in daemon.requests[asked:] if not isinstance(request, Match)]
     assert later == [Release, Release, Release, Bye]
 
@@ -76,7 +76,7 @@ def test_answering_daemon_is_used_again(daemon: FakeDaemon, connect: Connect) ->
 
     lease = client.acquire("after", chain)
     while not lease.granted:  # until the answers have come
-        assert lease.reason == MissReason.CIRCUIT_OPEN
+        assert lease.reason == FailureReason.CIRCUIT_OPEN
         lease = client.acquire("after", chain)
 
     assert (lease.reason, client.is_alive) == (None, True)
@@ -90,7 +90,7 @@ def test_release_while_the_daemon_hangs_is_not_lost(daemon: FakeDaemon, connect:
     lease = client.acquire("a", client.chain(range(8)))
     daemon.script = silent_on(Commit, Match)
     lease.commit(8)
-    assert lease.reason == MissReason.DEADLINE
+    assert lease.reason == FailureReason.DEADLINE
     lease.finish(8)
     client.close()
 
@@ -106,7 +106,7 @@ def test_dead_daemon_is_unreachable_with_an_open_circuit(daemon: FakeDaemon, con
     assert client.is_alive
     daemon.stop()
 
-    assert client.acquire("a", client.chain(range(8))).reason == MissReason.UNREACHABLE
+    assert client.acquire("a", client.chain(range(8))).reason == FailureReason.UNREACHABLE
     assert not client.is_alive
     assert isinstance(client.last_failure, DaemonUnreachable)
 
@@ -127,7 +127,7 @@ def test_long_wait_for_a_load_is_no_hang(
     lease = client.acquire("loading", client.chain(range(8)))
     with caplog.at_level(logging.WARNING, "kvcached_client"):
         lease.wait_loaded()
-        assert lease.reason == MissReason.DEADLINE
+        assert lease.reason == FailureReason.DEADLINE
         other = client.acquire("other", client.chain(range(8)))
 
     assert other.granted
@@ -137,14 +137,14 @@ def test_long_wait_for_a_load_is_no_hang(
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        (ErrorCode.NO_CAPACITY, MissReason.NO_CAPACITY),
-        (ErrorCode.DRAINING, MissReason.UNAVAILABLE),
-        (ErrorCode.STALE_EPOCH, MissReason.STALE),
-        (ErrorCode.LIMIT, MissReason.REFUSED),
+        (ErrorCode.NO_CAPACITY, FailureReason.NO_CAPACITY),
+        (ErrorCode.DRAINING, FailureReason.UNAVAILABLE),
+        (ErrorCode.STALE_EPOCH, FailureReason.STALE),
+        (ErrorCode.LIMIT, FailureReason.REFUSED),
     ],
 )
 def test_lease_says_why_nothing_was_granted(
-    daemon: FakeDaemon, connect: Connect, code: ErrorCode, reason: MissReason
+    daemon: FakeDaemon, connect: Connect, code: ErrorCode, reason: FailureReason
 ) -> None:
     """Each way in which an acquire comes to nothing has its reason."""
     client = connect(failures="miss")
@@ -166,7 +166,7 @@ def test_full_pool_is_no_failure(daemon: FakeDaemon, connect: Connect, caplog: p
         lease.allocate(1000)
         other = client.acquire("b", client.chain(range(8)))
 
-    assert (lease.reason, other.reason) == (MissReason.NO_CAPACITY, MissReason.NO_CAPACITY)
+    assert (lease.reason, other.reason) == (FailureReason.NO_CAPACITY, FailureReason.NO_CAPACITY)
     assert (client.failure_count, client.last_failure, caplog.messages) == (0, None, [])
     daemon.script = None
     lease.allocate(9)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcached_client import Client, MissReason
+from kvcached_client import Client, FailureReason
 from tests.daemon.conftest import CONFIG, RunningDaemon, pool_stats
 from tests.daemon.supervised import supervised
 from tests.daemon.test_offload import config as offload_config
@@ -72,7 +72,7 @@ def test_hang_costs_an_engine_one_deadline(daemon: RunningDaemon) -> None:
         begun_s = time.monotonic()
         reasons = [client.acquire(f"r{number}", chain).reason for number in range(50)]
         held.release()
-        assert reasons == [MissReason.DEADLINE] + [MissReason.CIRCUIT_OPEN] * 49
+        assert reasons == [FailureReason.DEADLINE] + [FailureReason.CIRCUIT_OPEN] * 49
         assert time.monotonic() - begun_s < 5 * 0.3
         daemon.process.send_signal(signal.SIGCONT)
         deadline_s = time.monotonic() + PATIENCE_S
