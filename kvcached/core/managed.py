@@ -165,7 +165,7 @@ class Managed:
         """
         session = self.session_at(session_id, epoch)
         asked = Asked(tokens, len(keys) // KEY_SIZE, keys[-KEY_SIZE:], reserve, full)
-        held = session.granted(request, asked)
+        held = session.leases.granted(request, asked)
         if held is not None:
             # What became of its loads is for `load` to tell, lest two answers to one request differ.
             return held.answer or self._grant(session, held)
@@ -182,7 +182,7 @@ class Managed:
             lease = ManagedLease(
                 self.sessions.next_lease(), request, asked, depth, run, depth, ranges, priority=priority
             )
-            session.add(lease)
+            session.leases.add(lease)
         except BaseException:
             pool.move(ranges, SlotState.LEASED, SlotState.FREE, f"rollback of {cause}")
             tree.unlock(run, depth, pool.index)
@@ -209,7 +209,7 @@ class Managed:
                 then nothing has changed, and asking again may help.
         """
         session = self.session_at(session_id, epoch)
-        lease = self.sessions.lease(session, lease_id)
+        lease = self.sessions.lease(session.leases, lease_id)
         if lease.loads:
             return None
         self._replace_missing(session, lease)
@@ -223,7 +223,7 @@ class Managed:
     def allocate(self, session_id: SessionId, epoch: int, lease_id: LeaseId, blocks: int) -> bytes:
         """More exclusive slots for a lease, packed."""
         session = self.session_at(session_id, epoch)
-        lease = self.sessions.lease(session, lease_id)
+        lease = self.sessions.lease(session.leases, lease_id)
         ranges = self._take(session, blocks, f"allocate for lease {lease.id}")
         append(lease.open, ranges)
         return ranges.tobytes()
@@ -248,7 +248,7 @@ class Managed:
                 exclusive ones, one per key. Nothing has changed.
         """
         session = self.session_at(session_id, epoch)
-        lease = self.sessions.lease(session, lease_id)
+        lease = self.sessions.lease(session.leases, lease_id)
         left = session.slots_left(lease, start, keys, slots, fence)
         tree, pool = session.tree, session.pool
         if not keys:
@@ -293,7 +293,7 @@ class Managed:
     def release(self, session_id: SessionId, epoch: int, lease_id: LeaseId, fence: FenceSequence) -> None:
         """Give a lease back: its pins and its exclusive slots, at once or when the fence signals."""
         session = self.session_at(session_id, epoch)
-        lease = self.sessions.lease(session, lease_id)
+        lease = self.sessions.lease(session.leases, lease_id)
         session.check_fence(max(fence, lease.fence))
         session.release(lease, fence)
         session.counters["releases"] += 1

@@ -11,7 +11,7 @@ from kvcached.core.index.run_tree import resident
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import FenceHold, ManagedLease, SharedCopy
 from kvcached.core.refusals import Refusal, Why
-from kvcached.core.session import Session
+from kvcached.core.session import Leases, Session
 from kvcached.core.slots.ranges import (
     Ranges,
     append,
@@ -34,7 +34,7 @@ CutOff = Callable[[PrefixTree, DevicePool, Run, int], None]
 
 
 @dataclass(slots=True, eq=False)
-class ManagedSession(Session[ManagedLease]):
+class ManagedSession(Session):
     """An engine group on one device pool, and the one way to give back all that it holds.
 
     Attributes:
@@ -53,6 +53,7 @@ class ManagedSession(Session[ManagedLease]):
             `DevicePool.frozen`.
     """
 
+    leases: Leases[ManagedLease] = field(default_factory=Leases, kw_only=True)
     tree: PrefixTree
     pool: DevicePool
     fence: FenceSequence = NO_FENCE
@@ -240,7 +241,7 @@ class ManagedSession(Session[ManagedLease]):
 
     def _take_off(self, lease: ManagedLease) -> Ranges[int]:
         """Take a lease off the books; its lock and its slots (returned, LEASED still) are the caller's to give back."""
-        self.remove(lease)
+        self.leases.remove(lease)
         lease.loads.clear()
         if self.shared_copies:
             self._leave_copies(lease)

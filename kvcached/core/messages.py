@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvcached.core.slots.ranges import Ranges, SlotRanges
+from kvcached.core.slots.ranges import Ranges
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, SessionId, TransferId
+
+if TYPE_CHECKING:
+    SlotRanges = Ranges[int]
+else:  # in Python 3.11 an array has no parameters, and decoders of messages look at annotations
+    SlotRanges = Ranges
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ class Offload:
         """
         session = self.sessions.active(session_id)
         asked = Asked(tokens, len(keys) // KEY_SIZE, keys[-KEY_SIZE:], 0, full)
-        held = session.granted(request, asked)
+        held = session.leases.granted(request, asked)
         if held is not None:
             return held
         tree = session.tree
@@ -197,7 +197,7 @@ class Offload:
             session.namespace.generation,
             priority=priority,
         )
-        session.add(lease)
+        session.leases.add(lease)
         self._counters["acquires"] += 1
         self._counters["host_hit_blocks"] += depth
         self._counters["missed_blocks"] += len(keys) // KEY_SIZE - depth
@@ -206,7 +206,7 @@ class Offload:
     def release(self, session_id: SessionId, lease_id: LeaseId) -> None:
         """Give a lease back. Copies under way for it go on."""
         session = self.sessions.active(session_id)
-        self._release(session, self.sessions.lease(session, lease_id))
+        self._release(session, self.sessions.lease(session.leases, lease_id))
         self._counters["releases"] += 1
         self.namespaces.drop_retired()
 
@@ -217,7 +217,7 @@ class Offload:
             Refusal: not the session's lease, not within its hit, over a limit, or the namespace was cleared since.
         """
         session = self.sessions.active(session_id)
-        lease = self.sessions.lease(session, lease_id)
+        lease = self.sessions.lease(session.leases, lease_id)
         if blocks < 1 or start + blocks > lease.hit:
             raise Refusal(Why.LOAD_BEHIND_HIT, start=start, end=start + blocks, hit=lease.hit)
         if lease.tree is not session.tree:
@@ -281,7 +281,7 @@ class Offload:
             Refusal: not the session's lease, `start` is not where it is, or over a limit. Nothing has changed.
         """
         session = self.sessions.active(session_id)
-        lease = self.sessions.lease(session, lease_id)
+        lease = self.sessions.lease(session.leases, lease_id)
         if lease.tree is not session.tree:  # what continues a cleared prefix is of no use
             return StorePlan(TransferId(0), start + len(keys) // KEY_SIZE, lease.generation, [], no_ranges())
         if start != lease.reached:
@@ -312,7 +312,7 @@ class Offload:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def _release(self, session: OffloadSession, lease: OffloadLease) -> None:
-        session.remove(lease)
+        session.leases.remove(lease)
         run = lease.tree.resolve(lease.run, lease.depth)
         lease.tree.touch(run, HOST, priority=lease.priority)
         lease.tree.unlock_host(run, lease.depth)

@@ -19,18 +19,56 @@ from kvcached.core.slots.ranges import (
     Ranges,
 )
 from kvcached.core.slots.slots import SlotPool
-from kvcached.core.slots.states import SESSION_TRANSITIONS, SessionState, Stateful
+from kvcached.core.slots.states import SESSION_TRANSITIONS, SessionState, follow
 from kvcached.core.transfers.transfer import EngineTransfer
 from kvcached_client.types import LeaseId, SessionId, TransferId
 
 #: A scheduler runs hundreds of requests at once and queues thousands; beyond that something does not release.
 LEASES_PER_SESSION_MAX = 16_384
 LeaseT = TypeVar("LeaseT", bound=Lease)
-SessionT = TypeVar("SessionT", bound="Session[Any]")
+SessionT = TypeVar("SessionT", bound="Session")
+
+
+class Leases(dict[LeaseId, LeaseT], Generic[LeaseT]):
+    """The leases of one session by id, at most `LEASES_PER_SESSION_MAX`.
+
+    Attributes:
+        by_request: the same leases by the engine's request id.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_request: dict[str, LeaseT] = {}
+
+    def granted(self, request: str, asked: Asked) -> LeaseT | None:
+        """The lease that a request has, where this is a retry of its acquire; None where it has none yet.
+
+        Raises:
+            Refusal: another request has this name, or there is no room for one lease more.
+        """
+        lease = self.by_request.get(request)
+        if lease is None:
+            self.check_room()
+        elif lease.asked != asked or lease.has_grown:
+            raise Refusal(Why.REQUEST_IN_USE, request=request, lease=lease.id)
+        return lease
+
+    def check_room(self) -> None:
+        """Refuse one lease more than there may be."""
+        if len(self) >= LEASES_PER_SESSION_MAX:
+            raise Refusal(Why.LEASES_FULL, leases=len(self))
+
+    def add(self, lease: LeaseT) -> None:
+        """Put a lease on the books."""
+        self[lease.id] = self.by_request[lease.request] = lease
+
+    def remove(self, lease: LeaseT) -> None:
+        """Take a lease off the books; what it holds is the caller's to give back."""
+        del self[lease.id], self.by_request[lease.request]
 
 
 @dataclass(slots=True, eq=False)
-class Session(Stateful[SessionState], Generic[LeaseT]):
+class Session:
     """What an engine group holds, whatever its kind.
 
     Attributes:
@@ -38,18 +76,18 @@ class Session(Stateful[SessionState], Generic[LeaseT]):
         block_size: tokens per block.
         last_heard_ms: time of the last heartbeat, or of its start.
         state: see `SessionState`.
-        leases: what its requests hold, by id.
-        requests: the same leases by the engine's request id.
+        leases: what its requests hold.
     """
-
-    EDGES = SESSION_TRANSITIONS
 
     id: SessionId
     last_heard_ms: int
     block_size: int = field(kw_only=True)
     state: SessionState = field(default=SessionState.ACTIVE, kw_only=True)
-    leases: dict[LeaseId, LeaseT] = field(default_factory=dict, kw_only=True)
-    requests: dict[str, LeaseT] = field(default_factory=dict, kw_only=True)
+    leases: Leases[Any] = field(default_factory=Leases, kw_only=True)
+
+    def enter(self, state: SessionState) -> None:
+        """Go along an edge of `SESSION_TRANSITIONS`."""
+        self.state = follow(SESSION_TRANSITIONS, self.state, state, f"session {self.id}")
 
     def hit_limit(self, keys: bytes, tokens: int, *, full: bool) -> int:
         """How many blocks of a prompt may be a hit: one token is left to compute, unless `full`.
@@ -62,39 +100,13 @@ class Session(Stateful[SessionState], Generic[LeaseT]):
             raise Refusal(Why.TOO_MANY_KEYS, blocks=blocks, block_size=block_size, tokens=tokens)
         return blocks if full else min(blocks, max(tokens - 1, 0) // block_size)
 
-    def granted(self, request: str, asked: Asked) -> LeaseT | None:
-        """The lease that a request has, where this is a retry of its acquire; None where it has none yet.
-
-        Raises:
-            Refusal: another request has this name, or there is no room for one lease more.
-        """
-        lease = self.requests.get(request)
-        if lease is None:
-            self.check_room()
-        elif lease.asked != asked or lease.has_grown:
-            raise Refusal(Why.REQUEST_IN_USE, request=request, lease=lease.id)
-        return lease
-
-    def check_room(self) -> None:
-        """Refuse a session that has as many leases as it may have."""
-        if len(self.leases) >= LEASES_PER_SESSION_MAX:
-            raise Refusal(Why.LEASES_FULL, leases=len(self.leases))
-
     def heard(self, now_ms: int) -> None:
         """It lives."""
         self.last_heard_ms = now_ms
 
-    def add(self, lease: LeaseT) -> None:
-        """Put a lease on the books."""
-        self.leases[lease.id] = self.requests[lease.request] = lease
-
-    def remove(self, lease: LeaseT) -> None:
-        """Take a lease off the books; what it holds is the caller's to give back."""
-        del self.leases[lease.id], self.requests[lease.request]
-
 
 @dataclass(slots=True, eq=False)
-class OffloadSession(Session[OffloadLease]):
+class OffloadSession(Session):
     """An engine group that keeps its own device memory.
 
     Attributes:
@@ -103,6 +115,7 @@ class OffloadSession(Session[OffloadLease]):
         quarantined: host slots that they could write when it expired, with the pool that they are of.
     """
 
+    leases: Leases[OffloadLease] = field(default_factory=Leases, kw_only=True)
     namespace: Namespace
     transfers: dict[TransferId, EngineTransfer] = field(default_factory=dict)
     quarantined: list[tuple[SlotPool, Ranges[int]]] = field(default_factory=list)
@@ -143,13 +156,13 @@ class Sessions(dict[SessionId, SessionT], Generic[SessionT, LeaseT]):
             raise Refusal(Why.SESSION_EXPIRED, session=session_id, ttl_ms=self._ttl_ms)
         return session
 
-    def lease(self, session: Session[LeaseT], lease_id: LeaseId) -> LeaseT:
-        """A session's lease.
+    def lease(self, leases: Leases[LeaseT], lease_id: LeaseId) -> LeaseT:
+        """One of a session's leases.
 
         Raises:
             Refusal: it is another session's, or released, or has never been.
         """
-        lease = session.leases.get(lease_id)
+        lease = leases.get(lease_id)
         if lease is not None:
             return lease
         if any(lease_id in other.leases for other in self.values()):

@@ -90,8 +90,8 @@ class AdminVerbs:
 
     def left(self) -> Left:
         """What is held and under way now."""
-        names = [name for session in self._cache.managed.sessions.values() for name in session.requests]
-        names += [name for session in self._cache.offload.sessions.values() for name in session.requests]
+        names = [name for session in self._cache.managed.sessions.values() for name in session.leases.by_request]
+        names += [name for session in self._cache.offload.sessions.values() for name in session.leases.by_request]
         return Left(
             leases=sum(not name.startswith(RESERVE_REQUEST_PREFIX) for name in names),
             copies=self._cache.copies_under_way(),

@@ -150,7 +150,7 @@ class EngineVerbs:
     def _holds(self, session: SessionId, request: str) -> bool:
         """Whether a request already has a lease: its `acquire` is then a retry."""
         found = self._cache.managed.sessions.get(session) or self._cache.offload.sessions.get(session)
-        return found is not None and request in found.requests
+        return found is not None and request in found.leases.by_request
 
     def _allocate(self, peer: bytes, request: wire.Allocate, _: list[bytes]) -> Answer:
         group = self._groups.owner(peer)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.managed_session import ManagedSession
+from kvcached.core.session import Leases
 from kvcached.core.slots.slots import IllegalTransition
 from kvcached.core.slots.states import SlotState
 from kvcached_client.types import FenceSequence, LeaseId, unpack_ranges
@@ -112,7 +112,7 @@ class Injected(Exception):
 
 @pytest.mark.parametrize(
     "step",
-    ["tree.match", "tree.lock", "tree.path_ranges", "tree.touch", "tree.evict", "pool.take", "session.add"],
+    ["tree.match", "tree.lock", "tree.path_ranges", "tree.touch", "tree.evict", "pool.take", "leases.add"],
 )
 def test_acquire_that_fails_at_any_step_leaves_nothing_behind(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, step: str
@@ -122,7 +122,7 @@ def test_acquire_that_fails_at_any_step_leaves_nothing_behind(
     engine.store("abcdef")
     engine.store("ABCDEF")
     session = cache.managed.sessions[engine.session]
-    owner: Any = {"tree": session.tree, "pool": session.pool, "session": ManagedSession}[step.split(".", maxsplit=1)[0]]
+    owner: Any = {"tree": session.tree, "pool": session.pool, "leases": Leases}[step.split(".", maxsplit=1)[0]]
 
     def fail(*_: object, **__: object) -> None:
         raise Injected
@@ -134,7 +134,7 @@ def test_acquire_that_fails_at_any_step_leaves_nothing_behind(
             engine.acquire("abcdef01", reserve=4)  # a hit, fresh slots, and an eviction
 
     assert healthy(cache)
-    assert (session.leases, session.requests, session.pool.protected) == ({}, {}, 0)
+    assert (session.leases, session.leases.by_request, session.pool.protected) == ({}, {}, 0)
     assert states(cache)[SlotState.LEASED] == 0
     assert engine.acquire("abcdef01", reserve=4).hit == 6
 
@@ -246,9 +246,9 @@ def test_core_bug_raises_with_a_story_instead_of_freeing_twice(cache: Cache) -> 
     session = cache.managed.sessions[engine.session]
     lease = session.leases[grant.lease]
     engine.release(grant)
-    session.add(lease)
+    session.leases.add(lease)
 
     with pytest.raises(IllegalTransition, match="release of lease 1: LEASED -> FREE"):
         engine.release(grant)
     session.leases.clear()
-    session.requests.clear()
+    session.leases.by_request.clear()

@@ -78,7 +78,7 @@ def acquire_with_a_load(make: MakeTiers, patch: pytest.MonkeyPatch, step: int) -
         assert healthy(cache)
         session = cache.managed.sessions[engine.session]
         assert list(session.leases) == [one.lease]
-        assert list(session.requests) == [session.leases[one.lease].request]
+        assert list(session.leases.by_request) == [session.leases[one.lease].request]
         assert session.pool.counts[SlotState.LEASED] == 0
         held = [each for each in cache.transfers.values() if each.pool is session.pool]
         assert session.pool.protected == max([before, *(each.end for each in held)])

@@ -101,7 +101,7 @@ class Rejoin:
             self._cache.managed.sessions.next_lease(), request, asked, depth, run, depth, mine, copies, fence
         )
         tree.lock(run, depth, pool.index)
-        session.add(lease)
+        session.leases.add(lease)
         session.share_copies(lease, shared)
         self._cache.managed.commit(session_id, epoch, lease.id, depth, keys[depth * KEY_SIZE :], rest, fence)
         lease.promise(max(hit, lease.depth))
@@ -120,11 +120,11 @@ class Rejoin:
         return session
 
     def _check(self, session: ManagedSession, request: str, blocks: int, hit: int, held: Ranges[int]) -> None:
-        if request in session.requests:
+        if request in session.leases.by_request:
             raise Refusal(Why.DECLARED_ALREADY, request=request)
         if slot_count(held) != blocks or hit < blocks:
             raise Refusal(Why.DECLARATION_OF_OTHER_LENGTH, keys=blocks, slots=slot_count(held), hit=hit)
-        session.check_room()
+        session.leases.check_room()
         session.check_fence(session.inherited_fence, holds=2)  # the commit's, and that of `over`
 
 

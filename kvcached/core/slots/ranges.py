@@ -12,13 +12,8 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
 
 Ranges = array  # of typecode "i", with an even number of items
-if TYPE_CHECKING:
-    SlotRanges = Ranges[int]
-else:  # in Python 3.11 an array has no parameters, and decoders of messages look at annotations
-    SlotRanges = Ranges
 
 #: First of a hole. Cut in two, its rest begins higher, but never reaches 0.
 HOLE = -(1 << 31)

@@ -96,8 +96,6 @@ class SlotPool:
         protected: blocks of the index in this pool that eviction cannot have.
         clock: logical time of last use; grows with every touch.
         journal: what happened to slots.
-        header_changes: of a device pool: told of every slot that leaves CACHED; None of the host pool, whose headers
-            are written by who writes its blocks.
     """
 
     __slots__ = (
@@ -107,7 +105,6 @@ class SlotPool:
         "_states",
         "clock",
         "counts",
-        "header_changes",
         "journal",
         "name",
         "protected",
@@ -119,7 +116,6 @@ class SlotPool:
         self.slots = slots
         self.clock = 0
         self.journal = Journal()
-        self.header_changes: list[HeaderChange] | None = None
         self._pattern_length = min(slots, _PATTERN_LENGTH_MAX)
         self._patterns = tuple(bytes([state]) * self._pattern_length for state in SlotState)
         self._set_all(initial)
@@ -200,8 +196,11 @@ class SlotPool:
         counts[target] += moved
         copy = ranges[:]
         self.journal.record(cause, source, target, copy)
-        if source is SlotState.CACHED and self.header_changes is not None:
-            self.header_changes.append(BlocksUncached(self.name, copy))
+        if source is SlotState.CACHED:
+            self._left_cached(copy)
+
+    def _left_cached(self, ranges: Ranges[int]) -> None:
+        """Slots have left CACHED. The headers of host blocks are written by who writes the blocks: nothing is to do."""
 
     def _undo(self, ranges: Ranges[int], source: SlotState) -> None:
         for first, count in pairs(ranges):
@@ -235,9 +234,8 @@ class DevicePool(SlotPool):
         demand: slots that somebody waits for while blocks are written back; 0 where nobody does.
         failed_stores: paths whose store failed, tried once more at the next tick.
         unstored: ends of committed paths that the host pool is to get, oldest first, as (run, depth).
+        header_changes: what is to be written beside the slots: told of every slot that leaves CACHED.
     """
-
-    header_changes: list[HeaderChange]
 
     __slots__ = (
         "block_size",
@@ -246,6 +244,7 @@ class DevicePool(SlotPool):
         "epoch",
         "failed_stores",
         "frozen",
+        "header_changes",
         "healthy",
         "index",
         "load_quota",
@@ -273,7 +272,7 @@ class DevicePool(SlotPool):
         header_changes: list[HeaderChange] | None = None,
     ) -> None:
         super().__init__(name, slots, SlotState.FREE)
-        self.header_changes = [] if header_changes is None else header_changes
+        self.header_changes: list[HeaderChange] = [] if header_changes is None else header_changes
         self.index = index
         self.block_size = block_size
         self.shards = shards
@@ -303,6 +302,9 @@ class DevicePool(SlotPool):
     def copies(self) -> bool:
         """Whether copies may be started."""
         return self.healthy and not (self.paused or self.clearing or self.frozen)
+
+    def _left_cached(self, ranges: Ranges[int]) -> None:
+        self.header_changes.append(BlocksUncached(self.name, ranges))
 
     def lose_workers(self) -> None:
         """Nothing is copied until `restore_workers`."""

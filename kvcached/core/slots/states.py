@@ -17,9 +17,8 @@ ABSENT          nobody: its slab is not this pool's         the pool gets the sl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TypeVar
 
 _State = TypeVar("_State", bound=StrEnum)
 
@@ -158,26 +157,18 @@ PREFETCH_TRANSITIONS: frozenset[tuple[PrefetchState, PrefetchState]] = frozenset
 )
 
 
-@dataclass(slots=True, eq=False)
-class Stateful(Generic[_State]):
-    """Whatever is in a state of a table, and goes along the table's edges only.
+def follow(transitions: frozenset[tuple[_State, _State]], source: _State, target: _State, name: str) -> _State:
+    """The target, if a table has an edge to it.
 
-    Attributes:
-        EDGES: the table.
-        state: the present one.
+    Args:
+        transitions: the table.
+        source: the present state.
+        target: the next one.
+        name: of whatever changes its state, for the error.
+
+    Raises:
+        RuntimeError: there is no such edge: a bug of ours.
     """
-
-    EDGES: ClassVar[frozenset[tuple[Any, Any]]]
-    state: _State = field(kw_only=True)
-
-    def enter(self, state: _State) -> None:
-        """Go along an edge of the table.
-
-        Raises:
-            RuntimeError: there is no such edge: a bug of ours.
-        """
-        if (self.state, state) not in self.EDGES:
-            raise RuntimeError(
-                f"{type(self).__name__} {getattr(self, 'id', '')} cannot go from {self.state} to {state}"
-            )
-        self.state = state
+    if (source, target) not in transitions:
+        raise RuntimeError(f"{name} cannot go from {source} to {target}")
+    return target

@@ -18,7 +18,7 @@ from kvcached.core.messages import (
     StorageReady,
     StorageSuspended,
 )
-from kvcached.core.slots.states import STORAGE_TRANSITIONS, Stateful, StorageState
+from kvcached.core.slots.states import STORAGE_TRANSITIONS, StorageState, follow
 from kvcached.core.transfers.prefetch import Prefetches, PrefetchLimits
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage_copies import BackupPolicy, Backups, Candidates
@@ -44,7 +44,7 @@ class StorageSpec:
     prefetch: PrefetchLimits = field(default_factory=PrefetchLimits)
 
 
-class StorageTier(Stateful[StorageState]):
+class StorageTier:
     """Decisions about storage.
 
     Args:
@@ -59,8 +59,6 @@ class StorageTier(Stateful[StorageState]):
         backups, prefetches: the two directions.
         locks: of prefixes that prefetches continue.
     """
-
-    EDGES = STORAGE_TRANSITIONS
 
     def __init__(
         self,
@@ -79,6 +77,10 @@ class StorageTier(Stateful[StorageState]):
         self._generation = generation
         self._now_ms = 0
         self._last_prefetch = 0
+
+    def enter(self, state: StorageState) -> None:
+        """Go along an edge of `STORAGE_TRANSITIONS`."""
+        self.state = follow(STORAGE_TRANSITIONS, self.state, state, "storage")
 
     @property
     def copies(self) -> list[StorageTransfer]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.slots.ranges import Ranges
-from kvcached.core.slots.states import PREFETCH_TRANSITIONS, PrefetchState, Stateful
+from kvcached.core.slots.states import PREFETCH_TRANSITIONS, PrefetchState, follow
 from kvcached.core.transfers.transfer import StorageTransfer
 from kvcached_client.types import TransferId
 
@@ -73,7 +73,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Prefetch(Stateful[PrefetchState]):
+class Prefetch:
     """Blocks of one chain on their way from storage into the host pool.
 
     Attributes:
@@ -83,6 +83,7 @@ class Prefetch(Stateful[PrefetchState]):
         inserted: depth up to which blocks are in the index.
         next: depth of the next block to fetch.
         found: depth up to which storage says it has blocks.
+        state: see `PrefetchState`.
         copies: under way.
         arrived: by depth of their first block.
         fetched: blocks that have entered the index through it.
@@ -90,8 +91,6 @@ class Prefetch(Stateful[PrefetchState]):
         began_us, began_at: when the present fetch began, and with which block.
         stopping: no more copies are begun.
     """
-
-    EDGES = PREFETCH_TRANSITIONS
 
     id: int
     chain: Chain
@@ -112,6 +111,10 @@ class Prefetch(Stateful[PrefetchState]):
 
     def __post_init__(self) -> None:
         self.inserted = self.next = self.found = self.chain.start
+
+    def enter(self, state: PrefetchState) -> None:
+        """Go along an edge of `PREFETCH_TRANSITIONS`."""
+        self.state = follow(PREFETCH_TRANSITIONS, self.state, state, f"prefetch {self.id}")
 
     def ask(self, blocks: int) -> bytes:
         """The keys of its next blocks, at most so many, which storage is asked about."""

@@ -20,7 +20,7 @@ from kvcached.core.lease import ManagedLease
 from kvcached.core.messages import TransferKind
 from kvcached.core.slots.ranges import Ranges, no_ranges
 from kvcached.core.slots.slots import DevicePool
-from kvcached.core.slots.states import TRANSFER_TRANSITIONS, Stateful, TransferState
+from kvcached.core.slots.states import TRANSFER_TRANSITIONS, TransferState, follow
 from kvcached_client.types import ShardIndex, TransferId
 
 #: A load forgets leases that were released after it has gathered so many more.
@@ -28,7 +28,7 @@ RELEASED_LEASES_MAX = 64
 
 
 @dataclass(slots=True, eq=False)
-class Transfer(Stateful[TransferState]):
+class Transfer:
     """What every copy has, whoever makes it. Its path ``[0, end)`` is locked in the host pool until it ends.
 
     Attributes:
@@ -38,9 +38,8 @@ class Transfer(Stateful[TransferState]):
         run: the deepest run of its path; `RunTree.resolve` finds where its blocks are after splits.
         pieces: blocks that it copies, shallow ones first; a load has one piece.
         host: their host slots. Those that it writes to are FILLING.
+        state: see `TransferState`.
     """
-
-    EDGES = TRANSFER_TRANSITIONS
 
     id: TransferId
     kind: TransferKind
@@ -49,6 +48,10 @@ class Transfer(Stateful[TransferState]):
     pieces: list[Piece]
     host: Ranges[int]
     state: TransferState = field(default=TransferState.QUEUED, kw_only=True)
+
+    def enter(self, state: TransferState) -> None:
+        """Go along an edge of `TRANSFER_TRANSITIONS`."""
+        self.state = follow(TRANSFER_TRANSITIONS, self.state, state, f"transfer {self.id}")
 
     @property
     def start(self) -> int:
