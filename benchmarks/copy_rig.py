@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from time import perf_counter
 from typing import Final
 
+import msgspec
+
 from kvcached.core.messages import Span
 from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import PRETOUCH_BYTES_MAX, SharedMemory, sealed_memfd
@@ -75,12 +77,12 @@ class CopyRig:
         self.size_bytes = blocks * BLOCK_BYTES
         slots = 2 * blocks
         geometry = pool_geometry(layout, slots)
-        self._host = _host_geometry(slots)
+        self._host = host_geometry(slots, BLOCK_BYTES)
         with ExitStack() as made:
-            self._device = _host_memory(geometry.size_bytes)
+            self._device = resident_memory(geometry.size_bytes)
             self._device.pretouch(PRETOUCH_BYTES_MAX)
             made.callback(self._device.close)
-            self._memory = _host_memory(self._host.size_bytes)
+            self._memory = resident_memory(self._host.size_bytes)
             made.callback(self._memory.close)
             self.progress = TimedProgress.make("benchmark-progress")
             made.callback(self.progress.close)
@@ -203,15 +205,14 @@ class CopyRig:
         )
 
 
-def _host_geometry(slots: int) -> HostGeometry:
-    """The fewest slabs with room for so many blocks."""
-    one = HostGeometry(slabs=1, slab_bytes=_SLAB_BYTES, shards=1, block_bytes=BLOCK_BYTES)
-    slabs = -(-slots // one.slots_per_slab)
-    return HostGeometry(slabs=slabs, slab_bytes=_SLAB_BYTES, shards=1, block_bytes=BLOCK_BYTES)
+def host_geometry(slots: int, block_bytes: int) -> HostGeometry:
+    """The fewest slabs with room for so many blocks of one shard."""
+    one = HostGeometry(slabs=1, slab_bytes=_SLAB_BYTES, shards=1, block_bytes=block_bytes)
+    return msgspec.structs.replace(one, slabs=-(-slots // one.slots_per_slab))
 
 
-def _host_memory(size_bytes: int) -> SharedMemory:
-    """A host pool that is resident throughout."""
+def resident_memory(size_bytes: int) -> SharedMemory:
+    """Shared memory as that of a pool, resident throughout."""
     descriptor = sealed_memfd("benchmark-host", size_bytes)
     try:
         memory = SharedMemory(descriptor, size_bytes)

@@ -27,7 +27,7 @@ class Target:
         return measured <= self.limit if self.sign == "<=" else measured >= self.limit
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line of output. Numbers are as measured, never rounded towards a target."""
 
     suite: str
@@ -42,6 +42,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     target: str | None
     #: Whether the target is met; None where nothing was promised.
     ok: bool | None
+    #: The device that was measured, as its driver names it; left out where the figure is of no device.
+    device: str = ""
 
 
 def judge(

@@ -11,6 +11,7 @@ from benchmarks.result import Result
 #: Name on the command line and in results, and the module behind it.
 SUITES: Final[dict[str, str]] = {
     "copy": "benchmarks.suites.copy",
+    "cuda": "benchmarks.suites.cuda",
     "faults": "benchmarks.suites.faults",
     "floods": "benchmarks.suites.floods",
     "hash": "benchmarks.suites.block_keys",
@@ -21,9 +22,9 @@ SUITES: Final[dict[str, str]] = {
     "vllm": "benchmarks.suites.vllm",
     "vllm-queue": "benchmarks.suites.vllm_queue",
 }
-#: Those that need nothing but the development environment, and wait for nothing: `faults` does little but wait, and
-#: `floods` takes every processor.
-DEFAULT_SUITES: Final = tuple(name for name in SUITES if name not in {"faults", "floods", "vllm", "vllm-queue"})
+#: Those that need nothing but the development environment, and wait for nothing: `cuda` needs a device, `faults` does
+#: little but wait, and `floods` takes every processor.
+DEFAULT_SUITES: Final = tuple(name for name in SUITES if name not in {"cuda", "faults", "floods", "vllm", "vllm-queue"})
 
 
 def load_suite(name: str) -> Callable[[int], Iterator[Result]]:
