@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,6 +27,7 @@ from kvcached_client.protocol.engine import (
     TreeNode,
     TreeReport,
 )
+from tests.project.admins import FakeAdmin
 from tests.project.source_tree import ROOT
 
 GOOD = str(ROOT / "configs/cpu-tp2.toml")
@@ -151,46 +151,18 @@ TREE = (
 )
 
 
-OFFERED = OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
-
-
-class FakeAdmin:
-    """An `Admin` that answers every question with `reply`, or raises it."""
-
-    reply: Any = None
-    asked: ClassVar[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
-
-    @classmethod
-    def connect(cls, run_dir: Path | None, *, deadline_ms: int) -> FakeAdmin:
-        return cls()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def describe(self) -> Any:
-        """What is offered, beside whatever else is asked; an answer of its own where that is `reply`."""
-        if isinstance(self.reply, StatsReport):
-            return msgspec.structs.replace(REPLIES["describe"], offload=OFFERED)
-        return self.__getattr__("describe")()
-
-    def __getattr__(self, _: str) -> Any:
-        def answer(*arguments: Any, **options: Any) -> Any:
-            self.asked.append((arguments, options))
-            if isinstance(self.reply, Exception):
-                raise self.reply
-            return self.reply
-
-        return answer
+#: What `stats` asks for beside its report.
+DESCRIPTION = msgspec.structs.replace(
+    REPLIES["describe"], offload=OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
+)
 
 
 @pytest.fixture
-def fake_admin(monkeypatch: pytest.MonkeyPatch) -> type[FakeAdmin]:
-    """Put `FakeAdmin` in the client's place."""
-    monkeypatch.setattr(kvcached_client, "Admin", FakeAdmin)
-    monkeypatch.setattr(FakeAdmin, "asked", [])
-    return FakeAdmin
+def admin(monkeypatch: pytest.MonkeyPatch) -> FakeAdmin:
+    fake = FakeAdmin()
+    fake.description = DESCRIPTION
+    monkeypatch.setattr(kvcached_client, "Admin", fake)
+    return fake
 
 
 def run(*arguments: str) -> Result:
@@ -198,9 +170,9 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("command", REPLIES)
-def test_cli_prints_a_reply_as_json(command: str, fake_admin: type[FakeAdmin]) -> None:
+def test_cli_prints_a_reply_as_json(command: str, admin: FakeAdmin) -> None:
     """With --json a command prints one JSON document on stdout, the reply without its transport fields."""
-    fake_admin.reply = REPLIES[command]
+    admin.reply = REPLIES[command]
 
     result = run(command, *ARGUMENTS.get(command, []), "--json")
 
@@ -222,27 +194,25 @@ def test_cli_prints_a_reply_as_json(command: str, fake_admin: type[FakeAdmin]) -
         ("describe", [f"version:      {VERSION}", LAYOUT.fingerprint(), "header_bytes: 16384\n"]),
     ],
 )
-def test_cli_prints_a_reply_for_people(command: str, expected: list[str], fake_admin: type[FakeAdmin]) -> None:
+def test_cli_prints_a_reply_for_people(command: str, expected: list[str], admin: FakeAdmin) -> None:
     """Without --json a command prints the same for people."""
-    fake_admin.reply = REPLIES[command]
+    admin.reply = REPLIES[command]
 
     result = run(command, *ARGUMENTS.get(command, []))
 
     assert [text for text in expected if text not in result.stdout] == []
 
 
-def test_cli_shows_the_host_pool_before_anybody_has_any_of_it(fake_admin: type[FakeAdmin]) -> None:
+def test_cli_shows_the_host_pool_before_anybody_has_any_of_it(admin: FakeAdmin) -> None:
     """Before the first namespace `stats` says how large the host pool is, and that all of it is free."""
-    fake_admin.reply = msgspec.structs.replace(REPLIES["stats"], hosts=())
+    admin.reply = msgspec.structs.replace(REPLIES["stats"], hosts=())
 
     assert "\nhost pool\n" in run("stats").stdout
     assert "  free slabs:     4\n" in run("stats").stdout
 
 
 @pytest.mark.parametrize("command", ["stats", "describe"])
-def test_cli_cuts_nothing_at_80_columns(
-    command: str, fake_admin: type[FakeAdmin], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cli_cuts_nothing_at_80_columns(command: str, admin: FakeAdmin, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every name and value of a report is in a line that 80 columns hold, however large the figures are."""
     large = (1 << 63) - 1
     pool = msgspec.structs.replace(REPLIES["stats"].pools[0], slots=large, states={"quarantined": large}, leases=large)
@@ -254,7 +224,7 @@ def test_cli_cuts_nothing_at_80_columns(
         "describe": msgspec.structs.replace(REPLIES["describe"], replicas=(replica,)),
     }
     monkeypatch.setenv("COLUMNS", "80")
-    fake_admin.reply = large_replies[command]
+    admin.reply = large_replies[command]
 
     lines = run(command).stdout.splitlines()
 
@@ -279,10 +249,10 @@ def test_cli_exit_code_tells_that_something_is_wrong(
     reply: HealthReport | CheckReport,
     printed: str,
     arguments: list[str],
-    fake_admin: type[FakeAdmin],
+    admin: FakeAdmin,
 ) -> None:
     """An unhealthy part and a broken invariant are printed, and the exit code is 1."""
-    fake_admin.reply = reply
+    admin.reply = reply
 
     result = run(command, *arguments)
 
@@ -299,9 +269,9 @@ def test_cli_exit_code_tells_that_something_is_wrong(
         (Refused(ErrorCode.UNKNOWN_REPLICA, "there is no replica 'x'", "configured are: a"), ExitCode.USAGE),
     ],
 )
-def test_cli_exit_code_tells_errors_apart(error: Exception, code: ExitCode, fake_admin: type[FakeAdmin]) -> None:
+def test_cli_exit_code_tells_errors_apart(error: Exception, code: ExitCode, admin: FakeAdmin) -> None:
     """No answer and a daemon that fails have different exit codes; the reason is on stderr, nothing on stdout."""
-    fake_admin.reply = error
+    admin.reply = error
 
     result = run("health")
 
@@ -309,13 +279,13 @@ def test_cli_exit_code_tells_errors_apart(error: Exception, code: ExitCode, fake
     assert str(error) in result.stderr
 
 
-def test_cli_tree_is_a_line_for_each_run(fake_admin: type[FakeAdmin]) -> None:
+def test_cli_tree_is_a_line_for_each_run(admin: FakeAdmin) -> None:
     """Runs hang on the run that they continue; coverage, loads and pins are named, and what is left out is counted."""
-    fake_admin.reply = TREE
+    admin.reply = TREE
 
     result = run("tree", "--replica", "a", "--levels", "2", "--children", "2")
 
-    assert fake_admin.asked == [(("a",), {"levels": 2, "children": 2})]
+    assert admin.asked == [("tree", ("a",), {"levels": 2, "children": 2})]
     assert [line.strip(" │├└─┣┗━┃") for line in result.stdout.splitlines()] == [
         "namespace 6e6e6e6e6e6e6e6e: a, host",
         f"[0, 740)  a 740/740  host 738/740  {'01' * 16}",
@@ -328,13 +298,13 @@ def test_cli_tree_is_a_line_for_each_run(fake_admin: type[FakeAdmin]) -> None:
     assert indents == [0, 4, 8, 8, 8, 0]
 
 
-def test_cli_tree_as_json_has_keys_in_hex(fake_admin: type[FakeAdmin]) -> None:
+def test_cli_tree_as_json_has_keys_in_hex(admin: FakeAdmin) -> None:
     """With --json the report and its nodes are one document, nodes in preorder."""
-    fake_admin.reply = TREE
+    admin.reply = TREE
 
     printed = json.loads(run("tree", "--json").stdout)
 
-    assert fake_admin.asked == [(("",), {"levels": 8, "children": 8})]
+    assert admin.asked == [("tree", ("",), {"levels": 8, "children": 8})]
     assert (printed["runs"], printed["blocks"], printed["shown"], "id" in printed) == (9, 1234, 4, False)
     assert [node["level"] for node in printed["nodes"]] == [0, 1, 2, 2]
     assert printed["nodes"][2] == {
@@ -350,20 +320,20 @@ def test_cli_tree_as_json_has_keys_in_hex(fake_admin: type[FakeAdmin]) -> None:
     }
 
 
-def test_cli_inspect_asks_for_the_bytes_of_the_key(fake_admin: type[FakeAdmin]) -> None:
+def test_cli_inspect_asks_for_the_bytes_of_the_key(admin: FakeAdmin) -> None:
     """The hex digits of a key, in either case, become its bytes; in JSON a key is hex digits again."""
-    fake_admin.reply = REPLIES["inspect"]
+    admin.reply = REPLIES["inspect"]
 
     printed = json.loads(run("inspect", KEY.upper(), "--json").stdout)
 
-    assert fake_admin.asked == [((bytes.fromhex(KEY),), {})]
+    assert admin.asked == [("inspect", (bytes.fromhex(KEY),), {})]
     assert printed["parent"] == bytes(range(16)).hex()
     assert printed["places"][1] == {"tier": "host", "slot": 9, "state": "filling"}
 
 
-def test_cli_inspect_of_an_unknown_block_says_so(fake_admin: type[FakeAdmin]) -> None:
+def test_cli_inspect_of_an_unknown_block_says_so(admin: FakeAdmin) -> None:
     """A block that is not cached is an answer, not an error."""
-    fake_admin.reply = InspectReport(id=1, found=False)
+    admin.reply = InspectReport(id=1, found=False)
 
     result = run("inspect", KEY)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -14,6 +13,7 @@ from kvcached.cli.main import ExitCode, main
 from kvcached_client import DaemonFailure, ErrorCode
 from kvcached_client.protocol.engine import Drained, NamespaceCleared, Paused, PolicySet, Resumed
 from kvcached_client.types import WritePolicy
+from tests.project.admins import FakeAdmin
 
 CLEARED = NamespaceCleared(
     id=1, replicas=("a", "b"), generation=3, namespace=b"n" * 32, label="", weights_version="step 9", blocks=40
@@ -31,32 +31,6 @@ POLICY = PolicySet(
 )
 PAUSED = Paused(id=1, under_way=0, holds=True)
 DRAINED = Drained(id=1, leases=0, copies=0, requests=0, holds=True)
-
-
-class FakeAdmin:
-    """What commands take for an `Admin`."""
-
-    def __init__(self) -> None:
-        self.reply: Any = None
-        self.asked: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-
-    def connect(self, _: Path | None, *, deadline_ms: int) -> Self:
-        assert deadline_ms
-        return self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        def answer(*arguments: Any, **options: Any) -> Any:
-            self.asked.append((name, arguments, options))
-            if isinstance(self.reply, Exception):
-                raise self.reply
-            return self.reply
-
-        return answer
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +20,7 @@ from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.protocol.engine import Description, Explanation, ReplicaInfo
 from kvcached_client.types import MissReason
 from kvcached_client.vllm.keys import VllmHashing, block_keys
+from tests.project.admins import ConnectedAdmin, OfficeAdmin
 from tests.service.office import TWO, FakePeer
 from tests.service.offload_office import OffloadOffice
 
@@ -30,7 +31,7 @@ ADAPTER = ("sql", "/models/sql")
 
 
 @dataclass
-class FakeDaemon:
+class PromptsAdmin(ConnectedAdmin):
     """Two replicas of different models, and an offload namespace; each holds whole prompts by their keys."""
 
     stored: dict[str, list[bytes]] = field(default_factory=dict)
@@ -98,16 +99,6 @@ class FakeDaemon:
             others=0,
         )
 
-    # what `ask` does with an `Admin`
-
-    def connect(self, run_dir: Path | None, *, deadline_ms: int) -> Self:
-        return self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
 
 def _common(keys: bytes, stored: bytes) -> int:
     blocks = 0
@@ -121,9 +112,9 @@ def native(tokens: list[int], replica: str = "a", *, salt: str = "", lora: str =
 
 
 @pytest.fixture
-def daemon(monkeypatch: pytest.MonkeyPatch) -> FakeDaemon:
+def daemon(monkeypatch: pytest.MonkeyPatch) -> PromptsAdmin:
     """A daemon that knows nothing yet."""
-    fake = FakeDaemon()
+    fake = PromptsAdmin()
     monkeypatch.setattr(kvcached_client, "Admin", fake)
     return fake
 
@@ -150,7 +141,7 @@ def told(entry: dict[str, Any]) -> dict[str, int]:
 # --- kvcached's own keys --------------------------------------------------------------------------------------------
 
 
-def test_explain_tells_the_first_missing_block(daemon: FakeDaemon) -> None:
+def test_explain_tells_the_first_missing_block(daemon: PromptsAdmin) -> None:
     """How many blocks and tokens are a hit, which block is missing, what happened to it, and what to check."""
     daemon.stored["a"] = [native(TOKENS[:12])]
     daemon.reason = MissReason.EVICTED
@@ -168,12 +159,12 @@ def test_explain_tells_the_first_missing_block(daemon: FakeDaemon) -> None:
 
 
 @pytest.mark.parametrize("stdin", [" 100 101\n102 ", "[100, 101, 102]", "\n[100,\n101,102]"])
-def test_explain_reads_tokens_as_json_or_words(daemon: FakeDaemon, stdin: str) -> None:
+def test_explain_reads_tokens_as_json_or_words(daemon: PromptsAdmin, stdin: str) -> None:
     """Token ids come as a JSON list, or separated by spaces and lines."""
     assert [entry["tokens"] for entry in entries("--tokens", "-", stdin=stdin)] == [3, 3]
 
 
-def test_explain_asks_every_replica_by_default(daemon: FakeDaemon) -> None:
+def test_explain_asks_every_replica_by_default(daemon: PromptsAdmin) -> None:
     """Each replica's keys are made from its own namespace."""
     daemon.stored = {"a": [native(TOKENS)], "b": [native(TOKENS[:8], "b")]}
 
@@ -183,7 +174,7 @@ def test_explain_asks_every_replica_by_default(daemon: FakeDaemon) -> None:
     ]
 
 
-def test_explain_finds_what_the_salt_or_the_adapter_hides(daemon: FakeDaemon) -> None:
+def test_explain_finds_what_the_salt_or_the_adapter_hides(daemon: PromptsAdmin) -> None:
     """The same tokens are looked for without salt, without adapter and without both; the best comes first."""
     daemon.stored["a"] = [native(TOKENS), native(TOKENS[:16], salt="s"), native(TOKENS[:24], lora="l")]
 
@@ -198,7 +189,7 @@ def test_explain_finds_what_the_salt_or_the_adapter_hides(daemon: FakeDaemon) ->
     assert "  the same tokens without the salt would hit 10 blocks: the salt differs\n" in text
 
 
-def test_explain_finds_the_prompt_on_another_replica(daemon: FakeDaemon) -> None:
+def test_explain_finds_the_prompt_on_another_replica(daemon: PromptsAdmin) -> None:
     """A prompt that another model's replica has was sent to the wrong one."""
     daemon.stored["b"] = [native(TOKENS, "b")]
 
@@ -207,7 +198,7 @@ def test_explain_finds_the_prompt_on_another_replica(daemon: FakeDaemon) -> None
     assert told(entry) == {"on replica b": 10}
 
 
-def test_explain_looks_no_further_where_nothing_is_missing(daemon: FakeDaemon) -> None:
+def test_explain_looks_no_further_where_nothing_is_missing(daemon: PromptsAdmin) -> None:
     """A hit, or only the last token's block missing, needs no other names."""
     daemon.stored["a"] = [native(TOKENS)]
     entries("--tokens", "-", "--replica", "a", "--salt", "")
@@ -217,7 +208,7 @@ def test_explain_looks_no_further_where_nothing_is_missing(daemon: FakeDaemon) -
 # --- vLLM's keys ----------------------------------------------------------------------------------------------------
 
 
-def test_explain_of_vllm_takes_block_size_and_names_from_the_namespace(daemon: FakeDaemon) -> None:
+def test_explain_of_vllm_takes_block_size_and_names_from_the_namespace(daemon: PromptsAdmin) -> None:
     """Keys are computed as vLLM does, in blocks of the namespace's size; replicas are left out."""
     daemon.stored[""] = [block_keys(TOKENS, VLLM, salt="s", lora=ADAPTER)]
 
@@ -226,7 +217,7 @@ def test_explain_of_vllm_takes_block_size_and_names_from_the_namespace(daemon: F
     assert (entry["label"], entry["block_size"], entry["blocks"], entry["hit"]) == ("tiny", 16, 2, 2)
 
 
-def test_explain_of_vllm_tries_other_names(daemon: FakeDaemon) -> None:
+def test_explain_of_vllm_tries_other_names(daemon: PromptsAdmin) -> None:
     """Without the salt, and with the seed of an engine that has none."""
     daemon.stored[""] = [block_keys(TOKENS, VllmHashing(16, seed="7")), block_keys(TOKENS[:16], VLLM, salt="s")]
 
@@ -235,14 +226,14 @@ def test_explain_of_vllm_tries_other_names(daemon: FakeDaemon) -> None:
     assert told(entry) == {"without the salt": 2, "with vLLM's default seed": 1}
 
 
-def test_explain_of_vllm_that_is_not_known_at_all_points_at_its_hashes(daemon: FakeDaemon) -> None:
+def test_explain_of_vllm_that_is_not_known_at_all_points_at_its_hashes(daemon: PromptsAdmin) -> None:
     """Where not even the first block is known, vLLM may hash otherwise."""
     daemon.stored[""] = []
     assert "--prefix-caching-hash-algo" in entries("--engine", "vllm", "--tokens", "-")[0]["advice"]
 
 
 @pytest.mark.parametrize("arguments", [("--engine", "vllm", "--tokens", "-"), ("--keys", "-", "--namespace", "ff")])
-def test_explain_of_a_namespace_that_nobody_declared(daemon: FakeDaemon, arguments: tuple[str, ...]) -> None:
+def test_explain_of_a_namespace_that_nobody_declared(daemon: PromptsAdmin, arguments: tuple[str, ...]) -> None:
     """It is an answer: no engine has declared it."""
     stdin = TOKENS if "vllm" in arguments else ""
     (entry,) = entries(*arguments, stdin=stdin)
@@ -252,7 +243,7 @@ def test_explain_of_a_namespace_that_nobody_declared(daemon: FakeDaemon, argumen
     assert (result.exit_code, result.stdout.count("no engine has declared")) == (ExitCode.OK, 1)
 
 
-def test_explain_of_hashes_that_cannot_be_computed_says_how_to_start_vllm(daemon: FakeDaemon) -> None:
+def test_explain_of_hashes_that_cannot_be_computed_says_how_to_start_vllm(daemon: PromptsAdmin) -> None:
     """Pickled hashes of vLLM are wrong usage, with the flag that helps."""
     daemon.stored[""] = []
 
@@ -265,7 +256,7 @@ def test_explain_of_hashes_that_cannot_be_computed_says_how_to_start_vllm(daemon
 # --- given keys -----------------------------------------------------------------------------------------------------
 
 
-def test_explain_of_keys_asks_everywhere(daemon: FakeDaemon) -> None:
+def test_explain_of_keys_asks_everywhere(daemon: PromptsAdmin) -> None:
     """Keys, and the first half of longer hashes, are looked for in replicas and namespaces; the length is not known."""
     keys = native(TOKENS)
     daemon.stored = {"a": [keys], "": [keys[:32]]}
@@ -306,7 +297,7 @@ def test_explain_of_keys_asks_everywhere(daemon: FakeDaemon) -> None:
         (["--keys", "-"], "zz" * 16),
     ],
 )
-def test_explain_with_wrong_usage_exits_with_2(daemon: FakeDaemon, arguments: list[str], stdin: str) -> None:
+def test_explain_with_wrong_usage_exits_with_2(daemon: PromptsAdmin, arguments: list[str], stdin: str) -> None:
     """What would be without effect, or is no prompt, is refused with a reason and before anything is printed."""
     daemon.stored[""] = []
 
@@ -317,7 +308,7 @@ def test_explain_with_wrong_usage_exits_with_2(daemon: FakeDaemon, arguments: li
 
 
 @pytest.mark.parametrize("option", ["--tokens", "--keys"])
-def test_explain_of_a_file_that_is_no_text_is_wrong_usage(daemon: FakeDaemon, option: str, tmp_path: Path) -> None:
+def test_explain_of_a_file_that_is_no_text_is_wrong_usage(daemon: PromptsAdmin, option: str, tmp_path: Path) -> None:
     """Tokens as an engine packs them are refused with a reason, and so are keys that are not in hex."""
     path = tmp_path / "packed"
     path.write_bytes(b"\xff" * 16)
@@ -357,11 +348,6 @@ def test_explain_over_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     welcome = office.attach(FakePeer(1), peer=TWO)
     office.store_blocks(welcome, 2, peer=TWO)
 
-    class OfficeAdmin(FakeDaemon):
-        def explain(self, keys: bytes, tokens: int, **fields: Any) -> tuple[Explanation, ...]:
-            request = kvcached_client.protocol.engine.Explain(id=office.next_id(), tokens=tokens, **fields)
-            return office.expect(kvcached_client.protocol.engine.Explained, request, keys, peer=b"cli").explanations
-
-    monkeypatch.setattr(kvcached_client, "Admin", OfficeAdmin())
+    monkeypatch.setattr(kvcached_client, "Admin", OfficeAdmin(office))
     keys = "\n".join(each.hex() for each in (b"\0" * 16, b"\0" * 8 + b"\1" + b"\0" * 7))
     assert [entry["reason"] for entry in entries("--keys", "-", stdin=keys)] == ["never_stored", "hit"]

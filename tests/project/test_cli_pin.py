@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -14,13 +13,11 @@ import kvcached_client
 from kvcached.cli.main import ExitCode, main
 from kvcached.core.messages import Ticked
 from kvcached_client import KeyChain
-from kvcached_client.errors import request_error
 from kvcached_client.protocol import engine as protocol
 from kvcached_client.vllm.keys import VllmHashing, block_keys
-from tests.service.office import ONE, TWO, FakePeer, Office
+from tests.project.admins import OfficeAdmin
+from tests.service.office import ONE, TWO, FakePeer
 from tests.service.offload_office import OffloadOffice
-
-R = TypeVar("R", bound=protocol.Header)
 
 TOKENS = list(range(100, 118))
 #: Four full blocks: a quarter of the pool's slots, which is what may be pinned.
@@ -28,45 +25,6 @@ BLOCKS = 4
 NAMESPACE = b"n" * 32
 VLLM = VllmHashing(block_size=4)
 ADAPTER = ("sql", "/models/sql")
-
-
-class OfficeAdmin:
-    """An `Admin` that asks a service in this process."""
-
-    def __init__(self, office: Office) -> None:
-        self._office = office
-
-    def describe(self) -> protocol.Description:
-        return self._ask(protocol.Description, protocol.Describe(id=self._office.next_id()))
-
-    def explain(self, keys: bytes, tokens: int) -> tuple[protocol.Explanation, ...]:
-        request = protocol.Explain(id=self._office.next_id(), tokens=tokens)
-        return self._ask(protocol.Explained, request, keys).explanations
-
-    def pin(self, target: str, keys: bytes, *, ttl_ms: int) -> protocol.Pinned:
-        request = protocol.Pin(id=self._office.next_id(), target=target, ttl_ms=ttl_ms)
-        return self._ask(protocol.Pinned, request, keys)
-
-    def unpin(self, target: str, keys: bytes) -> bool:
-        request = protocol.Unpin(id=self._office.next_id(), target=target)
-        return self._ask(protocol.Unpinned, request, keys).was_pinned
-
-    def _ask(self, kind: type[R], request: protocol.Request, *frames: bytes) -> R:
-        header = self._office.ask(request, *frames, peer=b"cli").header
-        if isinstance(header, protocol.ErrorReply):
-            raise request_error(header.code, header.message, header.fix)
-        assert isinstance(header, kind)
-        return header
-
-    # what `ask` does with an `Admin`
-
-    def connect(self, run_dir: Path | None, *, deadline_ms: int) -> Self:
-        return self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 @pytest.fixture

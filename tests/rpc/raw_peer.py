@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvcached_client.protocol.engine import Reply, decode_reply
+from kvcached_client.protocol.engine import ErrorReply, Reply, decode_reply
 from kvcached_client.protocol.zmtp import DEALER, GREETING, Reader, encode_message
 
 READY = DEALER.ready
@@ -53,6 +53,23 @@ class RawPeer:
         """The header of the next reply."""
         parts = self.receive()
         return None if parts is None else decode_reply(parts[0])
+
+    def ask(self, *parts: bytes) -> Reply:
+        """Send a message; returns the header of the next reply."""
+        self.send(*parts)
+        reply = self.reply()
+        assert reply is not None, "no reply"
+        return reply
+
+    def error(self, *parts: bytes) -> ErrorReply:
+        """Send a message that is refused; returns the reply, which has no other parts."""
+        self.send(*parts)
+        received = self.receive()
+        assert received is not None, "no reply"
+        (header,) = received
+        reply = decode_reply(header)
+        assert isinstance(reply, ErrorReply), reply
+        return reply
 
     def __enter__(self) -> Self:
         return self
