@@ -21,6 +21,10 @@ EPOCH = 7
 TTL_MS = 1000
 
 
+class Injected(Exception):
+    """Raised by a step that is made to fail."""
+
+
 def keys_of(text: str) -> bytes:
     """Chained keys, one per letter: equal beginnings have equal keys."""
     keys, parent = [], b"root"

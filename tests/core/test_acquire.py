@@ -14,7 +14,18 @@ from kvcached.core.session import Leases
 from kvcached.core.slots.slots import IllegalTransition
 from kvcached.core.slots.states import SlotState
 from kvcached_client.types import FenceSequence, LeaseId, unpack_ranges
-from tests.core.engine import BLOCK_SIZE, EPOCH, Engine, healthy, keys_of, make_cache, refused, snapshot, states
+from tests.core.engine import (
+    BLOCK_SIZE,
+    EPOCH,
+    Engine,
+    Injected,
+    healthy,
+    keys_of,
+    make_cache,
+    refused,
+    snapshot,
+    states,
+)
 
 
 def test_hit_leaves_one_token_to_compute(cache: Cache) -> None:
@@ -104,10 +115,6 @@ def count_lines(work: Callable[[], object], most: int) -> int:
     finally:
         sys.settrace(None)
     return lines
-
-
-class Injected(Exception):
-    """Raised by a step that is made to fail."""
 
 
 @pytest.mark.parametrize(

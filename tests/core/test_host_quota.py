@@ -279,7 +279,7 @@ def test_rule_names_a_namespace_by_its_replicas() -> None:
 # --- together -------------------------------------------------------------------------------------------------------
 
 
-class History:
+class PressingTenants:
     """Replicas and offload models of several shapes press on each other, at random."""
 
     def __init__(self, seed: int) -> None:
@@ -347,7 +347,7 @@ class History:
 def play(seeds: range, steps: int) -> Counter[str]:
     counted: Counter[str] = Counter()
     for seed in seeds:
-        counted += History(seed).play(steps).counters
+        counted += PressingTenants(seed).play(steps).counters
     return counted
 
 

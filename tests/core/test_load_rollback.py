@@ -11,14 +11,10 @@ from kvcached.core.cache import Cache
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.loads import Loads
 from kvcached.core.transfers.table import TransferTable
-from tests.core.engine import Engine, healthy
+from tests.core.engine import Engine, Injected, healthy
 from tests.core.host_tier import Workers, host_of, stored
 
 MakeTiers = Callable[..., Cache]
-
-
-class Injected(Exception):
-    """Raised by a step that is made to fail."""
 
 
 class FailingStep:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from kvcached.recovery.watchdog import EXTENSION_INTERVAL_S, EXTENSION_S, Pings, Watch, silence_allowed_s
-from tests.project.virtual_time import VirtualTimeLoop
+from tests.virtual_time import VirtualTimeLoop
 
 ALIVE = {"WATCHDOG": "1"}
 START_S, SILENCE_S = 90, 30

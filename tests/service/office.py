@@ -120,6 +120,14 @@ class FakeTimer:
         self.cancelled = True
 
 
+class FakeTimers(list[FakeTimer]):
+    """All timers that were asked for."""
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> FakeTimer:
+        self.append(FakeTimer(delay_s, call))
+        return self[-1]
+
+
 class Office:
     """One service, its cache, and a clock that stands still. With `host_slabs`, a host pool of slabs of 8 blocks.
 
@@ -164,7 +172,7 @@ class Office:
         self.forgotten: list[FakePeer] = []
         self.watched: list[FakePeer] = []
         self.now_ms = 0
-        self.timers: list[FakeTimer] = []
+        self.timers = FakeTimers()
         self.service = Service(
             self.cache,
             replicas,
@@ -173,7 +181,7 @@ class Office:
             heartbeat_interval_ms=100,
             answers_kept_per_session=16,
             share=HostShare(HOST_MEMORY, host_slabs, SLAB_BYTES, verify_loads=True) if spaces else None,
-            later=self._later,
+            later=self.timers.later,
             headers=headers,
             state_place=state_place,
         )
@@ -185,10 +193,6 @@ class Office:
 
     def forget(self, peer: FakePeer) -> None:
         self.forgotten.append(peer)
-
-    def _later(self, delay_s: float, call: Callable[[], None]) -> FakeTimer:
-        self.timers.append(FakeTimer(delay_s, call))
-        return self.timers[-1]
 
     def count(self, replica: str, state: SlotState) -> int:
         """Slots of a replica's pool in a state."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +11,7 @@ from kvcached.service.refusals import in_words
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol import engine as wire
 from kvcached_client.types import SessionId
-from tests.service.office import FakeTimer
+from tests.service.office import FakeTimers
 
 ONE, TWO = SessionId(1), SessionId(2)
 REFUSAL = request_error(ErrorCode.DRAINING, "the daemon is stopping", "use another daemon")
@@ -44,17 +43,13 @@ class Subject:
 
 
 @pytest.fixture
-def timers() -> list[FakeTimer]:
-    return []
+def timers() -> FakeTimers:
+    return FakeTimers()
 
 
 @pytest.fixture
-def pending(timers: list[FakeTimer]) -> PendingReplies:
-    def later(delay_s: float, call: Callable[[], None]) -> FakeTimer:
-        timers.append(FakeTimer(delay_s, call))
-        return timers[-1]
-
-    return PendingReplies(in_words, later)
+def pending(timers: FakeTimers) -> PendingReplies:
+    return PendingReplies(in_words, timers.later)
 
 
 def test_known_answer_does_not_wait(pending: PendingReplies) -> None:
@@ -65,7 +60,7 @@ def test_known_answer_does_not_wait(pending: PendingReplies) -> None:
     assert (subject.answers, pending.count(*Wait)) == ([], 0)
 
 
-def test_reply_ends_once_whatever_happens_later(pending: PendingReplies, timers: list[FakeTimer]) -> None:
+def test_reply_ends_once_whatever_happens_later(pending: PendingReplies, timers: FakeTimers) -> None:
     """After the first end none of the others sends anything."""
     subject = Subject()
     reply = subject.reply()

@@ -12,7 +12,7 @@ from kvcached.recovery.generations import EditionRecord, Record
 from kvcached.service.state_writer import WRITE_DEADLINE_S, Recorder
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
-from tests.service.office import EPOCH, ONE, TWO, FakePeer, Office
+from tests.service.office import EPOCH, ONE, TWO, FakePeer, FakeTimers, Office
 from tests.service.offload_office import OffloadOffice
 
 ROOT = b"r" * 32
@@ -38,26 +38,12 @@ class FakeWriter:
         self.under_way.pop(0)(why)
 
 
-class Timers:
-    """Calls that come when a test says so."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[float, Callable[[], None]]] = []
-
-    def later(self, delay_s: float, call: Callable[[], None]) -> Timers:
-        self.calls.append((delay_s, call))
-        return self
-
-    def cancel(self) -> None:
-        self.calls.clear()
-
-
 class Rig:
     """A recorder of one namespace, in generation 5, whose storage is open."""
 
     def __init__(self) -> None:
         self.generations = Generations(100, {ROOT: Edition(5)})
-        self.timers, self.writer = Timers(), FakeWriter()
+        self.timers, self.writer = FakeTimers(), FakeWriter()
         self.recorder = Recorder(self.generations, self.timers.later)
         self.recorder.use(self.writer)
         self.recorder.open()
@@ -82,7 +68,7 @@ def told(record: Record) -> list[int]:
 def test_nothing_is_written_before_storage_is_there() -> None:
     """The directory may be another daemon's, or not be mounted: until storage was opened a clear is not durable."""
     generations, writer = Generations(100), FakeWriter()
-    recorder = Recorder(generations, Timers().later)
+    recorder = Recorder(generations, FakeTimers().later)
     recorder.use(writer)
     generations.renew(ROOT)
     recorder.keep()
@@ -94,7 +80,7 @@ def test_nothing_is_written_before_storage_is_there() -> None:
 
 def test_without_storage_nothing_is_to_be_written() -> None:
     """Nothing remembers an old generation: everything holds at once."""
-    recorder = Recorder(Generations(), Timers().later)
+    recorder = Recorder(Generations(), FakeTimers().later)
     recorder.keep()
 
     assert recorder.holds(recorder.version)
@@ -136,9 +122,9 @@ def test_failed_write_is_tried_again_when_somebody_asks(rig: Rig) -> None:
 def test_device_that_hangs_fails_those_who_wait(rig: Rig) -> None:
     """After the deadline a write has failed for whoever waits; it holds if it comes about in the end."""
     version = rig.clear()
-    delay_s, call = rig.timers.calls[-1]
-    assert delay_s == WRITE_DEADLINE_S
-    call()
+    timer = rig.timers[-1]
+    assert timer.delay_s == WRITE_DEADLINE_S
+    timer.ring()
     assert (rig.recorder.failed(version), "not answered" in rig.recorder.why) == (True, True)
     rig.writer.end()
 
@@ -150,7 +136,7 @@ def test_write_that_is_over_is_not_late(rig: Rig) -> None:
     rig.clear()
     rig.writer.end()
 
-    assert rig.timers.calls == []
+    assert all(timer.cancelled for timer in rig.timers)
 
 
 def test_what_is_to_be_forgotten_is_written_with_the_generation(rig: Rig) -> None:

@@ -33,7 +33,7 @@ BLOCKS = 6
 
 
 @dataclass
-class FakeLink:
+class FakeStorageLink:
     """A storage process that answers when a test says so."""
 
     state: LinkState = LinkState.READY
@@ -69,7 +69,7 @@ class StorageOffice(OffloadOffice):
 
     def __init__(self) -> None:
         super().__init__()
-        self.link = FakeLink()
+        self.link = FakeStorageLink()
         self.service.storage.storage = StorageService(self.link, "disk", "never", 200, 1000)
         self.service.on_event(StorageReady())
         self.attach(FakePeer(1))

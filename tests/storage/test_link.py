@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 from array import array
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -38,6 +36,7 @@ from kvcached.storage.client import (
 from kvcached.storage.messages import BlockFormat, Done, Forget, NotOpened, Opened, Ping, Query, Request, StorageConfig
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.types import TransferId
+from tests.virtual_time import VirtualTimeLoop
 
 TIMEOUT_S = 1.0
 CONFIG = StorageConfig(backend="fake", settings={}, key_file="", timeout_s=TIMEOUT_S)
@@ -52,43 +51,6 @@ KIND = BlockFormat(
 
 #: How the keys of its blocks begin.
 PREFIX = KIND.stored().prefix()
-
-
-class Clock:
-    """An event loop whose time goes on when a test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self._calls: list[tuple[float, int, Callable[[], object], SimpleNamespace]] = []
-        self._numbers = count()
-
-    def time(self) -> float:
-        return self.now_s
-
-    def call_soon(self, call: Callable[..., object], *args: object) -> SimpleNamespace:
-        return self.call_at(self.now_s, call, *args)
-
-    def call_later(self, delay_s: float, call: Callable[..., object], *args: object) -> SimpleNamespace:
-        return self.call_at(self.now_s + delay_s, call, *args)
-
-    def call_at(self, at_s: float, call: Callable[..., object], *args: object) -> SimpleNamespace:
-        handle = SimpleNamespace(is_off=False)
-        handle.cancel = lambda: setattr(handle, "is_off", True)
-        heapq.heappush(self._calls, (at_s, next(self._numbers), lambda: call(*args), handle))
-        return handle
-
-    def pass_s(self, seconds: float) -> None:
-        """Time passes, and what is due meanwhile happens."""
-        end_s = self.now_s + seconds
-        for _ in range(1000):
-            if not self._calls or self._calls[0][0] > end_s:
-                self.now_s = end_s
-                return
-            at_s, _, call, handle = heapq.heappop(self._calls)
-            self.now_s = max(self.now_s, at_s)
-            if not handle.is_off:
-                call()
-        raise AssertionError("timers without end")
 
 
 class FakeProcess:
@@ -131,7 +93,7 @@ class FakeProcess:
 class Rig:
     """A link at an open process."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualTimeLoop) -> None:
         self.clock = clock
         self.events: list[StorageEvent] = []
         self.link = StorageLink(CONFIG, -1, Path(), 1, lambda *_: KIND, self.events.append)
@@ -176,12 +138,12 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """A link that is ready, to a process that begins one order at a time."""
     monkeypatch.setattr(link, "StorageProcess", FakeProcess)
     FakeProcess.made = []
-    clock = Clock()
-    asyncio._set_running_loop(cast("asyncio.AbstractEventLoop", clock))
-    try:
-        yield Rig(clock)
-    finally:
-        asyncio._set_running_loop(None)
+
+    async def made(clock: VirtualTimeLoop) -> Rig:
+        return Rig(clock)
+
+    with closing(VirtualTimeLoop()) as clock:
+        yield clock.run_until_complete(made(clock))
 
 
 def test_attach_waits_for_the_process_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,11 +276,11 @@ def test_suspended_storage_is_asked_until_it_answers(rig: Rig, reason: str) -> N
     pauses = []
     for _ in range(9):
         assert rig.process.looks() == []
-        began_s = rig.clock.now_s
+        began_s = rig.clock.time()
         while not rig.process.looks():
             rig.clock.pass_s(FIRST_PAUSE_S / 2)
-            assert rig.clock.now_s <= began_s + LONGEST_PAUSE_S + 1
-        pauses.append(rig.clock.now_s - began_s)
+            assert rig.clock.time() <= began_s + LONGEST_PAUSE_S + 1
+        pauses.append(rig.clock.time() - began_s)
         rig.process.answer(rig.process.looks()[0], "EIO")
 
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
@@ -406,11 +368,11 @@ def test_pauses_grow_while_processes_do_not_open(rig: Rig) -> None:
     rig.clock.pass_s(10 * LONGEST_PAUSE_S)
     pauses = []
     for _ in range(8):
-        made, began_s = len(FakeProcess.made), rig.clock.now_s
+        made, began_s = len(FakeProcess.made), rig.clock.time()
         rig.process.on_exit("was ended")
         while len(FakeProcess.made) == made:
             rig.clock.pass_s(FIRST_PAUSE_S)
-        pauses.append(rig.clock.now_s - began_s)
+        pauses.append(rig.clock.time() - began_s)
 
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30]
 

@@ -44,7 +44,7 @@ UNAVAILABLE = PrefetchResult(0, 0, is_over=True, reason="unavailable")
 class FakePending:
     """A prefetch whose end a test says; then it is over for a reason, or fails."""
 
-    def __init__(self, client: FakeClient) -> None:
+    def __init__(self, client: ScriptedClient) -> None:
         self.is_over = False
         self.is_abandoned = False
         self._client = client
@@ -74,7 +74,7 @@ class FakeAsked:
         return self._answer()
 
 
-class FakeClient:
+class ScriptedClient:
     """A session whose answers a test writes: an error is raised, anything else returned."""
 
     def __init__(self, number: int, **answers: Any) -> None:
@@ -191,10 +191,10 @@ class Rig:
         self.now = 0.0
         self.link = DaemonThread(prefetch=prefetch, clock=lambda: self.now)
         self.events = self.link._events = Events()
-        self.sessions: list[FakeClient | KvcachedError] = []
+        self.sessions: list[ScriptedClient | KvcachedError] = []
         self.tries = threading.Semaphore(0)
 
-    def start(self, *sessions: FakeClient | KvcachedError) -> None:
+    def start(self, *sessions: ScriptedClient | KvcachedError) -> None:
         self.sessions = list(sessions)
         self.link.start(self._connect)
 
@@ -240,7 +240,7 @@ def offer(ticket: int = 1, session: int = 1) -> Offer:
     return Offer(ticket, session, LeaseId(5), 0, bytes(32))
 
 
-def connected(rig: Rig, *sessions: FakeClient | KvcachedError) -> None:
+def connected(rig: Rig, *sessions: ScriptedClient | KvcachedError) -> None:
     rig.start(*sessions)
     (event,) = rig.wait(1)
     assert isinstance(event, Connected)

@@ -97,7 +97,7 @@ class FakePool:
         self.held += Counter()
 
 
-class FakeLink:
+class FakeDaemonThread:
     """A link whose commands wait for the test's answers."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class Rig:
 
     def __init__(self, *, shards: int = 1, is_connected: bool = True, pool_blocks: int = 16_384) -> None:
         self.now = 100.0
-        self.link = FakeLink()
+        self.link = FakeDaemonThread()
         self.pool = FakePool(pool_blocks)
         self.side = SchedulerSide(
             self.link, self.pool, block_size=BLOCK, shards=shards, hold_deadline_s=1.0, clock=lambda: self.now

@@ -19,7 +19,7 @@ from tests.vllm_connector.link_rig import (
     REFUSED,
     SLOW,
     UNAVAILABLE,
-    FakeClient,
+    ScriptedClient,
     connected,
     fetching_rig,
     offer,
@@ -34,7 +34,7 @@ WAITS = FETCH_MS_MAX / 1000
 HIT = Hold(LeaseId(5), 2)
 
 
-def begun(rig: LinkRig, client: FakeClient, *tickets: int) -> None:
+def begun(rig: LinkRig, client: ScriptedClient, *tickets: int) -> None:
     """Have seeks wait for storage."""
     for ticket in tickets:
         assert rig.link.submit(seek(ticket))
@@ -48,7 +48,7 @@ def found(ticket: int = 1, session: int = 1) -> Event:
 
 def test_seek_waits_for_storage(fetching_rig: LinkRig) -> None:
     """A seek asks for its blocks from storage first, and acquires when they have come."""
-    client = FakeClient(1, acquire=HIT)
+    client = ScriptedClient(1, acquire=HIT)
     connected(fetching_rig, client)
     begun(fetching_rig, client, 1)
     client.pending[0].end()
@@ -59,7 +59,7 @@ def test_seek_waits_for_storage(fetching_rig: LinkRig) -> None:
 
 def test_seek_that_waits_holds_up_nobody(fetching_rig: LinkRig) -> None:
     """While one seek waits for storage, offers are carried out and other seeks are answered before it."""
-    client = FakeClient(1, acquire=HIT)
+    client = ScriptedClient(1, acquire=HIT)
     connected(fetching_rig, client)
     begun(fetching_rig, client, 1)
     assert client.listened.wait(10)
@@ -74,7 +74,7 @@ def test_seek_that_waits_holds_up_nobody(fetching_rig: LinkRig) -> None:
 
 def test_seek_for_storing_does_not_wait(fetching_rig: LinkRig) -> None:
     """A lease for storing only needs nothing from storage."""
-    client = FakeClient(1, acquire=HIT)
+    client = ScriptedClient(1, acquire=HIT)
     connected(fetching_rig, client)
     assert fetching_rig.link.submit(seek(load=False))
     assert fetching_rig.wait(1) == [Found(1, 1, LeaseId(5), 2, None)]
@@ -83,7 +83,7 @@ def test_seek_for_storing_does_not_wait(fetching_rig: LinkRig) -> None:
 
 def test_daemon_without_storage_is_not_asked_again_soon(fetching_rig: LinkRig) -> None:
     """After the answer that there is no storage, seeks acquire at once for a while; then it is asked again."""
-    client = FakeClient(1, acquire=HIT)
+    client = ScriptedClient(1, acquire=HIT)
     connected(fetching_rig, client)
     begun(fetching_rig, client, 1)
     client.pending[0].end(UNAVAILABLE)
@@ -98,7 +98,7 @@ def test_daemon_without_storage_is_not_asked_again_soon(fetching_rig: LinkRig) -
 
 def test_next_session_is_asked_for_storage_at_once(fetching_rig: LinkRig) -> None:
     """That one daemon has no storage says nothing about the next."""
-    client, following = FakeClient(1, acquire=[HIT, GONE]), FakeClient(2, acquire=HIT)
+    client, following = ScriptedClient(1, acquire=[HIT, GONE]), ScriptedClient(2, acquire=HIT)
     connected(fetching_rig, client, following)
     begun(fetching_rig, client, 1)
     client.pending[0].end(UNAVAILABLE)
@@ -114,7 +114,7 @@ def test_whatever_became_of_a_prefetch_the_seek_acquires(
     fetching_rig: LinkRig, end: PrefetchResult | KvcachedError
 ) -> None:
     """Blocks that have come in time are used, and a prefetch that was refused costs its blocks alone."""
-    client = FakeClient(1, acquire=HIT)
+    client = ScriptedClient(1, acquire=HIT)
     connected(fetching_rig, client)
     begun(fetching_rig, client, 1)
     client.pending[0].end(end)
@@ -123,7 +123,7 @@ def test_whatever_became_of_a_prefetch_the_seek_acquires(
 
 def test_refused_prefetch_is_no_refused_seek(fetching_rig: LinkRig) -> None:
     """Where the daemon refuses to begin a prefetch, the seek acquires at once."""
-    client = FakeClient(1, acquire=HIT, begin_prefetch=REFUSED)
+    client = ScriptedClient(1, acquire=HIT, begin_prefetch=REFUSED)
     connected(fetching_rig, client)
     assert fetching_rig.link.submit(seek())
     assert fetching_rig.wait(1) == [found()]
@@ -132,7 +132,7 @@ def test_refused_prefetch_is_no_refused_seek(fetching_rig: LinkRig) -> None:
 @pytest.mark.parametrize("end", [GONE, EXPIRED])
 def test_seeks_that_wait_are_carried_out_on_the_next_session(fetching_rig: LinkRig, end: KvcachedError) -> None:
     """A session that ends while seeks wait for storage loses none: they begin anew on the next, in their order."""
-    client, following = FakeClient(1, settle=end), FakeClient(2, acquire=HIT)
+    client, following = ScriptedClient(1, settle=end), ScriptedClient(2, acquire=HIT)
     connected(fetching_rig, client, following)
     assert fetching_rig.link.submit(DropLoad(1, TransferId(8)))  # a session that worked
     client.await_calls(1)
@@ -151,7 +151,7 @@ def test_seeks_that_wait_are_carried_out_on_the_next_session(fetching_rig: LinkR
 @pytest.mark.parametrize("end", [GONE, EXPIRED])
 def test_session_that_ends_with_a_prefetch_is_lost_once(fetching_rig: LinkRig, end: KvcachedError) -> None:
     """Where the answer to a prefetch is that the session is over, its seek and the others begin anew on the next."""
-    client, following = FakeClient(1), FakeClient(2, acquire=HIT)
+    client, following = ScriptedClient(1), ScriptedClient(2, acquire=HIT)
     connected(fetching_rig, client, following)
     assert fetching_rig.link.submit(DropLoad(1, TransferId(8)))  # a session that worked
     client.await_calls(1)
@@ -169,7 +169,7 @@ def test_session_that_ends_with_a_prefetch_is_lost_once(fetching_rig: LinkRig, e
 
 def test_daemon_that_says_nothing_is_asked_whether_it_answers(fetching_rig: LinkRig) -> None:
     """A daemon that hangs while seeks wait for storage costs them as long as any other missed deadline."""
-    client = FakeClient(1, settle=SLOW)
+    client = ScriptedClient(1, settle=SLOW)
     client.is_patient = False
     connected(fetching_rig, client)
     client.go_on.clear()
@@ -183,7 +183,7 @@ def test_daemon_that_says_nothing_is_asked_whether_it_answers(fetching_rig: Link
 
 def test_prefetch_that_misses_its_deadline_answers_all(fetching_rig: LinkRig) -> None:
     """When the answer to a prefetch does not come, its seek and the others go without cache."""
-    client = FakeClient(1)
+    client = ScriptedClient(1)
     connected(fetching_rig, client)
     begun(fetching_rig, client, 1, 2)
     client.pending[1].end(SLOW)
@@ -193,7 +193,7 @@ def test_prefetch_that_misses_its_deadline_answers_all(fetching_rig: LinkRig) ->
 
 def test_close_answers_seeks_that_wait(fetching_rig: LinkRig) -> None:
     """A link that closes answers seeks that wait for storage."""
-    client = FakeClient(1)
+    client = ScriptedClient(1)
     connected(fetching_rig, client)
     begun(fetching_rig, client, 1)
     fetching_rig.link.close()
@@ -202,7 +202,7 @@ def test_close_answers_seeks_that_wait(fetching_rig: LinkRig) -> None:
 
 def test_so_many_seeks_wait(fetching_rig: LinkRig) -> None:
     """Beyond a number of seeks that wait for storage, others acquire at once."""
-    client = FakeClient(1, acquire=HIT)
+    client = ScriptedClient(1, acquire=HIT)
     connected(fetching_rig, client)
     begun(fetching_rig, client, *range(1, FETCHES_MAX + 1))
     assert fetching_rig.link.submit(seek(FETCHES_MAX + 1))

@@ -34,8 +34,8 @@ from tests.vllm_connector.link_rig import (
     PLAN,
     REFUSED,
     SLOW,
-    FakeClient,
     Rig,
+    ScriptedClient,
     connected,
     offer,
     rig,
@@ -47,7 +47,7 @@ __all__ = ["rig"]
 
 def test_hit_brings_its_load(rig: Rig) -> None:
     """A seek acquires, prepares to load the whole hit at once, and is answered with both."""
-    client = FakeClient(1, acquire=Hold(LeaseId(5), 2))
+    client = ScriptedClient(1, acquire=Hold(LeaseId(5), 2))
     connected(rig, client)
     assert rig.link.submit(seek())
     assert rig.wait(1) == [Found(1, 1, LeaseId(5), 2, LOAD)]
@@ -56,8 +56,8 @@ def test_hit_brings_its_load(rig: Rig) -> None:
 
 def test_idle_link_notices_that_its_session_is_over(rig: Rig) -> None:
     """Without a command to carry out, the end of the session is noticed when it is told, and the next one is opened."""
-    client = FakeClient(1)
-    connected(rig, client, FakeClient(2))
+    client = ScriptedClient(1)
+    connected(rig, client, ScriptedClient(2))
     rig.link.submit(seek())
     rig.wait(1)
 
@@ -71,7 +71,7 @@ def test_idle_link_notices_that_its_session_is_over(rig: Rig) -> None:
 
 def test_seek_for_storing_prepares_no_load(rig: Rig) -> None:
     """A seek for storing counts all blocks, and prepares nothing."""
-    client = FakeClient(1, acquire=Hold(LeaseId(5), 2))
+    client = ScriptedClient(1, acquire=Hold(LeaseId(5), 2))
     connected(rig, client)
     rig.link.submit(seek(load=False))
     assert rig.wait(1) == [Found(1, 1, LeaseId(5), 2, None)]
@@ -81,7 +81,7 @@ def test_seek_for_storing_prepares_no_load(rig: Rig) -> None:
 @pytest.mark.parametrize("error", [REFUSED, CLEARED, PAUSED])
 def test_load_that_is_refused_leaves_the_lease(rig: Rig, error: KvcachedError) -> None:
     """Where only the load is refused the session goes on, and the answer is a lease without load."""
-    connected(rig, FakeClient(1, acquire=Hold(LeaseId(5), 2), prepare_load=error))
+    connected(rig, ScriptedClient(1, acquire=Hold(LeaseId(5), 2), prepare_load=error))
     rig.link.submit(seek())
     assert rig.wait(1) == [Found(1, 1, LeaseId(5), 2, None)]
     assert rig.link.submit(offer(2))
@@ -91,7 +91,7 @@ def test_load_that_is_refused_leaves_the_lease(rig: Rig, error: KvcachedError) -
 @pytest.mark.parametrize("error", [REFUSED, DRAINING])
 def test_refusals_are_answers(rig: Rig, error: KvcachedError) -> None:
     """A refused seek or offer is answered, and the next ones are carried out in the same session."""
-    connected(rig, FakeClient(1, acquire=[error, Hold(LeaseId(5), 0)], prepare_store=[error, PLAN]))
+    connected(rig, ScriptedClient(1, acquire=[error, Hold(LeaseId(5), 0)], prepare_store=[error, PLAN]))
     for command in (seek(1), offer(2), seek(3), offer(4)):
         rig.link.submit(command)
     answers = sorted(rig.wait(4), key=lambda event: event.ticket)  # type: ignore[union-attr]
@@ -100,7 +100,7 @@ def test_refusals_are_answers(rig: Rig, error: KvcachedError) -> None:
 
 def test_commands_without_answer_are_carried_out_in_order(rig: Rig) -> None:
     """What is dropped and released is told to the daemon in the order of the commands."""
-    client = FakeClient(1)
+    client = ScriptedClient(1)
     connected(rig, client)
     for command in (
         DropLoad(1, TransferId(3)),
@@ -114,7 +114,7 @@ def test_commands_without_answer_are_carried_out_in_order(rig: Rig) -> None:
 
 def test_seeks_go_before_what_no_request_waits_for(rig: Rig) -> None:
     """A seek that a request waits for is carried out before offers and releases that were submitted earlier."""
-    client = FakeClient(1)
+    client = ScriptedClient(1)
     connected(rig, client)
     client.go_on.clear()
     rig.link.submit(DropLoad(1, TransferId(1)))
@@ -128,7 +128,7 @@ def test_seeks_go_before_what_no_request_waits_for(rig: Rig) -> None:
 
 def test_questions_of_a_turn_are_sent_before_the_first_answer(rig: Rig) -> None:
     """Seeks and offers that wait together are all sent before the link waits for an answer."""
-    client = FakeClient(1)
+    client = ScriptedClient(1)
     connected(rig, client)
     client.go_on.clear()
     rig.link.submit(DropLoad(1, TransferId(1)))
@@ -150,7 +150,7 @@ def test_questions_of_a_turn_are_sent_before_the_first_answer(rig: Rig) -> None:
 
 def test_deadlines_missed_together_are_one_pause(rig: Rig) -> None:
     """Several seeks that were sent together and not answered in time make one pause, not one for each."""
-    client = FakeClient(1, acquire=SLOW)
+    client = ScriptedClient(1, acquire=SLOW)
     connected(rig, client)
     client.go_on.clear()
     rig.link.submit(DropLoad(1, TransferId(1)))
@@ -164,7 +164,7 @@ def test_deadlines_missed_together_are_one_pause(rig: Rig) -> None:
 
 def test_link_learns_how_long_answers_take(rig: Rig) -> None:
     """The typical answer follows the times that seeks took."""
-    client = FakeClient(1)
+    client = ScriptedClient(1)
     connected(rig, client)
     before = rig.link.answer_s
     finish = client._finish
@@ -193,7 +193,7 @@ def test_nothing_is_accepted_before_there_is_a_session(rig: Rig) -> None:
 
 def test_questions_are_limited(rig: Rig) -> None:
     """When too many commands wait, further questions are turned away, and what gives something back is not."""
-    client = FakeClient(1)
+    client = ScriptedClient(1)
     connected(rig, client)
     client.go_on.clear()
     rig.link.submit(seek(1))
@@ -210,8 +210,8 @@ def test_questions_are_limited(rig: Rig) -> None:
 @pytest.mark.parametrize("error", [GONE, EXPIRED])
 def test_seek_on_a_dead_session_is_answered_by_the_next(rig: Rig, error: KvcachedError) -> None:
     """A seek that finds the session over is carried out on the next one, if that is to be had at once."""
-    first = FakeClient(1, acquire=[Hold(LeaseId(4), 0), error])
-    connected(rig, first, FakeClient(2, acquire=Hold(LeaseId(6), 0)))
+    first = ScriptedClient(1, acquire=[Hold(LeaseId(4), 0), error])
+    connected(rig, first, ScriptedClient(2, acquire=Hold(LeaseId(6), 0)))
     rig.link.submit(seek(1))
     rig.wait(1)
     rig.link.submit(seek(2))
@@ -224,8 +224,8 @@ def test_seek_on_a_dead_session_is_answered_by_the_next(rig: Rig, error: Kvcache
 
 def test_heartbeats_end_a_session(rig: Rig) -> None:
     """A session that heartbeats found over, as after the engine was stopped, is not used for the next command."""
-    first = FakeClient(1)
-    connected(rig, first, FakeClient(2, acquire=Hold(LeaseId(6), 0)))
+    first = ScriptedClient(1)
+    connected(rig, first, ScriptedClient(2, acquire=Hold(LeaseId(6), 0)))
     rig.link.submit(seek(1))
     rig.wait(1)
     first.is_alive = False
@@ -236,7 +236,7 @@ def test_heartbeats_end_a_session(rig: Rig) -> None:
 
 def test_dead_daemon_answers_all_that_waits(rig: Rig) -> None:
     """Where no other session is to be had, all that waits is answered with nothing, and then commands are refused."""
-    client = FakeClient(1, acquire=[Hold(LeaseId(4), 0), GONE])
+    client = ScriptedClient(1, acquire=[Hold(LeaseId(4), 0), GONE])
     connected(rig, client)
     rig.link.submit(seek(1))
     rig.wait(1)
@@ -255,8 +255,8 @@ def test_dead_daemon_answers_all_that_waits(rig: Rig) -> None:
 
 def test_commands_of_a_lost_session_are_dropped(rig: Rig) -> None:
     """What was commanded for a session that is lost is not told to the next one; offers are answered."""
-    first = FakeClient(1, acquire=[Hold(LeaseId(4), 0), EXPIRED])
-    second = FakeClient(2)
+    first = ScriptedClient(1, acquire=[Hold(LeaseId(4), 0), EXPIRED])
+    second = ScriptedClient(2)
     connected(rig, first, second)
     rig.link.submit(seek(1))
     rig.wait(1)
@@ -273,7 +273,7 @@ def test_commands_of_a_lost_session_are_dropped(rig: Rig) -> None:
 
 def test_sessions_that_die_at_once_are_paused_between(rig: Rig) -> None:
     """A session that worked for nothing is followed by a pause: a seek is not passed on and on."""
-    connected(rig, *(FakeClient(number, acquire=GONE) for number in range(1, 4)))
+    connected(rig, *(ScriptedClient(number, acquire=GONE) for number in range(1, 4)))
     rig.link.submit(seek(1))
     *before, after = rig.wait(3)  # the pause may be over before this thread runs again
     assert before == [Lost(1), NotFound(1)]
@@ -282,7 +282,7 @@ def test_sessions_that_die_at_once_are_paused_between(rig: Rig) -> None:
 
 def test_slow_daemon_keeps_its_session(rig: Rig) -> None:
     """A missed deadline answers what waits, and no question is accepted for a while; the session goes on after it."""
-    client = FakeClient(1, acquire=[SLOW, Hold(LeaseId(6), 0)])
+    client = ScriptedClient(1, acquire=[SLOW, Hold(LeaseId(6), 0)])
     connected(rig, client)
     client.go_on.clear()
     rig.link.submit(seek(1))
@@ -304,7 +304,7 @@ def test_slow_daemon_keeps_its_session(rig: Rig) -> None:
 
 def test_idle_link_gives_back_what_came_too_late(rig: Rig) -> None:
     """After a missed deadline and a pause, what was granted too late is given back, though nobody asks for anything."""
-    client = FakeClient(1, acquire=SLOW, settle=[SLOW, None])
+    client = ScriptedClient(1, acquire=SLOW, settle=[SLOW, None])
     connected(rig, client)
     rig.link.submit(seek())
     assert rig.wait(1) == [NotFound(1, is_late=True)]
@@ -318,7 +318,7 @@ def test_idle_link_gives_back_what_came_too_late(rig: Rig) -> None:
 
 def test_clear(rig: Rig) -> None:
     """A clear is made at once, and waited for."""
-    client = FakeClient(1)
+    client = ScriptedClient(1)
     connected(rig, client)
     assert rig.link.clear(10)
     assert client.calls == [("clear",)]
@@ -329,7 +329,7 @@ def test_clear_without_session_is_owed(rig: Rig) -> None:
     rig.start(GONE)
     rig.await_tries(2)
     assert not rig.link.clear(10)
-    client = FakeClient(1)
+    client = ScriptedClient(1)
     rig.sessions = [client]
     rig.wait(1)
     rig.link.submit(seek(1))
@@ -339,7 +339,7 @@ def test_clear_without_session_is_owed(rig: Rig) -> None:
 
 def test_clear_that_fails_is_owed(rig: Rig) -> None:
     """While a clear is owed and cannot be made nothing is found: what is stored may be out of date."""
-    client = FakeClient(1, clear=[REFUSED, REFUSED, 3])
+    client = ScriptedClient(1, clear=[REFUSED, REFUSED, 3])
     connected(rig, client)
     assert not rig.link.clear(0.01)
     rig.link.submit(seek(1))
@@ -351,7 +351,7 @@ def test_clear_that_fails_is_owed(rig: Rig) -> None:
 
 def test_close_ends_thread_and_session(rig: Rig) -> None:
     """Closing says goodbye, answers what waits and ends the thread; again it does nothing."""
-    client = FakeClient(1)
+    client = ScriptedClient(1)
     connected(rig, client)
     client.go_on.clear()
     rig.link.submit(seek(1))
@@ -388,7 +388,7 @@ def test_close_before_start() -> None:
 
 def test_fault_in_the_thread_answers_what_waits(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """A fault of kvcached ends the link, not vLLM: it is logged, what waits is answered, and nothing more accepted."""
-    client = FakeClient(1)
+    client = ScriptedClient(1)
     connected(rig, client)
     client.post_release = broken  # type: ignore[assignment]
     client.go_on.clear()
@@ -420,8 +420,8 @@ def test_pauses_grow() -> None:
 def test_end_of_a_session_warns_only_where_no_other_follows(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """VLLM's clean stop ends the session before the link closes: that is no warning. That there is no daemon is one."""
     caplog.set_level(logging.INFO, logger="vllm.kvcached")
-    client = FakeClient(1)
-    connected(rig, client, FakeClient(2))
+    client = ScriptedClient(1)
+    connected(rig, client, ScriptedClient(2))
     rig.link.submit(seek())
     rig.wait(1)
     client.is_alive = False

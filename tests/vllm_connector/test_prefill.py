@@ -13,8 +13,8 @@ from kvcached_client.types import LeaseId
 from kvcached_client.vllm.commands import Seek
 from kvcached_client.vllm.request_state import RequestState
 from kvcached_client.vllm.waiting import PrefillMeter, PrefillRate, prompt_tokens
-from tests.vllm_connector.link_rig import FakeClient, connected, fetching_rig
 from tests.vllm_connector.link_rig import Rig as LinkRig
+from tests.vllm_connector.link_rig import ScriptedClient, connected, fetching_rig
 from tests.vllm_connector.link_rig import seek as any_seek
 from tests.vllm_connector.rig import BLOCK, Cached, FakeRequest, FakeStep, New, Rig, generate
 
@@ -243,7 +243,7 @@ def test_decoding_leaves_the_rate() -> None:
 
 def test_prefetch_carries_the_rate(fetching_rig: LinkRig) -> None:
     """The link hands a seek's rate on to the daemon with the prefetch."""
-    client = FakeClient(1, acquire=Hold(LeaseId(5), 2))
+    client = ScriptedClient(1, acquire=Hold(LeaseId(5), 2))
     connected(fetching_rig, client)
     assert fetching_rig.link.submit(any_seek(rate=1500.5))
     fetching_rig.wait(1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcached.process.in_flight import InFlight
-from tests.project.virtual_time import VirtualTimeLoop
+from tests.virtual_time import VirtualTimeLoop
 
 Flights = InFlight[str, None]
 

@@ -19,7 +19,7 @@ from kvcached.worker.lifecycle import Lifecycle, WorkersState, restart_pauses
 from kvcached.worker.messages import Probe
 from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError, request_error
 from kvcached_client.types import ShardIndex
-from tests.project.virtual_time import VirtualTimeLoop
+from tests.virtual_time import VirtualTimeLoop
 from tests.worker.groups import (
     PATIENCE_S,
     SLOTS,
