@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,10 @@ from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, Driver
 from kvcached_client.cuda.engine import Mark
-from kvcached_client.failpoints import FailpointReached
 from kvcached_client.offload_shard import OffloadShard
 from tests.client.offload_rig import HostTensor
-from tests.daemon.offload_process import BLOCKS, LAYERS, Order, Scheduler, ShardMemory, content, job_of, outcome, say
+from tests.daemon.offload_process import BLOCKS, LAYERS, Order, Scheduler, ShardMemory, content, job_of
+from tests.line_process import outcome, serve
 
 PAGE_BYTES = 4096
 #: What blocks hold that nobody has computed.
@@ -160,17 +159,17 @@ class Engine:
         self.scheduler = Scheduler(self._run_dir, self._instance, 1, PAGE_BYTES)
         self.memory.join(self.scheduler.client.session)
 
-    def store(self, name: str, blocks: str) -> None:
+    def store(self, name: str, blocks: int) -> None:
         """Compute what a prompt lacks, and store it."""
-        plan, order = self.scheduler.prepare_store(name, int(blocks))
+        plan, order = self.scheduler.prepare_store(name, blocks)
         if plan.transfer:
             self.memory.store(order)
 
-    def load(self, name: str, blocks: str) -> str:
+    def load(self, name: str, blocks: int) -> str:
         """Load all that is hit of a prompt: ``HIT [BAD] RIGHT``."""
-        if not self.scheduler.hit(name, int(blocks)):
+        if not self.scheduler.hit(name, blocks):
             return "0"
-        order = self.scheduler.prepare_load(name, int(blocks))
+        order = self.scheduler.prepare_load(name, blocks)
         bad, right = self.memory.load(order)
         return f"{len(order.slots)} {bad} {right}"
 
@@ -184,25 +183,14 @@ class Engine:
         """As engines do that make no stream."""
         self.memory.stream.handle = 0
 
-    def split(self, pieces: str) -> None:
+    def split(self, pieces: int) -> None:
         """Cut copies into batches of so many pieces."""
-        copy.PIECES_MAX = int(pieces)  # type: ignore[misc]
+        copy.PIECES_MAX = pieces  # type: ignore[misc]
 
     def leave(self) -> None:
         """Leave the session, and free the device's memory."""
         self.memory.close()
         self.scheduler.client.close()
-
-
-def main(run_dir: str, ordinal: str) -> None:
-    logging.basicConfig(level=logging.WARNING)
-    engine = Engine(run_dir, int(ordinal))
-    say("ready")
-    for command, *words in map(str.split, sys.stdin):
-        try:
-            say(outcome(partial(getattr(engine, command), *words)))
-        except FailpointReached:
-            say("FailpointReached")
 
 
 def several_devices() -> str:
@@ -229,4 +217,5 @@ if __name__ == "__main__":
     if sys.argv[1] in {"several_devices", "no_device_memory"}:
         sys.stdout.write(json.dumps(globals()[sys.argv[1]]()))
     else:
-        main(*sys.argv[1:])
+        logging.basicConfig(level=logging.WARNING)
+        serve(Engine(sys.argv[1], int(sys.argv[2])))

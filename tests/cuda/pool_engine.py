@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvcached_client import Client, KeyChain, Lease, map_pool
 from kvcached_client.cuda.mapping import CudaArray
 from kvcached_client.types import KEY_SIZE_BYTES
+from tests.line_process import serve
 
 BLOCKS = 3
 
@@ -90,15 +91,5 @@ class Engine:
         return np.resize(key, part.shape[1])
 
 
-def main(run_dir: str) -> None:
-    engine = Engine(run_dir)
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        what, number = line.split()
-        sys.stdout.write(getattr(engine, what)(int(number)) + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(Engine(sys.argv[1]))

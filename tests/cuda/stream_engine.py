@@ -1,4 +1,4 @@
-"""An engine that queues all its work on streams: ``python -m tests.cuda.stream_engine RUN_DIR [MISTAKE]``.
+"""An engine that queues all its work on streams: ``python -m tests.cuda.stream_engine RUN_DIR ENGINE``.
 
 It never waits for a kernel before it commits or releases; fences do. Kernels check the bytes of every hit.
 """
@@ -21,6 +21,7 @@ from kvcached_client.cuda.streams import StreamFences
 from kvcached_client.types import FenceSequence
 from tests.cuda.offload_engine import Stream
 from tests.cuda.pool_engine import BLOCKS, Engine
+from tests.line_process import say, serve
 
 #: Prompts between two waits: their slots are fewer than those of the pool.
 QUEUED_MAX: Final = 8
@@ -156,7 +157,7 @@ class GatedEngine(StreamEngine):
 
         def tell() -> None:
             launched()
-            print("launched", flush=True)  # noqa: T201
+            say("launched")
 
         self.launched = tell  # type: ignore[method-assign]
         return self.fetch(number)
@@ -206,15 +207,5 @@ class Unfenced(StreamEngine):
 ENGINES: Final = {each.__name__: each for each in (StreamEngine, GatedEngine, EarlyEvents, Unfenced, NoGates)}
 
 
-def main(run_dir: str, name: str = "StreamEngine") -> None:
-    engine = ENGINES[name](run_dir)
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        what, number = line.split()
-        sys.stdout.write(getattr(engine, what)(int(number)) + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(ENGINES[sys.argv[2]](sys.argv[1]))

@@ -20,10 +20,11 @@ from tests.cuda.conftest import ROOT
 from tests.cuda.offload_engine import PAGE_BYTES
 from tests.cuda_driver import trace
 from tests.cuda_driver.device import live_granules, settings
-from tests.daemon.conftest import LineProcess, RunningDaemon
+from tests.daemon.conftest import RunningDaemon
 from tests.daemon.offload_process import LAYERS, Scheduler, ShardMemory
 from tests.daemon.supervised import Supervised, supervised
 from tests.daemon.test_offload import config, host, is_sound, nothing_held, seconds_until
+from tests.line_process import LineProcess
 
 MODULE = "tests.cuda.offload_engine"
 BLOCKS = 6
@@ -207,13 +208,13 @@ def test_failed_device_is_a_failed_transfer(node: Node, copies: int) -> None:
     failure = f"launch_failure=@{2 * copies + 2}"  # each copy has a kernel before it
     with node.engine() as other:
         with node.engine(leave=False, faults=failure) as engine:
-            assert [engine.ask(f"store {number} 6") for number in range(copies)] == ["done"] * copies
+            assert [engine.ask(f"store prompt{number} 6") for number in range(copies)] == ["done"] * copies
             assert re.fullmatch("CudaFailure: cu.*: CUDA_ERROR_LAUNCH_FAILED", engine.ask("store last 6"))
             assert nothing_held(host(node.daemon.run_dir))
             assert engine.ask("store next 6") == "CudaFailure: cuLaunchHostFunc: CUDA_ERROR_LAUNCH_FAILED"
         seconds_until(node.daemon.run_dir, nothing_held)
 
-        assert [other.ask(f"load {number} 6") for number in range(copies)] == [WHOLE] * copies
+        assert [other.ask(f"load prompt{number} 6") for number in range(copies)] == [WHOLE] * copies
         assert [other.ask("load last 6"), other.ask("store last 6"), other.ask("load last 6")] == ["0", "done", WHOLE]
     assert is_sound(node.running)
 
@@ -231,7 +232,7 @@ def test_copies_of_a_store_that_breaks_off_end_before_the_pool_is_left(node: Nod
     with node.engine() as engine:
         node.patch.delenv(VARIABLE)
         assert engine.ask(f"split {LAYERS}") == "done"
-        assert engine.ask("store a 6") == "FailpointReached"
+        assert engine.ask("store a 6") == "FailpointReached: failpoint blocks.copy"
         assert engine.ask("load a 6") == "0"
     assert broken_rules(node) == []
 

@@ -17,8 +17,9 @@ from kvcached_client import Admin
 from tests.cuda.conftest import ROOT
 from tests.cuda_driver import trace
 from tests.cuda_driver.device import live_granules, settings
-from tests.daemon.conftest import CONFIG, LineProcess
+from tests.daemon.conftest import CONFIG
 from tests.daemon.supervised import Supervised, supervised
+from tests.line_process import LineProcess
 
 SLOTS, BLOCKS = 48, 3
 ON_DEVICE = CONFIG.replace("slots = 16", f'slots = {SLOTS}\ndevice = "cuda"').replace("ttl_ms = 600", "ttl_ms = 20000")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.cuda.test_pool import OnDevice, ended, on_device
-from tests.daemon.conftest import LineProcess
+from tests.line_process import LineProcess
 
 __all__ = ["on_device"]
 

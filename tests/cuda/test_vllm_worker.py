@@ -11,8 +11,8 @@ from tests.cuda.test_offload import Node, broken_rules, node
 from tests.cuda.vllm_worker import LAYERS, VIEWS
 from tests.cuda_driver import trace
 from tests.cuda_driver.device import settings
-from tests.daemon.conftest import LineProcess
 from tests.daemon.test_offload import is_sound
+from tests.line_process import LineProcess
 
 __all__ = ["node"]
 

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -27,7 +26,8 @@ from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, Stor
 from kvcached_client.vllm.worker import WorkerSide, marks_of
 from tests.client.offload_rig import HostTensor
 from tests.cuda.offload_engine import Stream, seen
-from tests.daemon.offload_process import keys_of, outcome, say
+from tests.daemon.offload_process import keys_of
+from tests.line_process import serve
 from tests.vllm_connector.test_worker import NotingLock
 
 LAYERS, BLOCKS, TOKENS = 3, 16, 4
@@ -92,10 +92,10 @@ class Worker:
         lock = NotingLock()
         self._changed, self.side._lock = lock.changed, lock  # type: ignore[assignment]
 
-    def store(self, name: str, blocks: str) -> str:
+    def store(self, name: str, blocks: int) -> str:
         """A step computes blocks, the next one orders their store; whether that went well."""
-        lease, hit = self._acquire(name, int(blocks))
-        plan = self.client.prepare_store(lease, hit, keys_of(name, int(blocks))[16 * hit :])
+        lease, hit = self._acquire(name, blocks)
+        plan = self.client.prepare_store(lease, hit, keys_of(name, blocks)[16 * hit :])
         self.client.release(lease)
         wanted = range(plan.pieces[0].start, plan.pieces[0].start + plan.pieces[0].blocks)
         self._forward(lambda: self._fill(name, wanted))
@@ -107,9 +107,9 @@ class Worker:
         assert report.done == {order.id: 1}
         return "failed" if report.failed else "stored"
 
-    def load(self, name: str, blocks: str) -> str:
+    def load(self, name: str, blocks: int) -> str:
         """Blocks of a request that was preempted, whose step still writes them, are loaded into: what is there then."""
-        lease, hit = self._acquire(name, int(blocks))
+        lease, hit = self._acquire(name, blocks)
         if not hit:
             return "no hit"
         plan = self.client.prepare_load(lease, 0, hit)
@@ -174,13 +174,6 @@ def pattern(name: str, block: int, layer: int, like: Bytes) -> Bytes:
     return generator.integers(0, 256, like.shape, np.uint8)
 
 
-def main(run_dir: str, layout: str) -> None:
-    logging.basicConfig(level=logging.WARNING)
-    worker = Worker(run_dir, layout)
-    say("ready")
-    for command, *words in map(str.split, sys.stdin):
-        say(outcome(partial(getattr(worker, command), *words)))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    logging.basicConfig(level=logging.WARNING)
+    serve(Worker(*sys.argv[1:]))

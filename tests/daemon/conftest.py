@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import NamedTuple
 
 import pytest
 
 from kvcached_client import Admin
 from kvcached_client.protocol.engine import PoolStats
+from tests.line_process import LineProcess
 from tests.project.daemon_process import running_daemon
-from tests.project.source_tree import ROOT
 
 CONFIG = """
 heartbeat_interval_ms = 100
@@ -65,33 +64,6 @@ def engine(daemon: RunningDaemon) -> Iterator[EngineProcess]:
     process = EngineProcess(daemon.run_dir)
     yield process
     process.end()
-
-
-class LineProcess:
-    """A program that speaks in lines, as a child."""
-
-    def __init__(self, module: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", module, *arguments]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._in = cast("IO[str]", self.process.stdin)
-        self._out = cast("IO[str]", self.process.stdout)
-
-    def say(self, line: str) -> None:
-        self._in.write(line + "\n")
-        self._in.flush()
-
-    def hear(self) -> str:
-        return self._out.readline().strip()
-
-    def ask(self, line: str) -> str:
-        self.say(line)
-        return self.hear()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._in.close()
-        self._out.close()
 
 
 class EngineProcess(LineProcess):

@@ -7,6 +7,7 @@ import select
 import sys
 
 from kvcached_client import Client, map_pool
+from tests.line_process import say
 
 BLOCKS = 4
 
@@ -34,12 +35,6 @@ def main() -> None:
                     say("child wrote")
                     os._exit(0)
                 say(f"child {child}")
-
-
-def say(text: str) -> None:
-    """One line, at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

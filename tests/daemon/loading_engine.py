@@ -15,8 +15,8 @@ from kvcached_client import map_pool
 from kvcached_client.errors import KvcachedError
 from kvcached_client.protocol.engine import LoadTicket
 from kvcached_client.transport.attach import SessionGrant
-from tests.daemon.engine_process import say
 from tests.daemon.test_host_tier import Engine
+from tests.line_process import say
 
 
 def hold(run_dir: str) -> None:

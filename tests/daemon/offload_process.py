@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.errors import KvcachedError
 from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedStore
 from kvcached_client.offload_shard import BlockJob, JobSpan, OffloadShard
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import LeaseId, TransferId
 from tests.client.offload_rig import HostTensor
+from tests.line_process import outcome, say
 
 LAYERS, BLOCK_SIZE, BLOCKS = 2, 4, 32
 DEADLINE_MS = 10_000
@@ -192,21 +191,6 @@ def store_all(memories: list[ShardMemory], order: Order) -> None:
     """Each shard computes and copies its part."""
     for memory in memories:
         memory.store(order)
-
-
-def outcome(action: Callable[[], object]) -> str:
-    """What an action returns, or how it failed, as one line."""
-    try:
-        done = action()
-    except KvcachedError as error:
-        return f"{type(error).__name__}: {error}".replace("\n", " ")
-    return "done" if done is None else str(done)
-
-
-def say(text: str) -> None:
-    """One line, at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

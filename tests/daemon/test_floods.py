@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvcached_client import Admin, Client
-from tests.daemon.conftest import CONFIG, EngineProcess, LineProcess, RunningDaemon, started
+from tests.daemon.conftest import CONFIG, EngineProcess, RunningDaemon, started
 from tests.daemon.few_descriptors import DESCRIPTORS
 from tests.daemon.flooder import KINDS
+from tests.line_process import LineProcess
 
 pytestmark = pytest.mark.slow  # seconds each
 

@@ -19,9 +19,10 @@ from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.errors import DeadlineExceeded, RequestError, TransportError
 from kvcached_client.offload import new_instance
 from kvcached_client.protocol.engine import HostStats
-from tests.daemon.conftest import LineProcess, RunningDaemon, started
+from tests.daemon.conftest import RunningDaemon, started
 from tests.daemon.offload_process import DEADLINE_MS, LAYERS, Order, Scheduler, ShardMemory, keys_of
 from tests.daemon.test_host_tier import host_memory
+from tests.line_process import LineProcess
 from tests.project.source_tree import ROOT
 
 SHARDS, PAGE_BYTES = 2, 4096

@@ -15,7 +15,7 @@ import pytest
 from kvcached_client import Admin
 from kvcached_client.errors import LoadFailed
 from kvcached_client.protocol.engine import StatsReport
-from tests.daemon.conftest import LineProcess, RunningDaemon, pool_stats, seconds_until, started
+from tests.daemon.conftest import RunningDaemon, pool_stats, seconds_until, started
 from tests.daemon.faulty_daemon import FAULT
 from tests.daemon.test_deaths import children
 from tests.daemon.test_host_tier import (
@@ -33,6 +33,7 @@ from tests.daemon.test_host_tier import (
     wait_until,
     worker_of,
 )
+from tests.line_process import LineProcess
 
 pytestmark = pytest.mark.slow
 

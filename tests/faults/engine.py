@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -20,12 +21,11 @@ import numpy.typing as npt
 
 from kvcached_client import Client, Lease, MappedPool, map_pool
 from kvcached_client.blocks import copy as block_copy
-from kvcached_client.errors import KvcachedError
-from kvcached_client.failpoints import FailpointReached
 from kvcached_client.offload import new_instance
 from tests.daemon import offload_process
-from tests.daemon.offload_process import Scheduler, ShardMemory, say
+from tests.daemon.offload_process import Scheduler, ShardMemory
 from tests.daemon.test_host_tier import wait_until
+from tests.line_process import outcome, say
 
 BLOCKS, BLOCK_SIZE, SLOTS = 4, 4, 16
 OFFLOAD_BLOCKS, PAGE_BYTES = 8, 4096
@@ -201,10 +201,7 @@ def main(kind: str, run_dir: str, record: str) -> None:
     say("ready")
     for line in sys.stdin:
         command, _, name = line.strip().partition(" ")
-        try:
-            say(program.carry_out(command, name))
-        except (FailpointReached, KvcachedError, WrongBytes) as error:
-            say(f"{type(error).__name__}: {error}".replace("\n", " "))
+        say(outcome(partial(program.carry_out, command, name), WrongBytes))
 
 
 if __name__ == "__main__":
