@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import zmq
 
 from benchmarks.echo import open_dealer
-from kvcached_client import Client
+from kvcached_client import Client, Lease
 from kvcached_client.keys import KeyChain
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from kvcached_client.protocol.engine import Settled, TransferDone
@@ -24,6 +25,8 @@ BLOCK_SIZE: Final = 16
 #: A block of the offload engine's only shard; nothing is copied, so it may be small.
 BLOCK_BYTES: Final = 1024
 DEADLINE_MS: Final = 10_000
+#: Steps whose leases are held at the same time: more than are prepared before the first of them runs.
+STEPS_PREPARED_MAX: Final = 16
 
 Tokens = npt.NDArray[np.int32]
 
@@ -55,11 +58,13 @@ class Engine(Protocol):
 
 
 class ManagedEngine(AbstractContextManager["ManagedEngine"]):
-    """An engine on a device pool of the daemon: acquire, then finish."""
+    """An engine on a device pool of the daemon: acquire, then finish, or many of these in a batch."""
 
     def __init__(self, run_dir: Path, replica: str) -> None:
         self.client = Client.connect(run_dir, replica=replica, deadline_ms=DEADLINE_MS)
         self.channel = self.client._channel  # noqa: SLF001 - the traffic is counted where it is sent
+        self._last: tuple[Lease, int] | None = None
+        self._steps: deque[list[Lease]] = deque()
 
     def root(self, tokens: Tokens) -> KeyChain:
         """See `Engine`."""
@@ -70,6 +75,35 @@ class ManagedEngine(AbstractContextManager["ManagedEngine"]):
         lease = self.client.acquire(name, chain)
         lease.finish(chain.token_count)
         return lease.hit_blocks
+
+    def turn_over(self, name: str, chain: KeyChain) -> None:
+        """A request as in a loop of steps: one batch finishes the last one and acquires this one."""
+        with self.client.batch() as batch:
+            if self._last is not None:
+                batch.finish(*self._last)
+            call = batch.acquire(name, chain)
+        self._last = call.result(), chain.token_count
+
+    def acquire(self, chains: list[tuple[str, KeyChain]]) -> list[Lease]:
+        """The leases of a step's requests; those of a step so long ago that it is over are given back."""
+        with self.client.batch() as batch:
+            if len(self._steps) >= STEPS_PREPARED_MAX:
+                for lease in self._steps.popleft():
+                    batch.release(lease)
+            calls = [batch.acquire(name, chain) for name, chain in chains]
+        self._steps.append([call.result() for call in calls])
+        return self._steps[-1]
+
+    def commit(self, leases: list[Lease], tokens: int) -> None:
+        """A step that has filled a block of each request: a round trip for each commit."""
+        for lease in leases:
+            lease.commit(tokens)
+
+    def commit_batched(self, leases: list[Lease], tokens: int) -> None:
+        """The same in one batch."""
+        with self.client.batch() as batch:
+            for lease in leases:
+                batch.commit(lease, tokens)
 
     def match(self, chain: KeyChain) -> int:
         """Ask only how much is cached."""

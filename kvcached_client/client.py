@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
 from kvcached_client.admin import ReportCalls
+from kvcached_client.batch import CallBatch
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.errors import DaemonUnreachable, ErrorCode, KvcachedError, bad_value, request_error
 from kvcached_client.failpoints import failpoint
-from kvcached_client.grants import NOTHING, Grant, blocks_of, check_fence, grant_of
 from kvcached_client.keys import KeyChain, Tokens
 from kvcached_client.lease import CachePolicy, Lease
 from kvcached_client.prefetch import PrefetchCalls
@@ -26,10 +26,12 @@ from kvcached_client.protocol.engine import (
     Welcome,
 )
 from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN, RESERVE_REQUEST_PREFIX
+from kvcached_client.protocol.grants import NOTHING, Grant, blocks_of, check_fence, grant_of
 from kvcached_client.rejoin import Reserve, declare, rejoin
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.misses import Failures
 from kvcached_client.transport.session import EngineSession, SessionChannel, check_version, open_channel
+from kvcached_client.transport.steps import Steps, complete
 from kvcached_client.types import NO_FENCE, FenceSequence
 
 
@@ -63,6 +65,7 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
         self._daemon_epoch = welcome.daemon_epoch
         self._signalled = FenceSequence(0)
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._batches: weakref.WeakSet[CallBatch] = weakref.WeakSet()
         self._reserve: Reserve | None = None
 
     @classmethod
@@ -198,18 +201,15 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
             BadRequest: the prompt is longer than a message may be, or empty (also with ``failures="miss"``).
             RequestError, TransportError: see `kvcached_client.errors`.
         """
-        lease = _acquire_lease(
-            self._channel,
-            request,
-            chain,
-            self._reserve,
-            reserve_tokens=reserve_tokens,
-            cache=cache,
-            full=full,
-            priority=priority,
+        return complete(
+            self._acquiring(request, chain, reserve_tokens=reserve_tokens, cache=cache, full=full, priority=priority)
         )
-        self._leases.add(lease)
-        return lease
+
+    def batch(self) -> CallBatch:
+        """Begin a batch: the calls of a scheduler step in one round trip. Use it in a ``with`` statement."""
+        batch = CallBatch(self._acquiring)
+        self._batches.add(batch)
+        return batch
 
     def rejoin(self) -> None:
         """Continue the session and all its leases with the next daemon, after this client's daemon was killed.
@@ -227,6 +227,8 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
         grant, layout = self.session, self.layout.fingerprint()
         channel, member = open_channel(grant.run_dir, deadline_ms=self._channel.deadline_ms, failures="raise")
         try:
+            for batch in self._batches:
+                batch.wait()
             named = self._channel.named_fence
             fence = named if named > self._signalled else NO_FENCE
             welcome = rejoin(channel, member, grant, self._daemon_epoch, layout, self.namespace, fence)
@@ -292,18 +294,25 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
         if self._reserve is not None:
             self._reserve.refill()
 
+    def _acquiring(self, request: str, chain: KeyChain, **options: Any) -> Steps[Lease]:  # noqa: ANN401 - those of `acquire`
+        lease = yield from _acquire(self._channel, request, chain, self._reserve, **options)
+        self._leases.add(lease)
+        return lease
+
     def _hold_reserve(self, blocks: int) -> None:
         if blocks:
             tokens = (blocks - 1) * self.layout.block_size
             name = f"{RESERVE_REQUEST_PREFIX}session {self.session.id}"
             prompt = self.chain((0,))
-            keeper = _acquire_lease(
-                self._channel, name, prompt, None, reserve_tokens=tokens, cache="nothing", full=False, priority=0
+            keeper = complete(
+                _acquire(
+                    self._channel, name, prompt, None, reserve_tokens=tokens, cache="nothing", full=False, priority=0
+                )
             )
             self._reserve = Reserve(keeper) if keeper.granted else None
 
 
-def _acquire_lease(
+def _acquire(
     channel: SessionChannel,
     name: str,
     chain: KeyChain,
@@ -313,7 +322,8 @@ def _acquire_lease(
     cache: CachePolicy,
     full: bool,
     priority: int,
-) -> Lease:
+) -> Steps[Lease]:
+    """`Client.acquire`, in steps. The prompt is what the chain holds at the first one."""
     tokens = chain.token_count
     is_valued = PRIORITY_MIN <= priority <= PRIORITY_MAX
     if tokens < 1 or reserve_tokens < 0 or cache not in get_args(CachePolicy) or not is_valued:
@@ -324,8 +334,10 @@ def _acquire_lease(
         )
     prompt_blocks = blocks_of(tokens, chain.block_size)
     more = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
+    keys = chain.keys
+    cacheable_blocks = {"all": None, "prompt": tokens // chain.block_size, "nothing": 0}[cache]
 
-    def attempt(deadline_ns: int) -> Grant:
+    def attempt(deadline_ns: int) -> Steps[Grant]:
         request = Acquire(
             id=channel.next_id(),
             epoch=channel.epoch,
@@ -335,20 +347,20 @@ def _acquire_lease(
             full=full,
             priority=priority,
         )
-        reply, frames = channel.ask(request, Acquired, (chain.keys,), deadline_ns=deadline_ns)
+        reply, frames = yield from channel.asking(request, Acquired, (keys,), deadline_ns=deadline_ns)
         return grant_of(reply, frames, prompt_blocks + more)
 
     with channel.misses:
         try:
-            grant = channel.retry_when_freed(attempt)
+            grant = yield from channel.retry_when_freed(attempt)
         except DaemonUnreachable:
             slots = reserve.take(prompt_blocks + more) if reserve is not None and channel.is_gone else None
             if slots is None:
                 raise
             grant = NOTHING._replace(table=slots)
         failpoint("client.acquired")
-        return Lease(channel, chain, cache, grant, name, reserve)
-    lease = Lease(channel, chain, cache, None, name)
+        return Lease(channel, chain, cacheable_blocks, grant, name, reserve)
+    lease = Lease(channel, chain, cacheable_blocks, None, name)
     lease.reason = channel.misses.last_reason
     return lease
 

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from kvcached_client.errors import DeadlineExceeded, RequestError, bad_reply
 from kvcached_client.failpoints import failpoint
-from kvcached_client.grants import slots_of
 from kvcached_client.prefetch import PendingPrefetch
 from kvcached_client.protocol.engine import (
     EVERY_SHARD,
@@ -42,6 +41,7 @@ from kvcached_client.protocol.engine import (
     TransferDone,
     WelcomeOffload,
 )
+from kvcached_client.protocol.grants import slots_of
 from kvcached_client.protocol.offload import CopyKind
 from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel, waiting

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 
 from kvcached_client.errors import KvcachedError
-from kvcached_client.grants import Declaration, Slots
 from kvcached_client.protocol.engine import (
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
@@ -20,6 +19,7 @@ from kvcached_client.protocol.engine import (
     Rejoin,
     Welcome,
 )
+from kvcached_client.protocol.grants import Declaration, Slots
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.session import SessionChannel
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter_ns, thread_time_ns
@@ -28,6 +29,7 @@ from benchmarks.request_rig import (
     traffic_of,
 )
 from benchmarks.result import Result, Target, judge
+from kvcached_client import Lease
 
 _SHORT_TOKENS: Final = 512
 _MEDIUM_TOKENS: Final = 8192
@@ -41,6 +43,8 @@ _MANAGED: Final = small_replica("managed", model="benchmark", block_size=BLOCK_S
 _OFFLOAD: Final = f"[host]\nsize_bytes = {2 * _SLOTS * BLOCK_BYTES}\nslab_bytes = {_SLAB_BYTES}\n[offload]\n"
 _WARM_UP_ROUNDS: Final = 20
 _REQUESTS_PER_ROUND: Final = 8
+#: Requests that run in a step.
+_STEP_REQUESTS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,9 @@ def _managed(run_dir: Path) -> Iterator[_Case]:
         prompts = _Prompts()
         for kind, tokens, limit in (("short", _SHORT_TOKENS, 1.6), ("8k", _MEDIUM_TOKENS, 2.0)):
             yield _Case(f"{kind}_managed", engine, _half_cached(engine, prompts, tokens), limit)
+        yield _Case("short_managed_batched", engine, _turned_over(engine, prompts))
+        yield _Case("64_commits", engine, _full_blocks(engine, prompts, engine.commit))
+        yield _Case("64_commits_batched", engine, _full_blocks(engine, prompts, engine.commit_batched), 3.0)
         long = prompts.tokens(_LONG_TOKENS)
         engine.serve(prompts.name(), engine.root(long))
         yield _Case("128k_match", engine, lambda: lambda: engine.match(engine.root(long)))
@@ -137,6 +144,30 @@ def _half_cached(engine: Engine, prompts: _Prompts, count: int) -> Callable[[], 
     def prepare() -> Callable[[], object]:
         name, tokens = prompts.name(), np.concatenate((shared, prompts.tokens(count - len(shared))))
         return lambda: engine.serve(name, engine.root(tokens))
+
+    return prepare
+
+
+def _turned_over(engine: ManagedEngine, prompts: _Prompts) -> Callable[[], Callable[[], object]]:
+    """Short prompts whose first half is cached, each in one round trip with the end of the one before it."""
+    shared = prompts.tokens(_SHORT_TOKENS // 2)
+    engine.turn_over(prompts.name(), engine.root(shared))
+
+    def prepare() -> Callable[[], object]:
+        name, tokens = prompts.name(), np.concatenate((shared, prompts.tokens(_SHORT_TOKENS // 2)))
+        return lambda: engine.turn_over(name, engine.root(tokens))
+
+    return prepare
+
+
+def _full_blocks(
+    engine: ManagedEngine, prompts: _Prompts, commit: Callable[[list[Lease], int], None]
+) -> Callable[[], Callable[[], object]]:
+    """Steps in which each of many requests has filled a block; all these blocks are committed."""
+
+    def prepare() -> Callable[[], object]:
+        chains = [(prompts.name(), engine.root(prompts.tokens(BLOCK_SIZE))) for _ in range(_STEP_REQUESTS)]
+        return partial(commit, engine.acquire(chains), BLOCK_SIZE)
 
     return prepare
 

@@ -107,10 +107,10 @@ class Config(Table):
     )
     replies_kept_per_session: int = Field(
         default=1024,
-        ge=16,
+        ge=64,
         le=65_536,
-        description="Answers that the daemon keeps for retries with the same request id. A client has only a few"
-        " requests in flight.",
+        description="Answers that the daemon keeps for retries with the same request id. A client has at most 64"
+        " requests in flight in a batch.",
     )
     pin_quota_percent: int = Field(
         default=25,

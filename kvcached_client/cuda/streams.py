@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvcached_client.cuda.driver import CudaFailure, Event
 from kvcached_client.cuda.engine import EngineDevice, destroy_events
-from kvcached_client.grants import check_fence
+from kvcached_client.protocol.grants import check_fence
 from kvcached_client.types import NO_FENCE, FenceSequence
 
 

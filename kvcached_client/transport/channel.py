@@ -111,6 +111,7 @@ class Channel:
 
     def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
         """The second half of `ask`: wait for the reply, until the deadline given to `send`."""
+        self._check_process()
         request_id = RequestId(request.id)
         try:
             reply, reply_frames = self._wait_for_reply(request_id)
@@ -182,12 +183,15 @@ class Channel:
         if self._attached is not None:
             self._attached.close()
 
-    def _check_usable(self) -> None:
+    def _check_process(self) -> None:
         if os.getpid() != self._process_id:
             raise RuntimeError(
                 f"this kvcached client belongs to process {self._process_id}; "
                 f"a forked child connects its own, or joins the session with map_pool"
             )
+
+    def _check_usable(self) -> None:
+        self._check_process()
         if self.is_closed:
             raise DaemonUnreachable(f"this client of {self.endpoint} is closed; connect again")
         if self.is_gone:

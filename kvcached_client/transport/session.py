@@ -52,6 +52,7 @@ from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.heartbeat import Heartbeat
 from kvcached_client.transport.misses import Circuit, CircuitState, Failures, MissPolicy
 from kvcached_client.transport.run_dir import default_run_dir
+from kvcached_client.transport.steps import Steps
 from kvcached_client.types import NO_FENCE, RequestId
 
 R = TypeVar("R", bound=Header)
@@ -112,8 +113,20 @@ class SessionChannel(Channel):
                 break
             self._calls.drop_orphan(lease)
 
-    def retry_when_freed(self, attempt: Callable[[int], T]) -> T:
-        """Call ``attempt(deadline_ns)``; if copies in flight are about to free slots, wait for them and call it again.
+    def asking(
+        self, request: Request, expected: type[R], frames: Sequence[bytes] = (), *, deadline_ns: int
+    ) -> Steps[tuple[R, list[bytes]]]:
+        """As `ask`, in steps: send the request, then wait for the reply."""
+        self.send(request, frames, deadline_ns=deadline_ns)
+        try:
+            yield
+        except GeneratorExit:  # nobody will ask for the result
+            self.abandon(request)
+            raise
+        return self.receive(request, expected)
+
+    def retry_when_freed(self, attempt: Callable[[int], Steps[T]]) -> Steps[T]:
+        """Carry out ``attempt(deadline_ns)``; if copies in flight are about to free slots, wait for them and try again.
 
         The client does not know how many slots a failed attempt lacks, because it does not know the hit. So each wait
         is for one slot more than were available: it ends with the first copy that frees any. All attempts and waits
@@ -129,7 +142,7 @@ class SessionChannel(Channel):
         available, is_last = 0, False
         while True:
             try:
-                return attempt(deadline_ns)
+                return (yield from attempt(deadline_ns))
             except NoCapacity as error:
                 if error.code != ErrorCode.CAPACITY_PENDING or is_last or available >= BLOCKS_PER_MESSAGE_MAX:
                     raise
@@ -137,9 +150,10 @@ class SessionChannel(Channel):
             wanted = available + 1
             request = WaitForSlots(id=self.next_id(), epoch=self.epoch, blocks=wanted)
             try:
-                available = self.ask(request, SlotsAvailable, deadline_ns=deadline_ns)[0].available
+                reply, _ = yield from self.asking(request, SlotsAvailable, deadline_ns=deadline_ns)
             except DeadlineExceeded:
                 raise shortage from None
+            available = reply.available
             is_last = available < wanted  # no copy in flight will free any more
 
     def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:

@@ -109,6 +109,9 @@ def test_request_suite_measures_whole_requests(
     assert calls == {
         "short_managed": 2,
         "8k_managed": 2,
+        "short_managed_batched": 2,
+        "64_commits": 64,
+        "64_commits_batched": 64,
         "128k_match": 1,
         "128k_turn": 2,
         "short_offload_miss": 2,

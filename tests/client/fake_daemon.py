@@ -73,6 +73,7 @@ class FakeDaemon:
         heartbeats: those.
         memory: descriptor that a `Join` gets.
         progress: the progress page that it gets, too.
+        replies_together: how many replies are kept until they are sent.
         joined: the answer to a `Join`.
         joined_host: the answer in its place, in offload mode.
     """
@@ -91,6 +92,8 @@ class FakeDaemon:
         self.joined_host: JoinedHost | None = None
         self.joined = Joined(kind="memfd", shard=0, epoch=1, layout=LAYOUT, slots=SLOTS, pool_bytes=0)
         self.heartbeat_interval_ms = 60_000
+        self.replies_together = 1
+        self._kept: list[list[bytes]] = []
         self._next_slot = 0
         self._attached: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -172,7 +175,11 @@ class FakeDaemon:
         if isinstance(request, Bye):
             self.bye_came.set()
         if reply is not SILENCE and getattr(request, "reply", True):
-            self._router.send_multipart([routing_id, encode(reply), *reply_frames])
+            self._kept.append([routing_id, encode(reply), *reply_frames])
+        if len(self._kept) >= self.replies_together:
+            for message in self._kept:
+                self._router.send_multipart(message)
+            self._kept.clear()
 
     def _grant(self, blocks: int) -> bytes:
         first, self._next_slot = self._next_slot, self._next_slot + blocks

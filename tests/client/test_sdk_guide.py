@@ -91,7 +91,7 @@ def test_guide_fragments_run_in_their_order(tmp_path: Path) -> None:
     """The guide's fragments, one after the other, make a session, map a pool with scales and get a lease."""
     config = CONFIG + "scale_bytes = 12\n"
 
-    assert output_of(BEFORE + "".join(FRAGMENTS) + AFTER, config, tmp_path) == ("(32, 4, 1, 8) (32, 12) 76 2\n", "")
+    assert output_of(BEFORE + "".join(FRAGMENTS) + AFTER, config, tmp_path) == ("(32, 4, 1, 8) (32, 12) 80 2\n", "")
 
 
 def test_guide_fragment_for_devices_names_calls_that_exist() -> None:

@@ -124,13 +124,15 @@ def engine_process(kind: str, run_dir: Path, record: Path, faults: Armed | None 
 
 
 @contextmanager
-def daemon_with(directory: Path, faults: Armed | None = None, *, supervised: bool = False) -> Iterator[RunningDaemon]:
+def daemon_with(
+    directory: Path, faults: Armed | None = None, *, supervised: bool = False, config: str = BOTH_MODES
+) -> Iterator[RunningDaemon]:
     """A daemon of both modes from ready to stopped; one after another may use the same directory.
 
     One that is supervised is started again when it dies; the process is its supervisor's then.
     """
     path, run_dir = directory / "kvcached.toml", directory / "run"
-    path.write_text(BOTH_MODES)
+    path.write_text(config)
     run_dir.with_suffix(".notify").unlink(missing_ok=True)
     command = "supervise" if supervised else "serve"
     variables = faults.variables if faults else None

@@ -1,0 +1,349 @@
+"""What a lease sends and what the replies change, in steps, so that a batch can send many calls before it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_client.blocks.block_table import compress_slots
+from kvcached_client.errors import DaemonUnreachable, ErrorCode, RequestError, Stale, bad_value, request_error
+from kvcached_client.failpoints import failpoint
+from kvcached_client.keys import KeyChain
+from kvcached_client.protocol.engine import (
+    Allocate,
+    Allocated,
+    Commit,
+    Committed,
+    Load,
+    Loaded,
+    Release,
+    Released,
+)
+from kvcached_client.protocol.grants import NOTHING, Declaration, Grant, Slots, blocks_of, check_fence, slots_of
+from kvcached_client.rejoin import Reserve
+from kvcached_client.transport.misses import FailureReason
+from kvcached_client.transport.session import SessionChannel
+from kvcached_client.transport.steps import BatchedCall, Steps
+from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
+
+_REPLY_TO: Final[dict[type, type[Committed | Allocated | Released]]] = {
+    Allocate: Allocated,
+    Commit: Committed,
+    Release: Released,
+}
+#: Refusals that mean that there is nothing to give back; so does every `Stale`.
+_NOT_OURS: Final = frozenset({ErrorCode.ALREADY_RELEASED, ErrorCode.UNKNOWN_LEASE, ErrorCode.FOREIGN_LEASE})
+
+
+class LeaseSteps:
+    """The calls of `Lease`, in steps; `Lease` describes them.
+
+    A lease has one call under way: each call first waits until the one before it is over.
+    """
+
+    def __init__(
+        self,
+        channel: SessionChannel,
+        chain: KeyChain,
+        cacheable_blocks: int | None,
+        grant: Grant | None,
+        name: str,
+        reserve: Reserve | None = None,
+    ) -> None:
+        """Use `Client.acquire`. `grant` is None if the lease is not granted.
+
+        `cacheable_blocks` is how many leading blocks may be committed; None if all.
+        `reserve` provides slots while the daemon is away; if the grant has no id, all its slots are from the reserve.
+        """
+        self.granted = grant is not None
+        self.reason: FailureReason | None = None
+        self.id, self.hit_blocks, self.ready_blocks, self.loads, table = grant or NOTHING
+        self.depth = self.hit_blocks
+        self._channel = channel
+        self._name = name
+        self._reserve = reserve
+        #: Slots taken from the reserve while the daemon is away.
+        self._borrowed = table if grant is not None and not self.id else NOTHING.table
+        self._chain = chain
+        self._cacheable_blocks = cacheable_blocks
+        self._set_table(table)
+        self._is_held = self.granted
+        self._fence = NO_FENCE  #: the highest that was named
+        #: Sent without a reply in time: whether it took effect is unknown.
+        self._unsettled: tuple[Allocate | Commit | Release, tuple[bytes, ...]] | None = None
+        #: The same for the request of `wait_loaded`: only `wait_loaded` may shorten the hit.
+        self._unsettled_load: Load | None = None
+        self._last_begun: BatchedCall[None] | None = None  #: of a batch; maybe under way
+
+    @property
+    def hit_tokens(self) -> int:
+        """Leading tokens that need no computing, including those of blocks that are still loading."""
+        return self.hit_blocks * self._chain.block_size
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether blocks of the hit are still loading; `wait_loaded` waits for them."""
+        return bool(self.loads)
+
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """The slot of each block of the request: int32 ``[blocks]``, read-only. `allocate` makes a new array."""
+        return self._table
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that have a slot, including those of the hit."""
+        return len(self._table) * self._chain.block_size
+
+    def begin(self, steps: Steps[None]) -> BatchedCall[None]:
+        """Begin a call of this lease whose reply is awaited later.
+
+        Raises:
+            KvcachedError: the request was not sent.
+        """
+        self._last_begun = BatchedCall(steps)
+        return self._last_begun
+
+    def loading(self) -> Steps[None]:
+        """`Lease.wait_loaded`."""
+        self._await_last()
+        if self.is_loading:
+            failpoint("client.load")
+            with self._missable():
+                yield from self._channel.retry_when_freed(self._wait_for_loads)
+
+    def allocating(self, tokens: int) -> Steps[None]:
+        """`Lease.allocate`."""
+        self._await_last()
+        if not self.granted:
+            return
+        with self._missable():
+            yield from self._channel.retry_when_freed(lambda deadline_ns: self._grow(tokens, deadline_ns))
+
+    def committing(self, computed_tokens: int, fence: FenceSequence) -> Steps[None]:
+        """`Lease.commit`."""
+        self._await_last()
+        if not self.granted:
+            return
+        stop = self._commit_stop(computed_tokens)
+        with self._missable():
+            named = self._note_fence(fence)
+            yield from self._settle()
+            self._check_loaded()
+            if stop > self.depth:
+                request = Commit(
+                    id=self._channel.next_id(),
+                    epoch=self._channel.epoch,
+                    lease=self.id,
+                    start=self.depth,
+                    fence=named,
+                )
+                failpoint("client.commit")
+                yield from self._perform(request, self._blocks(stop))
+
+    def finishing(self, computed_tokens: int, fence: FenceSequence) -> Steps[None]:
+        """`Lease.finish`."""
+        self._await_last()
+        if not self.granted:
+            return
+        stop = self._commit_stop(computed_tokens)
+        with self._missable():
+            self._note_fence(fence)
+            if not (yield from self._settle_release()):
+                yield from self._settle()
+                self._check_loaded()
+                yield from self._release(self._blocks(stop) if stop > self.depth else ())
+            return
+        if self._unsettled is None or not isinstance(self._unsettled[0], Release):
+            reason = self.reason
+            yield from self._give_back(fence)
+            self.reason = reason
+
+    def releasing(self, fence: FenceSequence) -> Steps[None]:
+        """`Lease.release`."""
+        self._await_last()
+        yield from self._give_back(fence)
+
+    def declaration(self) -> Declaration | None:
+        """What the next daemon must know of the lease; None if it is released or was never granted."""
+        self._await_last()
+        if not self._is_held:
+            return None
+        there, own = (self.ready_blocks, self.hit_blocks) if self.loads else (self.depth, self.depth)
+        held, exclusive = compress_slots(self._table[:there]), compress_slots(self._table[own:])
+        frames = (self._chain.key_range(0, there), held, exclusive)
+        return Declaration(self._name, self._chain.token_count, own, frames)
+
+    def hold_only(self, slots: Slots) -> None:
+        """Keep only these slots; other leases have the rest."""
+        self._set_table(slots)
+
+    def take_up(self, channel: SessionChannel, lease_id: LeaseId) -> None:
+        """Continue over another connection, under another id. Requests without a reply have had no effect."""
+        self._channel, self.id = channel, lease_id
+        self._unsettled = self._unsettled_load = None
+        self._borrowed = NOTHING.table
+
+    def _await_last(self) -> None:
+        if self._last_begun is not None:
+            self._last_begun.wait()
+
+    def _give_back(self, fence: FenceSequence) -> Steps[None]:
+        if not self._is_held or self._channel.is_closed:
+            return
+        with self._missable():
+            self._note_fence(fence)
+            if not (yield from self._settle_release()):
+                yield from self._release(())
+
+    @contextmanager
+    def _missable(self) -> Iterator[None]:
+        """With ``failures="miss"``, turn an error inside into a miss, and set `reason`."""
+        self.reason = None
+        with self._channel.misses:
+            yield
+            return
+        self.reason = self._channel.misses.last_reason
+
+    def _set_table(self, table: npt.NDArray[np.int32]) -> None:
+        table.flags.writeable = False
+        self._table = table
+
+    def _commit_stop(self, computed_tokens: int) -> int:
+        if not 0 <= computed_tokens <= min(self._chain.token_count, self.capacity_tokens):
+            raise bad_value(
+                f"{computed_tokens} computed tokens, but the chain has {self._chain.token_count} tokens "
+                f"and the lease slots for {self.capacity_tokens}",
+                "extend the chain and allocate before computing",
+            )
+        stop = computed_tokens // self._chain.block_size
+        return stop if self._cacheable_blocks is None else min(stop, self._cacheable_blocks)
+
+    def _check_loaded(self) -> None:
+        if self.is_loading:
+            raise request_error(
+                ErrorCode.STILL_LOADING,
+                f"lease {self.id} depends on {len(self.loads)} loads whose end is not known",
+                "call wait_loaded first, and compute from the token that it returns",
+            )
+
+    def _wait_for_loads(self, deadline_ns: int) -> Steps[None]:
+        yield from self._settle(deadline_ns)
+        request = self._unsettled_load or Load(id=self._channel.next_id(), epoch=self._channel.epoch, lease=self.id)
+        self._channel.send(request, deadline_ns=deadline_ns)
+        self._unsettled_load = request
+        yield
+        try:
+            loaded, frames = self._channel.receive(request, Loaded)
+        except RequestError as error:
+            self._unsettled_load = None
+            self._note_refusal(error)
+            raise
+        self._unsettled_load = None
+        self._shorten_hit(loaded.hit, frames[0])
+
+    def _shorten_hit(self, hit: int, packed: bytes) -> None:
+        """Set the hit that the loads left, and the slots that replace the blocks that were cut off."""
+        cut_blocks = self.hit_blocks - hit
+        replacements = slots_of(packed, cut_blocks)
+        if cut_blocks:
+            table = self._table.copy()
+            table[hit : self.hit_blocks] = replacements
+            self._set_table(table)
+        self.hit_blocks = self.ready_blocks = self.depth = hit
+        self.loads = ()
+
+    def _grow(self, tokens: int, deadline_ns: int) -> Steps[None]:
+        if self._channel.is_gone and self._grow_from_reserve(self._missing(tokens)):
+            return
+        yield from self._settle(deadline_ns)
+        if (blocks := self._missing(tokens)) > 0:
+            request = Allocate(id=self._channel.next_id(), epoch=self._channel.epoch, lease=self.id, blocks=blocks)
+            yield from self._perform(request, deadline_ns=deadline_ns)
+
+    def _missing(self, tokens: int) -> int:
+        return blocks_of(tokens, self._chain.block_size) - len(self._table)
+
+    def _grow_from_reserve(self, blocks: int) -> bool:
+        slots = None if self._reserve is None or not self._is_held or blocks < 1 else self._reserve.take(blocks)
+        if slots is None:
+            return False
+        self._borrowed = np.concatenate((self._borrowed, slots))
+        self._set_table(np.concatenate((self._table, slots)))
+        return True
+
+    def _blocks(self, stop: int) -> tuple[bytes, bytes]:
+        """Frames with keys and slots of the blocks [depth, stop)."""
+        return self._chain.key_range(self.depth, stop), compress_slots(self._table[self.depth : stop])
+
+    def _note_fence(self, fence: FenceSequence) -> FenceSequence:
+        """The fence as an int; the highest is kept for the release."""
+        named = check_fence(fence)
+        self._fence = max(self._fence, named)
+        self._channel.named_fence = max(self._channel.named_fence, named)
+        return named
+
+    def _release(self, frames: tuple[bytes, ...]) -> Steps[None]:
+        request = Release(
+            id=self._channel.next_id(), epoch=self._channel.epoch, lease=self.id, start=self.depth, fence=self._fence
+        )
+        yield from self._perform(request, frames)
+
+    def _settle_release(self) -> Steps[bool]:
+        """Whether a release was sent before; if so, wait for its reply."""
+        if self._unsettled is None or not isinstance(self._unsettled[0], Release):
+            return False
+        yield from self._perform(*self._unsettled)
+        return True
+
+    def _settle(self, deadline_ns: int | None = None) -> Steps[None]:
+        """Repeat a request without a reply, except for loads; the lease is held afterwards."""
+        if self._unsettled is not None:
+            yield from self._perform(*self._unsettled, deadline_ns=deadline_ns)
+        if not self._is_held:
+            raise request_error(ErrorCode.ALREADY_RELEASED, f"lease {self.id} is released", "acquire again")
+
+    def _note_gone(self) -> None:
+        """A release found no daemon: the lease is over, and is not declared to the next daemon."""
+        if self._channel.is_gone and self._is_held:
+            self._is_held = False
+            if self._reserve is not None:
+                self._reserve.give(self._borrowed, self._fence)
+
+    def _note_refusal(self, error: RequestError) -> None:
+        if isinstance(error, Stale) or error.code in _NOT_OURS:
+            self._is_held = False
+
+    def _perform(
+        self,
+        request: Allocate | Commit | Release,
+        frames: tuple[bytes, ...] = (),
+        *,
+        deadline_ns: int | None = None,
+    ) -> Steps[None]:
+        """Send a request and apply its reply."""
+        try:
+            self._channel.send(request, frames, deadline_ns=deadline_ns)
+            self._unsettled = (request, frames)
+            failpoint("client.sent")
+            yield
+            reply, reply_frames = self._channel.receive(request, _REPLY_TO[type(request)])
+        except DaemonUnreachable:
+            if isinstance(request, Release):
+                self._note_gone()
+            raise
+        except RequestError as error:
+            self._unsettled = None
+            self._note_refusal(error)
+            raise
+        self._unsettled = None
+        if isinstance(reply, Committed):
+            self.depth = reply.depth
+        elif isinstance(reply, Allocated):
+            self._set_table(np.concatenate((self._table, slots_of(reply_frames[0], reply.blocks))))
+        else:
+            self._is_held = False

@@ -1,0 +1,68 @@
+"""Calls in steps: each stops where it has sent a request, so that the replies of many calls are awaited together."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Generic, TypeVar
+
+from kvcached_client.errors import KvcachedError
+
+T = TypeVar("T")
+
+#: A call as a generator: it yields where it has sent a request and, when resumed, waits for the reply.
+Steps = Generator[None, None, T]
+
+
+def complete(steps: Steps[T]) -> T:
+    """Carry out a call to its end: its blocking form."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+class BatchedCall(Generic[T]):
+    """A call whose request was sent, and whose reply may not have been taken yet. Belongs to the client's thread."""
+
+    def __init__(self, steps: Steps[T]) -> None:
+        """Send the request.
+
+        Raises:
+            KvcachedError: the request was not sent.
+        """
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        self._steps: Steps[T] | None = None  #: those that are left, except while they are carried out
+        try:
+            next(steps)
+        except StopIteration as end:
+            self._results.append(end.value)
+        else:
+            self._steps = steps
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the reply has been taken, or will not come: then `result` does not wait."""
+        return self._steps is None
+
+    def wait(self) -> BaseException | None:
+        """Wait until the call is over; returns its error, if it failed."""
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            try:
+                self._results.append(complete(steps))
+            except KvcachedError as error:
+                self._error = error
+            except BaseException as error:
+                self._error = error
+                raise
+        return self._error
+
+    def result(self) -> T:
+        """Wait until the call is over; returns what its blocking form returns, or raises what that raises."""
+        error = self.wait()
+        if error is not None:
+            raise error
+        return self._results[0]

@@ -1,0 +1,102 @@
+"""A daemon that is killed at any request of a batch: each call has happened once or not at all, and its owner knows."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvcached_client import Client, DaemonUnreachable, DeadlineExceeded, KeyChain, Lease, MappedPool, map_pool
+from kvcached_client.transport.steps import BatchedCall
+from tests.faults.harness import (
+    BOTH_MODES,
+    PATIENCE_S,
+    TTL_MS,
+    armed,
+    assert_sound,
+    daemon_with,
+    until,
+    wait_nothing_held,
+)
+
+BLOCKS, BLOCK_SIZE = 2, 4
+#: Sessions last without heartbeats.
+PATIENT = BOTH_MODES.replace(f"session_ttl_ms = {TTL_MS}", "session_ttl_ms = 60000")
+#: A hello, and the leases that the batch is about.
+REQUESTS_BEFORE = 1 + 4
+
+
+class Engine:
+    """A client without heartbeats, so that its requests can be counted, and its shard. A block's bytes are its own."""
+
+    def __init__(self, client: Client, pool: MappedPool) -> None:
+        self.client = client
+        self.pages = pool.pages(0)
+
+    def chain(self, name: str) -> KeyChain:
+        start = 100 * ord(name)
+        return self.client.chain(range(start, start + BLOCKS * BLOCK_SIZE))
+
+    def compute(self, lease: Lease, name: str) -> None:
+        """Write the blocks that are not a hit."""
+        for depth in range(lease.hit_blocks, BLOCKS):
+            self.pages[lease.block_table[depth]] = self.chain(name).key_range(depth, depth + 1)[0]
+
+    def hit(self, name: str) -> int:
+        """How many blocks of a prompt are hit; each has its bytes."""
+        chain = self.chain(name)
+        with self.client.acquire(f"hit {name}", chain, full=True) as lease:
+            lease.wait_loaded()
+            for depth in range(lease.hit_blocks):
+                assert (self.pages[lease.block_table[depth]] == chain.key_range(depth, depth + 1)[0]).all()
+            return lease.hit_blocks
+
+    def rejoined(self) -> bool:
+        try:
+            self.client.rejoin()
+        except (DaemonUnreachable, DeadlineExceeded):
+            return False
+        return True
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+@pytest.mark.parametrize("failpoint", ["daemon.request", "daemon.reply"])
+def test_batch_over_a_lost_connection(tmp_path: Path, failpoint: str, at: int) -> None:
+    """What was answered has happened, everything else is an error; leases that are held go on with the next daemon."""
+    faults = armed(tmp_path, failpoint, "kill", REQUESTS_BEFORE + at)
+    with daemon_with(tmp_path, faults, supervised=True, config=PATIENT) as daemon:
+        with (
+            Client.connect(daemon.run_dir, deadline_ms=PATIENCE_S * 1000, heartbeat=False) as client,
+            map_pool(client.session, 0, deadline_ms=PATIENCE_S * 1000) as pool,
+        ):
+            engine = Engine(client, pool)
+            leases = {name: client.acquire(name, engine.chain(name)) for name in "abcd"}
+            for name, lease in leases.items():
+                engine.compute(lease, name)
+            finished: dict[str, BatchedCall[None]] = {}
+            calls: list[BatchedCall[Lease] | BatchedCall[None]] = []
+            with suppress(DaemonUnreachable), client.batch() as batch:
+                calls.append(batch.commit(leases["a"], BLOCKS * BLOCK_SIZE))
+                finished["b"] = batch.finish(leases["b"], BLOCKS * BLOCK_SIZE)
+                finished["c"] = batch.finish(leases["c"], BLOCKS * BLOCK_SIZE)
+                calls.append(batch.allocate(leases["d"], BLOCKS * BLOCK_SIZE + 1))
+                calls.append(acquired := batch.acquire("e", engine.chain("e")))
+            assert faults.reached() == [failpoint]
+            answered = [call.wait() is None for call in (calls[0], *finished.values(), *calls[1:])]
+            assert answered == sorted(answered, reverse=True)
+            assert sum(answered) == at - 1
+            until(engine.rejoined, "the daemon never came back")
+
+            if acquired.wait() is None:
+                leases["e"] = acquired.result()
+                engine.compute(leases["e"], "e")
+            with client.batch() as batch:
+                for lease in leases.values():
+                    if lease.declaration() is not None:
+                        batch.finish(lease, BLOCKS * BLOCK_SIZE)
+            for name in leases:
+                known = name not in finished or finished[name].wait() is None
+                assert engine.hit(name) in ({BLOCKS} if known else {0, BLOCKS})
+        wait_nothing_held(daemon.run_dir)
+        assert_sound(daemon.run_dir)
