@@ -14,6 +14,7 @@ The daemon may be away at every step. Then nothing is hit and nothing is stored,
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -100,6 +101,10 @@ class AttachedCache:
         """Return when no copy is under way."""
         while self.copies:
             self.copies.collect(wait=True)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Nothing to put together: stores are begun without a wait."""
+        return nullcontext()
 
     def go_on(self) -> bool:
         """No: the next request looks for the daemon."""

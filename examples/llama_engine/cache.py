@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -68,6 +69,9 @@ class Cache(Protocol):
 
     def acquire(self, request: str, chain: KeyChain, *, cache: CachePolicy = "all") -> BlockLease:
         """Blocks for a prompt. Raises NoCapacity."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """For a ``with`` statement: commits and finishes in it may share a round trip, which ends with it."""
 
     def go_on(self) -> bool:
         """Between two steps: go on with a daemon that was started anew, if there is one. Whether there was."""

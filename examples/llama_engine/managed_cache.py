@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
 from examples.llama_engine.storage import DEADLINE_MS, Fetch, Storage
 from kvcached_client import Client, DaemonUnreachable, DeadlineExceeded, KeyChain, Lease
+from kvcached_client.batch import CallBatch
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.keys import Tokens
@@ -43,6 +45,7 @@ class ManagedCache:
     def __init__(self, client: Client, on_rejoined: Callable[[SessionGrant], None]) -> None:
         self._client = client
         self._on_rejoined = on_rejoined
+        self._batch: CallBatch | None = None  #: while calls are put together
         self._storage = Storage(self.chain, self._begin_fetch)
 
     @property
@@ -66,9 +69,34 @@ class ManagedCache:
     def acquire(self, request: str, chain: KeyChain, *, cache: CachePolicy = "all") -> ManagedLease:
         """Blocks for a prompt: of the reserve, and none of them cached, while the daemon is away. Raises NoCapacity."""
         try:
-            return ManagedLease(self._client.acquire(request, chain, cache=cache))
+            return ManagedLease(self, self._client.acquire(request, chain, cache=cache))
         except DaemonUnreachable as error:
             raise _nothing_left(error) from error
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Put the commits and finishes in a ``with`` statement into one batch."""
+        try:
+            with self._client.batch() as self._batch:
+                yield
+        except DaemonUnreachable as error:
+            _log.info("not cached: %s", error)
+        finally:
+            self._batch = None
+
+    def commit(self, lease: Lease, computed_tokens: int) -> None:
+        """Commit, now or in the batch."""
+        if self._batch is None:
+            lease.commit(computed_tokens)
+        else:
+            self._batch.commit(lease, computed_tokens)
+
+    def finish(self, lease: Lease, computed_tokens: int) -> None:
+        """Commit and release, now or in the batch."""
+        if self._batch is None:
+            lease.finish(computed_tokens)
+        else:
+            self._batch.finish(lease, computed_tokens)
 
     def go_on(self) -> bool:
         """Between two steps: go on with a daemon that was started anew, if it is there. Whether that was so.
@@ -112,7 +140,8 @@ class ManagedCache:
 class ManagedLease:
     """A lease that is as good as possible while the daemon is away. `BlockLease` says what each part means."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, cache: ManagedCache, lease: Lease) -> None:
+        self._cache = cache
         self._lease = lease
 
     @property
@@ -157,14 +186,14 @@ class ManagedLease:
     def commit(self, computed_tokens: int) -> None:
         """Others may find the full blocks among these tokens. While the daemon is away that is left for later."""
         try:
-            self._lease.commit(computed_tokens)
+            self._cache.commit(self._lease, computed_tokens)
         except DaemonUnreachable as error:
             _log.debug("not committed yet: %s", error)
 
     def finish(self, computed_tokens: int) -> None:
         """Commit, and release; release alone while the daemon is away."""
         try:
-            self._lease.finish(computed_tokens)
+            self._cache.finish(self._lease, computed_tokens)
         except DaemonUnreachable as error:
             _log.info("not cached: %s", error)
             self.release()

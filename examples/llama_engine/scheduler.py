@@ -104,10 +104,11 @@ class Scheduler:
         if batch:
             done = self._run(batch)
             samples = iter(done.samples)
-            for index, planned in enumerate(batch):
-                sample = next(samples) if planned.samples else None
-                if self._was_read(planned.running, unread=index in done.unread):
-                    results.extend(self._advance(planned, sample))
+            with self._cache.together():
+                for index, planned in enumerate(batch):
+                    sample = next(samples) if planned.samples else None
+                    if self._was_read(planned.running, unread=index in done.unread):
+                        results.extend(self._advance(planned, sample))
         return results
 
     def _run(self, batch: list[Planned]) -> StepDone:

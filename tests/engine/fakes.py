@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import socket
 from collections.abc import Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from typing import cast
 
@@ -75,6 +76,9 @@ class FakeClient:
         if stored:
             self._load(stored, arriving)
         return FakeLease(self, request, chain, hit + arriving, exclusive, cache)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def go_on(self) -> bool:
         return False  # it is always there
