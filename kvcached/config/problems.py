@@ -1,7 +1,8 @@
-"""What is wrong with a configuration: one `Problem` per mistake, each with its place, its value and its fix.
+"""Mistakes in a configuration: one `Problem` each, with the place, the value and a fix.
 
-The line of a key is looked up in the file's text, for the standard library's TOML reader does not report it. The lookup
-knows tables, arrays of tables and ``key = value``; for what it does not find it gives the line of what is around it.
+The standard library's TOML reader does not report lines, so the line of a key is looked up in the file's text. The
+lookup knows tables, arrays of tables and ``key = value``. For a key that it does not find, it returns the line of the
+table around the key.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-#: Where a value stands in a configuration: ("replica", 0, "slots").
+#: The path of a value in a configuration: ("replica", 0, "slots").
 Location = tuple[str | int, ...]
 
 _VALUE_LENGTH_MAX = 80
@@ -33,17 +34,17 @@ _WHAT = {
     "string_too_short": "is too short",
     "tuple_type": "is no array",
 }
-#: The present names of tables that had another one.
+#: New names of tables that were renamed.
 _NEW_NAMES = {"attached": "offload"}
 _UNITS = {"_ms": "milliseconds", "_tokens": "tokens"}
-#: Keys that end so are sizes (`kvcached.config.tables.SIZE`).
+#: Keys with these suffixes are sizes (`kvcached.config.tables.SIZE`).
 _SIZE_SUFFIXES = ("_bytes", "_bytes_per_s")
 _BINARY_UNITS = ("", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: where it stands, the key, the value as written ("" = there is none), what is wrong, what to do."""
+    """One mistake: its source, the key, the value as written ("" = no value), what is wrong, and what to do."""
 
     source: str
     key: str
@@ -57,10 +58,10 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used. Nothing was started.
+    """The configuration cannot be used, and nothing was started.
 
     Attributes:
-        problems: every mistake that was found, at least one.
+        problems: all mistakes that were found; at least one.
     """
 
     def __init__(self, problems: list[Problem]) -> None:
@@ -69,21 +70,22 @@ class ConfigError(Exception):
 
 
 def mistake(what: str, fix: str, at: Location = (), value: object = None) -> PydanticCustomError:
-    """An error for a validator to raise, with a fix of its own.
+    """The error that a validator raises, with its own fix.
 
-    A validator of a whole table names the key at fault, from that table on, and its value; one of a key need not.
+    The validator of a table passes the path of the key at fault within that table, and its value. The validator of a
+    key passes neither.
     """
     return PydanticCustomError("kvcached", "{what}", {"what": what, "fix": fix, "at": at, "value": value})
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a configuration's values come from. All are equal: a configuration is what it says, not where it stands.
+    """Where a configuration's values come from. All instances are equal: two files may hold one configuration.
 
     Attributes:
-        path: of the file; "" for a configuration that was not read from one.
-        lines: the file's lines, by location.
-        overlays: values that did not come from the file: location → name of the option or variable.
+        path: the file's path; "" for a configuration that was not read from a file.
+        lines: the line of each location in the file.
+        overlays: for each value from elsewhere, location → name of the option or variable.
     """
 
     path: str = field(default="", compare=False)
@@ -91,7 +93,7 @@ class Places:
     overlays: Mapping[Location, str] = field(default_factory=dict, compare=False)
 
     def source(self, location: Location) -> str:
-        """The option, variable or line that a value comes from, or what is around it."""
+        """The option, variable or line that a value, or the table around it, comes from."""
         parents = [location[:end] for end in range(len(location), 0, -1)]
         overlay = next((self.overlays[parent] for parent in parents if parent in self.overlays), None)
         if overlay is not None:
@@ -100,7 +102,7 @@ class Places:
         return self.path if line is None else f"{self.path}:{line}"
 
     def problem(self, location: Location, value: object, what: str, fix: str) -> Problem:
-        """A mistake at a location; `value` None: there is none, or it is a table."""
+        """A mistake at a location; `value` is None if there is no value, or if it is a table."""
         return Problem(
             self.source(location),
             dotted(location) or "configuration",
@@ -111,10 +113,10 @@ class Places:
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], places: Places, inside: Location = ()) -> list[Problem]:
-    """The mistakes that validation found, in words.
+    """The mistakes that validation found.
 
     Args:
-        error: what `model` raised.
+        error: the error that `model` raised.
         model: the root of the configuration, or of its table `inside`.
         places: where the values come from.
         inside: the table that `model` describes.
@@ -132,7 +134,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel], places: Places, insi
 
 
 def _explain(details: ErrorDetails, model: type[BaseModel], location: Location) -> tuple[str, str]:
-    """What is wrong and what to do."""
+    """What is wrong, and what to do."""
     context = details.get("ctx", {})
     if details["type"] == "kvcached":
         return str(context["what"]), str(context["fix"])
@@ -162,7 +164,7 @@ def _schema_at(model: type[BaseModel], location: Location) -> tuple[dict[str, An
 
 
 def resolved(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
-    """A schema without indirection: the definition it refers to, and the one choice besides null."""
+    """A schema with its reference resolved, and with the one choice besides null in place of the choices."""
     choices = [choice for choice in schema.get("anyOf", []) if choice.get("type") != "null"]
     if choices:
         schema = {**schema, **choices[0]}
@@ -173,7 +175,7 @@ def resolved(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
 
 
 def expectation(key: str, schema: Mapping[str, Any]) -> str:
-    """What a key takes, in words: "an integer from 100 to 60000 (milliseconds)"."""
+    """The values that a key accepts, in words: "an integer from 100 to 60000 (milliseconds)"."""
     if "enum" in schema:
         return "one of " + ", ".join(f'"{choice}"' for choice in schema["enum"])
     if "const" in schema:
@@ -203,7 +205,7 @@ def _expected_number(key: str, schema: Mapping[str, Any]) -> str:
 
 
 def _written_size(size_bytes: int) -> str:
-    """A size without loss: 64TiB, 4KiB, 70368744177665."""
+    """A size in the largest unit that represents it exactly: 64TiB, 4KiB, 70368744177665."""
     power = 0
     while size_bytes and not size_bytes % 1024 and power + 1 < len(_BINARY_UNITS):
         size_bytes, power = size_bytes // 1024, power + 1
@@ -211,7 +213,7 @@ def _written_size(size_bytes: int) -> str:
 
 
 def dotted(location: Location) -> str:
-    """A location as a person writes it: ``replica[0].slots``."""
+    """A location in text: ``replica[0].slots``."""
     text = ""
     for step in location:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
@@ -224,7 +226,7 @@ def _written(value: object) -> str:
 
 
 def key_lines(text: str) -> dict[Location, int]:
-    """The line (from 1) of every table and key that the lookup understands."""
+    """The line, counted from 1, of every table and key that the lookup knows."""
     lines: dict[Location, int] = {}
     counts: dict[Location, int] = {}
     table: Location = ()
@@ -238,7 +240,7 @@ def key_lines(text: str) -> dict[Location, int]:
 
 
 def _table_location(names: list[str], counts: dict[Location, int], *, is_array: bool) -> Location:
-    """Where a table header points, each array of tables on the way meaning its latest table."""
+    """The location of a table header; an array of tables in its path stands for the array's last table."""
     location: Location = ()
     for name in names[:-1]:
         location = (*location, name)

@@ -1,6 +1,6 @@
-"""A health check that does the real thing: acquire, bytes through every worker, commit, match, release.
+"""The health check. It acts as an engine does: acquire, write and copy on every worker, commit, match, release.
 
-It is answered when the workers have, so requests for it are served here, each in a task of its own.
+The reply has to wait for the workers, so each health request is served in a task of its own.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvcached_client.errors import NoCapacity
 from kvcached_client.protocol.engine import Health, HealthPart, HealthReport
 from kvcached_client.types import KEY_SIZE_BYTES, NO_FENCE, unpack_ranges
 
-#: One slot to write into and one to copy to.
+#: One slot to write to, and one to copy it to.
 _BLOCKS = 2
-#: A check must answer before its caller gives up. A worker gets much longer before it is given up itself.
+#: How long a check waits for the workers: it must reply before its caller gives up. A worker counts as hung much later.
 PATIENCE_S = 3.0
-#: What a check writes into the host pool: some pages, in less than a tenth of a millisecond.
+#: How much a check writes to the host pool: some pages, in less than a tenth of a millisecond.
 CHECKED_BYTES = 64 << 10
 _STEPS = ("acquire", "workers", "commit", "match", "release")
 
@@ -39,10 +39,10 @@ class HealthRequests:
     """Serves the verb `health`.
 
     Args:
-        settle: lets the core, and whoever it speaks to, do what the checks have left to do.
-        drain_state: whether the daemon takes new work, which is told along.
-        more: parts that others look after.
-        before_probe: writes down what the core has changed, before workers write slots that it has granted.
+        settle: carries out the effects that the checks have caused in the core.
+        drain_state: whether the daemon takes new work; the report says so.
+        more: further parts of the report.
+        before_probe: records what the core has changed, before workers write to slots that it has granted.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class HealthRequests:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, _: bytes, request: Health, __: list[bytes], respond: Respond) -> None:
-        """Begin a check, which answers by itself.
+        """Start a check; the reply follows when it ends.
 
         Raises:
-            RequestError: too many are under way.
+            RequestError: too many health requests are under way.
         """
         reply = PendingReply(Wait.HEALTH, request, respond)
         self._pending.wait(reply)
@@ -80,7 +80,7 @@ class HealthRequests:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """The daemon ends: no check goes on."""
+        """Cancel all checks, because the daemon stops."""
         for task in self._tasks:
             task.cancel()
 
@@ -102,7 +102,7 @@ class HealthRequests:
             self._pending.fail(reply, internal_error())
 
     def _degraded(self) -> list[HealthPart]:
-        """Replicas whose workers die again and again: also where they run just now."""
+        """A failed part for each replica whose workers die again and again, even if they run at the moment."""
         return [
             _part(
                 replica, "restarts", "degraded: its workers have died again and again; see the daemon's log", ok=False
@@ -112,7 +112,7 @@ class HealthRequests:
         ]
 
     def _held_back(self) -> list[HealthPart]:
-        """What people have told the daemon not to do, which is no illness."""
+        """What an administrator has paused or drained. It is reported and is not a failure."""
         what = [] if self._drain_state.takes_work else [str(self._drain_state.state)]
         paused = [name for name, pool in self._cache.pools.items() if pool.paused]
         paused += ["engines in offload mode"] if self._cache.offload.paused else []
@@ -121,19 +121,19 @@ class HealthRequests:
 
 
 class HealthChecks:
-    """Checks of one cache's replicas."""
+    """Checks the replicas of one cache."""
 
     def __init__(self, cache: Cache, before_probe: Callable[[], None] = lambda: None) -> None:
         self._cache = cache
         self._before_probe = before_probe
         self._number = 0
-        self._unanswered: set[str] = set()  #: replicas with a probe under way that its check did not wait for
+        self._unanswered: set[str] = set()  #: replicas with a probe under way whose check has timed out
 
     async def check(self, replica: Replica, now_ms: int) -> list[HealthPart]:
-        """Check one replica: a part per step, up to and with the first that fails.
+        """Check one replica; returns one part per step, up to and including the first step that fails.
 
-        It works in a session of its own beside the engine's, on slots that it acquires as an engine does, under keys
-        that nobody else has, and leaves nothing behind. A pool whose slots are all leased is busy, not ill.
+        The check opens a session beside the engine's, acquires slots as an engine does, and commits them under random
+        keys. It removes all of that at its end. A pool whose slots are all leased is busy, which is no failure.
         """
         if self._cache.pools[replica.name].clearing:
             return [_part(replica, "acquire", "skipped: the namespace is being cleared")]
@@ -183,11 +183,11 @@ class HealthChecks:
     def _leave_when_answered(
         self, replica: Replica, session: ManagedSession, keys: bytes, probe: asyncio.Future[None]
     ) -> None:
-        """Keep the slots until no worker writes into them any more."""
+        """End the check's session once no worker writes to its slots any more."""
         self._unanswered.add(replica.name)
 
         def answered(probe: asyncio.Future[None]) -> None:
-            probe.exception()  # the check has reported what there was to report
+            probe.exception()  # the check has already reported the timeout
             self._unanswered.discard(replica.name)
             self._leave(replica, session, keys)
 
@@ -199,12 +199,12 @@ class HealthChecks:
 
 
 class HostMemoryCheck:
-    """A check of the host pool's memory.
+    """Checks the host pool's memory.
 
     Args:
-        headers: beside its slots; None where there is no host pool, or nothing is handed on.
-        replicas: those that may have blocks in it.
-        geometry: the host pool as the blocks of a namespace lie in it.
+        headers: the headers of the host pool's slots; None without a host pool, or if no daemon can take it over.
+        replicas: the replicas that may have blocks in the host pool.
+        geometry: returns how the blocks of a namespace lie in the host pool.
     """
 
     def __init__(
@@ -220,10 +220,10 @@ class HostMemoryCheck:
         self._geometry = geometry
 
     def parts(self) -> list[HealthPart]:
-        """Bytes through the memory that all engines map, without taking anybody's place.
+        """Write and read back bytes of the memory that all engines map, without evicting a block.
 
-        They go into a slab without blocks, else to the end of a slab, behind its last block. A host pool whose every
-        byte is in use is not written, and says so.
+        The bytes go to an unused slab; if there is none, to the end of a slab, behind its last block. If every byte of
+        the host pool is in use, the check is skipped and reports that.
         """
         if self._headers is None:
             return []
@@ -236,7 +236,7 @@ class HostMemoryCheck:
         return [HealthPart(part="host/memory", ok=not wrong, detail=wrong)]
 
     def _unused(self) -> tuple[int, int] | None:
-        """A slab, and how many bytes at its end belong to nobody; None where there are none."""
+        """A slab, and how many bytes at its end are unused; None if no slab has unused bytes."""
         stock = self._cache.slab_allocator
         if (slab := stock.unused) is not None:
             return slab, CHECKED_BYTES

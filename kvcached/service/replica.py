@@ -1,4 +1,4 @@
-"""A configured replica at run time: its name, its shape, its memory, the workers that copy; and what a name means."""
+"""A configured replica at run time: name, layout, memory and workers. And which namespace a name means."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol.engine import ReplicaInfo
 from kvcached_client.types import ShardIndex, WritePolicy
 
-#: Bytes of a namespace's root that tell it from others, as hex digits in reports.
+#: How many bytes of a namespace's root reports show, in hex digits.
 NAMESPACE_SHOWN_BYTES: Final = 8
-#: Fewer hex digits of a namespace are too easily meant otherwise.
+#: A name with fewer characters is not taken as hex digits of a namespace: it may well be a label.
 _DIGITS_MIN: Final = 4
 _SHOWN_MAX: Final = 8
 
-#: A shard is through with a transfer: (shard, error or "", corrupt blocks).
+#: Called when a shard has finished a transfer: (shard, error or "", corrupt blocks).
 Settled = Callable[[ShardIndex, str, tuple[int, ...]], None]
 
 
@@ -33,59 +33,59 @@ class Workers(Protocol):
     """What the service needs of a replica's workers.
 
     Attributes:
-        generation: of the namespace, for what is ordered from now on.
+        generation: the namespace's, for copies that start from now on.
     """
 
     generation: int
 
     def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
-        """What a shard process maps: sealed pool memory, sealed progress page, an eventfd for each of its entries.
+        """What a shard process maps: the sealed pool memory, the sealed progress page, and an eventfd for each entry.
 
-        They stay the daemon's own, whatever becomes of the shard's worker.
+        The daemon owns these descriptors; they remain open when the shard's worker dies.
         """
 
     @property
     def is_degraded(self) -> bool:
-        """Whether they die again and again, so that they are started as rarely as possible, or are on probation."""
+        """Whether the workers die again and again, so that they are restarted rarely or are on probation."""
 
     @property
     def restarts(self) -> int:
-        """How often they were replaced since the daemon's start."""
+        """How often the workers were restarted since the daemon's start."""
 
     def start(self, transfer: StartTransfer, settled: Settled) -> None:
-        """Order a copy on every shard. `settled` is called once per shard, later, in this thread; it never raises."""
+        """Start a transfer. `settled` is called once per shard, later, in this thread. It never raises."""
 
     def hurry(self, transfer: HurryTransfer) -> None:
-        """Raise the priority of a started copy. Does nothing where it is over."""
+        """Raise the priority of a started transfer. Does nothing if the transfer has ended."""
 
     def abandon(self, load: AbandonLoad) -> None:
-        """Tell the progress pages that a load failed which was never started."""
+        """Report a load that was never started as failed on the progress pages."""
 
     def probe(self, first: int, second: int) -> asyncio.Future[None]:
         """Write, copy and read back through two slots on every shard.
 
-        The future is done when nobody writes into the slots any more, however that came: it may take long. It fails
-        with DaemonFailure, which says what failed on which shard.
+        The future is done when no worker writes to the slots any more, which may take long. If a step failed, its
+        exception is a DaemonFailure that names the step and the shard.
         """
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """What is served under a name. Only clearing it changes anything: namespace, generation, weights version.
+    """A configured replica. Clearing it changes its namespace, generation and weights version; nothing else changes.
 
     Attributes:
-        namespace: 32 bytes, root of every chain of keys; replicas that share it share their prefixes.
-        generation: of the namespace.
-        root_of: the namespace of a generation and a weights version.
-        weights_version: what was set for it; empty = what the configuration says.
-        header_namespace: what headers of its blocks in the host pool say, 16 bytes, the same in every generation.
-        write_policy: that the configuration says; another one may have been set since.
-        memory: of each shard, for who takes it over; empty where nobody can.
-        cuda_ordinals: the CUDA devices that have it, as they are configured; none on a CPU.
-        cuda_devices: their UUIDs.
-        is_kept: this memory is an earlier daemon's, with what its engines had written.
-        headers: of the slots of its device pool; None where nobody takes the pool over.
-        host_geometry: the host pool as its blocks lie in it; None without a host tier.
+        namespace: 32 bytes, the root of every chain of keys. Replicas with the same namespace share their prefixes.
+        generation: the namespace's.
+        root_of: computes the namespace of a generation and a weights version.
+        weights_version: as `set-weights` has set it; empty = that of the configuration.
+        header_namespace: 16 bytes, the namespace in the headers of its blocks; the same in every generation.
+        write_policy: that of the configuration; `set-policy` may have set another one since.
+        memory: which memory each shard has, for the next daemon; empty if no daemon can take it over.
+        cuda_ordinals: the configured CUDA device of each shard; empty on a CPU.
+        cuda_devices: the UUIDs of these devices.
+        is_kept: the memory is from before the restart and still holds what engines wrote.
+        headers: those of the device pool's slots; None if no daemon can take the pool over.
+        host_geometry: how the replica's blocks lie in the host pool; None without a host pool.
     """
 
     name: str
@@ -110,11 +110,11 @@ class Replica:
 
     @property
     def header_kind(self) -> HeaderKind:
-        """What the headers of its blocks, in its present generation, have in common."""
+        """The fields that the headers of all its blocks have in common in the present generation."""
         return HeaderKind(self.header_namespace, bytes.fromhex(self.layout.fingerprint()), self.generation)
 
     def info(self) -> ReplicaInfo:
-        """The replica as `describe` tells it."""
+        """The replica as `describe` reports it."""
         return ReplicaInfo(
             name=self.name,
             layout=self.layout,
@@ -131,29 +131,29 @@ class Replica:
 
 
 def check_replica(name: str, replicas: Mapping[str, Replica]) -> None:
-    """Refuse a name that no replica has; "" stands for all.
+    """Refuse the name of an unknown replica; "" stands for all replicas.
 
     Raises:
-        RequestError: no replica has it.
+        RequestError: no replica has this name.
     """
     if name and name not in replicas:
         raise unknown_replica(name, replicas)
 
 
 def unknown_replica(name: str, replicas: Iterable[str]) -> RequestError:
-    """What is told to who asks for a replica that is not configured."""
+    """The error for a request that names a replica which is not configured."""
     return request_error(
         ErrorCode.UNKNOWN_REPLICA, f"there is no replica {name!r}", f"configured are: {', '.join(sorted(replicas))}"
     )
 
 
 class NamedNamespace(NamedTuple):
-    """A namespace.
+    """A namespace that a request has named.
 
     Attributes:
         tree: its index.
-        root: of its keys, 32 bytes.
-        label: what engines in offload mode call it; "" for that of replicas.
+        root: the root of its keys, 32 bytes.
+        label: the name that engines in offload mode gave it; "" for a namespace of replicas.
     """
 
     tree: PrefixTree
@@ -162,15 +162,15 @@ class NamedNamespace(NamedTuple):
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Those that share it; none for engines in offload mode."""
+        """The replicas that share the namespace; none for one of engines in offload mode."""
         return tuple(pool.name for pool in self.tree.pools)
 
 
 def resolve_namespace(cache: Cache, replicas: Mapping[str, Replica], name: str) -> NamedNamespace:
-    """The namespace of a replica, or the one whose hex digits begin so, or that engines in offload mode call so.
+    """The namespace that a name means: a replica's name, the first hex digits of a namespace, or a label.
 
     Raises:
-        RequestError: there is none, or more than one.
+        RequestError: the name means no namespace, or more than one.
     """
     if name in replicas:
         return NamedNamespace(cache.tree_of(name), replicas[name].namespace, "")

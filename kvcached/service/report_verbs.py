@@ -1,4 +1,4 @@
-"""The verbs that only read: what anybody may ask about the daemon, without a session."""
+"""Requests that only read the daemon's state. They need no session."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from kvcached_client.protocol import engine as wire
 from kvcached_client.types import KEY_SIZE_BYTES
 
 _NAMESPACE_BYTES: Final = 32
-#: Names that can be asked about later, the latest ones. Some pictures of the index, each of them bounded.
+#: How many shown names are remembered; the least recently shown are forgotten. Enough for several tree reports.
 NAMES_MAX: Final = 16_384
-#: What a slot can be in a device pool, and in the host pool.
+#: The states that a slot of a device pool can have, and those of a slot of the host pool.
 _DEVICE_STATES: Final = tuple(state for state in SlotState if state is not SlotState.ABSENT)
 _HOST_STATES: Final = (
     SlotState.FREE,
@@ -44,15 +44,15 @@ Replicas = Mapping[str, Replica]
 
 
 class ReportVerbs:
-    """Answers from what is there now.
+    """Answers requests from the present state.
 
     Args:
-        offload: what engines in offload mode are offered.
-        now_ms: the clock; the daemon is up since now.
-        drain_state: its state.
+        offload: the host pool as it is offered to engines in offload mode; None if it is not.
+        now_ms: the clock. The daemon's uptime counts from the construction of this object.
+        drain_state: the daemon's state.
 
     Attributes:
-        by_type: what serves each verb.
+        by_type: the method that serves each kind of request.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class ReportVerbs:
 
 
 class ShownKeys:
-    """Names that reports show for blocks instead of their keys: as long as keys, and others in each life of a daemon.
+    """Names that reports show for blocks instead of their keys. They are as long as keys and differ from daemon to daemon.
 
-    A key is as good as the prompt and its salt: whoever has it may acquire by it and read the block. A name is good
-    for asking about the block again, and for nothing else.
+    Whoever knows a block's key can acquire the block and read it, without the prompt or its salt. A name only serves to
+    ask about the block again.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class ShownKeys:
         self._keys: OrderedDict[bytes, bytes] = OrderedDict()
 
     def name_of(self, key: bytes) -> bytes:
-        """What to show for a key; empty for none."""
+        """The name to show for a key; empty for an empty key."""
         if not key:
             return b""
         name = hashlib.blake2b(key, digest_size=KEY_SIZE_BYTES, key=self._secret).digest()
@@ -127,7 +127,7 @@ class ShownKeys:
         return name
 
     def key_of(self, name: bytes) -> bytes:
-        """The key that was shown by this name; what is no such name is a key itself."""
+        """The key that this name stands for. A value that is not a shown name is taken as a key."""
         return self._keys.get(name, name)
 
 
@@ -204,7 +204,7 @@ def _states(pool: SlotPool, states: Iterable[SlotState]) -> dict[str, int]:
 
 
 def _transfer_counts(cache: Cache) -> dict[str, int]:
-    """Copies that are not over, as ``<state>_<kind>s``."""
+    """Transfers that have not ended, counted as ``<state>_<kind>s``."""
     counts = Counter((transfer.state, transfer.kind) for transfer in cache.transfers.values())
     counts.update((exchange.state, exchange.kind) for exchange in cache.offload.transfers)
     return {
@@ -215,7 +215,7 @@ def _transfer_counts(cache: Cache) -> dict[str, int]:
 
 
 def _namespace(cache: Cache, tree: PrefixTree, replicas: Replicas) -> bytes:
-    """The root of a tree's keys; 32 zeros for one of an earlier generation."""
+    """The root of a tree's keys; 32 zeros if the tree is of an earlier generation."""
     if tree.pools:
         return replicas[tree.pools[0].name].namespace
     space = _space_of(cache, tree)
@@ -225,10 +225,10 @@ def _namespace(cache: Cache, tree: PrefixTree, replicas: Replicas) -> bytes:
 def tree_report(
     request: wire.Tree, cache: Cache, replicas: Replicas, shown: ShownKeys
 ) -> tuple[wire.TreeReport, bytes]:
-    """A picture of the index, and the frame with its runs.
+    """The report about the index, and the frame with its runs.
 
     Raises:
-        BadRequest: the picture does not fit into a frame.
+        BadRequest: the runs do not fit into a frame.
     """
     views = survey(cache, request.replica, request.levels, request.children, wire.TREE_NODES_MAX)
     trees = trees_of(cache, request.replica)
@@ -256,7 +256,7 @@ def _tree_node(cache: Cache, view: RunView, replicas: Replicas, shown: ShownKeys
 
 
 def inspect_report(request: wire.Inspect, cache: Cache, replicas: Replicas, shown: ShownKeys) -> wire.InspectReport:
-    """Where a block is and who holds it."""
+    """Where the copies of a block are, and which leases and transfers hold it."""
     found = find(cache, shown.key_of(request.key))
     if found is None:
         return wire.InspectReport(id=request.id, found=False)
@@ -276,7 +276,7 @@ def inspect_report(request: wire.Inspect, cache: Cache, replicas: Replicas, show
 
 
 def explained(request: wire.Explain, keys: bytes, cache: Cache, replicas: Replicas) -> wire.Explained:
-    """Why a prompt is no longer hit: for each replica, and for each namespace of engines in offload mode."""
+    """Why a prompt's hit is not longer, for each replica and each namespace of engines in offload mode."""
     found: list[wire.Explanation] = []
     for name, replica in replicas.items():
         if request.replica in {"", name} and replica.namespace.hex().startswith(request.namespace):
@@ -301,7 +301,7 @@ def _explanation(
     pool: DevicePool | None = None,
     space: Namespace | None = None,
 ) -> wire.Explanation:
-    """What of a prompt the replica of a pool would hit, or the engines of a namespace in offload mode."""
+    """What a prompt would hit on the replica of `pool`, or in the offload namespace `space`."""
     blocks = len(keys) // KEY_SIZE_BYTES
     limit = blocks if request.full else min(blocks, max(request.tokens - 1, 0) // block_size)
     miss = explain(cache, tree, pool, keys, limit)
