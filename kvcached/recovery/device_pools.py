@@ -1,7 +1,8 @@
-"""The memory of device pools: what the service manager has kept of it, or new memory, given to the manager to keep.
+"""The memory of device pools: memory that the service manager has kept, or new memory, handed to the manager to keep.
 
-Two memfds are told from each other by their inodes. What a CUDA driver exports cannot be: a pool on such devices is the
-one that a ledger is about if its headers are, for both are made together, and the manager has the headers first.
+A memfd is identified by its inode. Memory that a CUDA driver exports has no such identity: a pool on CUDA devices is
+the one that the ledger names if its headers are, because both are made together, and the manager gets the headers
+first.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from kvcached.recovery.state_file import Ledger, ReplicaRecord
 from kvcached.worker.cuda_maker import make_cuda_memory
 from kvcached_client.blocks.pages import pool_geometry
 
-#: What the service manager calls a shard's memory: this, the names of its replica and its shard.
+#: Under which name the service manager keeps a shard's memory: this prefix, the replica and the shard.
 DEVICE_MEMORY_PREFIX: Final = "device-"
-#: And that of the headers of a replica's slots: this and its name.
+#: Under which name it keeps the headers of a replica's slots: this prefix and the replica.
 DEVICE_HEADERS_PREFIX: Final = "headers-"
 
 _log: Final = logging.getLogger(__name__)
@@ -33,9 +34,9 @@ class DevicePool(NamedTuple):
     """The memory of a replica.
 
     Attributes:
-        shards: in their order.
-        headers: of its slots; they name blocks only where they are those that the ledger is about.
-        is_kept: the shards are those that the ledger is about, with what engines had written.
+        shards: the memory of each shard.
+        headers: those of its slots; they name blocks only if they are the ones that the ledger names.
+        is_kept: the shards are the ones that the ledger names, and hold what engines have written.
     """
 
     shards: tuple[ShardMemory, ...]
@@ -59,9 +60,9 @@ class KeptDevice(NamedTuple):
     """Descriptors of a replica's memory that the service manager has kept.
 
     Attributes:
-        shards: in their order.
-        devices: of each, the UUID of its CUDA device; empty on a CPU.
-        headers: None where they were not kept.
+        shards: the memory of each shard.
+        devices: the UUID of each shard's CUDA device; empty on a CPU.
+        headers: those of its slots; None if they were not kept.
     """
 
     shards: list[int]
@@ -70,7 +71,7 @@ class KeptDevice(NamedTuple):
 
 
 def kept_device(replica: ReplicaConfig, found: dict[str, list[int]], ledger: Ledger | None) -> KeptDevice | None:
-    """The descriptors of a replica's memory, taken out of `found`; None where it gets new memory."""
+    """The descriptors of a replica's memory, removed from `found`; None if the replica gets new memory."""
     names = _names(replica)
     kept = [found[name][0] for name in names if name in found]
     record = None if ledger is None else next((each for each in ledger.replicas if each.name == replica.name), None)
@@ -78,18 +79,18 @@ def kept_device(replica: ReplicaConfig, found: dict[str, list[int]], ledger: Led
         return None
     headers = _kept_headers(replica, found, record)
     if headers is None and replica.cuda_ordinals:
-        return None  # whose memory it is nobody knows
+        return None  # without a ledger nobody knows whose memory it is
     for name in names:
         _take(found, name)
     return KeptDevice(kept, record.cuda_devices or ("",) * replica.shards, headers)
 
 
 def device_pool(replica: ReplicaConfig, kept: KeptDevice | None, parts: ExitStack) -> DevicePool:
-    """A replica's memory, which `parts` closes: what was kept, or where that is None new memory, to be kept.
+    """A replica's memory, which `parts` closes: the kept memory, or if that is None, new memory, which is stored.
 
     Raises:
         OSError: the kernel refused one of the steps.
-        DeviceError: a CUDA device refused, or is not there.
+        DeviceError: a CUDA device refused, or does not exist.
     """
     if kept is None:
         for name in _names(replica):
@@ -131,7 +132,7 @@ def _headers(replica: ReplicaConfig, kept: int | None) -> DeviceHeaders:
 
 
 def _kept_headers(replica: ReplicaConfig, found: dict[str, list[int]], record: ReplicaRecord) -> int | None:
-    """The descriptor of the headers that belong to kept memory, taken out of `found`; None where there is none."""
+    """The descriptor of the headers that belong to kept memory, removed from `found`; None if there is none."""
     name = DEVICE_HEADERS_PREFIX + replica.name
     if name not in found or record.headers is None:
         return None
@@ -144,18 +145,18 @@ def _kept_headers(replica: ReplicaConfig, found: dict[str, list[int]], record: R
 
 
 def _take(found: dict[str, list[int]], name: str) -> None:
-    """The first descriptor of a name is used; others are not needed."""
+    """Take the first descriptor of each name; any others are not needed."""
     for other in found.pop(name)[1:]:
         os.close(other)
 
 
 def _names(replica: ReplicaConfig) -> list[str]:
-    """What the service manager calls the memory of each shard."""
+    """The name under which the service manager keeps each shard's memory."""
     return [f"{DEVICE_MEMORY_PREFIX}{replica.name}-{shard}" for shard in range(replica.shards)]
 
 
 def _called(name: str) -> str:
-    """What a shard's memory is called among the mappings of a process."""
+    """The name of a shard's memory in the list of a process's mappings."""
     return f"kvcached-{name.removeprefix(DEVICE_MEMORY_PREFIX)}"
 
 
@@ -164,7 +165,7 @@ def _shard_bytes(replica: ReplicaConfig) -> int:
 
 
 def _is_recorded(replica: ReplicaConfig, kept: list[int], record: ReplicaRecord) -> bool:
-    """Whether these descriptors are the memory that a record is about, and what is configured now."""
+    """Whether these descriptors are the memory that a record names, and match the present configuration."""
     configured = (replica.layout.fingerprint(), replica.slot_count, replica.cuda_ordinals)
     if (record.fingerprint, record.slots, record.cuda_ordinals) != configured or len(record.memory) != replica.shards:
         return False

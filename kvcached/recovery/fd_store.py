@@ -1,8 +1,8 @@
-"""Descriptors that the service manager keeps while the daemon is dead, and the datagrams that say so: both ends.
+"""Both ends of the service manager's descriptor store, which keeps descriptors while no daemon runs, and its datagrams.
 
-The manager is systemd, or `kvcached supervise`. A stored memfd keeps its memory, so that the next daemon has the blocks
-of the one before it. What was stored comes back at the next start as descriptors from 3 on, with three variables that
-say how many, under which names, and for which process.
+The manager is systemd or `kvcached supervise`. A stored memfd keeps its memory, so the next daemon has the blocks of
+the daemon before it. The next daemon inherits the stored descriptors from number 3 on, and three environment variables
+that give their number, their names, and the process that they are for.
 
 The daemon's end is `notify`, `store`, `remove` and `take_stored`; the manager's end is `NoticeSocket` and
 `KeptDescriptors`. The manager names its socket in ``$NOTIFY_SOCKET``; a leading ``@`` stands for an abstract one.
@@ -28,31 +28,31 @@ NOTIFY_VARIABLE: Final = "NOTIFY_SOCKET"
 READY: Final = "READY=1"
 STOPPING: Final = "STOPPING=1"
 
-#: The longest that a message waits for room in the manager's queue: a manager that is stopped must not stop us.
+#: How long a message may wait for room in the manager's queue. A stopped manager must not stop the daemon.
 WAIT_S: Final = 2.0
 
-#: More than any daemon stores: a larger number is a mistake.
+#: No daemon stores as many; a larger number is a mistake.
 DESCRIPTORS_MAX: Final = 1024
 FIRST_DESCRIPTOR: Final = 3
-#: Set by whoever starts the daemon.
+#: Set by the manager that starts the daemon.
 PID_VARIABLE: Final = "LISTEN_PID"
 COUNT_VARIABLE: Final = "LISTEN_FDS"
 NAMES_VARIABLE: Final = "LISTEN_FDNAMES"
 VARIABLES: Final = (PID_VARIABLE, COUNT_VARIABLE, NAMES_VARIABLE)
-#: What systemd calls descriptors without a name.
+#: The name that systemd gives to descriptors without a name.
 UNNAMED: Final = "unknown"
 NAME_LENGTH_MAX: Final = 255
 
 #: A daemon stores one descriptor for the host pool, and one for each shard of each device pool.
 KEPT_MAX: Final = 256
-#: Of one message; systemd's own limit on text is the same.
+#: The longest message; systemd has the same limit.
 MESSAGE_BYTES_MAX: Final = 4096
 _DESCRIPTORS_PER_MESSAGE_MAX: Final = 16
-#: More than a queue holds. Whoever floods it must not keep us from signals.
+#: How many messages are read at a time: more than a queue holds. A flood of messages must not delay signals.
 _MESSAGES_PER_CALL_MAX: Final = 1024
-#: Between two log lines about messages that were not believed.
+#: The interval between two log lines about rejected messages.
 _REFUSAL_LOG_PAUSE_S: Final = 60.0
-#: Writable in containers whose file system is not.
+#: Writable even in containers with a read-only file system.
 _LAST_RESORT: Final = "/dev/shm"  # noqa: S108 - the directory that is made in it is private
 _CREDENTIALS: Final = struct.Struct("iII")
 
@@ -60,14 +60,13 @@ _log: Final = logging.getLogger(__name__)
 
 
 def notify(state: str, descriptors: tuple[int, ...] = (), *, wait_s: float = WAIT_S) -> bool:
-    """Send `state`, and descriptors with it, to whoever waits for it. Does nothing where nobody asked.
+    """Send `state` and descriptors to the service manager, within `wait_s`. Does nothing without a manager.
 
-    Takes at most `wait_s`.
-
-    A manager that cannot be reached is logged and no reason to stop: it decides by itself what a missing message means.
+    If the manager cannot be reached, that is logged and the daemon continues: the manager decides what a missing
+    message means.
 
     Returns:
-        Whether it was sent. Nobody says whether it was understood.
+        Whether the message was sent. The manager does not acknowledge it.
     """
     address = os.environ.get(NOTIFY_VARIABLE, "")
     if not address:
@@ -86,10 +85,10 @@ def notify(state: str, descriptors: tuple[int, ...] = (), *, wait_s: float = WAI
 
 
 def take_stored() -> dict[str, list[int]]:
-    """The descriptors that the manager gives back, by name; close-on-exec, and the caller's to close.
+    """The descriptors that the manager has stored, by name. They are close-on-exec; the caller closes them.
 
-    Comes before the process opens anything else. The variables leave the environment, so that no child takes them for
-    its own, and a second call gives nothing. Values that make no sense are logged, and what they say is not believed.
+    Call this before the process opens any other descriptor. It removes the variables from the environment, so that no
+    child process uses them and a second call returns nothing. Invalid values are logged and ignored.
     """
     pid, count, names = (os.environ.pop(variable, "") for variable in VARIABLES)
     if pid != str(os.getpid()):
@@ -104,31 +103,31 @@ def take_stored() -> dict[str, list[int]]:
 
 
 def is_anything_stored() -> bool:
-    """Whether the manager gives something back, which `take_stored` has not taken yet."""
+    """Whether the manager has stored descriptors that `take_stored` has not taken yet."""
     return os.environ.get(PID_VARIABLE, "") == str(os.getpid()) and os.environ.get(COUNT_VARIABLE, "") not in {"", "0"}
 
 
 def store(name: str, descriptor: int) -> bool:
-    """Ask the manager to keep a duplicate of a descriptor under a name, until `remove` or the service's end.
+    """Ask the manager to keep a duplicate of a descriptor under a name, until `remove` or the end of the service.
 
-    The same file twice under one name is kept once.
+    A file that is stored twice under one name is kept once.
 
     Returns:
-        Whether somebody was asked; False where there is no manager.
+        Whether the request was sent; False without a manager.
 
     Raises:
-        ValueError: the name cannot be sent.
+        ValueError: the name is not allowed.
     """
     return notify(f"FDSTORE=1\nFDNAME={_checked(name)}\nFDPOLL=0", (descriptor,))
 
 
 def remove(name: str) -> bool:
-    """Ask the manager to close what it keeps under a name. Returns and raises as `store`."""
+    """Ask the manager to close the descriptors that it keeps under a name. Returns and raises as `store`."""
     return notify(f"FDSTOREREMOVE=1\nFDNAME={_checked(name)}")
 
 
 def is_name(name: str) -> bool:
-    """Whether descriptors may be called so: 1 to 255 printable ASCII characters, no colon."""
+    """Whether a descriptor may have this name: 1 to 255 printable ASCII characters without a colon."""
     return 0 < len(name) <= NAME_LENGTH_MAX and name.isascii() and name.isprintable() and ":" not in name
 
 
@@ -158,22 +157,23 @@ def _by_name(descriptors: range, names: str) -> dict[str, list[int]]:
 
 
 class Notice(NamedTuple):
-    """One message of the daemon's."""
+    """One message from the daemon."""
 
     fields: dict[str, str]
-    descriptors: list[int]  #: close-on-exec; the receiver's to close
+    descriptors: list[int]  #: close-on-exec; the receiver closes them
 
 
 class NoticeSocket:
-    """A datagram socket in a directory of its own, which no other user may enter.
+    """A datagram socket in a private directory, which no other user may enter.
 
-    This user's other processes may send to it. By the kernel's word on each message only one process is listened to.
+    Other processes of this user can send to it. The kernel reports the sender of each message, so messages from all
+    processes but one are dropped.
 
     Attributes:
         name: its path.
 
     Raises:
-        OSError: no directory for temporary files can be written, nor /dev/shm.
+        OSError: neither a directory for temporary files nor /dev/shm can be written.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class NoticeSocket:
         self._refusals = _Refusals()
 
     def fileno(self) -> int:
-        """For who waits until there is a message."""
+        """The descriptor to poll for messages."""
         return self._socket.fileno()
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class NoticeSocket:
         shutil.rmtree(Path(self.name).parent, ignore_errors=True)
 
     def messages(self, pid: int) -> Iterator[Notice]:
-        """What process `pid`, of this user, has sent; all other messages are dropped and counted. Never waits."""
+        """The messages of process `pid` of this user. All other messages are dropped and counted. Never waits."""
         room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_DESCRIPTORS_PER_MESSAGE_MAX * 4)
         for _ in range(_MESSAGES_PER_CALL_MAX):
             try:
@@ -205,7 +205,7 @@ class NoticeSocket:
                 return
             sender, descriptors = _unpacked(ancillary)
             fault = ""
-            # Nobody is process 0, but senders from other pid namespaces look so.
+            # No process has the id 0, but senders from other pid namespaces appear with it.
             if sender is None or not pid or sender[:2] != (pid, os.geteuid()):
                 fault = f"it is of process {sender[0] if sender else 0}, not of the daemon ({pid})"
             elif flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
@@ -218,9 +218,9 @@ class NoticeSocket:
 
 
 class _Refusals:
-    """Logs that notifications were not believed: the first one, then one line for all within a minute.
+    """Logs rejected notifications: the first one, then one line for all within a minute.
 
-    A line for each would let whoever may send to the socket fill the disk.
+    One line each would let any process that can send to the socket fill the disk.
     """
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class _Refusals:
         self._logged_s = -math.inf
 
     def note(self, fault: str) -> None:
-        """One more."""
+        """Count one more rejected notification."""
         self._unlogged += 1
         now_s = time.monotonic()
         if now_s - self._logged_s < _REFUSAL_LOG_PAUSE_S:
@@ -238,27 +238,27 @@ class _Refusals:
 
 
 class KeptDescriptors:
-    """Descriptors that are kept for the next daemon, in the order in which they came."""
+    """Descriptors that are kept for the next daemon, in the order of their arrival."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[str, int]] = []
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of descriptors."""
         return len(self._kept)
 
     @property
     def names(self) -> list[str]:
-        """What they are called."""
+        """Their names."""
         return [name for name, _ in self._kept]
 
     @property
     def descriptors(self) -> list[int]:
-        """They themselves, in the same order."""
+        """The descriptors, in the order of `names`."""
         return [descriptor for _, descriptor in self._kept]
 
     def take(self, notice: Notice) -> None:
-        """Keep, drop, or close again what came with a message, as it says."""
+        """Carry out a message: keep the descriptors that came with it, or close the kept ones that it names."""
         name = notice.fields.get("FDNAME", "stored")
         if not is_name(name):
             _log.warning("descriptors called %r are called %s", name, UNNAMED)
@@ -300,7 +300,7 @@ def _bind_in_private(unbound: socket.socket) -> str:
             continue
         try:
             unbound.bind(path := str(directory / "socket"))
-        except OSError as error:  # a path that is too long, too
+        except OSError as error:  # also raised for a path that is too long
             directory.rmdir()
             reason = error
         else:
@@ -313,7 +313,7 @@ def _bind_in_private(unbound: socket.socket) -> str:
 
 
 def _unpacked(ancillary: list[tuple[int, int, bytes]]) -> tuple[tuple[int, int, int] | None, list[int]]:
-    """Process, user and group of the sender, and what it sent along."""
+    """Process, user and group of the sender, and the descriptors that it sent."""
     sender, descriptors = None, array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(content) == _CREDENTIALS.size:

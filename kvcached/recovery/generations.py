@@ -1,12 +1,11 @@
-"""In which generation each namespace is: the record of it that outlives the machine, and what a start makes of it.
+"""The record of each namespace's generation, which survives a reboot, and how a start uses it.
 
-Storage finds blocks by namespace and generation, after the machine's restart, too. So the record, a file beside the
-blocks that lasts as long as storage does, says which generation of each namespace is the present one, with which
-weights, and which earlier ones storage has still to forget. Without it, or where it is damaged, namespaces begin
-generations under which nothing was ever stored: what storage has is not found then, and nothing that was cleared comes
-back.
+Storage finds blocks by namespace and generation, also after a reboot. The record is a file beside the stored blocks. It
+holds the present generation of each namespace, its version of the weights, and the earlier generations that storage has
+still to forget. If the record is missing or damaged, each namespace begins a generation under which nothing was ever
+stored. The blocks in storage are then not found, and no cleared block comes back.
 
-Its device may hang. So it is written by a thread, and whoever waits for that does not stop the daemon.
+The record's device may hang, so a thread writes the record, and the daemon serves meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvcached.core.namespaces import Edition
 from kvcached.recovery.state_file import Count, Hex, Ledger, NamespaceRecord, ReplicaRecord
 from kvcached_client.types import WritePolicy
 
-#: In which headers in the host pool name a replica's namespace: that does not change with its generation.
+#: Headers in the host pool carry the namespace of this generation, whatever the present generation is.
 FIRST_GENERATION: Final = 0
 #: The generations of one life of the daemon begin with its epoch, a time in milliseconds, and so many random bits: two
 #: lives do not share one even where the clock was set back. Together 53 bits until the year 2039: every JSON reader
@@ -38,7 +37,7 @@ _EPOCH_MASK: Final = (1 << 50) - 1
 FORMAT: Final = 1
 #: Of the file: 1024 editions with the longest version of weights, and as many generations to forget.
 RECORD_BYTES_MAX: Final = 4 << 20
-#: A start that cannot read the record by then goes on without it.
+#: If the record cannot be read within this time, the start continues without it.
 READ_DEADLINE_S: Final = 10.0
 
 _MODE: Final = 0o600
@@ -47,12 +46,12 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Generation(NamedTuple):
-    """Of a replica's namespace.
+    """A generation of a replica's namespace.
 
     Attributes:
-        number: another one after each clear.
-        weights_version: as it was set; "" = what the configuration says.
-        namespace: root of its keys, 32 bytes.
+        number: changes with each clear.
+        weights_version: as `set-weights` has set it; "" = that of the configuration.
+        namespace: the root of its keys, 32 bytes.
     """
 
     number: int
@@ -61,20 +60,19 @@ class Generation(NamedTuple):
 
 
 def first_of(epoch: int, chance: int) -> int:
-    """The first generation that may begin in the life of the daemon of this epoch: no earlier life has used it.
+    """The first generation that a daemon may begin; no earlier daemon has used it.
 
     Args:
-        epoch: of its start.
+        epoch: the daemon's.
         chance: `RANDOM_BITS` random bits.
     """
     return (epoch & _EPOCH_MASK) << RANDOM_BITS | chance
 
 
 def editions_of(record: Record | None, ledger: Ledger | None) -> dict[bytes, Edition]:
-    """What was written down of namespaces, by root.
+    """The recorded editions of namespaces, by root.
 
-    Of two that contradict each other the later one holds, which is the larger one: a clear may have reached only one of
-    the two files.
+    A clear may have reached only one of the two files. If they differ, the later edition holds: the larger number.
     """
     found: dict[bytes, Edition] = {}
     for each in () if record is None else record.editions:
@@ -90,10 +88,10 @@ def editions_of(record: Record | None, ledger: Ledger | None) -> dict[bytes, Edi
 
 
 def generation_of(replica: ReplicaConfig, editions: Mapping[bytes, Edition], first: int) -> Generation:
-    """The latest one that was written down of what is configured; `first` where there is none.
+    """The latest recorded generation of a configured replica's namespace; `first` if none is recorded.
 
-    It may have been written down for another replica that shares the namespace. Where model, revision or layout are
-    others now, the namespace is another one, too.
+    It may be recorded for another replica that shares the namespace. If the model, revision or layout has changed, so
+    has the namespace.
     """
     latest: Generation | None = None
     for root, (number, weights_version) in editions.items():
@@ -104,7 +102,7 @@ def generation_of(replica: ReplicaConfig, editions: Mapping[bytes, Edition], fir
 
 
 def write_policy_of(replica: ReplicaConfig, generation: Generation, ledger: Ledger | None) -> WritePolicy:
-    """The one that was set for a replica's namespace; where none was, or the configuration changed, the latter's."""
+    """The write policy set for a replica's namespace; the configured one if none was set, or if it has changed."""
     configured = WritePolicy(replica.write_policy)
     for record in () if ledger is None else ledger.replicas:
         if record.namespace == generation.namespace.hex():
@@ -113,12 +111,12 @@ def write_policy_of(replica: ReplicaConfig, generation: Generation, ledger: Ledg
 
 
 def recorded_policy(record: ReplicaRecord | NamespaceRecord, configured: WritePolicy) -> WritePolicy:
-    """The write policy of a record, unless another one is configured now than was then."""
+    """The write policy of a record; the configured one if that has changed since the record was written."""
     return record.write_policy if record.configured_policy is configured else configured
 
 
 class EditionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A namespace, by the root of its keys in hex, and what it holds at present."""
+    """The present edition of a namespace, which is named by the root of its keys in hex."""
 
     namespace: Hex
     generation: Count
@@ -126,12 +124,12 @@ class EditionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All of it.
+    """The content of the file.
 
     Attributes:
-        format: of this file.
-        editions: of namespaces, those that were not used for longest first.
-        forgets: how the keys in storage begin that are to be forgotten, in hex.
+        format: the file's.
+        editions: those of namespaces, least recently used first.
+        forgets: prefixes, in hex, of the keys that storage has still to forget.
     """
 
     format: Literal[1] = FORMAT
@@ -140,26 +138,26 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class RecordWriter(Protocol):
-    """Where the record is kept."""
+    """Writes the record to its place."""
 
     def write(self, record: Record, done: Callable[[str], None]) -> None:
-        """Replace the record, and say later, in the caller's thread, why that failed; "" = it is on the device."""
+        """Replace the record. Later report in the caller's thread why that failed, or "" once it is on the device."""
 
 
 class RecordFile:
-    """The record as a file. Nobody else writes it: the storage process has locked the directory."""
+    """The record in a file. The storage process has locked the directory, so no other process writes the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, record: Record, done: Callable[[str], None]) -> None:
-        """Replace it. Whoever dies in between leaves the old one or the new one, whole."""
+        """Replace the file. If the process dies meanwhile, the file is the old one or the new one, never a mixture."""
         data = msgspec.json.encode(record)
         _in_thread(lambda: _replace(self._path, data), lambda _, why: done(why))
 
 
 async def read_record(path: Path) -> Record | None:
-    """The record of earlier lives, or None, with a log line that says why."""
+    """The record that an earlier daemon has written; None if there is none, with the reason in the log."""
     read: asyncio.Future[tuple[bytes | None, str]] = asyncio.get_running_loop().create_future()
 
     def tell(data: bytes | None, why: str) -> None:
@@ -183,7 +181,7 @@ async def read_record(path: Path) -> Record | None:
 
 
 def _in_thread(work: Callable[[], bytes | None], tell: Callable[[bytes | None, str], None]) -> None:
-    """Do what may wait for a device for ever, and tell the loop what came of it: the result, or why there is none."""
+    """Run a function that may wait for a device for ever, and report its result or its failure to the loop."""
     loop = asyncio.get_running_loop()
 
     def act() -> None:
@@ -194,7 +192,7 @@ def _in_thread(work: Callable[[], bytes | None], tell: Callable[[bytes | None, s
             why = str(error)
         try:
             loop.call_soon_threadsafe(tell, result, why)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed: no task waits for the result
             return
 
     threading.Thread(target=act, name="record of generations", daemon=True).start()
@@ -216,9 +214,9 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _content(path: Path) -> bytes | None:
-    """What the file holds; None where there is none."""
+    """The file's content; None if there is no file."""
     try:
-        # A pipe in its place must not make the thread wait for a writer.
+        # If a pipe has the file's name, the thread must not wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None

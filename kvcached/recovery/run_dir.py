@@ -1,4 +1,4 @@
-"""The run directory: taken by one daemon at a time, of its own user, and not where somebody else says."""
+"""The run directory: locked by one daemon at a time, owned by its user, and not reached through another user's link."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import Final
 from kvcached.recovery.state_file import LEDGER_NAME, read_ledger
 from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, LOCK_NAME, RPC_SOCKET_NAME
 
-#: An epoch is the time of a start in milliseconds, or one more than the one before. No clock comes to this one.
+#: An epoch is the time of a start in milliseconds, or the epoch before plus one. No clock reaches this one.
 EPOCH_MAX: Final = 1 << 48
 _MODE: Final = 0o750
 _ROOT: Final = 0
-#: Of the lock file that are read: longer than any epoch.
+#: How much of the lock file is read: more than any epoch takes.
 _LOCK_BYTES_MAX: Final = 64
 
 _log: Final = logging.getLogger(__name__)
 
 
 class RunDirUnusable(Exception):
-    """The message says why, and what to do."""
+    """The run directory cannot be used; the message says why, and what to do."""
 
 
 def claim_run_dir(run_dir: Path) -> tuple[int, AbstractContextManager[object]]:
-    """Make the run directory this daemon's own.
+    """Lock the run directory for this daemon.
 
     Returns:
-        The epoch of this start, larger than any before it here, and what holds the directory until it is left.
+        The epoch of this start, larger than any before it in this directory, and a context that unlocks the directory.
 
     Raises:
-        RunDirUnusable: it is another daemon's or another user's, or something in it is not what it has to be.
+        RunDirUnusable: another daemon has locked it, another user owns it, or one of its files is not as expected.
     """
     with ExitStack() as held:
         try:
@@ -54,7 +54,7 @@ def claim_run_dir(run_dir: Path) -> tuple[int, AbstractContextManager[object]]:
 
 
 def _open_directory(run_dir: Path) -> int:
-    """The directory, which no other user can exchange for another one from now on."""
+    """Open the directory; from then on no other user can replace it."""
     run_dir.mkdir(mode=_MODE, parents=True, exist_ok=True)
     found = run_dir.lstat()
     is_link = stat.S_ISLNK(found.st_mode)
@@ -84,14 +84,14 @@ def _lock(lock: int, run_dir: Path) -> None:
 
 
 def _check_sockets(run_dir: Path) -> None:
-    """A socket that an earlier daemon left is removed later; nothing else is, whoever put it there."""
+    """Refuse files that have a socket's name. Sockets of an earlier daemon are removed later, other files are not."""
     for path in (run_dir / ATTACH_SOCKET_NAME, run_dir / RPC_SOCKET_NAME):
         if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
             raise RunDirUnusable(f"{path} is there, and is no socket; remove it, or choose another run_dir")
 
 
 def _next_epoch(lock: int, run_dir: Path) -> int:
-    """Larger than any before it. Where the file is damaged, the clock and the ledger know of those."""
+    """An epoch larger than any before it. If the lock file is damaged, the clock and the ledger ensure that."""
     text = os.pread(lock, _LOCK_BYTES_MAX + 1, 0).strip()
     before = int(text or b"0") if len(text) <= _LOCK_BYTES_MAX and not text.strip(b"0123456789") else EPOCH_MAX
     if before >= EPOCH_MAX:

@@ -1,8 +1,8 @@
-"""What the headers of pools tell a daemon that starts: which blocks there are, and who may still be writing.
+"""Reads the headers of pools when a daemon starts: which blocks they hold, and which sessions may still write.
 
-Writers may be at work meanwhile, and every byte may be anything: headers are copied first and judged afterwards, and
-nothing in them is believed without its seal. A block counts where all parts of its slab hold the same one. Its bytes
-are not looked at; the first load of each does that.
+Processes may write to the headers meanwhile, and a header may hold any bytes. Headers are therefore copied before they
+are checked, and a header whose seal does not fit is ignored. A block counts if its header is the same in all parts of
+its slab. Its bytes are checked by the first load, not here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcached_client.blocks.header import HeaderKind
 from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry
 from kvcached_client.types import KEY_SIZE_BYTES
 
-#: Headers that are copied and judged together, or those of one slab where that has more: 8 MiB on each shard.
+#: How many headers are copied and checked together, or all of one slab if that has more: 8 MiB on each shard.
 _BATCH_HEADERS: Final = 1 << 16
 _WORD: Final = np.dtype("<u8")
 _DEPTH_END: Final = np.uint64(1 << 32)
@@ -29,22 +29,22 @@ _KIND: Final = slice(0, 6)  #: magic, format, valid, generation, namespace, fing
 _KEY: Final = slice(6, 8)
 _PARENT: Final = slice(8, 10)
 _EPOCH: Final = 12
-_TRANSFER: Final = 13  #: of a claim: the session
+_TRANSFER: Final = 13  #: the session of a claim
 _DEPTH: Final = 14
 _SEAL: Final = 15
 _NO_PARENT: Final = np.zeros(2, _WORD)
-#: In which all shards of a block agree: all but checksum and seal.
+#: The words in which all shards of a block agree: all but checksum and seal.
 _COMMON: Final = (slice(0, 10), slice(12, 15))
 
 
-#: Epoch and session of a claim whose seal does not fit: its writer was about to put a block's header in its place.
+#: Epoch and session of a claim whose seal does not fit: its writer was replacing it by the header of a block.
 UNKNOWN_OWNER: Final = (0, 0)
 
 
 class FoundClaims(NamedTuple):
-    """Who may be writing: a row for each slot, or several where its shards name several. In no order.
+    """Which sessions may be writing: a row for each slot, or several if its shards name several. In no order.
 
-    Some may be of `UNKNOWN_OWNER`.
+    Some rows may name `UNKNOWN_OWNER`.
     """
 
     slots: npt.NDArray[np.int64]
@@ -54,18 +54,18 @@ class FoundClaims(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundBlocks:
-    """The blocks of one namespace, by slot within each slab, slabs as they were named.
+    """The blocks of one namespace, ordered by slot within each slab, with the slabs in the order of the call.
 
-    A key may be there more than once, for a block that was evicted and stored again has two headers, both good;
-    and a block's parent may be missing. No slot is there twice, and none that has a claim.
+    A key may occur more than once: a block that was evicted and stored again has two good headers. A block's parent may
+    be missing. No slot occurs twice, and no slot that has a claim occurs.
 
     Attributes:
-        keys: of 16 bytes, one row for each block.
-        parents: the same of the block before it; zeros at depth 0 and only there.
-        depths: blocks before it in its chain, below 2**32.
-        slots: where it is.
-        epochs, transfers: which store it was; a later one is of a larger epoch, or of the same and a larger transfer.
-        claims: of any epoch and session, whatever else is in the slots' headers of other shards.
+        keys: 16 bytes, one row for each block.
+        parents: the key of the block before it; zeros at depth 0, and only there.
+        depths: the number of blocks before it in its chain, below 2**32.
+        slots: its slot.
+        epochs, transfers: which store wrote it. A later store has a larger epoch, or the same and a larger transfer.
+        claims: those of every epoch and session, even if other shards' headers of the slot hold a block.
     """
 
     keys: npt.NDArray[np.uint8]
@@ -77,7 +77,7 @@ class FoundBlocks:
     claims: FoundClaims
 
     def __len__(self) -> int:
-        """How many blocks."""
+        """The number of blocks."""
         return len(self.slots)
 
 
@@ -85,10 +85,10 @@ def scan(table: HeaderTable, geometry: HostGeometry, kind: HeaderKind, slabs: It
     """Read the headers of all slots of a namespace, in all parts. Never fails on what it finds there.
 
     Args:
-        table: of the host pool (`HostHeaders.table`).
-        geometry: the pool as the namespace sees it.
-        kind: what the headers of its present generation have in common: 16 bytes of namespace and of layout each.
-        slabs: those that the namespace has.
+        table: the host pool's (`HostHeaders.table`).
+        geometry: how the namespace's blocks lie in the pool.
+        kind: the fields that all headers of its present generation have in common.
+        slabs: the slabs of the namespace.
 
     Raises:
         ValueError: there is no such slab.
@@ -135,20 +135,20 @@ def _joined(parts: list[Words]) -> Words:
 
 
 def _columns(slots: npt.NDArray[np.int64], headers: Words) -> tuple[npt.NDArray[Any], ...]:
-    """What is told of blocks: keys, parents, depths, slots, epochs, transfers."""
+    """The columns of `FoundBlocks`: keys, parents, depths, slots, epochs, transfers."""
     keys, parents = _as_keys(headers[:, _KEY]), _as_keys(headers[:, _PARENT])
     depths = headers[:, _DEPTH].astype(np.int64)
     return keys, parents, depths, slots, headers[:, _EPOCH].copy(), headers[:, _TRANSFER].copy()
 
 
 def _good_blocks(headers: list[Words], kind: HeaderKind) -> npt.NDArray[np.int64]:
-    """Which rows are the same block on every shard, cheap questions first: a seal costs more than all of them."""
+    """Which rows are the same block on every shard. Cheap checks come first: a seal costs more than all of them."""
     template = host_header.pack(kind, host_header.BlockName(b"", b"", 0), b"", 0, 0)
     start = np.frombuffer(template, _WORD)[_KIND]
     good: npt.NDArray[np.int64] = np.flatnonzero(headers[0][:, 0] == start[0])
     first = headers[0][good]
     is_good = _agree(first[:, _KIND], start) & (first[:, _DEPTH] < _DEPTH_END)
-    # Only a first block has no parent. Headers that say otherwise are of no writer of ours.
+    # Only a first block has no parent. No store of ours writes other headers.
     is_good &= (first[:, _DEPTH] == 0) == _agree(first[:, _PARENT], _NO_PARENT)
     for other in headers[1:]:
         for common in _COMMON:
@@ -160,7 +160,7 @@ def _good_blocks(headers: list[Words], kind: HeaderKind) -> npt.NDArray[np.int64
 
 
 def _agree(words: Words, wanted: Words) -> npt.NDArray[np.bool]:
-    """Which rows are as wanted. Column by column: a reduction over short rows costs several times as much."""
+    """Which rows equal the wanted words. Column by column: a reduction over short rows costs several times as much."""
     same = np.ones(len(words), bool)
     for column in range(words.shape[1]):
         same &= words[:, column] == wanted[..., column]
@@ -175,7 +175,7 @@ def _claims(slots: npt.NDArray[np.int64], headers: Words) -> FoundClaims:
 
 
 def _distinct(claims: list[FoundClaims]) -> FoundClaims:
-    """Shards that name the same session for a slot say one thing."""
+    """The claims without repetitions: several shards may name the same session for a slot."""
     slots, epochs, sessions = (np.concatenate(column) for column in zip(*claims, strict=True))
     rows = np.unique(np.stack([slots.astype(np.uint64), epochs, sessions], axis=1), axis=0)
     return FoundClaims(rows[:, 0].astype(np.int64), rows[:, 1].copy(), rows[:, 2].copy())

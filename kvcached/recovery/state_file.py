@@ -1,8 +1,8 @@
-"""What a daemon writes down for its successor: a file in the run directory, JSON, small and rarely changed.
+"""The ledger that a daemon writes for the next one: a small JSON file in the run directory, which changes rarely.
 
-It is written before the reply or order whose effect it describes, so that a daemon that is killed at any moment leaves
-a ledger that is not behind what others were told. It has to outlive processes, not the machine: a ledger of another
-boot is not used. What blocks there are it does not say; their headers do (`kvcached.recovery.scan`).
+The ledger is written before the reply or request whose effect it describes. A daemon that is killed at any moment thus
+leaves a ledger that is not behind what engines and workers have received. The ledger has to survive processes, not a
+reboot: a ledger of another boot is ignored. It does not list blocks; headers do that (`kvcached.recovery.scan`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvcached_client.failpoints import failpoint
 from kvcached_client.types import WritePolicy
 
 FORMAT: Final = 3
-#: In the run directory.
+#: The ledger's name in the run directory.
 LEDGER_NAME: Final = "ledger.json"
-#: Of the file. A ledger has a few hundred bytes for each session and about six for each slab.
+#: The largest file. A ledger has a few hundred bytes for each session and about six for each slab.
 LEDGER_BYTES_MAX: Final = 64 << 20
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _MODE: Final = 0o600
-#: How a ledger begins: its checksum in hex digits, as the first member.
+#: The beginning of a ledger: its checksum in hex digits is the first member.
 _SEAL_START, _SEAL_END = b'{"checksum":"', b'",'
 _SEAL: Final = struct.Struct(f"{len(_SEAL_START)}s32s{len(_SEAL_END)}s")
 
@@ -42,15 +42,15 @@ _log: Final = logging.getLogger(__name__)
 Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$", max_length=1024)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Positive: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]
-#: It is part of file names; longer than any that a configuration may have.
+#: A replica's name, which is part of file names. No configured name is as long.
 ReplicaName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 class HostPoolRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The host pool's memory: which memfd it is, and how it is cut.
+    """The host pool's memory: which memfd it is, and which slabs it has.
 
     Attributes:
-        allocated: slabs of each namespace, by its root in hex. A slab is in one list at most; a slab in none is free.
+        allocated: the slabs of each namespace, by its root in hex. A slab is in at most one list; others are free.
     """
 
     device: Count
@@ -60,7 +60,7 @@ class HostPoolRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     allocated: dict[Hex, tuple[Count, ...]]
 
     def __post_init__(self) -> None:
-        """Refuse slabs that do not exist or are allocated twice: a bug when written, damage when read."""
+        """Refuse slabs that do not exist or are allocated twice: that is a bug when writing and damage when reading."""
         slabs = [slab for each in self.allocated.values() for slab in each]
         if len(set(slabs)) < len(slabs) or any(slab >= self.slabs for slab in slabs):
             raise ValueError(f"a slab is allocated twice, or is not one of {self.slabs}")
@@ -71,7 +71,7 @@ class NamespaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     Attributes:
         root: 32 bytes as hex; `HostPoolRecord.allocated` names it so.
-        fingerprint: of the layout, as headers have it.
+        fingerprint: the layout's, as in headers.
         block_bytes: size of a block on one shard.
         replicated: every shard holds the same bytes.
         write_policy, configured_policy: the present one, and that of the configuration then: one that was set holds as
@@ -92,15 +92,15 @@ class NamespaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A configured replica, as it was served.
+    """A replica as it was configured.
 
     Attributes:
-        fingerprint: of its layout.
-        namespace: root of its blocks' names, in its present generation.
-        memory: of its shards, in their order; empty where it cannot be taken over. Memory of a CUDA device is known by
+        fingerprint: its layout's.
+        namespace: the root of its keys in its present generation.
+        memory: the memory of each shard; empty if it cannot be taken over. Memory of a CUDA device is identified by
             the headers that were made with it.
-        headers: of its slots; None where they cannot.
-        cuda_ordinals: CUDA devices that were configured; none on a CPU.
+        headers: those of its slots; None if they cannot be taken over.
+        cuda_ordinals: the configured CUDA device of each shard; empty on a CPU.
         cuda_devices: their UUIDs.
         write_policy, configured_policy: as of `NamespaceRecord`.
     """
@@ -123,8 +123,8 @@ class MemberRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A process of a session, which may write the session's slots as long as it lives.
 
     Attributes:
-        process: None where it is not visible from here, in a pid namespace of its own: nobody can see it die.
-        shard: which of them it is; None is the scheduler.
+        process: None if it is in another pid namespace, where the daemon cannot see its death.
+        shard: its shard; None for the scheduler.
     """
 
     process: ProcessIdentity | None
@@ -132,14 +132,14 @@ class MemberRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One engine group.
+    """The session of an engine group.
 
     Attributes:
-        epoch: of the daemon that opened it; ids count from the start of a daemon.
-        mode: on a replica's device pool, or attached.
+        epoch: that of the daemon that opened it; each daemon numbers its sessions anew.
+        mode: on a replica's device pool, or in offload mode.
         place: the replica's name, or the root of the namespace in hex.
-        instance: in offload mode, what the engine calls itself in every hello.
-        token_digest: sha256 of the session's token; who shows that token after a restart is its engine.
+        instance: in offload mode, the engine's id in every hello.
+        token_digest: sha256 of the session's token. A process that presents the token after a restart is its engine.
         is_over: it has expired, or has lost a member; its processes may still write.
     """
 
@@ -154,13 +154,13 @@ class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All of it.
+    """The content of the ledger.
 
     Attributes:
-        format: of this file.
-        boot: which boot of the machine it is of.
-        epoch: of the daemon that wrote it.
-        host: None without a host tier.
+        format: the file's.
+        boot: the boot of the machine in which it was written.
+        epoch: that of the daemon that wrote it.
+        host: the host pool; None without one.
     """
 
     format: Literal[3] = FORMAT
@@ -173,16 +173,17 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class _Head(msgspec.Struct):
-    """What decides whether the rest is read."""
+    """The members that decide whether the rest is read."""
 
     format: int
     boot: str
 
 
 class LedgerFile:
-    """The file of one daemon, which no other one writes: the run directory's lock sees to that.
+    """The ledger file of one daemon. The lock of the run directory keeps other daemons from writing it.
 
-    It stays in the directory that was there at first, which somebody may remove: the next one is another daemon's.
+    The file stays in the directory that was opened at the start. If that directory is removed and made again, the new
+    one may be another daemon's.
     """
 
     def __init__(self, path: Path) -> None:
@@ -191,10 +192,10 @@ class LedgerFile:
         weakref.finalize(self, os.close, self._directory)
 
     def write(self, ledger: Ledger) -> None:
-        """Replace the ledger. Whoever is killed in between leaves the old one or the new one, whole.
+        """Replace the ledger. If the daemon is killed meanwhile, the file is the old ledger or the new one, and whole.
 
         Raises:
-            OSError: it could not be written; the old one is as it was.
+            OSError: it could not be written; the old ledger is unchanged.
         """
         data = sealed(msgspec.json.encode(ledger))
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -205,13 +206,13 @@ class LedgerFile:
         failpoint("daemon.ledger.written")
 
     def remove(self) -> None:
-        """There is nothing to hand on any more. Does nothing where there is no ledger."""
+        """Remove the ledger, because there is nothing to take over any more. Does nothing without a ledger."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._name, dir_fd=self._directory)
 
 
 def read_ledger(path: Path) -> Ledger | None:
-    """The ledger of the daemon before this one, or None, with a log line that says why: then the start is cold."""
+    """The ledger of the daemon before this one. None means a cold start, with the reason in the log."""
     try:
         data = _content(path)
         head = msgspec.json.decode(data, type=_Head)
@@ -232,7 +233,7 @@ def read_ledger(path: Path) -> Ledger | None:
 
 
 def sealed(data: bytes) -> bytes:
-    """A JSON object with a checksum of all the rest as its first member."""
+    """A JSON object whose first member is a checksum of all other members."""
     return _SEAL.pack(_SEAL_START, _checksum(data), _SEAL_END) + data[1:]
 
 
@@ -240,7 +241,7 @@ def _unsealed(data: bytes) -> bytes:
     """The object without its checksum.
 
     Raises:
-        ValueError: it has none, or is not what was written: a field that still has its type says something else.
+        ValueError: it has no checksum, or another one: damage may change a field's value without changing its type.
     """
     if len(data) < _SEAL.size:
         raise ValueError("it is too short")
@@ -256,7 +257,7 @@ def _checksum(data: bytes) -> bytes:
 
 
 def _content(path: Path) -> bytes:
-    # A pipe in its place must not make the start wait.
+    # If a pipe has the ledger's name, the start must not wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
@@ -268,5 +269,5 @@ def _content(path: Path) -> bytes:
 
 
 def boot_id() -> str:
-    """What this boot of the machine is called."""
+    """The id of this boot of the machine."""
     return _BOOT_ID.read_text("ascii").strip()

@@ -1,8 +1,8 @@
-"""Keeps a daemon running, and what it stored while it is not: systemd's part, for where there is no systemd.
+"""Restarts the daemon, and keeps its stored descriptors meanwhile: a service manager for machines without systemd.
 
-It works as a container's first process, too. It has one thread, holds descriptors, starts the daemon again when it
-dies, ends one that hangs, passes signals on and reaps orphans. It waits for signals and notifications in an event loop,
-and touches nothing else: what does so little does not die.
+The supervisor also works as the first process of a container. It has one thread, holds descriptors, restarts the daemon
+when it dies, kills a daemon that hangs, forwards signals and reaps orphans. It waits for signals and notifications in
+an event loop. It does nothing else, so that it has few ways to fail.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from kvcached.recovery.watchdog import PID_VARIABLE as WATCHDOG_PID_VARIABLE
 from kvcached.recovery.watchdog import USEC_VARIABLE, Pings, Watch
 from kvcached.recovery.watchdog import VARIABLES as WATCHDOG_VARIABLES
 
-#: Pauses between a death and the next start, in seconds: the first, doubled up to the longest, ...
+#: Pauses between a death and the next start, in seconds: the first one, which doubles up to the longest, ...
 PAUSE_MIN_S: Final = 0.1
 PAUSE_MAX_S: Final = 10.0
-#: ... and begun anew by a daemon that lived as long as this.
+#: ... and starts again from the first after a daemon that lived this long.
 STABLE_AFTER_S: Final = 60.0
 #: Deaths in a row before READY after which it gives up; their pauses add up to 12.7 s.
 FAILED_STARTS_MAX: Final = 8
-#: How long a daemon may take to be ready, unless it asks for more time: systemd's default.
+#: How long a start may take, unless the daemon asks for more time: systemd's default.
 START_MAX_S: Final = 90.0
-#: A daemon that was silent for so long hangs: it pings twice in this time. The longest steps of its event loop take a
-#: second or two on a busy machine, and ending a daemon that works costs more than engines lose by a hang, for they go
-#: on without it.
+#: A daemon that is silent for this long counts as hung: it pings twice in this time. The longest steps of its event
+#: loop take a second or two on a busy machine. Killing a working daemon costs more than engines lose by a hang, because
+#: they continue without the daemon.
 SILENCE_MAX_S: Final = 30.0
-#: From SIGABRT, which has it log where it hangs, to SIGKILL, which ends one that is stopped, too.
+#: The time from SIGABRT, which makes the daemon log where it hangs, to SIGKILL, which also ends a stopped process.
 KILL_AFTER_S: Final = 3.0
 #: Exit status: the daemon could not be started.
 START_FAILED: Final = 3
-#: The daemon's, for a configuration or an option that is wrong.
+#: Exit status of the daemon if its configuration or an option is wrong.
 WRONG_USAGE: Final = 2
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _NO_SUCH_PROGRAM: Final = 127
-#: Python ignores these, and what is started would go on doing so.
+#: Python ignores these signals, and the started program would inherit that.
 _IGNORED_BY_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
 
 _log: Final = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """When a dead daemon is started again, and when one is taken for hung."""
+    """When a dead daemon is restarted, and when a silent one counts as hung."""
 
     failed_starts_max: int = FAILED_STARTS_MAX
     pause_min_s: float = PAUSE_MIN_S
@@ -80,18 +80,18 @@ class Policy:
 
 
 def serve_command(arguments: Sequence[str]) -> list[str]:
-    """The daemon that belongs to this program."""
+    """The command that starts this distribution's daemon."""
     return [sys.executable, "-m", "kvcached", "serve", *arguments]
 
 
 def supervise(command: Sequence[str], policy: Policy) -> int:
-    """Run `command` until SIGTERM or SIGINT, which are passed on; SIGHUP starts it anew. Returns the exit status.
+    """Run `command` until SIGTERM or SIGINT, which are forwarded; SIGHUP restarts it. Returns the exit status.
 
-    That is the daemon's own where it was told to stop (128 and the signal's number where one killed it), or where the
-    very first start was wrong usage; and `START_FAILED` where it died too often before it was ready.
+    If the daemon was told to stop, or if its first start was wrong usage, that is the daemon's own status, or 128 plus
+    the number of the signal that killed it. If it died too often before it was ready, that is `START_FAILED`.
 
     Raises:
-        OSError: the kernel refused what is needed for the start; nothing was started.
+        OSError: the kernel refused a step before the first start; nothing was started.
     """
     return asyncio.run(_Supervisor(command, policy).run())
 
@@ -101,10 +101,10 @@ class _Supervisor:
         self._command = list(command)
         self._policy = policy
         self._kept = KeptDescriptors()
-        self._pid = 0  #: of the daemon; 0 while there is none
+        self._pid = 0  #: the daemon's; 0 while none runs
         self._started_s = 0.0
         self._is_ready = self._was_ever_ready = False
-        self._is_told_to_stop = False  #: by who sent us a signal, or the daemon one
+        self._is_told_to_stop = False  #: a signal to the supervisor, or to the daemon, has asked for the stop
         self._is_to_restart = False
         self._failed_starts = 0
         self._pause_s = policy.pause_min_s
@@ -116,7 +116,7 @@ class _Supervisor:
         self._done: asyncio.Future[int] = self._loop.create_future()
         self._notices = NoticeSocket()
         self._watch = Watch(self._policy.start_max_s, self._policy.silence_max_s, self._on_silent)
-        self._pings = Pings()  # whoever manages us watches us in the same way
+        self._pings = Pings()  # the supervisor's own manager watches the supervisor in the same way
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._loop.add_signal_handler(signal.SIGCHLD, self._on_child)
         self._loop.add_signal_handler(signal.SIGHUP, self._on_restart)
@@ -139,7 +139,7 @@ class _Supervisor:
         try:
             silence_us = int(self._policy.silence_max_s * 1e6)
             self._pid = _start_process(self._command, self._notices.name, silence_us, self._kept)
-        except OSError as error:  # no memory, or too many processes: it may pass
+        except OSError as error:  # no memory, or too many processes: the next try may succeed
             _log.error("the daemon cannot be started: %s", error)
             self._after_death(START_FAILED)
         else:
@@ -155,12 +155,12 @@ class _Supervisor:
                 self._failed_starts = 0
                 self._pings.ready()
             if notice.fields.get("STOPPING") == "1" and not self._is_to_restart:
-                # Without a signal through us somebody told the daemon itself.
+                # If no signal came through the supervisor, somebody has told the daemon directly.
                 self._is_told_to_stop = True
                 notify(STOPPING)
 
     def _on_silent(self, silent_s: float) -> None:
-        """The daemon lives and does nothing: it hangs, or somebody has stopped it."""
+        """The daemon is alive but silent: it hangs, or was stopped by a signal."""
         _log.error(
             "daemon %d has not said for %.1f s that it lives: it hangs, or was stopped. It is ended by SIGABRT, which "
             "makes it log where it hangs, and by SIGKILL after %g s",
@@ -172,14 +172,14 @@ class _Supervisor:
         self._kill_timer = self._loop.call_later(self._policy.kill_after_s, os.kill, self._pid, signal.SIGKILL)
 
     def _on_child(self) -> None:
-        """Reap whoever ended: the daemon, or an orphan of it that has become ours."""
+        """Reap processes that have ended: the daemon, or orphans that it has left."""
         with suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
                 if pid == self._pid:
-                    self._read_notices()  # what it said before its end
+                    self._read_notices()  # messages from before its end
                     self._pid = 0
                     self._watch.end()
                     if self._kill_timer is not None:
@@ -187,14 +187,14 @@ class _Supervisor:
                     self._after_death(os.waitstatus_to_exitcode(status))
 
     def _after_death(self, status: int) -> None:
-        """Start again, after a pause where nobody asked for it, or end. A negative status is that of a signal."""
+        """Restart the daemon, after a pause unless a restart was requested, or end. A negative status is a signal."""
         self._failed_starts += not self._is_ready
         if self._is_told_to_stop:
             self._end(status if status >= 0 else 128 - status)
         elif self._is_to_restart:
             self._start()
         elif status == WRONG_USAGE and not self._was_ever_ready:
-            self._end(status)  # it will not get better by itself
+            self._end(status)  # another start would end in the same way
         elif self._failed_starts >= self._policy.failed_starts_max:
             _log.error("the daemon ended %d times in a row before it was ready: giving up", self._failed_starts)
             self._end(START_FAILED)
@@ -217,7 +217,7 @@ class _Supervisor:
             self._end(0)
 
     def _on_restart(self) -> None:
-        """Stop the daemon, if it runs, and start it; what it stored stays. A second time ends it at once."""
+        """Stop the daemon if it runs, and start it with its stored descriptors. A second call kills it at once."""
         if self._is_told_to_stop:
             return
         if self._pid:
@@ -238,12 +238,12 @@ class _Supervisor:
 def _start_process(command: list[str], notify_name: str, silence_us: int, kept: KeptDescriptors) -> int:
     """Start the daemon with the descriptors that are kept for it. Returns its pid.
 
-    It learns its own pid between fork and exec, which nothing but a fork allows. This process has one thread.
+    Its environment has to contain its own pid, which only a fork can set before exec. This process has one thread.
     """
     ours = {*VARIABLES, *WATCHDOG_VARIABLES}
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment |= {NOTIFY_VARIABLE: notify_name, USEC_VARIABLE: str(silence_us)}
-    # A signal in between would be handled by the child as if it were the parent.
+    # Without this the child would handle a signal as the parent does.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         parent = os.getpid()
@@ -268,7 +268,7 @@ def _become(
                 signal.signal(number, signal.SIG_DFL)
         for number in _IGNORED_BY_PYTHON:
             signal.signal(number, signal.SIG_DFL)
-        # Its own group: Ctrl-C reaches it through us, once. It does not outlive us: nobody would keep its memory.
+        # In its own group it gets Ctrl-C only from the supervisor. It ends with the supervisor, which keeps its memory.
         os.setpgid(0, 0)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
@@ -283,14 +283,14 @@ def _become(
             }
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.execvpe(command[0], command, environment)  # noqa: S606 - without a shell is what is wanted
-    except BaseException as error:  # noqa: BLE001 - whatever it is, this must not go on as a second parent
+    except BaseException as error:  # noqa: BLE001 - whatever the error is, the child must not continue as a second parent
         os.write(sys.stderr.fileno(), f"kvcached: {command[0]} cannot be run: {error}\n".encode())
     finally:
         os._exit(_NO_SUCH_PROGRAM)
 
 
 def _hand_on(descriptors: list[int]) -> None:
-    """Descriptors to 3, 4, ..., open in the next program. Whatever is there is the parent's."""
+    """Move the descriptors to 3, 4, ..., which the next program inherits. They replace the parent's."""
     end = FIRST_DESCRIPTOR + len(descriptors)
     out_of_the_way = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, end) for descriptor in descriptors]
     for place, descriptor in enumerate(out_of_the_way, FIRST_DESCRIPTOR):

@@ -1,10 +1,8 @@
-"""What a daemon finds at its start and takes over: the pools that were kept, their blocks, and living engines.
+"""Takes over what the daemon before has left: kept pools, their blocks, and the sessions of living engines.
 
-The service manager has kept the memory of the pools. Headers say which blocks are in it, the state file who had it.
-
-Done before the sockets open. An engine from before the restart that still lives gets nothing back here: its
-session is expired, and its slots wait until it has introduced itself again or is dead. Whatever does not fit the
-configuration is left behind.
+The service manager has kept the memory of the pools. Headers say which blocks the memory holds, and the ledger which
+sessions there were. All of this happens before the sockets open. The session of an engine that still lives is expired
+here, and its slots wait until the engine has rejoined or is dead. Whatever does not match the configuration is dropped.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from kvcached_client.blocks.header import NAMESPACE_BYTES, HeaderKind
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.types import ShardIndex
 
-#: What the service manager calls the host pool's memory.
+#: The name under which the service manager keeps the host pool's memory.
 HOST_MEMORY_NAME: Final = "host"
 
 _Member: TypeAlias = tuple[Peer, ShardIndex | None]
@@ -62,12 +60,12 @@ _log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Inheritance:
-    """What there is at the start.
+    """The memory and the ledger at a start.
 
     Attributes:
-        ledger: of the daemon before; None where there was none on this boot.
-        host: the host pool, new or kept; None without a host tier.
-        is_kept: the host pool is the one that the ledger is about.
+        ledger: that of the daemon before; None if there was none on this boot.
+        host: the host pool, new or kept; None without one.
+        is_kept: the host pool is the one that the ledger names.
         devices: the device pools, by replica.
     """
 
@@ -87,14 +85,14 @@ class Inheritance:
 
 
 def inherit(run_dir: Path, host: HostConfig | None, replicas: Sequence[ReplicaConfig], parts: ExitStack) -> Inheritance:
-    """The ledger, and the pools: those that were kept where they are what is configured, else new ones to be kept.
+    """Read the ledger and open the pools: kept ones if they match the configuration, else new ones.
 
-    Nobody who could write into them by an earlier daemon's order lives any more: that is the caller's to see to.
+    The caller ensures that all workers and storage processes of earlier daemons are dead: they could write here.
 
     Args:
-        run_dir: where the ledger is.
-        host: what is configured; None without a host tier.
-        replicas: the same, of device pools.
+        run_dir: the directory of the ledger.
+        host: the configured host pool; None without one.
+        replicas: the configured replicas.
         parts: closes the descriptors.
 
     Raises:
@@ -115,7 +113,7 @@ def inherit(run_dir: Path, host: HostConfig | None, replicas: Sequence[ReplicaCo
     if memory is not None:
         parts.callback(memory.close)
     devices = {each.name: kept_device(each, found, ledger) for each in replicas}
-    for name, descriptors in found.items():  # of what is not configured any more, or not as it was
+    for name, descriptors in found.items():  # pools that are no longer configured, or not in the same way
         remove(name)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -124,14 +122,14 @@ def inherit(run_dir: Path, host: HostConfig | None, replicas: Sequence[ReplicaCo
 
 
 def ledger_file(run_dir: Path) -> LedgerFile:
-    """Where this daemon's ledger goes."""
+    """The ledger file that this daemon writes."""
     return LedgerFile(run_dir / LEDGER_NAME)
 
 
 def take_over_timed(
     inheritance: Inheritance, cache: Cache, replicas: Sequence[Replica], headers: HostHeaders | None
 ) -> Takeover:
-    """`take_over`, and a log line. Collecting garbage meanwhile would cost as much again, and find none."""
+    """Run `take_over` and log its result. Garbage collection is off: it would double the time and find no garbage."""
     if inheritance.ledger is None:
         return Takeover()
     start_ns = time.monotonic_ns()
@@ -162,13 +160,13 @@ def _kept(kept: list[int], host: HostConfig, ledger: Ledger) -> HostMemory | Non
 
 @dataclass(slots=True)
 class Takeover:
-    """What was taken over.
+    """The result of `take_over`.
 
     Attributes:
-        blocks: host copies that are in the index again.
-        device_blocks: blocks of device pools that are.
-        shapes: of namespaces of engines in offload mode, by their root.
-        sessions: engines that still live.
+        blocks: number of host copies that are in the index again.
+        device_blocks: number of blocks of device pools that are.
+        shapes: layouts of the namespaces of engines in offload mode, by root.
+        sessions: sessions of engines that still live.
     """
 
     blocks: int = 0
@@ -178,13 +176,13 @@ class Takeover:
 
 
 def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers: HostHeaders | None) -> Takeover:
-    """Fill a cache that has served nobody with what an earlier daemon has left.
+    """Fill a new cache with the blocks and sessions that the daemon before has left.
 
     Args:
-        ledger: of that daemon.
-        cache: new, of the present configuration.
-        replicas: those that are configured, with their memory, kept or new.
-        headers: of the host pool; None where that is none of what the ledger is about.
+        ledger: that daemon's.
+        cache: a cache of the present configuration that has served no request.
+        replicas: the configured replicas, with kept or new memory.
+        headers: those of the host pool; None if it is not the pool that the ledger names.
     """
     revival, taken = RestoredCache(cache), Takeover()
     living = {(record.epoch, record.id): (record, peers) for record in ledger.sessions if (peers := _living(record))}
@@ -204,7 +202,7 @@ def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers
             digest, instance = bytes.fromhex(record.token_digest), bytes.fromhex(record.instance)
             is_over = record.is_over or len(peers) < len(record.members)
             taken.sessions.append(FoundSession(session, owner, digest, instance, peers, is_over))
-        else:  # whatever it writes into is nobody's any more
+        else:  # no session has the memory that it writes to
             for peer, _ in peers:
                 peer.close()
     taken.blocks, taken.device_blocks = revival.blocks, revival.device_blocks
@@ -212,7 +210,7 @@ def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers
 
 
 def _take_replicas(ledger: Ledger, replicas: Iterable[Replica], headers: HostHeaders, revival: RestoredCache) -> None:
-    """The host copies of each namespace that is configured as it was, once for all its replicas."""
+    """Take over the host copies of each namespace whose configuration is unchanged, once for all its replicas."""
     recorded = {record.name: record for record in ledger.replicas}
     done: set[bytes] = set()
     for replica in replicas:
@@ -227,7 +225,7 @@ def _take_replicas(ledger: Ledger, replicas: Iterable[Replica], headers: HostHea
 
 
 def _take_devices(ledger: Ledger, replicas: Iterable[Replica], revival: RestoredCache) -> None:
-    """The blocks of each device pool whose namespace is configured as it was; no header names another one."""
+    """Take over the blocks of each device pool whose namespace is unchanged; its headers name no other namespace."""
     namespaces = {record.name: record.namespace for record in ledger.replicas}
     for replica in replicas:
         if replica.headers is None:
@@ -239,11 +237,11 @@ def _take_devices(ledger: Ledger, replicas: Iterable[Replica], revival: Restored
 
 
 class _Owners(NamedTuple):
-    """Who may still write into slots of a namespace."""
+    """The sessions that may still write to slots of a namespace."""
 
-    living: Collection[Owner]  #: sessions of the ledger, some process of which lives
-    unknown: Owner  #: stands for any of them
-    ledger_epoch: int  #: of the daemon that wrote the ledger
+    living: Collection[Owner]  #: sessions of the ledger of which a process lives
+    unknown: Owner  #: stands for any of these sessions
+    ledger_epoch: int  #: that of the daemon that wrote the ledger
 
 
 def _take_namespaces(
@@ -259,7 +257,7 @@ def _take_namespaces(
         unknown = (0, number)
         owners = _Owners(engines, unknown, ledger.epoch)
         claimants = _take_space(record, ledger.host, headers, revival, owners)
-        if unknown in claimants:  # one of the engines is writing: which, nobody can say
+        if unknown in claimants:  # one of the living engines is writing, and the claim does not say which
             session_id = revival.offload_session(unknown, root)
             everybody = [member for peers in engines.values() for member in peers]
             taken.sessions.append(FoundSession(session_id, unknown, b"", b"", everybody))
@@ -272,7 +270,7 @@ def _take_space(
     revival: RestoredCache,
     owners: _Owners,
 ) -> Collection[Owner]:
-    """Returns who may still be writing."""
+    """Take over the host copies of an offload namespace; returns which sessions may still write."""
     root = bytes.fromhex(record.root)
     spec = NamespaceSpec(root, record.label, record.block_size, record.shards, record.slots_per_slab)
     kind = HeaderKind(root[:NAMESPACE_BYTES], bytes.fromhex(record.fingerprint), revival.generation(root))
@@ -304,11 +302,11 @@ def _peer(process: ProcessIdentity | None) -> Peer | None:
 
 
 def _claims(claims: FoundClaims, owners: _Owners) -> dict[Owner, npt.NDArray[np.int64]]:
-    """The slots of each living owner. Where the shards of a slot name several, any: only one was told of it.
+    """The slots of each session that may still write. If the shards of a slot name several, any: only one got it.
 
-    While any engine lives, slots of an owner whom no shard names are those of `unknown`. So are slots with a claim that
-    is younger than the ledger: a daemon that took over was killed after it had written its claims into the headers, and
-    before it wrote its ledger. It had served nobody, so they are claims of the ledger's sessions under other numbers.
+    While any engine lives, slots whose claim is damaged (`UNKNOWN_OWNER`) belong to `owners.unknown`. So do slots whose
+    claim is younger than the ledger: a daemon that took over was killed after it had written its claims to the headers,
+    and before it wrote its ledger. It served no request, so they are claims of the ledger's sessions under new ids.
     """
     owner_of: dict[int, Owner] = {}
     for slot, epoch, session in zip(
@@ -326,7 +324,7 @@ def _claims(claims: FoundClaims, owners: _Owners) -> dict[Owner, npt.NDArray[np.
 
 
 def stored(found: FoundBlocks) -> StoredBlocks:
-    """Blocks as the core takes them: by age, not by epoch and transfer."""
+    """The found blocks in the form that the core takes: ordered by age instead of by epoch and transfer."""
     ages = np.empty(len(found), np.int64)
     ages[np.lexsort((found.transfers, found.epochs))] = np.arange(len(found))
     return StoredBlocks(found.keys, found.parents, found.depths, found.slots, ages)

@@ -1,4 +1,4 @@
-"""Both ends of systemd's watchdog: a daemon whose event loop hangs stops saying that it lives, and is ended for it."""
+"""Both ends of systemd's watchdog: a daemon whose event loop hangs sends no more pings, and is killed for that."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Final
 
 from kvcached.recovery.fd_store import NOTIFY_VARIABLE, READY, notify
 
-#: Set by the manager: after how many microseconds of silence it ends which process.
+#: Set by the manager: after how many microseconds of silence it kills the process, and which process.
 USEC_VARIABLE: Final = "WATCHDOG_USEC"
 PID_VARIABLE: Final = "WATCHDOG_PID"
 VARIABLES: Final = (USEC_VARIABLE, PID_VARIABLE)
 ALIVE: Final = "WATCHDOG=1"
-#: Sent while a start goes on: the manager is to wait for so long from now.
+#: Sent during a start: the manager shall wait this long from now.
 MORE_TIME: Final = "EXTEND_TIMEOUT_USEC"
-#: A start whose event loop turns has this long again, ...
+#: A start whose event loop runs gets this much more time, ...
 EXTENSION_S: Final = 60.0
-#: ... and says so at this interval. Adopting workers and reading a large host pool's headers may take a minute.
+#: ... for which it asks at this interval. Reading a large host pool's headers may take a minute.
 EXTENSION_INTERVAL_S: Final = 20.0
-#: A manager that wants to hear of us more often than this is mistaken, and would keep the loop busy.
+#: A shorter interval between pings is a mistake of the manager, and would keep the event loop busy.
 _INTERVAL_S_MIN: Final = 0.05
-#: A watch looks so many times within the shortest silence that it is to notice.
+#: How often a watch looks within the shortest silence that it has to notice.
 _LOOKS: Final = 8
 
 
 def silence_allowed_s(environment: Mapping[str, str]) -> float | None:
-    """How long this process may be silent, as its manager says; None where nobody watches it."""
+    """How long the manager lets this process be silent; None if no manager watches it."""
     microseconds, pid = environment.get(USEC_VARIABLE, ""), environment.get(PID_VARIABLE, "")
     is_number = microseconds.isascii() and microseconds.isdecimal() and len(microseconds) <= len(str(2**63))
     if not is_number or not int(microseconds) or pid not in {"", str(os.getpid())}:
@@ -36,14 +36,14 @@ def silence_allowed_s(environment: Mapping[str, str]) -> float | None:
 
 
 class Pings:
-    """Says to the manager, from the event loop, that the loop turns: a loop that hangs is silent.
+    """Pings the manager from the event loop, so that a loop that hangs is silent.
 
-    While the process starts that is a request for more time; from `ready` on it is ``WATCHDOG=1``, twice in the time
-    after which the manager would end the process, and until the process ends.
+    During the start a ping is a request for more time. From `ready` to the end of the process it is ``WATCHDOG=1``,
+    sent twice in the time after which the manager would kill the process.
     """
 
     def __init__(self) -> None:
-        """Begin."""
+        """Start to ping."""
         self._loop = asyncio.get_running_loop()
         self._allowed_s = silence_allowed_s(os.environ)
         self._timer = self._loop.call_later(EXTENSION_INTERVAL_S, self._ask_for_time)
@@ -56,10 +56,10 @@ class Pings:
             self._ping(max(self._allowed_s / 2, _INTERVAL_S_MIN))
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Stop to ping."""
         self._timer.cancel()
 
-    # Neither waits for a manager that does not read: the next message says the same.
+    # Neither message waits for a manager that does not read: the next ping says the same.
 
     def _ask_for_time(self) -> None:
         notify(f"{MORE_TIME}={EXTENSION_S * 1e6:.0f}", wait_s=0)
@@ -71,13 +71,13 @@ class Pings:
 
 
 class Watch:
-    """Notices that a process has stopped saying that it lives. Lives in one event loop's thread.
+    """Notices that a process has stopped to ping. Used in the thread of one event loop.
 
-    Time in which this process itself did not run, be it stopped or the whole machine asleep, is nobody's silence: the
-    watched process then has its whole time again.
+    If this process itself did not run, because it was stopped or the machine was asleep, that time does not count as
+    silence: the watched process gets its whole time again.
 
     Args:
-        start_s: how long a start may take before the process is ready, or asks for more time.
+        start_s: how long a process may take until it is ready or asks for more time.
         silence_s: how long it may be silent from then on.
         on_silent: called once for each process, with the time for which it has been silent.
     """
@@ -94,14 +94,14 @@ class Watch:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """A process was started."""
+        """Watch a process that has just been started."""
         self.end()
         self._is_ready = False
         self._expect_within(self._start_s)
         self._look_later()
 
     def hear(self, fields: Mapping[str, str]) -> None:
-        """It said something."""
+        """Note a message of the process."""
         if self._timer is None:
             return
         if fields.get("READY") == "1" or fields.get("WATCHDOG") == "1":
@@ -111,7 +111,7 @@ class Watch:
             self._expect_within(max(EXTENSION_S, self._deadline_s - self._loop.time()))
 
     def end(self) -> None:
-        """It is dead, or nobody is to be watched."""
+        """Watch no process: it is dead."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

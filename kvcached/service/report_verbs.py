@@ -105,7 +105,7 @@ class ReportVerbs:
 
 
 class ShownKeys:
-    """Names that reports show for blocks instead of their keys. They are as long as keys and differ from daemon to daemon.
+    """Names that reports show for blocks instead of their keys. They have a key's size and differ between daemons.
 
     Whoever knows a block's key can acquire the block and read it, without the prompt or its salt. A name only serves to
     ask about the block again.

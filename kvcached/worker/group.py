@@ -1,7 +1,7 @@
-"""The workers of one replica from their start to their death: started together, lost together.
+"""The workers of one replica, which are started together and lost together.
 
-With one worker the whole group is lost: the others are killed, so that all begin anew with nothing under way. A lost
-group is not started again; `kvcached.worker.client` makes a new one, on the same memory, which is the daemon's.
+If one worker dies, the others are killed, so that the next group starts with no transfer under way. A lost group is not
+restarted: `kvcached.worker.client` creates a new group on the same memory, which belongs to the daemon.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.types import ShardIndex
 
 MODULE: Final = "kvcached.worker.main"
-#: The number of the inherited descriptor follows; nothing that is secret or needs quoting is on the command line.
+#: The number of the inherited descriptor follows. Nothing on the command line is secret or needs quoting.
 WORKER_COMMAND: Final = (sys.executable, "-m", MODULE)
-#: The locks of all workers of a run directory.
+#: The names of the lock files of all workers in a run directory.
 LOCK_PATTERN: Final = "worker-*.lock"
 READY_DEADLINE_S: Final = 10.0
-#: After SIGKILL only the kernel's own work is left.
+#: How long a process may take to die after SIGKILL.
 KILL_DEADLINE_S: Final = 5.0
-#: As much of a namespace as the header of a stored block has room for.
+#: How many bytes of a namespace fit into the header of a stored block.
 HEADER_NAMESPACE_BYTES: Final = 16
-#: It becomes part of file names.
+#: A replica's name, which becomes part of file names.
 _REPLICA_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _log: Final = logging.getLogger(__name__)
@@ -44,16 +44,16 @@ _log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPool:
-    """What the workers of a replica map.
+    """The memory that the workers of a replica map.
 
     Attributes:
-        replica: name of the replica, part of file names.
-        layout: shape of a block on one shard; says how many shards there are.
-        slots: slots of the pool, the same on every shard.
-        namespace: 32 bytes, root of the keys; what workers put into the host pool carries it.
-        memory: of each shard. Whoever made it closes it, after the workers.
-        host: the host pool, or None where there is none.
-        pretouch_bytes: memory made resident at the start, all shards together; at most 1 GiB counts.
+        replica: the replica's name, part of file names.
+        layout: the layout of a block on one shard, and the number of shards.
+        slots: the slots of the pool, the same on every shard.
+        namespace: 32 bytes, the root of the keys; headers of stored blocks carry it.
+        memory: the memory of each shard. Its creator closes it, after the workers have ended.
+        host: the host pool; None without one.
+        pretouch_bytes: how much memory to make resident at the start, on all shards together; at most 1 GiB counts.
         ready_deadline_s: how long the start of all shards may take.
     """
 
@@ -67,7 +67,7 @@ class ReplicaPool:
     ready_deadline_s: float = READY_DEADLINE_S
 
     def configs(self) -> list[WorkerConfig]:
-        """What the worker of each shard is told.
+        """The configuration of each shard's worker.
 
         Raises:
             BadRequest: the replica's name cannot be a file name.
@@ -105,15 +105,15 @@ class ReplicaPool:
 
 
 class WorkerProcess(ChildProcess[Report]):
-    """The process of one shard.
+    """The worker process of one shard.
 
     Args:
-        config: what it is told.
-        memory: descriptors that go with the configuration, see `WorkerConfig`. They stay the caller's.
-        run_dir: where its log and its lock are.
+        config: its configuration.
+        memory: the descriptors that go with the configuration, see `WorkerConfig`. The caller still owns them.
+        run_dir: the directory of its log and its lock.
         on_report: called with every message.
-        on_loss: called once with how it ended and with the end of its log, if it was ready before. Whatever it sent
-            before its end was told first.
+        on_loss: called once if the process ends after it was ready, with how it ended and the end of its log. All
+            messages from before its end are delivered first.
 
     Raises:
         OSError: it cannot be started.
@@ -143,7 +143,7 @@ class WorkerProcess(ChildProcess[Report]):
         )
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait until it is ready.
+        """Wait until the process is ready.
 
         Raises:
             DaemonFailure: it ended, or was not ready within `deadline_s`; the message ends with its log.
@@ -157,7 +157,7 @@ class WorkerProcess(ChildProcess[Report]):
             raise self._failure(ErrorCode.WORKER_LOST, f"{self.ending()} before it was ready")
 
     def note_ready(self) -> None:
-        """It says that it is ready."""
+        """Note that the process has reported ready."""
         if not self._ready.done():
             self._ready.set_result(True)
 
@@ -178,20 +178,20 @@ class WorkerProcess(ChildProcess[Report]):
 
 
 class WorkerGroup:
-    """One worker per shard. Made, used and stopped in one event loop's thread.
+    """One worker per shard. Created, used and stopped in the thread of one event loop.
 
     Args:
-        pool: what they map.
-        run_dir: where their logs and locks are; must exist.
+        pool: the memory that the workers map.
+        run_dir: the directory of their logs and locks; must exist.
         on_report: called with every message of a shard's worker.
-        on_dead: called when a shard's worker is dead: it works on nothing any more.
+        on_dead: called when a shard's worker is dead and copies nothing any more.
         on_lost: called once, when the first worker dies after a successful start and before `stop`, with the reason
-            and the end of its log. By then the others are being killed. `bury` or `stop` has to be called still.
+            and the end of its log. The other workers are then being killed; `bury` or `stop` must still be called.
 
     Attributes:
-        workers: of each shard.
-        loss: how the first worker ended that was lost; empty while none is.
-        is_running: they were all started, and are not to be stopped.
+        workers: the worker of each shard.
+        loss: how the first lost worker ended; empty while none is lost.
+        is_running: all workers have started, and the group is not being stopped.
     """
 
     def __init__(
@@ -212,11 +212,11 @@ class WorkerGroup:
         self._on_lost = on_lost
 
     async def start(self) -> None:
-        """Start all workers in parallel, and wait until each is ready. On an error none is left.
+        """Start all workers in parallel, and wait until each is ready. After an error none is running.
 
         Raises:
             BadRequest: the replica's name cannot be a file name.
-            DaemonFailure: a worker ended or was late; the message has the end of its log.
+            DaemonFailure: a worker ended or was too slow; the message has the end of its log.
         """
         try:
             for config in self._pool.configs():
@@ -228,7 +228,7 @@ class WorkerGroup:
         self.is_running = True
 
     def refusal(self) -> RequestError | None:
-        """Why they take no requests; None where they do."""
+        """Why the workers take no requests; None if they do."""
         if self.is_running and not self.loss:
             return None
         reason = self.loss or "its workers do not run"
@@ -240,16 +240,16 @@ class WorkerGroup:
             worker.kill(reason)
 
     async def wind_down(self, deadline_s: float) -> None:
-        """Wait for workers that were asked to end: SIGTERM after half the time, SIGKILL after all."""
+        """Wait for workers that were asked to end. They get SIGTERM after half the time, and SIGKILL at its end."""
         if not await self._all_ended(deadline_s / 2):
             for worker in self.workers:
                 worker.terminate()
             await self._all_ended(deadline_s / 2)
 
     async def bury(self) -> None:
-        """Wait for the kernel's word that all workers of a lost group are dead.
+        """Wait until the kernel has confirmed that all workers of a lost group are dead.
 
-        It waits as long as it takes: until then something may write into the pools.
+        There is no deadline: a worker that is not dead may still write to the pools.
         """
         while not await self._all_ended(KILL_DEADLINE_S):
             self._log_survivors()
@@ -257,7 +257,7 @@ class WorkerGroup:
         self.is_running = False
 
     async def end(self) -> None:
-        """Kill whoever is left."""
+        """Kill the workers that still run."""
         self.kill("")
         if not await self._all_ended(KILL_DEADLINE_S):
             self._log_survivors()
@@ -304,5 +304,5 @@ class WorkerGroup:
 
 
 def worker_name(config: WorkerConfig) -> str:
-    """What messages call the worker of a shard."""
+    """The name of a shard's worker in messages."""
     return f"worker {config.replica}/{config.shard}"

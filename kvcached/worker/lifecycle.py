@@ -1,4 +1,4 @@
-"""The states of a replica's workers, which one may follow which, and when so many losses are no chance any more.
+"""The states of a replica's workers, the allowed transitions, and when repeated losses make a replica degraded.
 
 ::
 
@@ -7,7 +7,7 @@
                 │           │        └──▶ degraded ─▶ starting …     after BREAKER_LOSSES short lives in a row
                 └─▶ probation ─▶ lost …                              running again, and not yet trusted
 
-From each of them ``stopping`` follows, and then ``stopped``.
+``stopping`` may follow each state, and ``stopped`` follows ``stopping``.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Final
 
 from kvcached.process.backoff import BackOff, Breaker
 
-#: The first pause after a worker that died by chance, and was replaced at once, has died again.
+#: The pause before the second restart. The first restart, after a death that may be chance, comes at once.
 FIRST_PAUSE_S: Final = 0.5
-#: The longest. A start that fails costs a process per shard and two log lines, which nobody minds every four seconds;
-#: a replica that is down longer than it must be costs every engine of it all its hits.
+#: The longest pause. A failed start costs a process per shard and two log lines, which is harmless every four seconds;
+#: a longer pause would cost the replica's engines their hits for longer than necessary.
 LONGEST_PAUSE_S: Final = 4.0
-#: A group that lived this long was healthy: the next loss has a cause of its own.
+#: A group that lived this long was healthy: the next loss has another cause.
 HEALTHY_AFTER_S: Final = 60.0
-#: So many short lives in a row have one cause, which stays until somebody sees to it.
+#: This many short lives in a row have one cause, which lasts until somebody removes it.
 BREAKER_LOSSES: Final = 5
 
 
 class WorkersState(Enum):
-    """What the workers of a replica do. The device pool serves in `RUNNING` and `PROBATION` only."""
+    """The state of a replica's workers. The device pool serves in `RUNNING` and `PROBATION` only."""
 
     IDLE = "idle"  #: not started yet
     STARTING = "starting"  #: being started
     RUNNING = "running"
-    PROBATION = "probation"  #: running, after so many short lives that this one may be short, too
-    LOST = "lost"  #: one died; the others are killed, and the kernel's word is waited for
+    PROBATION = "probation"  #: running, but after many short lives not yet trusted
+    LOST = "lost"  #: one worker died; the daemon kills the others and waits for their deaths
     WAITING = "waiting"  #: all are dead; the next start comes after a pause
-    DEGRADED = "degraded"  #: the same, after many short lives in a row: the pause is the longest
+    DEGRADED = "degraded"  #: as WAITING, after many short lives in a row: the pause is the longest
     STOPPING = "stopping"
     STOPPED = "stopped"
 
@@ -58,7 +58,7 @@ _NEXT: Final[Mapping[WorkersState, frozenset[WorkersState]]] = {
 
 
 class IllegalTransition(RuntimeError):
-    """A bug in whoever drives a `Lifecycle`."""
+    """A transition that is not allowed: a bug in the caller."""
 
 
 class Lifecycle:
@@ -74,10 +74,10 @@ class Lifecycle:
         return self._state
 
     def go(self, state: WorkersState) -> None:
-        """Pass into a state.
+        """Change to a state.
 
         Raises:
-            IllegalTransition: it does not follow the present one.
+            IllegalTransition: the state may not follow the present one.
         """
         if state not in _NEXT[self._state]:
             raise IllegalTransition(f"workers of replica {self._replica}: {self._state.value} to {state.value}")
@@ -85,10 +85,10 @@ class Lifecycle:
 
 
 def restart_pauses() -> BackOff:
-    """Pauses before lost workers are started again: none after a death by chance, longer ones after repeated deaths."""
+    """The pauses before lost workers are restarted: none after the first death, longer ones after repeated deaths."""
     return BackOff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, healthy_after_s=HEALTHY_AFTER_S, spares_first=True)
 
 
 def breaker(healthy_after_s: float = HEALTHY_AFTER_S) -> Breaker:
-    """It opens when workers have died again and again."""
+    """The breaker that opens when workers have died again and again."""
     return Breaker(healthy_after_s=healthy_after_s, losses_max=BREAKER_LOSSES)

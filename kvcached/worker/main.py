@@ -1,7 +1,7 @@
 """The worker process: ``python -m kvcached.worker.main FD NAME``, with an inherited connection and a name for `ps`.
 
-It maps a shard's pool and the host pool, both of which are the daemon's, and carries out the daemon's requests. It owns
-nothing, and ends with its connection: when the daemon says so, closes it, or dies.
+The worker maps a shard's pool and the host pool, both of which belong to the daemon, and carries out the daemon's
+requests. It owns no memory. It ends when the daemon sends `Shutdown`, closes the connection or dies.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _log: Final = logging.getLogger(__name__)
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until the daemon is gone, or has ordered the end.
+    """Serve until the daemon is gone or has sent `Shutdown`.
 
     Returns:
-        The exit status: 3 where memory is not what the configuration says; else the process ends by itself.
+        The exit status: 3 if the memory does not match the configuration; otherwise the process exits in here.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     connection = socket.socket(fileno=int(arguments[1]))
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
 
 def serve(serving: Serving) -> NoReturn:
-    """Carry out what comes. A copy that is under way when the daemon is gone ends with the process."""
+    """Carry out requests. A copy that is under way when the daemon goes away ends with the process."""
     reason = serving.run()
     _log.info("ending: %s", reason)
     logging.shutdown()

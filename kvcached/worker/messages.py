@@ -1,4 +1,4 @@
-"""What a worker and the daemon say to each other, over a connection of SOCK_SEQPACKET that the worker inherits.
+"""The messages between a worker and the daemon, over a SOCK_SEQPACKET connection that the worker inherits.
 
 ::
 
@@ -7,9 +7,9 @@
                                              worker → Ready
     daemon → Request …                       worker → one Done for each, as each is over
 
-Sequence numbers of requests grow by one, from one; reports come in another order where one request overtakes another.
-A request that failed is done, too: its report says why. Only a request that cannot be decoded has no report: the worker
-ends, and the daemon sees that.
+Requests are numbered from one. Reports may come in another order, because a request can overtake another. A request
+that failed is reported too, with the reason. Only a request that cannot be decoded has no report: the worker ends, and
+the daemon sees its end.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvcached_client.types import PROGRESS_SLOTS
 #: Configurations are a few KiB (a strip per layer), and copies at most 32 bytes a block. The kernel's default buffer of
 #: 208 KiB takes one message of this size at a time.
 MESSAGE_SIZE_BYTES_MAX: Final = 128 * 1024
-#: Enough to keep a worker busy while the daemon thinks; more would only be a longer queue.
+#: Enough to keep a worker busy until the daemon sends more; a larger number would only make the queue longer.
 REQUESTS_IN_FLIGHT_MAX: Final = 64
-#: An error text beyond this is cut.
+#: Longer error texts are cut.
 ERROR_SIZE_CHARS_MAX: Final = 1000
-#: Corrupt blocks beyond these are not named: from the first on none was copied anyway.
+#: Further corrupt blocks are not named: no block from the first corrupt one on was copied.
 CORRUPT_BLOCKS_MAX: Final = 1024
 #: A report with the longest text, four bytes a character, or with the most corrupt blocks, five bytes each.
 REPLY_SIZE_BYTES_MAX: Final = 8 * 1024
@@ -46,16 +46,16 @@ _Name = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All that a worker is told at its start.
+    """The configuration that a worker gets at its start.
 
     Attributes:
-        replica, shard: whose pool it maps; for its log and its errors.
-        device: UUID of the CUDA device that has the pool; empty where it is memory of this machine.
-        geometry: where a slot's bytes are.
-        pretouch_bytes: how much of the pool to make resident before it is ready.
-        host: where a host slot's bytes are in the memory that comes along; None where there is no host pool.
-        namespace: first 16 bytes of the namespace, for the headers of stored blocks.
-        fingerprint: the layout's, 16 bytes, for the same.
+        replica, shard: whose pool it maps; used in its log and its errors.
+        device: UUID of the CUDA device that has the pool; empty if the pool is in CPU memory.
+        geometry: how slots lie in the pool.
+        pretouch_bytes: how much of the pool to make resident before the worker is ready.
+        host: how slots lie in the host pool's memory, which comes with the message; None without a host pool.
+        namespace: the first 16 bytes of the namespace, for the headers of stored blocks.
+        fingerprint: the layout's, 16 bytes, also for these headers.
     """
 
     replica: str
@@ -69,22 +69,22 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="ready"):
-    """Everything is mapped, and requests may come."""
+    """The worker has mapped all memory and takes requests."""
 
 
 class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="done"):
-    """A request is over: carried out, or failed with an error text. Nothing of it goes on after this."""
+    """A request has ended: it was carried out, or has failed with an error text. The worker no longer works on it."""
 
     sequence: _Count
     error: str = ""
-    corrupt: tuple[_Count, ...] = ()  #: of a load: blocks, counted through its spans, that are not what was stored
+    corrupt: tuple[_Count, ...] = ()  #: of a load: the corrupt blocks, as positions counted through its spans
 
 
 class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="store"):
     """Copy blocks from the device pool into the host pool: invalidate the headers, copy, write checksum and header."""
 
     transfer: _Count
-    epoch: _Count  #: of the daemon; with `transfer` it orders headers by age
+    epoch: _Count  #: the daemon's; with `transfer` it orders headers by age
     generation: _Count
     spans: tuple[Span, ...]
     urgent: bool
@@ -93,8 +93,8 @@ class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="load"):
     """Copy blocks from the host pool into the device pool, layer by layer, after their headers were checked.
 
-    Progress goes to entry `progress` of the progress page. Blocks from the first on that is not what it should be are
-    not copied, and the report names those that are not.
+    Progress goes to entry `progress` of the progress page. No block from the first corrupt one on is copied, and the
+    report names the corrupt blocks.
     """
 
     transfer: _Count
@@ -105,7 +105,7 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Hurry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="hurry"):
-    """Somebody waits for that transfer now: before other stores with it. Carried out at once, not in its turn."""
+    """Carry out a transfer before other stores, because an engine waits for it. Handled at once, not in the queue."""
 
     transfer: _Count
 
@@ -119,14 +119,14 @@ class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="shutdown"):
-    """End after the requests before this one."""
+    """Exit after all earlier requests."""
 
 
 Work = Store | Load | Hurry | Probe | Shutdown
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One piece of work. Its report carries the same sequence number."""
+    """One request. Its report carries the same sequence number."""
 
     sequence: _Count
     work: Work

@@ -1,4 +1,4 @@
-"""A shard's device pool as its worker maps it, and what copies it: memory of this machine, or of a CUDA device."""
+"""A shard's device pool as its worker maps it, in CPU memory or on a CUDA device, and the copier for it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kvcached_client.blocks.copy import Batch, Copier, MemoryCopier, copy_all
 
 
 class PoolMemory(Protocol):
-    """Mapped until the process ends."""
+    """The device pool. It stays mapped until the process ends."""
 
     @property
     def address(self) -> int:
-        """Where the pool is."""
+        """The pool's address."""
 
     @property
     def copier(self) -> Copier:
         """Copies between the device pool and the host pool."""
 
     def use(self) -> None:
-        """Called in a thread before it copies."""
+        """Prepare the calling thread for copies."""
 
     def move(self, batch: Batch) -> None:
-        """Copy pieces within the pool, or between the pool and memory of this process; return when they are there."""
+        """Copy pieces within the pool, or between the pool and this process's memory; returns when they are copied."""
 
 
 class CpuMemory:
@@ -36,7 +36,7 @@ class CpuMemory:
         self.copier = MemoryCopier()
 
     def use(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing: every thread can copy CPU memory."""
 
     def move(self, batch: Batch) -> None:
         """See `PoolMemory.move`."""
@@ -47,9 +47,9 @@ def open_memory(config: WorkerConfig, descriptor: int, host: SharedMemory | None
     """Map the device pool.
 
     Args:
-        config: of the worker.
-        descriptor: of the pool's memory; it stays the caller's.
-        host: the host pool; None where there is none.
+        config: the worker's.
+        descriptor: the pool's memory; the caller still owns it.
+        host: the host pool; None without one.
 
     Raises:
         ValueError: the memory is not what the configuration says.
