@@ -11,6 +11,7 @@ import pytest
 import kvcached_client
 from kvcached_client import Client, DeadlineExceeded, KvcachedError, Lease, LoadFailed, LoadTicket
 from kvcached_client.cuda.streams import StreamFences
+from kvcached_client.offload import OffloadClient
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.protocol.engine import Acquire, Acquired, Commit, Header, Load, Loaded, Request
 from kvcached_client.types import pack_ranges
@@ -186,3 +187,15 @@ def test_guide_says_what_to_do_for_every_error() -> None:
     first_cells = "".join(row.split("|")[1] for row in table.splitlines()[3:] if row)
 
     assert set(re.findall(r"`(\w+)`", first_cells)) == errors
+
+
+@pytest.mark.parametrize("described", [OffloadClient, OffloadShard, Lease, StreamFences])
+def test_reference_names_every_method(described: type) -> None:
+    """Every public method of a class is in the reference's part about it; a call that waits stands for its `begin_`."""
+    heading = {Lease: "## `Lease`", StreamFences: "## Work on CUDA streams"}.get(
+        described, f"### `{described.__name__}`"
+    )
+    part = re.split(r"\n##+ ", REFERENCE.split(f"\n{heading}\n")[1])[0]
+    methods = {name.removeprefix("begin_") for name in vars(described) if not name.startswith("_")}
+
+    assert methods <= set(re.findall(r"`(?:\w+\.)?(\w+)", part))
