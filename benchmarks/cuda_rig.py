@@ -75,7 +75,7 @@ class CudaRig:
         _, self._stored_places = host.places(self._stored_slots, _SHARD)
         self._keys = generator.randbytes(KEY_SIZE_BYTES * blocks)
         self._apart = host.size_bytes  #: offset of the memory behind the host pool
-        self._memory.view[self._apart :] = generator.randbytes(self.size_bytes)
+        self._memory.view[self._apart :] = np.random.default_rng(0).bytes(self.size_bytes)
         self._whole_to_device = one_copy(self._pool.address, reached.start + self._apart, self.size_bytes)
         self._whole_to_host = one_copy(reached.start + self._apart, self._pool.address, self.size_bytes)
 

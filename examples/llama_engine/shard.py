@@ -65,9 +65,9 @@ class ShardExecutor:
         self.close = close
 
     def use(self, memory: KvMemory) -> None:
-        """The next steps use this mapping of the same memory."""
+        """Wait for loads by this mapping of the same memory. K and V are used where they are: graphs hold addresses."""
         self.close()
-        self._pool, self._wait_layer, self.close = memory
+        _, self._wait_layer, self.close = memory
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepDone:

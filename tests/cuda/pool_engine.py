@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client import Client, KeyChain, Lease, map_pool
+from kvcached_client import Client, KeyChain, Lease, MappedPool, map_pool
 from kvcached_client.cuda.mapping import CudaArray
 from kvcached_client.types import KEY_SIZE_BYTES
 from tests.line_process import serve
@@ -31,16 +31,19 @@ def seen(array: CudaArray) -> npt.NDArray[np.uint8]:
     return np.ndarray((slots, row_bytes), np.uint8, memory, 0, (stride, 1))
 
 
+def parts(pool: MappedPool) -> list[npt.NDArray[np.uint8]]:
+    """K and V of every layer."""
+    layers = range(sum(group.layers for group in pool.layout.groups))
+    return [seen(part) for layer in layers for part in pool.cuda_keys_values(layer) if part is not None]
+
+
 class Engine:
     """One client, and all of its pool."""
 
     def __init__(self, run_dir: str) -> None:
         self.client = Client.connect(run_dir, deadline_ms=20_000, failures="miss")
         self.pool = map_pool(self.client.session, 0, deadline_ms=20_000)
-        layers = sum(group.layers for group in self.pool.layout.groups)
-        self.parts = [
-            seen(part) for layer in range(layers) for part in self.pool.cuda_keys_values(layer) if part is not None
-        ]
+        self.parts = parts(self.pool)
         self._requests = 0
 
     def chain(self, number: int) -> KeyChain:
@@ -83,6 +86,17 @@ class Engine:
         self.client.match(self.chain(number))
         self.client.rejoin()
         return "rejoined"
+
+    def addresses(self, _: int) -> str:
+        """Where the parts are: what a recorded graph of kernels holds."""
+        return " ".join(str(part.ctypes.data) for part in self.parts)
+
+    def others(self, _: int) -> str:
+        """Of another mapping of the pool in the present session: how many parts are elsewhere, and how many differ."""
+        with map_pool(self.client.session, 0, deadline_ms=20_000) as pool:
+            pairs = list(zip(self.parts, parts(pool), strict=True))
+            elsewhere = sum(mine.ctypes.data != other.ctypes.data for mine, other in pairs)
+            return f"elsewhere {elsewhere} different {sum((mine != other).any() for mine, other in pairs)}"
 
     @staticmethod
     def _pattern(chain: KeyChain, depth: int, part: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:

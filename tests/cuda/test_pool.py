@@ -114,6 +114,27 @@ def test_engine_goes_on_with_the_next_daemon(on_device: OnDevice) -> None:
         assert {engine.ask(f"look {number}") for number in range(6)} == {WHOLE}
 
 
+def test_addresses_stay_while_worker_and_daemon_are_replaced(on_device: OnDevice) -> None:
+    """Graphs of kernels hold addresses: those of a mapped pool stay, and what is written there is what all others see.
+
+    A mapping that is made in the next session is of the same memory, and at other addresses.
+    """
+    with ended(on_device.engine()) as engine:
+        prompts(engine, range(3))
+        before = engine.ask("addresses 0")
+        os.kill(on_device.worker_pid(), signal.SIGKILL)
+        on_device.await_worker()
+        on_device.daemon.kill_and_wait()
+        assert engine.ask("rejoin 0") == "rejoined"
+        prompts(engine, range(3, 6))
+
+        assert engine.ask("addresses 0") == before
+        assert engine.ask("others 0") == f"elsewhere {len(before.split())} different 0"
+        assert {engine.ask(f"look {number}") for number in range(6)} == {WHOLE}
+    with ended(on_device.engine()) as engine:
+        assert {engine.ask(f"look {number}") for number in range(6)} == {WHOLE}
+
+
 @pytest.mark.parametrize("on_device", [1, 2, 3, 4], indirect=True)
 def test_evicted_blocks_come_back_from_the_host_pool(on_device: OnDevice) -> None:
     """Blocks that have left the device are loaded from the host pool, as they were, while stores go on."""

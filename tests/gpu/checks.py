@@ -140,7 +140,7 @@ def registration(rig: Rig) -> Figures:
 
 
 def crossover(rig: Rig) -> Figures:
-    """Speeds of scattered pieces by batched copies, over that of one large copy; and of a gather by a kernel."""
+    """Speeds of scattered pieces by batched copies, over that of one large copy; and of kernels that move them."""
     with rig.stream() as stream:
         whole = _best(lambda: stream.copy(*_one(rig.address, rig.memory.address, rig.size_bytes)), stream)
         ratios = {}
@@ -148,8 +148,15 @@ def crossover(rig: Rig) -> Figures:
             device, host, sizes = rig.pieces(piece_bytes)
             seconds = _best(partial(stream.copy, host, device, sizes), stream)
             ratios[str(piece_bytes)] = whole / seconds * len(sizes) * piece_bytes / rig.size_bytes
-    found: Figures = {"ok": True, "large_gb_per_s": rig.size_bytes / whole / 1e9, "batched_over_large": ratios}
-    return {**found, "kernel_over_large": _gathered(rig.size_bytes, whole)}
+    kernel = _moved_by_triton(rig.size_bytes, whole)
+    return {
+        "ok": True,
+        "large_gb_per_s": rig.size_bytes / whole / 1e9,
+        "batched_over_large": ratios,
+        "gathered_by_torch_over_large": _gathered(rig.size_bytes, whole),
+        "triton_over_large": kernel,
+        "triton_wins_at_bytes": _wins(ratios, kernel),
+    }
 
 
 def both_directions(rig: Rig) -> Figures:
@@ -243,6 +250,34 @@ def _gathered(size_bytes: int, whole_s: float) -> Figures | str:
 
         ratios[str(piece_bytes)] = whole_s / min(_timed(gather) for _ in range(_RUNS)) * rows.numel() / size_bytes
     return ratios
+
+
+def _moved_by_triton(size_bytes: int, whole_s: float) -> Figures | str:
+    """Pieces moved by a kernel that reaches pinned memory itself, both ways; over one large copy."""
+    try:
+        from tests.gpu.gather import Gather, directions  # noqa: PLC0415 - not everywhere
+    except ImportError as error:
+        return f"no Triton: {error}"
+    ratios: Figures = {}
+    try:
+        for piece_bytes in _PIECES_BYTES:
+            gather = Gather(size_bytes, piece_bytes)
+            if not gather.is_right():
+                return f"wrong bytes in pieces of {piece_bytes}"
+            ratios[str(piece_bytes)] = {
+                name: whole_s / min(_timed(run) for _ in range(_RUNS)) * gather.size_bytes / size_bytes
+                for name, run in directions(gather).items()
+            }
+    except Exception as error:  # noqa: BLE001 - of torch, Triton, its compiler or the driver: a figure less
+        return f"{type(error).__name__}: {error}"
+    return ratios
+
+
+def _wins(batched: Figures, kernel: Figures | str) -> list[int] | None:
+    """The sizes of pieces that a kernel moves to the host faster than batched copies do; None without a kernel."""
+    if isinstance(kernel, str):
+        return None
+    return [int(size) for size, ratios in kernel.items() if ratios["to_host"] > batched[size]]
 
 
 def _best(queue: Callable[[], object], *streams: Stream) -> float:

@@ -1,15 +1,29 @@
 #!/usr/bin/env bash
 # Everything that can be tried on a GPU, in one command and under ten minutes: tests/gpu/run.sh [DIRECTORY]
 #
-# Needs Python 3.11 or newer (PYTHON, default python3) with what kvcached needs, cuda-bindings, and torch with CUDA for the
-# demo; no package index and no rights of root. Results go to DIRECTORY (default build/gpu); the last lines say what failed.
-# GPU_MIB is how much memory the checks copy (default 1024).
+# Needs Python 3.11 or newer (PYTHON, default python3) with what kvcached needs, cuda-bindings, and torch with CUDA; no
+# package index, no compiler and no rights of root. The tree is used as it is: nothing is installed. Where the machine
+# lacks packages and has no index, download their wheels elsewhere and bring the folder along:
+#
+#     pip download --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 -d wheels \
+#         msgspec xxhash blake3 uvloop pydantic click rich safetensors
+#     WHEELS=wheels tests/gpu/run.sh
+#
+# Results go to DIRECTORY (default build/gpu): a JSON file and a log of each step; the last lines say what failed.
+# GPU_LIMIT_S is when the script gives up (default 580 seconds), GPU_MIB how much memory the checks copy (default 1024),
+# GPU_ROUNDS the rounds of the benchmark (default 20).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 out=${1:-build/gpu}
 mkdir -p "$out"
+out=$(cd "$out" && pwd)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+if [ -n "${WHEELS:-}" ]; then
+    "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$out/packages" "$WHEELS"/*.whl || exit 3
+    export PYTHONPATH=$PYTHONPATH:$out/packages
+fi
 
 "$python" - <<'PYTHON' || exit 3
 import importlib.util
@@ -23,22 +37,28 @@ needed = {
 def is_missing(name):
     try:
         return importlib.util.find_spec(name) is None
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, ValueError):
         return True
 missing = [package for name, package in needed.items() if is_missing(name)]
 if missing:
-    sys.exit(f"tests/gpu/run.sh: {sys.executable} lacks {', '.join(missing)}: install them, or name another PYTHON")
+    sys.exit(
+        f"tests/gpu/run.sh: {sys.executable} lacks {', '.join(missing)}: install them, name another PYTHON, "
+        "or bring their wheels along (WHEELS: see the top of the script)"
+    )
 PYTHON
 
 failed=()
+limit=${GPU_LIMIT_S:-580}
 step() { # name, command: its stdout is a result, its stderr a log
-    local name=$1 began=$SECONDS
+    local name=$1 began=$SECONDS status
     shift
     printf '=== %s\n' "$name"
-    if "$@" >"$out/$name.json" 2>"$out/$name.log"; then
+    timeout --kill-after=10 $((limit > SECONDS ? limit - SECONDS : 1)) "$@" >"$out/$name.json" 2>"$out/$name.log"
+    status=$?
+    if [ "$status" = 0 ]; then
         printf '    ok, %d s\n' $((SECONDS - began))
     else
-        printf '    FAILED with status %d, %d s; the end of %s:\n' $? $((SECONDS - began)) "$out/$name.log"
+        printf '    FAILED with status %d, %d s; the end of %s:\n' "$status" $((SECONDS - began)) "$out/$name.log"
         tail -n 20 "$out/$name.log"
         failed+=("$name")
     fi
@@ -47,6 +67,8 @@ step() { # name, command: its stdout is a result, its stderr a log
 
 step doctor "$python" -m kvcached doctor --cuda --json
 step checks "$python" -m tests.gpu.checks --mib "${GPU_MIB:-1024}"
+step graphs "$python" -m tests.gpu.graphs
+step cuda "$python" -m benchmarks cuda --json --rounds "${GPU_ROUNDS:-20}"
 step demo-tp1 "$python" -m kvcached demo --device cuda --tp 1 --json
 step demo-tp2 "$python" -m kvcached demo --device cuda --tp 2 --json
 
