@@ -16,10 +16,10 @@ import msgspec
 from kvcached.core.messages import Span
 from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import PRETOUCH_BYTES_MAX, SharedMemory, sealed_memfd
-from kvcached.worker.executor import WorkerTransfers
 from kvcached.worker.messages import Load, Store
 from kvcached.worker.pool_memory import CpuMemory
 from kvcached.worker.probe import DevicePool
+from kvcached.worker.shard import WorkerTransfers
 from kvcached_client.blocks.copy import CopyPlan, MemoryCopier, copy_all
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import KvGroup, Layout, PageOrder

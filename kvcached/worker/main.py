@@ -12,14 +12,83 @@ import socket
 import sys
 from typing import Final, NoReturn
 
-from kvcached.process.seqpacket import wait_packet
-from kvcached.worker.executor import Serving, Shard
-from kvcached.worker.messages import DESCRIPTORS_MAX, MESSAGE_SIZE_BYTES_MAX, decode_config
+import msgspec
+
+from kvcached.process.seqpacket import send, wait_packet
+from kvcached.worker.executor import Executor, NotTaken
+from kvcached.worker.messages import (
+    DESCRIPTORS_MAX,
+    MESSAGE_SIZE_BYTES_MAX,
+    Done,
+    Hurry,
+    Load,
+    Ready,
+    Request,
+    decode_config,
+    decode_request,
+    encode,
+)
+from kvcached.worker.shard import Shard
 from kvcached_client.errors import DeviceError
 
 _EXIT_STARTUP: Final = 3
 
 _log: Final = logging.getLogger(__name__)
+
+
+class Serving:
+    """Reads the daemon's requests and hands them to an executor, which reports them.
+
+    Args:
+        shard: what the requests are about.
+        connection: to the daemon, blocking.
+    """
+
+    def __init__(self, shard: Shard, connection: socket.socket) -> None:
+        self._shard = shard
+        self._connection = connection
+        self._sequence = 0
+        self._executor = Executor(shard.carry_out, self._report, self._hang_up)
+
+    def run(self) -> str:
+        """Serve until nothing more is to be done; returns why."""
+        self._executor.start()
+        try:
+            send(self._connection, encode(Ready()))
+            while (packet := wait_packet(self._connection, MESSAGE_SIZE_BYTES_MAX, 0)) is not None:
+                self._follow(decode_request(packet.data))
+        except msgspec.DecodeError as error:
+            return f"a request cannot be decoded: {error}"
+        except OSError as error:
+            return f"the connection broke: {error}"
+        return "the daemon has ordered it, or is gone"
+
+    def _hang_up(self) -> None:
+        """The executor carries out nothing more: `run` need not wait for requests."""
+        self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _follow(self, request: Request) -> None:
+        if request.sequence != self._sequence + 1:
+            self._refuse(request, f"sequence {request.sequence} after {self._sequence}")
+            return
+        self._sequence = request.sequence
+        if isinstance(request.work, Hurry):  # carried out when it is read, not in its turn
+            self._executor.hurry(request.work.transfer)
+            self._report(Done(sequence=request.sequence))
+            return
+        try:
+            self._executor.submit(request)
+        except NotTaken as reason:
+            self._refuse(request, str(reason))
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        _log.error("request %d refused: %s", request.sequence, reason)
+        if isinstance(request.work, Load):
+            self._shard.progress.fail(request.work.progress, request.work.transfer)
+        self._report(Done(sequence=request.sequence, error=reason))
+
+    def _report(self, done: Done) -> None:
+        self._connection.sendall(encode(done))
 
 
 def main(arguments: list[str]) -> int:

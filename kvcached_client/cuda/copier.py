@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 
 from kvcached_client.blocks.copy import Batch, passing
 from kvcached_client.cuda.device import Device
-from kvcached_client.cuda.driver import Addresses, Event
+from kvcached_client.cuda.driver import Addresses, Event, Stream
 
 #: Batches that are queued before the first of them is waited for: the device always has the next one.
 AHEAD_MAX: Final = 2
@@ -26,15 +26,16 @@ class _UnderWay(NamedTuple):
     """A batch that is queued. The driver may read the arrays until the event is over."""
 
     batch: Batch
+    stream: Stream
     arrays: tuple[Addresses, Addresses, Addresses]
     event: Event
 
 
 class CudaCopier:
-    """A `Copier` between memory of a device and the host pool. Used by one thread.
+    """A `Copier` between memory of a device and the host pool. Used by one thread for each direction.
 
     Args:
-        device: whose context is current to that thread.
+        device: whose context is current to these threads.
         host: addresses of the host pool.
     """
 
@@ -59,7 +60,7 @@ class CudaCopier:
             while queued:
                 yield _finished(queued)
         finally:
-            self._abandon(queued)
+            _abandon(queued)
 
     def copy_summed(self, batches: Iterable[Batch], per_sum: int) -> Iterator[bytes]:
         """See `Copier.copy_summed`. The bytes are summed on the host, after the copy.
@@ -77,7 +78,7 @@ class CudaCopier:
         try:
             _finished(queued)
         finally:
-            self._abandon(queued)
+            _abandon(queued)
 
     def close(self) -> None:
         """Destroy the streams. Does nothing the second time."""
@@ -92,18 +93,10 @@ class CudaCopier:
         stream = self._to_host if self._is_to_host(batch) else self._to_device
         if len(numbers):
             stream.copy(*arrays)
-        return _UnderWay(batch, arrays, stream.record())
+        return _UnderWay(batch, stream, arrays, stream.record())
 
     def _is_to_host(self, batch: Batch) -> bool:
         return bool(batch.pieces) and batch.destination + batch.pieces[0] in self._host
-
-    def _abandon(self, queued: deque[_UnderWay]) -> None:
-        """Nobody takes these any more, but their memory is in use until they are over."""
-        if queued:
-            self._to_host.synchronize()
-            self._to_device.synchronize()
-            for each in queued:
-                each.event.close()
 
 
 def _merged(destinations: Addresses, sources: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
@@ -113,12 +106,20 @@ def _merged(destinations: Addresses, sources: Addresses, sizes: Addresses) -> tu
     return destinations[first], sources[first], np.add.reduceat(sizes, first) if len(sizes) else sizes
 
 
+def _abandon(queued: deque[_UnderWay]) -> None:
+    """Nobody takes these any more, but their memory is in use until they are over."""
+    for stream in {each.stream for each in queued}:
+        stream.synchronize()
+    for each in queued:
+        each.event.close()
+
+
 def _finished(queued: deque[_UnderWay]) -> Batch:
     """The first batch, once it is over."""
     queued[0].event.synchronize()
-    batch, _, event = queued.popleft()
-    event.close()
-    return batch
+    over = queued.popleft()
+    over.event.close()
+    return over.batch
 
 
 def _sums(addresses: list[int], sizes: Iterable[int], per_sum: int) -> bytes:

@@ -7,6 +7,7 @@ import json
 import logging
 import mmap
 import os
+import queue
 import random
 import sys
 from array import array
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, Final
 
+from kvcached.worker.executor import Executor, Task
+from kvcached.worker.messages import Done, Load, Request, Shutdown, Store
 from kvcached_client.blocks.copy import Batch
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import KvGroup, Layout
@@ -27,6 +30,9 @@ from kvcached_client.types import KEY_SIZE_BYTES, TransferId
 
 SLOTS: Final = 24
 BLOCKS: Final = 10
+PATIENCE_S: Final = 20
+#: A word of the host pool that no block of these programs is in: headers and blocks take the start of a slab.
+FLAG_OFFSET: Final = 1 << 15
 GROUP: Final = KvGroup(layers=3, kv_heads=2, head_dim=8, v_head_dim=8, dtype="float16")
 
 
@@ -222,11 +228,45 @@ def stream_values() -> int:
         return made.host_bytes[64]
 
 
+def both_directions() -> list[Any]:
+    """A worker loads while the device holds its store back; returns the requests as they are reported, and a block."""
+    reported: queue.Queue[Done] = queue.Queue()
+    with rig() as made, closing(made.device.make_stream()) as gate, closing(made.device.make_stream()) as key:
+
+        def carry_out(task: Task) -> tuple[int, ...]:
+            made.device.use()
+            if isinstance(task, Store):
+                made.transfers.store(job(2, [1], [1]), epoch=1)
+                return ()
+            return made.transfers.load_by_layer(job(1, [2], [0]), verify=False, bad_max=1, layer_done=lambda: None)
+
+        made.fill(0, 0x11)
+        made.transfers.store(job(1, [0], [0]), epoch=1)
+        flag = made.pool._registered[0].device_address + FLAG_OFFSET
+        gate.wait_value(flag, 1)
+        with closing(gate.record()) as opened:
+            made.copier._to_host.wait(opened)
+            executor = Executor(carry_out, reported.put, lambda: None)
+            executor.start()
+            executor.submit(Request(sequence=1, work=Store(transfer=2, epoch=1, generation=0, spans=(), urgent=False)))
+            executor.submit(
+                Request(sequence=2, work=Load(transfer=1, generation=0, spans=(), progress=0, verify=False))
+            )
+            try:
+                first = reported.get(timeout=PATIENCE_S)
+            finally:
+                key.write(flag, 1)
+            second = reported.get(timeout=PATIENCE_S)
+            executor.submit(Request(sequence=3, work=Shutdown()))
+            reported.get(timeout=PATIENCE_S)
+        return [first.sequence, second.sequence, *made.values(2)]
+
+
 PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     each.__name__: each
     for each in (
         *(round_trip, layer_by_layer, corrupt, neighbours, failing, abandoned, shared, refused_export),
-        *(too_much, missing, stream_values),
+        *(too_much, missing, stream_values, both_directions),
     )
 }
 

@@ -92,3 +92,15 @@ def test_abandoned_copies_are_over_before_memory_goes(run_program: RunProgram) -
     assert broken_rules(done.records) == []
     assert ran(done.records)
     assert done.granules == 0
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_load_is_over_while_a_store_is_held_up(run_program: RunProgram, seed: int) -> None:
+    """A worker copies both ways at once, each on a stream of its own: a load does not wait for a store's copies."""
+    done = run_program("both_directions", seed=seed)
+
+    load, store = 2, 1
+    assert done.said == [load, store, 0x11]
+    assert broken_rules(done.records) == []
+    assert len({each.stream for each in batches(done.records)}) == 2
+    assert done.granules == 0

@@ -13,7 +13,7 @@ from kvcached.core.transfers.table import TransferTable
 from kvcached.service.engine_verbs import OffloadVerbs
 from kvcached.service.offload_admission import OffloadAdmission
 from kvcached.service.sessions import EngineGroup
-from kvcached_client.cuda import device
+from kvcached_client.cuda import copier, device
 from kvcached_client.cuda.copier import CudaCopier
 from tests.mutants.mutant import caught_by, rewrite
 
@@ -161,7 +161,7 @@ def offload_load_over_blocks_that_are_read(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/cuda/test_offload.py::test_copies_of_a_store_that_breaks_off_end_before_the_pool_is_left")
 def offload_pool_left_while_the_device_copies(patch: pytest.MonkeyPatch) -> None:
     """A store that breaks off does not wait for what it has queued: the host pool is unregistered under a copy."""
-    patch.setattr(CudaCopier, "_abandon", lambda *_: None)
+    patch.setattr(copier, "_abandon", lambda _: None)
 
 
 @caught_by("tests/cuda/test_offload.py::test_blocks_of_one_engine_are_loaded_by_another")

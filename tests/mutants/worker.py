@@ -19,6 +19,18 @@ def acknowledgement_of_a_failed_command_skipped(patch: pytest.MonkeyPatch) -> No
     rewrite(patch, Executor._run, "self._report(done)", "if not done.error:\n    self._report(done)")
 
 
+@caught_by("tests/worker/test_executor.py::test_neither_direction_waits_for_the_other")
+def load_behind_a_store(patch: pytest.MonkeyPatch) -> None:
+    """A worker loads nothing while a store is under way."""
+    rewrite(patch, Executor.submit, "if isinstance(request.work, Store) else self._loads", "if True else self._loads")
+
+
+@caught_by("tests/worker/test_executor.py::test_shutdown_comes_after_all_before_it")
+def shutdown_before_the_other_lane_is_empty(patch: pytest.MonkeyPatch) -> None:
+    """A worker that is told to end says so while copies of its other direction are under way."""
+    rewrite(patch, Executor._leave, "None if self._running or self._is_over", "None if self._is_over")
+
+
 @caught_by("tests/worker/test_restart.py::test_crash_loop_degrades_a_replica_until_its_workers_live")
 def breaker_never_opens(patch: pytest.MonkeyPatch) -> None:
     """Workers that die again and again are started again without a pause."""

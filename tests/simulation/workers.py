@@ -48,19 +48,25 @@ class WorkerShard:
         told_us: when its last acknowledgement arrives.
         slowness: how many times longer than usual a copy takes.
         exit_seen: the daemon knows that it is dead.
-        busy: it works on a command.
+        lanes: commands that wait, stores and loads apart. One of each is carried out at a time.
     """
 
     index: int
     process: Process
     memory: DeviceMemory
-    commands: Mailbox[_Command] = field(default_factory=Mailbox)
+    lanes: dict[TransferKind, Mailbox[_Command]] = field(
+        default_factory=lambda: {kind: Mailbox() for kind in TransferKind}
+    )
     heard_us: int = 0
     told_us: int = 0
     slowness: int = 1
     fails_next: bool = False
     exit_seen: bool = False
-    busy: bool = False
+
+    @property
+    def waiting(self) -> list[_Command]:
+        """Commands that it has not begun."""
+        return [command for lane in self.lanes.values() for command in lane.items]
 
 
 class SimulatedWorkers:
@@ -101,7 +107,8 @@ class SimulatedWorkers:
 
     def _begin(self, shard: WorkerShard) -> WorkerShard:
         shard.process.on_death.append(lambda: self._dies(shard))
-        shard.process.start(self._work(shard))
+        for lane in shard.lanes.values():
+            shard.process.start(self._work(shard, lane))
         return shard
 
     def _new_shards(self) -> list[WorkerShard]:
@@ -139,7 +146,7 @@ class SimulatedWorkers:
         self._commands[transfer.transfer] = command
         for shard in self.shards:
             self._claim(shard, command)
-            shard.commands.put(command)
+            shard.lanes[transfer.kind].put(command)
             self._watch(shard, command, DEADLINE_US)
 
     def hurry(self, transfer: HurryTransfer) -> None:
@@ -157,9 +164,10 @@ class SimulatedWorkers:
     def orphan(self) -> None:
         """The daemon is dead: what waits is not begun any more."""
         for shard in self.shards:
-            for command in shard.commands.items:
+            for command in shard.waiting:
                 self._give_up(shard, command)
-            shard.commands.items.clear()
+            for lane in shard.lanes.values():
+                lane.items.clear()
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
@@ -174,11 +182,9 @@ class SimulatedWorkers:
         else:
             shard.memory.claim(holder, [shard.memory.block(device) for _, device in command.blocks], writers)
 
-    async def _work(self, shard: WorkerShard) -> None:
+    async def _work(self, shard: WorkerShard, lane: Mailbox[_Command]) -> None:
         while True:
-            shard.busy = False
-            command = await shard.commands.get(_most_urgent)
-            shard.busy = True
+            command = await lane.get(_most_urgent)
             copier = HostCopier(
                 shard.process,
                 self._world.host,
@@ -287,7 +293,7 @@ class SimulatedWorkers:
 
     def _dies(self, shard: WorkerShard) -> None:
         self._world.seen["worker died"] += 1
-        if shard.commands.items:
+        if shard.waiting:
             self._world.seen["worker died with commands waiting"] += 1
         daemon = self._daemon
         seen = daemon.checked(lambda: self._see_exit(shard))
@@ -340,8 +346,5 @@ class SimulatedWorkers:
 
 
 def _most_urgent(commands: list[_Command]) -> int:
-    """Loads and hurried stores come before other stores; each kind is in order."""
-    for index, command in enumerate(commands):
-        if command.urgent or command.order.kind is TransferKind.LOAD:
-            return index
-    return 0
+    """Stores that somebody waits for come before others; loads are in order."""
+    return next((index for index, command in enumerate(commands) if command.urgent), 0)

@@ -15,10 +15,10 @@ from itertools import chain
 from kvcached.core.messages import Span
 from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import SharedMemory, sealed_memfd
-from kvcached.worker.executor import WorkerTransfers
 from kvcached.worker.messages import Load, Store
 from kvcached.worker.pool_memory import CpuMemory
 from kvcached.worker.probe import DevicePool
+from kvcached.worker.shard import WorkerTransfers
 from kvcached_client.blocks.copy import CopyPlan, MemoryCopier
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import Layout, PageOrder

@@ -26,6 +26,8 @@ from tests.worker.host_rigs import load_of, store_of
 
 PATIENCE_S = 20
 LOAD, STORE, URGENT, PROBE = load_of(), store_of(), store_of(urgent=True), Probe(source=0, target=1, seed=0)
+#: One for each lane.
+HELD: tuple[Task, ...] = (PROBE, STORE)
 
 
 def nothing(task: Task) -> tuple[int, ...]:
@@ -33,24 +35,25 @@ def nothing(task: Task) -> tuple[int, ...]:
 
 
 class Running:
-    """A stream whose acks can be awaited, and that holds back its first command until it is let."""
+    """An executor whose reports can be awaited, and that holds back the first request of each lane until it is let."""
 
     def __init__(self, carry_out: Callable[[Task], tuple[int, ...]] = nothing, *, held: bool = False) -> None:
         self.acks: queue.Queue[Done] = queue.Queue()
         self.ended = threading.Event()
-        self.entered = threading.Event()
+        self.entered = threading.Semaphore(0)
         self.gate = threading.Event()
         self._carry_out = carry_out
         self.stream = Executor(self._gated, self.acks.put, self.ended.set)
         self.stream.start()
         if held:
-            self.submit(0, PROBE)
-            assert self.entered.wait(PATIENCE_S)
+            for first in HELD:
+                self.submit(0, first)
+                assert self.entered.acquire(timeout=PATIENCE_S)
         else:
             self.gate.set()
 
     def _gated(self, task: Task) -> tuple[int, ...]:
-        self.entered.set()
+        self.entered.release()
         assert self.gate.wait(PATIENCE_S)
         return self._carry_out(task)
 
@@ -65,44 +68,68 @@ class Running:
         return [self.acks.get_nowait() for _ in range(self.acks.qsize())]
 
 
-def order_of(works: list[Work], *hurried: int) -> list[int]:
-    """The order in which works with the numbers 1, 2, 3, … are carried out that wait together."""
+def order_of(works: list[Work], *hurried: int) -> tuple[list[int], list[int]]:
+    """The order in which works with the numbers 1, 2, 3, … that wait together are carried out: stores, and others."""
     running = Running(held=True)
     for sequence, work in enumerate(works, 1):
         running.submit(sequence, work)
     for transfer in hurried:
         running.stream.hurry(transfer)
-    return [ack.sequence for ack in running.shut_down(len(works) + 1)][1:-1]
+    done = [ack.sequence for ack in running.shut_down(len(works) + 1)]
+    assert done[-1] == len(works) + 1
+    order = [sequence for sequence in done[:-1] if sequence]
+    are_stores = [isinstance(work, Store) for work in works]
+    return [n for n in order if are_stores[n - 1]], [n for n in order if not are_stores[n - 1]]
 
 
-def test_loads_come_before_stores() -> None:
-    """Loads, probes and urgent stores come before other stores, and inside each class the first comes first."""
-    assert order_of([STORE, LOAD, STORE, URGENT, PROBE, LOAD, STORE]) == [2, 4, 5, 6, 1, 3, 7]
+def test_each_lane_keeps_the_order_of_its_requests() -> None:
+    """Urgent stores come before other stores, and inside each class, and among loads and probes, the first is first."""
+    assert order_of([STORE, LOAD, STORE, URGENT, PROBE, LOAD, STORE]) == ([4, 1, 3, 7], [2, 5, 6])
 
 
 def test_hurried_store_takes_its_place_by_age() -> None:
-    """A store that somebody waits for comes before other stores, and among loads where its own number puts it."""
-    works: list[Work] = [LOAD, store_of(transfer=10), LOAD, store_of(transfer=11), store_of(transfer=12)]
+    """A store that somebody waits for comes before other stores, and among urgent ones where its number puts it."""
+    works: list[Work] = [URGENT, *(store_of(transfer=transfer) for transfer in (10, 11, 12)), URGENT]
 
-    assert order_of(works) == [1, 3, 2, 4, 5]
-    assert order_of(works, 12) == [1, 3, 5, 2, 4]
-    assert order_of(works, 10) == [1, 2, 3, 4, 5]
-    assert order_of(works, 12, 11) == [1, 3, 4, 5, 2]
+    assert order_of(works)[0] == [1, 5, 2, 3, 4]
+    assert order_of(works, 12)[0] == [1, 4, 5, 2, 3]
+    assert order_of(works, 12, 11)[0] == [1, 3, 4, 5, 2]
 
 
-def test_store_has_its_turn_among_loads_that_keep_coming() -> None:
-    """A store that nobody waits for is passed by so many commands, and not for ever: it holds slots while it waits."""
-    works: list[Work] = [STORE, *[LOAD] * (PASSES_MAX + 2)]
+def test_store_has_its_turn_among_urgent_ones_that_keep_coming() -> None:
+    """A store that nobody waits for is passed by so many others, and not for ever: it holds slots while it waits."""
+    works: list[Work] = [STORE, *[URGENT] * (PASSES_MAX + 2)]
 
-    assert order_of(works).index(1) == PASSES_MAX
+    assert order_of(works)[0].index(1) == PASSES_MAX
 
 
 def test_hurry_of_what_does_not_wait_changes_nothing() -> None:
-    """To hurry a load, an urgent store, a store twice, or what is not there changes no order and adds no ack."""
+    """To hurry a load, an urgent store, a store twice, or what is not there changes no order and adds no report."""
     works: list[Work] = [store_of(transfer=10), load_of(transfer=11), store_of(transfer=12, urgent=True)]
 
-    assert order_of(works, 11, 12, 13) == [2, 3, 1]
-    assert order_of(works, 10, 10) == [1, 2, 3]
+    assert order_of(works, 11, 12, 13) == ([3, 1], [2])
+    assert order_of(works, 10, 10) == ([1, 3], [2])
+
+
+@pytest.mark.parametrize(("first", "other"), [(STORE, LOAD), (LOAD, STORE), (URGENT, PROBE)])
+def test_neither_direction_waits_for_the_other(first: Task, other: Task) -> None:
+    """A load is over while a store that began before it is under way, and a store while a load is."""
+    entered, gate = threading.Event(), threading.Event()
+
+    def carry_out(task: Task) -> tuple[int, ...]:
+        if type(task) is type(first):
+            entered.set()
+            assert gate.wait(PATIENCE_S)
+        return ()
+
+    running = Running(carry_out)
+    running.submit(1, first)
+    assert entered.wait(PATIENCE_S)
+    running.submit(2, other)
+
+    assert running.acks.get(timeout=PATIENCE_S).sequence == 2
+    gate.set()
+    assert [done.sequence for done in running.shut_down(3)] == [1, 3]
 
 
 def test_shutdown_comes_after_all_before_it() -> None:
@@ -116,7 +143,9 @@ def test_shutdown_comes_after_all_before_it() -> None:
     running.gate.set()
     assert running.ended.wait(PATIENCE_S)
 
-    assert [running.acks.get_nowait().sequence for _ in range(running.acks.qsize())] == [0, 1, 2]
+    reported = [running.acks.get_nowait().sequence for _ in range(running.acks.qsize())]
+    assert sorted(reported[:-1]) == [0, 0, 1]
+    assert reported[-1] == 2
 
 
 class Refusal(Exception):
@@ -173,7 +202,7 @@ def test_stream_takes_commands_while_a_copy_runs() -> None:
 
     acks = running.shut_down(1001)
 
-    assert sorted(ack.sequence for ack in acks) == [*range(REQUESTS_IN_FLIGHT_MAX + 1), 1001]
+    assert sorted(ack.sequence for ack in acks) == [0, *range(REQUESTS_IN_FLIGHT_MAX + 1), 1001]
 
 
 def test_stream_ends_when_acks_cannot_be_sent() -> None:
@@ -207,15 +236,29 @@ def _fail() -> tuple[int, ...]:
 
 
 def test_executor_ends_when_its_device_has_failed() -> None:
-    """A request that the device's failure ended is reported, and nothing is carried out after it: the worker ends."""
+    """A request that the device's failure ended is reported, and nothing is begun after it: the worker ends.
+
+    It does not wait for what the other lane is at.
+    """
+    gate = threading.Event()
 
     def carry_out(task: Task) -> tuple[int, ...]:
+        if isinstance(task, Store):
+            assert gate.wait(PATIENCE_S)
+            return ()
         raise DeviceError("CUDA_ERROR_LAUNCH_FAILED")
 
     running = Running(carry_out, held=True)
     running.submit(1, PROBE)
+    running.submit(2, STORE)
     running.gate.set()
 
     assert running.ended.wait(PATIENCE_S)
     assert running.acks.get_nowait() == Done(sequence=0, error="DeviceError: CUDA_ERROR_LAUNCH_FAILED")
+    assert running.acks.empty()
+    gate.set()
+    assert running.acks.get(timeout=PATIENCE_S) == Done(sequence=0)
+    for thread in threading.enumerate():
+        if thread.name == "stores":
+            thread.join(PATIENCE_S)
     assert running.acks.empty()

@@ -13,9 +13,9 @@ import pytest
 
 from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import SharedMemory, sealed_memfd
-from kvcached.worker.executor import WorkerTransfers
 from kvcached.worker.pool_memory import CpuMemory
 from kvcached.worker.probe import DevicePool
+from kvcached.worker.shard import WorkerTransfers
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.copy import MemoryCopier
 from kvcached_client.blocks.header import BlockName, HeaderKind

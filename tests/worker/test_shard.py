@@ -9,8 +9,8 @@ import pytest
 
 from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.sealed import SharedMemory, sealed_memfd
-from kvcached.worker.executor import Shard
 from kvcached.worker.messages import Load, Probe, Store, WorkerConfig
+from kvcached.worker.shard import Shard
 from kvcached_client.blocks.pages import pool_geometry
 from kvcached_client.types import PROGRESS_SLOTS
 from tests.worker.groups import SLOTS, open_descriptors, tiny_layout

@@ -11,8 +11,8 @@ import xxhash
 
 from kvcached.core.messages import Span
 from kvcached.core.slots.ranges import one_range
-from kvcached.worker.executor import WorkerTransfers
 from kvcached.worker.messages import CORRUPT_BLOCKS_MAX, Load
+from kvcached.worker.shard import WorkerTransfers
 from kvcached_client.blocks import copy as block_copy
 from kvcached_client.blocks.copy import Batch, MemoryCopier
 from kvcached_client.blocks.header import BlockName, HeaderKind, stored_checksum
@@ -195,7 +195,7 @@ def test_every_bad_block_is_named(rig: HostRig) -> None:
 def test_named_bad_blocks_are_bounded(rig: HostRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more bad blocks are named than an ack has room for."""
     assert CORRUPT_BLOCKS_MAX == 1024
-    monkeypatch.setattr("kvcached.worker.executor.CORRUPT_BLOCKS_MAX", 4)
+    monkeypatch.setattr("kvcached.worker.shard.CORRUPT_BLOCKS_MAX", 4)
 
     assert rig.transfers.load(load_of(span_of(TARGETS, HOST_RANGES))) == (0, 1, 2, 3)
 
