@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from kvcached.demo.report import Report, Round
+from examples.demo.report import Report, Round
 
 _WIDTH: Final = 760
 _ROW: Final = 28

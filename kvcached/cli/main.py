@@ -5,6 +5,7 @@ Commands import what they need when they run, so that the quick ones stay quick.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from string import hexdigits
@@ -20,6 +21,7 @@ from kvcached.cli.options import (
     ExitCode,
     ask,
     deadline_option,
+    fail,
     fields_of,
     json_option,
     print_json,
@@ -31,6 +33,8 @@ from kvcached.cli.set_up import doctor, init
 __all__ = ["ExitCode", "main"]
 
 _KEY_DIGITS: Final = 32
+#: The directory that holds the `kvcached` package, and in a checkout `examples` beside it.
+_CHECKOUT: Final = Path(__file__).resolve().parents[2]
 
 #: Headings in order; under each its commands, with what fits a line of 80 columns.
 SECTIONS: Final = {
@@ -222,9 +226,11 @@ def inspect(key: bytes, run_dir: Path | None, deadline_ms: int, *, as_json: bool
 @json_option
 def demo(*, tp: int, device: str, as_json: bool) -> None:
     """Kill an engine, reuse its cached blocks, compare outputs. Needs a checkout and the extra `examples`."""
-    from kvcached.demo.run import run_demo
-
-    sys.exit(run_demo(json_output=as_json, tp=tp, device=device))
+    if not (_CHECKOUT / "examples" / "demo").is_dir():
+        fail(ExitCode.START_FAILED, "the demo is not part of the package; run it from a checkout: make demo")
+    os.chdir(_CHECKOUT)
+    options = ["--tp", str(tp), "--device", device, *(["--json"] if as_json else [])]
+    os.execv(sys.executable, [sys.executable, "-m", "examples.demo", *options])  # noqa: S606 - no shell is wanted
 
 
 @main.command(epilog=EPILOG)

@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvcached.demo import run as demo
-from kvcached.demo.programs import Program, SupervisedDaemon
-from kvcached.demo.report import (
+from examples.demo import run as demo
+from examples.demo.programs import Program, SupervisedDaemon
+from examples.demo.report import (
     COLD,
     DAEMON_BACK,
     DAEMON_KILLED,
@@ -51,18 +51,9 @@ def test_demo_without_torch_says_what_to_install(
     assert "make env, or pip install torch" in printed.err.replace("\n", " ")
 
 
-def test_demo_without_the_examples_says_where_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """An installed daemon has no examples beside it; the message says to use a checkout."""
-    monkeypatch.setattr(demo, "_ROOT", tmp_path)
-    assert demo.run_demo(json_output=False) == 3
-    assert "checkout" in capsys.readouterr().err
-
-
 def test_demo_never_imports_torch() -> None:
     """The demo's own process stays without torch: the engine is a program of its own."""
-    code = "import sys, kvcached.demo.run; sys.exit('torch' in sys.modules)"
+    code = "import sys, examples.demo.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvcached import VERSION
+from kvcached.cli import main as cli
 from kvcached.cli.main import ExitCode, main
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
@@ -172,15 +174,21 @@ def test_cli_help_shows_defaults_and_variables() -> None:
 
 
 def test_cli_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`kvcached demo` passes its options to the demo and exits with what the demo returns."""
-    calls: list[dict[str, object]] = []
-    import kvcached.demo.run  # noqa: PLC0415 - the module whose function is replaced
+    """`kvcached demo` becomes the demo of the checkout, whatever directory it was started in, with its options."""
+    became: list[tuple[str, Path]] = []
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(os, "execv", lambda _, arguments: became.append((" ".join(arguments), Path.cwd())))
 
-    def fake_demo(**options: object) -> int:
-        calls.append(options)
-        return 1
+    run("demo", "--tp", "1", "--device", "cuda", "--json")
 
-    monkeypatch.setattr(kvcached.demo.run, "run_demo", fake_demo)
+    assert became == [(f"{sys.executable} -m examples.demo --tp 1 --device cuda --json", ROOT)]
 
-    assert run("demo", "--tp", "1", "--device", "cuda", "--json").exit_code == 1
-    assert calls == [{"json_output": True, "tp": 1, "device": "cuda"}]
+
+def test_cli_demo_without_the_examples_says_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An installed daemon has no examples beside it; the message says to use a checkout."""
+    monkeypatch.setattr(cli, "_CHECKOUT", tmp_path)
+
+    result = run("demo")
+
+    assert result.exit_code == ExitCode.START_FAILED
+    assert "run it from a checkout" in result.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.demo_figure import draw
-from kvcached.demo.report import Report, sentence
+from examples.demo.report import Report, sentence
 from tests.project.daemon_process import clean_environment, running_daemon
 from tests.project.source_tree import ROOT
 

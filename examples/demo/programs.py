@@ -19,7 +19,7 @@ from kvcached.process.seqpacket import peer_credentials
 from kvcached.recovery import fd_store
 from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME
 
-#: The directory that holds the `kvcached` package, and in a checkout `examples` beside it.
+#: The checkout.
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S: Final = 60
 _ANSWER_TIMEOUT_S: Final = 60

@@ -26,9 +26,9 @@ from typing import Final, NamedTuple
 import msgspec
 from rich.console import Console
 
-from kvcached.demo import programs as demo_programs
-from kvcached.demo.programs import Answer, DemoError, Program
-from kvcached.demo.report import (
+from examples.demo import programs as demo_programs
+from examples.demo.programs import Answer, DemoError, Program
+from examples.demo.report import (
     COLD,
     DAEMON_BACK,
     DAEMON_KILLED,
@@ -46,7 +46,7 @@ from kvcached.demo.report import (
 )
 from kvcached_client.transport.run_dir import SOCKET_PATH_BYTES_MAX
 
-#: The directory that holds the `kvcached` package, and in a checkout `examples` beside it.
+#: The checkout.
 _ROOT: Final = Path(__file__).resolve().parents[2]
 #: About 20 million random parameters: large enough that a cold prompt takes noticeable time on two cores.
 _MODEL: Final = _ROOT / "examples" / "llama_engine" / "small-llama"
@@ -174,8 +174,6 @@ def _directory() -> Iterator[Path]:
 
 
 def _require_engine() -> None:
-    if not (_ROOT / "examples" / "llama_engine").is_dir():
-        raise DemoError("the example engine is not here; run it from a checkout: make demo")
     missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         fix = f"make env, or pip install {' '.join(missing)}"
