@@ -1,9 +1,10 @@
-"""What a storage backend is: values of bytes under keys of 32 bytes, in batches, from and into memory not its own.
+"""The interface of a storage backend: values of bytes under keys of 32 bytes, read and written in batches.
 
-A backend is used by one process, the storage process, from as many threads at a time as it says it can bear. It may
-forget anything at any time: storage is asked, never assumed. It may also be wrong: every value is a frame that names
-its block and proves its bytes (`kvcached.storage.frame`), and what does not match is deleted and counts as absent. So a
-backend needs no checksums and no transactions of its own. `docs/storage.md` shows a complete one.
+Only the storage process uses a backend, from as many threads at a time as the backend allows. A backend may forget any
+value at any time: whether it has a value is always asked. It may also return wrong bytes: every value begins with a
+frame that names its block and has checksums of its bytes (`kvcached.storage.frame`), and a value that does not match is
+deleted and counts as absent. So a backend needs no checksums and no transactions. `docs/storage.md` shows a complete
+backend.
 """
 
 from __future__ import annotations
@@ -16,35 +17,35 @@ from typing import Final, NamedTuple
 
 from kvcached_client.types import KEY_SIZE_BYTES
 
-#: Entry points of this group are backends: ours, and those of other distributions.
+#: The group of entry points for backends, of this distribution and of others.
 GROUP: Final = "kvcached.storage"
 #: The backend that is part of this distribution.
 DISK: Final = "disk"
 
-#: A key is the digest of what makes blocks interchangeable, then the block's own key.
+#: A key is a digest of everything that makes blocks interchangeable, followed by the block's own key.
 PREFIX_BYTES: Final = 16
 STORED_KEY_BYTES: Final = PREFIX_BYTES + KEY_SIZE_BYTES
 
 
 class StorageUnusable(Exception):
-    """A backend cannot be opened now; it is tried again. The message says why, and what to do."""
+    """A backend cannot be opened now; it will be tried again. The message says why, and what to do."""
 
 
 class StorageMisconfigured(StorageUnusable):
-    """A backend can never be opened with these settings: trying again is of no use."""
+    """A backend can never be opened with these settings, so it is not tried again."""
 
 
 class Outcome(StrEnum):
-    """What became of one block of a batch."""
+    """The outcome for one block of a batch."""
 
     DONE = "done"
-    ABSENT = "absent"  #: get: there is no such key, or a value of another size
-    FULL = "full"  #: put: no room, and none to be made
+    ABSENT = "absent"  #: get: there is no value for the key, or one of another size
+    FULL = "full"  #: put: there is no room, and none can be made
     FAILED = "failed"  #: the device or the service failed
 
 
 class Result(NamedTuple):
-    """Of one block; `detail` says why it failed, for the log."""
+    """The result for one block; `detail` says in the log why it failed."""
 
     outcome: Outcome
     detail: str = ""
@@ -55,12 +56,12 @@ ABSENT: Final = Result(Outcome.ABSENT)
 
 
 class Block(NamedTuple):
-    """One value: a key, and the memory that it is written from or read into.
+    """One value: its key, and the memory to write it from or to read it into.
 
     Attributes:
         key: 32 bytes.
-        parts: what the value consists of, in order: its frame, then the block's bytes of each shard. Contiguous, of
-            format "B"; together as long as the value. All begin at a multiple of 4096 where their sizes allow it.
+        parts: the parts of the value in order: its frame, then the block's bytes of each shard. Contiguous memoryviews
+            of format "B"; together as long as the value. All begin at a multiple of 4096 if their sizes allow it.
     """
 
     key: bytes
@@ -76,10 +77,10 @@ class Capabilities(NamedTuple):
     """What a backend can do.
 
     Attributes:
-        threads: calls that it serves well at a time: the queue depth.
-        batch_blocks: blocks that it is given at most in one call.
+        threads: how many calls at a time it serves well: the queue depth.
+        batch_blocks: the most blocks of one call.
         persistent: whether values outlive the process.
-        deletes: whether `delete` and `clear` have an effect; where not, old generations stay until it drops them.
+        deletes: whether `delete` and `clear` have an effect; if not, old generations stay until it drops them.
     """
 
     threads: int = 4
@@ -89,7 +90,7 @@ class Capabilities(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """How full it is; -1 where that is not known."""
+    """How full a backend is; -1 for an unknown figure."""
 
     blocks: int
     size_bytes: int
@@ -97,51 +98,51 @@ class Usage(NamedTuple):
 
 
 class Storage(ABC):
-    """A backend. Methods are called from several threads at a time, and may wait for the device.
+    """A backend. Its methods are called from several threads at a time, and may wait for the device.
 
-    A batch never raises because of one of its blocks: each has a result of its own. What is raised counts as a failure
-    of all of them. `timeout_s` is when the caller stops counting on the answer: a backend that talks to a service hands
-    it on. Memory in `parts` is the backend's until the call returns, however late.
+    A call does not raise because one of its blocks failed: each block has its own result. An exception counts as a
+    failure of all blocks. After `timeout_s` the caller no longer expects the reply: a backend that uses a service
+    passes this limit on. The backend may use the memory in `parts` until the call returns, however late.
     """
 
     capabilities = Capabilities()
 
     @abstractmethod
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-        """Whether there is a value, for each key. A hint: it may be gone when it is asked for."""
+        """Whether there is a value for each key. This is a hint: the value may be gone when it is read."""
 
     @abstractmethod
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
-        """Read values into the parts. What the parts hold after another outcome than DONE does not matter."""
+        """Read values into the parts. After any outcome but DONE, the parts may hold any bytes."""
 
     @abstractmethod
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
-        """Write values. One that is there already under the key is as good as the new one."""
+        """Write values. If there is a value under the key already, it may be kept instead of the new one."""
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
-        """Forget values; returns how many there were."""
+        """Delete values; returns how many there were."""
 
     @abstractmethod
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
-        """Forget all values whose key begins with these 16 bytes; all of them for b"". Returns how many there were.
+        """Delete all values whose key begins with these 16 bytes; all values for b"". Returns how many there were.
 
-        Nobody waits: it may take some minutes. Where it fails it is called again.
+        No request waits for this call, which may take some minutes. If it fails, it is called again.
         """
 
     @abstractmethod
     def usage(self) -> Usage:
-        """How full it is."""
+        """How full the backend is."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Give everything back. No other method is called afterwards, and none is running."""
+        """Release all resources. No other method is running, and none is called afterwards."""
 
 
 def open_backend(name: str, settings: dict[str, object]) -> Storage:
     """Open the backend of this name, which is an entry point of the group `GROUP`.
 
-    An entry point is a callable that takes the settings of the backend's table, checks them and returns the backend
-    open. Its module is imported in the storage process, and only if its name is asked for.
+    An entry point is a callable that takes the settings of the backend's table, checks them and returns an open
+    backend. Its module is imported in the storage process, and only if the configuration names it.
 
     Raises:
         StorageMisconfigured: no backend of that name is installed, or it cannot be imported.

@@ -1,8 +1,8 @@
-"""One value encrypted: AES-256-GCM, each part by itself; the only import of `cryptography`, which is optional.
+"""Encrypts one value with AES-256-GCM, each part by itself. Only this module imports `cryptography`, which is optional.
 
-Nonces and tags stand in the second half of the frame, which is free for that: 12 and 16 bytes for the first half of the
-frame, then as much for each part. What is authenticated beside the bytes are the value's name, the number of the part
-and the frame's nonce: no part can stand in another's place, under another name, or with another writing of the value.
+Nonces and tags are in the second half of the frame, which is reserved for that: 12 and 16 bytes for the first half of
+the frame, then as much for each part. The value's name, the number of the part and the frame's nonce are authenticated
+beside the bytes. So no part can be put in the place of another, under another name, or into another write of the value.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class BlockCipher:
         self._bytes = AES(_derived(key, b"kvcached storage bytes 1"))
 
     def prefix(self, prefix: bytes) -> bytes:
-        """What the prefix of keys is called inside: 16 bytes."""
+        """The encrypted name of a prefix of keys: 16 bytes."""
         return _derived(self._naming, b"prefix" + prefix)[:PREFIX_BYTES]
 
     def name(self, key: bytes) -> bytes:
-        """What a key is called inside: 32 bytes, that begin as its prefix is called."""
+        """The encrypted name of a key: 32 bytes, which begin with the encrypted name of the key's prefix."""
         return self.prefix(key[:PREFIX_BYTES]) + _derived(self._naming, b"key" + key)[:PREFIX_BYTES]
 
     def encrypt(self, name: bytes, plain: Sequence[memoryview], into: Sequence[memoryview]) -> None:
@@ -53,7 +53,7 @@ class BlockCipher:
         into[0][SEALED_BYTES:] = bytes(proofs).ljust(FRAME_BYTES - SEALED_BYTES, b"\0")
 
     def decrypt(self, name: bytes, encrypted: Sequence[memoryview], into: Sequence[memoryview]) -> bool:
-        """The contrary; False where this is not what was encrypted under that name. Then `into` holds anything."""
+        """Decrypt a value; False if it was not encrypted under that name. Then `into` may hold any bytes."""
         proofs = bytes(encrypted[0][SEALED_BYTES:])
         for number, (source, target) in enumerate(_pieces(encrypted, into)):
             proof = proofs[number * _PROOF_BYTES : (number + 1) * _PROOF_BYTES]
@@ -68,7 +68,7 @@ class BlockCipher:
 
 
 def _pieces(source: Sequence[memoryview], target: Sequence[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
-    """What is encrypted by itself: the first half of the frame, and each part behind it."""
+    """The pieces that are encrypted separately: the first half of the frame, and each part behind it."""
     yield source[0][:SEALED_BYTES], target[0][:SEALED_BYTES]
     yield from zip(source[1:], target[1:], strict=True)
 

@@ -1,4 +1,4 @@
-"""Between the core and the storage process: effects become orders, replies become events, failures become pauses.
+"""The daemon's side of the storage process: sends the core's effects as requests, and reports replies as events.
 
 ::
 
@@ -51,24 +51,24 @@ from kvcached.storage.messages import (
 from kvcached.storage.messages import StorageConfig as ProcessConfig
 from kvcached.storage.process import StorageProcess
 
-#: So many failures in a row are no chance any more.
+#: This many failures in a row suspend storage.
 BREAKER_FAILURES: Final = 5
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 30.0
-#: A storage process that has not answered a request that it has begun for so many timeouts is hung, and is killed.
+#: A storage process that has worked on one request for this many timeouts is hung, and is killed.
 HUNG_TIMEOUTS: Final = 6
-#: That storage takes no blocks is logged again so much later at the earliest.
+#: The shortest interval between two log lines that storage accepts no blocks.
 REFUSAL_LOG_S: Final = 60.0
-#: No request waits until something is forgotten, and that may be millions of blocks.
+#: How long a `Forget` may take. It may be of millions of blocks, and no request waits for it.
 FORGET_S_MAX: Final = 600.0
 
 _log: Final = logging.getLogger(__name__)
 
 
 class LinkState(StrEnum):
-    """What the storage process does."""
+    """The state of the storage process."""
 
-    DETACHED = "detached"  #: it was not started, or somebody has taken it off
+    DETACHED = "detached"  #: it was not started, or an administrator has detached it
     STARTING = "starting"
     READY = "ready"
     SUSPENDED = "suspended"
@@ -85,23 +85,23 @@ _NEXT: Final[dict[LinkState, frozenset[LinkState]]] = {
 
 
 class StorageLink:
-    """The storage process, started and started again.
+    """Starts and restarts the storage process, and sends requests to it.
 
     Args:
-        config: what it is told.
+        config: the configuration of the process.
         host_memory: descriptor of the host pool.
-        run_dir: where its log and its lock are.
-        epoch: of this daemon, for the headers of what is fetched.
-        format_of: whose blocks a namespace's are, and where they lie; None for one that is not known any more.
+        run_dir: the directory of its log and its lock.
+        epoch: the daemon's, for the headers of fetched blocks.
+        format_of: returns the format of a namespace's blocks; None for a namespace that no longer exists.
         tell: takes events.
 
     Attributes:
         state: see `LinkState`.
         why: the last failure, in words.
-        write_refusal: why storage takes no blocks, though it works; empty where it has taken the last ones.
-        is_misconfigured: the last start failed, and any other will: the settings are wrong.
-        usage: blocks, bytes and capacity as the backend told last; -1 where it cannot.
-        counters: what it did.
+        write_refusal: why storage accepts no blocks although it works; empty if it has accepted the last ones.
+        is_misconfigured: the last start failed because of wrong settings, so every other start will fail.
+        usage: blocks, bytes and capacity in the backend's last report; -1 for an unknown figure.
+        counters: counts of its work.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class StorageLink:
         self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._process: StorageProcess | None = None
-        self._is_wanted = False  #: somebody has asked for it while the one before was ending
+        self._is_wanted = False  #: `attach` was called while the process before was ending
         self._in_flight: InFlight[Request, Done] = InFlight(self._on_late, turns=1)
         self._in_flight.watch(config.timeout_s)
         self._forgets = Forgets(self._in_flight, self._forget, lambda: self.state is LinkState.READY)
@@ -141,13 +141,13 @@ class StorageLink:
 
     @property
     def due(self) -> Mapping[bytes, None]:
-        """How the keys begin that are to be forgotten, and are not yet; the oldest first."""
+        """The prefixes of keys that are not forgotten yet, oldest first."""
         return self._forgets.due
 
     # --- life -------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Start it, when the one before is dead. Does nothing where it runs or is about to."""
+        """Start the process once the one before is dead. Does nothing if it runs or is about to."""
         if self.state is not LinkState.DETACHED:
             return
         if self._process is None:
@@ -156,7 +156,7 @@ class StorageLink:
             self._is_wanted = True
 
     async def detach(self, deadline_s: float) -> None:
-        """End it, and start it no more. What is under way fails when it is dead."""
+        """End the process and do not restart it. Requests under way fail when it is dead."""
         self._cancel_timer()
         process, self._is_wanted = self._process, False
         self._go(LinkState.DETACHED)
@@ -164,7 +164,7 @@ class StorageLink:
             await process.stop(deadline_s)
 
     async def started(self, deadline_s: float) -> bool:
-        """Wait for the outcome of a start: whether it works."""
+        """Wait until a start has ended; returns whether storage works."""
         try:
             async with asyncio.timeout(deadline_s):
                 while self.state is LinkState.STARTING:
@@ -178,7 +178,7 @@ class StorageLink:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def carry_out(self, effect: QueryStorage | StartFetch | StartBackup) -> None:
-        """Ask for what the core asks for; where that is not possible it hears so, later."""
+        """Send the request of an effect. If that is not possible, a later event reports the failure to the core."""
         format_ = self._format_of(effect.namespace, effect.generation) if self._process is not None else None
         if format_ is None:
             self._loop.call_soon(self._refuse, effect)
@@ -201,14 +201,14 @@ class StorageLink:
         self._send(request, tell)
 
     def forget_all(self, tell: Callable[[Done], None]) -> bool:
-        """Have all blocks forgotten; False where nobody is there to be told."""
+        """Let storage forget all blocks; False if the process is not ready for the request."""
         if self.state not in {LinkState.READY, LinkState.SUSPENDED}:
             return False
         self._forget(b"", tell)
         return True
 
     def forget(self, prefix: bytes, tell: Callable[[Done], None]) -> None:
-        """Have all blocks forgotten whose keys begin so, when storage works, and again until that has succeeded."""
+        """Let storage forget all blocks whose keys have a prefix, as soon as it works; repeated until that succeeds."""
         self._forgets.add(prefix, tell)
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class StorageLink:
         elif self._is_wanted:
             self._is_wanted = False
             self._start()
-        self._tell(StorageLost())  # after the next start is planned: whatever comes of telling, there is one
+        self._tell(StorageLost())  # after the next start is planned: there is a next start even if `tell` raises
         for each in lost:
             if isinstance(each.request, Forget):  # the core has been told of the end of all others
                 each.tell(Done(sequence=each.request.sequence, failed=True, error=f"the storage process {why}"))
@@ -329,7 +329,7 @@ class StorageLink:
         return bool(self._in_flight.late(self._config.timeout_s))
 
     def _watch(self) -> None:
-        """A process that is late is suspended, and one that is suspended is hung after some more timeouts."""
+        """Suspend a process that is late, and kill one that is still late after some more timeouts."""
         timeouts = 1 if self.state is LinkState.READY else HUNG_TIMEOUTS
         self._in_flight.watch(self._config.timeout_s * timeouts)
 
@@ -337,7 +337,7 @@ class StorageLink:
         hung_s = self._config.timeout_s * HUNG_TIMEOUTS
         if self._in_flight.late(hung_s) and self._process is not None:
             self._process.kill(f"it has not answered for {hung_s:g} s")
-            return  # nothing is watched until it is dead, which may take as long as its device pleases
+            return  # no deadline is watched until it is dead, which may take as long as its device hangs
         if self._is_late():
             self.counters["timeouts"] += 1
             self._suspend(f"no answer within {self._config.timeout_s:g} s")
@@ -361,7 +361,7 @@ class StorageLink:
         self._tell(BackupSettled(effect.transfer, done.count))
 
     def _note_refusal(self, done: Done) -> None:
-        """Storage that takes no blocks works, and yet is of no use: say so, but not for each block."""
+        """Log that storage works but accepts no blocks, or accepts them again; not for each block."""
         if done.failed or (not done.error and not done.written):
             return
         if done.error:

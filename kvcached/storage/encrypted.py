@@ -1,8 +1,8 @@
-"""A backend in front of another one that encrypts: what lies in storage tells neither blocks nor what they are called.
+"""A backend that encrypts values and their names before it passes them to another backend.
 
-Who reads the storage learns how many values there are, their sizes, which of them belong to one namespace, and when
-they are used. Who writes to it can make values disappear, and bring back an earlier one under the same name, which has
-the same bytes; nothing else. A value that does not prove itself is deleted and counts as absent.
+Somebody who can read the storage learns how many values there are, their sizes, which of them belong to one namespace,
+and when they are used. Somebody who can write to it can delete values, and restore an earlier value under its name,
+which has the same bytes; nothing else. A value that fails authentication is deleted and counts as absent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvcached.storage.frame import FRAME_BYTES, SHARDS_MAX
 
 SECRET_BYTES: Final = 32
 _PAGE: Final = 4096
-#: Of one call, unless one block is larger.
+#: The most bytes of one call, unless a single block is larger.
 _COPIES_BYTES_MAX: Final = 64 << 20
 
 
@@ -37,7 +37,7 @@ def read_secret(path: Path) -> bytes:
     """The key in a file: 32 bytes, or 64 hexadecimal digits.
 
     Raises:
-        StorageUnusable: there is none, others may read the file, or it holds something else.
+        StorageUnusable: there is no file, others may read it, or it holds no key.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -69,7 +69,7 @@ def _decoded(content: bytes, path: Path) -> bytes:
 
 
 class EncryptedStorage(Storage):
-    """As the inner backend, which sees encrypted values under encrypted names. Values begin with a frame."""
+    """Encrypts for an inner backend, which gets encrypted values under encrypted names. Values begin with a frame."""
 
     def __init__(self, inner: Storage, secret: bytes) -> None:
         """Take a backend and a key of 32 bytes.
@@ -94,7 +94,7 @@ class EncryptedStorage(Storage):
         return self._inner.exists([self._cipher.name(key) for key in keys], timeout_s=timeout_s)
 
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
-        """Read and decrypt; what is not as it was encrypted is deleted."""
+        """Read and decrypt; a value that fails authentication is deleted."""
         return [result for some in _portions(blocks) for result in self._get(some, timeout_s)]
 
     def _get(self, blocks: Sequence[Block], timeout_s: float) -> list[Result]:
@@ -128,7 +128,7 @@ class EncryptedStorage(Storage):
         return self._inner.delete([self._cipher.name(key) for key in keys], timeout_s=timeout_s)
 
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
-        """As inside; without a prefix also what was encrypted with other keys."""
+        """As the inner backend; without a prefix this also deletes values that were encrypted with other keys."""
         return self._inner.clear(self._cipher.prefix(prefix) if prefix else b"", timeout_s=timeout_s)
 
     def usage(self) -> Usage:
@@ -140,7 +140,7 @@ class EncryptedStorage(Storage):
         self._inner.close()
 
     def _copies(self, blocks: Sequence[Block]) -> Iterator[Block]:
-        """Memory for the encrypted form of each block, aligned as its own: every part begins on a page."""
+        """Memory for the encrypted form of each block: every part begins on a page, as in the block's own memory."""
         for block in blocks:
             sizes = [part.nbytes for part in block.parts]
             if not sizes or sizes[0] != FRAME_BYTES or len(sizes) > 1 + SHARDS_MAX:
@@ -156,7 +156,7 @@ class EncryptedStorage(Storage):
 
 
 def _portions(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
-    """Blocks of a batch that are copied at a time: large ones take no gigabytes in each thread."""
+    """A batch in portions that are copied at a time, so that large blocks do not take gigabytes in each thread."""
     first = size_bytes = 0
     for number, block in enumerate(blocks):
         if size_bytes and size_bytes + block.size_bytes > _COPIES_BYTES_MAX:

@@ -1,8 +1,8 @@
-"""What the storage process does with one request: frames and checksums between a backend and the host pool.
+"""Carries out one request in the storage process: frames and checksums between a backend and the host pool.
 
-Blocks go from the host pool to the backend and back without a copy in between. A block is written to storage with the
-checksums that it was stored in the host pool with, and a header appears beside a slot only when what was read is what
-these say: from the engine's first store to its last load they are the same ones.
+Blocks go from the host pool to the backend and back without an intermediate copy. A block is written to storage with
+the checksums of its store in the host pool. A fetched block gets its header in the host pool only if its bytes match
+these checksums, so the same checksums cover a block from the engine's store to the last load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class _Slot(NamedTuple):
-    """A block by its name and its places in the host pool, on each shard."""
+    """A block's name, and its place in the host pool on each shard."""
 
     name: BlockName
     headers: list[memoryview]
@@ -35,12 +35,12 @@ class _Slot(NamedTuple):
 
 
 class HostCopies:
-    """Carries out orders. Used by several threads.
+    """Carries out requests. Used by several threads.
 
     Args:
         memory: the host pool.
-        backend: what is below it.
-        timeout_s: how long one call of it may take.
+        backend: the storage backend.
+        timeout_s: how long one call of the backend may take.
     """
 
     def __init__(self, memory: memoryview, backend: Storage, timeout_s: float) -> None:
@@ -49,7 +49,7 @@ class HostCopies:
         self._timeout_s = timeout_s
 
     def carry_out(self, request: Request) -> Done:
-        """Do what was ordered. Never raises: what the backend raises is in the answer."""
+        """Carry out a request. Never raises: an error of the backend is in the report."""
         try:
             done = self._carry_out(request)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything, and the daemon has to hear of it
@@ -90,7 +90,7 @@ class HostCopies:
         for some in _batches(list(self._slots(kind, request.span)), self._backend.capabilities.batch_blocks):
             for slot in some:
                 for header in slot.headers:
-                    header[:] = bytes(HEADER_BYTES)  # a claim, too: nobody else writes here
+                    header[:] = bytes(HEADER_BYTES)  # also over a claim: no other process writes here
             frames = _frames(len(some))
             blocks = [_block(stored, slot, page) for slot, page in zip(some, frames, strict=True)]
             results = self._backend.get(blocks, timeout_s=self._timeout_s)
@@ -134,7 +134,7 @@ class HostCopies:
         return Done(sequence=request.sequence, count=done, written=written)
 
     def _put(self, kind: BlockFormat, stored: StoredKind, slots: Sequence[_Slot]) -> tuple[_Slot, Result] | None:
-        """Write blocks; the first that could not be written, and why."""
+        """Write blocks; returns the first that could not be written, and why."""
         if not slots:
             return None
         headers = HeaderKind(kind.header_namespace, kind.fingerprint, kind.header_generation)
@@ -143,7 +143,7 @@ class HostCopies:
         for slot, page in zip(slots, _frames(len(slots)), strict=True):
             sums = [host_header.stored_checksum(header, headers, slot.name) for header in slot.headers]
             known = tuple(each for each in sums if each is not None)
-            if len(known) < len(sums):  # what lies there is not that block: a bit has changed, and a load will find it
+            if len(known) < len(sums):  # the slot does not hold that block: a bit has changed; a load finds that, too
                 continue
             page[:] = frame.pack(stored, StoredBlock(slot.name.key, slot.name.parent, slot.name.depth, known))
             whole.append(slot)
@@ -173,7 +173,7 @@ def _block(kind: StoredKind, slot: _Slot, page: memoryview) -> Block:
 
 
 def _is_next(block: StoredBlock, name: BlockName) -> bool:
-    """Whether a block stands where the chain has it; a forged key alone is not enough."""
+    """Whether a block's depth and parent are those of the chain; the right key alone is not enough."""
     return (block.parent, block.depth) == (name.parent, name.depth)
 
 

@@ -1,4 +1,4 @@
-"""What storage is still to forget: asked for when it works, and again until that has succeeded."""
+"""The blocks that storage has still to forget: requested when storage works, and repeated until that succeeds."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Final
 from kvcached.process.in_flight import InFlight
 from kvcached.storage.messages import Backup, Done, Request
 
-#: What could not be forgotten is tried again so much later.
+#: The pause before a failed request is repeated.
 FORGET_PAUSE_S: Final = 1.0
-#: Generations that wait to be forgotten: clears while storage is away. Each is in the record of generations.
+#: How many generations may wait to be forgotten: clears while storage is away. The record of generations has each.
 FORGETS_DUE_MAX: Final = 1024
 
 Tell = Callable[[Done], None]
 
 
 class Forgets:
-    """How the keys of blocks begin that are to be forgotten.
+    """The prefixes of the keys that storage has to forget.
 
     Args:
         in_flight: the requests to the storage process.
-        send: sends a `Forget` of such keys, and has its report told.
+        send: sends a `Forget` of a prefix, and delivers its report.
         is_ready: whether storage works.
 
     Attributes:
-        due: what is to be forgotten, and is not yet; the oldest first.
+        due: the prefixes that are not forgotten yet, oldest first.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class Forgets:
         self._send = send
         self._is_ready = is_ready
         self._loop = asyncio.get_running_loop()
-        self._waiting: list[tuple[bytes, set[int], Tell]] = []  #: not sent; the numbers of writes that come before
+        self._waiting: list[tuple[bytes, set[int], Tell]] = []  #: not sent: writes must end first, by number
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, prefix: bytes, tell: Tell) -> None:
-        """Have all blocks forgotten whose keys begin so.
+        """Let storage forget all blocks whose keys have a prefix.
 
-        After what is being written now: that may be one of them. Where too many wait already the oldest is given up:
-        its blocks are found under no name, and go when storage needs their room.
+        The request is sent after the writes that are under way, which may be of such blocks. If too many prefixes wait
+        already, the oldest is dropped: no request finds its blocks, and storage evicts them when it needs room.
         """
         while len(self.due) >= FORGETS_DUE_MAX:
             oldest = next(iter(self.due))
@@ -57,7 +57,7 @@ class Forgets:
         self._file(prefix, tell)
 
     def send_due(self) -> None:
-        """Ask for what no write stands before any more, if storage works."""
+        """If storage works, send the requests that no longer wait for a write."""
         if not self._is_ready():
             return
         due = [each for each in self._waiting if not any(write in self._in_flight for write in each[1])]
