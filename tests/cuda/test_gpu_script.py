@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import Distribution, entry_points
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,8 @@ def test_script_for_gpus_runs(library: Path, device: Path, tmp_path: Path) -> No
     assert {figure["device"] for figure in figures} == {"Fake CUDA device 0, CUDA 13.0"}
     assert json.loads((tmp_path / "demo-tp2.json").read_text())["outputs_identical"]
     assert live_granules(device) == 0
+    named = Distribution.at(tmp_path / "packages" / "kvcached_daemon-0.dist-info").entry_points
+    assert set(named) >= set(entry_points(group="kvcached.storage"))  # a tree that is not installed has its backends
 
 
 def test_script_says_what_is_missing(tmp_path: Path) -> None:

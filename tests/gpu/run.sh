@@ -22,8 +22,8 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 if [ -n "${WHEELS:-}" ]; then
     "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$out/packages" "$WHEELS"/*.whl || exit 3
-    export PYTHONPATH=$PYTHONPATH:$out/packages
 fi
+export PYTHONPATH=$PYTHONPATH:$out/packages
 
 "$python" - <<'PYTHON' || exit 3
 import importlib.util
@@ -45,6 +45,20 @@ if missing:
         f"tests/gpu/run.sh: {sys.executable} lacks {', '.join(missing)}: install them, name another PYTHON, "
         "or bring their wheels along (WHEELS: see the top of the script)"
     )
+PYTHON
+
+# Storage backends are found by the metadata of an installed distribution, which a tree by itself has not.
+"$python" - "$out/packages/kvcached_daemon-0.dist-info" <<'PYTHON' || exit 3
+import pathlib
+import sys
+import tomllib
+
+groups = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["entry-points"]
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcached-daemon\nVersion: 0\n")
+lines = [line for group, names in groups.items() for line in (f"[{group}]", *(f"{a} = {b}" for a, b in names.items()))]
+(folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
 PYTHON
 
 failed=()
