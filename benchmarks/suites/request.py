@@ -29,7 +29,7 @@ from benchmarks.request_rig import (
     traffic_of,
 )
 from benchmarks.result import Result, Target, judge
-from kvcached_client import Lease
+from kvcached_client import KeyChain, Lease
 
 _SHORT_TOKENS: Final = 512
 _MEDIUM_TOKENS: Final = 8192
@@ -110,7 +110,9 @@ def _managed(run_dir: Path) -> Iterator[_Case]:
         prompts = _Prompts()
         for kind, tokens, limit in (("short", _SHORT_TOKENS, 1.6), ("8k", _MEDIUM_TOKENS, 2.0)):
             yield _Case(f"{kind}_managed", engine, _half_cached(engine, prompts, tokens), limit)
-        yield _Case("short_managed_batched", engine, _turned_over(engine, prompts))
+        engine.turn_over(prompts.name(), engine.root(prompts.tokens(_SHORT_TOKENS)))
+        turned_over = _half_cached(engine, prompts, _SHORT_TOKENS, engine.turn_over)
+        yield _Case("short_managed_batched", engine, turned_over)
         yield _Case("64_commits", engine, _full_blocks(engine, prompts, engine.commit))
         yield _Case("64_commits_batched", engine, _full_blocks(engine, prompts, engine.commit_batched), 3.0)
         long = prompts.tokens(_LONG_TOKENS)
@@ -126,6 +128,8 @@ def _offload(run_dir: Path) -> Iterator[_Case]:
         yield _Case("short_offload_miss", engine, _missed(engine, prompts), 1.7)
         for kind, tokens in (("short", _SHORT_TOKENS), ("8k", _MEDIUM_TOKENS)):
             yield _Case(f"{kind}_offload", engine, _half_cached(engine, prompts, tokens))
+        pipelined = _half_cached(engine, prompts, _SHORT_TOKENS, engine.serve_pipelined)
+        yield _Case("short_offload_pipelined", engine, pipelined)
 
 
 def _beside_echo(case: _Case, endpoint: str, pid: int, rounds: int) -> Iterator[Result]:
@@ -136,26 +140,20 @@ def _beside_echo(case: _Case, endpoint: str, pid: int, rounds: int) -> Iterator[
     return _results(case, traffic, times)
 
 
-def _half_cached(engine: Engine, prompts: _Prompts, count: int) -> Callable[[], Callable[[], object]]:
-    """Prompts whose first half is cached; the blocks of the second half take the place of the oldest."""
+def _half_cached(
+    engine: Engine, prompts: _Prompts, count: int, serve: Callable[[str, KeyChain], object] | None = None
+) -> Callable[[], Callable[[], object]]:
+    """Prompts whose first half is cached; the blocks of the second half take the place of the oldest.
+
+    `serve` is how the engine serves them: `Engine.serve` by default.
+    """
+    served = serve or engine.serve
     shared = prompts.tokens(count // 2)
     engine.serve(prompts.name(), engine.root(shared))
 
     def prepare() -> Callable[[], object]:
         name, tokens = prompts.name(), np.concatenate((shared, prompts.tokens(count - len(shared))))
-        return lambda: engine.serve(name, engine.root(tokens))
-
-    return prepare
-
-
-def _turned_over(engine: ManagedEngine, prompts: _Prompts) -> Callable[[], Callable[[], object]]:
-    """Short prompts whose first half is cached, each in one round trip with the end of the one before it."""
-    shared = prompts.tokens(_SHORT_TOKENS // 2)
-    engine.turn_over(prompts.name(), engine.root(shared))
-
-    def prepare() -> Callable[[], object]:
-        name, tokens = prompts.name(), np.concatenate((shared, prompts.tokens(_SHORT_TOKENS // 2)))
-        return lambda: engine.turn_over(name, engine.root(tokens))
+        return lambda: served(name, engine.root(tokens))
 
     return prepare
 

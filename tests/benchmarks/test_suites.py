@@ -117,6 +117,7 @@ def test_request_suite_measures_whole_requests(
         "short_offload_miss": 2,
         "short_offload": 6,
         "8k_offload": 6,
+        "short_offload_pipelined": 6,
     }
     for case in calls:
         assert 0 < lines[f"{case}_over_echo_ratio"]["value"] <= lines[f"{case}_over_echo_median_ratio"]["value"]

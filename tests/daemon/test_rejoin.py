@@ -136,6 +136,30 @@ def test_new_requests_use_the_reserve(daemon: Supervised, engine: Engine) -> Non
     daemon.await_ready()
 
 
+def test_rejoin_ends_the_calls_of_an_open_batch(daemon: Supervised, engine: Engine) -> None:
+    """What a batch has asked a dead daemon is over before the leases are declared, those of the reserve too."""
+    chain, new = engine.chain(0, 2), engine.chain(100, 2)
+    lease = engine.client.acquire("r", chain)
+    engine.compute(lease, chain)
+    with engine.client.batch() as batch:
+        os.kill(daemon.daemon_pid, signal.SIGSTOP)  # it reads nothing any more
+        batch.commit(lease, 8)
+        call = batch.acquire("new", new)
+        daemon.kill_and_wait()
+        engine.client.rejoin()
+        other = call.result()
+        engine.compute(other, new)
+        batch.commit(lease, 8)
+        batch.finish(other, 8)
+    assert other.hit_blocks == 0
+    for each in (chain, new):
+        hit = engine.client.acquire("hit", each, full=True)
+        assert (hit.hit_blocks, engine.is_right(hit, each)) == (2, True)
+        hit.release()
+    lease.release()
+    assert pool_of(daemon).leases == 1  # the reserve's
+
+
 def test_growth_uses_the_reserve(daemon: Supervised, engine: Engine) -> None:
     """A running request gets slots from the reserve while the daemon is away."""
     lease = engine.client.acquire("r", engine.chain(0, 1))
