@@ -103,6 +103,7 @@ def test_request_suite_measures_whole_requests(
 ) -> None:
     """Each case has a ratio to its echo, its messages counted, and processor time of both ends."""
     monkeypatch.setattr(request, "_WARM_UP_ROUNDS", 1)
+    monkeypatch.setattr(request, "_STEP_REQUESTS", 8)
     main(["request", "--json", "--rounds", "10"])
     lines = _lines(capsys.readouterr().out)
     calls = {name.removesuffix("_calls"): line["value"] for name, line in lines.items() if name.endswith("_calls")}
@@ -110,8 +111,8 @@ def test_request_suite_measures_whole_requests(
         "short_managed": 2,
         "8k_managed": 2,
         "short_managed_batched": 2,
-        "64_commits": 64,
-        "64_commits_batched": 64,
+        "64_commits": 8,
+        "64_commits_batched": 8,
         "128k_match": 1,
         "128k_turn": 2,
         "short_offload_miss": 2,
