@@ -228,7 +228,7 @@ def _config(shape: PageShape, *, verify: bool) -> str:
 [host]
 size_bytes = {slabs * _SLAB_BYTES}
 slab_bytes = {_SLAB_BYTES}
-verify_loads = {str(verify).lower()}
+verify = "{"always" if verify else "never"}"
 
 [offload]
 namespaces_max = 1

@@ -67,7 +67,7 @@ from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.pages import pool_geometry
 from kvcached_client.errors import DeviceError, RequestError
 from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAME, rpc_endpoint, socket_path
-from kvcached_client.types import ShardIndex, WritePolicy
+from kvcached_client.types import ShardIndex, Verify, WritePolicy
 
 log = logging.getLogger(__name__)
 
@@ -160,8 +160,6 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         inheritance = inherit(config.run_dir, config.host, config.replica, inherited)
         host, devices = inheritance.host, inheritance.devices
         _check_memory(config, inheritance)
-        # What an earlier daemon has stored is verified whenever it is read: it may not have ended in order.
-        verify_loads = config.host is not None and (config.host.verify_loads or inheritance.is_kept)
         record, first = await recorded(config), first_of(epoch, secrets.randbits(RANDOM_BITS))
         editions = editions_of(record, inheritance.ledger)
         generations = {each.name: generation_of(each, editions, first) for each in config.replica}
@@ -169,7 +167,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         workers = {
             each.name: _workers(
                 config, each, devices[each.name].shards, host, news,
-                epoch=epoch, generation=generations[each.name].number, verify_loads=verify_loads,
+                epoch=epoch, generation=generations[each.name].number,
             )
             for each in config.replica
         }  # fmt: skip
@@ -187,7 +185,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         cache = build_cache(config, generations, policies, epoch, Generations(first + 1, editions))
         headers = None if host is None else HostHeaders(host)
         taken = take_over_timed(inheritance, cache, replicas, headers)
-        share = None if host is None or config.offload is None else _share(host, verify_loads=verify_loads)
+        share = None if host is None or config.offload is None else _share(config, host)
         state_place = StatePlace(ledger_file(config.run_dir), boot_id(), inheritance.host_record())
         service = _service(config, cache, replicas, share, state_place, headers)
         attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service)
@@ -250,7 +248,6 @@ def _workers(
     *,
     epoch: int,
     generation: int,
-    verify_loads: bool,
 ) -> WorkerPool:
     pool = ReplicaPool(
         replica.name,
@@ -269,7 +266,7 @@ def _workers(
         on_restored=partial(news.tell, PoolRestored(replica.name)),
         epoch=epoch,
         generation=generation,
-        verify_loads=verify_loads,
+        verify=_verify(config),
     )
 
 
@@ -335,8 +332,12 @@ def _service(
     )
 
 
-def _share(host: HostMemory, *, verify_loads: bool) -> HostShare:
-    return HostShare(host.descriptor, host.slabs, host.slab_bytes, verify_loads=verify_loads)
+def _share(config: Config, host: HostMemory) -> HostShare:
+    return HostShare(host.descriptor, host.slabs, host.slab_bytes, _verify(config))
+
+
+def _verify(config: Config) -> Verify:
+    return Verify.NEVER if config.host is None else Verify(config.host.verify)
 
 
 def _open_sockets(config: Config, service: Service, attach: AttachServer, parts: AsyncExitStack) -> None:

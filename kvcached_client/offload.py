@@ -150,7 +150,7 @@ class OffloadClient(EngineSession):
 
     Attributes:
         generation: generation of the namespace when the session began.
-        verify_loads: whether loads compare checksums.
+        verify: which loaded blocks are compared with their checksums.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class OffloadClient(EngineSession):
         """Use `connect`."""
         super().__init__(channel, welcome, generation=None, on_stale=on_stale)
         self.generation = welcome.generation
-        self.verify_loads = welcome.verify_loads
+        self.verify = welcome.verify
         #: Preparations without a reply in time: it is unknown whether there is a copy to cancel.
         self._unsettled: list[tuple[PrepareLoad | PrepareStore, tuple[bytes, ...]]] = []
 

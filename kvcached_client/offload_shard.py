@@ -40,6 +40,7 @@ from kvcached_client.protocol.offload import ERROR_LENGTH_MAX, CopyKind
 from kvcached_client.transport.attach import SessionGrant, join_host
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.run_dir import rpc_endpoint
+from kvcached_client.types import Verify
 
 if TYPE_CHECKING:
     from kvcached_client.cuda.engine import EngineCopies, Mark
@@ -79,7 +80,7 @@ class OffloadShard:
         self.shard: int = joined.shard
         self.epoch: int = joined.epoch
         self._session = grant
-        self._verify_loads = joined.verify_loads
+        self._verify = joined.verify
         self._memory: _Memory | None = memory
         self._channel = channel
 
@@ -177,7 +178,9 @@ class OffloadShard:
         memory = self._open()
         try:
             with memory.after(after):
-                bad = memory.transfers.load(job, verify=self._verify_loads)
+                bad = memory.transfers.load(
+                    job, verify=self._verify is not Verify.NEVER, trusted_epoch=self._verify.trusted_epoch(self.epoch)
+                )
         except BaseException as error:
             self._report_failure("load", job, error)
             raise

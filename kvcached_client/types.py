@@ -54,6 +54,18 @@ class WritePolicy(StrEnum):
     NEVER = "never"
 
 
+class Verify(StrEnum):
+    """Which loaded blocks are compared with their stored checksums. Values never change."""
+
+    INHERITED = "inherited"  #: those that were stored before the present daemon began
+    ALWAYS = "always"  #: all
+    NEVER = "never"
+
+    def trusted_epoch(self, epoch: int) -> int | None:
+        """Whose blocks are not compared, where the present daemon has this epoch; None: all are compared."""
+        return epoch if self is Verify.INHERITED else None
+
+
 KEY_SIZE_BYTES = 16
 #: Loads in flight in one pool: the entries of a shard's progress page.
 PROGRESS_SLOTS = 32

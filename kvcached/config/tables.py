@@ -31,6 +31,8 @@ SLOTS_MAX: Final = (1 << 31) - 1
 WritePolicyName: TypeAlias = Literal["write_through", "write_through_selective", "write_back", "never"]
 #: The names in `kvcached.core.eviction.by_priority`.
 EvictionPolicyName: TypeAlias = Literal["lru", "slru"]
+#: The values of `kvcached_client.types.Verify`.
+VerifyName: TypeAlias = Literal["inherited", "always", "never"]
 
 _PARSER: Final = TypeAdapter(ByteSize)
 _ALL_PERCENT: Final = 100
@@ -126,9 +128,10 @@ class HostConfig(Table):
         description="Unit in which namespaces get memory. Smaller slabs divide memory more finely, larger slabs"
         " waste less of it at their ends.",
     )
-    verify_loads: bool = Field(
-        default=True,
-        description="Compare the checksum of each loaded block with the stored checksum. Keys are always compared.",
+    verify: VerifyName = Field(
+        default="inherited",
+        description="Which loaded blocks are compared with their stored checksums: those that an earlier daemon has"
+        " stored, all, or none. Blocks from storage are compared when they arrive; keys are always compared.",
     )
     eviction_policy: EvictionPolicyName = Field(
         default="lru",

@@ -22,7 +22,7 @@ from kvcached_client.blocks.host_layout import HostGeometry, host_parts, slots_p
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.attach import JoinedHost
-from kvcached_client.types import SessionId, ShardIndex
+from kvcached_client.types import SessionId, ShardIndex, Verify
 
 #: A namespace in use cannot be forgotten. One process may hold this part of all there may be, and one at least.
 PROCESS_NAMESPACES_DIVISOR: Final = 2
@@ -36,13 +36,13 @@ class HostShare:
 
     Attributes:
         descriptor: its sealed memory, which stays the daemon's.
-        verify_loads: whether their loads are to compare checksums.
+        verify: which loaded blocks are to be compared with their checksums.
     """
 
     descriptor: int
     slabs: int
     slab_bytes: int
-    verify_loads: bool
+    verify: Verify
 
 
 class Shape(NamedTuple):
@@ -127,7 +127,7 @@ class OffloadAdmission:
             replicated=hello.replicated,
             namespace=session.namespace.spec.root,
             fingerprint=hello.fingerprint,
-            verify_loads=share.verify_loads,
+            verify=share.verify,
         )
         return joined, (share.descriptor,)
 
@@ -149,7 +149,7 @@ class OffloadAdmission:
             slabs=share.slabs,
             slab_bytes=share.slab_bytes,
             namespaces_max=self._cache.offload.namespaces.most,
-            verify_loads=share.verify_loads,
+            verify=share.verify,
         )
 
     def forget(self, session_id: SessionId) -> None:
@@ -217,7 +217,7 @@ class OffloadAdmission:
             namespace=session.namespace.spec.root,
             heartbeat_interval_ms=self._heartbeat_interval_ms,
             session_ttl_ms=self._cache.session_ttl_ms,
-            verify_loads=self._required_share().verify_loads,
+            verify=self._required_share().verify,
         )
 
 

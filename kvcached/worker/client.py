@@ -40,7 +40,7 @@ from kvcached.worker.messages import (
 )
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.failpoints import failpoint
-from kvcached_client.types import ShardIndex
+from kvcached_client.types import ShardIndex, Verify
 
 #: A worker that gets on with none of its requests for this long is hung, and is killed.
 PROGRESS_DEADLINE_S: Final = 30.0
@@ -71,7 +71,7 @@ class WorkerPool:
         on_restored: called when every shard has a worker again. Every request to the lost workers is over, and whoever
             waited for one has been told.
         epoch: of the daemon.
-        verify_loads: whether loads compare checksums.
+        verify: which loaded blocks are compared with their checksums.
         deadline_s: how long workers may get on with none of their requests.
         back_off: pauses between tries.
 
@@ -89,7 +89,7 @@ class WorkerPool:
         *,
         epoch: int,
         generation: int,
-        verify_loads: bool,
+        verify: Verify,
         deadline_s: float = PROGRESS_DEADLINE_S,
         back_off: BackOff | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class WorkerPool:
         self._on_lost = on_lost
         self._on_restored = on_restored
         self._epoch = epoch
-        self._verify_loads = verify_loads
+        self._verify = verify
         self._deadline_s = deadline_s
         self._back_off = back_off or restart_pauses()
         self._breaker = breaker(self._back_off.healthy_after_s)
@@ -245,7 +245,8 @@ class WorkerPool:
             generation=self.generation,
             spans=transfer.spans,
             progress=transfer.progress,
-            verify=self._verify_loads,
+            verify=self._verify is not Verify.NEVER,
+            trusted_epoch=self._verify.trusted_epoch(self._epoch),
         )
 
     def _fail(self, transfer: StartTransfer, settled: Settled, error: str) -> None:

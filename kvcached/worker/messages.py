@@ -102,6 +102,7 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     spans: tuple[Span, ...]
     progress: _Entry
     verify: bool  #: compare checksums; keys are compared always
+    trusted_epoch: _Count | None = None  #: blocks that were stored in this epoch are not compared
 
 
 class Hurry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="hurry"):

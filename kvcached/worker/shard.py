@@ -136,6 +136,7 @@ class WorkerTransfers:
             bad = self._transfers.load_by_layer(
                 _job(work),
                 verify=work.verify,
+                trusted_epoch=work.trusted_epoch,
                 bad_max=CORRUPT_BLOCKS_MAX,
                 layer_done=partial(self._progress.advance, work.progress),
             )

@@ -173,6 +173,11 @@ def stored_checksums(headers: bytes, kind: HeaderKind, names: BlockNames) -> lis
     ]
 
 
+def epochs(headers: bytes) -> array[int]:
+    """For each of several headers, which are back to back, the epoch of the daemon that ordered the store."""
+    return array("Q", headers)[_WRITER_COLUMN::_ROW]
+
+
 def seals(headers: bytes) -> array[int]:
     """The correct seals of these headers, whatever seals they have."""
     return array("Q", map(xxh3_64_intdigest, map(itemgetter(0), _SEALED.iter_unpack(headers))))

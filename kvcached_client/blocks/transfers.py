@@ -11,13 +11,13 @@ import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, islice
+from itertools import chain, islice
 from typing import Any, Final, NamedTuple, Protocol
 
 from xxhash import xxh3_128_digest
 
 from kvcached_client.blocks import header as host_header
-from kvcached_client.blocks.copy import Copier, CopyPlan, MemoryCopier
+from kvcached_client.blocks.copy import Batch, Copier, CopyPlan, MemoryCopier
 from kvcached_client.blocks.header import CHECKSUM_BYTES, BlockNames, HeaderKind
 from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry
 from kvcached_client.blocks.mapping import Buffer
@@ -147,7 +147,7 @@ class BlockTransfers:
             failpoint("blocks.store.header")
             host_header.write(memory[place : place + HEADER_BYTES], header)
 
-    def load(self, job: BlockJob, *, verify: bool) -> list[int]:
+    def load(self, job: BlockJob, *, verify: bool, trusted_epoch: int | None = None) -> list[int]:
         """Copy blocks out of host slots that another process may be writing at the same time.
 
         Headers are read before and after the copy. A daemon that takes over the pool of a killed daemon does not know
@@ -156,6 +156,7 @@ class BlockTransfers:
         Args:
             job: blocks to copy.
             verify: also compare the bytes that arrive with the checksums in the headers.
+            trusted_epoch: not those of blocks that were stored in this epoch.
 
         Returns:
             The bad blocks, counted from 0 in the order of the job; their bytes on the shard must not be used. All
@@ -168,27 +169,31 @@ class BlockTransfers:
         before = self._read(work.headers)
         stored = host_header.stored_checksums(before, self._kind(job), work.names)
         bad = {index for index, checksum in enumerate(stored) if checksum is None}
-        batches = self._plan.by_block(
-            list(compress(work.blocks, stored)), list(compress(work.places, stored)), to_host=False
-        )
-        if verify:
-            sums = _split(b"".join(self._copier.copy_summed(batches, self._plan.pieces_per_block)), CHECKSUM_BYTES)
-            there = compress(enumerate(stored), stored)
-            bad.update(index for (index, wanted), found in zip(there, sums, strict=True) if wanted != found)
-        else:
-            for _ in self._copier.copy(batches):
-                pass
+        doubted = _doubted(before, verify=verify, trusted_epoch=trusted_epoch)
+        summed = [index for index in doubted if stored[index] is not None]
+        sums = b"".join(self._copier.copy_summed(self._to_shard(work, summed), self._plan.pieces_per_block))
+        found = zip(summed, _split(sums, CHECKSUM_BYTES), strict=True)
+        for _ in self._copier.copy(self._to_shard(work, sorted(set(range(len(stored))) - bad - set(summed)))):
+            pass
+        bad.update(index for index, checksum in found if checksum != stored[index])
         bad.update(_changed(before, self._read(work.headers)))
         return sorted(bad)
 
     def load_by_layer(
-        self, job: BlockJob, *, verify: bool, bad_max: int, layer_done: Callable[[], None]
+        self,
+        job: BlockJob,
+        *,
+        verify: bool,
+        trusted_epoch: int | None = None,
+        bad_max: int,
+        layer_done: Callable[[], None],
     ) -> tuple[int, ...]:
         """Copy blocks layer by layer, up to the first bad block, out of host slots that no process writes meanwhile.
 
         Args:
             job: blocks to copy.
             verify: also compare the blocks' bytes with the checksums in the headers, before the copy.
+            trusted_epoch: as in `load`.
             bad_max: upper bound of the bad blocks that are returned.
             layer_done: called when a layer of all blocks has arrived; not called if a block is bad.
 
@@ -199,18 +204,28 @@ class BlockTransfers:
             BadRequest: as `store`.
         """
         work = self._check(job)
-        bad = tuple(islice(self._bad_blocks(work, self._kind(job), verify=verify), bad_max))
+        headers = self._read(work.headers)
+        doubted = set(_doubted(headers, verify=verify, trusted_epoch=trusted_epoch))
+        stored = host_header.stored_checksums(headers, self._kind(job), work.names)
+        bad = tuple(islice(self._bad_blocks(work, stored, doubted), bad_max))
         stop = bad[0] if bad else len(work.blocks)
         for _ in self._copier.copy(self._plan.by_layer(work.blocks[:stop], work.places[:stop])):
             if not bad:
                 layer_done()
         return bad
 
-    def _bad_blocks(self, work: _Blocks, kind: HeaderKind, *, verify: bool) -> Iterator[int]:
-        size, stored = self._host.block_bytes, host_header.stored_checksums(self._read(work.headers), kind, work.names)
+    def _bad_blocks(self, work: _Blocks, stored: Sequence[bytes | None], doubted: set[int]) -> Iterator[int]:
+        size = self._host.block_bytes
         for index, (checksum, place) in enumerate(zip(stored, work.places, strict=True)):
-            if checksum is None or (verify and checksum != xxh3_128_digest(self._memory[place : place + size])):
+            if checksum is None or (
+                index in doubted and checksum != xxh3_128_digest(self._memory[place : place + size])
+            ):
                 yield index
+
+    def _to_shard(self, work: _Blocks, indices: Sequence[int]) -> Iterator[Batch]:
+        """Batches of some blocks of a load."""
+        blocks, places = work.blocks, work.places
+        return self._plan.by_block([blocks[i] for i in indices], [places[i] for i in indices], to_host=False)
 
     def _read(self, headers: Sequence[int]) -> bytes:
         return b"".join([self._memory[place : place + HEADER_BYTES] for place in headers])
@@ -264,6 +279,14 @@ def _names(spans: Sequence[JobSpan]) -> BlockNames:
     parents = [(span.parent or bytes(KEY_SIZE_BYTES)) + span.keys[:-KEY_SIZE_BYTES] for span in spans]
     depths = (range(span.depth, span.depth + len(span.blocks)) for span in spans)
     return BlockNames(b"".join(span.keys for span in spans), b"".join(parents), array("Q", chain(*depths)))
+
+
+def _doubted(headers: bytes, *, verify: bool, trusted_epoch: int | None) -> Sequence[int]:
+    """Indices of the blocks whose bytes are to be compared with their checksums."""
+    if not verify:
+        return ()
+    epochs = host_header.epochs(headers)
+    return [index for index, epoch in enumerate(epochs) if epoch != trusted_epoch]
 
 
 def _changed(before: bytes, after: bytes) -> Iterator[int]:

@@ -14,7 +14,7 @@ from kvcached_client.blocks.layout import Layout
 from kvcached_client.errors import ErrorCode, Fault
 from kvcached_client.protocol.fields import Id, Secret, decode
 from kvcached_client.protocol.offload import Digest, Fingerprint
-from kvcached_client.types import PROGRESS_SLOTS
+from kvcached_client.types import PROGRESS_SLOTS, Verify
 
 #: A layout with a dozen groups takes about 2 KiB.
 ATTACH_MESSAGE_SIZE_BYTES_MAX: Final = 16 * 1024
@@ -82,7 +82,7 @@ class JoinedHost(Attach, frozen=True, kw_only=True, tag="joined_host"):
     block_bytes: Id  #: of one block on one shard
     namespace: Digest  #: its first 16 bytes are in the header of every block
     fingerprint: Fingerprint  #: in the header of every block
-    verify_loads: bool  #: whether loads are to compare checksums
+    verify: Verify  #: which loaded blocks are to be compared with their checksums
     replicated: bool = False  #: every shard holds the same bytes, and the host pool stores them once
 
 

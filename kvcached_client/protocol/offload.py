@@ -22,6 +22,7 @@ from kvcached_client.protocol.fields import (
     Name,
     Secret,
 )
+from kvcached_client.types import Verify
 
 #: The shard in `TransferDone` when a scheduler cancels a copy: all shards.
 EVERY_SHARD: Final = -1
@@ -115,7 +116,7 @@ class WelcomeOffload(Header, frozen=True, kw_only=True, tag="welcome_offload"):
     namespace: Digest
     heartbeat_interval_ms: Id
     session_ttl_ms: Id
-    verify_loads: bool  #: whether loads are to compare checksums
+    verify: Verify  #: which loaded blocks are to be compared with their checksums
 
 
 class Held(Header, frozen=True, kw_only=True, tag="held"):

@@ -21,7 +21,7 @@ from kvcached_client.protocol.fields import (
     Id,
     decode,
 )
-from kvcached_client.types import KEY_SIZE_BYTES, MissReason
+from kvcached_client.types import KEY_SIZE_BYTES, MissReason, Verify
 
 
 class Stats(Header, frozen=True, kw_only=True, tag="stats"):
@@ -161,7 +161,7 @@ class OffloadInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     slabs: int  #: of the host pool
     slab_bytes: int
     namespaces_max: int
-    verify_loads: bool
+    verify: Verify
 
 
 class Description(Header, frozen=True, kw_only=True, tag="description"):

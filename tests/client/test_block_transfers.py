@@ -140,6 +140,21 @@ def test_unverified_load_reads_headers_only(rig: EngineRig, stored: BlockJob) ->
     assert rig.block(3) == bytes(rig.slot(0))
 
 
+def test_blocks_of_the_trusted_epoch_are_not_compared(rig: EngineRig, stored: BlockJob) -> None:
+    """Of blocks that were stored in the trusted epoch headers are read only; all others are compared as ever."""
+    rig.transfers.store(job(span([2], [5], depth=9)), epoch=EPOCH + 1)
+    work = BlockJob(stored.transfer, stored.generation, (*elsewhere(stored).spans, span([1], [5], depth=9)))
+    for slot in (3, 5):
+        rig.slot(slot)[9] ^= 1
+
+    assert rig.transfers.load(work, verify=True, trusted_epoch=EPOCH) == [4]
+    assert rig.transfers.load(work, verify=True, trusted_epoch=EPOCH + 1) == [1]
+    assert rig.transfers.load(work, verify=True) == [1, 4]
+    assert rig.transfers.load(work, verify=False, trusted_epoch=EPOCH) == []
+
+    assert [rig.block(index) for index in (7, 5, 3, 2, 1)] == [bytes(rig.slot(slot)) for slot in (2, 3, 0, 7, 5)]
+
+
 def test_bad_blocks_of_every_kind_are_reported_in_order(rig: EngineRig, stored: BlockJob) -> None:
     """Broken headers and broken bytes come back in the order of the job."""
     rig.slot(2)[0] ^= 1

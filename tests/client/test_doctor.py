@@ -23,9 +23,10 @@ from kvcached_client.doctor.checks import Finding
 from kvcached_client.doctor.memory_bounds import MemoryBound
 from kvcached_client.doctor.round_trip import _why_not
 from kvcached_client.protocol.engine import Description, HostStats, OffloadInfo, StatsReport
+from kvcached_client.types import Verify
 from tests.project.source_tree import ROOT
 
-OFFERED = OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
+OFFERED = OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify=Verify.ALWAYS)
 
 
 @pytest.fixture
@@ -156,6 +157,7 @@ def test_output_is_json_whatever_else_is_printed() -> None:
     code = """
 import os
 from kvcached_client.doctor import checks as doctor
+from kvcached_client.types import Verify
 from kvcached_client.doctor import memory_bounds
 out = doctor._own_stdout()
 print("noise")

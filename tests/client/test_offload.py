@@ -28,7 +28,7 @@ from kvcached_client.protocol.engine import (
     WelcomeOffload,
     error_reply,
 )
-from kvcached_client.types import LeaseId
+from kvcached_client.types import LeaseId, Verify
 from tests.client.fake_daemon import SILENCE, TOKEN, FakeDaemon
 
 RANGE = struct.Struct("<2i")
@@ -72,7 +72,7 @@ class Script:
             namespace=bytes(32),
             heartbeat_interval_ms=self.heartbeat_interval_ms,
             session_ttl_ms=30_000,
-            verify_loads=True,
+            verify=Verify.ALWAYS,
         )
 
 

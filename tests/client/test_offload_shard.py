@@ -33,6 +33,7 @@ from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.offload_shard import BlockJob, OffloadShard
 from kvcached_client.protocol.attach import JoinedHost
 from kvcached_client.protocol.engine import Header, Request, TransferDone, error_reply
+from kvcached_client.types import Verify
 from tests.client.descriptors import held_here_and_in_a_child
 from tests.client.fake_daemon import SILENCE, TOKEN, FakeDaemon
 from tests.client.offload_rig import FINGERPRINT, NAMESPACE, job, layer, span
@@ -59,7 +60,7 @@ def offer(daemon: FakeDaemon, descriptor: int | None, **changes: Any) -> Session
         "block_bytes": 1024,
         "namespace": NAMESPACE * 2,
         "fingerprint": pages().fingerprint,
-        "verify_loads": True,
+        "verify": Verify.ALWAYS,
     }
     daemon.joined_host = JoinedHost(**{**told, **changes})
     return SessionGrant(id=3, token=TOKEN, run_dir=str(daemon.run_dir))
@@ -160,7 +161,7 @@ def test_end_of_the_daemon_makes_the_descriptor_readable(daemon: FakeDaemon, sha
 
 def test_daemon_says_whether_loads_are_verified(daemon: FakeDaemon, pool: int) -> None:
     """Without verification bytes are not compared with their checksums; headers still are."""
-    with OffloadShard.join(offer(daemon, pool, verify_loads=False), 1, pages()) as shard:
+    with OffloadShard.join(offer(daemon, pool, verify=Verify.NEVER), 1, pages()) as shard:
         shard.store(store_job())
         os.pwrite(pool, b"\xff\xfe", BLOCK_PLACE + 7)
         os.pwrite(pool, b"\0", SLAB_BYTES + HEADER_PLACE + 128)

@@ -68,7 +68,7 @@ def test_config_host_tier_is_absent_unless_asked_for(tmp_path: Path) -> None:
 
     assert load(tmp_path, GOOD).host is None
     assert host is not None
-    assert (host.slabs, host.verify_loads) == (11, True)
+    assert (host.slabs, host.verify) == (11, "inherited")
 
 
 def test_config_host_table_can_come_from_the_environment(tmp_path: Path) -> None:

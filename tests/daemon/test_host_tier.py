@@ -91,7 +91,7 @@ def content(pool: MappedPool, lease: Lease) -> bytes:
 
 
 @contextmanager
-def engine_on(daemon: RunningDaemon, shards: int = 1, replica: str = "default") -> Iterator[Engine]:
+def engine_on(daemon: RunningDaemon | Supervised, shards: int = 1, replica: str = "default") -> Iterator[Engine]:
     engine = Engine(daemon.run_dir, shards, replica)
     try:
         yield engine

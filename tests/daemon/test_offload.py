@@ -39,7 +39,8 @@ def config(page_bytes: int = PAGE_BYTES, *, ttl_ms: int = TTL_MS) -> str:
     slab_bytes = SLAB_BYTES // PAGE_BYTES * page_bytes
     return (
         f"heartbeat_interval_ms = 100\nsession_ttl_ms = {ttl_ms}\n"
-        f"[host]\nsize_bytes = {SLABS * slab_bytes}\nslab_bytes = {slab_bytes}\n[offload]\n"
+        f"[host]\nsize_bytes = {SLABS * slab_bytes}\nslab_bytes = {slab_bytes}\n"
+        'verify = "always"\n[offload]\n'
     )
 
 

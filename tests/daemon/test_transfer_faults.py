@@ -17,6 +17,7 @@ from kvcached_client.errors import LoadFailed
 from kvcached_client.protocol.engine import StatsReport
 from tests.daemon.conftest import RunningDaemon, pool_stats, seconds_until, started
 from tests.daemon.faulty_daemon import FAULT
+from tests.daemon.supervised import Supervised, supervised
 from tests.daemon.test_deaths import children
 from tests.daemon.test_host_tier import (
     BLOCK_SIZE,
@@ -92,7 +93,7 @@ def process(*arguments: str) -> Iterator[LineProcess]:
         child.end()
 
 
-def only_in_host(engine: Engine, daemon: RunningDaemon) -> list[bytes]:
+def only_in_host(engine: Engine, daemon: RunningDaemon | Supervised) -> list[bytes]:
     """Four blocks of which the host pool alone has a copy; returns each shard's bytes."""
     written = engine.compute("a", 4)
     wait_stored(daemon.run_dir, 4)
@@ -291,7 +292,7 @@ def test_waiter_takes_over_when_a_store_dies_with_its_worker(tmp_path: Path) -> 
 def test_block_corrupt_on_one_shard_is_stored_again_from_a_device_that_has_it(tmp_path: Path) -> None:
     """One flipped bit on one shard cuts the hit on both; then another replica's copy is stored in its place."""
     with (
-        started(tmp_path, with_second_replica(TWO_SHARDS)) as daemon,
+        started(tmp_path, with_second_replica(TWO_SHARDS) + 'verify = "always"\n') as daemon,
         engine_on(daemon, 2) as first,
         engine_on(daemon, 2, replica="second") as second,
     ):
@@ -313,6 +314,24 @@ def test_block_corrupt_on_one_shard_is_stored_again_from_a_device_that_has_it(tm
         assert loads(first, written)
         assert host_states(read_stats(daemon)) == {"cached": 4}
         assert is_sound(daemon)
+
+
+@pytest.mark.parametrize("verify", ["inherited", "never"])
+def test_block_that_changed_is_found_after_a_restart(tmp_path: Path, verify: str) -> None:
+    """The next daemon's first load of a block compares its bytes, unless the configuration says that nobody does."""
+    with supervised(tmp_path, HOST_CONFIG + f'verify = "{verify}"\n') as daemon:
+        with engine_on(daemon) as engine:
+            (written,) = only_in_host(engine, daemon)
+            size = engine.client.layout.bytes_per_block()
+        daemon.kill_and_wait()
+        memory = host_memory(daemon.daemon_pid)
+        memory[memory.find(written[2 * size : 3 * size])] ^= 1
+        with engine_on(daemon) as engine, engine.acquire("a", 4) as lease:
+            assert lease.hit_blocks == 4
+            assert lease.wait_loaded() == (2 if verify == "inherited" else 4) * BLOCK_SIZE
+            assert content(engine.pools[0], lease)[: 2 * size] == written[: 2 * size]
+        with Admin.connect(daemon.run_dir) as admin:
+            assert admin.stats().counters.get("corrupt_blocks", 0) == (verify == "inherited")
 
 
 def test_health_tells_busy_from_ill(tmp_path: Path) -> None:

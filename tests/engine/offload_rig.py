@@ -37,6 +37,7 @@ session_ttl_ms = 10_000
 [host]
 size_bytes = {SLABS * SLAB_BYTES}
 slab_bytes = {SLAB_BYTES}
+verify = "always"
 
 [offload]
 namespaces_max = 16

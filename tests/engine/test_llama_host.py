@@ -25,7 +25,7 @@ CONFIG = f"""
 [host]
 size_bytes = {SLABS * SLAB_BYTES}
 slab_bytes = {SLAB_BYTES}
-verify_loads = {{verify}}
+verify = "{{verify}}"
 """
 REPLICA = f"""
 [[replica]]
@@ -41,7 +41,7 @@ HIT_TOKENS = 3 * LIMITS.chunk_tokens
 
 
 @contextmanager
-def serving(directory: Path, replicas: str, *, slots: int, verify: str = "true") -> Iterator[RunningDaemon]:
+def serving(directory: Path, replicas: str, *, slots: int, verify: str = "inherited") -> Iterator[RunningDaemon]:
     """A daemon with a host tier and replicas of the tiny model, whose files are in `directory`."""
     model = {**msgspec.to_builtins(TINY), "model_type": "llama"}
     (directory / "config.json").write_bytes(msgspec.json.encode(model))
@@ -111,7 +111,7 @@ def flip_a_bit(daemon: RunningDaemon, key: bytes) -> None:
         memory.write(bytes([byte ^ 0x40]))
 
 
-@pytest.mark.parametrize("verify", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verify", ["always", pytest.param("never", marks=pytest.mark.slow)])
 def test_flipped_bit_is_a_counted_miss_and_never_an_answer(tmp_path: Path, verify: str) -> None:
     """A flipped bit cuts the hit before it, is counted and changes no output; without verification logits differ."""
     sound_blocks = LIMITS.chunk_tokens // BLOCK_SIZE
@@ -121,7 +121,7 @@ def test_flipped_bit_is_a_counted_miss_and_never_an_answer(tmp_path: Path, verif
         flip_a_bit(daemon, only._cache.chain(TOKENS).key_range(sound_blocks, sound_blocks + 1))
         damaged, again = ask(only, TOKENS), ask(only, TOKENS)
         counted = counters(tmp_path)
-    if verify == "true":
+    if verify == "always":
         assert (damaged.hit_tokens, damaged.loaded_tokens) == (LIMITS.chunk_tokens, LIMITS.chunk_tokens)
         assert counted["corrupt_blocks"] == 1
         assert bits(damaged) == bits(again) == bits(cold)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,7 +111,8 @@ def flip_a_bit(daemon: RunningDaemon, key: bytes, block_bytes: int, shards: int)
     geometry = HostGeometry(slabs=SLABS, slab_bytes=SLAB_BYTES, shards=shards, block_bytes=block_bytes)
     offset = geometry.block_offset(place.slot, shard=shards - 1) + 3
     folder = Path(f"/proc/{daemon.process.pid}/fd")
-    (path,) = (path for path in folder.iterdir() if str(path.readlink()).startswith("/memfd:kvcached-host"))
+    # realpath, for a descriptor that is closed meanwhile is none
+    (path,) = (path for path in folder.iterdir() if os.path.realpath(path).startswith("/memfd:kvcached-host"))
     with path.open("r+b", buffering=0) as memory:
         memory.seek(offset)
         (byte,) = memory.read(1)

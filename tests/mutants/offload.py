@@ -13,9 +13,16 @@ from kvcached.core.transfers.table import TransferTable
 from kvcached.service.engine_verbs import OffloadVerbs
 from kvcached.service.offload_admission import OffloadAdmission
 from kvcached.service.sessions import EngineGroup
+from kvcached_client.blocks import transfers
 from kvcached_client.cuda import copier, device
 from kvcached_client.cuda.copier import CudaCopier
 from tests.mutants.mutant import caught_by, rewrite
+
+
+@caught_by("tests/client/test_block_transfers.py::test_blocks_of_the_trusted_epoch_are_not_compared")
+def inherited_block_is_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """What an earlier daemon has stored is trusted, and what a live process has just written is compared."""
+    rewrite(patch, transfers._doubted, "epoch != trusted_epoch", "epoch == trusted_epoch")
 
 
 @caught_by("tests/core/test_offload.py::test_store_that_is_called_off_is_not_found")

@@ -27,6 +27,7 @@ from kvcached_client.protocol.engine import (
     TreeNode,
     TreeReport,
 )
+from kvcached_client.types import Verify
 from tests.project.admins import FakeAdmin
 from tests.project.source_tree import ROOT
 
@@ -153,7 +154,7 @@ TREE = (
 
 #: What `stats` asks for beside its report.
 DESCRIPTION = msgspec.structs.replace(
-    REPLIES["describe"], offload=OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
+    REPLIES["describe"], offload=OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify=Verify.ALWAYS)
 )
 
 

@@ -11,12 +11,13 @@ from kvcached.doctor.checks import _agreement
 from kvcached.doctor.vllm_flags import TRANSFER_CONFIG, VllmFlags, check_flags, check_layout, check_model, parse
 from kvcached_client.doctor.checks import HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
 from kvcached_client.protocol.engine import OffloadInfo
+from kvcached_client.types import Verify
 from kvcached_client.vllm.keys import VllmHashing, block_hashes
 
 RUN_DIR = Path("/run/kvcached")
 CONFIG = json.dumps(TRANSFER_CONFIG)
 GOOD = ["serve", "/models/tiny", "--kv-transfer-config", CONFIG, "--prefix-caching-hash-algo", "sha256_cbor"]
-OFFERED = OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify_loads=True)
+OFFERED = OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify=Verify.ALWAYS)
 MODEL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
 
 
@@ -130,7 +131,7 @@ def test_devices_are_checked_as_devices(tmp_path: Path) -> None:
 
 def layout_of(folder: Path, *arguments: str, slab_bytes: int = 1 << 20, **fields: object) -> Finding:
     (folder / "config.json").write_text(json.dumps({**MODEL, **fields}))
-    offered = OffloadInfo(slabs=4, slab_bytes=slab_bytes, namespaces_max=2, verify_loads=True)
+    offered = OffloadInfo(slabs=4, slab_bytes=slab_bytes, namespaces_max=2, verify=Verify.ALWAYS)
     (finding,) = check_layout(str(folder), parse(arguments), offered)
     return finding
 

@@ -61,7 +61,7 @@ from kvcached_client.protocol.engine import (
     WelcomeOffload,
     pack_tree_nodes,
 )
-from kvcached_client.types import MissReason, WritePolicy
+from kvcached_client.types import MissReason, Verify, WritePolicy
 from tests.protocol.storage_messages import STORAGE_REPLIES
 
 KEYS = bytes(range(32))
@@ -144,7 +144,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
             namespace=NAMESPACE,
             heartbeat_interval_ms=1000,
             session_ttl_ms=10_000,
-            verify_loads=True,
+            verify=Verify.ALWAYS,
         ),
         [],
     ),
@@ -228,7 +228,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
                     weights_version="step 2000",
                 ),
             ),
-            offload=OffloadInfo(slabs=64, slab_bytes=1 << 24, namespaces_max=8, verify_loads=True),
+            offload=OffloadInfo(slabs=64, slab_bytes=1 << 24, namespaces_max=8, verify=Verify.ALWAYS),
             limits={"header_bytes": 16384},
         ),
         [],
@@ -331,7 +331,7 @@ ATTACH_REPLIES: dict[str, AttachReply] = {
         block_bytes=1 << 20,
         namespace=NAMESPACE,
         fingerprint=KEYS[16:],
-        verify_loads=True,
+        verify=Verify.ALWAYS,
         replicated=True,
     ),
     "attach-refused": AttachRefused(

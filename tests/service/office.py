@@ -21,7 +21,7 @@ from kvcached.service.state_writer import Headers, StatePlace
 from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
-from kvcached_client.types import ShardIndex, TransferId
+from kvcached_client.types import ShardIndex, TransferId, Verify
 
 LAYOUT = Layout(
     block_size=4, shards=2, groups=(KvGroup(layers=1, kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32"),)
@@ -180,7 +180,7 @@ class Office:
             endpoint="ipc:///nowhere",
             heartbeat_interval_ms=100,
             answers_kept_per_session=16,
-            share=HostShare(HOST_MEMORY, host_slabs, SLAB_BYTES, verify_loads=True) if spaces else None,
+            share=HostShare(HOST_MEMORY, host_slabs, SLAB_BYTES, verify=Verify.ALWAYS) if spaces else None,
             later=self.timers.later,
             headers=headers,
             state_place=state_place,

@@ -10,7 +10,7 @@ import pytest
 from kvcached.core.insight.invariants import check
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol import engine as wire
-from kvcached_client.types import pack_ranges
+from kvcached_client.types import Verify, pack_ranges
 from tests.service.office import EPOCH, HOST_MEMORY, SLAB_BYTES, TWO, FakePeer, Office, key_chain
 from tests.service.offload_office import (
     BLOCK_BYTES,
@@ -36,7 +36,7 @@ def test_hello_tells_what_an_engine_needs(office: OffloadOffice) -> None:
     """The welcome names session, epochs, namespace and how often to be heard; the session is there."""
     welcome = office.attach(FakePeer(1))
 
-    assert (welcome.epoch, welcome.daemon_epoch, welcome.generation, welcome.verify_loads) == (EPOCH, EPOCH, 0, True)
+    assert (welcome.epoch, welcome.daemon_epoch, welcome.generation, welcome.verify) == (EPOCH, EPOCH, 0, Verify.ALWAYS)
     assert (welcome.heartbeat_interval_ms, welcome.session_ttl_ms, len(welcome.namespace)) == (100, 1000, 32)
     assert list(office.cache.offload.sessions) == [welcome.session]
 
@@ -143,7 +143,7 @@ def test_shards_get_the_host_pool(office: OffloadOffice) -> None:
     joined = office.join(FakePeer(2), welcome, 1)
     _, descriptors = office.service.join(FakePeer(3), session.id, welcome.token, 0)  # type: ignore[arg-type]
 
-    assert (joined.shard, joined.shards, joined.epoch, joined.verify_loads) == (1, 2, EPOCH, True)
+    assert (joined.shard, joined.shards, joined.epoch, joined.verify) == (1, 2, EPOCH, Verify.ALWAYS)
     assert (joined.slabs, joined.slab_bytes, joined.block_bytes) == (4, SLAB_BYTES, BLOCK_BYTES)
     assert (joined.namespace, joined.fingerprint) == (welcome.namespace, b"f" * 16)
     assert descriptors == (HOST_MEMORY,)

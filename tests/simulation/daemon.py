@@ -22,7 +22,7 @@ from kvcached.service.replica import Replica
 from kvcached.service.service import Service
 from kvcached_client.blocks.header import NAMESPACE_BYTES
 from kvcached_client.protocol import engine as wire
-from kvcached_client.types import SessionId, unpack_ranges
+from kvcached_client.types import SessionId, Verify, unpack_ranges
 from tests.simulation.attachment import Attachment, Crew
 from tests.simulation.checks import Checks, effect_of_requests
 from tests.simulation.line import in_words
@@ -151,7 +151,7 @@ class Daemon:
             endpoint="ipc:///simulation",
             heartbeat_interval_ms=HEARTBEAT_INTERVAL_MS,
             answers_kept_per_session=1024,
-            share=HostShare(HOST_HANDLE, plan.slabs, plan.slab_bytes, verify_loads=True),
+            share=HostShare(HOST_HANDLE, plan.slabs, plan.slab_bytes, verify=Verify.ALWAYS),
             headers=headers,
             state_place=world.state_place,
             later=self.loop.call_later,

@@ -13,7 +13,7 @@ from kvcached.service.offload_admission import HostShare, _space
 from kvcached_client.blocks.host_layout import PAGE_BYTES, HostGeometry
 from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.protocol import engine as wire
-from kvcached_client.types import WritePolicy
+from kvcached_client.types import Verify, WritePolicy
 from tests.simulation.memory import Shape
 from tests.simulation.scheduler import Chance
 
@@ -192,5 +192,5 @@ def _model(number: int, slabs: int) -> OffloadModel:
         block_bytes=block_bytes,
         fingerprint=bytes([number]) * 16,
     )
-    root = _space(hello, HostShare(0, slabs, SLAB_BYTES, verify_loads=True)).root
+    root = _space(hello, HostShare(0, slabs, SLAB_BYTES, verify=Verify.ALWAYS)).root
     return OffloadModel(number, hello.label, hello.keyspace, hello.block_size, Shape(root, hello.fingerprint, geometry))

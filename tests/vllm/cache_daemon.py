@@ -20,7 +20,7 @@ session_ttl_ms = 6000
 [host]
 size_bytes = {size_bytes}
 slab_bytes = {slab_bytes}
-verify_loads = true
+verify = "always"
 
 [offload]
 namespaces_max = 8

@@ -18,7 +18,7 @@ from kvcached.process.backoff import BackOff
 from kvcached.worker.client import WorkerPool
 from kvcached.worker.group import ReplicaPool
 from kvcached_client.blocks.layout import KvGroup, Layout, PageOrder
-from kvcached_client.types import ShardIndex
+from kvcached_client.types import ShardIndex, Verify
 
 T = TypeVar("T")
 RunLoop = Callable[[Coroutine[Any, Any, None]], None]
@@ -113,7 +113,7 @@ def workers_of(
 ) -> WorkerPool:
     """Workers of a replica, not started yet. Lost ones are not replaced, unless `back_off` says otherwise."""
     return WorkerPool(
-        pool, run_dir, on_lost, on_restored, epoch=9, generation=1, verify_loads=True, deadline_s=deadline_s,
+        pool, run_dir, on_lost, on_restored, epoch=9, generation=1, verify=Verify.ALWAYS, deadline_s=deadline_s,
         back_off=back_off or BackOff(**NEVER),
     )  # fmt: skip
 

@@ -130,6 +130,16 @@ def test_flipped_bit_of_a_block_is_found(rig: HostRig, bad: int, byte: int) -> N
     cut_at(rig, bad, load_of(span_of(TARGETS, HOST_RANGES)))
 
 
+def test_block_of_the_trusted_epoch_is_not_compared(rig: HostRig) -> None:
+    """A block that was stored in the trusted epoch is copied as it is; one of another epoch is compared."""
+    store_six(rig)
+    flip(rig, block_place(HOST_SLOTS[2]))
+    load = load_of(span_of(TARGETS, HOST_RANGES))
+
+    cut_at(rig, 2, msgspec.structs.replace(load, trusted_epoch=store_of().epoch + 1))
+    assert rig.transfers.load(msgspec.structs.replace(load, trusted_epoch=store_of().epoch)) == ()
+
+
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("byte", [0, 6, 10, 20, 40, 50, 70, 90, 100, 113, 121])
 def test_flipped_bit_of_a_header_is_found(rig: HostRig, byte: int, verify: bool) -> None:
