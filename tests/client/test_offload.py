@@ -237,8 +237,7 @@ def test_copy_that_was_begun_and_granted_too_late_is_called_off(
 ) -> None:
     """A copy whose answer was not fetched in time is called off with the next one, as one that was waited for."""
     script.silent.add(PrepareStore)
-    store = client.begin_prepare_store(LeaseId(1), 0, bytes(32))
-    with pytest.raises(DeadlineExceeded):
-        store.result()
+    with missed_deadline(client):
+        client.begin_prepare_store(LeaseId(1), 0, bytes(32)).result()
     assert prepare_store(client).transfer == 8
     assert [request.transfer for request in daemon.of(TransferDone) if isinstance(request, TransferDone)] == [8]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.core.history import play_drawn
 from tests.core.model import Driver
 
-SEEDS = range(10)
+#: The quick run plays some of them.
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 10))]
 STEPS_PER_SEED = 10_500
 
 
