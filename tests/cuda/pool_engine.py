@@ -1,6 +1,7 @@
 """An engine whose pool is on a CUDA device: ``python -m tests.cuda.pool_engine RUN_DIR``; it speaks in lines.
 
-It writes each block's key into all of its K and V, as a kernel would: the processor reaches the fake device's memory.
+It writes each block's key into all of its K and V, each layer's in an order of its own, as a kernel would: the
+processor reaches the fake device's memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from kvcached_client import Client, KeyChain, Lease, MappedPool, map_pool
 from kvcached_client.cuda.mapping import CudaArray
+from kvcached_client.transport.misses import Failures
 from kvcached_client.types import KEY_SIZE_BYTES
 from tests.line_process import serve
 
@@ -38,12 +40,21 @@ def parts(pool: MappedPool) -> list[npt.NDArray[np.uint8]]:
 
 
 class Engine:
-    """One client, and all of its pool."""
+    """One client, and all of its pool.
+
+    Attributes:
+        failures: see `Client.connect`.
+        deadline_ms: of each call.
+    """
+
+    failures: Failures = "miss"
+    deadline_ms = 20_000
 
     def __init__(self, run_dir: str) -> None:
-        self.client = Client.connect(run_dir, deadline_ms=20_000, failures="miss")
-        self.pool = map_pool(self.client.session, 0, deadline_ms=20_000)
+        self.client = Client.connect(run_dir, deadline_ms=self.deadline_ms, failures=self.failures)
+        self.pool = map_pool(self.client.session, 0, deadline_ms=self.deadline_ms)
         self.parts = parts(self.pool)
+        self._places = {part.ctypes.data: place for place, part in enumerate(self.parts)}
         self._requests = 0
 
     def chain(self, number: int) -> KeyChain:
@@ -98,11 +109,10 @@ class Engine:
             elsewhere = sum(mine.ctypes.data != other.ctypes.data for mine, other in pairs)
             return f"elsewhere {elsewhere} different {sum((mine != other).any() for mine, other in pairs)}"
 
-    @staticmethod
-    def _pattern(chain: KeyChain, depth: int, part: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    def _pattern(self, chain: KeyChain, depth: int, part: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
         key = np.frombuffer(bytes(chain.key_range(depth, depth + 1)), np.uint8)
         assert len(key) == KEY_SIZE_BYTES
-        return np.resize(key, part.shape[1])
+        return np.resize(np.roll(key, self._places[part.ctypes.data]), part.shape[1])
 
 
 if __name__ == "__main__":

@@ -45,9 +45,17 @@ def test_neighbours_are_one_copy(run_program: RunProgram) -> None:
     assert [each.arguments["count"] for each in batches(done.records)] == [2]
 
 
+def test_copies_stay_within_what_is_registered_at_once(run_program: RunProgram) -> None:
+    """Parts of the host pool that are registered at once are whole slabs, as no copy has bytes of two of them."""
+    done = run_program("neighbours", 0x18000)
+
+    assert broken_rules(done.records) == []
+    assert len(calls(done.records, "cuMemHostRegister")) == 8  # one for each slab
+
+
 def test_layer_is_there_when_it_is_said_to_be(run_program: RunProgram) -> None:
     """A load by layers tells of a layer once the device has all of its bytes."""
-    done = run_program("layer_by_layer", delay_us=3000)
+    done = run_program("layer_by_layer", delay_us=30_000)
 
     assert done.said == [[0x11], [0x11] * 2, [0x11] * 3]
 

@@ -10,8 +10,6 @@ from tests.project.source_tree import ROOT
 
 DOCUMENT = (ROOT / "docs/faults.md").read_text()
 PROOFS: dict[str, list[str]] = tomllib.loads((ROOT / "tests/faults/proofs.toml").read_text())
-#: Scenarios that need a GPU, which this version does not support.
-LEFT_OUT = {17, 18, 19}
 SCENARIOS = 36
 
 
@@ -39,16 +37,7 @@ def test_every_fault_has_a_test() -> None:
 
 
 def test_every_scenario_is_there() -> None:
-    """Each scenario of the list that needs no GPU is there once."""
+    """Each scenario of the list is there once."""
     numbers = [int(each) for each in ids() if each.isdecimal()]
 
-    assert sorted(numbers) == sorted(set(range(1, SCENARIOS + 1)) - LEFT_OUT)
-
-
-def test_what_is_left_out_is_said() -> None:
-    """The document names the scenarios that it leaves out."""
-    said = DOCUMENT[: DOCUMENT.index("## Engines")]
-    ranges = re.findall(r"\b(\d+)(?: to (\d+))?\b", said[said.index("Left out") : said.index("Their numbers")])
-    numbers = {number for first, last in ranges for number in range(int(first), int(last or first) + 1)}
-
-    assert numbers - {30} == LEFT_OUT
+    assert sorted(numbers) == list(range(1, SCENARIOS + 1))

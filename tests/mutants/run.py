@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.mutants import batches, client, copies, core, offload, recovery, server, service, storage, worker
+from tests.mutants import batches, client, copies, core, cuda, offload, recovery, server, service, storage, worker
 from tests.mutants.mutant import VARIABLE, Mutant
 
 ROOT = Path(__file__).parents[2]
-AREAS = (batches, client, copies, core, offload, recovery, server, service, storage, worker)
+AREAS = (batches, client, copies, core, cuda, offload, recovery, server, service, storage, worker)
 #: A folder that each process finds in which the mistake is made.
 EVERY_PROCESS = Path(__file__).parent / "every_process"
 AT_ONCE = 2

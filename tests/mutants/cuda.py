@@ -1,0 +1,123 @@
+"""Mistakes about CUDA: events, fences, contexts, registered memory, and memory of devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcached.worker.cuda_memory import CudaMemory
+from kvcached_client.cuda import copier, driver
+from kvcached_client.cuda.copier import CudaCopier
+from kvcached_client.cuda.device import Device, DeviceMemory
+from kvcached_client.cuda.engine import Mark
+from kvcached_client.cuda.gates import LayerGates
+from kvcached_client.cuda.host import HostPool
+from kvcached_client.cuda.streams import StreamFences
+from tests.mutants.mutant import caught_by, rewrite
+
+_ROUND_TRIP = "tests/cuda/test_copier.py::test_loaded_blocks_are_those_that_were_stored"
+_OFFLOAD = "tests/cuda/test_offload.py::test_blocks_of_one_engine_are_loaded_by_another"
+_FENCES = "tests/cuda/test_streams.py::test_slots_under_a_fence_keep_their_bytes"
+_SHARED = "tests/cuda/test_device.py::test_descriptor_keeps_the_memory"
+
+
+@caught_by("tests/cuda/test_copier.py::test_layer_is_there_when_it_is_said_to_be")
+def cuda_batch_over_before_its_event(patch: pytest.MonkeyPatch) -> None:
+    """A batch counts as copied once it is queued: headers and progress entries tell of bytes that are under way."""
+    rewrite(patch, copier._finished, "queued[0].event.synchronize()", "pass")
+
+
+@caught_by("tests/cuda/test_copier.py::test_layer_is_there_when_it_is_said_to_be")
+def cuda_event_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    """The event of a batch is recorded before the batch is queued."""
+    rewrite(
+        patch,
+        CudaCopier._queue,
+        "if len(numbers):\nstream.copy(*arrays)\nreturn _UnderWay(batch, stream, arrays, stream.record())",
+        "over = stream.record()\n"
+        "if len(numbers):\n    stream.copy(*arrays)\n"
+        "return _UnderWay(batch, stream, arrays, over)",
+    )
+
+
+@caught_by("tests/cuda/test_streams.py::test_kernels_of_a_layer_wait_for_it_on_the_stream")
+def cuda_gates_open_before_their_layers(patch: pytest.MonkeyPatch) -> None:
+    """A gate lets the stream pass before its layer has arrived."""
+    wait = "self._pool.wait_layer(tickets, layer, group, deadline_ms=remaining_ms)"
+    rewrite(patch, LayerGates.open_by_layer, wait, "pass")
+
+
+@caught_by(_SHARED)
+def cuda_granule_not_rounded(patch: pytest.MonkeyPatch) -> None:
+    """Memory of a device is asked for in bytes, not in granules."""
+    patch.setattr(Device, "whole_granules", lambda _, size_bytes: size_bytes)
+
+
+@caught_by(_FENCES)
+def cuda_fence_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A fence has signalled once it is given, whatever the stream still does."""
+    rewrite(patch, StreamFences._collect, "self._queued[0].event.is_over()", "True")
+
+
+@caught_by(_FENCES)
+def cuda_fence_in_another_stream(patch: pytest.MonkeyPatch) -> None:
+    """A fence is an event in the default stream, for which the engine's streams do not wait."""
+    rewrite(patch, StreamFences.next, "CUstream(stream)", "CUstream(0)")
+
+
+@caught_by(_OFFLOAD)
+def cuda_mark_in_another_stream(patch: pytest.MonkeyPatch) -> None:
+    """A mark is an event in the default stream: copies begin before the forward pass ends."""
+    rewrite(patch, Mark.__init__, "CUstream(stream)", "CUstream(0)")
+
+
+@caught_by(_SHARED)
+def cuda_map_without_access(patch: pytest.MonkeyPatch) -> None:
+    """Memory is mapped, and nobody may read or write it."""
+    rewrite(
+        patch,
+        DeviceMemory.__init__,
+        'driver.call("cuMemSetAccess", reserved, size_bytes, [_access(device)], 1)',
+        "pass",
+    )
+
+
+@caught_by("tests/cuda/test_copier.py::test_copies_stay_within_what_is_registered_at_once")
+def cuda_parts_of_half_slabs(patch: pytest.MonkeyPatch) -> None:
+    """What is registered at once ends within a slab, so that a copy has bytes of two registered ranges."""
+    rewrite(patch, HostPool.__init__, "max(1, part_bytes // slab_bytes) * slab_bytes", "part_bytes")
+
+
+@caught_by(_ROUND_TRIP)
+def cuda_part_registered_twice(patch: pytest.MonkeyPatch) -> None:
+    """The first part of the host pool is registered again in place of each other one."""
+    rewrite(patch, HostPool._register, "self._address + first", "self._address")
+
+
+@caught_by(_OFFLOAD)
+def cuda_pool_stays_registered(patch: pytest.MonkeyPatch) -> None:
+    """An engine that leaves keeps the host pool registered, which is unmapped then."""
+    rewrite(patch, HostPool.close, "self._registered.pop().close()", "self._registered.pop()")
+
+
+@caught_by(_OFFLOAD)
+def cuda_sources_read_in_any_order(patch: pytest.MonkeyPatch) -> None:
+    """The driver may read the source of a copy at any time, and not only behind what is queued before it."""
+    patch.setattr(driver, "_IN_STREAM_ORDER", 3)
+
+
+@caught_by(_ROUND_TRIP)
+def cuda_thread_without_context(patch: pytest.MonkeyPatch) -> None:
+    """The thread that registers the host pool has no context."""
+    rewrite(patch, HostPool._register, "self._device.use()", "pass")
+
+
+@caught_by("tests/cuda/test_pool.py::test_evicted_blocks_come_back_from_the_host_pool")
+def cuda_worker_without_context(patch: pytest.MonkeyPatch) -> None:
+    """The thread of a worker that copies has no context."""
+    patch.setattr(CudaMemory, "use", lambda _: None)
+
+
+@caught_by(_ROUND_TRIP)
+def cuda_wrong_abi(patch: pytest.MonkeyPatch) -> None:
+    """The batched copy of CUDA 13 is called with the arguments of CUDA 12.8."""
+    patch.setattr(driver, "_BATCH_VERSION", 13_000)
