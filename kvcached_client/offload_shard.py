@@ -253,7 +253,8 @@ def _map(joined: JoinedHost, descriptor: int, pages: EnginePages) -> _Memory:
     if not host.slots_per_slab or joined.shard >= host.shards:
         raise unusable(f"{host.slots_per_slab} slots in a slab, shard {joined.shard} of {host.shards}")
     buffer = map_sealed(descriptor, host.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-    device = pages.device.open_host(ctypes.addressof(buffer), host) if pages.is_on_cuda else None
+    address = ctypes.addressof(buffer)
+    device = pages.device.open_host(address, host, joined.shard) if pages.is_on_cuda else None
     transfers = BlockTransfers(
         pages,
         host,

@@ -12,7 +12,14 @@ from rich.tree import Tree
 
 from kvcached.config.report import Capacity
 from kvcached.log import escaped
-from kvcached_client.protocol.engine import Description, InspectReport, OffloadInfo, StatsReport, TreeNode
+from kvcached_client.protocol.engine import (
+    Description,
+    HostRegistration,
+    InspectReport,
+    OffloadInfo,
+    StatsReport,
+    TreeNode,
+)
 
 
 def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None:
@@ -42,6 +49,7 @@ def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None
                 **pool.states,
                 "evictable": pool.evictable,
                 "pinned": pool.pinned,
+                **_registered(pool.registered),
             },
         )
     if offered is not None:
@@ -64,6 +72,15 @@ def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None
     if report.hosts:
         _print_facts("transfers", {name.replace("_", " "): count for name, count in report.transfers.items()})
     _print_facts("counters", dict(sorted(report.counters.items())))
+
+
+def _registered(shards: Sequence[HostRegistration]) -> dict[str, str]:
+    told = (
+        f"shard {each.shard}: {each.registered_bytes} of {each.size_bytes} bytes"
+        + (f" ({escaped(each.error)})" if each.error else "")
+        for each in shards
+    )
+    return {"registered": "; ".join(told)} if shards else {}
 
 
 def print_description(report: Description) -> None:

@@ -21,7 +21,7 @@ from kvcached.service.replica import Replica
 from kvcached.service.state_writer import Headers
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.errors import NoCapacity
-from kvcached_client.protocol.engine import Health, HealthPart, HealthReport
+from kvcached_client.protocol.engine import Health, HealthPart, HealthReport, HostRegistration
 from kvcached_client.types import KEY_SIZE_BYTES, NO_FENCE, unpack_ranges
 
 #: One slot to write to, and one to copy it to.
@@ -92,6 +92,7 @@ class HealthRequests:
             violations = check_counts(self._cache)
             parts.append(HealthPart(part="counts", ok=not violations, detail="; ".join(violations[:3])))
             parts += self._degraded()
+            parts += self._registered()
             parts += self._more()
             parts += self._held_back()
             is_ok = all(part.ok for part in parts)
@@ -109,6 +110,14 @@ class HealthRequests:
             )
             for replica in self._replicas.values()
             if replica.workers.is_degraded
+        ]
+
+    def _registered(self) -> list[HealthPart]:
+        """How much of the host pool devices reach directly. Copies of the rest are slower, and that is no illness."""
+        return [
+            _part(replica, "registered", "; ".join(map(_registration, registered)))
+            for replica in self._replicas.values()
+            if (registered := replica.workers.registered)
         ]
 
     def _held_back(self) -> list[HealthPart]:
@@ -247,6 +256,11 @@ class HostMemoryCheck:
             if rest:
                 return next(iter(pool.slabs)), min(CHECKED_BYTES, rest)
         return None
+
+
+def _registration(of: HostRegistration) -> str:
+    said = f"shard {of.shard}: {of.registered_bytes} of {of.size_bytes} bytes of the host pool"
+    return f"{said}, copies of the rest are slower: {of.error}" if of.error else said
 
 
 def _part(replica: Replica, step: str, detail: str = "", *, ok: bool = True) -> HealthPart:

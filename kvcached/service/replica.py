@@ -16,7 +16,7 @@ from kvcached_client.blocks.header import HeaderKind
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.errors import ErrorCode, RequestError, request_error
-from kvcached_client.protocol.engine import ReplicaInfo
+from kvcached_client.protocol.engine import HostRegistration, ReplicaInfo
 from kvcached_client.types import ShardIndex, WritePolicy
 
 #: How many bytes of a namespace's root reports show, in hex digits.
@@ -51,6 +51,10 @@ class Workers(Protocol):
     @property
     def restarts(self) -> int:
         """How often the workers were restarted since the daemon's start."""
+
+    @property
+    def registered(self) -> tuple[HostRegistration, ...]:
+        """How much of the host pool the devices of the shards reach; none on a CPU, or while workers start."""
 
     def start(self, transfer: StartTransfer, settled: Settled) -> None:
         """Start a transfer. `settled` is called once per shard, later, in this thread. It never raises."""

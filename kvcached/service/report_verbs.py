@@ -166,6 +166,7 @@ def _pool_stats(cache: Cache, pool: DevicePool, replica: Replica) -> wire.PoolSt
         restarts=replica.workers.restarts,
         paused=pool.paused,
         pinned=cache.pins.blocks(cache.tree_of(pool.name), pool),
+        registered=replica.workers.registered,
     )
 
 

@@ -16,7 +16,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvcached.core.messages import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
 from kvcached.process.backoff import BackOff
@@ -31,15 +31,16 @@ from kvcached.worker.messages import (
     Hurry,
     Load,
     Probe,
-    Report,
     Request,
     Shutdown,
     Store,
     Work,
     encode,
 )
+from kvcached.worker.results import ShardResult, failure
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.failpoints import failpoint
+from kvcached_client.protocol.reports import HostRegistration
 from kvcached_client.types import ShardIndex, Verify
 
 #: A worker that gets on with none of its requests for this long is hung, and is killed.
@@ -49,15 +50,6 @@ STOP_DEADLINE_S: Final = 4.0
 _ENDS: Final = (WorkersState.STOPPING, WorkersState.STOPPED)
 
 _log: Final = logging.getLogger(__name__)
-
-
-class ShardResult(NamedTuple):
-    """What became of a request on one shard. Nothing of it goes on there any more."""
-
-    shard: ShardIndex
-    error: str = ""  #: why it failed; empty where it was carried out
-    corrupt: tuple[int, ...] = ()  #: of a load: blocks, counted through its spans, that are not what was stored
-    is_lost: bool = False  #: the worker died before it reported
 
 
 class WorkerPool:
@@ -124,6 +116,11 @@ class WorkerPool:
         """Whether the last lives were short, as many as make it no chance any more; the present one included."""
         return self._breaker.is_open
 
+    @property
+    def registered(self) -> tuple[HostRegistration, ...]:
+        """How much of the host pool the devices of the shards reach, as the workers that live now have said."""
+        return self._group.registered()
+
     def descriptors(self, shard: ShardIndex) -> tuple[int, ...]:
         """What a shard process maps: pool memory, progress page, eventfds."""
         return self._pool.memory[shard].for_engine
@@ -186,7 +183,7 @@ class WorkerPool:
             results.append(result)
             if len(results) < self._pool.layout.shards or done.done():
                 return
-            error = _failure(f"{type(work).__name__} on replica {self._pool.replica}", results)
+            error = failure(f"{type(work).__name__} on replica {self._pool.replica}", results)
             if error is None:
                 done.set_result(None)
             else:
@@ -260,15 +257,12 @@ class WorkerPool:
         if transfer.kind is TransferKind.LOAD:
             self._pool.memory[shard].progress.fail(transfer.progress, transfer.transfer)
 
-    def _on_report(self, shard: ShardIndex, report: Report) -> None:
-        """A shard's worker is ready, or through with a request."""
-        worker = self._group.workers[shard]
-        if not isinstance(report, Done):
-            worker.note_ready()
-        elif (request := self._in_flight[shard].done(report.sequence)) is not None:
-            self._loop.call_soon(request.tell, ShardResult(shard, report.error, report.corrupt))
+    def _on_done(self, shard: ShardIndex, done: Done) -> None:
+        """A shard's worker is through with a request."""
+        if (request := self._in_flight[shard].done(done.sequence)) is not None:
+            self._loop.call_soon(request.tell, ShardResult(shard, done.error, done.corrupt))
         else:
-            worker.kill(f"it acknowledged command {report.sequence}, which it was not given")
+            self._group.workers[shard].kill(f"it acknowledged command {done.sequence}, which it was not given")
 
     def _on_dead(self, shard: ShardIndex, ending: str) -> None:
         """A shard's worker is dead: it works on nothing any more."""
@@ -321,7 +315,7 @@ class WorkerPool:
 
     def _begin_group(self) -> None:
         """The next group. Nothing is in flight: all of the one before are dead."""
-        self._group = WorkerGroup(self._pool, self._run_dir, self._on_report, self._on_dead, self._on_group_lost)
+        self._group = WorkerGroup(self._pool, self._run_dir, self._on_done, self._on_dead, self._on_group_lost)
         self._in_flight: list[InFlight[Work, ShardResult]] = [
             InFlight(partial(self._on_late, ShardIndex(shard))) for shard in range(self._pool.layout.shards)
         ]
@@ -388,13 +382,3 @@ class WorkerPool:
         down_s = self._started_s - self._lost_s
         _log.info("replica %s: workers run again, %.1f s after the loss", self._pool.replica, down_s)
         self._announcement = self._loop.call_soon(self._on_restored)
-
-
-def _failure(what: str, results: list[ShardResult]) -> RequestError | None:
-    """The error of a request that failed on some shard."""
-    failures = [result for result in results if result.error]
-    if not failures:
-        return None
-    reasons = "; ".join(f"shard {failure.shard}: {failure.error}" for failure in failures)
-    code = ErrorCode.WORKER_LOST if failures[0].is_lost else ErrorCode.INTERNAL
-    return request_error(code, f"{what}: {reasons}", "see the worker's log")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvcached.memory.sealed import SharedMemory
-from kvcached.worker.messages import WorkerConfig
+from kvcached.worker.messages import ERROR_SIZE_CHARS_MAX, HostRegistered, WorkerConfig
 from kvcached_client.blocks.copy import Batch
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import Driver
-from kvcached_client.cuda.host import HostPool
+from kvcached_client.cuda.host import HostPool, shard_ranges
 
 
 class CudaMemory:
-    """A device pool in memory of a CUDA device: `PoolMemory`. The host pool is registered with the device meanwhile.
+    """A device pool in memory of a CUDA device: `PoolMemory`.
 
     Args:
         config: of the worker.
@@ -29,12 +31,17 @@ class CudaMemory:
         size_bytes = self._device.whole_granules(config.geometry.size_bytes)
         self._memory = self._device.open_memory(descriptor, size_bytes)
         self.address = self._memory.address
+        self._host: HostPool | None = None
         if host is None or config.host is None:
             self.copier = CudaCopier(self._device, range(0))
             return
-        self._host = HostPool(self._device, host.address, host.size_bytes, config.host.slab_bytes)
-        self._host.start()
+        self._host = HostPool(self._device, host.address, shard_ranges(config.host, config.shard))
         self.copier = CudaCopier(self._device, range(host.address, host.address + host.size_bytes))
+
+    def begin(self, tell: Callable[[HostRegistered], None]) -> None:
+        """See `PoolMemory.begin`: the host pool is registered."""
+        if self._host is not None:
+            self._host.start(lambda host: tell(_report(host)))
 
     def use(self) -> None:
         """Make the device current to the calling thread."""
@@ -43,3 +50,11 @@ class CudaMemory:
     def move(self, batch: Batch) -> None:
         """See `PoolMemory.move`."""
         self.copier.move(batch)
+
+
+def _report(host: HostPool) -> HostRegistered:
+    return HostRegistered(
+        registered_bytes=host.registered_bytes,
+        size_bytes=host.size_bytes,
+        error=host.error[:ERROR_SIZE_CHARS_MAX],
+    )

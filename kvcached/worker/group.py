@@ -19,11 +19,21 @@ from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.host_pool import HostMemory
 from kvcached.memory.sealed import PRETOUCH_BYTES_MAX
 from kvcached.process.child import ChildProcess
-from kvcached.worker.messages import REPLY_SIZE_BYTES_MAX, Report, WorkerConfig, decode_report, encode
+from kvcached.worker.messages import (
+    REPLY_SIZE_BYTES_MAX,
+    Done,
+    HostRegistered,
+    Ready,
+    Report,
+    WorkerConfig,
+    decode_report,
+    encode,
+)
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.blocks.pages import pool_geometry
 from kvcached_client.errors import ErrorCode, RequestError, request_error
+from kvcached_client.protocol.reports import HostRegistration
 from kvcached_client.types import ShardIndex
 
 MODULE: Final = "kvcached.worker.main"
@@ -111,9 +121,12 @@ class WorkerProcess(ChildProcess[Report]):
         config: its configuration.
         memory: the descriptors that go with the configuration, see `WorkerConfig`. The caller still owns them.
         run_dir: the directory of its log and its lock.
-        on_report: called with every message.
+        on_done: called when a request is over.
         on_loss: called once if the process ends after it was ready, with how it ended and the end of its log. All
             messages from before its end are delivered first.
+
+    Attributes:
+        registered: how much of the host pool its device reaches; None where it has said nothing of it.
 
     Raises:
         OSError: it cannot be started.
@@ -124,10 +137,12 @@ class WorkerProcess(ChildProcess[Report]):
         config: WorkerConfig,
         memory: tuple[int, ...],
         run_dir: str,
-        on_report: Callable[[Report], None],
+        on_done: Callable[[Done], None],
         on_loss: Callable[[str, str], None],
     ) -> None:
         self.name = worker_name(config)
+        self.registered: HostRegistered | None = None
+        self._on_done = on_done
         self._path, self._on_loss = f"{run_dir}/worker-{config.replica}-{config.shard}", on_loss
         self._ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  #: False: it ended before
         super().__init__(
@@ -138,7 +153,7 @@ class WorkerProcess(ChildProcess[Report]):
             f"{self._path}.log",
             decode_report,
             REPLY_SIZE_BYTES_MAX,
-            on_message=on_report,
+            on_message=self._on_report,
             on_exit=self._on_end,
         )
 
@@ -156,10 +171,14 @@ class WorkerProcess(ChildProcess[Report]):
         if not is_ready or not self.is_alive:
             raise self._failure(ErrorCode.WORKER_LOST, f"{self.ending()} before it was ready")
 
-    def note_ready(self) -> None:
-        """Note that the process has reported ready."""
-        if not self._ready.done():
-            self._ready.set_result(True)
+    def _on_report(self, report: Report) -> None:
+        match report:
+            case Done():
+                self._on_done(report)
+            case HostRegistered():
+                self.registered = report
+            case Ready() if not self._ready.done():
+                self._ready.set_result(True)
 
     def _on_end(self) -> None:
         if not self._ready.done():
@@ -183,7 +202,7 @@ class WorkerGroup:
     Args:
         pool: the memory that the workers map.
         run_dir: the directory of their logs and locks; must exist.
-        on_report: called with every message of a shard's worker.
+        on_done: called when a shard's worker is through with a request.
         on_dead: called when a shard's worker is dead and copies nothing any more.
         on_lost: called once, when the first worker dies after a successful start and before `stop`, with the reason
             and the end of its log. The other workers are then being killed; `bury` or `stop` must still be called.
@@ -198,7 +217,7 @@ class WorkerGroup:
         self,
         pool: ReplicaPool,
         run_dir: str,
-        on_report: Callable[[ShardIndex, Report], None],
+        on_done: Callable[[ShardIndex, Done], None],
         on_dead: Callable[[ShardIndex, str], None],
         on_lost: Callable[[ShardIndex, str], None],
     ) -> None:
@@ -207,7 +226,7 @@ class WorkerGroup:
         self.is_running = False
         self._pool = pool
         self._run_dir = run_dir
-        self._on_report = on_report
+        self._on_done = on_done
         self._on_dead = on_dead
         self._on_lost = on_lost
 
@@ -226,6 +245,16 @@ class WorkerGroup:
             await self.end()
             raise
         self.is_running = True
+
+    def registered(self) -> tuple[HostRegistration, ...]:
+        """How much of the host pool the devices of the shards reach, of those whose workers have said so."""
+        return tuple(
+            HostRegistration(
+                shard=shard, registered_bytes=said.registered_bytes, size_bytes=said.size_bytes, error=said.error
+            )
+            for shard, worker in enumerate(self.workers)
+            if (said := worker.registered) is not None
+        )
 
     def refusal(self) -> RequestError | None:
         """Why the workers take no requests; None if they do."""
@@ -281,7 +310,7 @@ class WorkerGroup:
                 config,
                 (*pool.memory[shard].for_worker, *(() if pool.host is None else (pool.host.descriptor,))),
                 self._run_dir,
-                on_report=partial(self._on_report, shard),
+                on_done=partial(self._on_done, shard),
                 on_loss=partial(self._on_loss, shard),
             )
         except OSError as error:

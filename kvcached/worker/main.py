@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+from contextlib import suppress
 from typing import Final, NoReturn
 
 import msgspec
@@ -20,6 +21,7 @@ from kvcached.worker.messages import (
     DESCRIPTORS_MAX,
     MESSAGE_SIZE_BYTES_MAX,
     Done,
+    HostRegistered,
     Hurry,
     Load,
     Ready,
@@ -55,6 +57,7 @@ class Serving:
         self._executor.start()
         try:
             send(self._connection, encode(Ready()))
+            self._shard.begin(self._tell)
             while (packet := wait_packet(self._connection, MESSAGE_SIZE_BYTES_MAX, 0)) is not None:
                 self._follow(decode_request(packet.data))
         except msgspec.DecodeError as error:
@@ -89,6 +92,10 @@ class Serving:
 
     def _report(self, done: Done) -> None:
         self._connection.sendall(encode(done))
+
+    def _tell(self, registered: HostRegistered) -> None:
+        with suppress(OSError):  # the daemon is gone, and this process is about to end
+            self._connection.sendall(encode(registered))
 
 
 def main(arguments: list[str]) -> int:

@@ -5,6 +5,7 @@
     daemon → WorkerConfig + the memory of the shard's pool, its progress page, the eventfds of the page's entries, and
              the host pool's memory, if there is one
                                              worker → Ready
+                                             worker → HostRegistered, some times, where the pool is on a CUDA device
     daemon → Request …                       worker → one Done for each, as each is over
 
 Requests are numbered from one. Reports may come in another order, because a request can overtake another. A request
@@ -72,6 +73,14 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """The worker has mapped all memory and takes requests."""
 
 
+class HostRegistered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="host"):
+    """How much of the host pool the shard's device reaches by now. Sent as it grows, and when it grows no more."""
+
+    registered_bytes: _Count
+    size_bytes: _Count  #: of what the shard copies, which is all that will be registered
+    error: str = ""  #: why no more will be
+
+
 class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", tag="done"):
     """A request has ended: it was carried out, or has failed with an error text. The worker no longer works on it."""
 
@@ -133,7 +142,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     work: Work
 
 
-Report = Ready | Done
+Report = Ready | HostRegistered | Done
 
 encode = msgspec.msgpack.Encoder(enc_hook=encode_ranges).encode
 #: Each raises msgspec.DecodeError (msgspec.ValidationError is one) on anything else.

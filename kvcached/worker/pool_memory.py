@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from kvcached.memory.sealed import SharedMemory
-from kvcached.worker.messages import WorkerConfig
+from kvcached.worker.messages import HostRegistered, WorkerConfig
 from kvcached_client.blocks.copy import Batch, Copier, MemoryCopier, copy_all
 
 
@@ -19,6 +20,13 @@ class PoolMemory(Protocol):
     @property
     def copier(self) -> Copier:
         """Copies between the device pool and the host pool."""
+
+    def begin(self, tell: Callable[[HostRegistered], None]) -> None:
+        """Requests may come. What takes time and nobody waits for begins now.
+
+        Args:
+            tell: called in any thread with how much of the host pool a device reaches.
+        """
 
     def use(self) -> None:
         """Prepare the calling thread for copies."""
@@ -34,6 +42,9 @@ class CpuMemory:
         self._memory = memory
         self.address = memory.address
         self.copier = MemoryCopier()
+
+    def begin(self, _: Callable[[HostRegistered], None]) -> None:
+        """The processor reaches all memory."""
 
     def use(self) -> None:
         """Do nothing: every thread can copy CPU memory."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, starmap
 
@@ -15,7 +15,15 @@ from kvcached.core.messages import Span
 from kvcached.core.slots.ranges import Ranges, pairs
 from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import SharedMemory
-from kvcached.worker.messages import CORRUPT_BLOCKS_MAX, DESCRIPTORS_MAX, Load, Probe, Store, WorkerConfig
+from kvcached.worker.messages import (
+    CORRUPT_BLOCKS_MAX,
+    DESCRIPTORS_MAX,
+    HostRegistered,
+    Load,
+    Probe,
+    Store,
+    WorkerConfig,
+)
 from kvcached.worker.pool_memory import open_memory
 from kvcached.worker.probe import DevicePool, probe
 from kvcached_client.blocks.transfers import BlockJob, BlockTransfers, JobSpan
@@ -60,6 +68,10 @@ class Shard:
                 copier=self._memory.copier,
             )
             self._transfers = WorkerTransfers(transfers, self.progress)
+
+    def begin(self, tell: Callable[[HostRegistered], None]) -> None:
+        """See `PoolMemory.begin`."""
+        self._memory.begin(tell)
 
     def carry_out(self, task: Store | Load | Probe) -> tuple[int, ...]:
         """Carry out one request. Called from a thread for stores and a thread for all else.

@@ -17,7 +17,7 @@ from kvcached_client.blocks.pages import LayerPages
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device, own_context
 from kvcached_client.cuda.driver import CudaFailure, Driver, Event
-from kvcached_client.cuda.host import HostPool
+from kvcached_client.cuda.host import HostPool, shard_ranges
 from kvcached_client.errors import bad_value
 
 _log = logging.getLogger(__name__)
@@ -84,13 +84,13 @@ class EngineDevice:
         """
         return Mark(self, stream)
 
-    def open_host(self, address: int, host: HostGeometry) -> EngineCopies:
-        """Copies between the device and the host pool, which is mapped at `address`.
+    def open_host(self, address: int, host: HostGeometry, shard: int) -> EngineCopies:
+        """Copies of a shard between the device and the host pool, which is mapped at `address`.
 
         Raises:
             CudaFailure: the driver refused.
         """
-        return EngineCopies(self, address, host)
+        return EngineCopies(self, address, host, shard)
 
 
 class Mark:
@@ -124,11 +124,11 @@ class EngineCopies:
         copier: for `BlockTransfers`, within `after`.
     """
 
-    def __init__(self, owner: EngineDevice, address: int, host: HostGeometry) -> None:
+    def __init__(self, owner: EngineDevice, address: int, host: HostGeometry, shard: int) -> None:
         self._owner = owner
         with owner.device.current():
             self.copier = CudaCopier(owner.device, range(address, address + host.size_bytes))
-        self._pool = HostPool(owner.device, address, host.size_bytes, host.slab_bytes)
+        self._pool = HostPool(owner.device, address, shard_ranges(host, shard))
         self._pool.start()
 
     @contextmanager

@@ -89,6 +89,7 @@ from kvcached_client.protocol.reports import (
     Health,
     HealthPart,
     HealthReport,
+    HostRegistration,
     HostStats,
     Inspect,
     InspectReport,

@@ -84,6 +84,15 @@ class HostStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     states: dict[str, int]
 
 
+class HostRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How much of the host pool the CUDA device of a shard reaches directly."""
+
+    shard: int
+    registered_bytes: int
+    size_bytes: int  #: of what the shard copies, which is all that will be registered
+    error: str = ""  #: why no more will be registered
+
+
 class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The states of a device pool's slots; they add up to `slots`."""
 
@@ -99,6 +108,7 @@ class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     restarts: int  #: of all its workers, since the daemon's start
     paused: bool  #: no copies are started
     pinned: int  #: blocks that pins keep here
+    registered: tuple[HostRegistration, ...]  #: of shards on CUDA devices, with a host pool
 
 
 class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):

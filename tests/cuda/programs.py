@@ -25,7 +25,7 @@ from kvcached_client.blocks.transfers import BlockJob, BlockTransfers, JobSpan
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
-from kvcached_client.cuda.host import HostPool
+from kvcached_client.cuda.host import OWN_PART_BYTES_MIN, HostPool, shard_ranges
 from kvcached_client.types import KEY_SIZE_BYTES, TransferId
 
 SLOTS: Final = 24
@@ -39,23 +39,25 @@ GROUP: Final = KvGroup(layers=3, kv_heads=2, head_dim=8, v_head_dim=8, dtype="fl
 class Rig:
     """A device pool of some blocks, a host pool, and transfers between them."""
 
-    def __init__(self, order: Any, *, part_bytes: int, parts: ExitStack) -> None:
-        geometry = pool_geometry(Layout(block_size=16, shards=1, groups=(GROUP,), order=order), SLOTS)
-        self.host = HostGeometry(slabs=8, slab_bytes=1 << 16, shards=1, block_bytes=geometry.slot_bytes)
+    def __init__(self, order: Any, *, part_bytes: int, parts: ExitStack, shards: int = 1) -> None:
+        geometry = pool_geometry(Layout(block_size=16, shards=shards, groups=(GROUP,), order=order), SLOTS)
+        # With several shards, slabs whose parts are registered by themselves.
+        slab_bytes = 1 << 16 if shards == 1 else shards * OWN_PART_BYTES_MIN
+        self.host = HostGeometry(slabs=8, slab_bytes=slab_bytes, shards=shards, block_bytes=geometry.slot_bytes)
         self.device = Device(Driver())
         parts.callback(self.device.close)
         self.memory = parts.enter_context(self.device.make_memory(geometry.size_bytes))
         self.host_bytes = mmap.mmap(-1, self.host.size_bytes)
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self.host_bytes))
-        self.pool = HostPool(self.device, address, self.host.size_bytes, self.host.slab_bytes, part_bytes)
+        self.pool = HostPool(self.device, address, shard_ranges(self.host, shards - 1, part_bytes))
         parts.callback(self.pool.close)
         self.pool.start()
-        self.pool._thread.join()  # all is registered, or nothing more will be
+        self.pool.wait()  # all is registered, or nothing more will be
         self.copier = CudaCopier(self.device, range(address, address + self.host.size_bytes))
         parts.callback(self.copier.close)
         self.pages = geometry.at(self.memory.address)
         self.transfers = BlockTransfers(
-            self.pages, self.host, 0, memoryview(self.host_bytes),
+            self.pages, self.host, shards - 1, memoryview(self.host_bytes),
             namespace=bytes(16), fingerprint=bytes(16), copier=self.copier,
         )  # fmt: skip
 
@@ -74,9 +76,9 @@ class Rig:
 
 
 @contextmanager
-def rig(order: str = "layer_first", *, part_bytes: int = 1 << 17) -> Iterator[Rig]:
+def rig(order: str = "layer_first", *, part_bytes: int = 1 << 17, shards: int = 1) -> Iterator[Rig]:
     with ExitStack() as parts:
-        yield Rig(order, part_bytes=part_bytes, parts=parts)
+        yield Rig(order, part_bytes=part_bytes, parts=parts, shards=shards)
 
 
 def job(number: int, blocks: list[int], slots: list[int]) -> BlockJob:
@@ -84,10 +86,10 @@ def job(number: int, blocks: list[int], slots: list[int]) -> BlockJob:
     return BlockJob(TransferId(number), 0, (JobSpan(0, b"", keys, array("q", blocks), array("q", slots)),))
 
 
-def round_trip(order: str, verify: bool, rounds: int = 4) -> int:
+def round_trip(order: str, verify: bool, rounds: int = 4, shards: int = 1) -> int:
     """Store blocks, poison them, load them into others; returns how many blocks were not as they were stored."""
     chance, wrong = random.Random(order), 0
-    with rig(order) as made:
+    with rig(order, shards=shards) as made:
         for number in range(1, rounds + 1):
             blocks = chance.sample(range(SLOTS), 2 * BLOCKS)
             slots = chance.sample(range(made.host.slots), BLOCKS)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from kvcached_client import Admin
+from kvcached_client.protocol.reports import HealthPart, HostRegistration
 from tests.cuda.conftest import ROOT
 from tests.cuda_driver import trace
 from tests.cuda_driver.device import live_granules, settings
@@ -68,8 +69,9 @@ def on_device(
 ) -> Iterator[OnDevice]:
     """A daemon on a device whose streams are late; afterwards nothing is left on it, and no rule was broken."""
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-    values = {"directory": device, "delay_us": 500, "register_us_per_mib": 0, "trace": tmp_path / "trace"}
-    for name, value in settings(**{**values, "seed": getattr(request, "param", 1)}).items():
+    values = {"directory": device, "delay_us": 500, "register_us_per_mib": 0, "trace": tmp_path / "trace", "seed": 1}
+    given = getattr(request, "param", {})
+    for name, value in settings(**{**values, **(given if isinstance(given, dict) else {"seed": given})}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
     with supervised(tmp_path, ON_DEVICE + HOST, pause_min_s=0.01, pause_max_s=0.01) as daemon:
@@ -133,6 +135,40 @@ def test_addresses_stay_while_worker_and_daemon_are_replaced(on_device: OnDevice
         assert {engine.ask(f"look {number}") for number in range(6)} == {WHOLE}
     with ended(on_device.engine()) as engine:
         assert {engine.ask(f"look {number}") for number in range(6)} == {WHOLE}
+
+
+def test_registered_share_of_the_host_pool_is_told(on_device: OnDevice) -> None:
+    """Once the worker has registered the host pool, health and stats say so; those of the next worker as well."""
+    for _ in range(2):
+        with Admin.connect(on_device.daemon.run_dir, deadline_ms=20_000) as admin:
+            while not (told := admin.stats().pools[0].registered):
+                pass
+            part = next(each for each in admin.health().parts if each.part == "default/registered")
+        assert told == (HostRegistration(shard=0, registered_bytes=4 << 20, size_bytes=4 << 20),)
+        assert part == HealthPart(
+            part="default/registered", ok=True, detail="shard 0: 4194304 of 4194304 bytes of the host pool"
+        )
+        os.kill(on_device.worker_pid(), signal.SIGKILL)
+        on_device.await_worker()
+
+
+@pytest.mark.parametrize("on_device", [{"faults": "refused_registration=1"}], indirect=True)
+def test_refused_registration_is_told_and_harmless(on_device: OnDevice) -> None:
+    """Where the driver registers nothing, health and stats say why; the daemon is healthy, and blocks are copied."""
+    with Admin.connect(on_device.daemon.run_dir, deadline_ms=20_000) as admin:
+        while not (told := admin.stats().pools[0].registered):
+            pass
+        health = admin.health()
+    assert told[0].registered_bytes == 0
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in told[0].error
+    assert health.ok
+    assert [each.detail for each in health.parts if each.part == "default/registered"] == [
+        f"shard 0: 0 of 4194304 bytes of the host pool, copies of the rest are slower: {told[0].error}"
+    ]
+    many = range(3 * SLOTS // BLOCKS)
+    with ended(on_device.engine()) as engine:
+        prompts(engine, many)
+        assert all(engine.ask(f"look {number}").endswith(" wrong 0") for number in many)
 
 
 @pytest.mark.parametrize("on_device", [1, 2, 3, 4], indirect=True)

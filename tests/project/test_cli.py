@@ -18,6 +18,7 @@ from kvcached_client.protocol.engine import (
     Description,
     HealthPart,
     HealthReport,
+    HostRegistration,
     HostStats,
     InspectReport,
     OffloadInfo,
@@ -61,6 +62,7 @@ REPLIES: dict[str, Any] = {
                 restarts=2,
                 paused=False,
                 pinned=0,
+                registered=(HostRegistration(shard=0, registered_bytes=4096, size_bytes=8192, error="refused"),),
             ),
         ),
         hosts=(
@@ -187,7 +189,8 @@ def test_cli_prints_a_reply_as_json(command: str, admin: FakeAdmin) -> None:
     [
         ("health", ["ok    default/acquire"]),
         ("check", ["no violations"]),
-        ("stats", ["cached blocks: 3\n", "replica default\n", "session:   1\n", "free:      5\n", "requests: 4\n"]),
+        ("stats", ["cached blocks: 3\n", "replica default\n", "session:    1\n", "free:       5\n", "requests: 4\n"]),
+        ("stats", ["registered: shard 0: 4096 of 8192 bytes (refused)\n"]),
         ("stats", ["host pool of default, second\n", "absent:       341\n", "running stores: 2\n"]),
         ("stats", ["\nhost pool\n  slabs:          4\n", "  bytes per slab: 1048576\n"]),
         ("inspect", ["block:           6 of its chain, in the run [4, 16)\n", "copy in host:    slot 9, filling\n"]),

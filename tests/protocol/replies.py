@@ -34,6 +34,7 @@ from kvcached_client.protocol.engine import (
     HealthPart,
     HealthReport,
     Held,
+    HostRegistration,
     HostStats,
     InspectReport,
     Loaded,
@@ -177,6 +178,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
                     restarts=300,
                     paused=False,
                     pinned=0,
+                    registered=(HostRegistration(shard=1, registered_bytes=BIG, size_bytes=BIG, error="refused"),),
                 ),
             ),
             hosts=(

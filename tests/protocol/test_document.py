@@ -29,6 +29,7 @@ NESTED: dict[str, type[msgspec.Struct]] = {
         layout.KvGroup,
         protocol.LoadTicket,
         protocol.PoolStats,
+        protocol.HostRegistration,
         protocol.HostStats,
         protocol.HealthPart,
         protocol.ReplicaInfo,

@@ -64,6 +64,7 @@ class FakeWorkers:
     generation: int = 0
     is_degraded: bool = False
     restarts: int = 0
+    registered: tuple[wire.HostRegistration, ...] = ()
     pending: list[asyncio.Future[None]] = field(default_factory=list)
     probes: list[tuple[int, int]] = field(default_factory=list)
     transfers: dict[TransferId, tuple[StartTransfer, Settled]] = field(default_factory=dict)

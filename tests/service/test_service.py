@@ -422,6 +422,24 @@ def test_stats_tell_of_restarted_workers() -> None:
     assert [(pool.replica, pool.restarts, pool.degraded) for pool in pools] == [("a", 0, False), ("b", 5, True)]
 
 
+def test_health_and_stats_tell_what_devices_reach() -> None:
+    """Health and stats say how much of the host pool devices reach directly; a refused part is no illness."""
+    office = Office("a", "b")
+    told = office.workers["b"].registered = (
+        wire.HostRegistration(shard=0, registered_bytes=8, size_bytes=8),
+        wire.HostRegistration(shard=1, registered_bytes=4, size_bytes=8, error="refused"),
+    )
+    report = health(office)
+    pools = office.expect(wire.StatsReport, wire.Stats(id=77), peer=b"cli").pools
+
+    assert report.ok
+    assert {part.part: part.detail for part in report.parts if part.part.endswith("/registered")} == {
+        "b/registered": "shard 0: 8 of 8 bytes of the host pool; "
+        "shard 1: 4 of 8 bytes of the host pool, copies of the rest are slower: refused"
+    }
+    assert [pool.registered for pool in pools] == [(), told]
+
+
 def test_health_counts_nowhere() -> None:
     """Checks leave the engines' counters alone."""
     office = Office()

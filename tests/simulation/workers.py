@@ -98,6 +98,7 @@ class SimulatedWorkers:
         self.generation = generation
         self.is_degraded = False
         self.restarts = 0
+        self.registered = ()
         self.is_kept = memories is not None
         self.memories = memories or [
             world.new_device_memory(f"{replica}/{index}", slots, shape.geometry.block_bytes)

@@ -9,8 +9,8 @@ import pytest
 
 from kvcached.core.messages import Span
 from kvcached.core.slots.ranges import no_ranges
-from kvcached.worker.client import ShardResult
 from kvcached.worker.messages import REQUESTS_IN_FLIGHT_MAX, Hurry, Probe, Store
+from kvcached.worker.results import ShardResult
 from kvcached_client.errors import DaemonFailure, ErrorCode, NoCapacity, RequestError
 from kvcached_client.types import ShardIndex
 from tests.worker.groups import (

@@ -14,9 +14,9 @@ from typing import cast
 import pytest
 
 from kvcached.process.backoff import BackOff
-from kvcached.worker.client import ShardResult
 from kvcached.worker.lifecycle import Lifecycle, WorkersState, restart_pauses
 from kvcached.worker.messages import Probe
+from kvcached.worker.results import ShardResult
 from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError, request_error
 from kvcached_client.types import ShardIndex
 from tests.virtual_time import VirtualTimeLoop
