@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcached.worker.cuda_memory import CudaMemory
-from kvcached_client.cuda import copier, driver
+from kvcached_client.cuda import copier, driver, host
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.engine import Mark
@@ -84,13 +84,13 @@ def cuda_map_without_access(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/cuda/test_copier.py::test_copies_stay_within_what_is_registered_at_once")
 def cuda_parts_of_half_slabs(patch: pytest.MonkeyPatch) -> None:
     """What is registered at once ends within a slab, so that a copy has bytes of two registered ranges."""
-    rewrite(patch, HostPool.__init__, "max(1, part_bytes // slab_bytes) * slab_bytes", "part_bytes")
+    rewrite(patch, host.shard_ranges, "max(1, call_bytes // host.slab_bytes) * host.slab_bytes", "call_bytes")
 
 
 @caught_by(_ROUND_TRIP)
 def cuda_part_registered_twice(patch: pytest.MonkeyPatch) -> None:
     """The first part of the host pool is registered again in place of each other one."""
-    rewrite(patch, HostPool._register, "self._address + first", "self._address")
+    rewrite(patch, HostPool._register_all, "self._address + each.start", "self._address")
 
 
 @caught_by(_OFFLOAD)
