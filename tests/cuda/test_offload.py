@@ -229,11 +229,16 @@ def test_registration_refused(node: Node) -> None:
 def test_copies_of_a_store_that_breaks_off_end_before_the_pool_is_left(node: Node) -> None:
     """A store that fails between its batches waits for those that are queued: the host pool may go then."""
     node.patch.setenv(VARIABLE, "blocks.copy=raise@3")
+    for name, value in settings(delay_us=1_000_000).items():  # longer than a busy machine takes to report a failure
+        node.patch.setenv(name, value)
     with node.engine() as engine:
         node.patch.delenv(VARIABLE)
         assert engine.ask(f"split {LAYERS}") == "done"
         assert engine.ask("store a 6") == "FailpointReached: failpoint blocks.copy"
+        records = node.records()
         assert engine.ask("load a 6") == "0"
+    queued = trace.calls(records, "cuMemcpyBatchAsync")
+    assert len(queued) == len(trace.ran(records, "copy")) == 2  # they are over when the failure is told
     assert broken_rules(node) == []
 
 
