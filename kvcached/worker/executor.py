@@ -149,6 +149,9 @@ class Executor:
         except OSError as error:
             _log.error("cannot report: %s", error)
             self._end()
+        except BaseException:
+            self._end()  # a worker that has lost a lane must not look as if it lived
+            raise
         self._leave()
 
     def _next(self, lane: Lane) -> Request | None:

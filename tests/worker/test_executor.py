@@ -205,16 +205,19 @@ def test_stream_takes_commands_while_a_copy_runs() -> None:
     assert sorted(ack.sequence for ack in acks) == [0, *range(REQUESTS_IN_FLIGHT_MAX + 1), 1001]
 
 
-def test_stream_ends_when_acks_cannot_be_sent() -> None:
-    """A stream whose acks reach nobody ends instead of copying on."""
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("work", HELD)
+@pytest.mark.parametrize("error", [BrokenPipeError, Refusal])
+def test_executor_ends_when_a_report_fails(work: Task, error: type[Exception]) -> None:
+    """An executor whose report fails in whatever way ends, in both lanes, instead of copying on."""
     ended = threading.Event()
 
     def broken(ack: Done) -> None:
-        raise BrokenPipeError
+        raise error
 
     stream = Executor(nothing, broken, ended.set)
     stream.start()
-    stream.submit(Request(sequence=1, work=STORE))
+    stream.submit(Request(sequence=1, work=work))
 
     assert ended.wait(PATIENCE_S)
 
