@@ -220,6 +220,9 @@ def test_executor_ends_when_a_report_fails(work: Task, error: type[Exception]) -
     stream.submit(Request(sequence=1, work=work))
 
     assert ended.wait(PATIENCE_S)
+    for thread in threading.enumerate():
+        if thread.name in {"stores", "loads"}:
+            thread.join(PATIENCE_S)  # its error counts here, and not in the next test
 
 
 def test_longest_acks_fit_into_a_message() -> None:
