@@ -182,7 +182,8 @@ class Executor:
                 self._report(Done(sequence=shutdown.sequence))
             except OSError as error:
                 _log.error("cannot report: %s", error)
-            self._end()
+            finally:
+                self._end()
 
     def _end(self) -> None:
         with self._changed:

@@ -206,9 +206,9 @@ def test_stream_takes_commands_while_a_copy_runs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("work", HELD)
+@pytest.mark.parametrize("work", [*HELD, Shutdown()])
 @pytest.mark.parametrize("error", [BrokenPipeError, Refusal])
-def test_executor_ends_when_a_report_fails(work: Task, error: type[Exception]) -> None:
+def test_executor_ends_when_a_report_fails(work: Work, error: type[Exception]) -> None:
     """An executor whose report fails in whatever way ends, in both lanes, instead of copying on."""
     ended = threading.Event()
 
