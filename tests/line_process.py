@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import IO, cast
 
@@ -16,9 +17,11 @@ from tests.project.source_tree import ROOT
 class LineProcess:
     """The test's end: a program that speaks in lines, as a child."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", module, *arguments]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, module: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         self._in = cast("IO[str]", self.process.stdin)
         self._out = cast("IO[str]", self.process.stdout)
 
@@ -34,9 +37,11 @@ class LineProcess:
         return self.hear()
 
     def end(self) -> None:
+        """End the process, in whatever state it is."""
         self.process.kill()
         self.process.wait()
-        self._in.close()
+        with suppress(BrokenPipeError):
+            self._in.close()
         self._out.close()
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import NamedTuple
 
 from kvcached_client import Admin
 from kvcached_client.failpoints import FAILPOINTS, LOG_VARIABLE, VARIABLE
@@ -20,8 +18,8 @@ from kvcached_client.protocol.engine import HostStats, PoolStats, StatsReport
 from tests.daemon.conftest import CONFIG, RunningDaemon
 from tests.daemon.test_deaths import children
 from tests.faults.engine import ENGINES, OffloadEngine
+from tests.line_process import LineProcess
 from tests.project.daemon_process import clean_environment, running_daemon
-from tests.project.source_tree import ROOT
 
 PATIENCE_S = 20
 #: As soon as a dead engine's slots have to be free.
@@ -67,35 +65,16 @@ def all_noted(directory: Path) -> Armed:
     return Armed(",".join(f"{name}=pass" for name in FAILPOINTS), directory / "reached")
 
 
-class Engine:
+class Engine(LineProcess):
     """`engine.py` as a child. Its record of what was stored is `record`."""
 
     def __init__(self, kind: str, run_dir: Path, record: Path, faults: Armed | None = None) -> None:
         self.kind = kind
         self.run_dir = run_dir
         self.record = record
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.engine", kind, str(run_dir), str(record)],
-            cwd=ROOT,
-            env={**clean_environment(), **(faults.variables if faults else {})},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._in = cast("IO[str]", self.process.stdin)
-        self._out = cast("IO[str]", self.process.stdout)
+        environment = {**clean_environment(), **(faults.variables if faults else {})}
+        super().__init__("tests.faults.engine", kind, str(run_dir), str(record), environment=environment)
         assert self.hear() == "ready"
-
-    def say(self, line: str) -> None:
-        self._in.write(line + "\n")
-        self._in.flush()
-
-    def hear(self) -> str:
-        return self._out.readline().strip()
-
-    def ask(self, line: str) -> str:
-        self.say(line)
-        return self.hear()
 
     def stored(self) -> list[str]:
         """Prompts whose commit was answered."""
@@ -103,14 +82,6 @@ class Engine:
 
     def wait_killed(self) -> None:
         assert self.process.wait(PATIENCE_S) == -signal.SIGKILL
-
-    def end(self) -> None:
-        """End the process, in whatever state it is."""
-        self.process.kill()
-        self.process.wait()
-        with suppress(BrokenPipeError):
-            self._in.close()
-        self._out.close()
 
 
 @contextmanager
