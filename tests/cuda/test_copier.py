@@ -7,6 +7,9 @@ import pytest
 from tests.cuda.conftest import RunProgram
 from tests.cuda_driver.trace import Record, broken_rules, calls, ran
 
+#: Of one layer of a block of `programs`: K and V of 2 heads of 8 float16, 16 tokens.
+PAGE_BYTES = 2 * 2 * 8 * 2 * 16
+
 
 def batches(records: list[Record]) -> list[Record]:
     return calls(records, "cuMemcpyBatchAsync")
@@ -33,6 +36,11 @@ def test_transfer_of_a_batch_is_one_call(run_program: RunProgram) -> None:
     assert [each.arguments["count"] for each in batches(done.records)] == [
         *(blocks * layers, blocks * layers),  # a store, a load
         *(blocks * layers, blocks, blocks, blocks),  # a store, a load by layers
+    ]
+    layer_bytes = blocks * PAGE_BYTES
+    assert [each.arguments["bytes"] for each in ran(done.records, "copy")] == [
+        *([layer_bytes * layers] * 3),  # every byte once
+        *([layer_bytes] * layers),
     ]
 
 
