@@ -62,7 +62,7 @@ class Verify(StrEnum):
     NEVER = "never"
 
     def trusted_epoch(self, epoch: int) -> int | None:
-        """Whose blocks are not compared, where the present daemon has this epoch; None: all are compared."""
+        """The epoch whose blocks are trusted, where `epoch` is the present daemon's; None: no epoch's."""
         return epoch if self is Verify.INHERITED else None
 
 

@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 
 
 class Copier(Protocol):
-    """Copies batches, one after the other. Used by one thread."""
+    """Copies batches, one after the other. Used by one thread for each direction."""
 
     def copy(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Copy batches; yields each batch once all its bytes have arrived, in the order of the batches.

@@ -85,7 +85,7 @@ class _Blocks(NamedTuple):
 
 
 class BlockTransfers:
-    """Carries out stores and loads. Used by one thread.
+    """Carries out stores and loads. Used by one thread for stores, and one for loads.
 
     Args:
         pages: pages of the shard; its blocks are as large as the host pool's.
