@@ -1,4 +1,4 @@
-# The daemon with CPU workers: no torch, no compiler, no shell needed.
+# The daemon with CPU workers: no torch, no compiler, no shell needed. Its core is compiled.
 #
 #   docker build -t kvcached .
 #   docker run --read-only --cap-drop ALL --security-opt no-new-privileges \
@@ -13,6 +13,7 @@
 FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY . /source
+ENV KVCACHED_COMPILE=1
 RUN python -m venv /opt/kvcached \
     && /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check /source/kvcached_client '/source[encryption]'
 

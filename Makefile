@@ -4,7 +4,8 @@
 #   make test    the default test suite
 #
 # make test-all runs every test: full (what the default suite leaves out), slow (tests that take long, or measure time),
-# mutants (mistakes that tests must catch) and vllm (real vLLM servers on the daemon).
+# compiled (the core's tests on a compiled core), mutants (mistakes that tests must catch) and vllm (real vLLM servers on
+# the daemon).
 #
 # Others: make env (.venv, which these make first), lint, format, bench (benchmarks), vllm-env (what real vLLM servers run
 # in), bench-vllm (figures with real vLLMs), replay (recorded conversations against vLLM, with a figure), clean.
@@ -29,10 +30,10 @@ CLIENT := $(shell find kvcached_client -name build -prune -o -name '*.py' -print
 # A module is compiled once, not at every start of a daemon, whatever the shell that calls says.
 unexport PYTHONDONTWRITEBYTECODE
 # The tests' tensors are tiny: threads that wait for each other cost more than they compute.
-test full slow: export OMP_NUM_THREADS := 1
+test full slow compiled: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all full slow mutants lint format bench vllm vllm-env bench-vllm replay clean
+.PHONY: help env demo test test-all full compiled slow mutants lint format bench vllm vllm-env bench-vllm replay clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -62,13 +63,22 @@ demo: env
 test: env
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-test-all: test full mutants slow vllm
+test-all: test full compiled mutants slow vllm
 
 full: env
 	@$(BIN)/python -m pytest -m "full and not slow and not vllm" --numprocesses auto --maxprocesses 4 --dist loadfile
 
 slow: env
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile
+
+# A copy, so that what is compiled hides no sources here.
+compiled: env
+	@rm -rf build/compiled && mkdir -p build/compiled
+	@cp -r benchmarks configs examples kvcached kvcached_client tests LICENSE README.md pyproject.toml setup.py build/compiled
+	@cd build/compiled && KVCACHED_COMPILE=1 ../../$(BIN)/python setup.py --quiet build_ext --inplace --parallel 2
+	@cd build/compiled && ../../$(BIN)/python -m pytest -m "not full and not slow and not vllm and not interpreted" \
+	    --numprocesses auto --maxprocesses 4 tests/core tests/simulation tests/service
+	@cd build/compiled && ../../$(BIN)/python -m kvcached demo
 
 mutants: env
 	@$(BIN)/python -m tests.mutants.run

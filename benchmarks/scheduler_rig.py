@@ -12,15 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter_ns
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from kvcached_client.offload import Piece, PreparedStore
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
-from kvcached_client.vllm.commands import Command, Connected, Event, Found, Offer, Planned, Seek
+from kvcached_client.vllm.daemon.commands import Command, Connected, Event, Found, Offer, Planned, Seek
 from kvcached_client.vllm.orders import SessionNote, StoreId
-from kvcached_client.vllm.scheduler import SchedulerSide
+from kvcached_client.vllm.scheduling.chains import Chains
+from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
 
 BLOCK_SIZE: Final = 32
 _PROMPT_BLOCKS: Final = 8
@@ -42,6 +43,8 @@ class _Request:
     block_ids: list[int]
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+    kv_hints: object | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,9 @@ class _Link:
         slots = np.arange(blocks, dtype=np.int32)
         return PreparedStore(TransferId(next(self._numbers)), start + blocks, 1, (Piece(start, blocks),), slots)
 
+    def hurry(self) -> None:
+        """Nothing waits for others."""
+
     def take(self) -> list[Event]:
         """The answers since the last call."""
         return [self._events.popleft() for _ in range(len(self._events))]
@@ -144,7 +150,7 @@ class SchedulerRig:
 
     def __init__(self, running: int) -> None:
         self._link = _Link()
-        self._side = SchedulerSide(self._link, _Pool(), block_size=BLOCK_SIZE, shards=1, hold_deadline_s=1.0)
+        self._side = SchedulerSide(self._link, _Pool(), chains=Chains(BLOCK_SIZE), shards=1, hold_deadline_s=1.0)
         self._reports: dict[StoreId, int] = {}
         source = random.Random("scheduler")
         self._hashes = [source.randbytes(_HASH_BYTES) for _ in range(_BLOCKS_MAX)]
@@ -154,7 +160,7 @@ class SchedulerRig:
             self._side.on_new_request(request)
             self._link.answer()
             assert self._side.matched_tokens(request, 0) == (0, False)
-            self._side.allocated(request, request.block_ids, 0)
+            self._side.allocated(request, [request.block_ids], 0)
         self._link.answer()
         self._hooks(self._first_step())
         for _ in range(BLOCK_SIZE):  # until prompts are stored

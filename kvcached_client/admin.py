@@ -31,6 +31,8 @@ from kvcached_client.protocol.engine import (
     Resumed,
     SetPolicy,
     SetWeights,
+    Sleep,
+    Slept,
     Stats,
     StatsReport,
     StorageControl,
@@ -40,6 +42,8 @@ from kvcached_client.protocol.engine import (
     TreeReport,
     Unpin,
     Unpinned,
+    Wake,
+    Woken,
     unpack_tree_nodes,
 )
 from kvcached_client.transport.channel import Channel
@@ -47,6 +51,8 @@ from kvcached_client.transport.run_dir import default_run_dir, rpc_endpoint
 from kvcached_client.types import WritePolicy
 
 _NS_PER_MS: Final = 1_000_000
+#: After the last store: workers end, and the memory is given back.
+_SLEEP_ENDS_MS: Final = 15_000
 
 
 class ReportCalls:
@@ -171,6 +177,36 @@ class AdminCalls:
             policy: see `docs/policies.md`.
         """
         return self._channel.ask(SetPolicy(id=self._channel.next_id(), target=target, policy=policy), PolicySet)[0]
+
+    def sleep(self, target: str, *, deadline_ms: int = 30_000) -> Slept:
+        """Give the memory of device pools back until `wake`: a trainer or another model uses the device meanwhile.
+
+        Blocks that the host pool lacks are stored there first, and are hit again after `wake`. Engines get no session
+        meanwhile and compute their prompts.
+
+        Args:
+            target: a replica, or the first hex digits of its namespace, for all replicas that share it.
+            deadline_ms: limit of the time for stores. Blocks that are not stored by then are dropped.
+
+        Raises:
+            RequestError: an engine has a session on one of the pools (`pool_busy`), or no such target.
+        """
+        request = Sleep(id=self._channel.next_id(), target=target, deadline_ms=deadline_ms)
+        return self._channel.ask(request, Slept, deadline_ns=self._deadline_ns(deadline_ms + _SLEEP_ENDS_MS))[0]
+
+    def wake(self, target: str, *, deadline_ms: int = 120_000) -> Woken:
+        """Make the memory of device pools again after `sleep`. Does nothing to pools that are awake.
+
+        Args:
+            target: as of `sleep`.
+            deadline_ms: limit of the wait. After it, the wake goes on.
+
+        Raises:
+            RequestError: a pool is falling asleep (`request_conflict`), or no such target.
+            DaemonFailure: a pool stays asleep because its memory cannot be made, or no worker starts (`asleep`).
+        """
+        request = Wake(id=self._channel.next_id(), target=target)
+        return self._channel.ask(request, Woken, deadline_ns=self._deadline_ns(deadline_ms))[0]
 
     def storage(self, action: StorageAction = "status") -> StorageReport:
         """The state of storage; or start it, end it, or clear it.

@@ -9,24 +9,21 @@ from typing import Any, Self, get_args
 from kvcached_client.admin import ReportCalls
 from kvcached_client.batch import CallBatch
 from kvcached_client.blocks.layout import Layout
-from kvcached_client.errors import DaemonUnreachable, ErrorCode, KvcachedError, bad_value, request_error
-from kvcached_client.failpoints import failpoint
+from kvcached_client.errors import ErrorCode, KvcachedError, request_error
 from kvcached_client.keys import KeyChain, Tokens
-from kvcached_client.lease import CachePolicy, Lease
+from kvcached_client.lease import CachePolicy, Lease, acquiring
 from kvcached_client.prefetch import PrefetchCalls
 from kvcached_client.protocol.engine import (
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
-    Acquire,
-    Acquired,
     Heartbeat,
     Hello,
     Match,
     Matched,
     Welcome,
 )
-from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN, RESERVE_REQUEST_PREFIX
-from kvcached_client.protocol.grants import NOTHING, Grant, blocks_of, check_fence, grant_of
+from kvcached_client.protocol.fields import RESERVE_REQUEST_PREFIX
+from kvcached_client.protocol.grants import check_fence
 from kvcached_client.rejoin import Reserve, declare, rejoin
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.misses import Failures
@@ -188,6 +185,9 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
         After a missed deadline, a call with the same `request` gets the same lease. If copies in flight are about to
         free slots, it waits for them, within its deadline.
 
+        If the prompt begins with one that this session has acquired, as the next turn of a conversation does, only the
+        keys behind the earlier prompt are sent.
+
         Args:
             request: the engine's own id of the request, at most 256 characters.
             chain: the prompt: the tokens that the chain holds now. Extend the chain with the output later.
@@ -295,7 +295,7 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
             self._reserve.refill()
 
     def _acquiring(self, request: str, chain: KeyChain, **options: Any) -> Steps[Lease]:  # noqa: ANN401 - those of `acquire`
-        lease = yield from _acquire(self._channel, request, chain, self._reserve, **options)
+        lease = yield from acquiring(self._channel, request, chain, self._reserve, **options)
         self._leases.add(lease)
         return lease
 
@@ -305,64 +305,11 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
             name = f"{RESERVE_REQUEST_PREFIX}session {self.session.id}"
             prompt = self.chain((0,))
             keeper = complete(
-                _acquire(
+                acquiring(
                     self._channel, name, prompt, None, reserve_tokens=tokens, cache="nothing", full=False, priority=0
                 )
             )
             self._reserve = Reserve(keeper) if keeper.granted else None
-
-
-def _acquire(
-    channel: SessionChannel,
-    name: str,
-    chain: KeyChain,
-    reserve: Reserve | None,
-    *,
-    reserve_tokens: int,
-    cache: CachePolicy,
-    full: bool,
-    priority: int,
-) -> Steps[Lease]:
-    """`Client.acquire`, in steps. The prompt is what the chain holds at the first one."""
-    tokens = chain.token_count
-    is_valued = PRIORITY_MIN <= priority <= PRIORITY_MAX
-    if tokens < 1 or reserve_tokens < 0 or cache not in get_args(CachePolicy) or not is_valued:
-        raise bad_value(
-            f"a prompt of {tokens} tokens, a reserve of {reserve_tokens}, cache {cache!r}, priority {priority}",
-            f"at least one token; cache is one of {', '.join(get_args(CachePolicy))}; priorities go from"
-            f" {PRIORITY_MIN} to {PRIORITY_MAX}",
-        )
-    prompt_blocks = blocks_of(tokens, chain.block_size)
-    more = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
-    keys = chain.keys
-    cacheable_blocks = {"all": None, "prompt": tokens // chain.block_size, "nothing": 0}[cache]
-
-    def attempt(deadline_ns: int) -> Steps[Grant]:
-        request = Acquire(
-            id=channel.next_id(),
-            epoch=channel.epoch,
-            request=name,
-            tokens=tokens,
-            reserve=more,
-            full=full,
-            priority=priority,
-        )
-        reply, frames = yield from channel.asking(request, Acquired, (keys,), deadline_ns=deadline_ns)
-        return grant_of(reply, frames, prompt_blocks + more)
-
-    with channel.misses:
-        try:
-            grant = yield from channel.retry_when_freed(attempt)
-        except DaemonUnreachable:
-            slots = reserve.take(prompt_blocks + more) if reserve is not None and channel.is_gone else None
-            if slots is None:
-                raise
-            grant = NOTHING._replace(table=slots)
-        failpoint("client.acquired")
-        return Lease(channel, chain, cacheable_blocks, grant, name, reserve)
-    lease = Lease(channel, chain, cacheable_blocks, None, name)
-    lease.reason = channel.misses.last_reason
-    return lease
 
 
 def _check_welcome(welcome: Welcome, fingerprint: str) -> None:

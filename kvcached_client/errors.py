@@ -45,6 +45,7 @@ class ErrorCode(StrEnum):
     FOREIGN_LEASE = "foreign_lease"
     ALREADY_RELEASED = "already_released"
     REQUEST_CONFLICT = "request_conflict"
+    UNKNOWN_PREFIX = "unknown_prefix"
     UNKNOWN_SLOT = "unknown_slot"
     OUT_OF_ORDER = "out_of_order"
     STILL_LOADING = "still_loading"
@@ -62,6 +63,7 @@ class ErrorCode(StrEnum):
     DRAINING = "draining"
     PAUSED = "paused"
     CLEARING = "clearing"
+    ASLEEP = "asleep"
     INTERNAL = "internal"
 
 
@@ -173,6 +175,7 @@ _CLASS_OF: dict[ErrorCode, type[RequestError]] = {
     ErrorCode.FOREIGN_LEASE: Refused,
     ErrorCode.ALREADY_RELEASED: Refused,
     ErrorCode.REQUEST_CONFLICT: Refused,
+    ErrorCode.UNKNOWN_PREFIX: Refused,
     ErrorCode.UNKNOWN_SLOT: Refused,
     ErrorCode.OUT_OF_ORDER: Refused,
     ErrorCode.STILL_LOADING: Refused,
@@ -187,6 +190,7 @@ _CLASS_OF: dict[ErrorCode, type[RequestError]] = {
     ErrorCode.DRAINING: DaemonFailure,
     ErrorCode.PAUSED: DaemonFailure,
     ErrorCode.CLEARING: DaemonFailure,
+    ErrorCode.ASLEEP: DaemonFailure,
     ErrorCode.INTERNAL: DaemonFailure,
 }
 

@@ -49,6 +49,8 @@ NATIVE_BLOCK_SIZE_MAX: Final = 256
 NATIVE_XXH3_BLOCK_SIZE_MAX: Final = 56
 #: Chain roots that are kept: an engine has a few adapters and tenants at a time, and a root for each pair.
 _ROOTS_KEPT: Final = 1024
+#: Of so many keys that forks share, one may be behind them; with more, a fork has all keys shared anew.
+_SHARED_PER_OWN: Final = 16
 #: Up to this number of tokens, Python finds the largest token faster than numpy.
 _SMALL_TOKEN_COUNT: Final = 64
 
@@ -223,6 +225,13 @@ class _Item(NamedTuple):
     end: int
 
 
+class AcquiredPrefix(NamedTuple):
+    """Leading blocks of a chain whose keys a session's daemon has, because they were acquired there."""
+
+    session: object
+    blocks: int
+
+
 class KeyChain:
     """The keys of one request's blocks, extended as its tokens become known. Each token is hashed once.
 
@@ -253,13 +262,16 @@ class KeyChain:
         self._hash = _hash_of(algorithm)
         #: State after the last complete block; the chain root before the first.
         self._state = chain_root(namespace, lora=lora, salt=salt)
-        self._keys = bytearray()
+        #: Keys that forks share, and those behind them.
+        self._shared, self._keys = b"", bytearray()
         #: Packed tokens after the last complete block, less than a block of them.
         self._tail = b""
         #: In order of their start, without overlaps.
         self._items: list[_Item] = []
         #: Index of the first item that ends after the last complete block.
         self._open_item = 0
+        #: The prompt that was acquired last, with this chain or with one that it was forked from.
+        self.acquired: AcquiredPrefix | None = None
         self.extend(tokens)
 
     @property
@@ -270,7 +282,7 @@ class KeyChain:
     @property
     def block_count(self) -> int:
         """Complete blocks."""
-        return len(self._keys) // KEY_SIZE_BYTES
+        return (len(self._shared) + len(self._keys)) // KEY_SIZE_BYTES
 
     @property
     def token_count(self) -> int:
@@ -280,7 +292,7 @@ class KeyChain:
     @property
     def keys(self) -> PackedKeys:
         """Keys of all complete blocks, 16 bytes each, in order."""
-        return PackedKeys(bytes(self._keys))
+        return PackedKeys(self._shared + self._keys)
 
     def key_range(self, start: int, stop: int) -> PackedKeys:
         """Keys of the complete blocks [start, stop).
@@ -290,7 +302,11 @@ class KeyChain:
         """
         if not 0 <= start <= stop <= self.block_count:
             raise bad_value(f"blocks [{start}, {stop})", f"the chain has {self.block_count} complete blocks")
-        return PackedKeys(bytes(self._keys[start * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]))
+        first, end = start * KEY_SIZE_BYTES, stop * KEY_SIZE_BYTES
+        shared = len(self._shared)
+        if first < shared:
+            return PackedKeys(self._shared[first:end] + self._keys[: max(end - shared, 0)])
+        return PackedKeys(bytes(self._keys[first - shared : end - shared]))
 
     def extend(self, tokens: Tokens) -> None:
         """Append tokens. The keys do not depend on how tokens are split into calls.
@@ -318,7 +334,12 @@ class KeyChain:
         self._tail = data[end:].tobytes()
 
     def fork(self) -> Self:
-        """A chain that goes on from here by itself, as another turn of a conversation does; nothing is hashed again."""
+        """A chain that goes on from here by itself, as another turn of a conversation does; nothing is hashed again.
+
+        Both share the keys that they have, so that a fork costs next to nothing, however long the chain is.
+        """
+        if len(self._keys) * _SHARED_PER_OWN >= len(self._shared):
+            self._shared, self._keys = self.keys, bytearray()
         other = copy(self)
         other._keys, other._items = self._keys.copy(), self._items.copy()  # noqa: SLF001 - of this class
         return other

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Final, Literal, Self, get_args
 
+from msgspec import structs
+
+from kvcached_client.blocks.block_table import SlotRanges
+from kvcached_client.errors import DaemonUnreachable, ErrorCode, Refused, bad_value
+from kvcached_client.failpoints import failpoint
+from kvcached_client.keys import AcquiredPrefix, KeyChain
 from kvcached_client.lease_steps import LeaseSteps
-from kvcached_client.transport.steps import complete
+from kvcached_client.protocol.engine import KNOWN_BLOCKS_MIN, Acquire, Acquired
+from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN
+from kvcached_client.protocol.grants import NOTHING, Grant, blocks_of, grant_of
+from kvcached_client.rejoin import Reserve
+from kvcached_client.transport.session import SessionChannel
+from kvcached_client.transport.steps import Steps, complete
 from kvcached_client.types import NO_FENCE, FenceSequence
 
 #: Which blocks of a request others may find: all, those without output tokens, or none.
 CachePolicy = Literal["all", "prompt", "nothing"]
+_CACHE_POLICIES: Final = get_args(CachePolicy)
 
 
 class Lease(LeaseSteps):
@@ -104,3 +116,90 @@ class Lease(LeaseSteps):
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def acquiring(
+    channel: SessionChannel,
+    name: str,
+    chain: KeyChain,
+    reserve: Reserve | None,
+    *,
+    reserve_tokens: int,
+    cache: CachePolicy,
+    full: bool,
+    priority: int,
+) -> Steps[Lease]:
+    """`Client.acquire`, in steps. The prompt is what the chain holds at the first one."""
+    tokens, key_count = chain.token_count, chain.block_count
+    _check_prompt(tokens, reserve_tokens, cache, priority)
+    prompt_blocks = blocks_of(tokens, chain.block_size)
+    more = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
+    cacheable_blocks = {"all": None, "prompt": key_count, "nothing": 0}[cache]
+
+    def attempt(deadline_ns: int) -> Steps[Grant]:
+        request = Acquire(
+            id=channel.next_id(),
+            epoch=channel.epoch,
+            request=name,
+            tokens=tokens,
+            reserve=more,
+            full=full,
+            priority=priority,
+            known=_known_blocks(channel, chain, key_count),
+        )
+        reply, frames = yield from _asking(channel, request, chain, key_count, deadline_ns)
+        return grant_of(reply, frames, prompt_blocks + more)
+
+    with channel.misses:
+        try:
+            grant = yield from channel.retry_when_freed(attempt)
+            if key_count >= KNOWN_BLOCKS_MIN:
+                chain.acquired = AcquiredPrefix(channel.prompts, key_count)
+                channel.prompts.note(chain.key_range(key_count - 1, key_count), key_count)
+        except DaemonUnreachable:
+            slots = reserve.take(prompt_blocks + more) if reserve is not None and channel.is_gone else None
+            if slots is None:
+                raise
+            grant = NOTHING._replace(slots=SlotRanges.of(slots))
+        failpoint("client.acquired")
+        return Lease(channel, chain, cacheable_blocks, grant, name, reserve)
+    lease = Lease(channel, chain, cacheable_blocks, None, name)
+    lease.reason = channel.misses.last_reason
+    return lease
+
+
+def _check_prompt(tokens: int, reserve_tokens: int, cache: str, priority: int) -> None:
+    is_valued = PRIORITY_MIN <= priority <= PRIORITY_MAX
+    if tokens < 1 or reserve_tokens < 0 or cache not in _CACHE_POLICIES or not is_valued:
+        raise bad_value(
+            f"a prompt of {tokens} tokens, a reserve of {reserve_tokens}, cache {cache!r}, priority {priority}",
+            f"at least one token; cache is one of {', '.join(_CACHE_POLICIES)}; priorities go from"
+            f" {PRIORITY_MIN} to {PRIORITY_MAX}",
+        )
+
+
+def _known_blocks(channel: SessionChannel, chain: KeyChain, key_count: int) -> int:
+    """How many leading blocks of a prompt are an earlier prompt whose keys the daemon has, unless it forgot them."""
+    if key_count < KNOWN_BLOCKS_MIN:
+        return 0
+    acquired = chain.acquired
+    if acquired is not None and acquired.session is channel.prompts and acquired.blocks <= key_count:
+        return acquired.blocks
+    return channel.prompts.known_blocks(chain.key_range(0, key_count))
+
+
+def _asking(
+    channel: SessionChannel, request: Acquire, chain: KeyChain, key_count: int, deadline_ns: int
+) -> Steps[tuple[Acquired, list[bytes]]]:
+    """Send an acquire, with all keys where the daemon has forgotten those that it should know."""
+    if request.known:
+        keys = chain.key_range(request.known - 1, key_count)
+        try:
+            return (yield from channel.asking(request, Acquired, (keys,), deadline_ns=deadline_ns))
+        except Refused as error:
+            if error.code is not ErrorCode.UNKNOWN_PREFIX:
+                raise
+        channel.prompts.forget(chain.key_range(request.known - 1, request.known))
+        request = structs.replace(request, id=channel.next_id(), known=0)
+    keys = chain.key_range(0, key_count)
+    return (yield from channel.asking(request, Acquired, (keys,), deadline_ns=deadline_ns))

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.blocks.block_table import compress_slots
+from kvcached_client.blocks.block_table import SlotRanges
 from kvcached_client.errors import DaemonUnreachable, ErrorCode, RequestError, Stale, bad_value, request_error
 from kvcached_client.failpoints import failpoint
 from kvcached_client.keys import KeyChain
@@ -23,7 +23,7 @@ from kvcached_client.protocol.engine import (
     Release,
     Released,
 )
-from kvcached_client.protocol.grants import NOTHING, Declaration, Grant, Slots, blocks_of, check_fence, slots_of
+from kvcached_client.protocol.grants import NOTHING, Declaration, Grant, Slots, blocks_of, check_fence, ranges_of
 from kvcached_client.rejoin import Reserve
 from kvcached_client.transport.misses import FailureReason
 from kvcached_client.transport.session import SessionChannel
@@ -61,16 +61,16 @@ class LeaseSteps:
         """
         self.granted = grant is not None
         self.reason: FailureReason | None = None
-        self.id, self.hit_blocks, self.ready_blocks, self.loads, table = grant or NOTHING
+        self.id, self.hit_blocks, self.ready_blocks, self.loads, slots = grant or NOTHING
         self.depth = self.hit_blocks
         self._channel = channel
         self._name = name
         self._reserve = reserve
         #: Slots taken from the reserve while the daemon is away.
-        self._borrowed = table if grant is not None and not self.id else NOTHING.table
+        self._borrowed = slots if grant is not None and not self.id else NOTHING.slots
         self._chain = chain
         self._cacheable_blocks = cacheable_blocks
-        self._set_table(table)
+        self._slots = slots
         self._is_held = self.granted
         self._fence = NO_FENCE  #: the highest that was named
         #: Sent without a reply in time: whether it took effect is unknown.
@@ -92,12 +92,14 @@ class LeaseSteps:
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
         """The slot of each block of the request: int32 ``[blocks]``, read-only. `allocate` makes a new array."""
-        return self._table
+        table = self._slots.table
+        table.flags.writeable = False
+        return table
 
     @property
     def capacity_tokens(self) -> int:
         """Tokens that have a slot, including those of the hit."""
-        return len(self._table) * self._chain.block_size
+        return self._slots.count * self._chain.block_size
 
     def begin(self, steps: Steps[None]) -> BatchedCall[None]:
         """Begin a call of this lease whose reply is awaited later.
@@ -174,19 +176,19 @@ class LeaseSteps:
         if not self._is_held:
             return None
         there, own = (self.ready_blocks, self.hit_blocks) if self.loads else (self.depth, self.depth)
-        held, exclusive = compress_slots(self._table[:there]), compress_slots(self._table[own:])
+        held, exclusive = self._slots.section(0, there), self._slots.section(own, self._slots.count)
         frames = (self._chain.key_range(0, there), held, exclusive)
         return Declaration(self._name, self._chain.token_count, own, frames)
 
     def hold_only(self, slots: Slots) -> None:
         """Keep only these slots; other leases have the rest."""
-        self._set_table(slots)
+        self._slots = SlotRanges.of(slots)
 
     def take_up(self, channel: SessionChannel, lease_id: LeaseId) -> None:
         """Continue over another connection, under another id. Requests without a reply have had no effect."""
         self._channel, self.id = channel, lease_id
         self._unsettled = self._unsettled_load = None
-        self._borrowed = NOTHING.table
+        self._borrowed = NOTHING.slots
 
     def _await_last(self) -> None:
         if self._last_begun is not None:
@@ -208,10 +210,6 @@ class LeaseSteps:
             yield
             return
         self.reason = self._channel.misses.last_reason
-
-    def _set_table(self, table: npt.NDArray[np.int32]) -> None:
-        table.flags.writeable = False
-        self._table = table
 
     def _commit_stop(self, computed_tokens: int) -> int:
         if not 0 <= computed_tokens <= min(self._chain.token_count, self.capacity_tokens):
@@ -249,11 +247,10 @@ class LeaseSteps:
     def _shorten_hit(self, hit: int, packed: bytes) -> None:
         """Set the hit that the loads left, and the slots that replace the blocks that were cut off."""
         cut_blocks = self.hit_blocks - hit
-        replacements = slots_of(packed, cut_blocks)
+        replacements, before = ranges_of(packed, cut_blocks), self._slots
         if cut_blocks:
-            table = self._table.copy()
-            table[hit : self.hit_blocks] = replacements
-            self._set_table(table)
+            ranges = before.section(0, hit) + replacements.packed + before.section(self.hit_blocks, before.count)
+            self._slots = SlotRanges(ranges, before.count)
         self.hit_blocks = self.ready_blocks = self.depth = hit
         self.loads = ()
 
@@ -266,19 +263,19 @@ class LeaseSteps:
             yield from self._perform(request, deadline_ns=deadline_ns)
 
     def _missing(self, tokens: int) -> int:
-        return blocks_of(tokens, self._chain.block_size) - len(self._table)
+        return blocks_of(tokens, self._chain.block_size) - self._slots.count
 
     def _grow_from_reserve(self, blocks: int) -> bool:
         slots = None if self._reserve is None or not self._is_held or blocks < 1 else self._reserve.take(blocks)
         if slots is None:
             return False
-        self._borrowed = np.concatenate((self._borrowed, slots))
-        self._set_table(np.concatenate((self._table, slots)))
+        borrowed = SlotRanges.of(slots)
+        self._borrowed, self._slots = self._borrowed + borrowed, self._slots + borrowed
         return True
 
     def _blocks(self, stop: int) -> tuple[bytes, bytes]:
         """Frames with keys and slots of the blocks [depth, stop)."""
-        return self._chain.key_range(self.depth, stop), compress_slots(self._table[self.depth : stop])
+        return self._chain.key_range(self.depth, stop), self._slots.section(self.depth, stop)
 
     def _note_fence(self, fence: FenceSequence) -> FenceSequence:
         """The fence as an int; the highest is kept for the release."""
@@ -312,7 +309,7 @@ class LeaseSteps:
         if self._channel.is_gone and self._is_held:
             self._is_held = False
             if self._reserve is not None:
-                self._reserve.give(self._borrowed, self._fence)
+                self._reserve.give(self._borrowed.table, self._fence)
 
     def _note_refusal(self, error: RequestError) -> None:
         if isinstance(error, Stale) or error.code in _NOT_OURS:
@@ -344,6 +341,6 @@ class LeaseSteps:
         if isinstance(reply, Committed):
             self.depth = reply.depth
         elif isinstance(reply, Allocated):
-            self._set_table(np.concatenate((self._table, slots_of(reply_frames[0], reply.blocks))))
+            self._slots += ranges_of(reply_frames[0], reply.blocks)
         else:
             self._is_held = False

@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Generic, NamedTuple, Self, TypeVar
+from typing import Final, NamedTuple, Self, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+from msgspec import structs
 
-from kvcached_client.errors import DeadlineExceeded, RequestError, bad_reply
+from kvcached_client.errors import DeadlineExceeded, ErrorCode, Refused, RequestError, bad_reply
 from kvcached_client.failpoints import failpoint
 from kvcached_client.prefetch import PendingPrefetch
 from kvcached_client.protocol.engine import (
@@ -32,25 +31,42 @@ from kvcached_client.protocol.engine import (
     LoadPrepared,
     Match,
     Matched,
+    Pin,
+    Pinned,
     PrepareLoad,
     PrepareStore,
+    PrepareStores,
     Release,
     Released,
     Settled,
+    StoreOffer,
     StorePrepared,
+    StoresPrepared,
     TransferDone,
     WelcomeOffload,
 )
-from kvcached_client.protocol.grants import slots_of
+from kvcached_client.protocol.grants import Offered, Piece, PreparedLoad, PreparedStore, slots_of, store_of, stores_of
 from kvcached_client.protocol.offload import CopyKind
 from kvcached_client.protocol.sessions import StopPolicy
-from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel, waiting
-from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId, unpack_ranges
+from kvcached_client.transport.prompts import keys_behind
+from kvcached_client.transport.session import EngineSession, PendingReply, SessionChannel, open_channel, waiting
+from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
 
 _INSTANCE_BYTES: Final = 16
 
-P = TypeVar("P", LoadPrepared, StorePrepared)
-T = TypeVar("T")
+__all__ = [
+    "Hold",
+    "Offered",
+    "OffloadClient",
+    "OffloadLayout",
+    "Piece",
+    "PreparedLoad",
+    "PreparedStore",
+    "new_instance",
+]
+
+P = TypeVar("P", LoadPrepared, StorePrepared, StoresPrepared)
+_Prepare = PrepareLoad | PrepareStore | PrepareStores
 
 _log: Final = logging.getLogger("kvcached_client")
 
@@ -81,63 +97,9 @@ class Hold(NamedTuple):
     hit: int
 
 
-class PreparedLoad(NamedTuple):
-    """The host slots to read, one for each block.
-
-    Attributes:
-        transfer: id of the copy, for shards and daemon.
-        generation: generation that the blocks' headers must have.
-        slots: int32 ``[blocks]``.
-    """
-
-    transfer: TransferId
-    generation: int
-    slots: npt.NDArray[np.int32]
-
-
-class Piece(NamedTuple):
-    """Consecutive blocks of a chain: the depth of the first, and their number."""
-
-    start: int
-    blocks: int
-
-
-class PreparedStore(NamedTuple):
-    """The host slots to write.
-
-    Attributes:
-        transfer: id of the copy; 0 if there is nothing to copy.
-        depth: new depth of the lease, where its next store starts. The host pool had no room for offered blocks beyond
-            it. Under some write policies not every block before it is copied.
-        generation: generation to write into the blocks' headers.
-        pieces: the blocks to copy. Pieces before the offered blocks replace copies that were lost.
-        slots: int32, one for each block of the pieces, in their order.
-    """
-
-    transfer: TransferId
-    depth: int
-    generation: int
-    pieces: tuple[Piece, ...]
-    slots: npt.NDArray[np.int32]
-
-
 def new_instance() -> bytes:
     """16 random bytes that name an engine in every hello, so that its next session replaces its last one."""
     return os.urandom(_INSTANCE_BYTES)
-
-
-class PendingReply(Generic[T]):
-    """A request that was sent; its reply may be fetched later, before its deadline, by the client's thread.
-
-    If the reply is not fetched, what the daemon granted stays granted until the session ends.
-    """
-
-    def __init__(self, receive: Callable[[], T]) -> None:
-        self._receive = receive
-
-    def result(self) -> T:
-        """Wait for the reply. Call it once; it raises what the blocking form of the call raises."""
-        return self._receive()
 
 
 class OffloadClient(EngineSession):
@@ -163,8 +125,9 @@ class OffloadClient(EngineSession):
         super().__init__(channel, welcome, generation=None, on_stale=on_stale)
         self.generation = welcome.generation
         self.verify = welcome.verify
+        self._namespace = welcome.namespace.hex()
         #: Preparations without a reply in time: it is unknown whether there is a copy to cancel.
-        self._unsettled: list[tuple[PrepareLoad | PrepareStore, tuple[bytes, ...]]] = []
+        self._unsettled: list[tuple[_Prepare, tuple[bytes, ...]]] = []
 
     @classmethod
     def connect(
@@ -236,10 +199,12 @@ class OffloadClient(EngineSession):
             full: also use the block with the last token.
             priority: -8 to 7; blocks that only requests of lower priority use are evicted first.
         """
-        request_id = self._channel.next_id()
-        asked = Acquire(id=request_id, epoch=self.epoch, request=request, tokens=tokens, full=full, priority=priority)
-        self._channel.send(asked, (keys,))
-        return PendingReply(partial(self._held, asked, len(keys) // KEY_SIZE_BYTES))
+        request_id, known = self._channel.next_id(), self._channel.prompts.known_blocks(keys)
+        asked = Acquire(
+            id=request_id, epoch=self.epoch, request=request, tokens=tokens, full=full, priority=priority, known=known
+        )
+        self._channel.send(asked, (keys_behind(keys, known),))
+        return PendingReply(partial(self._held, asked, keys))
 
     acquire = waiting(begin_acquire)
 
@@ -303,6 +268,24 @@ class OffloadClient(EngineSession):
 
     prepare_store = waiting(begin_prepare_store)
 
+    def begin_prepare_stores(
+        self, offers: Sequence[Offered], releases: Sequence[LeaseId] = ()
+    ) -> PendingReply[list[PreparedStore | RequestError]]:
+        """Offer blocks of several leases in one message, as `begin_prepare_store` each, then give leases back.
+
+        Args:
+            offers: at most `LEASES_PER_MESSAGE_MAX`.
+            releases: as many at most; a refusal goes unnoticed.
+
+        Returns:
+            For each offer what `prepare_store` returns, or the error that it raises.
+        """
+        named = tuple(StoreOffer(lease, start, len(keys) // KEY_SIZE_BYTES) for lease, start, keys in offers)
+        request = PrepareStores(id=self._channel.next_id(), epoch=self.epoch, offers=named, releases=tuple(releases))
+        frames = (b"".join([offer.keys for offer in offers]),)
+        self._send_prepare(request, frames)
+        return PendingReply(partial(self._stores_prepared, request, frames))
+
     def cancel_store(self, transfer: TransferId, why: str) -> None:
         """Call off a prepared store: no shard will write its slots, or continue to."""
         self._cancel("store", transfer, why)
@@ -315,6 +298,15 @@ class OffloadClient(EngineSession):
     def post_release(self, lease: LeaseId) -> None:
         """Give a lease back without waiting for the reply. A refusal goes unnoticed."""
         self._channel.send(Release(id=self._channel.next_id(), epoch=self.epoch, lease=lease, reply=False))
+
+    def pin(self, keys: bytes, *, ttl_ms: int) -> int:
+        """Keep the blocks of a prefix that the host pool holds for a time. Returns their number. See `Admin.pin`.
+
+        Raises:
+            RequestError: over the quota (`limit`).
+        """
+        request = Pin(id=self._channel.next_id(), target=self._namespace, ttl_ms=ttl_ms)
+        return self._channel.ask(request, Pinned, (keys,))[0].host
 
     def settle(self) -> None:
         """Give back what was granted after a deadline had passed.
@@ -330,8 +322,17 @@ class OffloadClient(EngineSession):
         request = Clear(id=self._channel.next_id(), epoch=self.epoch)
         return self._channel.ask(request, Cleared)[0].generation
 
-    def _held(self, request: Acquire, blocks: int) -> Hold:
-        held = self._channel.receive(request, Held)[0]
+    def _held(self, request: Acquire, keys: bytes) -> Hold:
+        blocks, prompts = len(keys) // KEY_SIZE_BYTES, self._channel.prompts
+        try:
+            held = self._channel.receive(request, Held)[0]
+        except Refused as error:
+            if error.code is not ErrorCode.UNKNOWN_PREFIX:
+                raise
+            prompts.forget(keys_behind(keys, request.known)[:KEY_SIZE_BYTES])
+            again = structs.replace(request, id=self._channel.next_id(), known=0)
+            held = self._channel.ask(again, Held, (keys,))[0]
+        prompts.note_all(keys)
         if held.hit > blocks:
             raise bad_reply(f"the daemon replied with a hit of {held.hit} blocks for {blocks} keys")
         return Hold(LeaseId(held.lease), held.hit)
@@ -343,10 +344,11 @@ class OffloadClient(EngineSession):
 
     def _store_prepared(self, request: PrepareStore, keys: bytes) -> PreparedStore:
         reply, frames = self._receive_prepared(request, (keys,), StorePrepared)
-        failpoint("offload.store.prepared")
-        pieces = tuple(Piece(*pair) for pair in unpack_ranges(frames[0]))
-        slots = slots_of(frames[1], sum(piece.blocks for piece in pieces))
-        return PreparedStore(TransferId(reply.transfer), reply.depth, reply.generation, pieces, slots)
+        return store_of(reply, *frames)
+
+    def _stores_prepared(self, request: PrepareStores, frames: tuple[bytes, ...]) -> list[PreparedStore | RequestError]:
+        reply, (packed, slots) = self._receive_prepared(request, frames, StoresPrepared)
+        return stores_of(reply, packed, slots, len(request.offers))
 
     def _cancel(self, kind: CopyKind, transfer: TransferId, why: str) -> None:
         request = TransferDone(
@@ -360,19 +362,20 @@ class OffloadClient(EngineSession):
         )
         self._channel.ask(request, Settled)
 
-    def _send_prepare(self, request: PrepareLoad | PrepareStore, frames: tuple[bytes, ...] = ()) -> None:
+    def _send_prepare(self, request: _Prepare, frames: tuple[bytes, ...] = ()) -> None:
         """Ask for a copy's slots. A copy that was granted too late for its caller is cancelled with the next one."""
         self._cancel_late()
         self._channel.send(request, frames)
 
-    def _receive_prepared(
-        self, request: PrepareLoad | PrepareStore, frames: tuple[bytes, ...], expected: type[P]
-    ) -> tuple[P, list[bytes]]:
+    def _receive_prepared(self, request: _Prepare, frames: tuple[bytes, ...], kind: type[P]) -> tuple[P, list[bytes]]:
         try:
-            return self._channel.receive(request, expected)
+            received = self._channel.receive(request, kind)
         except DeadlineExceeded:
             self._unsettled.append((request, frames))
             raise
+        if not isinstance(request, PrepareLoad):
+            failpoint("offload.store.prepared")
+        return received
 
     def _cancel_late(self) -> None:
         """Repeat requests without a reply in time, with their ids: the daemon repeats its replies."""
@@ -381,8 +384,16 @@ class OffloadClient(EngineSession):
             try:
                 if isinstance(request, PrepareLoad):
                     self.cancel_load(TransferId(self._channel.ask(request, LoadPrepared, frames)[0].transfer))
-                elif transfer := self._channel.ask(request, StorePrepared, frames)[0].transfer:
-                    self.cancel_store(TransferId(transfer), "the answer came too late")
+                else:
+                    self._cancel_late_stores(request, frames)
             except RequestError as error:
                 _log.debug("a request without a reply in time was refused: %s", error)
             self._unsettled.pop(0)
+
+    def _cancel_late_stores(self, request: PrepareStore | PrepareStores, frames: tuple[bytes, ...]) -> None:
+        if isinstance(request, PrepareStore):
+            transfers = [self._channel.ask(request, StorePrepared, frames)[0].transfer]
+        else:
+            transfers = [each.transfer for each in self._channel.ask(request, StoresPrepared, frames)[0].outcomes]
+        for transfer in filter(None, transfers):
+            self.cancel_store(TransferId(transfer), "the answer came too late")

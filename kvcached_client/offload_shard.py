@@ -15,14 +15,14 @@ import mmap
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import msgspec
 import numpy as np
 
 from kvcached_client.blocks.header import NAMESPACE_BYTES
 from kvcached_client.blocks.host_layout import HostGeometry
-from kvcached_client.blocks.mapping import map_sealed, unusable
+from kvcached_client.blocks.mapping import map_sealed, prefer_huge_pages, unusable
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.blocks.transfers import BlockJob, BlockTransfers, JobSpan
 from kvcached_client.errors import (
@@ -36,7 +36,7 @@ from kvcached_client.errors import (
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol.attach import JoinedHost
 from kvcached_client.protocol.engine import Settled, TransferDone
-from kvcached_client.protocol.offload import ERROR_LENGTH_MAX, CopyKind
+from kvcached_client.protocol.offload import ERROR_LENGTH_MAX, LEASES_PER_MESSAGE_MAX, CopyKind
 from kvcached_client.transport.attach import SessionGrant, join_host
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.run_dir import rpc_endpoint
@@ -45,7 +45,10 @@ from kvcached_client.types import Verify
 if TYPE_CHECKING:
     from kvcached_client.cuda.engine import EngineCopies, Mark
 
-__all__ = ["BlockJob", "JobSpan", "OffloadShard"]
+__all__ = ["STORES_PER_REPORT_MAX", "BlockJob", "JobSpan", "OffloadShard"]
+
+#: The first, and those that are named beside it.
+STORES_PER_REPORT_MAX: Final = LEASES_PER_MESSAGE_MAX + 1
 
 
 class _Memory(NamedTuple):
@@ -148,15 +151,29 @@ class OffloadShard:
             TransportError: the daemon did not reply, even when the report was repeated.
             DeviceError: the device failed. Most failures are for good: then every later copy fails, too.
         """
+        self.store_all((job,), after=after)
+
+    def store_all(self, jobs: Sequence[BlockJob], *, after: Mark | None = None) -> None:
+        """As `store` of each job, with one call that copies and one report.
+
+        If it raises, nobody finds the blocks of any of the jobs.
+
+        Args:
+            jobs: at least one, and at most `STORES_PER_REPORT_MAX`.
+            after: as in `store`, behind the kernels of all jobs.
+
+        Raises:
+            BadRequest, Stale, TransportError, DeviceError: as `store`.
+        """
         memory = self._open()
         try:
             with memory.after(after):
-                memory.transfers.store(job, epoch=self.epoch)
+                memory.transfers.store_all(jobs, epoch=self.epoch)
         except BaseException as error:
-            self._report_failure("store", job, error)
+            self._report_failure("store", jobs, error)
             raise
         failpoint("offload.store.written")
-        self._settle(self._done("store", job))
+        self._settle(self._done("store", jobs))
 
     def load(self, job: BlockJob, *, after: Mark | None = None) -> list[int]:
         """Copy blocks out of the host pool, and report to the daemon that the slots are no longer read.
@@ -182,12 +199,12 @@ class OffloadShard:
                     job, verify=self._verify is not Verify.NEVER, trusted_epoch=self._verify.trusted_epoch(self.epoch)
                 )
         except BaseException as error:
-            self._report_failure("load", job, error)
+            self._report_failure("load", (job,), error)
             raise
         depths = [depth for span in job.spans for depth in range(span.depth, span.depth + len(span.blocks))]
         failpoint("offload.load.copied")
         indices = np.array([depths[index] - job.start for index in bad], "<i4")
-        self._settle(self._done("load", job), (indices.tobytes(),) if bad else ())
+        self._settle(self._done("load", (job,)), (indices.tobytes(),) if bad else ())
         return bad
 
     def fileno(self) -> int:
@@ -215,15 +232,16 @@ class OffloadShard:
             raise DaemonUnreachable("this shard has left its session; join again")
         return self._memory
 
-    def _done(self, kind: CopyKind, job: BlockJob, *, error: str = "") -> TransferDone:
+    def _done(self, kind: CopyKind, jobs: Sequence[BlockJob], *, error: str = "") -> TransferDone:
         return TransferDone(
             id=self._channel.next_id(),
             session=self._session.id,
             token=self._session.token,
             kind=kind,
-            transfer=job.transfer,
+            transfer=jobs[0].transfer,
             shard=self.shard,
             error=error,
+            more=tuple(job.transfer for job in jobs[1:]),
         )
 
     def _settle(self, request: TransferDone, frames: Sequence[bytes] = ()) -> None:
@@ -233,10 +251,10 @@ class OffloadShard:
         except DeadlineExceeded:
             self._channel.ask(request, Settled, frames)
 
-    def _report_failure(self, kind: CopyKind, job: BlockJob, error: BaseException) -> None:
-        """Report that a copy failed. If that fails as well, add a note to the error, which the caller gets."""
+    def _report_failure(self, kind: CopyKind, jobs: Sequence[BlockJob], error: BaseException) -> None:
+        """Report that copies failed. If that fails as well, add a note to the error, which the caller gets."""
         try:
-            self._settle(self._done(kind, job, error=_words(error)))
+            self._settle(self._done(kind, jobs, error=_words(error)))
         except KvcachedError as untold:
             error.add_note(f"the failure could not be reported to the daemon: {untold}")
 
@@ -254,6 +272,7 @@ def _map(joined: JoinedHost, descriptor: int, pages: EnginePages) -> _Memory:
         raise unusable(f"{host.slots_per_slab} slots in a slab, shard {joined.shard} of {host.shards}")
     buffer = map_sealed(descriptor, host.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
     address = ctypes.addressof(buffer)
+    prefer_huge_pages(address, host.size_bytes)
     device = pages.device.open_host(address, host, joined.shard) if pages.is_on_cuda else None
     transfers = BlockTransfers(
         pages,

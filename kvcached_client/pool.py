@@ -11,6 +11,7 @@ A pool on a CUDA device is mapped by the driver; it gives arrays by `MappedPool.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.blocks.layout import KvGroup, Layout
-from kvcached_client.blocks.mapping import Buffer, map_sealed, unusable
+from kvcached_client.blocks.mapping import Buffer, map_sealed, prefer_huge_pages, unusable
 from kvcached_client.blocks.progress import ProgressReader
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol.engine import LoadTicket
@@ -250,6 +251,7 @@ def _map(memory: JoinedMemory) -> MappedPool:
     if not size_bytes == joined.pool_bytes == actual_bytes or size_bytes <= 0:
         raise unusable(f"{actual_bytes} bytes, announced as {joined.pool_bytes}, but the layout takes {size_bytes}")
     buffer = map_sealed(memory.pool, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+    prefer_huge_pages(ctypes.addressof(buffer), size_bytes)
     # Last, because it takes over the eventfds.
     return MappedPool(memory, buffer, ProgressReader(memory.progress, memory.events, memory.connection))
 

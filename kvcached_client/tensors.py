@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
+from torch.overrides import TorchFunctionMode
 
+from kvcached_client.blocks.mapping import Buffer
 from kvcached_client.pool import MappedPool
 
 if TYPE_CHECKING:
@@ -33,6 +36,40 @@ def layer_tensors(pool: MappedPool, layer: int, group: int = 0) -> tuple[torch.T
 def cuda_tensor(array: CudaArray) -> torch.Tensor:
     """A tensor that shares an array's memory, and keeps it mapped."""
     return torch.as_tensor(array, device=torch.device("cuda", array.ordinal))
+
+
+class OtherMemory(TorchFunctionMode):
+    """While it is entered, tensors of bytes on the CPU are made over other memory.
+
+    Args:
+        allocate: returns memory, all of which is zero or holds what it should, for a number of bytes; None where torch
+            allocates it.
+    """
+
+    def __init__(self, allocate: Callable[[int], Buffer | None]) -> None:
+        super().__init__()
+        self._allocate = allocate
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Call a function of torch; `torch.zeros` of bytes is answered with a tensor over other memory."""
+        del types
+        options = kwargs or {}
+        if func is torch.zeros and _is_bytes(args, options):
+            memory = self._allocate(args[0])
+            if memory is not None:
+                return torch.frombuffer(memory, dtype=torch.int8)
+        return func(*args, **options)
+
+
+def _is_bytes(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    is_on_cpu = torch.device(options.get("device") or "cpu").type == "cpu"
+    return options.get("dtype") is torch.int8 and len(args) == 1 and isinstance(args[0], int) and is_on_cpu
 
 
 def current_stream(ordinal: int) -> int:

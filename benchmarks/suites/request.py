@@ -187,8 +187,9 @@ def _missed(engine: OffloadEngine, prompts: _Prompts) -> Callable[[], Callable[[
 
 
 def _next_turn(engine: Engine, prompts: _Prompts, tokens: Tokens) -> Callable[[], Callable[[], object]]:
-    """A long conversation goes on, each time with another turn; its chain of keys is kept."""
+    """A long conversation goes on, each time with another turn; its chain is kept, and the daemon knows the prompt."""
     kept = engine.root(tokens)
+    engine.serve(prompts.name(), kept)
 
     def prepare() -> Callable[[], object]:
         name, turn, chain = prompts.name(), prompts.tokens(_TURN_TOKENS), kept.fork()

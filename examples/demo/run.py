@@ -99,13 +99,14 @@ ATTACHED: Final = "-"
 
 
 class _Engines(NamedTuple):
-    """What all engines of the demo have in common: shard processes, and where they compute."""
+    """What all engines of the demo have in common: shard processes, and where and how they compute."""
 
     tp: int
     device: str
+    cuda_graphs: bool
 
 
-def run_demo(*, json_output: bool, tp: int = 2, device: str = "cpu") -> int:
+def run_demo(*, json_output: bool, tp: int = 2, device: str = "cpu", cuda_graphs: bool = False) -> int:
     """Run the demo; the result on stdout, progress on stderr.
 
     Returns:
@@ -119,7 +120,7 @@ def run_demo(*, json_output: bool, tp: int = 2, device: str = "cpu") -> int:
     try:
         _require_engine()
         with _signals_end_it(), _directory() as directory:
-            report = _run(directory, _Engines(tp, device), console)
+            report = _run(directory, _Engines(tp, device, cuda_graphs), console)
     except DemoError as error:
         console.print(f"demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 3
@@ -278,6 +279,7 @@ def _start(life: contextlib.ExitStack, directory: Path, engines: _Engines, repli
     where = f"--attached --block-size {_BLOCK_TOKENS}" if replica == ATTACHED else f"--replica {replica}"
     options = [
         *(f"{where} --tp {engines.tp} --device {engines.device} --chunk-tokens {_CHUNK_TOKENS}".split()),
+        *(["--cuda-graphs"] if engines.cuda_graphs else []),
         *("--run-dir", str(directory / "run")),
         *("--model", str(_MODEL)),
     ]

@@ -44,6 +44,7 @@ def main() -> int:
     serve_parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where it computes (default: %(default)s)"
     )
+    serve_parser.add_argument("--cuda-graphs", action="store_true", help="replay decode steps; with --device cuda")
     own = AttachedSettings()
     serve_parser.add_argument("--attached", action="store_true", help="memory of its own; host pool of the daemon")
     serve_parser.add_argument("--blocks", type=_positive, default=own.blocks, help="of its own (default: %(default)s)")
@@ -59,18 +60,19 @@ def main() -> int:
         own = AttachedSettings(arguments.blocks, arguments.block_size, arguments.deadline_ms)
     except ValueError as error:
         parser.error(str(error))
-    settings = EngineSettings(
-        model_dir=arguments.model,
-        run_dir=arguments.run_dir,
-        replica=arguments.replica,
-        reserve_blocks=arguments.reserve_blocks,
-        attached=own if arguments.attached else None,
-        device=arguments.device,
-        tp=arguments.tp,
-        seed=arguments.seed,
-        limits=limits,
-    )
     try:
+        settings = EngineSettings(
+            model_dir=arguments.model,
+            run_dir=arguments.run_dir,
+            replica=arguments.replica,
+            reserve_blocks=arguments.reserve_blocks,
+            attached=own if arguments.attached else None,
+            device=arguments.device,
+            cuda_graphs=arguments.cuda_graphs,
+            tp=arguments.tp,
+            seed=arguments.seed,
+            limits=limits,
+        )
         serve(settings)
     except (ModelError, BadRequest, Refused) as error:
         return _failed(error, 2)

@@ -54,6 +54,49 @@ class PagedAttention:
         return torch.cat(outputs)
 
 
+class DecodeAttention:
+    """Attention of a step with one row of each request. No shape depends on a value, so a graph can have it.
+
+    Args:
+        pool: as of `PagedAttention`.
+        positions: int64 [rows].
+        tables: int64 [rows, blocks]: block i of a row's request lies in slot tables[row, i], up to the row's position.
+        await_layer: called before contexts are read.
+    """
+
+    def __init__(
+        self,
+        pool: Sequence[tuple[Tensor, Tensor]],
+        positions: Tensor,
+        tables: Tensor,
+        await_layer: Callable[[int], None],
+    ) -> None:
+        self._pool = pool
+        self._await_layer = await_layer
+        self._tables = tables
+        block_size = pool[0][0].shape[1]
+        self._slots = tables.gather(1, (positions // block_size)[:, None])[:, 0]
+        self._offsets = positions % block_size
+        self._visible = torch.arange(tables.shape[1] * block_size, device=tables.device) <= positions[:, None]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v, then attend. Shapes as in `model.Attend`."""
+        keys, values = self._pool[layer]
+        for pages, rows in ((keys, k), (values, v)):
+            pages.index_put_((self._slots, self._offsets), rows.to(pages.dtype))
+        self._await_layer(layer)
+        mask = self._visible[:, None, None]
+        out = functional.scaled_dot_product_attention(
+            q[:, :, None], self._contexts(keys), self._contexts(values), attn_mask=mask, enable_gqa=True
+        )
+        return out[:, :, 0]
+
+    def _contexts(self, pages: Tensor) -> Tensor:
+        """[rows, kv_heads, tokens, head_dim] float32. What a row does not see may be of others, or never written."""
+        contexts = pages[self._tables].flatten(1, 2).float()
+        return torch.where(self._visible[:, :, None, None], contexts, 0.0).transpose(1, 2)
+
+
 def _store(pages: Tensor, request: PagedRows, rows: Tensor) -> None:
     block_size = pages.shape[1]
     slots = request.block_table[request.positions // block_size]

@@ -99,10 +99,16 @@ class EngineSettings:
     attached: AttachedSettings | None = None
     #: Where the shards compute: "cpu", or "cuda", each on the device of its part of the pool.
     device: str = "cpu"
+    #: Decode steps are recorded as CUDA graphs, and replayed.
+    cuda_graphs: bool = False
     tp: int = 1
     #: Of the random weights, where the model directory has no checkpoint.
     seed: int = 0
     limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.cuda_graphs and self.device != "cuda":
+            raise ModelError("CUDA graphs are of a CUDA device: add --device cuda")
 
 
 def read_config(model_dir: Path) -> LlamaConfig:

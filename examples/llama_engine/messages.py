@@ -42,6 +42,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     session: SessionGrant | None = None  #: lets it map its part of the daemon's pool …
     own: OwnBlocks | None = None  #: … or, in attached mode, blocks of its own
     device: str = "cpu"  #: where it computes: "cpu" or "cuda"
+    cuda_graphs: bool = False  #: decode steps are replayed as graphs
     rendezvous: str  #: a file that the shards find each other by
 
 

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor
 from examples.llama_engine.attention import PagedAttention, PagedRows
 from examples.llama_engine.config import read_config
 from examples.llama_engine.copier import Copier
+from examples.llama_engine.graphs import DecodeGraphs, Recorder
 from examples.llama_engine.kv_tensors import KvMemory, mapped_memory, nothing_to_close, own_device, own_memory
 from examples.llama_engine.layer_waits import LayerWaits, WaitLayer
 from examples.llama_engine.messages import Channel, ChannelClosed, Ready, Remap, Sample, Setup, Step, StepDone, StepItem
@@ -47,6 +49,7 @@ class ShardExecutor:
         wait_layer: `MappedPool.wait_layer` with a deadline, or a double.
         samples: whether this shard chooses the tokens (one does, for all have the same hidden states).
         close: says that the memory is not used any more.
+        graphs: compute decode steps; without them, they are computed as all others.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class ShardExecutor:
         *,
         samples: bool,
         close: Callable[[], None] = nothing_to_close,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._wait_layer = wait_layer
         self._samples = samples
+        self._graphs = graphs
         self.close = close
 
     def use(self, memory: KvMemory) -> None:
@@ -75,29 +80,37 @@ class ShardExecutor:
 
         A load that fails does not end the step: the other shards are in the same sums, and wait.
         """
-        requests: list[PagedRows] = []
-        first, device = 0, self._pool[0][0].device
-        for item in step.items:
-            rows = len(item.tokens) // 4
-            positions = torch.arange(item.start, item.start + rows, device=device)
-            requests.append(PagedRows(first, positions, _int64(item.block_table, device)))
-            first += rows
         waits = LayerWaits(self._wait_layer, [item.loads for item in step.items])
-        hidden = self._model.forward(
-            _int64(b"".join(item.tokens for item in step.items), device),
-            torch.cat([request.positions for request in requests]),
-            PagedAttention(self._pool, requests, waits),
-        )
-        done = StepDone(self._sample(step.items, requests, hidden), waits.unread)
+        hidden = None if self._graphs is None else self._graphs.hidden(step.items, waits)
+        if hidden is None:
+            hidden = self._forward(step.items, waits)
+        done = StepDone(self._sample(step.items, hidden), waits.unread)
+        device = self._pool[0][0].device
         if device.type == "cuda":  # the scheduler commits what is written, and others may have the slots of a release
             torch.cuda.current_stream(device).synchronize()
         return done
 
-    def _sample(self, items: Sequence[StepItem], requests: Sequence[PagedRows], hidden: Tensor) -> list[Sample]:
-        sampled = [(item, rows) for item, rows in zip(items, requests, strict=True) if item.sample]
+    def _forward(self, items: Sequence[StepItem], waits: LayerWaits) -> Tensor:
+        """Hidden states of all rows."""
+        requests: list[PagedRows] = []
+        first, device = 0, self._pool[0][0].device
+        for item in items:
+            rows = len(item.tokens) // 4
+            positions = torch.arange(item.start, item.start + rows, device=device)
+            requests.append(PagedRows(first, positions, _int64(item.block_table, device)))
+            first += rows
+        return self._model.forward(
+            _int64(b"".join(item.tokens for item in items), device),
+            torch.cat([request.positions for request in requests]),
+            PagedAttention(self._pool, requests, waits),
+        )
+
+    def _sample(self, items: Sequence[StepItem], hidden: Tensor) -> list[Sample]:
+        ends = accumulate(len(item.tokens) // 4 for item in items)
+        sampled = [(item, end - 1) for item, end in zip(items, ends, strict=True) if item.sample]
         if not self._samples or not sampled:
             return []
-        logits = self._model.logits(hidden[[rows.first + len(rows.positions) - 1 for _, rows in sampled]])
+        logits = self._model.logits(hidden[[last for _, last in sampled]])
         tokens = logits.argmax(dim=-1).tolist()
         return [
             Sample(token, row.cpu().numpy().tobytes() if item.logits else b"")
@@ -129,9 +142,16 @@ def start_executor(setup: Setup, memory: KvMemory) -> ShardExecutor:
     config = read_config(Path(setup.model_dir))
     source, device = weight_source(Path(setup.model_dir), setup.seed), memory.layers[0][0].device
     weights = load_weights(config, source, setup.shard, setup.shards, device)
-    model = Llama(config, weights, join_group(setup))
-    samples = setup.shard == 0
-    return ShardExecutor(model, memory.layers, memory.wait_layer, samples=samples, close=memory.close)
+    recorder = Recorder(join_group(setup), divides=setup.shards > 1)
+    model = Llama(config, weights, recorder)
+    return ShardExecutor(
+        model,
+        memory.layers,
+        memory.wait_layer,
+        samples=setup.shard == 0,
+        close=memory.close,
+        graphs=DecodeGraphs(model, memory.layers, recorder) if setup.cuda_graphs else None,
+    )
 
 
 def prepare(setup: Setup, copies: Channel) -> tuple[ShardExecutor, Ready]:

@@ -64,6 +64,7 @@ class ShardGroup:
                         session=memory if isinstance(memory, SessionGrant) else None,
                         own=memory if isinstance(memory, OwnBlocks) else None,
                         device=settings.device,
+                        cuda_graphs=settings.cuda_graphs,
                         rendezvous=str(Path(directory, "rendezvous")),
                     )
                     self._send(index, setup)

@@ -1,4 +1,4 @@
-"""The commands that change what a daemon does: pause, resume, drain, clear, set-*, storage, pin, unpin."""
+"""The commands that change what a daemon does: pause, resume, drain, clear, set-*, sleep, wake, storage, pin, unpin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvcached.cli.options import (
     run_dir_option,
 )
 from kvcached.log import escaped
-from kvcached_client.protocol.admin import PIN_TTL_MS_MAX, StorageAction, StorageReport
+from kvcached_client.protocol.admin import ADMIN_DEADLINE_MS_MAX, PIN_TTL_MS_MAX, StorageAction, StorageReport
 from kvcached_client.types import KEY_SIZE_BYTES, WritePolicy
 
 if TYPE_CHECKING:
@@ -143,6 +143,46 @@ def set_policy(target: str, policy: str, run_dir: Path | None, *, as_json: bool)
     else:
         name = ", ".join(done.replicas) or escaped(done.label)
         click.echo(f"write policy of {name} ({done.namespace}): {done.policy}, was {done.before}")
+
+
+@click.command(epilog=EPILOG)
+@_target_argument
+@run_dir_option
+@click.option(
+    "--deadline-ms",
+    type=click.IntRange(0, ADMIN_DEADLINE_MS_MAX),
+    default=30_000,
+    show_default=True,
+    help="Longest time to store blocks that host memory does not have, in milliseconds. The others are dropped.",
+)
+@json_option
+def sleep(target: str, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
+    """Give the memory of a device pool back until `wake`. Refused while an engine has a session on it."""
+    slept = ask(run_dir, _ANSWER_MS, lambda admin: admin.sleep(target, deadline_ms=deadline_ms))
+    if as_json:
+        print_json(fields_of(slept))
+    else:
+        click.echo(f"asleep: {', '.join(slept.replicas)}; of {slept.blocks} blocks {slept.dropped} are dropped")
+
+
+@click.command(epilog=EPILOG)
+@_target_argument
+@run_dir_option
+@click.option(
+    "--deadline-ms",
+    type=click.IntRange(1, ADMIN_DEADLINE_MS_MAX),
+    default=120_000,
+    show_default=True,
+    help="Longest wait for the memory and the workers, in milliseconds. After it, the wake continues.",
+)
+@json_option
+def wake(target: str, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
+    """Make the memory of a device pool again after `sleep`. Does nothing if the pool is awake."""
+    woken = ask(run_dir, _ANSWER_MS, lambda admin: admin.wake(target, deadline_ms=deadline_ms))
+    if as_json:
+        print_json(fields_of(woken))
+    else:
+        click.echo(f"awake: {', '.join(woken.replicas)}")
 
 
 @click.command(epilog=EPILOG)

@@ -13,8 +13,8 @@ from typing import Final
 
 import click
 
-from kvcached import VERSION
-from kvcached.cli.control import clear, drain, pause, pin, resume, set_policy, set_weights, storage, unpin
+from kvcached import VERSION, is_core_compiled
+from kvcached.cli.control import clear, drain, pause, pin, resume, set_policy, set_weights, sleep, storage, unpin, wake
 from kvcached.cli.explain import explain
 from kvcached.cli.options import (
     EPILOG,
@@ -69,6 +69,8 @@ SECTIONS: Final = {
         "pause": "Stop starting copies between device and host memory.",
         "drain": "Stop admitting sessions and leases.",
         "resume": "End a pause or a drain.",
+        "sleep": "Give the memory of a device pool back for a while.",
+        "wake": "Make the memory of a device pool again.",
     },
 }
 
@@ -112,7 +114,7 @@ def main() -> None:
 
 for _command in (
     *(init, check_config, capacity, doctor, serve, supervise, explain, pin, unpin),
-    *(clear, set_weights, set_policy, storage, pause, drain, resume),
+    *(clear, set_weights, set_policy, storage, pause, drain, resume, sleep, wake),
 ):
     main.add_command(_command)
 
@@ -223,21 +225,25 @@ def inspect(key: bytes, run_dir: Path | None, deadline_ms: int, *, as_json: bool
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the engine computes."
 )
+@click.option("--cuda-graphs", is_flag=True, help="The engine replays its decode steps; with --device cuda.")
 @json_option
-def demo(*, tp: int, device: str, as_json: bool) -> None:
+def demo(*, tp: int, device: str, cuda_graphs: bool, as_json: bool) -> None:
     """Kill an engine, reuse its cached blocks, compare outputs. Needs a checkout and the extra `examples`."""
     if not (_CHECKOUT / "examples" / "demo").is_dir():
         fail(ExitCode.START_FAILED, "the demo is not part of the package; run it from a checkout: make demo")
     os.chdir(_CHECKOUT)
-    options = ["--tp", str(tp), "--device", device, *(["--json"] if as_json else [])]
+    if cuda_graphs and device != "cuda":
+        raise click.UsageError("--cuda-graphs needs --device cuda")
+    flags = [flag for flag, given in (("--cuda-graphs", cuda_graphs), ("--json", as_json)) if given]
+    options = ["--tp", str(tp), "--device", device, *flags]
     os.execv(sys.executable, [sys.executable, "-m", "examples.demo", *options])  # noqa: S606 - no shell is wanted
 
 
 @main.command(epilog=EPILOG)
 @json_option
 def version(*, as_json: bool) -> None:
-    """Print the version."""
+    """Print the version; with --json also whether the core is compiled."""
     if as_json:
-        print_json({"version": VERSION})
+        print_json({"version": VERSION, "core_compiled": is_core_compiled()})
     else:
         click.echo(VERSION)

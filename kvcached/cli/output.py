@@ -14,6 +14,7 @@ from kvcached.config.report import Capacity
 from kvcached.log import escaped
 from kvcached_client.protocol.engine import (
     Description,
+    EnginePoolStats,
     HostRegistration,
     InspectReport,
     OffloadInfo,
@@ -38,6 +39,7 @@ def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None
         _print_facts(
             f"replica {pool.replica}",
             {
+                **({} if pool.state == "awake" else {"state": pool.state.replace("_", " ").upper()}),
                 "healthy": "yes" if pool.healthy else "NO",
                 "degraded": "YES" if pool.degraded else "no",
                 "restarts": pool.restarts,
@@ -69,9 +71,23 @@ def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None
                 **host.states,
             },
         )
+    for kept in report.engine_pools:
+        _print_facts(f"device memory of {escaped(kept.name)}", _engine_pool(kept, report.device_memory_bytes))
     if report.hosts:
         _print_facts("transfers", {name.replace("_", " "): count for name, count in report.transfers.items()})
     _print_facts("counters", dict(sorted(report.counters.items())))
+
+
+def _engine_pool(pool: EnginePoolStats, limit_bytes: int) -> dict[str, object]:
+    return {
+        "pool": pool.pool,
+        "namespace": pool.namespace or "unknown",
+        "in use": "yes" if pool.used else "no",
+        "bytes": f"{pool.size_bytes} of {limit_bytes} for all engines",
+        "ranks": pool.ranks,
+        "blocks": pool.blocks,
+        "warm blocks": pool.named,
+    }
 
 
 def _registered(shards: Sequence[HostRegistration]) -> dict[str, str]:

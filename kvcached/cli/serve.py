@@ -54,13 +54,16 @@ def serve(config_path: Path, **options: str | None) -> None:
     from kvcached.config.machine import check_machine
     from kvcached.log import set_up_logging
     from kvcached.recovery.fd_store import is_anything_stored
+    from kvcached.start_errors import StartError, WrongSetup
 
     config = _load(config_path, options, lambda config: check_machine(config, is_restart=is_anything_stored()))
     set_up_logging(config.log_level, config.log_format)
     daemon = importlib.import_module("kvcached.daemon")
     try:
         code = daemon.run(config)
-    except daemon.StartError as error:
+    except WrongSetup as error:
+        fail(ExitCode.USAGE, str(error))
+    except StartError as error:
         fail(ExitCode.START_FAILED, str(error))
     sys.exit(code)
 

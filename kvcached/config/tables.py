@@ -220,6 +220,11 @@ class OffloadConfig(Table):
         description="Which of the blocks that engines offer are copied to the host pool: docs/policies.md."
         " write_back is the same as write_through here.",
     )
+    device_memory_bytes: Annotated[int, Field(ge=0, le=POOL_SIZE_BYTES_MAX), SIZE] = Field(
+        default=0,
+        description="Memory that the daemon keeps for the device blocks of engines, all engines together, so that they"
+        ' outlive an engine (`"device_memory": "daemon"`, docs/engines.md). On the CPU only. 0: none.',
+    )
 
 
 def _path(value: object) -> object:

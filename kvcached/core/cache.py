@@ -31,6 +31,7 @@ from kvcached.core.namespaces import Generations, Namespaces, NamespaceSpec, Poo
 from kvcached.core.offload import Offload
 from kvcached.core.pins import Pins
 from kvcached.core.session import OffloadSession, Sessions
+from kvcached.core.sleep import Sleeps
 from kvcached.core.slots.host_slots import HostPool, HostQuota, SlabAllocator
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.slots import DevicePool, SlotPool
@@ -64,6 +65,7 @@ class Cache:
         eviction_log: what left the trees lately.
         generations: of namespaces.
         clearings: namespaces of replicas that are being cleared.
+        sleeps: device pools that fall asleep and wake.
         policy_changes: how often a namespace got another write policy.
         storage: the tier below the host pool.
         pins: prefixes that people keep cached.
@@ -113,6 +115,7 @@ class Cache:
         self.pools = self.managed.pools
         generation_of = namespaces.generation_of
         self.storage = StorageTier(storage or StorageSpec(), table, generation_of, waiting, locks)
+        self.sleeps = Sleeps(sessions, self.worker_copies, self.managed.pools, self.managed.trees)
         self.clearings = Clearings(sessions, self.worker_copies, self.storage, self.managed.expire, locks)
 
     def _make_room(self, taker: HostPool) -> bool:
@@ -124,8 +127,9 @@ class Cache:
 
     @property
     def version(self) -> int:
-        """Grows with what a successor has to know of this cache: who has which slab, namespaces, their policies."""
-        namespaces = self.offload.namespaces.version + self.clearings.version + self.policy_changes
+        """Grows with what a successor has to know: owners of slabs, namespaces, policies, sleeping pools."""
+        changes = self.policy_changes + self.sleeps.version
+        namespaces = self.offload.namespaces.version + self.clearings.version + changes
         return self.slab_allocator.version + namespaces
 
     @property
@@ -205,6 +209,8 @@ class Cache:
         if self.clearings.under_way:
             self.clearings.advance()
         self.managed.settle()
+        if self.sleeps.is_any_falling():
+            self.sleeps.advance()
         if self.storage.state is StorageState.READY:
             self.storage.settle(lambda: self.trees)
 
@@ -308,6 +314,7 @@ class Cache:
         self.slab_allocator.tick(now_ms)
         self.storage.tick(now_ms)
         self.pins.tick(now_ms)
+        self.sleeps.tick(now_ms)
         self.offload.on_ticked(now_ms, late=late)
         self.managed.on_ticked(now_ms, late=late)
 

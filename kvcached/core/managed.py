@@ -15,9 +15,10 @@ from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import BlocksCached, Commitment, Grant, Loaded, SessionEnded, SessionExpired
 from kvcached.core.refusals import Refusal, Why
 from kvcached.core.session import Sessions
+from kvcached.core.sleep import check_awake
 from kvcached.core.slots.ranges import Ranges, append, chained, cut, no_ranges, slot_count
 from kvcached.core.slots.slots import DevicePool
-from kvcached.core.slots.states import SlotState
+from kvcached.core.slots.states import PoolState, SlotState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.worker_copies import WorkerCopies
@@ -68,9 +69,10 @@ class Managed:
         """Give a replica's pool to a new session.
 
         Raises:
-            Refusal: the pool's namespace is being cleared.
+            Refusal: the pool is not awake, or its namespace is being cleared.
         """
         pool = self.pools[replica]
+        check_awake(pool)
         if pool.clearing:
             raise Refusal(Why.CLEARING, replica=replica)
         session = self.sessions[session_id] = ManagedSession(
@@ -120,7 +122,7 @@ class Managed:
     def settle(self) -> None:
         """Start the copies that nobody waits for: what is stored, and what makes room."""
         for tree, pool in self._stored:
-            if pool.unstored or pool.demand or pool.free < pool.watermark:
+            if pool.state is PoolState.AWAKE and (pool.unstored or pool.demand or pool.free < pool.watermark):
                 self._worker_copies.stores.settle(tree, pool)
 
     def session_at(self, session_id: SessionId, epoch: int) -> ManagedSession:

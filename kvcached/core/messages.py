@@ -178,6 +178,15 @@ class ClearingEnded:
     blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolEmptied:
+    """Nothing of a device pool is in the index, and nobody may touch a slot of it: end its workers, give it back."""
+
+    pool: str
+    blocks: int  #: that it held
+    dropped: int  #: of them, how many have no copy left
+
+
 class BlocksCached(NamedTuple):
     """Consecutive blocks of one chain lie in these slots of a device pool, all their bytes: write that beside them."""
 
@@ -215,6 +224,7 @@ Effect = (
     | PrefetchOver
     | ForgetStored
     | ClearingEnded
+    | PoolEmptied
 )
 
 

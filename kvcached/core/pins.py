@@ -14,6 +14,7 @@ from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.refusals import Refusal, Why
 from kvcached.core.slots.slots import DevicePool, SlotPool
+from kvcached.core.slots.states import PoolState
 
 #: Of one daemon. Each tick looks at all of them.
 PINS_MAX = 4096
@@ -82,7 +83,7 @@ class Pins:
         if before is None and len(self._pins) >= PINS_MAX:
             raise Refusal(Why.PINS_FULL, pins=len(self._pins))
         count, device, host = len(keys) // KEY_SIZE, Held(tree.root, 0), Held(tree.root, 0)
-        if pool is not None:
+        if pool is not None and pool.state is PoolState.AWAKE:  # one that falls asleep would never be empty
             device = Held(*tree.match(keys, count, pool.index))
             self._check(tree, pool, pool, device.depth - (before.device.depth if before else 0))
         if tree.host is not None:
@@ -118,6 +119,12 @@ class Pins:
             if pin.tree is tree:
                 del self._pins[name]
                 self._end(pin)
+
+    def leave(self, pool: DevicePool) -> None:
+        """Nothing is kept in a device pool any more; what pins keep in the host pool they keep."""
+        for pin in self._pins.values():
+            if pin.pool is pool:
+                self._shorten(pin.tree, pool, pin.device, 0)
 
     def cut_off(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> None:
         """A pool's part of the path to `run` is about to end at `depth`: nothing behind that is kept there."""

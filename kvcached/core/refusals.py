@@ -22,6 +22,8 @@ class Why(Enum):
     OTHER_KIND = "other_kind", ErrorCode.BAD_VALUE
     CORRUPT_STORE = "corrupt_store", ErrorCode.BAD_VALUE
     SLOTS_PENDING = "slots_pending", ErrorCode.CAPACITY_PENDING
+    POOL_ASLEEP = "pool_asleep", ErrorCode.ASLEEP
+    POOL_NOT_ASLEEP = "pool_not_asleep", ErrorCode.REQUEST_CONFLICT
     CLEARING = "clearing", ErrorCode.CLEARING
     FOREIGN_LEASE = "foreign_lease", ErrorCode.FOREIGN_LEASE
     HIT_CLEARED = "hit_cleared", ErrorCode.HIT_GONE

@@ -23,6 +23,8 @@ TRANSFER_CONFIG: Final = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
+#: The connector that takes sliding windows beside vLLM's hybrid cache manager.
+HYBRID_CONNECTOR: Final = "KvcachedHybridConnector"
 DEFAULT_ALGORITHM: Final = "sha256"
 #: vLLM's attention on a CPU refuses others.
 _BLOCK_SIZE_UNIT: Final = 32
@@ -62,6 +64,13 @@ class VllmFlags:
     def algorithm(self) -> str:
         """How blocks are hashed."""
         return self.options.get("prefix-caching-hash-algo", DEFAULT_ALGORITHM)
+
+    @property
+    def takes_windows(self) -> bool:
+        """Whether the connector that they name takes models whose layers all have sliding windows."""
+        return any(
+            HYBRID_CONNECTOR in value for name, value in self.options.items() if name.startswith("kv-transfer-config")
+        )
 
     @property
     def model(self) -> str:
@@ -123,7 +132,7 @@ def _transfer_config(flags: VllmFlags, run_dir: Path) -> Iterator[Finding]:
         yield Finding(_CHECK, "fail", f"--kv-transfer-config is no JSON object: {error}", f"write {whole}")
         return
     for name, wanted in TRANSFER_CONFIG.items():
-        if config.get(name) != wanted:
+        if config.get(name) not in (wanted, HYBRID_CONNECTOR if name == "kv_connector" else wanted):
             said = repr(config[name]) if name in config else "missing"
             yield Finding(_CHECK, "fail", f"--kv-transfer-config: {name} is {said}", f'write "{name}": "{wanted}"')
     extra = config.get("kv_connector_extra_config", {})
@@ -211,13 +220,13 @@ def check_model(model: str, flags: VllmFlags, *, on_cuda: bool = False) -> Itera
         return
     window = _only_window(text)
     longest = flags.options.get("max-model-len") or text.get("max_position_embeddings")
-    if window and not (str(longest).isdecimal() and int(str(longest)) <= window):
+    if window and not flags.takes_windows and not (str(longest).isdecimal() and int(str(longest)) <= window):
         yield Finding(
             _MODEL,
             "fail",
             f"all layers of the model have sliding windows of {window} tokens: vLLM drops blocks behind them, and the "
             "connector refuses longer contexts",
-            f"--max-model-len {window}, or use no kvcached",
+            f"name the connector {HYBRID_CONNECTOR}, or --max-model-len {window}, or use no kvcached",
         )
 
 

@@ -27,6 +27,7 @@ class HeaderTable:
     """
 
     def __init__(self, memory: memoryview) -> None:
+        self._memory = memory.cast("B")
         self._words: Words = np.frombuffer(memory, _WORD).reshape(-1, HEADER_BYTES // _WORD.itemsize)
 
     def claim(self, places: npt.NDArray[np.int64], epoch: int, session: int) -> None:
@@ -43,6 +44,10 @@ class HeaderTable:
 
     def write(self, rows: array[int], headers: bytes) -> None:
         """Put headers, back to back, into rows, named as ranges: first and count by turns. First words come last."""
+        if len(headers) == HEADER_BYTES:  # as most are while an engine decodes
+            place = rows[0] * HEADER_BYTES
+            host_header.write(self._memory[place : place + HEADER_BYTES], headers)
+            return
         words = np.frombuffer(headers, _WORD).reshape(-1, HEADER_BYTES // _WORD.itemsize)
         done = 0
         for first, count in zip(rows[::2], rows[1::2], strict=True):

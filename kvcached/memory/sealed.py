@@ -11,7 +11,7 @@ import mmap
 import os
 from typing import Final
 
-from kvcached_client.blocks.mapping import F_SEAL_FUTURE_WRITE, SEALS
+from kvcached_client.blocks.mapping import F_SEAL_FUTURE_WRITE, SEALS, prefer_huge_pages
 
 #: Touching costs 0.7 s per GiB, and the daemon is to be ready within two; the rest becomes resident when first used.
 PRETOUCH_BYTES_MAX: Final = 1 << 30
@@ -116,6 +116,7 @@ def _map(descriptor: int, size_bytes: int) -> int:
         failed = _last_error("MADV_DONTDUMP")
         _libc.munmap(address, size_bytes)
         raise failed
+    prefer_huge_pages(address, size_bytes)
     return int(address)
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvcached.process.identity import PID_MAX, arguments_of, pidfd_of
+from kvcached.process.readable import readable
 
 
 def take_lock(path: str) -> int:
@@ -75,24 +76,9 @@ async def _end_holder(lock: int, name: str, module: str, deadline_s: float) -> N
             raise OSError(f"a process holds {name} in the run directory, and it is not {pid}, as written there")
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        await _readable(pidfd, deadline_s)
+        async with asyncio.timeout(deadline_s):
+            await readable(pidfd)
     except TimeoutError:
         raise OSError(f"process {pid} of an earlier daemon, which holds {name}, does not end") from None
     finally:
         os.close(pidfd)
-
-
-async def _readable(descriptor: int, deadline_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def tell() -> None:
-        loop.remove_reader(descriptor)
-        ready.set_result(None)
-
-    loop.add_reader(descriptor, tell)
-    try:
-        async with asyncio.timeout(deadline_s):
-            await ready
-    finally:
-        loop.remove_reader(descriptor)

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 from kvcached.config.replica import ReplicaConfig
+from kvcached.core.slots.ranges import no_ranges
+from kvcached.memory.available import check_available
 from kvcached.memory.device_headers import DeviceHeaders, headers_bytes
 from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.memory.sealed import memory_fault
-from kvcached.recovery.fd_store import remove, store
+from kvcached.recovery.fd_store import remove, store, taken_in
 from kvcached.recovery.state_file import Ledger, ReplicaRecord
-from kvcached.worker.cuda_maker import make_cuda_memory
+from kvcached.worker.cuda_maker import WantedMemory, make_cuda_memory
 from kvcached_client.blocks.pages import pool_geometry
 
 #: Under which name the service manager keeps a shard's memory: this prefix, the replica and the shard.
@@ -55,6 +58,53 @@ class DevicePool(NamedTuple):
         """UUIDs of the CUDA devices that have the shards; none on a CPU."""
         return tuple(shard.device for shard in self.shards if shard.device)
 
+    def close(self) -> None:
+        """Close its descriptors. Does nothing the second time."""
+        for shard in self.shards:
+            shard.close()
+        self.headers.close()
+
+
+class PoolMemory:
+    """The memory of a configured replica, which may be given back and made anew.
+
+    Attributes:
+        pool: the memory; None while there is none.
+    """
+
+    def __init__(self, replica: ReplicaConfig, pool: DevicePool | None) -> None:
+        self.pool = pool
+        self._replica = replica
+
+    async def make(self) -> DevicePool:
+        """Make new memory where there is none.
+
+        Raises:
+            NotEnoughMemory: this machine has not so much left.
+            OSError: the kernel refused one of the steps.
+            DeviceError: a CUDA device refused, or does not exist.
+        """
+        replica = self._replica
+        if replica.device == "cpu":
+            check_available(replica.host_memory_bytes, f"replica {replica.name}")
+        self.pool = (await device_pools([replica], {replica.name: None}))[replica.name]
+        return self.pool
+
+    async def give_back(self) -> None:
+        """Clear the headers, have the service manager forget the memory, and close it. Nobody uses it any more."""
+        if self.pool is not None:
+            self.pool.headers.keep_only(no_ranges())
+        self.close()
+        for name in (*_names(self._replica), DEVICE_HEADERS_PREFIX + self._replica.name):
+            remove(name)
+        await taken_in()
+
+    def close(self) -> None:
+        """Close the memory, which the service manager goes on keeping."""
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
 
 class KeptDevice(NamedTuple):
     """Descriptors of a replica's memory that the service manager has kept.
@@ -85,32 +135,65 @@ def kept_device(replica: ReplicaConfig, found: dict[str, list[int]], ledger: Led
     return KeptDevice(kept, record.cuda_devices or ("",) * replica.shards, headers)
 
 
-def device_pool(replica: ReplicaConfig, kept: KeptDevice | None, parts: ExitStack) -> DevicePool:
-    """A replica's memory, which `parts` closes: the kept memory, or if that is None, new memory, which is stored.
+async def device_pools(
+    replicas: Sequence[ReplicaConfig], kept: Mapping[str, KeptDevice | None]
+) -> dict[str, DevicePool]:
+    """The memory of each replica, which is the caller's: the kept memory, or new memory, which is stored.
+
+    New memory of all CUDA devices is made at the same time.
 
     Raises:
         OSError: the kernel refused one of the steps.
         DeviceError: a CUDA device refused, or does not exist.
     """
-    if kept is None:
+    new = [replica for replica in replicas if kept[replica.name] is None]
+    for replica in new:
         for name in _names(replica):
             remove(name)
+    with ExitStack() as parts:
+        on_cuda = await _on_cuda([replica for replica in new if replica.cuda_ordinals], parts)
+        pools = {each.name: _device_pool(each, kept[each.name], on_cuda.get(each.name), parts) for each in replicas}
+        parts.pop_all()
+    return pools
+
+
+async def _on_cuda(replicas: Sequence[ReplicaConfig], parts: ExitStack) -> dict[str, tuple[ShardMemory, ...]]:
+    """New memory of replicas on CUDA devices."""
+    places = [(replica, name) for replica in replicas for name in _names(replica)]
+    made = await make_cuda_memory(
+        [WantedMemory(ordinal, _shard_bytes(replica)) for replica in replicas for ordinal in replica.cuda_ordinals]
+    )
+    found: dict[str, tuple[ShardMemory, ...]] = {}
+    for index, (replica, name) in enumerate(places):
+        try:
+            shard = ShardMemory(_called(name), made[index].descriptor, _shard_bytes(replica), made[index].device)
+        except OSError:
+            for memory in made[index:]:
+                os.close(memory.descriptor)
+            raise
+        parts.callback(shard.close)
+        found[replica.name] = (*found.get(replica.name, ()), shard)
+    return found
+
+
+def _device_pool(
+    replica: ReplicaConfig, kept: KeptDevice | None, on_cuda: tuple[ShardMemory, ...] | None, parts: ExitStack
+) -> DevicePool:
     headers = _headers(replica, None if kept is None else kept.headers)
     parts.callback(headers.close)
-    shards = _new_shards(replica, parts) if kept is None else _kept_shards(replica, kept, parts)
-    return DevicePool(shards, headers, kept is not None)
-
-
-def _new_shards(replica: ReplicaConfig, parts: ExitStack) -> tuple[ShardMemory, ...]:
-    size_bytes, shards = _shard_bytes(replica), []
-    if replica.cuda_ordinals:
-        for name, made in zip(_names(replica), make_cuda_memory(replica.cuda_ordinals, size_bytes), strict=True):
-            shards.append(ShardMemory(_called(name), made.descriptor, size_bytes, made.device))
-    else:
-        shards = [ShardMemory.make(_called(name), size_bytes) for name in _names(replica)]
+    if kept is not None:
+        return DevicePool(_kept_shards(replica, kept, parts), headers, is_kept=True)
+    shards = on_cuda or _on_cpu(replica, parts)
     for name, shard in zip(_names(replica), shards, strict=True):
-        parts.callback(shard.close)
         store(name, shard.descriptor)
+    return DevicePool(shards, headers, is_kept=False)
+
+
+def _on_cpu(replica: ReplicaConfig, parts: ExitStack) -> tuple[ShardMemory, ...]:
+    shards = []
+    for name in _names(replica):
+        shards.append(ShardMemory.make(_called(name), _shard_bytes(replica)))
+        parts.callback(shards[-1].close)
     return tuple(shards)
 
 

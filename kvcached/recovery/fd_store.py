@@ -4,12 +4,13 @@ The manager is systemd or `kvcached supervise`. A stored memfd keeps its memory,
 the daemon before it. The next daemon inherits the stored descriptors from number 3 on, and three environment variables
 that give their number, their names, and the process that they are for.
 
-The daemon's end is `notify`, `store`, `remove` and `take_stored`; the manager's end is `NoticeSocket` and
+The daemon's end is `notify`, `store`, `remove`, `taken_in` and `take_stored`; the manager's end is `NoticeSocket` and
 `KeptDescriptors`. The manager names its socket in ``$NOTIFY_SOCKET``; a leading ``@`` stands for an abstract one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import math
@@ -23,6 +24,8 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from kvcached.process.readable import readable
 
 NOTIFY_VARIABLE: Final = "NOTIFY_SOCKET"
 READY: Final = "READY=1"
@@ -124,6 +127,28 @@ def store(name: str, descriptor: int) -> bool:
 def remove(name: str) -> bool:
     """Ask the manager to close the descriptors that it keeps under a name. Returns and raises as `store`."""
     return notify(f"FDSTOREREMOVE=1\nFDNAME={_checked(name)}")
+
+
+async def taken_in() -> bool:
+    """Wait until the manager has carried out all that it was sent before, within `WAIT_S`; whether it has.
+
+    It has when it closes a pipe that it is sent then. True without a manager.
+    """
+    ours, theirs = os.pipe2(os.O_CLOEXEC)
+    try:
+        is_sent = notify("BARRIER=1", (theirs,))
+    finally:
+        os.close(theirs)
+    try:
+        if is_sent:
+            async with asyncio.timeout(WAIT_S):
+                await readable(ours)
+    except TimeoutError:
+        _log.warning("the service manager has not carried out what it was sent %g s ago", WAIT_S)
+        return False
+    finally:
+        os.close(ours)
+    return is_sent or not os.environ.get(NOTIFY_VARIABLE)
 
 
 def is_name(name: str) -> bool:

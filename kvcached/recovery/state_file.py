@@ -103,6 +103,7 @@ class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         cuda_ordinals: the configured CUDA device of each shard; empty on a CPU.
         cuda_devices: their UUIDs.
         write_policy, configured_policy: as of `NamespaceRecord`.
+        asleep: its device pool has given its memory back, and gets none until it is woken.
     """
 
     name: ReplicaName
@@ -117,6 +118,7 @@ class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     cuda_devices: tuple[str, ...] = ()
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     configured_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    asleep: bool = False
 
 
 class MemberRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -8,7 +8,6 @@ an event loop. It does nothing else, so that it has few ways to fail.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import fcntl
 import logging
 import os
@@ -20,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
+from kvcached.process.prctl import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from kvcached.recovery.fd_store import (
     COUNT_VARIABLE,
     FIRST_DESCRIPTOR,
@@ -56,14 +56,11 @@ START_FAILED: Final = 3
 #: Exit status of the daemon if its configuration or an option is wrong.
 WRONG_USAGE: Final = 2
 
-_PR_SET_PDEATHSIG: Final = 1
-_PR_SET_CHILD_SUBREAPER: Final = 36
 _NO_SUCH_PROGRAM: Final = 127
 #: Python ignores these signals, and the started program would inherit that.
 _IGNORED_BY_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
 
 _log: Final = logging.getLogger(__name__)
-_libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +114,7 @@ class _Supervisor:
         self._notices = NoticeSocket()
         self._watch = Watch(self._policy.start_max_s, self._policy.silence_max_s, self._on_silent)
         self._pings = Pings()  # the supervisor's own manager watches the supervisor in the same way
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._loop.add_signal_handler(signal.SIGCHLD, self._on_child)
         self._loop.add_signal_handler(signal.SIGHUP, self._on_restart)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -188,11 +185,13 @@ class _Supervisor:
 
     def _after_death(self, status: int) -> None:
         """Restart the daemon, after a pause unless a restart was requested, or end. A negative status is a signal."""
-        self._failed_starts += not self._is_ready
+        self._failed_starts += not (self._is_ready or self._is_to_restart)
         if self._is_told_to_stop:
-            self._end(status if status >= 0 else 128 - status)
+            self._end(_exit_status(status))
         elif self._is_to_restart:
             self._start()
+        elif -status in (signal.SIGTERM, signal.SIGINT):  # somebody has told a daemon to stop that was not ready yet
+            self._end(_exit_status(status))
         elif status == WRONG_USAGE and not self._was_ever_ready:
             self._end(status)  # another start would end in the same way
         elif self._failed_starts >= self._policy.failed_starts_max:
@@ -235,6 +234,11 @@ class _Supervisor:
             self._done.set_result(status)
 
 
+def _exit_status(status: int) -> int:
+    """A process's status as a shell has it."""
+    return status if status >= 0 else 128 - status
+
+
 def _start_process(command: list[str], notify_name: str, silence_us: int, kept: KeptDescriptors) -> int:
     """Start the daemon with the descriptors that are kept for it. Returns its pid.
 
@@ -270,7 +274,7 @@ def _become(
             signal.signal(number, signal.SIG_DFL)
         # In its own group it gets Ctrl-C only from the supervisor. It ends with the supervisor, which keeps its memory.
         os.setpgid(0, 0)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(START_FAILED)
         _hand_on(kept.descriptors)
@@ -295,9 +299,3 @@ def _hand_on(descriptors: list[int]) -> None:
     out_of_the_way = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, end) for descriptor in descriptors]
     for place, descriptor in enumerate(out_of_the_way, FIRST_DESCRIPTOR):
         os.dup2(descriptor, place, inheritable=True)
-
-
-def _prctl(option: int, value: int) -> None:
-    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl {option}: {os.strerror(number)}")

@@ -29,7 +29,8 @@ from kvcached.core.slots.ranges import no_ranges
 from kvcached.memory.host_pool import HostHeaders, HostMemory, adopt_host_memory, create_host_memory
 from kvcached.process.identity import ProcessIdentity
 from kvcached.process.peer import PeerProcess, UnseenProcess
-from kvcached.recovery.device_pools import DevicePool, device_pool, kept_device
+from kvcached.recovery.device_pools import PoolMemory, device_pools, kept_device
+from kvcached.recovery.engine_pools import EnginePools
 from kvcached.recovery.fd_store import remove, store, take_stored
 from kvcached.recovery.generations import recorded_policy
 from kvcached.recovery.scan import UNKNOWN_OWNER, FoundBlocks, FoundClaims, scan, scan_device
@@ -66,13 +67,13 @@ class Inheritance:
         ledger: that of the daemon before; None if there was none on this boot.
         host: the host pool, new or kept; None without one.
         is_kept: the host pool is the one that the ledger names.
-        devices: the device pools, by replica.
+        devices: the device pools, by replica; without memory where the ledger says that they sleep.
     """
 
     ledger: Ledger | None
     host: HostMemory | None
     is_kept: bool
-    devices: Mapping[str, DevicePool]
+    devices: Mapping[str, PoolMemory]
 
     def host_record(self) -> HostPoolRecord | None:
         """The host pool as the next ledger names it."""
@@ -84,7 +85,13 @@ class Inheritance:
         )
 
 
-def inherit(run_dir: Path, host: HostConfig | None, replicas: Sequence[ReplicaConfig], parts: ExitStack) -> Inheritance:
+async def inherit(
+    run_dir: Path,
+    host: HostConfig | None,
+    replicas: Sequence[ReplicaConfig],
+    engine_pools: EnginePools,
+    parts: ExitStack,
+) -> Inheritance:
     """Read the ledger and open the pools: kept ones if they match the configuration, else new ones.
 
     The caller ensures that all workers and storage processes of earlier daemons are dead: they could write here.
@@ -93,10 +100,12 @@ def inherit(run_dir: Path, host: HostConfig | None, replicas: Sequence[ReplicaCo
         run_dir: the directory of the ledger.
         host: the configured host pool; None without one.
         replicas: the configured replicas.
+        engine_pools: gets those that were kept.
         parts: closes the descriptors.
 
     Raises:
         OSError: a new pool cannot be made.
+        DeviceError: the same, on a CUDA device.
     """
     found, ledger = take_stored(), read_ledger(run_dir / LEDGER_NAME)
     kept = found.pop(HOST_MEMORY_NAME, [])
@@ -112,13 +121,20 @@ def inherit(run_dir: Path, host: HostConfig | None, replicas: Sequence[ReplicaCo
             _log.info("the service manager keeps the host pool: it outlives the daemon")
     if memory is not None:
         parts.callback(memory.close)
-    devices = {each.name: kept_device(each, found, ledger) for each in replicas}
-    for name, descriptors in found.items():  # pools that are no longer configured, or not in the same way
+    asleep = {each.name for each in ledger.replicas if each.asleep} if ledger is not None else set()
+    awake = [each for each in replicas if each.name not in asleep]
+    kept_devices = {each.name: kept_device(each, found, ledger) for each in awake}
+    parts.callback(engine_pools.close)
+    engine_pools.take_over(found)
+    for name, descriptors in found.items():  # pools that sleep, are no longer configured, or not in the same way
         remove(name)
         for descriptor in descriptors:
             os.close(descriptor)
-    pools = {each.name: device_pool(each, devices[each.name], parts) for each in replicas}
-    return Inheritance(ledger, memory, is_kept, pools)
+    pools = await device_pools(awake, kept_devices)
+    devices = {each.name: PoolMemory(each, pools.get(each.name)) for each in replicas}
+    for device in devices.values():
+        parts.callback(device.close)
+    return Inheritance(ledger, memory, is_kept, devices)
 
 
 def ledger_file(run_dir: Path) -> LedgerFile:
@@ -190,6 +206,7 @@ def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers
         _take_replicas(ledger, replicas, headers, revival)
         if cache.offload.namespaces.most:
             _take_namespaces(ledger, headers, revival, taken, living)
+    _take_sleeping(ledger, cache)
     _take_devices(ledger, replicas, revival)
     kept = {replica.name for replica in replicas if replica.is_kept}
     for owner, (record, peers) in living.items():
@@ -222,6 +239,13 @@ def _take_replicas(ledger: Ledger, replicas: Iterable[Replica], headers: HostHea
         done.add(namespace)
         slabs = list(ledger.host.allocated.get(record.namespace, ())) if ledger.host is not None else []
         revival.replica(replica.name, slabs, stored(scan(headers.table, geometry, replica.header_kind, slabs)))
+
+
+def _take_sleeping(ledger: Ledger, cache: Cache) -> None:
+    """Replicas whose device pools the daemon before has left asleep sleep on: whoever uses the memory still does."""
+    for record in ledger.replicas:
+        if record.asleep and record.name in cache.pools:
+            cache.sleeps.asleep(record.name)
 
 
 def _take_devices(ledger: Ledger, replicas: Iterable[Replica], revival: RestoredCache) -> None:

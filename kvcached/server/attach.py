@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from kvcached.process.peer import PeerProcess
-from kvcached.process.seqpacket import Packet, SocketFile, listen, peer_credentials, receive, send
-from kvcached.server.connections import ACCEPT_PAUSE_S, NO_DESCRIPTORS, ConnectionLimits, Connections, no_descriptors
+from kvcached.process.seqpacket import Packet, peer_credentials, receive, send
+from kvcached.server.connections import ConnectionLimits, Connections, no_descriptors
+from kvcached.server.listener import Listener
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol.attach import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
     Attach,
     AttachRefused,
+    ClaimedPool,
+    ClaimPool,
     Identified,
     Identify,
     Join,
@@ -41,9 +44,6 @@ CONNECTIONS_MAX: Final = 512
 DESCRIPTORS_SHARE: Final = 0.2
 #: Accepted processes that live on, connected or not. Each costs a descriptor of the daemon.
 PEERS_MAX: Final = 512
-_BACKLOG: Final = 128
-#: Connections accepted before others get a turn.
-_ACCEPTS_PER_TURN_MAX: Final = 4
 #: A request carries one descriptor; room for a second one shows a peer that sends more.
 _DESCRIPTORS_MAX: Final = 2
 
@@ -60,6 +60,9 @@ class AttachHandler(Protocol):
         self, peer: PeerProcess, session_id: SessionId, token: bytes, shard: ShardIndex
     ) -> tuple[Joined | JoinedHost, tuple[int, ...]]:
         """What a shard's process gets, and the descriptors that it maps, which stay the handler's; or RequestError."""
+
+    def claim_pool(self, request: ClaimPool) -> tuple[ClaimedPool, tuple[int, ...]]:
+        """What a process of an engine gets, and the descriptors, which stay the handler's; or RequestError."""
 
     def leave(self, peer: PeerProcess) -> None:
         """A process that joined touches the memory no more."""
@@ -105,8 +108,7 @@ class AttachServer:
         self._path = path
         self._handler = handler
         self._loop = asyncio.get_running_loop()
-        self._listener: socket.socket | None = None
-        self._file: SocketFile | None = None
+        self._listener: Listener[_Connection] | None = None
         self._limits = ConnectionLimits.within(CONNECTIONS_MAX, DESCRIPTORS_SHARE)
         self._connections: Connections[_Connection] = Connections("attach", self._limits, self._drop, allowed_uids)
         self._watched: set[PeerProcess] = set()
@@ -119,16 +121,11 @@ class AttachServer:
             OSError: the socket cannot be made, or another process serves it.
         """
         _remove_stale(self._path)
-        self._listener = listen(self._path, _BACKLOG)
-        self._file = SocketFile.at(self._path)
-        self._loop.add_reader(self._listener.fileno(), self._on_connecting)
+        self._listener = Listener("attach", self._path, socket.SOCK_SEQPACKET, self._connections, self._accept)
 
     def close(self) -> None:
         """Close everything, tell the handler nothing, and remove the socket. Does nothing the second time."""
         if self._listener is not None:
-            self._loop.remove_reader(self._listener.fileno())
-            if self._file is not None:
-                self._file.remove()
             self._listener.close()
             self._listener = None
         for connection in list(self._connections):
@@ -151,32 +148,7 @@ class AttachServer:
                 self._drop(connection)
         peer.close()
 
-    def _on_connecting(self) -> None:
-        listener = self._listener
-        if listener is None:
-            return
-        for _ in range(_ACCEPTS_PER_TURN_MAX):
-            try:
-                accepted, _ = listener.accept()
-            except (BlockingIOError, ConnectionError):
-                return
-            except OSError as error:
-                if error.errno not in NO_DESCRIPTORS:
-                    raise
-                self._connections.sampled.note(
-                    "accept", "attach: %s; no connection is accepted for %g s", error.strerror, ACCEPT_PAUSE_S
-                )
-                self._loop.remove_reader(listener.fileno())
-                self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
-                return
-            self._accept(accepted)
-
-    def _resume(self) -> None:
-        if self._listener is not None:
-            self._loop.add_reader(self._listener.fileno(), self._on_connecting)
-
     def _accept(self, accepted: socket.socket) -> None:
-        accepted.settimeout(0)
         connection = _Connection(accepted)
         self._connections.open(connection, peer_credentials(accepted), accepted.fileno())
         self._loop.add_reader(accepted.fileno(), self._on_readable, connection)
@@ -212,6 +184,9 @@ class AttachServer:
         request = decode_attach_request(packet.data)
         if isinstance(request, Leave):
             self._leave(connection)
+            return
+        if isinstance(request, ClaimPool):  # its own locks say whether the process lives, so it is not watched
+            self._answer(connection, *self._handler.claim_pool(request))
             return
         if connection.peer is None:
             connection.peer = PeerProcess.of(connection.socket, packet.descriptors)
@@ -270,7 +245,7 @@ class AttachServer:
     def _refuse(self, connection: _Connection, error: RequestError) -> None:
         self.refusals[error.code] += 1
         peer = connection.peer or peer_credentials(connection.socket)
-        self._connections.sampled.note(f"refused {error.code}", "attach: refused %s: %s", peer, error.message)
+        self._connections.note_fault(f"refused {error.code}", "attach: refused %s: %s", peer, error.message)
         self._answer(
             connection, AttachRefused(code=error.code, fault=error.fault, message=error.message, fix=error.fix)
         )

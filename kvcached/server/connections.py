@@ -11,7 +11,6 @@ The servers accept and close connections; this module decides which may stay.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import resource
@@ -32,9 +31,6 @@ HALF_OPEN_S_MAX: Final = 2.0
 HALF_OPEN_MAX: Final = 64
 #: Descriptors that admitted connections leave free: half-open ones of both sockets, new workers, storage, files.
 DESCRIPTORS_RESERVED: Final = 192
-#: Without free descriptors a connection can be neither accepted nor refused, and the listener stays readable.
-NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-ACCEPT_PAUSE_S: Final = 1.0
 #: So many processes together fill a socket, and no fewer.
 _PROCESSES_TO_FILL: Final = 8
 _PER_PROCESS_MIN: Final = 8
@@ -142,6 +138,7 @@ class Connections(Generic[C]):
         self._admitted = 0
         self._loop = asyncio.get_running_loop()
         self._expiry: asyncio.TimerHandle | None = None
+        self._is_fault_new = False
 
     def __iter__(self) -> Iterator[C]:
         return iter(self._places)
@@ -153,12 +150,25 @@ class Connections(Generic[C]):
         if len(self._half_open) > self._limits.half_open:
             of_process = Counter(self._places[each].credentials.pid for each in self._half_open)
             ((pid, count),) = of_process.most_common(1)
-            self.sampled.note(
+            self.note_fault(
                 "half-open", "%s: process %d has %d connections that say nothing: dropped", self._name, pid, count
             )
             self._drop(next(each for each in self._half_open if self._places[each].credentials.pid == pid))
         if self._expiry is None:
             self._expiry = self._loop.call_later(HALF_OPEN_S_MAX, self._drop_expired)
+
+    def note_fault(self, kind: str, message: str, *values: object) -> None:
+        """A peer loses a connection by its own fault: log it, and let nobody connect for a moment.
+
+        A peer that connects anew each time would otherwise keep this process busy, and clients that are served waiting.
+        """
+        self._is_fault_new = True
+        self.sampled.note(kind, message, *values)
+
+    def take_fault(self) -> bool:
+        """Whether there was such a fault since the last call."""
+        was_new, self._is_fault_new = self._is_fault_new, False
+        return was_new
 
     def admit(self, connection: C) -> None:
         """A peer has introduced itself. Where it is not admitted its connection stays half-open.
@@ -173,7 +183,7 @@ class Connections(Generic[C]):
             self._check(place)
         except RequestError as error:
             pid = place.credentials.pid
-            self.sampled.note(f"refused {error.code}", "%s: refused process %d: %s", self._name, pid, error.message)
+            self.note_fault(f"refused {error.code}", "%s: refused process %d: %s", self._name, pid, error.message)
             raise
         place.is_admitted = True
         del self._half_open[connection]

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from kvcached.process.seqpacket import SocketFile, listen
-from kvcached.server.connections import ACCEPT_PAUSE_S, NO_DESCRIPTORS, Connection, ConnectionLimits, Connections
+from kvcached.server.connections import Connection, ConnectionLimits, Connections
+from kvcached.server.listener import Listener
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.engine import (
     ErrorReply,
@@ -67,9 +67,6 @@ log = logging.getLogger(__name__)
 CONNECTIONS_MAX: Final = 1024
 #: Of the descriptors that are left where there are few; the rest is for attach.sock, processes and workers.
 DESCRIPTORS_SHARE: Final = 0.5
-_BACKLOG: Final = 128
-#: Connections accepted before others get a turn.
-ACCEPTS_PER_TURN_MAX: Final = 4
 #: Messages of one connection served before others get a turn.
 MESSAGES_PER_TURN_MAX: Final = 16
 #: Of one `recv`: most requests are whole in it.
@@ -98,8 +95,7 @@ class RpcServer:
         self._handler = handler
         limits = ConnectionLimits.within(CONNECTIONS_MAX, DESCRIPTORS_SHARE)
         self._connections: Connections[Connection] = Connections("rpc", limits, self._close)
-        self._listener: socket.socket | None = None
-        self._file: SocketFile | None = None
+        self._listener: Listener[Connection] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # Of all connections. A socket has an error once its peer has gone with replies unread. libuv, below the loop,
         # tells of such a socket once and then stops watching it: what is read then may not be its end yet.
@@ -108,6 +104,7 @@ class RpcServer:
         self._buffer = bytearray(RECEIVE_BYTES_MAX)
         self._received = memoryview(self._buffer)
         self._queues: dict[int, deque[Connection]] = {}  #: connections that wait for their next turn, by process
+        self._rotation = 0  #: who is first of those that are ready
         self._held_bytes = 0
         self._last_peer = 0
 
@@ -118,10 +115,8 @@ class RpcServer:
             OSError: the path cannot be bound.
         """
         self._path.unlink(missing_ok=True)
-        self._listener = listen(str(self._path), _BACKLOG, socket.SOCK_STREAM)
-        self._file = SocketFile.at(str(self._path))
+        self._listener = Listener("rpc", str(self._path), socket.SOCK_STREAM, self._connections, self._accept)
         self._loop = loop
-        loop.add_reader(self._listener.fileno(), self._on_connecting)
         loop.add_reader(self._ready.fileno(), self._on_ready)
 
     def serve_rest(self) -> None:
@@ -135,10 +130,7 @@ class RpcServer:
         """Stop serving and remove the socket. Replies that are on their way have a moment to leave."""
         if self._loop is None or self._listener is None:
             return
-        self._loop.remove_reader(self._listener.fileno())
         self._loop.remove_reader(self._ready.fileno())
-        if self._file is not None:
-            self._file.remove()
         self._listener.close()
         self._linger()
         for connection in list(self._connections):
@@ -148,32 +140,7 @@ class RpcServer:
 
     # --- connections come and go ------------------------------------------------------------------------------------
 
-    def _on_connecting(self) -> None:
-        listener, loop = self._listener, self._loop
-        if listener is None or loop is None:
-            return
-        for _ in range(ACCEPTS_PER_TURN_MAX):
-            try:
-                accepted, _ = listener.accept()
-            except (BlockingIOError, ConnectionError):
-                return
-            except OSError as error:
-                if error.errno not in NO_DESCRIPTORS:
-                    raise
-                self._connections.sampled.note(
-                    "accept", "rpc: %s; no connection is accepted for %g s", error.strerror, ACCEPT_PAUSE_S
-                )
-                loop.remove_reader(listener.fileno())
-                loop.call_later(ACCEPT_PAUSE_S, self._resume)
-                return
-            self._accept(accepted)
-
-    def _resume(self) -> None:
-        if self._listener is not None and self._loop is not None:
-            self._loop.add_reader(self._listener.fileno(), self._on_connecting)
-
     def _accept(self, accepted: socket.socket) -> None:
-        accepted.setblocking(False)  # noqa: FBT003
         self._last_peer += 1
         connection = Connection(accepted, self._last_peer.to_bytes(8, "big"))
         self._connections.open(connection, connection.credentials, connection.descriptor)
@@ -200,22 +167,22 @@ class RpcServer:
 
     # --- what comes in ----------------------------------------------------------------------------------------------
 
-    def _take_turn(self, connection: Connection) -> bool:
-        """Receive once, or serve what was received before; whether there was anything."""
+    def _take_turn(self, connection: Connection) -> int:
+        """Receive once, or serve what was received before; a number of bytes, 0 where there was nothing."""
         if connection.reader.has_more:
             self._take(connection, b"")
-            return True
+            return 1
         try:
             size = connection.socket.recv_into(self._buffer)
         except BlockingIOError:
-            return False
+            return 0
         except OSError:
             size = 0
         if not size:
             self._close(connection)
-            return False
+            return 0
         self._take(connection, self._received[:size])
-        return True
+        return size
 
     def _take(self, connection: Connection, data: memoryview | bytes) -> None:
         reader = connection.reader
@@ -229,7 +196,7 @@ class RpcServer:
         for message in messages:
             self._serve_guarded(connection, message)
         if reader.violation is not None:
-            self._connections.sampled.note(
+            self._connections.note_fault(
                 "violation", "rpc: process %d is cut off: %s", connection.credentials.pid, reader.violation
             )
             self._close(connection)
@@ -299,15 +266,24 @@ class RpcServer:
         connection.watched_events = events
 
     def _on_ready(self) -> None:
-        """A turn for each connection that has something, or has ended."""
-        for descriptor, _ in self._ready.poll(0):
+        """A turn for each connection that has something, or has ended.
+
+        Of a process whose connection fills a whole `recv`, the others wait for their next turn.
+        """
+        ready = self._ready.poll(0)
+        if len(ready) > 1:
+            self._rotation += 1
+            start = self._rotation % len(ready)
+            ready = ready[start:] + ready[:start]
+        waiting: set[int] = set()
+        for descriptor, _ in ready:
             connection = self._watched.get(descriptor)
-            if connection is None:  # closed on behalf of another one
+            if connection is None or connection.credentials.pid in waiting:  # closed on behalf of another one
                 continue
             if connection.unsent:
                 self._on_writable(connection)
-            else:
-                self._take_turn(connection)
+            elif self._take_turn(connection) == RECEIVE_BYTES_MAX:
+                waiting.add(connection.credentials.pid)
 
     def _serve_queues(self) -> None:
         """A turn for one connection of each process that has more to be served."""
@@ -329,7 +305,7 @@ class RpcServer:
         largest = max(
             (each for each in self._connections if each.credentials.pid == pid), key=lambda each: each.counted_bytes
         )
-        self._connections.sampled.note("held", "rpc: messages of process %d take %d bytes: one is dropped", pid, size)
+        self._connections.note_fault("held", "rpc: messages of process %d take %d bytes: one is dropped", pid, size)
         self._close(largest)
 
     # --- what goes out ----------------------------------------------------------------------------------------------

@@ -230,6 +230,7 @@ class Clears:
         recorder: of generations: what it has not written yet is not told.
         own_session: the session in offload mode that a connection owns, in an epoch of the host pool.
         carry_out: does what the core asks for.
+        cleared: told of the root of a namespace of engines in offload mode that was cleared.
     """
 
     def __init__(
@@ -241,6 +242,7 @@ class Clears:
         *,
         own_session: Callable[[bytes, int], SessionId],
         carry_out: Callable[[], None],
+        cleared: Callable[[bytes], None],
     ) -> None:
         recorder.settled = partial(pending.look, Wait.CLEAR)
         self._recorder = recorder
@@ -249,6 +251,7 @@ class Clears:
         self._replicas = replicas
         self._pending = pending
         self._own_session = own_session
+        self._cleared = cleared
         self._under_way: list[_Clear] = []
         self._of_request: OrderedDict[tuple[bytes, type[wire.Header], int], _Clear] = OrderedDict()
 
@@ -287,6 +290,7 @@ class Clears:
         session = self._own_session(connection, request.epoch)
         clear = self._known(connection, request)
         if clear is None:
+            self._cleared(self._cache.offload.sessions[session].namespace.spec.root)
             generation, blocks = self._cache.offload.clear(session)
             clear = self._done(_Clear((), generation, "", b"", blocks=blocks))
         return self._answer(connection, request, clear, respond)
@@ -319,6 +323,7 @@ class Clears:
     def _of_engines(self, target: NamedNamespace) -> _Clear:
         """Nothing is awaited: copies under way keep their slots, and what they complete is not found."""
         space = self._cache.offload.namespaces.by_root[target.root]
+        self._cleared(target.root)
         blocks = self._cache.offload.namespaces.clear(space)
         shown = target.root[:NAMESPACE_SHOWN_BYTES].hex()
         _log.info("cleared: %s (%s), %d blocks; generation %d", target.label, shown, blocks, space.generation)

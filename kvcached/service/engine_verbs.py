@@ -5,23 +5,27 @@ Nothing here waits: `load` and `wait_for_slots` are answered when the core knows
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from kvcached.core.cache import Cache
+from kvcached.core.index.host_tree import Piece
 from kvcached.core.messages import MemberLost, TransferKind
+from kvcached.core.refusals import Refusal
 from kvcached.core.restart.rejoin import Rejoin
-from kvcached.core.slots.ranges import Ranges
+from kvcached.core.slots.ranges import Ranges, no_ranges
 from kvcached.service.admission import Admission, DrainState
 from kvcached.service.offload_admission import OffloadAdmission
 from kvcached.service.pending import Answer, LateVerb, PendingReplies, PendingReply, Respond, Verb, Wait
+from kvcached.service.refusals import in_words
 from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, Replica
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.fields import slot_ranges
-from kvcached_client.types import FenceSequence, LeaseId, SessionId, TransferId
+from kvcached_client.types import KEY_SIZE_BYTES, FenceSequence, LeaseId, SessionId, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -137,11 +141,17 @@ class EngineVerbs:
 
     def _acquire(self, peer: bytes, request: wire.Acquire, frames: list[bytes]) -> Answer:
         group = self._groups.owner(peer)
-        if not self._holds(group.session, request.request):
+        if not self._drain_state.takes_work and not self._holds(group.session, request.request):
             self._drain_state.check()
+        keys = group.prompts.whole(request.known, frames[0])
+        answer = self._acquire_keys(group, request, keys)
+        group.prompts.keep(keys, request.known)
+        return answer
+
+    def _acquire_keys(self, group: EngineGroup, request: wire.Acquire, keys: bytes) -> Answer:
         if self._offload.owns(group.session):
-            return self._offload.acquire(group, request, frames[0])
-        asked = (request.epoch, request.request, frames[0], request.tokens, request.reserve)
+            return self._offload.acquire(group, request, keys)
+        asked = (request.epoch, request.request, keys, request.tokens, request.reserve)
         grant = self._cache.managed.acquire(group.session, *asked, full=request.full, priority=request.priority)
         loads = tuple(wire.LoadTicket(transfer, progress) for transfer, progress in grant.loads)
         header = wire.Acquired(id=request.id, lease=grant.lease, hit=grant.hit, ready=grant.ready, loads=loads)
@@ -249,6 +259,7 @@ class OffloadVerbs:
         self.by_type: dict[type[wire.Header], Verb] = {
             wire.PrepareLoad: self._prepare_load,
             wire.PrepareStore: self._prepare_store,
+            wire.PrepareStores: self._prepare_stores,
             wire.TransferDone: self._transfer_done,
         }
 
@@ -303,14 +314,41 @@ class OffloadVerbs:
         session = self.own_session(peer, request.epoch)
         plan = self._core.prepare_store(session, LeaseId(request.lease), request.start, frames[0])
         header = wire.StorePrepared(id=request.id, transfer=plan.transfer, depth=plan.depth, generation=plan.generation)
-        pieces: Ranges[int] = array("i", [number for start, end in plan.pieces for number in (start, end - start)])
-        return Answer(header, (pieces.tobytes(), plan.slots.tobytes()))
+        return Answer(header, (_packed(plan.pieces).tobytes(), plan.slots.tobytes()))
+
+    def _prepare_stores(self, peer: bytes, request: wire.PrepareStores, frames: list[bytes]) -> Answer:
+        session, keys = self.own_session(peer, request.epoch), frames[0]
+        if (blocks := sum(offer.blocks for offer in request.offers)) * KEY_SIZE_BYTES != len(keys):
+            raise request_error(
+                ErrorCode.BAD_FRAMES, f"{len(keys)} bytes of keys for {blocks} blocks", "send 16 bytes for each block"
+            )
+        outcomes, pieces, slots, at = [], no_ranges(), no_ranges(), 0
+        for offer in request.offers:
+            end = at + offer.blocks * KEY_SIZE_BYTES
+            try:
+                plan = self._core.prepare_store(session, LeaseId(offer.lease), offer.start, keys[at:end])
+            except Refusal as refusal:
+                error = in_words(refusal)
+                self._cache.counters[f"errors_{error.code}"] += 1
+                outcomes.append(wire.StoreOutcome(0, offer.start, 0, 0, error.code, error.message[:1024]))
+            else:
+                outcomes.append(wire.StoreOutcome(plan.transfer, plan.depth, plan.generation, len(plan.pieces)))
+                pieces += _packed(plan.pieces)
+                slots += plan.slots
+            at = end
+        for lease in request.releases:
+            with contextlib.suppress(Refusal):
+                self._core.release(session, LeaseId(lease))
+        header = wire.StoresPrepared(id=request.id, outcomes=tuple(outcomes))
+        return Answer(header, (pieces.tobytes(), slots.tobytes()))
 
     def _transfer_done(self, _: bytes, request: wire.TransferDone, frames: list[bytes]) -> Answer:
         session = self._groups.authenticate(SessionId(request.session), request.token).session
         corrupt = tuple(array("i", frames[0])) if frames else ()
         kind, transfer = TransferKind(request.kind), TransferId(request.transfer)
         self._core.transfer_done(session, kind, transfer, request.shard, request.error, corrupt)
+        for more in request.more:
+            self._core.transfer_done(session, kind, TransferId(more), request.shard, request.error)
         return Answer(wire.Settled(id=request.id))
 
     def own_session(self, connection: bytes, epoch: int) -> SessionId:
@@ -336,3 +374,8 @@ class OffloadVerbs:
                 f"epoch {epoch} of the host pool is over, it is {self._cache.epoch} now",
                 "attach and say hello again",
             )
+
+
+def _packed(pieces: Sequence[Piece]) -> Ranges[int]:
+    """Pieces as they are sent: depth and number of blocks."""
+    return array("i", [number for start, end in pieces for number in (start, end - start)])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check_counts
 from kvcached.core.managed_session import ManagedSession
+from kvcached.core.slots.states import PoolState
 from kvcached.service.admission import DrainState
 from kvcached.service.pending import Answer, PendingReplies, PendingReply, Respond, Wait
 from kvcached.service.refusals import REFUSED, in_words, internal_error
@@ -109,7 +110,7 @@ class HealthRequests:
                 replica, "restarts", "degraded: its workers have died again and again; see the daemon's log", ok=False
             )
             for replica in self._replicas.values()
-            if replica.workers.is_degraded
+            if replica.workers.is_degraded and self._cache.pools[replica.name].state is PoolState.AWAKE
         ]
 
     def _registered(self) -> list[HealthPart]:
@@ -126,6 +127,9 @@ class HealthRequests:
         paused = [name for name, pool in self._cache.pools.items() if pool.paused]
         paused += ["engines in offload mode"] if self._cache.offload.paused else []
         what += [f"paused: {', '.join(paused)}"] if paused else []
+        what += [
+            f"{name}: {pool.state}" for name, pool in self._cache.pools.items() if pool.state is not PoolState.AWAKE
+        ]
         return [HealthPart(part="mode", ok=True, detail="; ".join(what))] if what else []
 
 
@@ -144,6 +148,8 @@ class HealthChecks:
         The check opens a session beside the engine's, acquires slots as an engine does, and commits them under random
         keys. It removes all of that at its end. A pool whose slots are all leased is busy, which is no failure.
         """
+        if (state := self._cache.pools[replica.name].state) is not PoolState.AWAKE:
+            return [_part(replica, "acquire", f"skipped: the pool is {state}")]
         if self._cache.pools[replica.name].clearing:
             return [_part(replica, "acquire", "skipped: the namespace is being cleared")]
         if replica.name in self._unanswered:

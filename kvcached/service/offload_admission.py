@@ -7,7 +7,6 @@ its copies in the earlier session are done.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -26,8 +25,6 @@ from kvcached_client.types import SessionId, ShardIndex, Verify
 
 #: A namespace in use cannot be forgotten. One process may hold this part of all there may be, and one at least.
 PROCESS_NAMESPACES_DIVISOR: Final = 2
-
-_PERSON: Final = b"kvcached attach1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +219,8 @@ class OffloadAdmission:
 
 
 def _space(request: wire.HelloOffload, share: HostShare) -> NamespaceSpec:
-    """The namespace that an engine declares: other sizes or another order of bytes make another one."""
+    """The namespace that an engine declares."""
     parts = host_parts(request.shards, replicated=request.replicated)
-    shape = f"{request.block_size} {request.shards} {request.block_bytes} {parts}".encode()
-    root = hashlib.blake2b(request.keyspace + request.fingerprint + shape, digest_size=32, person=_PERSON).digest()
     per_slab = slots_per_slab(share.slab_bytes, request.block_bytes, parts)
     if per_slab * share.slabs > SLOTS_MAX:
         raise request_error(
@@ -233,7 +228,7 @@ def _space(request: wire.HelloOffload, share: HostShare) -> NamespaceSpec:
             f"the host pool has room for {per_slab * share.slabs} such blocks, {SLOTS_MAX} are possible",
             "use larger blocks, or a smaller host pool",
         )
-    return NamespaceSpec(root, request.label, request.block_size, request.shards, per_slab)
+    return NamespaceSpec(request.root, request.label, request.block_size, request.shards, per_slab)
 
 
 def _scheduler_alone(group: EngineGroup) -> list[Peer]:

@@ -50,6 +50,7 @@ class Wait(StrEnum):
     OPERATOR = "a pause or a drain"
     HEALTH = "a health check"
     STORAGE = "the storage process"
+    POOL = "a device pool that falls asleep or wakes"
     STOP = "the daemon's last lease"
 
 
@@ -60,6 +61,7 @@ WAITING_MAX: Final[dict[Wait, int]] = {
     Wait.PREFETCH: 4096,  # of all engines
     Wait.CLEAR: 256,  # they and the next come from people and tools; more of them are a mistake in some loop
     Wait.OPERATOR: 256,
+    Wait.POOL: 256,
     Wait.STORAGE: 256,
     Wait.HEALTH: 16,  # a check takes slots and workers' time
     Wait.STOP: 2,
@@ -145,6 +147,11 @@ class PendingReplies:
         self._before_reply = before_reply
         self._replies: dict[_Place, dict[PendingReply, None]] = {}
 
+    @property
+    def is_owing(self) -> bool:
+        """Whether any reply is owed."""
+        return bool(self._replies)
+
     def wait(self, reply: PendingReply, deadline_ms: int | None = None) -> Answer | None:
         """The answer if it is known; else None, and the reply is sent later.
 
@@ -163,8 +170,6 @@ class PendingReplies:
 
     def look(self, *waits: Wait, session: SessionId | None = None, subject: Hashable = None) -> None:
         """Something has happened that may have brought answers: ask for them again."""
-        if not self._replies:
-            return
         for wait in waits:
             for reply in list(self._replies.get((wait, session, subject), ())):
                 answer = self._outcome(reply, is_last=False)

@@ -49,6 +49,14 @@ WORDS: Final[Mapping[Why, tuple[str, str]]] = {
         ),
         "send wait_for_slots and try again when it is answered",
     ),
+    Why.POOL_ASLEEP: (
+        "the device pool of replica {replica!r} is {state}",
+        "compute without it; `kvcached wake` makes its memory again",
+    ),
+    Why.POOL_NOT_ASLEEP: (
+        "the device pool of replica {replica!r} is {state}",
+        "wake it when it is asleep",
+    ),
     Why.CLEARING: (
         "the namespace of replica {replica!r} is being cleared",
         "try again in a moment",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from kvcached.core.cache import Cache
@@ -73,9 +73,42 @@ class Workers(Protocol):
         """
 
 
+class HeldMemory(NamedTuple):
+    """The memory of an awake replica's device pool, and the workers on it.
+
+    Attributes:
+        memory: which memory each shard has, for the next daemon; empty if no daemon can take it over.
+        cuda_devices: the UUIDs of the CUDA devices that have it; none on a CPU.
+        headers: those of the device pool's slots; None if no daemon can take the pool over.
+    """
+
+    workers: Workers
+    memory: tuple[MemoryIdentity, ...] = ()
+    cuda_devices: tuple[str, ...] = ()
+    headers: DeviceHeaders | None = None
+
+
+class PoolHolder(Protocol):
+    """Holds the memory of a replica's device pool. Each call begins when the one before it is over.
+
+    What is called then is called later, in this thread, unless the daemon ends before.
+    """
+
+    def end_workers(self, ended: Callable[[], None]) -> None:
+        """End the workers; they are not started again."""
+
+    def give_back(self, given: Callable[[], None]) -> None:
+        """Clear the headers, have the service manager forget the memory, and close it."""
+
+    def make(self, generation: int, made: Callable[[HeldMemory | RequestError], None]) -> None:
+        """Make new memory and start workers on it, for a generation of the namespace. On an error nothing is left."""
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
     """A configured replica. Clearing it changes its namespace, generation and weights version; nothing else changes.
+
+    But for its memory and its workers: see `hold`.
 
     Attributes:
         namespace: 32 bytes, the root of every chain of keys. Replicas with the same namespace share their prefixes.
@@ -84,11 +117,10 @@ class Replica:
         weights_version: as `set-weights` has set it; empty = that of the configuration.
         header_namespace: 16 bytes, the namespace in the headers of its blocks; the same in every generation.
         write_policy: that of the configuration; `set-policy` may have set another one since.
-        memory: which memory each shard has, for the next daemon; empty if no daemon can take it over.
+        holder: of its memory.
+        memory, cuda_devices, headers: as of `HeldMemory`; nothing while it is asleep.
         cuda_ordinals: the configured CUDA device of each shard; empty on a CPU.
-        cuda_devices: the UUIDs of these devices.
         is_kept: the memory is from before the restart and still holds what engines wrote.
-        headers: those of the device pool's slots; None if no daemon can take the pool over.
         host_geometry: how the replica's blocks lie in the host pool; None without a host pool.
     """
 
@@ -101,6 +133,7 @@ class Replica:
     namespace: bytes
     generation: int
     workers: Workers
+    holder: PoolHolder
     root_of: Callable[[int, str], bytes]
     weights_version: str = ""
     header_namespace: bytes = bytes(16)
@@ -111,11 +144,23 @@ class Replica:
     cuda_devices: tuple[str, ...] = ()
     is_kept: bool = False
     headers: DeviceHeaders | None = None
+    _fingerprint: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._fingerprint = bytes.fromhex(self.layout.fingerprint())
+
+    def hold(self, held: HeldMemory | None) -> None:
+        """It has this memory and these workers from now on; None: none, and its workers have ended."""
+        self.is_kept = False
+        self.memory, self.cuda_devices, self.headers = (), (), None
+        if held is not None:
+            self.workers, self.memory, self.cuda_devices, self.headers = held
+            self.workers.generation = self.generation
 
     @property
     def header_kind(self) -> HeaderKind:
         """The fields that the headers of all its blocks have in common in the present generation."""
-        return HeaderKind(self.header_namespace, bytes.fromhex(self.layout.fingerprint()), self.generation)
+        return HeaderKind(self.header_namespace, self._fingerprint, self.generation)
 
     def info(self) -> ReplicaInfo:
         """The replica as `describe` reports it."""

@@ -21,6 +21,7 @@ from kvcached.core.session import LEASES_PER_SESSION_MAX
 from kvcached.core.slots.host_slots import HostPool
 from kvcached.core.slots.slots import DevicePool, SlotPool
 from kvcached.core.slots.states import DaemonState, SlotState, TransferState
+from kvcached.recovery.engine_pools import EnginePools
 from kvcached.service.admission import DrainState
 from kvcached.service.pending import Answer, Verb
 from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, Replica, check_replica
@@ -50,6 +51,7 @@ class ReportVerbs:
         offload: the host pool as it is offered to engines in offload mode; None if it is not.
         now_ms: the clock. The daemon's uptime counts from the construction of this object.
         drain_state: the daemon's state.
+        engine_pools: device memory that is kept for engines.
 
     Attributes:
         by_type: the method that serves each kind of request.
@@ -62,12 +64,14 @@ class ReportVerbs:
         offload: wire.OffloadInfo | None,
         now_ms: Callable[[], int],
         drain_state: DrainState,
+        engine_pools: EnginePools,
     ) -> None:
         self._cache = cache
         self._replicas = replicas
         self._offload = offload
         self._now_ms = now_ms
         self._drain_state = drain_state
+        self._engine_pools = engine_pools
         self._started_ms = now_ms()
         self._shown = ShownKeys()
         self.by_type: dict[type[wire.Header], Verb] = {
@@ -81,7 +85,8 @@ class ReportVerbs:
 
     def _stats(self, _: bytes, request: wire.Stats, __: list[bytes]) -> Answer:
         uptime_ms = self._now_ms() - self._started_ms
-        return Answer(stats_report(request.id, self._cache, self._replicas, uptime_ms, self._drain_state.state))
+        state, pools = self._drain_state.state, self._engine_pools
+        return Answer(stats_report(request.id, self._cache, self._replicas, uptime_ms, state, pools))
 
     def _check(self, _: bytes, request: wire.Check, __: list[bytes]) -> Answer:
         violations = tuple(check(self._cache))
@@ -132,7 +137,12 @@ class ShownKeys:
 
 
 def stats_report(
-    request_id: int, cache: Cache, replicas: Replicas, uptime_ms: int, state: DaemonState
+    request_id: int,
+    cache: Cache,
+    replicas: Replicas,
+    uptime_ms: int,
+    state: DaemonState,
+    engine_pools: EnginePools,
 ) -> wire.StatsReport:
     """Counters and gauges of every pool."""
     return wire.StatsReport(
@@ -146,6 +156,8 @@ def stats_report(
         cached_blocks=sum(pool.counts[SlotState.CACHED] for pool in cache.pools.values()),
         pools=tuple(_pool_stats(cache, pool, replicas[name]) for name, pool in sorted(cache.pools.items())),
         hosts=tuple(_host_stats(cache, tree, tree.host, replicas) for tree in cache.trees if tree.host is not None),
+        engine_pools=engine_pools.stats(),
+        device_memory_bytes=engine_pools.limit_bytes,
         transfers=_transfer_counts(cache),
         counters=dict(sorted(cache.counters.items())),
     )
@@ -155,6 +167,7 @@ def _pool_stats(cache: Cache, pool: DevicePool, replica: Replica) -> wire.PoolSt
     sessions = [session for session in cache.managed.sessions.values() if session.pool is pool]
     return wire.PoolStats(
         replica=pool.name,
+        state=pool.state,
         epoch=pool.epoch,
         slots=pool.slots,
         states=_states(pool, _DEVICE_STATES),

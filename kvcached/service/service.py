@@ -24,6 +24,7 @@ from kvcached.core.messages import (
     LoadsEnded,
     MemberLost,
     MembersDied,
+    PoolEmptied,
     PrefetchOver,
     QueryStorage,
     SessionEnded,
@@ -35,6 +36,7 @@ from kvcached.core.messages import (
     StartTransfer,
 )
 from kvcached.core.refusals import Refusal
+from kvcached.recovery.engine_pools import EnginePools
 from kvcached.service.admin_verbs import AdminVerbs, Clears, Left
 from kvcached.service.admission import Admission, DrainState
 from kvcached.service.engine_verbs import EngineVerbs, OffloadVerbs
@@ -45,12 +47,13 @@ from kvcached.service.refusals import REFUSED, in_words, internal_error
 from kvcached.service.replica import Replica
 from kvcached.service.report_verbs import ReportVerbs
 from kvcached.service.sessions import EngineGroups, FoundSession, Peer
+from kvcached.service.sleep_verbs import SleepVerbs
 from kvcached.service.state_writer import DeviceBlocks, Headers, HostClaims, StatePlace, StateWriter
 from kvcached.service.storage_verbs import StorageVerbs
 from kvcached_client.errors import RequestError
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol import engine as wire
-from kvcached_client.protocol.attach import Identified, Joined, JoinedHost
+from kvcached_client.protocol.attach import ClaimedPool, ClaimPool, Identified, Joined, JoinedHost
 from kvcached_client.types import SessionId, ShardIndex, TransferId
 
 log = logging.getLogger(__name__)
@@ -58,7 +61,7 @@ log = logging.getLogger(__name__)
 #: Requests whose answers are kept, so that a retry has one effect. `Acquire` is idempotent by its own request id, and
 #: its answers are large; so is `Load` by its lease. What `Acquire` answers while loads are under way is kept, too: it
 #: may come again when the lease is over, and would make another.
-_KEPT = (
+_KEPT = frozenset({
     wire.Hello,
     wire.HelloOffload,
     wire.Rejoin,
@@ -69,7 +72,8 @@ _KEPT = (
     wire.Release,
     wire.PrepareLoad,
     wire.PrepareStore,
-)
+    wire.PrepareStores,
+})  # fmt: skip
 
 
 class PeerWatch(Protocol):
@@ -94,16 +98,18 @@ class Service:
         endpoint: str,
         heartbeat_interval_ms: int,
         answers_kept_per_session: int,
+        known_blocks_min: int = wire.KNOWN_BLOCKS_MIN,
         share: HostShare | None = None,
         headers: Headers | None = None,
         state_place: StatePlace | None = None,
+        engine_pools: EnginePools | None = None,
         later: Later = later,
     ) -> None:
         self._cache = cache
         self._replicas = {replica.name: replica for replica in replicas}
         self._now_ms = now_ms
         self._endpoint = endpoint
-        self._groups = EngineGroups(answers_kept_per_session)
+        self._groups = EngineGroups(answers_kept_per_session, known_blocks_min)
         self._drain_state = DrainState()
         self._device_blocks = DeviceBlocks(cache, self._replicas)
         self._pending = PendingReplies(self.refused, later, before_reply=self._device_blocks.write)
@@ -125,12 +131,18 @@ class Service:
             cache, self._replicas, self._groups, self._admission, self._offload,
             pending=self._pending, drain_state=self._drain_state, now_ms=now_ms, forget=self._forget,
         )  # fmt: skip
+        self._engine_pools = engine_pools or EnginePools(0)
         self._clears = Clears(
             cache, self._replicas, self._pending, self.recorder,
-            own_session=self._offload.own_session, carry_out=self.carry_out,
+            own_session=self._offload.own_session, carry_out=self.carry_out, cleared=self._engine_pools.cleared,
         )  # fmt: skip
         self._admin = AdminVerbs(cache, self._replicas, self._drain_state, self._pending, self._clears, now_ms)
-        reports = ReportVerbs(cache, self._replicas, self._offload_admission.info(), now_ms, self._drain_state)
+        self._sleeps = SleepVerbs(
+            cache, self._replicas, self._groups, self._pending, now_ms, carry_out=self.carry_out, settle=self._settle
+        )
+        reports = ReportVerbs(
+            cache, self._replicas, self._offload_admission.info(), now_ms, self._drain_state, self._engine_pools
+        )
         self.watch: PeerWatch | None = None
         self._verbs: dict[type[wire.Header], Verb] = {
             **engines.by_type,
@@ -141,6 +153,7 @@ class Service:
             wire.Health: self._health.start,
             **engines.late_by_type,
             **self._admin.late_by_type,
+            **self._sleeps.late_by_type,
             **self.storage.late_by_type,
         }
 
@@ -195,12 +208,11 @@ class Service:
         try:
             answer = self._verbs[type(request)](peer, request, frames)
         except REFUSED as error:
-            if not isinstance(request, _KEPT):
+            if type(request) not in _KEPT:
                 raise
             answer = Answer(wire.error_reply(request.id, self.refused(error)))
-        group = self._groups.of_connection(peer)
-        is_kept = isinstance(request, _KEPT) or (isinstance(answer.header, wire.Acquired) and answer.header.loads)
-        if is_kept and group is not None:
+        is_kept = type(request) in _KEPT or (isinstance(answer.header, wire.Acquired) and answer.header.loads)
+        if is_kept and (group := self._groups.of_connection(peer)) is not None:
             group.answers.keep(request, answer)
         return answer
 
@@ -236,12 +248,18 @@ class Service:
                 self.storage.carry_out(effect)
             case PrefetchOver():
                 self._pending.look(Wait.PREFETCH, subject=effect.prefetch)
-            case ClearingEnded():
-                self._clears.finish(effect)
+            case ClearingEnded() | PoolEmptied():
+                self._go_on(effect)
             case LoadsEnded():
                 self._pending.look(Wait.LOAD, session=effect.session, subject=effect.lease)
             case SessionExpired() | SessionEnded():
                 self._on_session_over(effect)
+
+    def _go_on(self, effect: ClearingEnded | PoolEmptied) -> None:
+        if isinstance(effect, ClearingEnded):
+            self._clears.finish(effect)
+        else:
+            self._sleeps.emptied(effect)
 
     def _on_session_over(self, effect: SessionExpired | SessionEnded) -> None:
         session = effect.session
@@ -262,9 +280,10 @@ class Service:
         try:
             self._cache.settle()
             self.carry_out()
-            self._pending.look(Wait.SLOTS)
-            self.carry_out()
-            self._pending.look(Wait.CLEAR, Wait.OPERATOR, Wait.STOP)
+            if self._pending.is_owing:
+                self._pending.look(Wait.SLOTS)
+                self.carry_out()
+                self._pending.look(Wait.CLEAR, Wait.OPERATOR, Wait.POOL, Wait.STOP)
         except Exception:
             log.exception("internal error between two requests")
             self.count("errors_internal")
@@ -315,6 +334,14 @@ class Service:
         self.carry_out()
         self._forget(self._offload_admission.take_departed())
         return joined
+
+    def claim_pool(self, request: ClaimPool) -> tuple[ClaimedPool, tuple[int, ...]]:
+        """A process of an engine asks for device memory: the answer and the descriptors to pass on.
+
+        Raises:
+            RequestError: no such memory is kept here, or there is no room for it.
+        """
+        return self._engine_pools.claim(request)
 
     def take_in(self, shapes: Mapping[bytes, Shape], sessions: Iterable[FoundSession]) -> None:
         """Take in sessions from before a restart: their engines may rejoin or say hello, or die."""

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from kvcached.process.identity import ProcessIdentity
+from kvcached.service.known_prompts import KnownPrompts
 from kvcached.service.pending import Answer
 from kvcached_client.errors import ErrorCode, request_error
-from kvcached_client.protocol.engine import TOKEN_SIZE_BYTES, Header
+from kvcached_client.protocol.engine import KNOWN_BLOCKS_MIN, TOKEN_SIZE_BYTES, Header
 from kvcached_client.types import SessionId, ShardIndex
 
 
@@ -75,6 +76,7 @@ class EngineGroup:
         connection: routing id of the connection that owns the session.
         scheduler: the process at the other end of that connection.
         answers: kept for retries over that connection.
+        prompts: what it has acquired.
         members: every process that can write the session's slots; dead ones stay until the session ends.
         instance: in offload mode, the engine's own id, the same in each hello.
         shard_of: in offload mode, which shard a member is.
@@ -88,6 +90,7 @@ class EngineGroup:
     connection: bytes
     scheduler: Peer
     answers: KeptAnswers
+    prompts: KnownPrompts
     members: list[Peer] = field(default_factory=list)
     instance: bytes = b""
     shard_of: dict[Peer, ShardIndex] = field(default_factory=dict)
@@ -128,13 +131,15 @@ class EngineGroups:
 
     Args:
         answers_kept: how many answers of each session are kept for retries.
+        known_blocks_min: prompts of so many blocks and more are remembered.
 
     Attributes:
         version: grows whenever a group or its members change.
     """
 
-    def __init__(self, answers_kept: int) -> None:
+    def __init__(self, answers_kept: int, known_blocks_min: int = KNOWN_BLOCKS_MIN) -> None:
         self._answers_kept = answers_kept
+        self._known_blocks_min = known_blocks_min
         self.version = 0
         self._candidates: dict[bytes, Peer] = {}  #: member token -> a process that identified itself
         self._by_session: dict[SessionId, EngineGroup] = {}
@@ -184,7 +189,8 @@ class EngineGroups:
 
     def _new(self, session: SessionId, connection: bytes, scheduler: Peer, members: list[Peer]) -> EngineGroup:
         token, answers = secrets.token_bytes(TOKEN_SIZE_BYTES), KeptAnswers(self._answers_kept)
-        group = EngineGroup(session, token, connection, scheduler, answers, members)
+        prompts = KnownPrompts(self._known_blocks_min)
+        group = EngineGroup(session, token, connection, scheduler, answers, prompts, members)
         self._by_session[session] = group
         self.version += 1
         return group

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from msgspec import structs
 
 from kvcached.core.cache import Cache
-from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import BlocksUncached, Event, SlabAllocated, SlotsHandedOut, StorageReady
 from kvcached.core.namespaces import Generations
 from kvcached.core.slots.ranges import Ranges
+from kvcached.core.slots.states import NO_MEMORY
 from kvcached.recovery.generations import EditionRecord, Record, RecordWriter
 from kvcached.recovery.state_file import (
     HostPoolRecord,
@@ -135,7 +135,7 @@ class StateWriter:
             epoch=self._cache.epoch,
             host=None if state_place.host is None else _with_allocated(state_place.host, self._cache),
             namespaces=tuple(self._namespaces()),
-            replicas=tuple(_replica(each, self._cache.tree_of(each.name)) for each in self._replicas.values()),
+            replicas=tuple(_replica(each, self._cache) for each in self._replicas.values()),
             sessions=tuple(filter(None, map(self._session, self._groups.groups))),
         )
 
@@ -190,7 +190,7 @@ def _with_allocated(record: HostPoolRecord, cache: Cache) -> HostPoolRecord:
     return structs.replace(record, allocated=allocated)
 
 
-def _replica(replica: Replica, tree: PrefixTree) -> ReplicaRecord:
+def _replica(replica: Replica, cache: Cache) -> ReplicaRecord:
     return ReplicaRecord(
         name=replica.name,
         fingerprint=replica.layout.fingerprint(),
@@ -202,8 +202,9 @@ def _replica(replica: Replica, tree: PrefixTree) -> ReplicaRecord:
         cuda_ordinals=replica.cuda_ordinals,
         cuda_devices=replica.cuda_devices,
         headers=None if replica.headers is None else replica.headers.identity,
-        write_policy=tree.write_policy,
+        write_policy=cache.tree_of(replica.name).write_policy,
         configured_policy=replica.write_policy,
+        asleep=cache.pools[replica.name].state in NO_MEMORY,
     )
 
 

@@ -1,22 +1,51 @@
-"""New memory of CUDA devices, made by processes that end once they have handed it over: the daemon loads no driver."""
+"""New memory of CUDA devices, made by processes that end once they have handed it over: the daemon loads no driver.
+
+The daemon's event loop turns meanwhile. Where one fails, the others are killed, and what they have made is given back.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from typing import Final, NamedTuple
 
+from kvcached.process.readable import readable
 from kvcached.process.seqpacket import receive
+from kvcached.worker.exits import MISSING
 from kvcached_client.errors import DeviceError
 
-_MAKER: Final = "kvcached.worker.make_cuda_memory"
+MAKER: Final = "kvcached.worker.make_cuda_memory"
 #: The first process that uses a device loads the driver and creates a context.
 DEADLINE_S: Final = 60.0
+#: Whoever waits longer than this for the start is told what for.
+PROGRESS_AFTER_S: Final = 2.0
+#: As many devices as a large node has. Each maker takes some hundred MiB of this machine while it lives.
+AT_ONCE_MAX: Final = 16
+#: A maker that has handed its memory over has nothing left to do but to end.
+_END_S: Final = 5.0
 _UUID_BYTES_MAX: Final = 64
+_SAID_BYTES_MAX: Final = 16 * 1024
+
+_log: Final = logging.getLogger(__name__)
+
+
+class WantedMemory(NamedTuple):
+    """Memory that is to be made.
+
+    Attributes:
+        ordinal: number of the device, as this machine counts.
+        size_bytes: how much.
+    """
+
+    ordinal: int
+    size_bytes: int
 
 
 class MadeMemory(NamedTuple):
@@ -31,53 +60,161 @@ class MadeMemory(NamedTuple):
     device: str
 
 
-def make_cuda_memory(ordinals: Sequence[int], size_bytes: int) -> list[MadeMemory]:
-    """New memory on each of some devices, as they are counted here, all at a time. What is in it is undefined.
+class NoCudaMemory(DeviceError):
+    """A device has made no memory.
+
+    Attributes:
+        is_permanent: there is no such device, or no package to reach it by: it will not get better by itself.
+    """
+
+    def __init__(self, ordinal: int, reason: str, *, is_permanent: bool = False) -> None:
+        super().__init__(f"CUDA device {ordinal}: {reason}; kvcached doctor --cuda says more")
+        self.is_permanent = is_permanent
+
+
+async def make_cuda_memory(wanted: Sequence[WantedMemory]) -> list[MadeMemory]:
+    """Make memory on devices, on `AT_ONCE_MAX` of them at the same time. What is in it is undefined.
+
+    On an error, also where this is cancelled, no memory is left, and every process has ended or been killed.
 
     Raises:
-        DeviceError: there is no driver, no such device, or not so much memory; none is left.
+        NoCudaMemory: the first device that has made none: there is no driver, no such device, or not so much memory.
         OSError: a process cannot be started.
     """
-    with ExitStack() as made:
-        makers = [_Maker(ordinal, size_bytes, made) for ordinal in ordinals]
-        memory = [maker.result(made) for maker in makers]
-        made.pop_all()
-        for maker in makers:
-            maker.close()
-    return memory
+    return await _Making(wanted).all() if wanted else []
+
+
+class _Making:
+    """The makers of some memory, and what they have made, by their places in what is wanted."""
+
+    def __init__(self, wanted: Sequence[WantedMemory]) -> None:
+        self._wanted = wanted
+        self._makers: dict[int, _Maker] = {}
+        self._made: dict[int, MadeMemory] = {}
+        self._turns = asyncio.Semaphore(AT_ONCE_MAX)
+
+    async def all(self) -> list[MadeMemory]:
+        progress = asyncio.get_running_loop().call_later(PROGRESS_AFTER_S, self._log_progress)
+        tasks = [asyncio.create_task(self._make(index, each)) for index, each in enumerate(self._wanted)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        except BaseException:
+            await self._give_up(tasks)
+            raise
+        finally:
+            progress.cancel()
+        return [self._made[index] for index in range(len(self._wanted))]
+
+    async def _make(self, index: int, wanted: WantedMemory) -> None:
+        async with self._turns:
+            maker = self._makers[index] = _Maker(wanted)
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    self._made[index] = await maker.result()
+            except TimeoutError:
+                raise NoCudaMemory(wanted.ordinal, f"it made no memory within {DEADLINE_S:g} s") from None
+            finally:
+                await maker.close(may_end=index in self._made)
+
+    async def _give_up(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Who waits for a killed maker sees its end, and closes it; a task that is cancelled there would not."""
+        for index, task in enumerate(tasks):
+            if index in self._makers:
+                self._makers[index].kill()
+            else:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for memory in self._made.values():
+            os.close(memory.descriptor)
+
+    def _log_progress(self) -> None:
+        waiting = [each for index, each in enumerate(self._wanted) if index not in self._made]
+        _log.info(
+            "waiting for memory of CUDA devices: %s; %d of %d are made, and each may take %g s",
+            ", ".join(f"{each.size_bytes} bytes of device {each.ordinal}" for each in waiting),
+            len(self._made),
+            len(self._wanted),
+            DEADLINE_S,
+        )
 
 
 class _Maker:
-    def __init__(self, ordinal: int, size_bytes: int, made: ExitStack) -> None:
-        self._ordinal = ordinal
+    """The process that makes the memory of one device."""
+
+    def __init__(self, wanted: WantedMemory) -> None:
+        """Start it.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self._ordinal = wanted.ordinal
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        made.callback(self._connection.close)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _MAKER, str(theirs.fileno()), str(ordinal), str(size_bytes)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
-                text=True,
-            )
-        made.callback(self._end)
-
-    def result(self, made: ExitStack) -> MadeMemory:
+        self._said = os.memfd_create("kvcached-maker-says", os.MFD_CLOEXEC)
         try:
-            _, said = self._process.communicate(timeout=DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            raise DeviceError(f"CUDA device {self._ordinal} made no memory within {DEADLINE_S:g} s") from None
-        packet = None if self._process.returncode else receive(self._connection, _UUID_BYTES_MAX, 1)
-        if packet is None or len(packet.descriptors) != 1:
-            reason = (said.strip().splitlines() or [f"its process ended with {self._process.returncode}"])[-1]
-            raise DeviceError(f"CUDA device {self._ordinal}: {reason}; kvcached doctor --cuda says more")
-        made.callback(os.close, packet.descriptors[0])
-        return MadeMemory(packet.descriptors[0], packet.data.decode())
+            with theirs:
+                numbers = (theirs.fileno(), os.getpid(), *wanted)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", MAKER, *map(str, numbers)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._said,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # Ctrl-C at the terminal is for the daemon
+                )
+            try:
+                self._pidfd = os.pidfd_open(self._process.pid)
+            except OSError:
+                self._process.kill()
+                self._process.wait()
+                raise
+        except OSError:
+            self._connection.close()
+            os.close(self._said)
+            raise
 
-    def close(self) -> None:
+    async def result(self) -> MadeMemory:
+        """What it has made.
+
+        Raises:
+            NoCudaMemory: it has ended without.
+        """
+        await readable(self._connection.fileno())
+        packet = receive(self._connection, _UUID_BYTES_MAX, 1)
+        if packet is not None and len(packet.descriptors) == 1:
+            return MadeMemory(packet.descriptors[0], packet.data.decode())
+        await readable(self._pidfd)
+        status = self._process.wait()
+        lines = os.pread(self._said, _SAID_BYTES_MAX, 0).decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else f"its process ended with {status}"
+        raise NoCudaMemory(self._ordinal, reason, is_permanent=status == MISSING)
+
+    def kill(self) -> None:
+        """End it now. Does nothing when it has ended."""
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def close(self, *, may_end: bool) -> None:
+        """Wait until it is dead.
+
+        Args:
+            may_end: it has done its work, and gets a moment to end by itself before it is killed.
+        """
         self._connection.close()
+        try:
+            if may_end:
+                await self._ended()
+            self.kill()
+            await self._ended()
+        finally:
+            self._process.poll()
+            os.close(self._pidfd)
+            os.close(self._said)
+            self._pidfd = -1
 
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+    async def _ended(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await readable(self._pidfd)

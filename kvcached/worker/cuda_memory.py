@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvcached.memory.sealed import SharedMemory
 from kvcached.worker.messages import ERROR_SIZE_CHARS_MAX, HostRegistered, WorkerConfig
+from kvcached.worker.numa import stay_on_node
 from kvcached_client.blocks.copy import Batch
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device
@@ -28,6 +29,7 @@ class CudaMemory:
 
     def __init__(self, config: WorkerConfig, descriptor: int, host: SharedMemory | None) -> None:
         self._device = Device.of_uuid(Driver(), config.device)
+        stay_on_node(self._device.host_node())  # before memory is touched, and before threads are started
         size_bytes = self._device.whole_granules(config.geometry.size_bytes)
         self._memory = self._device.open_memory(descriptor, size_bytes)
         self.address = self._memory.address

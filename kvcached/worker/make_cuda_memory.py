@@ -1,38 +1,55 @@
-"""Makes memory of a CUDA device: ``python -m kvcached.worker.make_cuda_memory FD ORDINAL SIZE_BYTES``.
+"""Makes CUDA memory: ``python -m kvcached.worker.make_cuda_memory FD PARENT ORDINAL SIZE_BYTES``.
 
 The daemon itself loads no driver. This process makes the memory, sends its descriptor and the device's UUID over the
-connection that it inherits, and ends. The descriptor keeps the memory.
+connection that it inherits, and ends. The descriptor keeps the memory. It does not outlive the daemon, its parent.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
 
+from kvcached.process.prctl import PR_SET_PDEATHSIG, prctl
 from kvcached.process.seqpacket import send
+from kvcached.worker.exits import MISSING, REFUSED
 from kvcached_client.cuda.device import Device
-from kvcached_client.cuda.driver import Driver
+from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
 from kvcached_client.errors import DeviceError
-
-_EXIT_REFUSED = 3
 
 
 def main(arguments: list[str]) -> int:
     """Make and send.
 
     Returns:
-        The exit status: 3 where the driver refused; stderr says why.
+        The exit status, see `exits`; the last line of stderr says why it is not 0.
     """
-    descriptor, ordinal, size_bytes = map(int, arguments[1:])
+    descriptor, parent, ordinal, size_bytes = map(int, arguments[1:])
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it had died before the kernel was asked
+        return REFUSED
     try:
         device = Device(Driver(), ordinal)
-        exported = device.make_memory(size_bytes).export()
+        exported = _exported(device, size_bytes)
     except DeviceError as error:
         sys.stderr.write(f"{error}\n")
-        return _EXIT_REFUSED
+        return MISSING if isinstance(error, CudaMissing) and not error.may_come else REFUSED
     with socket.socket(fileno=descriptor) as connection:
         send(connection, device.uuid.encode(), (exported,))
     return 0
+
+
+def _exported(device: Device, size_bytes: int) -> int:
+    try:
+        return device.make_memory(size_bytes).export()
+    except CudaFailure as error:
+        if error.result != "CUDA_ERROR_OUT_OF_MEMORY":
+            raise
+        raise DeviceError(
+            f"{error}: {size_bytes} bytes, and {device.free_bytes()} are free (end what uses the device, or configure "
+            "fewer slots)"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,67 @@ def compress_slots(slots: npt.NDArray[np.int32]) -> PackedRanges:
     ranges[:-1, 1] = ends - starts[:-1]
     ranges[-1, 1] = len(slots) - starts[-1]
     return PackedRanges(ranges.tobytes())
+
+
+class SlotRanges:
+    """The slots of consecutive blocks: ranges, as they are on the wire, until somebody asks for the table.
+
+    Attributes:
+        packed: the ranges, in block order.
+        count: slots in them.
+    """
+
+    __slots__ = ("_table", "count", "packed")
+
+    def __init__(self, packed: bytes, count: int, table: npt.NDArray[np.int32] | None = None) -> None:
+        """`packed` has `count` slots; `table` holds them one by one."""
+        self.packed = packed
+        self.count = count
+        self._table = table
+
+    @classmethod
+    def checked(cls, packed: bytes) -> Self:
+        """Ranges of a peer.
+
+        Raises:
+            ValueError: see `expand_ranges`.
+        """
+        if len(packed) > _FEW_RANGES * RANGE_SIZE_BYTES or len(packed) % RANGE_SIZE_BYTES:
+            table = expand_ranges(packed)
+            return cls(packed, len(table), table)
+        count = 0
+        for first, size in _RANGE.iter_unpack(packed):
+            _check_ranges(first, size, size, first + size)
+            count += size
+        return cls(packed, count)
+
+    @classmethod
+    def of(cls, table: npt.NDArray[np.int32]) -> Self:
+        """These slots."""
+        return cls(compress_slots(table), len(table), table)
+
+    @property
+    def table(self) -> npt.NDArray[np.int32]:
+        """The slot of each block: int32 ``[blocks]``, made once."""
+        if self._table is None:
+            self._table = expand_ranges(self.packed)
+        return self._table
+
+    def section(self, start: int, stop: int) -> bytes:
+        """The ranges of the blocks [start, stop)."""
+        if len(self.packed) > _FEW_RANGES * RANGE_SIZE_BYTES:
+            return compress_slots(self.table[start:stop])
+        pieces = []
+        for first, size in _RANGE.iter_unpack(self.packed):
+            low, high = max(start, 0), min(stop, size)
+            if low < high:
+                pieces.append(_RANGE.pack(first + low, high - low))
+            start, stop = start - size, stop - size
+        return b"".join(pieces)
+
+    def __add__(self, other: SlotRanges) -> SlotRanges:
+        """These slots, then those of another."""
+        return SlotRanges(self.packed + other.packed, self.count + other.count)
 
 
 def slot_mapping(

@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from pathlib import Path
 from typing import Final
 
 from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError
@@ -18,6 +19,9 @@ from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 #: Linux 5.1; Python has no name for it before 3.13.
 F_SEAL_FUTURE_WRITE: Final = 0x0010
+
+#: Whether the kernel gives huge pages to shared memory: ``always within_size advise [never] deny force``.
+SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -52,6 +56,24 @@ def map_sealed(descriptor: int, size_bytes: int, protection: int) -> Buffer:
     if actual_bytes < size_bytes:
         raise unusable(f"{actual_bytes} bytes, at least {size_bytes} are needed")
     return _map_shared(descriptor, size_bytes, protection)
+
+
+def prefer_huge_pages(address: int, size_bytes: int) -> None:
+    """Ask for pages of 2 MiB in a mapping: fewer to find in a copy, and fewer to pin for a device.
+
+    The kernel gives them where `huge_pages` is ``advise`` or more. It is ``never`` by default, and then, as on kernels
+    that have none, pages stay small.
+    """
+    _libc.madvise(address, size_bytes, mmap.MADV_HUGEPAGE)
+
+
+def huge_pages(setting: Path = SHMEM_ENABLED) -> str:
+    """Whether the kernel gives huge pages to shared memory, in its own word; ``none`` = it has none."""
+    try:
+        text = setting.read_text()
+    except OSError:
+        return "none"
+    return text.partition("[")[2].partition("]")[0] or "none"
 
 
 def unusable(reason: str) -> RequestError:

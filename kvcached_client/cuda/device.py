@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
-from kvcached_client.cuda.driver import CudaMissing, Driver, Opaque, Stream
+from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver, Opaque, Stream
 
 
 class Device:
@@ -78,6 +78,19 @@ class Device:
         attribute = getattr(self.driver.names.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.driver.call("cuDeviceGetAttribute", attribute, self._device))
 
+    def host_node(self) -> int:
+        """The memory node of the machine that is closest to the device; -1 = unknown, as to drivers before CUDA 12.2.
+
+        Raises:
+            CudaFailure: the driver refused for another reason.
+        """
+        try:
+            return self.attribute("HOST_NUMA_ID")
+        except CudaFailure as error:
+            if error.result != "CUDA_ERROR_INVALID_VALUE":
+                raise
+            return -1
+
     def free_bytes(self) -> int:
         """Memory of the device that nobody has."""
         return int(self.driver.call("cuMemGetInfo")[0])
@@ -143,11 +156,18 @@ class Device:
 
 @contextmanager
 def own_context(driver: Driver) -> Iterator[None]:
-    """The calling thread may use any device in here; afterwards the context that was current before is so again."""
+    """The calling thread may use any device in here; afterwards the context that was current before is so again.
+
+    Calls in here do not break a CUDA graph that the engine captures in another thread, as vLLM does at its start: none
+    of them touches the streams that capture.
+    """
+    modes = driver.names.CUstreamCaptureMode
     before = driver.call("cuCtxGetCurrent")
+    mode = driver.call("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
     try:
         yield
     finally:
+        driver.call("cuThreadExchangeStreamCaptureMode", mode)
         driver.call("cuCtxSetCurrent", before)
 
 

@@ -54,12 +54,14 @@ class CudaMissing(DeviceError):
 
     Attributes:
         fix: what to do.
+        may_come: it may be there later without that, as while the machine starts.
     """
 
-    def __init__(self, message: str, fix: str) -> None:
+    def __init__(self, message: str, fix: str, *, may_come: bool = False) -> None:
         super().__init__(f"{message} ({fix})")
         self.message = message
         self.fix = fix
+        self.may_come = may_come
 
 
 class _Attributes(ctypes.Structure):
@@ -89,7 +91,8 @@ class Driver:
         try:
             self.call("cuInit", 0)
         except CudaFailure as error:
-            raise CudaMissing(str(error), "check nvidia-smi; in a container, start it with --gpus all") from None
+            fix = "check nvidia-smi; in a container, start it with --gpus all"
+            raise CudaMissing(str(error), fix, may_come=True) from None
         self.version: int = self.call("cuDriverGetVersion")
         self.batches = True
         try:

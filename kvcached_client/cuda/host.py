@@ -92,8 +92,8 @@ class HostPool:
 
     def _register(self, on_progress: Callable[[HostPool], None]) -> None:
         try:
-            self._device.use()
-            self._register_all(on_progress)
+            with self._device.current():
+                self._register_all(on_progress)
         except CudaFailure as error:
             self.error = str(error)
             _log.warning(

@@ -178,11 +178,19 @@ def _vllm() -> Iterator[Finding]:
     names = importlib.metadata.packages_distributions().get("vllm", [])
     versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
     try:
-        check_version(importlib.metadata.version(names[0]) if names else "unknown")
+        is_supported = check_version(importlib.metadata.version(names[0]) if names else "unknown")
     except RuntimeError as error:
         yield Finding("vllm", "fail", ", ".join(versions) or "its version is not known", str(error))
         return
-    yield Finding("vllm", "ok", ", ".join(versions))
+    if is_supported:
+        yield Finding("vllm", "ok", ", ".join(versions))
+    else:
+        yield Finding(
+            "vllm",
+            "warn",
+            f"{', '.join(versions)} is newer than the versions that this kvcached-client supports",
+            "compare outputs with those of vLLM without kvcached, or install a newer kvcached-client",
+        )
     try:
         connector = importlib.import_module("kvcached_client.vllm").KvcachedConnector
     except Exception as error:  # noqa: BLE001 - vLLM's imports fail in many ways

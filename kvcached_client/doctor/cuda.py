@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from kvcached_client.blocks.mapping import huge_pages
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
 from kvcached_client.doctor.checks import Finding
@@ -102,9 +103,12 @@ def _copy_engines(device: Device, _: ExitStack) -> Finding:
 
 
 def _host_registration(device: Device, parts: ExitStack) -> Finding:
-    """Whether shared memory can be registered, and how long that takes."""
+    """Whether shared memory can be registered, how long that takes, in which pages, and beside which memory node."""
     gib_ms = 1000 * _Pinned(device, parts, _REGISTERED_BYTES).taken_s * (1 << 30) / _REGISTERED_BYTES
-    text = f"{_REGISTERED_BYTES // _MIB} MiB of shared memory, at {gib_ms:.0f} ms a GiB"
+    text = (
+        f"{_REGISTERED_BYTES // _MIB} MiB of shared memory, at {gib_ms:.0f} ms a GiB; huge pages of shared memory: "
+        f"{huge_pages()}; memory node {device.host_node()}"
+    )
     return Finding(_name(device, _host_registration), "ok", text)
 
 

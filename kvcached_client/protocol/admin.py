@@ -81,6 +81,19 @@ class Unpin(Header, frozen=True, kw_only=True, tag="unpin"):
     target: Name
 
 
+class Sleep(Header, frozen=True, kw_only=True, tag="sleep"):
+    """Give the memory of device pools back until `Wake`. Refused while an engine has a session on one of them."""
+
+    target: Name  #: a replica, or the first hex digits of a namespace, for all its replicas
+    deadline_ms: _Deadline = 30_000  #: blocks that the host pool does not have by then are dropped
+
+
+class Wake(Header, frozen=True, kw_only=True, tag="wake"):
+    """Make the memory of device pools again after `Sleep`. They are empty."""
+
+    target: Name  #: as in `Sleep`
+
+
 class StorageControl(Header, frozen=True, kw_only=True, tag="storage_control"):
     """Report the state of storage; or attach it, detach it, or clear it. Needs no session."""
 
@@ -144,6 +157,20 @@ class Unpinned(Header, frozen=True, kw_only=True, tag="unpinned"):
     """Answer to `Unpin`."""
 
     was_pinned: bool
+
+
+class Slept(Header, frozen=True, kw_only=True, tag="slept"):
+    """Answer to `Sleep`: the memory is given back. It stays so, also in the next daemon, until `Wake`."""
+
+    replicas: tuple[str, ...]
+    blocks: Id  #: blocks that the device pools held
+    dropped: Id  #: of them, those that are cached nowhere now
+
+
+class Woken(Header, frozen=True, kw_only=True, tag="woken"):
+    """Answer to `Wake`: the pools serve."""
+
+    replicas: tuple[str, ...]
 
 
 class StorageReport(Header, frozen=True, kw_only=True, tag="storage_report"):

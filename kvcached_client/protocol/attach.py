@@ -10,7 +10,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kvcached_client.blocks.layout import Layout
+from kvcached_client.blocks.engine_table import RANKS_MAX
+from kvcached_client.blocks.layout import POOL_SIZE_BYTES_MAX, Layout
 from kvcached_client.errors import ErrorCode, Fault
 from kvcached_client.protocol.fields import Id, Secret, decode
 from kvcached_client.protocol.offload import Digest, Fingerprint
@@ -42,6 +43,31 @@ class Join(Attach, frozen=True, kw_only=True, tag="join"):
 
 class Leave(Attach, frozen=True, kw_only=True, tag="leave"):
     """From a shard process, on the connection where it joined: it has unmapped the memory, or exits. No reply."""
+
+
+class ClaimPool(Attach, frozen=True, kw_only=True, tag="claim_pool"):
+    """From a process of an engine: ask for device memory of the engine that the daemon keeps.
+
+    All processes of one start of an engine send the same values, except `rank`.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]  #: of the engine, the same at each start
+    claim: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]  #: of this start of the engine alone
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=RANKS_MAX)]
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=RANKS_MAX)] | None = None  #: whose memory; None: only the table
+    rank_bytes: Annotated[int, msgspec.Meta(ge=1, le=POOL_SIZE_BYTES_MAX)]
+    blocks: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+
+
+class ClaimedPool(Attach, frozen=True, kw_only=True, tag="claimed_pool"):
+    """Answer to `ClaimPool`. Ancillary data: the table, and the memory of `rank` if it was asked for; both sealed.
+
+    They may be in use by another process: only who locks them may write (docs/protocol.md).
+    """
+
+    pool: Fingerprint  #: random, of this memory alone
+    rank_bytes: Id
+    blocks: Id
 
 
 class Identified(Attach, frozen=True, kw_only=True, tag="identified"):
@@ -95,8 +121,8 @@ class AttachRefused(Attach, frozen=True, kw_only=True, tag="refused"):
     fix: str
 
 
-AttachRequest = Identify | Join | Leave
-AttachReply = Identified | Joined | JoinedHost | AttachRefused
+AttachRequest = Identify | Join | Leave | ClaimPool
+AttachReply = Identified | Joined | JoinedHost | ClaimedPool | AttachRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[AttachRequest] = msgspec.msgpack.Decoder(AttachRequest)

@@ -33,10 +33,14 @@ from kvcached_client.protocol.admin import (
     Resumed,
     SetPolicy,
     SetWeights,
+    Sleep,
+    Slept,
     StorageControl,
     StorageReport,
     Unpin,
     Unpinned,
+    Wake,
+    Woken,
 )
 from kvcached_client.protocol.fields import (
     BLOCKS_PER_MESSAGE_MAX,
@@ -44,6 +48,7 @@ from kvcached_client.protocol.fields import (
     FRAME_SIZE_BYTES_MAX,
     HEADER_SIZE_BYTES_MAX,
     INTEGER_MAX,
+    KNOWN_BLOCKS_MIN,
     MESSAGE_SIZE_BYTES_MAX,
     NAME_LENGTH_MAX,
     PROTOCOL_VERSION,
@@ -65,6 +70,7 @@ from kvcached_client.protocol.fields import (
 )
 from kvcached_client.protocol.offload import (
     EVERY_SHARD,
+    LEASES_PER_MESSAGE_MAX,
     Clear,
     Cleared,
     Held,
@@ -72,8 +78,12 @@ from kvcached_client.protocol.offload import (
     LoadPrepared,
     PrepareLoad,
     PrepareStore,
+    PrepareStores,
     Settled,
+    StoreOffer,
+    StoreOutcome,
     StorePrepared,
+    StoresPrepared,
     TransferDone,
     WelcomeOffload,
 )
@@ -83,6 +93,7 @@ from kvcached_client.protocol.reports import (
     CheckReport,
     Describe,
     Description,
+    EnginePoolStats,
     Explain,
     Explained,
     Explanation,
@@ -154,6 +165,7 @@ Request = (
     | HelloOffload
     | PrepareLoad
     | PrepareStore
+    | PrepareStores
     | TransferDone
     | Clear
     | Stats
@@ -173,6 +185,8 @@ Request = (
     | Unpin
     | Prefetch
     | StorageControl
+    | Sleep
+    | Wake
 )
 
 Reply = (
@@ -192,6 +206,7 @@ Reply = (
     | Held
     | LoadPrepared
     | StorePrepared
+    | StoresPrepared
     | Settled
     | Cleared
     | StatsReport
@@ -210,6 +225,8 @@ Reply = (
     | Unpinned
     | Prefetched
     | StorageReport
+    | Slept
+    | Woken
     | ErrorReply
 )
 

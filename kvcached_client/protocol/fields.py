@@ -28,6 +28,9 @@ TOKENS_PER_MESSAGE_MAX: Final = 1 << 20
 FRAME_SIZE_BYTES_MAX: Final = 4 * TOKENS_PER_MESSAGE_MAX
 #: All parts of a message together. The largest message is that commit, with a header and three frames.
 MESSAGE_SIZE_BYTES_MAX: Final = 2 * FRAME_SIZE_BYTES_MAX
+#: A daemon remembers the keys of acquired prompts that have at least so many blocks. Those of shorter prompts are
+#: cheaper to send than to look up.
+KNOWN_BLOCKS_MIN: Final = 64
 REQUEST_NAME_LENGTH_MAX: Final = 256
 #: A request whose id has this prefix only reserves slots: a daemon that drains or stops does not wait for its release.
 RESERVE_REQUEST_PREFIX: Final = "reserve of "
@@ -90,14 +93,14 @@ def check_frames(request: Header, frames: Sequence[bytes | memoryview]) -> None:
     Raises:
         BadRequest: `bad_frames` or `oversize`.
     """
-    count, counts = len(frames), request.frame_counts or (len(request.frames),)
-    if count not in counts:
+    kinds, count, counts = request.frames, len(frames), request.frame_counts
+    if count not in counts if counts else count != len(kinds):
         raise request_error(
             ErrorCode.BAD_FRAMES,
             f"{count} frames after the header",
-            f"this verb takes {' or '.join(map(str, counts))}; see docs/protocol.md",
+            f"this verb takes {' or '.join(map(str, counts or (len(kinds),)))}; see docs/protocol.md",
         )
-    for frame, kind in zip(frames, request.frames, strict=False):
+    for frame, kind in zip(frames, kinds, strict=False):
         size_bytes = len(frame)
         if size_bytes > FRAME_SIZE_BYTES_MAX:
             raise request_error(ErrorCode.OVERSIZE, f"frame of {size_bytes} bytes", f"at most {FRAME_SIZE_BYTES_MAX}")

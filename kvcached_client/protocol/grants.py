@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.blocks.block_table import expand_ranges
-from kvcached_client.errors import bad_reply, bad_value
-from kvcached_client.protocol.engine import INTEGER_MAX, Acquired, LoadTicket
-from kvcached_client.types import FenceSequence, LeaseId
+from kvcached_client.blocks.block_table import SlotRanges
+from kvcached_client.errors import RequestError, bad_reply, bad_value, request_error
+from kvcached_client.protocol.engine import INTEGER_MAX, Acquired, LoadTicket, StorePrepared, StoresPrepared
+from kvcached_client.types import FenceSequence, LeaseId, TransferId, unpack_ranges
 
 Slots = npt.NDArray[np.int32]
 
@@ -23,7 +23,7 @@ class Grant(NamedTuple):
     hit_blocks: int
     ready_blocks: int
     loads: tuple[LoadTicket, ...]
-    table: Slots  #: the hit's slots, then exclusive ones
+    slots: SlotRanges  #: the hit's slots, then exclusive ones
 
 
 class Declaration(NamedTuple):
@@ -35,7 +35,55 @@ class Declaration(NamedTuple):
     frames: tuple[bytes, bytes, bytes]
 
 
-NOTHING: Final = Grant(LeaseId(0), 0, 0, (), np.empty(0, np.int32))
+class PreparedLoad(NamedTuple):
+    """The host slots to read, one for each block.
+
+    Attributes:
+        transfer: id of the copy, for shards and daemon.
+        generation: generation that the blocks' headers must have.
+        slots: int32 ``[blocks]``.
+    """
+
+    transfer: TransferId
+    generation: int
+    slots: npt.NDArray[np.int32]
+
+
+class Piece(NamedTuple):
+    """Consecutive blocks of a chain: the depth of the first, and their number."""
+
+    start: int
+    blocks: int
+
+
+class PreparedStore(NamedTuple):
+    """The host slots to write.
+
+    Attributes:
+        transfer: id of the copy; 0 if there is nothing to copy.
+        depth: new depth of the lease, where its next store starts. The host pool had no room for offered blocks beyond
+            it. Under some write policies not every block before it is copied.
+        generation: generation to write into the blocks' headers.
+        pieces: the blocks to copy. Pieces before the offered blocks replace copies that were lost.
+        slots: int32, one for each block of the pieces, in their order.
+    """
+
+    transfer: TransferId
+    depth: int
+    generation: int
+    pieces: tuple[Piece, ...]
+    slots: npt.NDArray[np.int32]
+
+
+class Offered(NamedTuple):
+    """The next computed blocks of a lease: as the arguments of `OffloadClient.begin_prepare_store`."""
+
+    lease: LeaseId
+    start: int
+    keys: bytes
+
+
+NOTHING: Final = Grant(LeaseId(0), 0, 0, (), SlotRanges(b"", 0))
 
 
 def grant_of(reply: Acquired, frames: list[bytes], blocks: int) -> Grant:
@@ -49,10 +97,10 @@ def grant_of(reply: Acquired, frames: list[bytes], blocks: int) -> Grant:
             f"the daemon replied with a hit of {reply.hit} of {blocks} blocks, {reply.ready} of them ready, and "
             f"{len(reply.loads)} loads"
         )
-    table = slots_of(frames[1], blocks - reply.hit)
+    slots = ranges_of(frames[1], blocks - reply.hit)
     if reply.hit or frames[0]:
-        table = np.concatenate((slots_of(frames[0], reply.hit), table))
-    return Grant(LeaseId(reply.lease), reply.hit, reply.ready, reply.loads, table)
+        slots = ranges_of(frames[0], reply.hit) + slots
+    return Grant(LeaseId(reply.lease), reply.hit, reply.ready, reply.loads, slots)
 
 
 def check_fence(fence: FenceSequence) -> FenceSequence:
@@ -73,15 +121,60 @@ def blocks_of(tokens: int, block_size: int) -> int:
 
 
 def slots_of(packed: bytes, blocks: int) -> Slots:
+    """The slots of a frame of ranges, one by one.
+
+    Raises:
+        BadRequest: as `ranges_of`.
+    """
+    return ranges_of(packed, blocks).table
+
+
+def ranges_of(packed: bytes, blocks: int) -> SlotRanges:
     """The slots of a frame of ranges.
 
     Raises:
         BadRequest: the frame is malformed, or has another number of slots than `blocks`.
     """
     try:
-        slots = expand_ranges(packed)
+        slots = SlotRanges.checked(packed)
     except ValueError as error:
         raise bad_reply(f"the daemon replied with {error}") from None
-    if len(slots) != blocks:
-        raise bad_reply(f"the daemon replied with {len(slots)} slots for {blocks} blocks")
+    if slots.count != blocks:
+        raise bad_reply(f"the daemon replied with {slots.count} slots for {blocks} blocks")
     return slots
+
+
+def store_of(reply: StorePrepared, pieces: bytes, slots: bytes) -> PreparedStore:
+    """The plan in a reply to `PrepareStore`.
+
+    Raises:
+        BadRequest: the frames are malformed, or do not fit each other.
+    """
+    named = tuple(Piece(*pair) for pair in unpack_ranges(pieces))
+    found = slots_of(slots, sum(piece.blocks for piece in named))
+    return PreparedStore(TransferId(reply.transfer), reply.depth, reply.generation, named, found)
+
+
+def stores_of(reply: StoresPrepared, pieces: bytes, slots: bytes, offers: int) -> list[PreparedStore | RequestError]:
+    """The plans in a reply to `PrepareStores`, or the error of an offer that was refused.
+
+    Raises:
+        BadRequest: the reply is malformed, contradicts itself, or is not for as many offers.
+    """
+    named = [Piece(*pair) for pair in unpack_ranges(pieces)]
+    found = slots_of(slots, sum(piece.blocks for piece in named))
+    counted = sum(outcome.pieces for outcome in reply.outcomes)
+    if len(reply.outcomes) != offers or counted != len(named):
+        raise bad_reply(f"the daemon replied to {len(reply.outcomes)} of {offers} offers, with {len(named)} pieces")
+    plans: list[PreparedStore | RequestError] = []
+    first = at = 0
+    for outcome in reply.outcomes:
+        own = tuple(named[first : first + outcome.pieces])
+        end = at + sum(piece.blocks for piece in own)
+        if outcome.refusal is None:
+            transfer = TransferId(outcome.transfer)
+            plans.append(PreparedStore(transfer, outcome.depth, outcome.generation, own, found[at:end]))
+        else:
+            plans.append(request_error(outcome.refusal, outcome.why, ""))
+        first, at = first + outcome.pieces, end
+    return plans

@@ -6,10 +6,13 @@ reports the end of a copy over its own connection, with the session's token.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Final, Literal
 
 import msgspec
 
+from kvcached_client.blocks.host_layout import host_parts
+from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol.fields import (
     BLOCKS_PER_MESSAGE_MAX,
     INDICES,
@@ -29,6 +32,8 @@ EVERY_SHARD: Final = -1
 #: Largest block of one shard.
 BLOCK_BYTES_MAX: Final = 1 << 36
 ERROR_LENGTH_MAX: Final = 512
+#: Offers of one message, leases that it gives back, and copies whose end it reports.
+LEASES_PER_MESSAGE_MAX: Final = 64
 
 _Blocks = Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_PER_MESSAGE_MAX)]
 _Shard = Annotated[int, msgspec.Meta(ge=EVERY_SHARD, lt=64)]
@@ -37,6 +42,9 @@ _Failure = Annotated[str, msgspec.Meta(max_length=ERROR_LENGTH_MAX)]
 CopyKind = Literal["store", "load"]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+#: Of the digest that makes a namespace's root.
+_PERSON: Final = b"kvcached attach1"
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -56,6 +64,13 @@ class HelloOffload(Header, frozen=True, kw_only=True, tag="hello_offload"):
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_BYTES_MAX)]  #: of one block on one shard
     fingerprint: Fingerprint  #: of the order of bytes in a block
     replicated: bool = False  #: every shard holds the same bytes, so the host pool stores them once
+
+    @property
+    def root(self) -> bytes:
+        """Root of the namespace that it declares: other sizes or another order of bytes make another one."""
+        return offload_root(
+            self.keyspace, self.fingerprint, self.block_size, self.shards, self.block_bytes, replicated=self.replicated
+        )
 
 
 class PrepareLoad(Header, frozen=True, kw_only=True, tag="prepare_load"):
@@ -77,6 +92,28 @@ class PrepareStore(Header, frozen=True, kw_only=True, tag="prepare_store"):
     start: Count  #: depth of the first key; must equal the lease's depth
 
 
+class StoreOffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The next computed blocks of one lease, in `PrepareStores`."""
+
+    lease: Id
+    start: Count  #: depth of the first block; must equal the lease's depth
+    blocks: Count  #: number of its keys in the frame
+
+
+class PrepareStores(Header, frozen=True, kw_only=True, tag="prepare_stores"):
+    """Offer the next computed blocks of several leases, then give leases back. Frames: the keys of all offers.
+
+    Each offer is served as a `PrepareStore`, in their order, and refused by itself. A lease that does not exist is not
+    given back, and nothing is said.
+    """
+
+    frames = (KEYS,)
+
+    epoch: Id
+    offers: Annotated[tuple[StoreOffer, ...], msgspec.Meta(max_length=LEASES_PER_MESSAGE_MAX)]
+    releases: Annotated[tuple[Id, ...], msgspec.Meta(max_length=LEASES_PER_MESSAGE_MAX)] = ()
+
+
 class TransferDone(Header, frozen=True, kw_only=True, tag="transfer_done"):
     """A shard no longer reads or writes the slots of a copy. Any process of the session may send it.
 
@@ -93,6 +130,7 @@ class TransferDone(Header, frozen=True, kw_only=True, tag="transfer_done"):
     transfer: Id
     shard: _Shard
     error: _Failure = ""  #: why the copy failed; "" = it did not, apart from the blocks in the frame
+    more: Annotated[tuple[Id, ...], msgspec.Meta(max_length=LEASES_PER_MESSAGE_MAX)] = ()  #: copies that ended alike
 
 
 class Clear(Header, frozen=True, kw_only=True, tag="clear"):
@@ -149,6 +187,25 @@ class StorePrepared(Header, frozen=True, kw_only=True, tag="store_prepared"):
     generation: Id  #: the generation for the blocks' headers
 
 
+class StoreOutcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The answer to one offer of `PrepareStores`: as `StorePrepared`, or a refusal."""
+
+    transfer: Id
+    depth: Id
+    generation: Id
+    pieces: Count  #: number of its pieces in the frame
+    refusal: ErrorCode | None = None  #: None = it was not refused
+    why: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+
+
+class StoresPrepared(Header, frozen=True, kw_only=True, tag="stores_prepared"):
+    """Answer to `PrepareStores`. Frames: pieces and host slots of all offers, as in `StorePrepared`."""
+
+    frames = (RANGES, RANGES)
+
+    outcomes: tuple[StoreOutcome, ...]  #: one for each offer, in their order
+
+
 class Settled(Header, frozen=True, kw_only=True, tag="settled"):
     """Answer to `TransferDone`."""
 
@@ -158,3 +215,11 @@ class Cleared(Header, frozen=True, kw_only=True, tag="cleared"):
 
     generation: Id
     blocks: Id  #: blocks that the namespace held
+
+
+def offload_root(
+    keyspace: bytes, fingerprint: bytes, block_size: int, shards: int, block_bytes: int, *, replicated: bool
+) -> bytes:
+    """Root of the namespace of engines in offload mode that declare these values."""
+    shape = f"{block_size} {shards} {block_bytes} {host_parts(shards, replicated=replicated)}".encode()
+    return hashlib.blake2b(keyspace + fingerprint + shape, digest_size=32, person=_PERSON).digest()

@@ -97,6 +97,7 @@ class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The states of a device pool's slots; they add up to `slots`."""
 
     replica: str
+    state: str  #: awake, falling_asleep, asleep, or waking; only an awake pool takes sessions
     epoch: int
     slots: int
     states: dict[str, int]
@@ -111,6 +112,19 @@ class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     registered: tuple[HostRegistration, ...]  #: of shards on CUDA devices, with a host pool
 
 
+class EnginePoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Device memory that the daemon keeps for an engine in offload mode."""
+
+    pool: str  #: its id, 16 hex digits
+    name: str  #: of the engine
+    namespace: str  #: first 16 hex digits; "" until the engine has told it
+    ranks: int
+    size_bytes: int  #: of all ranks, and of the table
+    blocks: int  #: of the engine
+    named: int  #: blocks that an engine would find there again
+    used: bool  #: an engine uses it
+
+
 class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):
     """Answer to `Stats`. Counters only grow."""
 
@@ -123,6 +137,8 @@ class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):
     cached_blocks: Id
     pools: tuple[PoolStats, ...]
     hosts: tuple[HostStats, ...]
+    engine_pools: tuple[EnginePoolStats, ...] = ()
+    device_memory_bytes: int = 0  #: the limit of all engine pools
     transfers: dict[str, int]  #: queued and running transfers, by kind
     counters: dict[str, int]
 

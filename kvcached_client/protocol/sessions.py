@@ -65,6 +65,9 @@ class Match(Header, frozen=True, kw_only=True, tag="match"):
 class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
     """Match, lock the hit, and reserve slots for the rest. Idempotent by `request`. Frames: keys.
 
+    If the session has acquired a prompt that this one continues, only the keys behind that prompt need to be sent. If
+    the daemon has forgotten the prompt, it replies with `unknown_prefix`.
+
     In offload mode no slots are reserved, and the reply is `Held`.
     """
 
@@ -76,6 +79,8 @@ class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
     reserve: Count = 0  #: further exclusive slots, for output
     full: bool = False
     priority: Priority = 0  #: blocks that only requests of lower priority use are evicted first
+    #: blocks of an earlier acquire's prompt, whose last key is the first of the frame; 0: the frame holds all keys
+    known: Count = 0
 
 
 class Allocate(Header, frozen=True, kw_only=True, tag="allocate"):

@@ -31,6 +31,8 @@ from kvcached_client.protocol.attach import (
     Attach,
     AttachRefused,
     AttachReply,
+    ClaimedPool,
+    ClaimPool,
     Identified,
     Identify,
     Join,
@@ -44,7 +46,7 @@ from kvcached_client.protocol.fields import Id, Secret, decode
 from kvcached_client.transport.listener import listener_of, unreachable
 from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, RUN_DIR_VARIABLE, socket_path
 
-A = TypeVar("A", Identified, Joined, JoinedHost)
+A = TypeVar("A", Identified, Joined, JoinedHost, ClaimedPool)
 
 #: struct timeval: seconds, microseconds
 _TIMEVAL: Final = struct.Struct("@ll")
@@ -181,6 +183,31 @@ def join_host(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedHos
     question = Join(session=grant.id, token=grant.token, shard=shard)
     connection, reply, descriptors = _ask(grant.run_dir, question, JoinedHost, 1, deadline_ms)
     return JoinedHostMemory(connection, reply, descriptors[0])
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDescriptors:
+    """An engine pool as the daemon sent it, not yet checked, locked or mapped. The caller closes the descriptors.
+
+    Attributes:
+        memory: of the rank; None if only the table was asked for.
+    """
+
+    claimed: ClaimedPool
+    table: int
+    memory: int | None
+
+
+def claim_pool(run_dir: str | os.PathLike[str], question: ClaimPool, *, deadline_ms: int) -> PoolDescriptors:
+    """Ask for device memory of an engine that the daemon keeps.
+
+    Raises:
+        DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
+    """
+    count = 1 if question.rank is None else 2
+    connection, reply, descriptors = _ask(run_dir, question, ClaimedPool, count, deadline_ms)
+    connection.close()
+    return PoolDescriptors(reply, descriptors[0], None if question.rank is None else descriptors[1])
 
 
 def _ask(

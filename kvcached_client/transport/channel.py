@@ -242,7 +242,8 @@ class Channel:
             self._check_daemon()
             self._poll(self._calls.deadline_ns(request_id))
             answer = self._calls.take(request_id)
-            self._calls.expire(time.monotonic_ns())
+            if answer is None:
+                self._calls.expire(time.monotonic_ns())
         if answer is None:
             raise DeadlineExceeded(f"no reply from {self.endpoint} within {self.deadline_ms} ms")
         return raise_for_error(answer.reply), answer.frames
@@ -256,7 +257,10 @@ class Channel:
         connection, attached = self._connection, self._attached
         is_usual = wake is None and not connection.is_over and connection.events == select.POLLIN
         poller = self._usual_poller if is_usual else self._new_poller(wake)
-        ready = {descriptor for descriptor, _ in poller.poll(_remaining_ms(deadline_ns))}
+        events = poller.poll(_remaining_ms(deadline_ns))
+        if not events:
+            return set()
+        ready = {descriptor for descriptor, _ in events}
         if connection.fileno() in ready:
             connection.flush()
             self._read()
@@ -294,5 +298,7 @@ class Channel:
 
 
 def _remaining_ms(deadline_ns: int) -> int:
-    """Whole milliseconds until a time of the monotonic clock, rounded up."""
+    """Whole milliseconds until a time of the monotonic clock, rounded up; 0 is a time that has passed."""
+    if not deadline_ns:
+        return 0
     return max(0, -((time.monotonic_ns() - deadline_ns) // 1_000_000))

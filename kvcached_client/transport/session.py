@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Final, ParamSpec, Protocol, Self, TypeVar
+from typing import Final, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from kvcached_client.errors import (
     CircuitOpen,
@@ -51,6 +51,7 @@ from kvcached_client.transport.attach import AttachConnection, SessionGrant, ide
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.heartbeat import Heartbeat
 from kvcached_client.transport.misses import Circuit, CircuitState, Failures, MissPolicy
+from kvcached_client.transport.prompts import AcquiredPrompts
 from kvcached_client.transport.run_dir import default_run_dir
 from kvcached_client.transport.steps import Steps
 from kvcached_client.types import NO_FENCE, RequestId
@@ -85,6 +86,7 @@ class SessionChannel(Channel):
         self.named_fence = NO_FENCE  #: the highest that any lease of the session has named
         self.misses = MissPolicy(failures)
         self._circuit = Circuit()
+        self.prompts = AcquiredPrompts()
         self._probe: Match | None = None  #: sent when the circuit left the state closed
 
     @property
@@ -355,6 +357,20 @@ class Pending(Protocol[T_co]):
 
     def result(self) -> T_co:
         """Wait for the reply."""
+
+
+class PendingReply(Generic[T]):
+    """A request that was sent; its reply may be fetched later, before its deadline, by the client's thread.
+
+    If the reply is not fetched, what the daemon granted stays granted until the session ends.
+    """
+
+    def __init__(self, receive: Callable[[], T]) -> None:
+        self._receive = receive
+
+    def result(self) -> T:
+        """Wait for the reply. Call it once; it raises what the blocking form of the call raises."""
+        return self._receive()
 
 
 def waiting(begin: Callable[P, Pending[T]]) -> Callable[P, T]:

@@ -6,17 +6,16 @@ them: pages at the start, orders with each step, and reports.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from importlib.metadata import version
 from typing import Any, Final, TypeAlias
 
 import vllm
-from huggingface_hub import try_to_load_from_cache
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -25,17 +24,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from kvcached_client.offload_shard import OffloadShard
-from kvcached_client.protocol.fields import NAME_LENGTH_MAX
-from kvcached_client.tensors import current_stream
-from kvcached_client.transport.run_dir import default_run_dir
-from kvcached_client.vllm.daemon_thread import DaemonThread
-from kvcached_client.vllm.identity import Identity, identify
+from kvcached_client.tensors import OtherMemory, current_stream
+from kvcached_client.vllm.cache_events import cache_events, publishes_events
+from kvcached_client.vllm.daemon.connect import common_layout, connect_as, find_snapshot
+from kvcached_client.vllm.daemon.thread import DaemonThread
+from kvcached_client.vllm.device_memory import RankMemory, pool_question
+from kvcached_client.vllm.device_table import DeviceTable, Engine, KnownIdentity, open_table
+from kvcached_client.vllm.groups import check_groups, described, keeps_all_blocks
+from kvcached_client.vllm.identity import EngineDescription
+from kvcached_client.vllm.messages import KvcachedOrders, KvcachedPages, KvcachedReport
 from kvcached_client.vllm.metrics import (
     KvcachedPromMetrics,
     KvcachedStats,
@@ -43,17 +44,17 @@ from kvcached_client.vllm.metrics import (
     scheduler_stats,
     worker_stats,
 )
-from kvcached_client.vllm.orders import StepOrders, StoreId
-from kvcached_client.vllm.request_state import BlockPool
-from kvcached_client.vllm.scheduler import SchedulerSide
+from kvcached_client.vllm.scheduling.chains import Chains
+from kvcached_client.vllm.scheduling.request_state import BlockPool
+from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
 from kvcached_client.vllm.settings import (
     KvCacheConfig,
-    Settings,
     VllmConfig,
     check_config,
-    is_replicated,
+    check_device_memory,
     read_settings,
 )
+from kvcached_client.vllm.weights import WeightReader, default_notes_folder
 from kvcached_client.vllm.worker import WorkerSide, marks_of
 
 #: vLLM is untyped here.
@@ -63,51 +64,16 @@ VllmObject: TypeAlias = Any
 #: for each other; with Python's default of 5 ms, the daemon's thread and the copying thread would wait that long.
 _SWITCH_INTERVAL_S: Final = 0.0005
 
-log = logging.getLogger("vllm.kvcached")
-
-
-@dataclass
-class KvcachedPages(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """A worker's description of its tensors, its first message to the scheduler.
-
-    Attributes:
-        blocks: number of blocks.
-        block_bytes: bytes of one block, all layers.
-        page_bytes: bytes of one block, by layer.
-        fingerprint: fingerprint of the order of bytes in a block.
-    """
-
-    blocks: int
-    block_bytes: int
-    page_bytes: tuple[int, ...]
-    fingerprint: bytes
-
-
-@dataclass
-class KvcachedOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """The orders of a step, from the scheduler to the workers."""
-
-    orders: StepOrders
-
-
-@dataclass
-class KvcachedReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The workers' report of a step: how many workers have ended each store, and which stores failed."""
-
-    stored: dict[StoreId, int]
-    failed: set[StoreId]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Combine two workers' reports."""
-        return KvcachedReport(dict(Counter(self.stored) + Counter(other.stored)), self.failed | other.failed)
-
 
 class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """vLLM's external KV cache in the host pool of a kvcached daemon on the same machine.
 
     It does not mix in `SupportsHMA`, so vLLM keeps layers with sliding windows in one group with the other layers, and
-    computes the same results. State-space models need that mixin, and are not supported.
+    computes the same results. `KvcachedHybridConnector` does.
     """
+
+    #: Whether the connector takes several groups of layers, and groups that do not keep all blocks.
+    _takes_groups = False
 
     _cache_hit_source: Final = CacheHitSource.HOST
 
@@ -120,15 +86,24 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         sys.setswitchinterval(min(_SWITCH_INTERVAL_S, sys.getswitchinterval()))
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        groups = kv_cache_config.kv_cache_groups
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         longest = vllm_config.model_config.max_model_len
-        keeps_all = len(groups) == 1 and keeps_all_blocks(groups[0].kv_cache_spec, longest)
-        check_config(vllm_config, kv_cache_config, keeps_all_blocks=keeps_all)
+        keeps_all = len(specs) == 1 and keeps_all_blocks(specs[0], longest)
+        self._is_grouped = self._takes_groups and not keeps_all
+        check_config(vllm_config, kv_cache_config, keeps_all_blocks=keeps_all, takes_groups=self._takes_groups)
+        if self._is_grouped:
+            check_groups(specs)
+        if self._settings.device_memory == "daemon":
+            check_device_memory(vllm_config, keeps_all_blocks=keeps_all)
         self._link = DaemonThread(prefetch=self._settings.prefetch)
+        self._ending = threading.Event()
         self._scheduler: SchedulerSide | None = None
         self._told: dict[str, float] = {}
         self._pages: EnginePages | None = None
         self._worker: WorkerSide | None = None
+        self._memory: RankMemory | None = None
+        self._step_number = 0
+        self._device: DeviceTable | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -137,11 +112,20 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End the threads and the session. Waits for the copy in progress, within a bounded time."""
+        self._ending.set()
         if self._worker is not None:
             self._worker.close()
         self._link.close()
 
     # --- the worker's side ------------------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
+        """Where vLLM allocates its KV cache: in memory of the daemon, if that is wanted."""
+        if self._settings.device_memory != "daemon":
+            return None
+        question = pool_question(self._vllm_config, self._kv_cache_config, get_tensor_model_parallel_rank())
+        self._memory = RankMemory(question, self._settings)
+        return OtherMemory(self._memory.allocate)
 
     def register_kv_caches(self, kv_caches: Mapping[str, VllmObject]) -> None:
         """Accept the worker's tensors, by layer.
@@ -171,7 +155,9 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if pages is None:
             return None
         page_bytes = tuple(layer.page_bytes for layer in pages.layers)
-        return KvcachedPages(pages.blocks, pages.block_bytes, page_bytes, pages.fingerprint)
+        addresses = [layer.address for layer in pages.layers]
+        pool_id = b"" if self._memory is None else self._memory.pool_id(addresses)
+        return KvcachedPages(pages.blocks, pages.block_bytes, page_bytes, pages.fingerprint, pool_id)
 
     def start_load_kv(self, forward_context: VllmObject, **kwargs: VllmObject) -> None:  # noqa: ARG002 - as vLLM calls it
         """Begin the loads and stores of a step. vLLM calls this once per step, even if nothing is computed.
@@ -179,7 +165,11 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         A step's stores are of blocks that earlier steps have filled, and its loads overwrite blocks that earlier steps
         may still use; vLLM has launched the kernels of these steps by now.
         """
-        self._of_worker().begin(self._get_connector_metadata().orders)
+        metadata = self._get_connector_metadata()
+        if self._memory is not None:
+            self._memory.begin_step(is_tracked=metadata.number > 0)
+        self._step_number = metadata.number
+        self._of_worker().begin(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests are computed after their loads."""
@@ -201,21 +191,30 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._of_worker().take_bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """The stores that have ended."""
-        report = self._of_worker().take_stored()
-        return None if report is None else KvcachedReport(report.done, report.failed)
+        """The stores that have ended, and the number of the step, which is computed by the time vLLM passes this on."""
+        report, number = self._of_worker().take_stored(), self._step_number
+        if report is None:
+            return KvcachedReport({}, set(), number, 1) if number else None
+        return KvcachedReport(report.done, report.failed, number, 1)
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Accept vLLM's block pool."""
+        self._pool: VllmObject = gpu_block_pool
         self._scheduler = SchedulerSide(
             self._link,
             gpu_block_pool,
-            block_size=self._vllm_config.cache_config.block_size,
+            chains=self._chains(gpu_block_pool),
             shards=self._vllm_config.parallel_config.tensor_parallel_size,
             hold_deadline_s=self._settings.hold_deadline_ms / 1000,
+            may_fetch=self._settings.prefetch != "off",
+            announces=publishes_events(self._vllm_config),
         )
+
+    def _chains(self, pool: BlockPool) -> Chains:  # noqa: ARG002 - hybrid connectors use it
+        """How blocks form chains."""
+        return Chains(self._vllm_config.cache_config.block_size)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KvcachedPages]) -> None:
         """Accept the workers' pages, by rank, and connect to the daemon.
@@ -224,25 +223,27 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             ValueError: the blocks of the workers differ.
         """
         layout = common_layout(metadata, self._vllm_config)
-        identity = identify(
+        description = EngineDescription(
             self._vllm_config,
             self._kv_cache_config,
             vllm_version=vllm.__version__,
             weights_version=self._settings.weights_version,
             environment=os.environ,
-            find_snapshot=_find_snapshot,
+            find_snapshot=find_snapshot,
+            groups=described(self._kv_cache_config.kv_cache_groups) if self._is_grouped else None,
         )
-        for warning in identity.warnings:
-            log.warning("kvcached: %s", warning)
-        log.info(
-            "kvcached: vLLM %s, namespace %r, blocks of %d tokens and %d bytes on each of %d shards",
-            vllm.__version__,
-            identity.label,
-            layout.block_size,
-            layout.block_bytes,
-            layout.shards,
-        )
-        self._link.start(_connect_as(identity, layout, self._settings, self._link.wake))
+        reader = WeightReader(default_notes_folder(), is_ending=self._ending.is_set)
+        identify = KnownIdentity(partial(description.identify, reader))
+        self._link.start(connect_as(identify, layout, self._settings, self._link.wake))
+        if self._settings.device_memory == "daemon":
+            question = pool_question(self._vllm_config, self._kv_cache_config)
+            self._device = open_table(
+                question,
+                self._settings,
+                [each.pool_id for each in metadata.values()],
+                self._pool,
+                Engine(layout, identify, f"{vllm.__version__} {version('torch')}"),
+            )
 
     def on_new_request(self, request: VllmObject) -> None:
         """Accept a request that has arrived."""
@@ -254,11 +255,15 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: VllmObject, blocks: VllmObject, num_external_tokens: int) -> None:
         """Order the load into the blocks that a request got."""
-        self._of_scheduler().allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        tables = blocks.get_block_ids()
+        if self._device is not None:
+            self._device.allocated(request.request_id, tables[0], is_loading=num_external_tokens > 0)
+        self._of_scheduler().allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: VllmObject) -> KVConnectorMetadata:
         """The orders for the workers of a step."""
-        return KvcachedOrders(self._of_scheduler().step(scheduler_output))
+        number = 0 if self._device is None else self._device.step(scheduler_output)
+        return KvcachedOrders(self._of_scheduler().step(scheduler_output), number)
 
     def update_connector_output(self, connector_output: VllmObject) -> None:
         """Accept the workers' reports of a step."""
@@ -270,11 +275,16 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
         if report is not None:
             scheduler.stored(report.stored, report.failed)
+        if self._device is not None:
+            self._device.forget(connector_output.invalid_block_ids or ())
+            if report is not None:
+                self._device.computed(report.number, report.ranks)
 
     def request_finished(self, request: VllmObject, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Note the end of a request. vLLM may free its blocks, because blocks of stores are held separately."""
-        self._of_scheduler().finished(request, block_ids)
-        return False, None
+        if self._device is not None:
+            self._device.finished(request.request_id, block_ids)
+        return False, self._of_scheduler().finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Whether further steps are needed, even empty ones, until all stores have ended."""
@@ -282,11 +292,20 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def has_pending_block_frees(self) -> bool:
         """Whether the end of stores frees blocks, so that vLLM need not preempt a request."""
-        return self._of_scheduler().frees_soon
+        if not self._of_scheduler().frees_soon:
+            return False
+        self._link.hurry()  # vLLM does not schedule more until blocks are free
+        return True
 
     def reset_cache(self) -> bool:
         """Clear the namespace, so that no engine loads its blocks. False if the clear is not done yet."""
         return self._of_scheduler().reset()
+
+    def take_events(self) -> Iterable[VllmObject]:
+        """Events of blocks that are in the host pool, or no longer. vLLM publishes them if it publishes its own."""
+        if self._scheduler is None:
+            return ()
+        return cache_events(self._scheduler.announcements.take(), self._vllm_config.cache_config.block_size)
 
     # --- statistics -------------------------------------------------------------------------------------------------
 
@@ -303,13 +322,14 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return None
         self._scheduler.step_over()
         skipped, late = self._scheduler.take_skipped(), self._scheduler.take_late()
+        wishes = self._scheduler.take_wishes()
         state = scheduler_state(
             is_up=self._scheduler.session is not None, prefill_tokens_per_s=self._scheduler.prefill_tokens_per_s
         )
-        if state == self._told and not (skipped or late):
+        if state == self._told and not (skipped or late or any(wishes)):
             return None
         self._told = state
-        return scheduler_stats(state, skipped_blocks=skipped, late_requests=late)
+        return scheduler_stats(state, skipped_blocks=skipped, late_requests=late, wishes=wishes)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvcachedStats:
@@ -338,62 +358,3 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is None:
             raise RuntimeError("vLLM has not bound its block pool to this connector")
         return self._scheduler
-
-
-def keeps_all_blocks(spec: VllmObject, max_model_len: int) -> bool:
-    """Whether vLLM keeps all blocks of a request for each layer of a group: no block leaves a sliding window."""
-    return all(
-        isinstance(layer, FullAttentionSpec)
-        or (isinstance(layer, SlidingWindowSpec) and layer.sliding_window >= max_model_len)
-        for layer in iter_layer_specs(spec)
-    )
-
-
-def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> OffloadLayout:
-    """The layout that is declared to the daemon.
-
-    Raises:
-        ValueError: the blocks of the workers differ, or a worker has not described its blocks.
-    """
-    shards = config.parallel_config.tensor_parallel_size
-    if sorted(pages) != list(range(shards)):
-        raise ValueError(f"of {shards} workers, ranks {sorted(pages)} have told of their KV tensors")
-    kinds = {(each.block_bytes, each.fingerprint) for each in pages.values()}
-    if len(kinds) > 1:
-        told = ", ".join(
-            f"rank {rank}: {each.block_bytes} bytes, {each.fingerprint.hex()}" for rank, each in sorted(pages.items())
-        )
-        raise ValueError(
-            f"the workers' blocks differ ({told}): choose a tensor_parallel_size that divides the model's KV heads"
-        )
-    block_bytes, fingerprint = kinds.pop()
-    return OffloadLayout(
-        config.cache_config.block_size, shards, block_bytes, fingerprint, replicated=is_replicated(config)
-    )
-
-
-def _connect_as(
-    identity: Identity, layout: OffloadLayout, settings: Settings, on_stale: Callable[[], None]
-) -> Callable[[], OffloadClient]:
-    instance = new_instance()
-    run_dir = Path(settings.run_dir or default_run_dir()).absolute()
-
-    def connect() -> OffloadClient:
-        return OffloadClient.connect(
-            run_dir,
-            engine=f"vllm {vllm.__version__}"[:NAME_LENGTH_MAX],
-            instance=instance,
-            keyspace=identity.keyspace,
-            label=identity.label,
-            layout=layout,
-            deadline_ms=settings.hold_deadline_ms,
-            on_stale=on_stale,
-        )
-
-    return connect
-
-
-def _find_snapshot(model: str, revision: str | None, download_dir: str | None) -> str | None:
-    """The directory of a model in the Hugging Face cache."""
-    found = try_to_load_from_cache(model, "config.json", cache_dir=download_dir, revision=revision)
-    return str(Path(found).parent) if isinstance(found, str) else None

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
 from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, minor_version
+from kvcached_client.vllm.weights import FindSnapshot, ModelFile, WeightReader, model_files
 
-#: Finds a model's files on this machine: (model, revision, download directory) -> a directory, or None.
-FindSnapshot = Callable[[str, str | None, str | None], str | None]
-
-_PERSON: Final = b"kvcached vllm 1"
-_WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt"})
+_PERSON: Final = b"kvcached vllm 2"
+#: Weights of this load format are made from a seed.
+_MADE_UP: Final = "dummy"
 #: Keys of a model's config that do not describe the model.
 _CONFIG_IGNORED: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 #: Hash algorithms with this prefix have a random root in every process, unless PYTHONHASHSEED is set.
@@ -45,16 +43,8 @@ class Identity:
     warnings: tuple[str, ...]
 
 
-def identify(
-    config: VllmConfig,
-    cache: KvCacheConfig,
-    *,
-    vllm_version: str,
-    weights_version: str,
-    environment: Mapping[str, str],
-    find_snapshot: FindSnapshot,
-) -> Identity:
-    """The keyspace of an engine.
+class EngineDescription:
+    """What an engine's configuration and files were when it loaded its model. `identify` reads the files later.
 
     Args:
         config: vLLM's configuration.
@@ -63,38 +53,65 @@ def identify(
         weights_version: from the settings.
         environment: environment of the process, for PYTHONHASHSEED.
         find_snapshot: finds models that are not given as directories.
+        groups: the groups of layers whose blocks have keys of their own; None = one group.
     """
-    model, hashing = config.model_config, config.cache_config.prefix_caching_hash_algo
-    seed = environment.get("PYTHONHASHSEED")
-    warnings = []
-    if hashing.startswith(_RANDOM_ROOT) and seed is None:
-        warnings.append(
-            f"block hashes of {hashing} begin with a random number of this process: nothing is shared with others, or "
-            "after a restart; set PYTHONHASHSEED to the same number everywhere, or --prefix-caching-hash-algo sha256"
-        )
-    parts: dict[str, object] = {"model": _model(model, config.load_config, find_snapshot, warnings)}
-    if (speculative := config.speculative_config) is not None:
-        draft = speculative.draft_model_config
-        parts["speculative"] = [
-            speculative.method,
-            None if draft is None else _model(draft, config.load_config, find_snapshot, warnings),
-        ]
-    parts |= {
-        "cache": [
-            config.cache_config.cache_dtype,
-            sorted(config.cache_config.kv_cache_dtype_skip_layers),
-            cache.kv_cache_layout,
-        ],
-        "device": config.device_config.device_type,
-        "tensor_parallel": config.parallel_config.tensor_parallel_size,
-        "hashing": [hashing, _root_of(hashing, seed), None if hashing.endswith("_cbor") else sys.version_info[:2]],
-        "vllm": minor_version(vllm_version),
-        "weights_version": weights_version,
-    }
-    digest = hashlib.blake2b(_canonical(parts).encode(), digest_size=32, person=_PERSON).digest()
-    name = Path(model.model).name if Path(model.model).exists() else model.model
-    label = f"{name} {_dtype(model.dtype)} tp{config.parallel_config.tensor_parallel_size}"
-    return Identity(digest, label[-NAME_LENGTH_MAX:], tuple(warnings))
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        cache: KvCacheConfig,
+        *,
+        vllm_version: str,
+        weights_version: str,
+        environment: Mapping[str, str],
+        find_snapshot: FindSnapshot,
+        groups: list[list[object]] | None = None,
+    ) -> None:
+        hashing, seed = config.cache_config.prefix_caching_hash_algo, environment.get("PYTHONHASHSEED")
+        self._warnings = []
+        if hashing.startswith(_RANDOM_ROOT) and seed is None:
+            self._warnings.append(
+                f"block hashes of {hashing} begin with a random number of this process: nothing is shared with others, "
+                "or after a restart; set PYTHONHASHSEED to the same number everywhere, or --prefix-caching-hash-algo "
+                "sha256"
+            )
+        self._model = _Model(config.model_config, config.load_config, find_snapshot)
+        self._speculative: tuple[str, _Model | None] | None = None
+        if (speculative := config.speculative_config) is not None:
+            draft = speculative.draft_model_config
+            made = None if draft is None else _Model(draft, config.load_config, find_snapshot)
+            self._speculative = speculative.method, made
+        self._parts: dict[str, object] = {
+            "cache": [
+                config.cache_config.cache_dtype,
+                sorted(config.cache_config.kv_cache_dtype_skip_layers),
+                cache.kv_cache_layout,
+            ],
+            "device": config.device_config.device_type,
+            "tensor_parallel": config.parallel_config.tensor_parallel_size,
+            "hashing": [hashing, _root_of(hashing, seed), None if hashing.endswith("_cbor") else sys.version_info[:2]],
+            "vllm": minor_version(vllm_version),
+            "weights_version": weights_version,
+        }
+        if groups is not None:
+            self._parts["groups"] = groups
+        model = config.model_config
+        name = Path(model.model).name if Path(model.model).exists() else model.model
+        self._label = f"{name} {_dtype(model.dtype)} tp{config.parallel_config.tensor_parallel_size}"
+
+    def identify(self, reader: WeightReader) -> Identity:
+        """The keyspace of the engine. Reads all weight files that were not read before, which may take minutes.
+
+        Raises:
+            ReadingStopped: the process ends.
+        """
+        warnings = list(self._warnings)
+        parts = self._parts | {"model": self._model.parts(reader, warnings)}
+        if self._speculative is not None:
+            method, draft = self._speculative
+            parts["speculative"] = [method, None if draft is None else draft.parts(reader, warnings)]
+        digest = hashlib.blake2b(_canonical(parts).encode(), digest_size=32, person=_PERSON).digest()
+        return Identity(digest, self._label[-NAME_LENGTH_MAX:], tuple(warnings))
 
 
 def _root_of(hashing: str, seed: str | None) -> str | None:
@@ -102,41 +119,52 @@ def _root_of(hashing: str, seed: str | None) -> str | None:
     return "random" if hashing.startswith(_RANDOM_ROOT) and seed is None else seed
 
 
-def _model(model: VllmConfig, load: VllmConfig, find_snapshot: FindSnapshot, warnings: list[str]) -> list[object]:
-    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _CONFIG_IGNORED}
-    weights = list(_weights(model.model, model.revision, load.download_dir, find_snapshot))
-    if not weights:
-        warnings.append(
-            f"no weight files of {model.model} are found on this machine: other weights under that name would read "
-            "these blocks; set weights_version in kv_connector_extra_config whenever they change"
-        )
-    return [
-        model.model,
-        model.revision,
-        model.code_revision,
-        _dtype(model.dtype),
-        model.quantization,
-        model.quantization_config,
-        load.load_format,
-        model.seed if load.load_format == "dummy" else None,
-        config,
-        model.max_model_len if _has_scaled_rope(config) else None,
-        weights,
-    ]
+class _Model:
+    """A model, and the state of its files when it was loaded."""
+
+    def __init__(self, model: VllmConfig, load: VllmConfig, find_snapshot: FindSnapshot) -> None:
+        config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _CONFIG_IGNORED}
+        self._name, self._revision = model.model, model.revision
+        self._is_made_up = load.load_format == _MADE_UP
+        self._files = model_files(model.model, model.revision, load.download_dir, find_snapshot)
+        self._parts: list[object] = [
+            # Code of another revision is not among the files: then the name tells whose code it is.
+            None if model.code_revision is None else [model.model, model.code_revision],
+            _dtype(model.dtype),
+            model.quantization,
+            model.quantization_config,
+            load.load_format,
+            load.model_loader_extra_config,
+            model.seed if self._is_made_up else None,
+            config,
+            model.max_model_len if _has_scaled_rope(config) else None,
+        ]
+
+    def parts(self, reader: WeightReader, warnings: list[str]) -> list[object]:
+        """Everything that tells this model from others."""
+        return [*self._source(reader, warnings), *self._parts]
+
+    def _source(self, reader: WeightReader, warnings: list[str]) -> list[object]:
+        """The content of the files; or where they are, if their content is not known."""
+        if not any(file.is_weights for file in self._files):
+            warnings.append(
+                f"no weight files of {self._name} are found on this machine: other weights under that name would read "
+                "these blocks; set weights_version in kv_connector_extra_config whenever they change"
+            )
+        elif not self._is_made_up:
+            try:
+                return ["content", *_named(self._files, reader.digests(self._files))]
+            except OSError as error:
+                warnings.append(
+                    f"blocks are shared only with engines that load the same files of {self._name}, not with those "
+                    f"that load equal files: {error}"
+                )
+        times = [(file.name, file.state.size, file.state.modified) for file in self._files]
+        return ["place", self._name, self._revision, times]
 
 
-def _weights(
-    model: str, revision: str | None, download_dir: str | None, find_snapshot: FindSnapshot
-) -> Iterator[tuple[str, int, int]]:
-    """Name, size and time of change of each weight file. Reading the files would take as long as loading them."""
-    place = model if Path(model).exists() else find_snapshot(model, revision, download_dir)
-    if place is None:
-        return
-    root = Path(place)
-    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.suffix in _WEIGHTS)
-    for file in files:
-        status = file.stat()
-        yield os.fspath(file.relative_to(root)), status.st_size, status.st_mtime_ns
+def _named(files: Sequence[ModelFile], digests: Sequence[str]) -> list[object]:
+    return [[file.name, digest] for file, digest in zip(files, digests, strict=True)]
 
 
 def _has_scaled_rope(config: Mapping[str, Any]) -> bool:

@@ -16,6 +16,8 @@ from kvcached_client.vllm.worker import CopyCounts
 
 _SKIPPED: Final = "store_skipped_blocks"
 _LATE: Final = "late_requests"
+_ACCEPTED: Final = "request_wishes_accepted"
+_REFUSED: Final = "request_wishes_refused"
 _COUNTERS: Final = {
     "loaded_blocks": "KV blocks loaded from kvcached's host pool, counted on every worker.",
     "loaded_bytes": "Bytes of KV loaded from kvcached's host pool.",
@@ -27,6 +29,8 @@ _COUNTERS: Final = {
     "store_failed_blocks": "KV blocks whose store failed on a worker.",
     _SKIPPED: "Computed KV blocks that were not stored: no room, too many stores under way, or no daemon.",
     _LATE: "Requests that were computed without kvcached because the daemon's answer was late.",
+    _ACCEPTED: "What requests asked of kvcached (kv_transfer_params, KV hints) and was accepted.",
+    _REFUSED: "What requests asked of kvcached and was refused, by the connector or later by the daemon.",
 }
 _UP: Final = "daemon_up"
 _PREFILL: Final = "prefill_tokens_per_s"
@@ -73,9 +77,13 @@ def scheduler_state(*, is_up: bool, prefill_tokens_per_s: float) -> dict[str, fl
     return {_UP: int(is_up), _PREFILL: float(f"{prefill_tokens_per_s:.1e}")}
 
 
-def scheduler_stats(state: Mapping[str, float], *, skipped_blocks: int, late_requests: int) -> KvcachedStats:
-    """The scheduler's side's statistics."""
-    return KvcachedStats(data={**state, _SKIPPED: skipped_blocks, _LATE: late_requests})
+def scheduler_stats(
+    state: Mapping[str, float], *, skipped_blocks: int, late_requests: int, wishes: tuple[int, int]
+) -> KvcachedStats:
+    """The scheduler's side's statistics; `wishes` are the numbers of those accepted and refused."""
+    accepted, refused = wishes
+    sums = {_SKIPPED: skipped_blocks, _LATE: late_requests, _ACCEPTED: accepted, _REFUSED: refused}
+    return KvcachedStats(data={**state, **sums})
 
 
 class KvcachedPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, cast, get_args
-
-from kvcached_client.vllm.daemon_client import PrefetchMode
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 #: The first supported minor version, and the first unsupported one.
 SUPPORTED_FROM: Final = (0, 32)
@@ -22,23 +20,34 @@ def minor_version(version: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def check_version(version: str) -> None:
-    """Refuse an unsupported version of vLLM.
+def check_version(version: str) -> bool:
+    """Refuse a version of vLLM that is too old, or has no number.
+
+    Returns:
+        Whether the connector supports the version as it is. A newer one may be used if `check_interface` passes.
 
     Raises:
-        RuntimeError: `version` is out of range, or cannot be parsed.
+        RuntimeError: `version` is older than the supported versions, or cannot be parsed.
     """
-    if (found := minor_version(version)) is None or not SUPPORTED_FROM <= found < SUPPORTED_BELOW:
+    if (found := minor_version(version)) is None or found < SUPPORTED_FROM:
         wanted = f">={_text(SUPPORTED_FROM)},<{_text(SUPPORTED_BELOW)}"
         raise RuntimeError(
             f"this vLLM is version {version}, KvcachedConnector supports {wanted}: install a kvcached-client that "
             f"supports it, or vllm{wanted}"
         )
+    return found < SUPPORTED_BELOW
 
 
 def _text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
+
+#: How long requests wait for storage: as long as the daemon is configured to, not at all, or until every block has
+#: come; "off" does not use storage.
+PrefetchMode: TypeAlias = Literal["timeout", "best_effort", "wait_complete", "off"]
+
+#: Whose memory vLLM's KV cache is in.
+DeviceMemory: TypeAlias = Literal["engine", "daemon"]
 
 #: vLLM is untyped here.
 VllmConfig: TypeAlias = Any
@@ -46,9 +55,10 @@ KvCacheConfig: TypeAlias = Any
 
 HOLD_DEADLINE_MS: Final = 1000
 _HOLD_DEADLINE_MS_MAX: Final = 60_000
-_KEYS: Final = ("hold_deadline_ms", "prefetch", "run_dir", "weights_version")
+_KEYS: Final = ("device_memory", "hold_deadline_ms", "prefetch", "run_dir", "weights_version")
 _DEVICE_TYPES: Final = ("cpu", "cuda")
 _PREFETCH_MODES: Final = get_args(PrefetchMode)
+_DEVICE_MEMORIES: Final = get_args(DeviceMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +70,14 @@ class Settings:
         weights_version: a string to change when weights change without a change of their files.
         hold_deadline_ms: how long a request waits for the daemon before it is computed without external cache.
         prefetch: how long a request waits for blocks from the daemon's storage.
+        device_memory: whose memory vLLM's KV cache is in; what is in the daemon's outlives this vLLM.
     """
 
     run_dir: str | None = None
     weights_version: str = ""
     hold_deadline_ms: int = HOLD_DEADLINE_MS
     prefetch: PrefetchMode = "timeout"
+    device_memory: DeviceMemory = "engine"
 
 
 def read_settings(extra: Mapping[str, object]) -> Settings:
@@ -95,22 +107,33 @@ def read_settings(extra: Mapping[str, object]) -> Settings:
         raise ValueError(
             f"kv_connector_extra_config: prefetch is {prefetch!r}; give one of {', '.join(_PREFETCH_MODES)}"
         )
-    return Settings(run_dir, version, deadline, cast("PrefetchMode", prefetch))
+    memory = extra.get("device_memory", "engine")
+    if memory not in _DEVICE_MEMORIES:
+        raise ValueError(
+            f"kv_connector_extra_config: device_memory is {memory!r}; give one of {', '.join(_DEVICE_MEMORIES)}"
+        )
+    return Settings(
+        run_dir, version, deadline, cast("PrefetchMode", prefetch), device_memory=cast("DeviceMemory", memory)
+    )
 
 
-def check_config(config: VllmConfig, cache: KvCacheConfig, *, keeps_all_blocks: bool) -> None:
+def check_config(
+    config: VllmConfig, cache: KvCacheConfig, *, keeps_all_blocks: bool, takes_groups: bool = False
+) -> None:
     """Refuse configurations that the connector cannot serve, or would serve wrongly.
 
     Args:
         config: vLLM's configuration.
         cache: vLLM's groups of layers.
-        keeps_all_blocks: whether vLLM keeps all blocks of a request, for every layer of the first group.
+        keeps_all_blocks: whether there is one group of layers, of which vLLM keeps all blocks of a request.
+        takes_groups: whether the connector takes other groups, too.
 
     Raises:
         ValueError: all reasons, each with what to do.
     """
     transfer, parallel, model = config.kv_transfer_config, config.parallel_config, config.model_config
     groups, device = cache.kv_cache_groups, config.device_config.device_type
+    is_single = len(groups) == 1
     reasons = {
         f"kv_role is {transfer.kv_role!r}: set it to 'kv_both', since it loads and stores": transfer.kv_role
         != "kv_both",
@@ -125,10 +148,15 @@ def check_config(config: VllmConfig, cache: KvCacheConfig, *, keeps_all_blocks: 
         > 1,
         f"workers on {parallel.nnodes} nodes cannot map one host pool: run the engine on one node": parallel.nnodes > 1,
         f"the model has {len(groups)} groups of layers with caches of their own, as models with state-space layers "
-        "have; one is supported: use no kvcached": len(groups) != 1,
+        "have; one is supported: use KvcachedHybridConnector, or no kvcached": not (
+            is_single or (takes_groups and groups)
+        ),
         "vLLM drops blocks of this model while a request runs: all its layers have sliding windows, or state spaces. "
-        "Models with sliding windows only are supported up to the window's length: set --max-model-len to it, or use "
-        "no kvcached": len(groups) == 1 and not keeps_all_blocks,
+        "Use KvcachedHybridConnector; or set --max-model-len to the window's length; or use no kvcached": is_single
+        and not (keeps_all_blocks or takes_groups),
+        "speculative decoding beside several groups of layers is not supported: use KvcachedConnector": takes_groups
+        and not keeps_all_blocks
+        and config.speculative_config is not None,
         "vLLM computes wrong outputs where a model with multi-head latent attention reads cached blocks on the CPU: "
         "use another model, or no kvcached": device == "cpu" and model.use_mla,
         f"kvcached copies from and to CPUs and CUDA devices, not {device!r}: use no kvcached": device
@@ -141,6 +169,31 @@ def check_config(config: VllmConfig, cache: KvCacheConfig, *, keeps_all_blocks: 
     found = [reason for reason, is_so in reasons.items() if is_so]
     if found:
         raise ValueError("KvcachedConnector cannot be used here:" + "".join(f"\n- {reason}" for reason in found))
+
+
+def check_device_memory(config: VllmConfig, *, keeps_all_blocks: bool) -> None:
+    """Refuse configurations whose blocks cannot be in the daemon's memory.
+
+    Args:
+        config: vLLM's configuration.
+        keeps_all_blocks: as in `check_config`.
+
+    Raises:
+        ValueError: all reasons.
+    """
+    device = config.device_config.device_type
+    reasons = {
+        f"it is for the CPU so far, not for {device!r}": device != "cpu",
+        "the model has several groups of layers, or layers with sliding windows": not keeps_all_blocks,
+        "prefix caching is off, so nothing in it would be found again": not config.cache_config.enable_prefix_caching,
+        "speculative decoding writes blocks after the pass that they belong to": config.speculative_config is not None,
+    }
+    found = [reason for reason, is_so in reasons.items() if is_so]
+    if found:
+        raise ValueError(
+            'kv_connector_extra_config: device_memory cannot be "daemon" here, leave it out:'
+            + "".join(f"\n- {reason}" for reason in found)
+        )
 
 
 def is_replicated(config: VllmConfig) -> bool:

@@ -1,6 +1,7 @@
 """A worker's side of the connector: one thread that copies, so that neither the forward pass nor the scheduler waits.
 
-Loads go before stores; each kind is carried out in order. Rules:
+Loads go before stores; each kind is carried out in order. Small stores that wait are copied and reported together,
+because a call and a report cost as much as some blocks. Rules:
 
 * After `PASSES_MAX` loads that went before a waiting store, the store is next, because it holds blocks of vLLM's pool.
 * Every load is reported, with its bad blocks, and every store, in success or failure. No request and no block waits
@@ -21,13 +22,14 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.blocks.transfers import BlockJob
 from kvcached_client.errors import DeviceError, KvcachedError, Stale, TransportError
+from kvcached_client.offload_shard import STORES_PER_REPORT_MAX
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, StoreOrder
 
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
 QUIET_S: Final = 5.0
 #: Upper bound of the loads that go before a waiting store, as in the daemon's workers.
 PASSES_MAX: Final = 16
+#: Upper bounds of the blocks and the stores that are copied together: a load waits as long as that takes.
+BLOCKS_TOGETHER_MAX: Final = 128
+STORES_TOGETHER_MAX: Final = STORES_PER_REPORT_MAX
 #: How long `close` waits for the copy in progress.
 CLOSE_S_MAX: Final = 5.0
 
@@ -46,13 +51,13 @@ log = logging.getLogger("vllm.kvcached")
 
 
 class Shard(Protocol):
-    """The part of `OffloadShard` that is used. `store` and `load` raise `KvcachedError`."""
+    """The part of `OffloadShard` that is used. `store_all` and `load` raise `KvcachedError`."""
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when the session is over or the daemon is gone."""
 
-    def store(self, job: BlockJob, *, after: Mark | None) -> None:
-        """Copy blocks into the host pool."""
+    def store_all(self, jobs: Sequence[BlockJob], *, after: Mark | None) -> None:
+        """Copy blocks of several stores into the host pool, and report their ends together."""
 
     def load(self, job: BlockJob, *, after: Mark | None) -> list[int]:
         """Copy blocks out of the host pool; returns the bad blocks, counted in the order of the job."""
@@ -104,9 +109,17 @@ def marks_of(pages: EnginePages, current_stream: Callable[[int], int]) -> Callab
 
 
 class _Queued(NamedTuple):
-    """An order, and the mark behind which its copy begins."""
+    """Orders that are carried out together: one load, or stores of one session. Copies begin behind the mark."""
 
-    order: LoadOrder | StoreOrder
+    orders: tuple[LoadOrder] | tuple[StoreOrder, ...]
+    after: Mark | None
+
+
+class _WaitingStore(NamedTuple):
+    """An order, its number of blocks, and the mark behind which its copy begins."""
+
+    order: StoreOrder
+    blocks: int
     after: Mark | None
 
 
@@ -132,16 +145,18 @@ class WorkerSide:
         self._lock = threading.Lock()
         # Guarded by the lock. The scheduler's side limits the number of orders.
         self._loads: deque[_Queued] = deque()
-        self._stores: deque[_Queued] = deque()
+        self._stores: deque[_WaitingStore] = deque()
         self._passed = 0  #: loads that went before the waiting store
         self._note: SessionNote | None = None
         self._is_closing = False
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._failed: set[str] = set()
         self._report = StoreReport({}, set())
         self._counts = CopyCounts()
         # Used by the worker's thread only:
         self._taken_bad_blocks: set[int] = set()
+        self._taken_failed: set[str] = set()
         # Used by the copying thread only:
         self._shard: Shard | None = None
         self._session = 0  #: number of the session that was joined last
@@ -159,8 +174,8 @@ class WorkerSide:
             is_joined = orders.session is None or (self._note is not None and orders.session == self._note)
             if not is_joined:
                 self._note = orders.session
-            self._loads.extend(_Queued(order, after) for order in orders.loads)
-            self._stores.extend(_Queued(order, after) for order in orders.stores)
+            self._loads.extend(_Queued((order,), after) for order in orders.loads)
+            self._stores.extend(_WaitingStore(order, _block_count(order.job), after) for order in orders.stores)
         if not is_joined or orders.loads or orders.stores:
             os.eventfd_write(self._wake, 1)
 
@@ -170,7 +185,13 @@ class WorkerSide:
             taken, self._loaded = self._loaded, set()
             self._taken_bad_blocks |= self._bad_blocks
             self._bad_blocks = set()
+            self._taken_failed, self._failed = self._failed, set()
             return taken
+
+    def take_failed(self) -> set[str]:
+        """The requests that `take_loaded` returned last whose loads had bad blocks."""
+        taken, self._taken_failed = self._taken_failed, set()
+        return taken
 
     def take_bad_blocks(self) -> set[int]:
         """Bad blocks of the loads that `take_loaded` returned."""
@@ -236,7 +257,21 @@ class WorkerSide:
                 self._passed = self._passed + 1 if self._stores else 0
                 return self._loads.popleft()
             self._passed = 0
-            return self._stores.popleft() if self._stores else None
+            return self._next_stores() if self._stores else None
+
+    def _next_stores(self) -> _Queued:
+        """The oldest store, and those behind it that fit. A mark is behind all earlier ones."""
+        order, blocks, after = self._stores.popleft()
+        orders = [order]
+        while self._stores and len(orders) < STORES_TOGETHER_MAX:
+            following = self._stores[0]
+            blocks += following.blocks
+            if blocks > BLOCKS_TOGETHER_MAX or following.order.session != order.session:
+                break
+            orders.append(following.order)
+            after = following.after
+            self._stores.popleft()
+        return _Queued(tuple(orders), after)
 
     def _wait(self) -> None:
         """Wait for orders, or for the end of the session, which is then left."""
@@ -252,43 +287,48 @@ class WorkerSide:
             log.info("kvcached: the daemon has ended the session, or is gone")
             self._leave()
 
-    def _carry_out(self, order: LoadOrder | StoreOrder, after: Mark | None) -> None:
+    def _carry_out(self, orders: tuple[LoadOrder] | tuple[StoreOrder, ...], after: Mark | None) -> None:
         began = time.perf_counter()
-        bad = self._copy(order, after)
+        bad = self._copy(orders, after)
         seconds = time.perf_counter() - began
-        blocks = [block for span in order.job.spans for block in span.blocks.tolist()]
+        blocks = [block for order in orders for span in order.job.spans for block in span.blocks.tolist()]
         lost = blocks if bad is None else [blocks[index] for index in bad]
         with self._lock:
             counts = self._counts
-            if isinstance(order, LoadOrder):
-                self._loaded.add(order.request)
+            for order in orders:
+                if isinstance(order, LoadOrder):
+                    self._loaded.add(order.request)
+                    self._failed.update([order.request] if lost else [])
+                else:
+                    self._report.done[order.id] = 1
+                    self._report.failed.update([order.id] if lost else [])
+            if isinstance(orders[0], LoadOrder):
                 self._bad_blocks.update(lost)
                 counts.loaded_blocks += len(blocks) - len(lost)
                 counts.load_failed_blocks += len(lost)
                 counts.load_seconds += seconds
             else:
-                self._report.done[order.id] = 1
-                self._report.failed.update([order.id] if lost else [])
                 counts.stored_blocks += len(blocks) - len(lost)
                 counts.store_failed_blocks += len(lost)
                 counts.store_seconds += seconds
 
-    def _copy(self, order: LoadOrder | StoreOrder, after: Mark | None) -> list[int] | None:
-        """The bad blocks, by their index in the job; None if the copy failed completely."""
-        shard = self._shard_of(order.session)
+    def _copy(self, orders: tuple[LoadOrder] | tuple[StoreOrder, ...], after: Mark | None) -> list[int] | None:
+        """The bad blocks of a load, by their index in the job; none of stores. None if the copy failed completely."""
+        first = orders[0]
+        shard = self._shard_of(first.session)
         if shard is None:
             return None
         try:
-            if isinstance(order, LoadOrder):
-                return shard.load(order.job, after=after)
-            shard.store(order.job, after=after)
+            if isinstance(first, LoadOrder):
+                return shard.load(first.job, after=after)
+            shard.store_all([order.job for order in orders], after=after)
         except Stale as error:
             log.warning("kvcached: left the session: %s", error)
             self._leave()
         except TransportError as error:
-            self._keep_quiet(order.session, error)
+            self._keep_quiet(first.session, error)
         except Exception:
-            log.exception("kvcached: transfer %d failed", order.job.transfer)
+            log.exception("kvcached: transfer %d failed", first.job.transfer)
         else:
             return []
         return None
@@ -336,3 +376,7 @@ class WorkerSide:
                 shard.close()
             except Exception:
                 log.exception("kvcached: could not leave the session cleanly")
+
+
+def _block_count(job: BlockJob) -> int:
+    return sum(len(span.blocks) for span in job.spans)

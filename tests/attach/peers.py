@@ -18,6 +18,8 @@ from kvcached_client.protocol.attach import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
     Attach,
     AttachReply,
+    ClaimedPool,
+    ClaimPool,
     Identified,
     Identify,
     Join,
@@ -59,6 +61,9 @@ class Handler:
             raise request_error(ErrorCode.UNAUTHENTICATED, f"not the token of session {session_id}", "use its token")
         self.joined.append(peer)
         return JOINED, self.memory
+
+    def claim_pool(self, request: ClaimPool) -> tuple[ClaimedPool, tuple[int, ...]]:
+        return ClaimedPool(pool=bytes(16), rank_bytes=request.rank_bytes, blocks=request.blocks), self.memory
 
     def leave(self, peer: PeerProcess) -> None:
         self.left.append(peer)

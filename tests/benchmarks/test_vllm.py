@@ -24,7 +24,7 @@ from benchmarks.vllm_copies import copies
 from benchmarks.vllm_environment import MODELS
 from benchmarks.vllm_hooks import made_up_steps
 from benchmarks.vllm_server import VllmServer
-from kvcached_client.vllm.scheduler import GENERATED_BLOCKS_PER_OFFER
+from kvcached_client.vllm.scheduling.scheduler import GENERATED_BLOCKS_PER_OFFER
 
 
 @pytest.fixture

@@ -26,8 +26,12 @@ from kvcached_client.protocol.engine import (
     Resumed,
     SetPolicy,
     SetWeights,
+    Sleep,
+    Slept,
     Unpin,
     Unpinned,
+    Wake,
+    Woken,
 )
 from kvcached_client.types import WritePolicy
 from tests.client.fake_daemon import SILENCE, FakeDaemon
@@ -53,6 +57,8 @@ def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
             policy=WritePolicy.NEVER,
             before=WritePolicy.WRITE_THROUGH,
         ),
+        Slept(id=7, replicas=("default",), blocks=3, dropped=1),
+        Woken(id=8, replicas=("default",)),
     ]
     daemon.script = lambda request, _: (replies[request.id - 1], [])
     with Admin.connect(daemon.run_dir) as admin:
@@ -63,6 +69,8 @@ def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
             admin.clear("default"),
             admin.set_weights("default", "v"),
             admin.set_policy("00112233", WritePolicy.NEVER),
+            admin.sleep("default", deadline_ms=90),
+            admin.wake("default"),
         ]
 
     assert done == replies
@@ -73,6 +81,8 @@ def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
         ClearNamespace(id=4, target="default"),
         SetWeights(id=5, target="default", version="v"),
         SetPolicy(id=6, target="00112233", policy=WritePolicy.NEVER),
+        Sleep(id=7, target="default", deadline_ms=90),
+        Wake(id=8, target="default"),
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_client.blocks.block_table import compress_slots, expand_ranges, slot_mapping
+from kvcached_client.blocks.block_table import SlotRanges, compress_slots, expand_ranges, slot_mapping
 from kvcached_client.types import PackedRanges, pack_ranges, unpack_ranges
 
 
@@ -62,3 +62,28 @@ def test_slot_mapping_refuses_positions_without_a_slot(position: int) -> None:
     """A position outside the block table raises, rather than wrapping around to another block."""
     with pytest.raises(IndexError):
         slot_mapping(np.array([7, 2, 5], np.int32), np.array([position]), block_size=4)
+
+
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 9)), max_size=20),
+    more=st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 9)), max_size=3),
+    cuts=st.tuples(st.integers(0, 200), st.integers(0, 200)),
+)
+def test_ranges_stay_ranges_and_mean_the_same_slots(
+    ranges: list[tuple[int, int]], more: list[tuple[int, int]], cuts: tuple[int, int]
+) -> None:
+    """Sections and sums of ranges have the slots of the table that they stand for, few ranges or many."""
+    slots = SlotRanges.checked(pack_ranges(ranges)) + SlotRanges.checked(pack_ranges(more))
+    table = [slot for first, count in (*ranges, *more) for slot in range(first, first + count)]
+    start, stop = sorted(min(cut, len(table)) for cut in cuts)
+
+    assert expand_ranges(slots.section(start, stop)).tolist() == table[start:stop]
+    assert (slots.count, slots.table.tolist()) == (len(table), table)
+    assert expand_ranges(SlotRanges.of(slots.table).packed).tolist() == table
+
+
+@pytest.mark.parametrize("packed", [b"1234567", pack_ranges([(0, 0)]), pack_ranges([(-1, 2)]), pack_ranges([(5, -1)])])
+def test_bad_ranges_are_refused_before_they_are_kept(packed: bytes) -> None:
+    """Few ranges are checked as many are."""
+    with pytest.raises(ValueError, match="slot ranges of"):
+        SlotRanges.checked(packed)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvcached_client import DaemonFailure, Layout, RequestError, map_pool
+from kvcached_client.blocks.mapping import huge_pages
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol.attach import Joined
 from tests.client.descriptors import held_here_and_in_a_child
@@ -107,13 +108,30 @@ def test_memory_is_unmapped_with_its_last_view(daemon: FakeDaemon, memory: list[
 
 
 def test_mapping_is_shared_and_kept_from_forks_and_core_dumps(daemon: FakeDaemon, memory: list[int]) -> None:
-    """The kernel lists the mapping as shared, not copied on fork, and not dumped."""
+    """The kernel lists the mapping as shared, not copied on fork, not dumped, and as one that takes huge pages."""
     with mapped(daemon, LAYOUTS["attention-layer_first"], memory):
         (line,) = maps_of(memory[-1])
         entry = Path("/proc/self/smaps").read_text().split(line.split()[0], 1)[1]
         flags = next(row for row in entry.splitlines() if row.startswith("VmFlags:")).split()
         assert line.split()[1] == "rw-s"
-        assert {"sh", "dc", "dd"} <= set(flags)
+        assert {"sh", "dc", "dd", *(["hg"] if huge_pages() != "none" else [])} <= set(flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("always within_size advise [never] deny force\n", "never"),
+        ("always within_size [advise] never deny force\n", "advise"),
+        ("\n", "none"),
+        (None, "none"),
+    ],
+)
+def test_kernel_tells_of_huge_pages(tmp_path: Path, text: str | None, word: str) -> None:
+    """The chosen word counts; a kernel without the setting has no huge pages of shared memory."""
+    if text is not None:
+        (tmp_path / "shmem_enabled").write_text(text)
+
+    assert huge_pages(tmp_path / "shmem_enabled") == word
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

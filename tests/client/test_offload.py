@@ -11,24 +11,30 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcached_client.errors import BadRequest, DeadlineExceeded, ErrorCode, Stale, request_error
-from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedLoad, PreparedStore
+from kvcached_client.errors import BadRequest, DeadlineExceeded, ErrorCode, RequestError, Stale, request_error
+from kvcached_client.offload import Offered, OffloadClient, OffloadLayout, PreparedLoad, PreparedStore
 from kvcached_client.protocol.engine import (
     EVERY_SHARD,
     Acquire,
     Held,
     HelloOffload,
     LoadPrepared,
+    Pin,
+    Pinned,
     PrepareLoad,
     PrepareStore,
+    PrepareStores,
     Release,
     Settled,
+    StoreOffer,
+    StoreOutcome,
     StorePrepared,
+    StoresPrepared,
     TransferDone,
     WelcomeOffload,
     error_reply,
 )
-from kvcached_client.types import LeaseId, Verify
+from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, Verify
 from tests.client.fake_daemon import SILENCE, TOKEN, FakeDaemon
 
 RANGE = struct.Struct("<2i")
@@ -41,6 +47,8 @@ class Script:
         self.silent: set[type] = set()
         self.heartbeat_interval_ms = 60_000
         self.version = 1
+        self.knows_nothing = False
+        self.outcomes_max = 64
 
     def __call__(self, request: Any, frames: list[bytes]) -> Any:  # noqa: PLR0911 - by verb
         if type(request) in self.silent:
@@ -49,6 +57,8 @@ class Script:
         match request:
             case HelloOffload():
                 return self._welcome(request.id), []
+            case Acquire() if self.knows_nothing and request.known:
+                return error_reply(request.id, request_error(ErrorCode.UNKNOWN_PREFIX, "forgotten", "send all")), []
             case Acquire():
                 return Held(id=request.id, lease=1, hit=2), []
             case PrepareLoad():
@@ -56,9 +66,25 @@ class Script:
             case PrepareStore():
                 header = StorePrepared(id=request.id, transfer=8, depth=2, generation=3)
                 return header, [RANGE.pack(0, 2), RANGE.pack(6, 2)]
+            case PrepareStores():
+                return self._stores(request)
             case TransferDone():
                 return Settled(id=request.id), []
+            case Pin():
+                return Pinned(id=request.id, device=0, host=2), []
         return None
+
+    def _stores(self, request: PrepareStores) -> Any:
+        """Every other offer is refused; the others get a piece of their blocks each, and slots behind each other."""
+        outcomes, pieces, slots = [], b"", b""
+        for number, offer in enumerate(request.offers):
+            if number % 2:
+                outcomes.append(StoreOutcome(0, 0, 0, 0, ErrorCode.UNKNOWN_LEASE, f"lease {offer.lease}"))
+                continue
+            outcomes.append(StoreOutcome(80 + number, offer.start + offer.blocks, 3, 1))
+            pieces += RANGE.pack(offer.start, offer.blocks)
+            slots += RANGE.pack(10 * number, offer.blocks)
+        return StoresPrepared(id=request.id, outcomes=tuple(outcomes[: self.outcomes_max])), [pieces, slots]
 
     def _welcome(self, request_id: int) -> WelcomeOffload:
         return WelcomeOffload(
@@ -223,6 +249,20 @@ def test_requests_may_be_sent_before_the_first_answer_is_fetched(client: Offload
     assert kinds == [Acquire, PrepareStore, PrepareLoad]
 
 
+def test_next_turn_sends_the_keys_behind_the_last_prompt(
+    daemon: FakeDaemon, script: Script, client: OffloadClient
+) -> None:
+    """A prompt that begins with an acquired one sends the keys behind that; all if the daemon has forgotten it."""
+    keys = b"".join(number.to_bytes(KEY_SIZE_BYTES, "big") for number in range(1, 101))
+    client.acquire("turn 1", keys[: 80 * KEY_SIZE_BYTES], 80 * 16)
+    assert client.acquire("turn 2", keys, 100 * 16) == (1, 2)
+    script.knows_nothing = True
+    assert client.acquire("turn 2", keys, 100 * 16) == (1, 2)
+    acquires = [(request.known, frames[0]) for request, frames in daemon.requests if isinstance(request, Acquire)]
+    first, behind, last = keys[: 80 * KEY_SIZE_BYTES], keys[79 * KEY_SIZE_BYTES :], keys[-KEY_SIZE_BYTES:]
+    assert acquires == [(0, first), (80, behind), (100, last), (0, keys)]
+
+
 def test_release_may_be_posted(client: OffloadClient, daemon: FakeDaemon) -> None:
     """A posted release asks for no answer, and later requests go on."""
     client.post_release(LeaseId(1))
@@ -230,6 +270,14 @@ def test_release_may_be_posted(client: OffloadClient, daemon: FakeDaemon) -> Non
     (release,) = daemon.of(Release)
     assert isinstance(release, Release)
     assert (release.lease, release.reply) == (1, False)
+
+
+def test_engine_pins_in_its_own_namespace(client: OffloadClient, daemon: FakeDaemon) -> None:
+    """An engine need not know how its namespace is called to keep blocks there."""
+    assert client.pin(bytes(32), ttl_ms=5000) == 2
+    ((request, frames),) = [each for each in daemon.requests if isinstance(each[0], Pin)]
+    assert isinstance(request, Pin)
+    assert (request.target, request.ttl_ms, frames) == ("00" * 32, 5000, [bytes(32)])
 
 
 def test_copy_that_was_begun_and_granted_too_late_is_called_off(
@@ -241,3 +289,45 @@ def test_copy_that_was_begun_and_granted_too_late_is_called_off(
         client.begin_prepare_store(LeaseId(1), 0, bytes(32)).result()
     assert prepare_store(client).transfer == 8
     assert [request.transfer for request in daemon.of(TransferDone) if isinstance(request, TransferDone)] == [8]
+
+
+OFFERS = [
+    Offered(LeaseId(lease), start, bytes(16 * blocks)) for lease, start, blocks in ((1, 0, 2), (2, 5, 1), (3, 4, 3))
+]
+
+
+def test_offers_of_several_leases_go_in_one_message(client: OffloadClient, daemon: FakeDaemon) -> None:
+    """Each offer gets its own slots, or its own error; leases are given back in the same message."""
+    first, refused, last = client.begin_prepare_stores(OFFERS, [LeaseId(9)]).result()
+    assert isinstance(first, PreparedStore)
+    assert isinstance(last, PreparedStore)
+    assert (first.transfer, first.depth, first.pieces, first.slots.tolist()) == (80, 2, ((0, 2),), [0, 1])
+    assert (last.transfer, last.depth, last.pieces, last.slots.tolist()) == (82, 7, ((4, 3),), [20, 21, 22])
+    assert isinstance(refused, RequestError)
+    assert (refused.code, "lease 2" in str(refused)) == (ErrorCode.UNKNOWN_LEASE, True)
+    ((request, frames),) = [each for each in daemon.requests if isinstance(each[0], PrepareStores)]
+    assert isinstance(request, PrepareStores)
+    assert request.offers == (StoreOffer(1, 0, 2), StoreOffer(2, 5, 1), StoreOffer(3, 4, 3))
+    assert (request.releases, frames) == ((9,), [bytes(6 * 16)])
+
+
+def test_answer_to_other_offers_is_refused(client: OffloadClient, script: Script) -> None:
+    """A reply that is not for as many offers is not used."""
+    script.outcomes_max = 2
+    with pytest.raises(BadRequest, match="2 of 3 offers"):
+        client.begin_prepare_stores(OFFERS).result()
+
+
+def test_offers_that_were_granted_too_late_are_called_off(
+    daemon: FakeDaemon, script: Script, client: OffloadClient
+) -> None:
+    """What a message granted too late is asked for again with its id, and every copy of it is called off."""
+    script.silent = {PrepareStores}
+    with missed_deadline(client):
+        client.begin_prepare_stores(OFFERS).result()
+
+    client.settle()
+
+    first, again = daemon.of(PrepareStores)
+    assert first == again
+    assert [request.transfer for request in daemon.of(TransferDone) if isinstance(request, TransferDone)] == [80, 82]

@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,13 @@ from kvcached_client import (
     SessionGrant,
     Stale,
 )
+from kvcached_client.blocks.mapping import huge_pages
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.offload_shard import BlockJob, OffloadShard
 from kvcached_client.protocol.attach import JoinedHost
 from kvcached_client.protocol.engine import Header, Request, TransferDone, error_reply
-from kvcached_client.types import Verify
+from kvcached_client.types import TransferId, Verify
 from tests.client.descriptors import held_here_and_in_a_child
 from tests.client.fake_daemon import SILENCE, TOKEN, FakeDaemon
 from tests.client.offload_rig import FINGERPRINT, NAMESPACE, job, layer, span
@@ -119,6 +120,28 @@ def test_store_and_load_go_through_the_daemons_memory(daemon: FakeDaemon, shard:
         assert (tensor.array[[0, 3, 5]] == tensor.array[[1, 4, 2]]).all()
     assert told(daemon) == [(commit(), []), (complete(), [])]
     assert (shard.shard, shard.epoch) == (1, 11)
+
+
+def test_stores_go_together_and_are_told_together(daemon: FakeDaemon, shard: OffloadShard) -> None:
+    """Several stores are one copy and one report; each block has the header of its own store."""
+    stores = job(span([1, 4], [0, 1])), replace(job(span([2], [5], depth=3), transfer=4), generation=8)
+    shard.store_all(stores)
+
+    assert told(daemon) == [(msgspec.structs.replace(commit(), more=(4,)), [])]
+    assert shard.load(job(span([0, 3], [0, 1]), transfer=9)) == []
+    assert shard.load(replace(job(span([5], [5], depth=3), transfer=9), generation=8)) == []
+    assert shard.load(job(span([5], [5], depth=3), transfer=9)) == [0]
+    for tensor in TENSORS:
+        assert (tensor.array[[0, 3, 5]] == tensor.array[[1, 4, 2]]).all()
+
+
+def test_stores_that_fail_together_are_told_together(daemon: FakeDaemon, shard: OffloadShard) -> None:
+    """Where one of several stores cannot be carried out, nothing is copied, and the daemon hears it of all."""
+    with pytest.raises(BadRequest, match="blocks of the shard") as caught:
+        shard.store_all((store_job(), replace(BAD_JOB, transfer=TransferId(4))))
+
+    failed = msgspec.structs.replace(commit(f"BadRequest: {caught.value}"), more=(4,))
+    assert told(daemon) == [(failed, [])]
 
 
 def test_bad_blocks_are_returned_and_told(daemon: FakeDaemon, shard: OffloadShard, pool: int) -> None:
@@ -215,11 +238,11 @@ def test_failure_of_a_copy_that_cannot_be_told_stays_the_failure(daemon: FakeDae
 def test_long_errors_are_cut(daemon: FakeDaemon, shard: OffloadShard, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of any length can be told."""
 
-    def fail(_: BlockJob, *, epoch: int) -> None:
+    def fail(_: Sequence[BlockJob], *, epoch: int) -> None:
         raise OSError("x" * 5000)
 
     assert shard._memory is not None
-    monkeypatch.setattr(shard._memory.transfers, "store", fail)
+    monkeypatch.setattr(shard._memory.transfers, "store_all", fail)
     with pytest.raises(OSError, match="xxx"):
         shard.store(store_job())
 
@@ -370,12 +393,12 @@ def test_closed_shard_unmaps_the_memory(shard: OffloadShard, pool: int) -> None:
 
 
 def test_mapping_is_shared_and_kept_from_forks_and_core_dumps(shard: OffloadShard, pool: int) -> None:
-    """The kernel lists the mapping as shared, not copied on fork, and not dumped."""
+    """The kernel lists the mapping as shared, not copied on fork, not dumped, and as one that takes huge pages."""
     (line,) = maps_of(pool)
     entry = Path("/proc/self/smaps").read_text().split(line.split()[0], 1)[1]
     flags = next(row for row in entry.splitlines() if row.startswith("VmFlags:")).split()
     assert line.split()[1] == "rw-s"
-    assert {"sh", "dc", "dd"} <= set(flags)
+    assert {"sh", "dc", "dd", *(["hg"] if huge_pages() != "none" else [])} <= set(flags)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -121,6 +121,7 @@ def count_lines(work: Callable[[], object], most: int) -> int:
     "step",
     ["tree.match", "tree.lock", "tree.path_ranges", "tree.touch", "tree.evict", "pool.take", "leases.add"],
 )
+@pytest.mark.interpreted
 def test_acquire_that_fails_at_any_step_leaves_nothing_behind(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

@@ -90,6 +90,7 @@ def acquire_with_a_load(make: MakeTiers, patch: pytest.MonkeyPatch, step: int) -
     return failing.failed
 
 
+@pytest.mark.interpreted
 def test_acquire_with_a_load_that_fails_at_any_step_leaves_nothing_behind(
     new_tiers: MakeTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,3 +156,39 @@ def test_shard_that_names_blocks_it_was_not_given_has_failed(new_tiers: MakeTier
     cache.worker_copies.shard_done(order.transfer, ShardIndex(0), "", (99,))
 
     assert (cache.counters["store_failed_blocks"], cache.counters["stored_blocks"]) == (4, 0)
+
+
+def two_full_pools(new_tiers: MakeTiers, host_slots: int) -> tuple[Cache, Workers]:
+    """Two pools of one namespace, each with a prompt of six blocks and less free than its watermark."""
+    cache = new_tiers("ab", slots=8, watermark=4, host_slabs=1, slots_per_slab=host_slots)
+    workers = Workers(cache)
+    for replica, prompt in (("a", "abcdef"), ("b", "uvwxyz")):
+        Engine(cache, replica).store(prompt)
+        workers.answer_all()
+    return cache, workers
+
+
+def pass_time(cache: Cache, workers: Workers, ticks: range) -> None:
+    """At each tick all that the workers are asked for is done."""
+    for tick in ticks:
+        cache.handle(Ticked(tick * 250))
+        workers.answer_all()
+
+
+def test_tails_that_do_not_fit_into_the_host_pool_are_not_stored_in_part(new_tiers: MakeTiers) -> None:
+    """Two pools whose tails the host pool cannot take whole do not evict each other's beginnings for ever."""
+    cache, workers = two_full_pools(new_tiers, host_slots=4)
+    pass_time(cache, workers, range(1, 9))
+    stored_blocks = cache.counters["stored_blocks"]
+    pass_time(cache, workers, range(9, 17))
+
+    assert cache.counters["stored_blocks"] == stored_blocks
+    assert cache.counters["store_refused_blocks"] > 0
+
+
+def test_tail_that_fits_into_the_host_pool_is_stored_before_it_leaves(new_tiers: MakeTiers) -> None:
+    """What another pool has there makes room for a tail that fits whole; then the tail leaves its device."""
+    cache, workers = two_full_pools(new_tiers, host_slots=6)
+    pass_time(cache, workers, range(1, 9))
+
+    assert [cache.pools[each].free >= 4 for each in "ab"] == [True, True]

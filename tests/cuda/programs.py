@@ -12,6 +12,7 @@ import random
 import sys
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, Final
 
@@ -25,7 +26,9 @@ from kvcached_client.blocks.transfers import BlockJob, BlockTransfers, JobSpan
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
+from kvcached_client.cuda.engine import EngineDevice
 from kvcached_client.cuda.host import OWN_PART_BYTES_MIN, HostPool, shard_ranges
+from kvcached_client.cuda.streams import StreamFences
 from kvcached_client.types import KEY_SIZE_BYTES, TransferId
 
 SLOTS: Final = 24
@@ -264,11 +267,44 @@ def both_directions() -> list[Any]:
         return [first.sequence, second.sequence, *made.values(2)]
 
 
+def beside_a_capture() -> list[Any]:
+    """Capture a graph while other threads register host memory, mark a stream, copy, and ask for fences.
+
+    Returns whether the driver gave a graph, and the values of a block that was stored and loaded meanwhile.
+    """
+    with rig() as made, closing(made.device.make_stream()) as capturing, closing(made.device.make_stream()) as stream:
+        driver = made.device.driver
+        made.fill(0, 0x11)
+        mode = driver.names.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        driver.call("cuStreamBeginCapture", capturing.handle, mode)
+
+        def work() -> None:
+            owner = EngineDevice.of_layers(made.pages.layers)
+            spare = mmap.mmap(-1, made.host.size_bytes)
+            address = ctypes.addressof(ctypes.c_ubyte.from_buffer(spare))
+            copies = owner.open_host(address, made.host, 0)
+            pages = (made.pages, made.host, 0, memoryview(spare))
+            transfers = BlockTransfers(*pages, namespace=bytes(16), fingerprint=bytes(16), copier=copies.copier)
+            with copies.after(owner.mark(stream.handle)):
+                transfers.store(job(1, [0], [0]), epoch=1)
+                transfers.load(job(1, [1], [0]), verify=True)
+            fences = StreamFences(owner.device.uuid)
+            fences.next(stream.handle)
+            fences.wait()
+            copies.close()
+
+        with ThreadPoolExecutor(1) as other:
+            other.submit(work).result()
+        graph = driver.call("cuStreamEndCapture", capturing.handle)
+        driver.call("cuGraphDestroy", graph)
+        return [int(graph) != 0, *made.values(1)]
+
+
 PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     each.__name__: each
     for each in (
         *(round_trip, layer_by_layer, corrupt, neighbours, failing, abandoned, shared, refused_export),
-        *(too_much, missing, stream_values, both_directions),
+        *(too_much, missing, stream_values, both_directions, beside_a_capture),
     )
 }
 

@@ -42,6 +42,7 @@ def test_machine_that_can_do_everything(library: Path, device: Path) -> None:
     assert {level for level, _ in found.values()} == {"ok"}
     mechanisms = {"shared memory", "copy engines", "host registration", "stream values"}
     assert mechanisms == {name.partition(": ")[2] for name in found if name.startswith("device 1: ")}
+    assert found["device 1: host registration"][1].endswith("; memory node 1")
     assert live_granules(device) == 0
 
 
@@ -77,3 +78,11 @@ def test_device_that_is_lost(library: Path, device: Path, call: int) -> None:
 
     assert code == 1
     assert found["device 0"][0] == "fail"
+
+
+def test_driver_that_knows_no_memory_nodes(library: Path, device: Path) -> None:
+    """Drivers before CUDA 12.2 do not tell of memory nodes, and that is no fault."""
+    code, found = doctor(library, device, version=12010)
+
+    assert code == 0
+    assert found["device 0: host registration"][1].endswith("; memory node -1")

@@ -45,7 +45,8 @@ def test_script_for_gpus_runs(library: Path, device: Path, tmp_path: Path) -> No
     assert not graphs["by_graph"]
     figures = [json.loads(line) for line in (tmp_path / "cuda.json").read_text().splitlines()]
     assert {figure["device"] for figure in figures} == {"Fake CUDA device 0, CUDA 13.0"}
-    assert json.loads((tmp_path / "demo-tp2.json").read_text())["outputs_identical"]
+    for demo in ("demo-tp2", "demo-graphs"):
+        assert json.loads((tmp_path / f"{demo}.json").read_text())["outputs_identical"]
     assert live_granules(device) == 0
     named = Distribution.at(tmp_path / "packages" / "kvcached_daemon-0.dist-info").entry_points
     assert set(named) >= set(entry_points(group="kvcached.storage"))  # a tree that is not installed has its backends

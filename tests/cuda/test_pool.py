@@ -25,6 +25,8 @@ from tests.line_process import LineProcess
 SLOTS, BLOCKS = 48, 3
 ON_DEVICE = CONFIG.replace("slots = 16", f'slots = {SLOTS}\ndevice = "cuda"').replace("ttl_ms = 600", "ttl_ms = 20000")
 HOST = "[host]\nsize_bytes = 4194304\nslab_bytes = 65536\n"
+#: Prompts whose stores are under way at a time: they have a fraction of the slots.
+STORED_TOGETHER = 4
 WHOLE = f"hit {BLOCKS} ready {BLOCKS} wrong 0"
 
 
@@ -47,6 +49,12 @@ class OnDevice(NamedTuple):
         children = Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split()
         (pid,) = (int(each) for each in children if b"worker.main" in Path(f"/proc/{each}/cmdline").read_bytes())
         return pid
+
+    def await_stores(self) -> None:
+        """Until no transfer is under way: what was committed so far is in the host pool, and may be evicted."""
+        with Admin.connect(self.daemon.run_dir, deadline_ms=20_000) as admin:
+            while any(admin.stats().transfers.values()):
+                pass
 
     def await_worker(self) -> None:
         """Until the replica has a worker again."""
@@ -83,6 +91,13 @@ def on_device(
 def prompts(engine: LineProcess, numbers: range) -> None:
     for number in numbers:
         assert engine.ask(f"compute {number}").startswith("hit ")
+
+
+def stored_prompts(on_device: OnDevice, engine: LineProcess, numbers: range) -> None:
+    """As `prompts`. None is evicted before it is in the host pool, however slow the worker is."""
+    for first in range(numbers.start, numbers.stop, STORED_TOGETHER):
+        prompts(engine, numbers[first - numbers.start :][:STORED_TOGETHER])
+        on_device.await_stores()
 
 
 @pytest.mark.parametrize("on_device", [1, 2, 3], indirect=True)
@@ -173,15 +188,15 @@ def test_refused_registration_is_told_and_harmless(on_device: OnDevice) -> None:
 
 @pytest.mark.parametrize("on_device", [1, 2, 3, 4], indirect=True)
 def test_evicted_blocks_come_back_from_the_host_pool(on_device: OnDevice) -> None:
-    """Blocks that have left the device are loaded from the host pool, as they were, while stores go on."""
+    """Blocks that have left the device are loaded from the host pool, as they were."""
     many = range(3 * SLOTS // BLOCKS)
     with ended(on_device.engine()) as engine:
-        prompts(engine, many)
+        stored_prompts(on_device, engine, many)
         seen = [engine.ask(f"look {number}") for number in many]
 
         assert all(each.endswith(" wrong 0") for each in seen)
         loaded = [each for each in seen if each.startswith(f"hit {BLOCKS} ready 0 ")]
-        assert len(loaded) >= 8  # the stores of others were not over when their slots were needed
+        assert len(loaded) >= len(many) - SLOTS // BLOCKS  # all that the device had no slots for
     calls = [each.arguments["count"] for each in trace.calls(trace.read(on_device.trace_path), "cuMemcpyBatchAsync")]
     assert len(calls) <= len(many) * 4  # a store, and a load of two layers, of each prompt at most
 
@@ -196,6 +211,6 @@ def test_device_that_does_not_exist_is_a_start_error(library: Path, device: Path
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
-    assert done.returncode == 3
+    assert done.returncode == 2
     assert "CUDA device 5: device 5 of 1 (name one that nvidia-smi lists" in done.stderr
     assert "kvcached doctor --cuda" in done.stderr

@@ -6,10 +6,11 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from tests.cuda.test_pool import OnDevice, ended, on_device
+from tests.cuda.test_pool import BLOCKS, SLOTS, OnDevice, ended, on_device, stored_prompts
 from tests.line_process import LineProcess
 
 __all__ = ["on_device"]
@@ -56,6 +57,20 @@ def test_failed_device_signals_no_fence(on_device: OnDevice, monkeypatch: pytest
     assert said == "failed CUDA_ERROR_LAUNCH_FAILED again CUDA_ERROR_LAUNCH_FAILED"
 
 
+def only_in_host(on_device: OnDevice, engine: LineProcess) -> None:
+    """Prompt 0 is in the host pool, and its slots on the device have been given to others."""
+    stored_prompts(on_device, engine, range(1))
+    stored_prompts(on_device, engine, range(100, 100 + SLOTS // BLOCKS))
+
+
+def stop(process: int) -> None:
+    """SIGSTOP; returns when each of the threads has stopped, for one that has not may still copy."""
+    os.kill(process, signal.SIGSTOP)
+    for task in Path(f"/proc/{process}/task").iterdir():
+        while (task / "stat").read_text().rpartition(") ")[2][0] != "T":
+            pass
+
+
 def fetched(engine: LineProcess, numbers: range) -> list[str]:
     """What an engine says of prompts whose blocks were loading when it read them."""
     said = [engine.ask(f"fetch {number}") for number in numbers]
@@ -76,9 +91,9 @@ def test_kernels_of_a_layer_wait_for_it_on_the_stream(on_device: OnDevice) -> No
 def test_kernels_behind_a_load_that_is_late(on_device: OnDevice, name: str, wrong: bool) -> None:
     """While a worker does nothing, kernels wait for their layers; without a wait they read what was there before."""
     with stream_engine(on_device, name, delay_us=0) as engine:
-        engine.ask(f"serve {PROMPTS}")
+        only_in_host(on_device, engine)
         worker = on_device.worker_pid()
-        os.kill(worker, signal.SIGSTOP)
+        stop(worker)
         assert engine.ask("fetch_loudly 0") == "launched"
         os.kill(worker, signal.SIGCONT)
         said = engine.hear()
@@ -89,9 +104,9 @@ def test_kernels_behind_a_load_that_is_late(on_device: OnDevice, name: str, wron
 def test_no_stream_waits_for_a_worker_that_died(on_device: OnDevice) -> None:
     """A worker that hangs and is killed during a load opens the gates, and the step is refused."""
     with stream_engine(on_device, "GatedEngine", delay_us=0) as engine:
-        engine.ask(f"serve {PROMPTS}")
+        only_in_host(on_device, engine)
         worker = on_device.worker_pid()
-        os.kill(worker, signal.SIGSTOP)
+        stop(worker)
         assert engine.ask("fetch_loudly 0") == "launched"
         os.kill(worker, signal.SIGKILL)
         said = engine.hear()

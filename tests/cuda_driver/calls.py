@@ -20,6 +20,7 @@ PORTABLE, DEVICE_MAP = 1, 2
 ORDER_STREAM, ORDER_DURING_CALL, ORDER_ANY = 1, 2, 3
 GEQ, EQ, AND, NOR = 0, 1, 2, 3
 NO_MEMORY_BARRIER = 1
+CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL, CAPTURE_RELAXED = 0, 1, 2
 
 
 class Location(ctypes.Structure):
@@ -127,6 +128,14 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoHAsync_v2": (c_void_p, _ADDRESS, c_size_t, _STREAM),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, c_size_t, _STREAM),
     "cuMemsetD8Async": (_ADDRESS, ctypes.c_ubyte, c_size_t, _STREAM),
+    "cuStreamBeginCapture_v2": (_STREAM, c_int),
+    "cuStreamEndCapture": (_STREAM, POINTER(c_void_p)),
+    "cuStreamIsCapturing": (_STREAM, POINTER(c_int)),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuGraphInstantiateWithFlags": (POINTER(c_void_p), c_void_p, _FLAGS64),
+    "cuGraphLaunch": (c_void_p, _STREAM),
+    "cuGraphDestroy": (c_void_p,),
+    "cuGraphExecDestroy": (c_void_p,),
 }
 _BATCH = (
     *(c_void_p, c_void_p, c_void_p, c_size_t),
@@ -265,6 +274,19 @@ class Driver:
         called = HostFunction(call_it)
         self._kept.append(called)
         self.call("cuLaunchHostFunc", stream, called, None)
+
+    # --- graphs
+
+    def record(self, stream: int, work: Callable[[], object], *, mode: int = CAPTURE_GLOBAL) -> int:
+        """A graph, ready to be launched, of what `work` queues on the stream."""
+        graph, executable = c_void_p(), c_void_p()
+        self.call("cuStreamBeginCapture_v2", stream, mode)
+        work()
+        self.call("cuStreamEndCapture", stream, byref(graph))
+        self.call("cuGraphInstantiateWithFlags", byref(executable), graph, 0)
+        self.call("cuGraphDestroy", graph)
+        assert executable.value is not None
+        return executable.value
 
     def batch(self, pieces: Sequence[Piece], stream: int, *, order: int = ORDER_STREAM, version: int = 13000) -> str:
         """Copy the pieces with one call of the ABI that the version gives; returns the name of its result."""

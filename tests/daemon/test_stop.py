@@ -18,6 +18,7 @@ import pytest
 from kvcached_client import Admin, Client, DaemonFailure, DaemonUnreachable, ErrorCode
 from tests.daemon.conftest import CONFIG, EngineProcess, RunningDaemon, started
 from tests.daemon.test_deaths import children
+from tests.line_process import LineProcess
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
 
@@ -125,6 +126,28 @@ def test_second_signal_ends_daemon_and_workers_at_once(tmp_path: Path) -> None:
         assert dead(workers)
         for each in workers:
             os.close(each)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_a_start_at_once(number: signal.Signals, tmp_path: Path) -> None:
+    """A daemon that is not ready ends by the signal, its workers with it, and the next one starts where it was."""
+    path, run_dir = tmp_path / "kvcached.toml", tmp_path / "run"
+    path.write_text(CONFIG)
+    arguments = ["serve", "--config", str(path), "--run-dir", str(run_dir)]
+    daemon = LineProcess("tests.daemon.endless_start", *arguments)
+    try:
+        assert daemon.hear() == "starting"
+        workers = [os.pidfd_open(pid) for pid in children(daemon.process.pid)]
+        os.kill(daemon.process.pid, number)
+        assert daemon.process.wait(PATIENCE_S) == -number
+        assert workers
+        assert dead(workers)
+        for each in workers:
+            os.close(each)
+    finally:
+        daemon.end()
+    with started(tmp_path) as again, client_of(again) as client:
+        client.acquire("first", client.chain(range(16))).release()
 
 
 SHARD = """

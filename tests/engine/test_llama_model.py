@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from examples.llama_engine.attention import PagedAttention, PagedRows
+from examples.llama_engine.attention import DecodeAttention, PagedAttention, PagedRows
 from examples.llama_engine.config import ModelError, read_config
 from examples.llama_engine.model import Llama
 from examples.llama_engine.weights import head_range, load_weights, random_source, weight_source
@@ -88,6 +88,29 @@ def test_paged_attention_keeps_the_requests_of_a_step_apart() -> None:
     alone = ContiguousAttention()
     expected = torch.cat([alone(0, q[:5], k[:5], v[:5]), alone(0, q[5:], k[5:], v[5:])])
     torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_decode_attention_equals_paged_attention() -> None:
+    """One row of each request: contexts of other lengths, tables longer than these, and unwritten slots."""
+    torch.manual_seed(3)
+    lengths, tables = (1, 4, 11), torch.tensor([[3, 0, 0, 0], [8, 0, 0, 0], [1, 12, 5, 3]])
+    pool = [(torch.full((16, 4, 2, 16), float("nan")), torch.full((16, 4, 2, 16), float("nan")))]
+    for length, table in zip(lengths, tables, strict=True):
+        known = torch.randn(length, 2, 16), torch.randn(length, 2, 16)
+        PagedAttention(pool, [PagedRows(0, torch.arange(length), table)], at_once)(
+            0, torch.randn(length, 4, 16), *known
+        )
+    q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    rows = [
+        PagedRows(row, torch.tensor([length]), table)
+        for row, (length, table) in enumerate(zip(lengths, [*tables[:1], torch.tensor([8, 9]), tables[2]], strict=True))
+    ]
+    expected = PagedAttention(pool, rows, at_once)(0, q, k, v)
+    tables[1, 1] = 9
+    waited: list[int] = []
+    found = DecodeAttention(pool, torch.tensor(lengths), tables, waited.append)(0, q, k, v)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert waited == [0]
 
 
 def test_random_weights_are_the_same_on_every_shard_and_differ_by_seed() -> None:

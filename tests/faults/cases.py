@@ -89,6 +89,12 @@ SUPERVISED_CASES = (
 )
 #: In a supervised daemon that somebody asks to clear a replica, or for other weights.
 RENEWAL_CASES = (Case("daemon.renewed", "managed"),)
+#: In a supervised daemon that somebody asks to let a pool sleep, and to wake it.
+SLEEP_CASES = (
+    Case("daemon.emptied", "managed"),
+    Case("daemon.asleep", "managed"),
+    Case("daemon.made", "managed"),
+)
 
 
 def parameters(cases: Iterable[Case], actions: Sequence[str] = ACTIONS) -> list[Any]:

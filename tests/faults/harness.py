@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcached_client import Admin
+from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.failpoints import FAILPOINTS, LOG_VARIABLE, VARIABLE
-from kvcached_client.protocol.engine import HostStats, PoolStats, StatsReport
+from kvcached_client.protocol.engine import HostStats, PoolStats, Slept, StatsReport
 from tests.daemon.conftest import CONFIG, RunningDaemon
 from tests.daemon.test_deaths import children
 from tests.faults.engine import ENGINES, OffloadEngine
 from tests.line_process import LineProcess
 from tests.project.daemon_process import clean_environment, running_daemon
 
-PATIENCE_S = 20
+PATIENCE_S = 40
 #: As soon as a dead engine's slots have to be free.
 PROMISE_S = 1
 TTL_MS = 1000
@@ -117,6 +118,16 @@ def until(reached: Callable[[], bool], failure: str, limit_s: float = PATIENCE_S
     while not reached():
         assert time.monotonic() - start < limit_s, failure
     return time.monotonic() - start
+
+
+def put_to_sleep(run_dir: Path) -> Slept:
+    """Give the memory of the device pool back, as soon as the daemon has seen that its last engine is gone."""
+    with Admin.connect(run_dir, deadline_ms=PATIENCE_S * 1000) as admin:
+        while True:
+            try:
+                return admin.sleep("default")
+            except RequestError as error:
+                assert error.code == ErrorCode.POOL_BUSY, error
 
 
 def stats_of(run_dir: Path) -> StatsReport:

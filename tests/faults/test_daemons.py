@@ -13,7 +13,7 @@ import pytest
 from kvcached_client import Admin
 from kvcached_client.errors import DaemonUnreachable, KvcachedError
 from tests.daemon.conftest import RunningDaemon
-from tests.faults.cases import DAEMON_CASES, RENEWAL_CASES, SUPERVISED_CASES, Case, parameters
+from tests.faults.cases import DAEMON_CASES, RENEWAL_CASES, SLEEP_CASES, SUPERVISED_CASES, Case, parameters
 from tests.faults.engine import OFFLOAD_BLOCKS, ManagedEngine, OffloadEngine
 from tests.faults.harness import (
     PATIENCE_S,
@@ -27,7 +27,9 @@ from tests.faults.harness import (
     engine_process,
     footprint,
     going_on,
+    put_to_sleep,
     read_back,
+    stats_of,
     until,
     wait_footprint,
     wait_nothing_held,
@@ -99,6 +101,43 @@ def test_what_was_cleared_stays_cleared_though_nobody_was_told(tmp_path: Path, w
         assert (replica.generation > before.generation, replica.weights_version) == (True, weights)
         assert read_back("managed", supervisor.run_dir, ["a"]) == [0]
         assert_sound(supervisor.run_dir)
+
+
+@pytest.mark.parametrize("case", SLEEP_CASES, ids=lambda case: case.failpoint)
+def test_death_between_sleep_and_wake_leaves_a_whole_pool_or_none(tmp_path: Path, case: Case) -> None:
+    """Killed while a pool falls asleep or wakes, a daemon comes back with the pool as it was, or asleep."""
+    faults = armed(tmp_path, case.failpoint, "kill", case.at)
+    with daemon_with(tmp_path, faults, supervised=True) as supervisor:
+        with closing(ManagedEngine(supervisor.run_dir)) as engine:
+            engine.store("a")
+        is_waking = case.failpoint == "daemon.made"
+        if is_waking:
+            put_to_sleep(supervisor.run_dir)
+        with pytest.raises(DaemonUnreachable, match="before it replied"):
+            (wake if is_waking else put_to_sleep)(supervisor.run_dir)
+        assert faults.reached() == [case.failpoint]
+        until(lambda: is_there(supervisor.run_dir), "the daemon never came back")
+        (pool,) = stats_of(supervisor.run_dir).pools
+        is_awake = case.failpoint == "daemon.emptied"
+        assert (pool.state, can_work(supervisor.run_dir)) == (("awake", True) if is_awake else ("asleep", False))
+        if not is_awake:
+            wake(supervisor.run_dir)
+            assert can_work(supervisor.run_dir)
+        assert read_back("managed", supervisor.run_dir, ["a"])[0] > 0
+        assert_sound(supervisor.run_dir)
+        wait_nothing_held(supervisor.run_dir)
+
+
+def wake(run_dir: Path) -> None:
+    with Admin.connect(run_dir, deadline_ms=PATIENCE_S * 1000) as admin:
+        admin.wake("default")
+
+
+def is_there(run_dir: Path) -> bool:
+    try:
+        return bool(stats_of(run_dir).pools)
+    except KvcachedError:
+        return False
 
 
 def can_work(run_dir: Path) -> bool:

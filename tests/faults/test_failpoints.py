@@ -14,9 +14,9 @@ import pytest
 
 from kvcached_client import Admin, failpoints
 from kvcached_client.failpoints import FAILPOINTS, failpoint
-from tests.faults.cases import DAEMON_CASES, ENGINE_CASES, RENEWAL_CASES, WORKER_CASES
+from tests.faults.cases import DAEMON_CASES, ENGINE_CASES, RENEWAL_CASES, SLEEP_CASES, WORKER_CASES
 from tests.faults.engine import ENGINES
-from tests.faults.harness import PATIENCE_S, all_noted, daemon_with, engine_process, until, wait_stopped
+from tests.faults.harness import PATIENCE_S, all_noted, daemon_with, engine_process, put_to_sleep, until, wait_stopped
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT, modules
 
@@ -51,13 +51,13 @@ def test_every_failpoint_of_the_code_is_in_the_table() -> None:
 
 def test_every_failpoint_has_a_case() -> None:
     """The crash harness lets something happen at each of them."""
-    cases = (*ENGINE_CASES, *WORKER_CASES, *DAEMON_CASES, *RENEWAL_CASES)
+    cases = (*ENGINE_CASES, *WORKER_CASES, *DAEMON_CASES, *RENEWAL_CASES, *SLEEP_CASES)
 
     assert {case.failpoint for case in cases} == set(FAILPOINTS)
 
 
 def test_every_failpoint_is_reached(tmp_path: Path) -> None:
-    """One engine of each kind and a clear pass all of them: in their own processes, in the daemon, in a worker."""
+    """One engine of each kind, a clear and a sleep pass all of them: in engines, in the daemon, in a worker."""
     noted = all_noted(tmp_path)
     with daemon_with(tmp_path, noted) as daemon, ExitStack() as parts:
         for kind in ENGINES:
@@ -68,6 +68,10 @@ def test_every_failpoint_is_reached(tmp_path: Path) -> None:
         until(lambda: "client.heartbeat" in noted.reached(), "no heartbeat")
         with Admin.connect(daemon.run_dir, deadline_ms=PATIENCE_S * 1000) as admin:
             admin.clear("default")
+        parts.close()
+        put_to_sleep(daemon.run_dir)
+        with Admin.connect(daemon.run_dir, deadline_ms=PATIENCE_S * 1000) as admin:
+            admin.wake("default")
 
     assert sorted(noted.reached()) == sorted(FAILPOINTS)
 

@@ -85,6 +85,7 @@ step graphs "$python" -m tests.gpu.graphs
 step cuda "$python" -m benchmarks cuda --json --rounds "${GPU_ROUNDS:-20}"
 step demo-tp1 "$python" -m kvcached demo --device cuda --tp 1 --json
 step demo-tp2 "$python" -m kvcached demo --device cuda --tp 2 --json
+step demo-graphs "$python" -m kvcached demo --device cuda --cuda-graphs --tp 1 --json
 
 if ((${#failed[@]})); then
     printf 'failed: %s\n' "${failed[*]}"

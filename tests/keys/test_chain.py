@@ -189,3 +189,22 @@ def test_fork_goes_on_by_itself(algorithm: str) -> None:
     assert chain.keys != KeyChain(_NAMESPACE, 4, first + more, algorithm=algorithm).keys
     assert chain.block_count == 4
     assert not fork.splits_item(13)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.booleans()), max_size=30))
+def test_forks_share_keys_and_nothing_else(steps: list[tuple[int, int, bool]]) -> None:
+    """However chains fork and grow, each has the keys of its own tokens, and any range of them."""
+    chains: list[tuple[KeyChain, list[int]]] = [(KeyChain(_NAMESPACE, 2), [])]
+    for which, count, forks in steps:
+        chain, tokens = chains[which % len(chains)]
+        if forks:
+            chain, tokens = chain.fork(), tokens.copy()
+            chains.append((chain, tokens))
+        chain.extend(range(which, which + count))
+        tokens.extend(range(which, which + count))
+    for chain, tokens in chains:
+        whole = KeyChain(_NAMESPACE, 2, tokens)
+        blocks = whole.block_count
+        assert (chain.keys, chain.block_count, chain.token_count) == (whole.keys, blocks, len(tokens))
+        for start, stop in ((0, blocks // 3), (blocks // 3, blocks), (blocks // 2, blocks // 2), (blocks, blocks)):
+            assert chain.key_range(start, stop) == whole.keys[16 * start : 16 * stop]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client import batch, client
+from kvcached_client import batch, lease
 from kvcached_client.client import Client
 from kvcached_client.lease_steps import LeaseSteps
 from kvcached_client.transport.channel import Channel
@@ -35,7 +35,7 @@ def output_counted_as_prompt(patch: pytest.MonkeyPatch) -> None:
     """Output that joined the chain while its acquire was under way is findable, though its policy says otherwise."""
     rewrite(
         patch,
-        client._acquire,
+        lease.acquiring,
         "return Lease(channel, chain, cacheable_blocks, grant",
         "return Lease(channel, chain, chain.token_count // chain.block_size, grant",
     )

@@ -9,7 +9,8 @@ from kvcached_client.blocks.copy import MemoryCopier
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.blocks.transfers import BlockTransfers
-from kvcached_client.vllm.worker import WorkerSide
+from kvcached_client.keys import KeyChain
+from kvcached_client.transport.prompts import AcquiredPrompts
 from tests.mutants.mutant import caught_by, rewrite
 
 
@@ -30,17 +31,16 @@ def header_begins_before_it_is_whole(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/client/test_block_transfers.py::test_headers_are_gone_while_blocks_are_overwritten")
 def header_written_before_its_block(patch: pytest.MonkeyPatch) -> None:
     """A shard says that a block is there before it has copied it."""
-    early = (
-        "host_header.pack(kind, host_header.BlockName(work.names.keys[:16], b'', 0), bytes(16), epoch, job.transfer)"
-    )
+    name = "host_header.BlockName(works[0].names.keys[:16], b'', 0)"
+    early = f"host_header.pack(self._kind(jobs[0]), {name}, bytes(16), epoch, jobs[0].transfer)"
     old = "host_header.invalidate(memory[place : place + HEADER_BYTES])"
-    rewrite(patch, BlockTransfers.store, old, f"host_header.write(memory[place : place + HEADER_BYTES], {early})")
+    rewrite(patch, BlockTransfers.store_all, old, f"host_header.write(memory[place : place + HEADER_BYTES], {early})")
 
 
 @caught_by("tests/worker/test_transfers.py::test_headers_are_gone_while_blocks_are_overwritten")
 def header_valid_while_it_is_overwritten(patch: pytest.MonkeyPatch) -> None:
     """A host slot is believed to hold its old block while a new one is written into it."""
-    rewrite(patch, BlockTransfers.store, "host_header.invalidate(memory[place : place + HEADER_BYTES])", "pass")
+    rewrite(patch, BlockTransfers.store_all, "host_header.invalidate(memory[place : place + HEADER_BYTES])", "pass")
 
 
 @caught_by("tests/worker/test_transfers.py::test_layers_are_told_after_their_bytes")
@@ -67,7 +67,13 @@ def replicated_blocks_held_by_each_shard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Layout, "replicated", False)
 
 
-@caught_by("tests/vllm_connector/test_worker.py::test_copies_begin_behind_the_mark_of_their_step")
-def vllm_copies_before_the_kernels_of_their_step(patch: pytest.MonkeyPatch) -> None:
-    """The connector's copies on a device are ordered behind none of vLLM's kernels."""
-    rewrite(patch, WorkerSide.begin, "self._marked() if orders.loads or orders.stores else None", "None")
+@caught_by("tests/client/test_known_prompts.py::test_chain_that_was_made_anew_continues_the_earlier_prompt")
+def any_earlier_prompt_continued(patch: pytest.MonkeyPatch) -> None:
+    """A prompt is taken for the next turn of any conversation that is not longer."""
+    rewrite(patch, AcquiredPrompts.known_blocks, " and last == _last_key(keys, blocks)", "")
+
+
+@caught_by("tests/keys/test_chain.py::test_forks_share_keys_and_nothing_else")
+def forks_grow_together(patch: pytest.MonkeyPatch) -> None:
+    """The keys behind those that forks share are the same object in both."""
+    rewrite(patch, KeyChain.fork, "self._keys.copy(), self", "self._keys, self")

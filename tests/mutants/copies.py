@@ -30,7 +30,7 @@ def cut_hit_not_told(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_stores.py::test_demotion_takes_no_tail_that_is_not_stored")
 def demotion_of_the_last_copy(patch: pytest.MonkeyPatch) -> None:
     """Demotion drops tails that the host pool does not have."""
-    rewrite(patch, Stores.demote, "tree.stored_tail(segment)", "segment.evictable_tail")
+    rewrite(patch, Stores._drop_stored, "tree.stored_tail(segment)", "segment.evictable_tail")
 
 
 @caught_by("tests/core/test_stores.py::test_failed_store_leaves_a_hole_that_a_match_ends_at")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcached.worker.cuda_memory import CudaMemory
-from kvcached_client.cuda import copier, driver, host
+from kvcached_client.cuda import copier, device, driver, host
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.engine import Mark
@@ -108,7 +108,16 @@ def cuda_sources_read_in_any_order(patch: pytest.MonkeyPatch) -> None:
 @caught_by(_ROUND_TRIP)
 def cuda_thread_without_context(patch: pytest.MonkeyPatch) -> None:
     """The thread that registers the host pool has no context."""
-    rewrite(patch, HostPool._register, "self._device.use()", "pass")
+    call = "self._register_all(on_progress)"
+    rewrite(patch, HostPool._register, f"with self._device.current():\n    {call}", call)
+
+
+@caught_by("tests/cuda/test_graphs.py::test_sdk_does_not_break_a_capture")
+def cuda_capture_is_broken(patch: pytest.MonkeyPatch) -> None:
+    """Calls of the SDK break a graph that another thread captures."""
+    mode = "modes.CU_STREAM_CAPTURE_MODE"
+    call = 'driver.call("cuThreadExchangeStreamCaptureMode", {})'
+    rewrite(patch, device.own_context, call.format(f"{mode}_RELAXED"), call.format(f"{mode}_GLOBAL"))
 
 
 @caught_by("tests/cuda/test_pool.py::test_evicted_blocks_come_back_from_the_host_pool")

@@ -11,7 +11,7 @@ from kvcached.core.restart.restore import RestoredCache
 from kvcached.core.slots.ranges import Ranges, subtract
 from kvcached.core.slots.slots import SlotPool
 from kvcached.process.identity import open_process
-from kvcached.recovery import scan
+from kvcached.recovery import scan, takeover
 from kvcached.recovery.fd_store import NoticeSocket
 from kvcached.recovery.generations import generation_of
 from kvcached.service.health import HealthChecks
@@ -129,3 +129,9 @@ def block_found_that_its_engine_may_write(patch: pytest.MonkeyPatch) -> None:
 def block_evicted_that_its_engine_reads(patch: pytest.MonkeyPatch) -> None:
     """After a restart a block is evicted before its engine has said that it holds it."""
     rewrite(patch, ManagedSession.restore, "pool.freeze()", "pool.thaw()")
+
+
+@caught_by("tests/daemon/test_sleep.py::test_memory_of_a_sleeping_pool_is_nobodys[daemon]")
+def sleeping_pool_gets_memory(patch: pytest.MonkeyPatch) -> None:
+    """A daemon that starts makes memory for a pool that sleeps."""
+    rewrite(patch, takeover.inherit, "if each.asleep", "if False")

@@ -16,11 +16,41 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.mutants import batches, client, copies, core, cuda, offload, recovery, server, service, storage, worker
+from tests.mutants import (
+    batches,
+    client,
+    connector,
+    copies,
+    core,
+    cuda,
+    offload,
+    recovery,
+    server,
+    service,
+    storage,
+    vllm_groups,
+    warm,
+    worker,
+)
 from tests.mutants.mutant import VARIABLE, Mutant
 
 ROOT = Path(__file__).parents[2]
-AREAS = (batches, client, copies, core, cuda, offload, recovery, server, service, storage, worker)
+AREAS = (
+    batches,
+    client,
+    connector,
+    copies,
+    core,
+    cuda,
+    offload,
+    recovery,
+    server,
+    service,
+    storage,
+    vllm_groups,
+    warm,
+    worker,
+)
 #: A folder that each process finds in which the mistake is made.
 EVERY_PROCESS = Path(__file__).parent / "every_process"
 AT_ONCE = 2

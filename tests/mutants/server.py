@@ -6,6 +6,7 @@ import pytest
 
 from kvcached import daemon
 from kvcached.server.attach import AttachServer
+from kvcached.server.connections import Connections
 from kvcached.server.rpc import RpcServer
 from tests.mutants.mutant import caught_by, rewrite
 
@@ -29,3 +30,15 @@ def last_storage_process_not_awaited(patch: pytest.MonkeyPatch) -> None:
 def reply_to_a_malformed_message_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A message that is no request gets no reply."""
     rewrite(patch, RpcServer._refuse, "self._send(connection, encode_message([encode(refusal(parts, error))]))", "pass")
+
+
+@caught_by("tests/rpc/test_server.py::test_after_a_fault_few_connect_for_a_moment")
+def flood_of_connections_taken_as_it_comes(patch: pytest.MonkeyPatch) -> None:
+    """A peer that is cut off and connects anew, on and on, keeps the daemon busy."""
+    patch.setattr(Connections, "take_fault", lambda _: False)
+
+
+@caught_by("tests/rpc/test_server.py::test_connections_of_one_process_take_turns")
+def first_connection_of_a_process_always_first(patch: pytest.MonkeyPatch) -> None:
+    """A connection that always has something to be read keeps out the others of its process."""
+    rewrite(patch, RpcServer._on_ready, "ready = ready[start:] + ready[:start]", "ready.sort()")

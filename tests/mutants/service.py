@@ -6,8 +6,10 @@ import pytest
 
 from kvcached.service.admin_verbs import Clears
 from kvcached.service.engine_verbs import EngineVerbs
+from kvcached.service.known_prompts import KnownPrompts
 from kvcached.service.pending import PendingReplies
 from kvcached.service.service import Service
+from kvcached.service.sleep_verbs import SleepVerbs
 from tests.mutants.mutant import caught_by, rewrite
 
 
@@ -45,3 +47,38 @@ def waiting_request_dropped_at_the_end(patch: pytest.MonkeyPatch) -> None:
 def workers_keep_the_old_generation(patch: pytest.MonkeyPatch) -> None:
     """Workers write the old generation into headers after a clear."""
     rewrite(patch, Clears.finish, "replica.workers.generation = clear.generation", "pass")
+
+
+@caught_by("tests/service/test_known_prompts.py::test_only_the_same_prompt_is_continued")
+def prompt_of_another_length_continued(patch: pytest.MonkeyPatch) -> None:
+    """A prompt that was remembered is continued at another block than its last."""
+    rewrite(patch, KnownPrompts.whole, " or len(keys) != known * KEY_SIZE_BYTES", "")
+
+
+@caught_by("tests/service/test_known_prompts.py::test_prompt_of_an_acquire_without_effect_is_not_remembered")
+def refused_prompt_remembered(patch: pytest.MonkeyPatch) -> None:
+    """A prompt is remembered before it is known whether its acquire is granted."""
+    rewrite(
+        patch,
+        EngineVerbs._acquire,
+        "answer = self._acquire_keys",
+        "group.prompts.keep(keys); answer = self._acquire_keys",
+    )
+
+
+@caught_by("tests/service/test_known_prompts.py::test_memory_is_bounded_and_prompts_in_use_stay")
+def continued_prompt_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """That a prompt was continued does not count as a use of it."""
+    rewrite(patch, KnownPrompts.keep, "if known:", "if False:")
+
+
+@caught_by("tests/service/test_sleep.py::test_ledger_says_asleep_before_the_memory_goes_and_awake_when_it_is_there")
+def memory_given_back_before_the_record(patch: pytest.MonkeyPatch) -> None:
+    """The memory of a pool goes before the state file says that the pool sleeps."""
+    rewrite(patch, SleepVerbs._on_workers_ended, "self._carry_out()", "pass")
+
+
+@caught_by("tests/service/test_sleep.py::test_sleep_is_answered_when_the_memory_is_given_back")
+def sleep_answered_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A sleep is answered while the memory is being given back."""
+    rewrite(patch, SleepVerbs._slept, " or name in self._giving_back", "")

@@ -58,6 +58,7 @@ REPLIES: dict[str, Any] = {
                 leases=0,
                 session=1,
                 healthy=True,
+                state="awake",
                 degraded=False,
                 restarts=2,
                 paused=False,

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 import kvcached_client
 from kvcached.cli.main import ExitCode, main
 from kvcached_client import DaemonFailure, ErrorCode
-from kvcached_client.protocol.engine import Drained, NamespaceCleared, Paused, PolicySet, Resumed
+from kvcached_client.protocol.engine import Drained, NamespaceCleared, Paused, PolicySet, Resumed, Slept, Woken
 from kvcached_client.types import WritePolicy
 from tests.project.admins import FakeAdmin
 
@@ -80,6 +80,13 @@ def run(*arguments: str) -> Result:
             ("set_policy", ("a", WritePolicy.WRITE_BACK), {}),
             "write policy of a, b (0011223344556677): write_back, was never",
         ),
+        (
+            ["sleep", "a", "--deadline-ms", "0"],
+            Slept(id=1, replicas=("a", "b"), blocks=7, dropped=2),
+            ("sleep", ("a",), {"deadline_ms": 0}),
+            "asleep: a, b; of 7 blocks 2 are dropped",
+        ),
+        (["wake", "a"], Woken(id=1, replicas=("a",)), ("wake", ("a",), {"deadline_ms": 120_000}), "awake: a"),
     ],
     ids=lambda value: "-".join(value[:3]) if isinstance(value, list) else "",
 )

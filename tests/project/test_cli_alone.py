@@ -71,6 +71,7 @@ def test_cli_with_an_impossible_run_dir_is_wrong_usage() -> None:
         ["check-config", "--config", GOOD, "--log-level", "loud"],
         ["health", "--deadline-ms", "0"],
         ["demo", "--tp", "3"],
+        ["demo", "--cuda-graphs"],
         ["tree", "--levels", "65"],
         ["tree", "--children", "0"],
         ["inspect"],
@@ -179,9 +180,9 @@ def test_cli_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     monkeypatch.setattr(os, "execv", lambda _, arguments: became.append((" ".join(arguments), Path.cwd())))
 
-    run("demo", "--tp", "1", "--device", "cuda", "--json")
+    run("demo", "--tp", "1", "--device", "cuda", "--cuda-graphs", "--json")
 
-    assert became == [(f"{sys.executable} -m examples.demo --tp 1 --device cuda --json", ROOT)]
+    assert became == [(f"{sys.executable} -m examples.demo --tp 1 --device cuda --cuda-graphs --json", ROOT)]
 
 
 def test_cli_demo_without_the_examples_says_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from kvcached.doctor.checks import _agreement
-from kvcached.doctor.vllm_flags import TRANSFER_CONFIG, VllmFlags, check_flags, check_layout, check_model, parse
+from kvcached.doctor.vllm_flags import (
+    HYBRID_CONNECTOR,
+    TRANSFER_CONFIG,
+    VllmFlags,
+    check_flags,
+    check_layout,
+    check_model,
+    parse,
+)
 from kvcached_client.doctor.checks import HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
 from kvcached_client.protocol.engine import OffloadInfo
 from kvcached_client.types import Verify
@@ -196,6 +204,13 @@ def test_models_that_vllm_or_the_connector_refuse(tmp_path: Path, fields: dict[s
     (finding,) = model_problems(tmp_path, **fields)
     assert (finding.level, bool(finding.fix)) == ("fail", True)
     assert said in finding.text
+
+
+def test_hybrid_connector_takes_windows(tmp_path: Path) -> None:
+    """With the connector for several groups of layers, neither the flag nor windows in all layers are a problem."""
+    hybrid = changed(kv_connector=HYBRID_CONNECTOR)
+    assert problems(hybrid) == problems(changed())
+    assert model_problems(tmp_path, *hybrid, model_type="mistral", sliding_window=4096) == []
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from kvcached_client.protocol.attach import (
     AttachRefused,
     AttachReply,
     AttachRequest,
+    ClaimedPool,
+    ClaimPool,
     Identified,
     Identify,
     Join,
@@ -27,6 +29,7 @@ from kvcached_client.protocol.engine import (
     DeclareEnded,
     Description,
     Drained,
+    EnginePoolStats,
     ErrorReply,
     Explained,
     Explanation,
@@ -52,14 +55,18 @@ from kvcached_client.protocol.engine import (
     Reply,
     Resumed,
     Settled,
+    Slept,
     SlotsAvailable,
     StatsReport,
+    StoreOutcome,
     StorePrepared,
+    StoresPrepared,
     TreeNode,
     TreeReport,
     Unpinned,
     Welcome,
     WelcomeOffload,
+    Woken,
     pack_tree_nodes,
 )
 from kvcached_client.types import MissReason, Verify, WritePolicy
@@ -152,6 +159,13 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
     "held": (Held(id=3, lease=9, hit=2), []),
     "load_prepared": (LoadPrepared(id=20, transfer=301, generation=2), [SLOTS[:8]]),
     "store_prepared": (StorePrepared(id=21, transfer=300, depth=4, generation=2), [SLOTS, SLOTS]),
+    "stores_prepared": (
+        StoresPrepared(
+            id=36,
+            outcomes=(StoreOutcome(300, 4, 2, 2), StoreOutcome(0, 0, 0, 0, ErrorCode.UNKNOWN_LEASE, "no such lease")),
+        ),
+        [SLOTS, SLOTS],
+    ),
     "settled": (Settled(id=22), []),
     "cleared": (Cleared(id=26, generation=3, blocks=70_000), []),
     "stats_report": (
@@ -167,6 +181,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
             pools=(
                 PoolStats(
                     replica="default",
+                    state="falling_asleep",
                     epoch=4,
                     slots=10,
                     states={"free": 7, "cached": 3},
@@ -181,6 +196,19 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
                     registered=(HostRegistration(shard=1, registered_bytes=BIG, size_bytes=BIG, error="refused"),),
                 ),
             ),
+            engine_pools=(
+                EnginePoolStats(
+                    pool="0404040404040404",
+                    name="model tp2",
+                    namespace="0303030303030303",
+                    ranks=2,
+                    size_bytes=BIG,
+                    blocks=300,
+                    named=200,
+                    used=True,
+                ),
+            ),
+            device_memory_bytes=BIG,
             hosts=(
                 HostStats(
                     namespace="0303030303030303",
@@ -304,6 +332,8 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
         ),
         [],
     ),
+    "slept": (Slept(id=38, replicas=("default", "other"), blocks=70_000, dropped=3), []),
+    "woken": (Woken(id=39, replicas=("default",)), []),
     "inspect_report-unknown": (InspectReport(id=18, found=False), []),
     "error": (
         ErrorReply(
@@ -318,6 +348,7 @@ ATTACH_REQUESTS: dict[str, AttachRequest] = {
     "attach-identify": Identify(client="engine 1.0"),
     "attach-join": Join(session=BIG, token=TOKEN, shard=1),
     "attach-leave": Leave(),
+    "attach-claim_pool": ClaimPool(name="model tp2", claim="start", ranks=2, rank=1, rank_bytes=BIG >> 20, blocks=300),
 }
 ATTACH_REPLIES: dict[str, AttachReply] = {
     "attach-identified": Identified(member=MEMBER, endpoint="ipc:///run/kvcached/rpc.sock", daemon_epoch=300),
@@ -336,6 +367,7 @@ ATTACH_REPLIES: dict[str, AttachReply] = {
         verify=Verify.ALWAYS,
         replicated=True,
     ),
+    "attach-claimed_pool": ClaimedPool(pool=KEYS[:16], rank_bytes=BIG >> 20, blocks=300),
     "attach-refused": AttachRefused(
         code=ErrorCode.UNAUTHENTICATED, fault=Fault.CALLER, message="no pidfd", fix="send your own"
     ),

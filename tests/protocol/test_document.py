@@ -28,9 +28,12 @@ NESTED: dict[str, type[msgspec.Struct]] = {
         layout.Layout,
         layout.KvGroup,
         protocol.LoadTicket,
+        protocol.StoreOffer,
+        protocol.StoreOutcome,
         protocol.PoolStats,
         protocol.HostRegistration,
         protocol.HostStats,
+        protocol.EnginePoolStats,
         protocol.HealthPart,
         protocol.ReplicaInfo,
         protocol.TreeNode,
@@ -44,7 +47,7 @@ LIMITS = [
     name
     for name in vars(protocol)
     if name.endswith("_MAX") and name.isupper() and not name.startswith("PROTOCOL_VERSION")
-] + ["TOKEN_SIZE_BYTES", "PROGRESS_SLOTS"]
+] + ["KNOWN_BLOCKS_MIN", "TOKEN_SIZE_BYTES", "PROGRESS_SLOTS"]
 
 
 def sections() -> dict[str, str]:

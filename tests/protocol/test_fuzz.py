@@ -17,6 +17,7 @@ from kvcached_client.protocol.engine import (
     BLOCKS_PER_MESSAGE_MAX,
     FRAME_SIZE_BYTES_MAX,
     HEADER_SIZE_BYTES_MAX,
+    LEASES_PER_MESSAGE_MAX,
     TREE_NODES_MAX,
     Acquired,
     Clear,
@@ -334,6 +335,13 @@ OFFLOAD_LIMITS: dict[str, list[dict[str, Any]]] = {
         {"error": "x" * 513},
         {"token": bytes(31)},
         {"token": b""},
+        {"more": [1] * (LEASES_PER_MESSAGE_MAX + 1)},
+        {"more": [-1]},
+    ],
+    "prepare_stores": [
+        {"offers": [[9, 0, 1]] * (LEASES_PER_MESSAGE_MAX + 1)},
+        {"releases": [9] * (LEASES_PER_MESSAGE_MAX + 1)},
+        *({"offers": [offer]} for offer in ([9, 0, -1], [9, -1, 1], [9, 0], [9, 0, 1, 0], {"lease": 9})),
     ],
 }
 

@@ -54,6 +54,9 @@ def main(address: str, behaviours: set[str]) -> None:
         sys.exit(2)
     if "stuck" in behaviours and not before:
         signal.sigwait(signals)
+    if "starting" in behaviours and not before:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        signal.pause()
     if "forgetful" in behaviours:
         remove("pool")
     notify(READY)

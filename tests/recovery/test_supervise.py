@@ -185,6 +185,23 @@ def test_daemon_that_somebody_stops_is_not_started_again(supervised: Callable[..
         assert (it.notice(), it.status()) == ("STOPPING=1", STOPPED_STATUS)
 
 
+def test_daemon_that_somebody_stops_while_it_starts_is_not_started_again(supervised: Callable[..., Any]) -> None:
+    """A signal to a daemon that is not ready yet kills it, and ends the supervisor with the signal's status."""
+    with supervised("starting") as it:
+        os.kill(it.event()["pid"], signal.SIGTERM)
+
+        assert it.status() == 128 + signal.SIGTERM
+
+
+def test_restart_of_a_daemon_that_starts_is_no_failed_start(supervised: Callable[..., Any]) -> None:
+    """SIGHUP to the supervisor ends a daemon that is not ready yet, and the next one is started at once."""
+    with supervised("starting", failed_starts_max=1, pause_min_s=60.0) as it:
+        first = it.event()
+        it.send(signal.SIGHUP)
+
+        assert it.ready()["before"] == [str(first["pid"])]
+
+
 def test_daemon_that_ends_without_a_word_is_started_again(supervised: Callable[..., Any]) -> None:
     """An exit that nobody asked for is a death like any other."""
     with supervised() as it:

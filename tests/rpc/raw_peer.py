@@ -24,8 +24,8 @@ class RawPeer:
 
     def __init__(self, path: Path, *, shakes_hands: bool = True) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.connect(str(path))  # which waits for a place, and would not with a timeout
         self.socket.settimeout(PATIENCE_S)
-        self.socket.connect(str(path))
         self._reader = Reader(DEALER)
         self._replies: list[list[bytes]] = []
         if shakes_hands:

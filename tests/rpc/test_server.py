@@ -15,6 +15,7 @@ import uvloop
 import zmq
 
 from kvcached.server import connections
+from kvcached.server import listener as listener_module
 from kvcached.server import rpc as server_module
 from kvcached.server.rpc import RpcServer
 from kvcached.service.pending import Answer
@@ -195,6 +196,48 @@ def test_flood_of_silent_peers_loses_its_own(serve: Callable[[], Serving], monke
         silent = [stack.enter_context(RawPeer(serving.path, shakes_hands=False)) for _ in range(100)]
         assert is_served(serving)
         assert all(each.receive() is None for each in silent[:90])
+
+
+def test_after_a_fault_few_connect_for_a_moment(serve: Callable[[], Serving], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is cut off and others that connect wait; who is connected is served."""
+    monkeypatch.setattr(listener_module, "FAULT_PAUSE_S", 1000)
+    serving = serve()
+    with contextlib.ExitStack() as stack:
+        good = stack.enter_context(RawPeer(serving.path))
+        good.send(bye(1))
+        assert good.reply() == Goodbye(id=1)
+        with RawPeer(serving.path, shakes_hands=False) as faulty:
+            faulty.socket.sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(64))
+            assert faulty.receive() is None
+        with held(serving):
+            for _ in range(2 * listener_module.ACCEPTS_PER_TURN_MAX):
+                stack.enter_context(RawPeer(serving.path)).send(bye(2))
+        serving.handler.wait_for(lambda: serving.handler.served.count(2) == listener_module.ACCEPTS_PER_TURN_MAX)
+        good.send(bye(3))
+        assert good.reply() == Goodbye(id=3)
+        assert serving.handler.served.count(2) == listener_module.ACCEPTS_PER_TURN_MAX
+
+
+def test_connections_of_one_process_take_turns(serve: Callable[[], Serving], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that always has something to be read gets every other turn of its process."""
+    turns: list[bytes] = []
+    take_turn = RpcServer._take_turn
+
+    def recorded(server: RpcServer, connection: connections.Connection) -> int:
+        turns.append(connection.peer)
+        return take_turn(server, connection)
+
+    serving = serve()
+    with RawPeer(serving.path) as busy, RawPeer(serving.path) as other:
+        for peer in (busy, other):
+            peer.send(bye(1))
+            assert peer.reply() == Goodbye(id=1)
+        monkeypatch.setattr(RpcServer, "_take_turn", recorded)
+        with held(serving):
+            busy.socket.sendall(encode_message([bytes(150_000)])[:-1])
+            other.send(bye(2))
+        assert other.reply() == Goodbye(id=2)
+        assert turns.index((2).to_bytes(8, "big")) <= 1
 
 
 def test_process_with_too_many_connections_is_told_so(

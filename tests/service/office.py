@@ -15,11 +15,11 @@ from kvcached.core.slots.states import SlotState
 from kvcached.process.identity import ProcessIdentity
 from kvcached.service.offload_admission import HostShare
 from kvcached.service.pending import Answer
-from kvcached.service.replica import Replica, Settled
+from kvcached.service.replica import HeldMemory, Replica, Settled
 from kvcached.service.service import Service
 from kvcached.service.state_writer import Headers, StatePlace
 from kvcached_client.blocks.layout import KvGroup, Layout
-from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol import engine as wire
 from kvcached_client.types import ShardIndex, TransferId, Verify
 
@@ -110,6 +110,31 @@ class FakeWorkers:
 
 
 @dataclass(eq=False)
+class FakeHolder:
+    """Memory that comes and goes when told to; what the service waits for, in the order in which it was asked."""
+
+    ended: list[Callable[[], None]] = field(default_factory=list)
+    given: list[Callable[[], None]] = field(default_factory=list)
+    made: list[Callable[[HeldMemory | RequestError], None]] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+
+    def end_workers(self, ended: Callable[[], None]) -> None:
+        self.ended.append(ended)
+
+    def give_back(self, given: Callable[[], None]) -> None:
+        self.given.append(given)
+
+    def make(self, generation: int, made: Callable[[HeldMemory | RequestError], None]) -> None:
+        self.made.append(made)
+        self.generations.append(generation)
+
+    def sleep(self) -> None:
+        """All that a sleep waits for."""
+        self.ended.pop()()
+        self.given.pop()()
+
+
+@dataclass(eq=False)
 class FakeTimer:
     """Rings when told to."""
 
@@ -142,9 +167,11 @@ class Office:
         spaces: int = 0,
         state_place: StatePlace | None = None,
         headers: Headers | None = None,
+        known_blocks_min: int = wire.KNOWN_BLOCKS_MIN,
     ) -> None:
         names = names or ("a",)
         self.workers = {name: FakeWorkers() for name in names}
+        self.holders = {name: FakeHolder() for name in names}
         self.cache = Cache(
             [
                 PoolSpec(name, b"n" * 32, 4, SLOTS, shards=LAYOUT.shards, host_slots_per_slab=8 if host_slabs else 0)
@@ -166,6 +193,7 @@ class Office:
                 namespace=b"n" * 32,
                 generation=0,
                 workers=self.workers[name],
+                holder=self.holders[name],
                 root_of=root_of,
             )
             for name in names
@@ -181,6 +209,7 @@ class Office:
             endpoint="ipc:///nowhere",
             heartbeat_interval_ms=100,
             answers_kept_per_session=16,
+            known_blocks_min=known_blocks_min,
             share=HostShare(HOST_MEMORY, host_slabs, SLAB_BYTES, verify=Verify.ALWAYS) if spaces else None,
             later=self.timers.later,
             headers=headers,

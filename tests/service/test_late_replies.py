@@ -237,6 +237,7 @@ def test_waiting_requests_of_a_session_are_bounded(loading: Loading, monkeypatch
     assert [len(answers) for answers in waiting] == [1, 1]
 
 
+@pytest.mark.interpreted
 def test_internal_error_is_a_late_answer_too(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug that shows when a load has ended is one typed reply, and the event goes its way."""
     answers = loading.office.ask_late(loading.request(), peer=TWO)
@@ -397,6 +398,7 @@ def test_health_check_stores_nothing() -> None:
     assert office.workers["a"].transfers == {}
 
 
+@pytest.mark.interpreted
 def test_bug_while_settling_is_counted_and_answers_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reply is out by then: the error is the daemon's own."""
     office = Office()
@@ -411,6 +413,7 @@ def test_bug_while_settling_is_counted_and_answers_nothing_twice(monkeypatch: py
     assert office.cache.counters["errors_internal"] == 1
 
 
+@pytest.mark.interpreted
 def test_bug_at_the_end_of_a_transfer_does_not_reach_the_worker(
     loading: Loading, monkeypatch: pytest.MonkeyPatch
 ) -> None:

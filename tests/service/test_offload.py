@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvcached.core.insight.invariants import check
 from kvcached_client.errors import ErrorCode, RequestError
@@ -197,6 +198,46 @@ def test_a_block_goes_to_the_host_pool_and_back(office: OffloadOffice) -> None:
     assert office.cache.offload.transfers == []
 
 
+def test_offers_of_several_leases_are_served_one_by_one(office: OffloadOffice) -> None:
+    """Each offer has its own copy, or refusal; a retry has one effect; what is released is over afterwards."""
+    welcome = office.attach(FakePeer(1))
+    one, two = (office.acquire_blocks(2, seed=seed, request=f"r{seed}") for seed in (1, 2))
+    offers = (
+        wire.StoreOffer(one.lease, 0, 2),
+        wire.StoreOffer(999, 0, 1),
+        wire.StoreOffer(two.lease, 1, 1),
+        wire.StoreOffer(two.lease, 0, 2),
+    )
+    keys = key_chain(2, 1) + key_chain(1, 3) + key_chain(1, 4) + key_chain(2, 2)
+    request = wire.PrepareStores(id=office.next_id(), epoch=EPOCH, offers=offers, releases=(one.lease, 998))
+    answer = office.ask(request, keys)
+    assert isinstance(answer.header, wire.StoresPrepared)
+    assert office.ask(request, keys) == answer
+    first, unknown, disordered, last = answer.header.outcomes
+    assert (first.depth, first.pieces, last.depth, last.pieces) == (2, 1, 2, 1)
+    assert (unknown.refusal, disordered.refusal) == (ErrorCode.UNKNOWN_LEASE, ErrorCode.OUT_OF_ORDER)
+    assert (slots_in(answer.frames[0]), len(slots_in(answer.frames[1]))) == ([0, 1, 0, 1], 4)
+    done = [
+        structs.replace(office.transfer_done(welcome, first.transfer, shard), more=(last.transfer,))
+        for shard in range(2)
+    ]
+    for each in done:
+        assert (office.hit(2, seed=1), office.hit(2, seed=2)) == (0, 0)
+        office.expect(wire.Settled, each)
+    assert (office.hit(2, seed=1), office.hit(2, seed=2)) == (2, 2)
+    assert list(office.cache.offload.sessions[welcome.session].leases) == [two.lease]  # type: ignore[index]
+
+
+def test_offers_whose_keys_are_not_as_many_are_refused(office: OffloadOffice) -> None:
+    """A message whose keys belong to no offer, or lack, changes nothing."""
+    office.attach(FakePeer(1))
+    held = office.acquire_blocks(2)
+    offers = (wire.StoreOffer(held.lease, 0, 2),)
+    request = wire.PrepareStores(id=office.next_id(), epoch=EPOCH, offers=offers, releases=(held.lease,))
+    assert office.error(request, key_chain(3)) is ErrorCode.BAD_FRAMES
+    office.expect(wire.StorePrepared, office.prepare_store(held.lease), key_chain(2))
+
+
 def test_corrupt_blocks_are_told_by_their_place_in_the_load(office: OffloadOffice) -> None:
     """A shard names damaged blocks counted from the load's first; they are not found again."""
     welcome = office.attach(FakePeer(1))
@@ -243,6 +284,10 @@ REQUESTS: dict[str, tuple[Callable[[int, int], wire.Request], list[bytes]]] = {
         lambda number, epoch: wire.PrepareStore(id=number, epoch=epoch, lease=1, start=0),
         [key_chain(1)],
     ),
+    "prepare_stores": (
+        lambda number, epoch: wire.PrepareStores(id=number, epoch=epoch, offers=(wire.StoreOffer(1, 0, 1),)),
+        [key_chain(1)],
+    ),
     "clear": (lambda number, epoch: wire.Clear(id=number, epoch=epoch), []),
 }
 
@@ -256,7 +301,7 @@ def test_requests_of_another_epoch_are_stale(office: OffloadOffice, name: str) -
     assert office.error(make(office.next_id(), EPOCH - 1), *frames) is ErrorCode.STALE_EPOCH
 
 
-@pytest.mark.parametrize("name", ["prepare_load", "prepare_store", "clear"])
+@pytest.mark.parametrize("name", ["prepare_load", "prepare_store", "prepare_stores", "clear"])
 def test_verbs_of_offload_mode_need_its_session(office: OffloadOffice, name: str) -> None:
     """Without a session, and with one on a device pool, there is nothing to load, store or clear."""
     make, frames = REQUESTS[name]

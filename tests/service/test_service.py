@@ -310,6 +310,7 @@ def test_expiry_is_told_and_ends_with_the_process() -> None:
     assert office.error(wrong) is ErrorCode.NO_SESSION
 
 
+@pytest.mark.interpreted
 def test_internal_error_is_one_reply_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug in the core becomes one typed reply that says whose fault it is."""
     office = Office()

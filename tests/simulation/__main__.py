@@ -23,11 +23,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--trace", type=int, nargs="?", const=_TRACE_DEFAULT, default=0, help="print the last so many events"
     )
     parser.add_argument("--reboots", action="store_true", help="the machine is restarted now and then")
+    parser.add_argument("--sleeps", action="store_true", help="device pools are sent to sleep now and then")
     options = parser.parse_args(arguments)
     seeds = range(options.seed, options.seed + 1) if options.seed is not None else options.seeds
     results = []
     for seed in seeds:
-        result = run(seed, options.steps, reboots=options.reboots)
+        result = run(seed, options.steps, reboots=options.reboots, sleeps=options.sleeps)
         results.append(_Summary(result))
         told = [_line(result), *(result.history[-options.trace :] if options.trace else [])]
         if result.failure:

@@ -91,6 +91,7 @@ class Checks:
         if violations := check(cache):
             raise Broken("; ".join(violations[:5]))
         self._look_at_epochs(cache)
+        self._daemon.sleeps.look()
         over = (
             each
             for each in cache.managed.sessions.values()
@@ -164,7 +165,8 @@ class Checks:
 
     def _look_at_headers(self, name: str, pool: DevicePool, suspects: set[int]) -> None:
         """The headers of a pool name the blocks whose bytes are all there, and no others."""
-        named = set(self._daemon.workers[name].memories[0].headers.table.named_rows().tolist())
+        memories = self._daemon.workers[name].memories
+        named = set(memories[0].headers.table.named_rows().tolist()) if memories else set()
         cached = {slot for slot in range(pool.slots) if pool.state_of(slot) is SlotState.CACHED}
         if named != cached - suspects:
             raise Broken(f"headers of {name} name {named}, cached are {cached}, without {suspects}")

@@ -50,7 +50,7 @@ def _finders(mistake: Mistake, seeds: Iterable[int], count: int) -> list[int]:
     found: list[int] = []
     for seed in seeds:
         with mistake.made():
-            failed = bool(run(seed, STEPS, reboots=mistake.reboots).failure)
+            failed = bool(run(seed, STEPS, reboots=mistake.reboots, sleeps=mistake.sleeps).failure)
         found += [seed] if failed else []
         if len(found) == count:
             break

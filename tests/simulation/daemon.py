@@ -22,7 +22,8 @@ from kvcached.service.replica import Replica
 from kvcached.service.service import Service
 from kvcached_client.blocks.header import NAMESPACE_BYTES
 from kvcached_client.protocol import engine as wire
-from kvcached_client.types import SessionId, Verify, unpack_ranges
+from kvcached_client.types import SessionId, Verify
+from tests.core.model import expand
 from tests.simulation.attachment import Attachment, Crew
 from tests.simulation.checks import Checks, effect_of_requests
 from tests.simulation.line import in_words
@@ -34,6 +35,7 @@ from tests.simulation.prefetch_promises import PrefetchPromises
 from tests.simulation.promises import Promises
 from tests.simulation.restart import generations_of, headers_of, policies_of, take_over
 from tests.simulation.scheduler import MS, Broken
+from tests.simulation.sleeping import SimulatedHolder, SleepPromises
 from tests.simulation.storage_tier import StorageOfDaemon
 from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.workers import SimulatedWorkers, WorkerShard
@@ -57,6 +59,7 @@ _KEPT: Final = (
     wire.Release,
     wire.PrepareLoad,
     wire.PrepareStore,
+    wire.PrepareStores,
 )
 _LATE: Final = (
     wire.Load,
@@ -68,6 +71,8 @@ _LATE: Final = (
     wire.SetWeights,
     wire.Prefetch,
     wire.StorageControl,
+    wire.Sleep,
+    wire.Wake,
 )
 
 
@@ -113,16 +118,7 @@ class Daemon:
         generations, all_generations = generations_of(world, epoch)
         policies = policies_of(world, generations)
         self.workers = {
-            name: SimulatedWorkers(
-                world,
-                self,
-                name,
-                world.shapes[namespace],
-                plan.slots,
-                memories.get(name),
-                generations[name].number,
-            )
-            for name, namespace in plan.replicas.items()
+            name: self.new_workers(name, memories.get(name), generations[name].number) for name in plan.replicas
         }
         self.cache = Cache(
             plan.pool_specs({name: each.namespace for name, each in generations.items()}, policies),
@@ -140,6 +136,7 @@ class Daemon:
         self.promises = Promises(self.cache, world.renewed, world.editions)
         self.pins = PinPromises(self.cache, self.now_ms, plan.pin_quota_percent)
         self.prefetches = PrefetchPromises(self.cache)
+        self.sleeps = SleepPromises(world, self)
         self.policies = PolicyPromises(self.cache, world.policies, plan.namespaces_policy)
         self.promises.found(replicas)
         headers = headers_of(world.host)
@@ -151,6 +148,7 @@ class Daemon:
             endpoint="ipc:///simulation",
             heartbeat_interval_ms=HEARTBEAT_INTERVAL_MS,
             answers_kept_per_session=1024,
+            known_blocks_min=1,
             share=HostShare(HOST_HANDLE, plan.slabs, plan.slab_bytes, verify=Verify.ALWAYS),
             headers=headers,
             state_place=world.state_place,
@@ -179,14 +177,21 @@ class Daemon:
             namespace=generation.namespace,
             generation=generation.number,
             workers=self.workers[name],
+            holder=SimulatedHolder(self._world, self, name),
             root_of=partial(self._world.root, first),
             weights_version=generation.weights_version,
             header_namespace=first[:NAMESPACE_BYTES],
             host_geometry=self._world.shapes[first].geometry,
             write_policy=plan.write_policy,
             is_kept=self.workers[name].is_kept,
-            headers=self.workers[name].memories[0].headers,
+            headers=next((each.headers for each in self.workers[name].memories), None),
         )
+
+    def new_workers(self, name: str, memories: list[DeviceMemory] | None, generation: int) -> SimulatedWorkers:
+        """Of a replica, on memory of before or on new memory."""
+        plan = self._world.plan
+        shape = self._world.shapes[plan.replicas[name]]
+        return SimulatedWorkers(self._world, self, name, shape, plan.slots, memories, generation)
 
     def start(self) -> None:
         """The world knows of it."""
@@ -317,6 +322,7 @@ class Daemon:
         self.promises.answered(request, answer.header)
         self.pins.answered(request, frames, answer.header)
         self.policies.answered(answer.header)
+        self.sleeps.answered(answer.header)
         key, whole = (connection.id, type(request), request.id), b"|".join(parts)
         session, known = self._session_of(connection), self._answers.get(key)
         if known is not None and known.is_kept and known.session == session is not None and known.whole != whole:
@@ -360,19 +366,20 @@ class Daemon:
             self._give_device(session, header.lease, answer.frames[1])
         elif isinstance(header, wire.Allocated | wire.Loaded) and isinstance(request, wire.Allocate | wire.Load):
             self._give_device(session, request.lease, answer.frames[0])
-        elif isinstance(header, wire.StorePrepared) and session is not None:
+        elif isinstance(header, wire.StorePrepared | wire.StoresPrepared) and session is not None:
+            granted = header if isinstance(header, wire.StorePrepared) else header.outcomes[0]  # engines offer one
             shape = self._world.shapes[self.cache.offload.sessions[SessionId(session)].namespace.spec.root]
-            slots = _slots(answer.frames[1])
-            self.policies.look_at_offer(session, header.transfer)
+            slots = expand(answer.frames[1])
+            self.policies.look_at_offer(session, granted.transfer)
             for shard in range(shape.geometry.shards):
                 writers = self.crews[session].shards.setdefault(shard, [])
-                holder = "session", self.cache.epoch, session, shard, header.transfer
+                holder = "session", self.cache.epoch, session, shard, granted.transfer
                 self._world.host.claim(holder, shape.spans(slots, shard), writers)
 
     def _take_over_rights(self, session: int, lease: int, held: bytes, own: bytes) -> None:
         """A declared lease: what it held it holds. Its own slots it may write as before."""
         pool = self.cache.managed.sessions[SessionId(session)].pool
-        for slot in (*_slots(held), *_slots(own)):
+        for slot in (*expand(held), *expand(own)):
             if pool.state_of(slot) not in {SlotState.LEASED, SlotState.CACHED}:
                 raise Broken(f"slot {slot} was declared for lease {lease}, and is {pool.state_of(slot).name}")
         self._give_device(session, lease, own)
@@ -387,9 +394,5 @@ class Daemon:
             return
         holder = *self._world.holder(self.cache.epoch, session), self._world.first_names[self.cache.epoch, lease]
         for shard in self._shards_of(session):
-            spans: list[Span] = [shard.memory.block(slot) for slot in _slots(ranges)]
+            spans: list[Span] = [shard.memory.block(slot) for slot in expand(ranges)]
             shard.memory.claim(holder, spans, self.crews[session].processes)
-
-
-def _slots(ranges: bytes) -> list[int]:
-    return [slot for first, count in unpack_ranges(ranges) for slot in range(first, first + count)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcached_client.errors import DaemonFailure, ErrorCode, Stale, TransportError
 from kvcached_client.protocol import engine as wire
+from kvcached_client.types import KEY_SIZE_BYTES
 from tests.simulation.attachment import Attachment
 from tests.simulation.daemon import HEARTBEAT_INTERVAL_MS
 from tests.simulation.line import Line
@@ -33,6 +34,7 @@ class EngineSession:
         is_lost: the daemon has closed a connection of it.
         signalled: the highest fence that has signalled.
         attachments: connections to the attach socket that belong to it.
+        prompts: last keys of prompts that were acquired in it, or in one that it goes on from.
     """
 
     def __init__(self, number: int, token: bytes, epoch: int, line: Line) -> None:
@@ -43,6 +45,14 @@ class EngineSession:
         self.over = False
         self.is_lost = False
         self.attachments: list[Attachment] = []
+        self.prompts: set[bytes] = set()
+
+    def known_blocks(self, keys: bytes) -> int:
+        """How many leading blocks of a prompt are one that was acquired; the daemon may be another one since."""
+        for end in range(len(keys), 0, -KEY_SIZE_BYTES):
+            if keys[end - KEY_SIZE_BYTES : end] in self.prompts:
+                return end // KEY_SIZE_BYTES
+        return 0
 
     @property
     def signalled(self) -> int:

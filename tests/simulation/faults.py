@@ -134,11 +134,15 @@ class Faults:
 
     def _kill_worker(self) -> bool:
         shard = self._some_shard()
-        shard.process.kill()
-        return True
+        if shard is not None:
+            shard.process.kill()
+        return shard is not None
 
     def _hang_worker(self) -> bool:
-        process = self._some_shard().process
+        shard = self._some_shard()
+        if shard is None:
+            return False
+        process = shard.process
         process.stop()
         self._world.scheduler.after(
             self._world.chance.spread(900 * MS, 6000 * MS), f"{process.name} goes on", process.go_on
@@ -146,16 +150,22 @@ class Faults:
         return not process.dead
 
     def _slow_worker(self) -> bool:
-        self._some_shard().slowness = self._world.chance.among([1, 5, 30])
-        return True
+        shard = self._some_shard()
+        if shard is not None:
+            shard.slowness = self._world.chance.among([1, 5, 30])
+        return shard is not None
 
     def _fail_copy(self) -> bool:
-        self._some_shard().fails_next = True
-        return True
+        shard = self._some_shard()
+        if shard is not None:
+            shard.fails_next = True
+        return shard is not None
 
-    def _some_shard(self) -> WorkerShard:
+    def _some_shard(self) -> WorkerShard | None:
+        """Of a replica that does not sleep; None where all do."""
         chance = self._world.chance
-        return chance.among(chance.among(list(self._world.daemon.workers.values())).shards)
+        awake = [workers.shards for workers in self._world.daemon.workers.values() if workers.shards]
+        return chance.among(chance.among(awake)) if awake else None
 
     # --- the machine ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ from kvcached_client.errors import (
 )
 from kvcached_client.keys import KeyChain
 from kvcached_client.protocol import engine as wire
-from kvcached_client.types import SessionId
+from kvcached_client.transport.prompts import keys_behind
+from kvcached_client.types import KEY_SIZE_BYTES, SessionId
 from tests.core.model import expand
 from tests.simulation.attachment import Attachment
 from tests.simulation.engine import Engine, run_on
@@ -38,12 +39,13 @@ if TYPE_CHECKING:
 _LOAD_PATIENCE_US = 400 * MS
 #: So often a request waits for room, then it goes without.
 _REFUSALS_MAX = 4
-#: The last one: a hello that was repeated after the session that it opened was over again.
+#: The last but one: a hello that was repeated after the session that it opened was over again.
 _TRY_LATER = (
     ErrorCode.POOL_BUSY,
     ErrorCode.CLEARING,
     ErrorCode.DRAINING,
     ErrorCode.UNAUTHENTICATED,
+    ErrorCode.ASLEEP,
 )
 
 
@@ -52,7 +54,7 @@ class ManagedEngine(Engine):
 
     def __init__(self, world: World, name: str, replica: str) -> None:
         super().__init__(world, name)
-        self._replica = replica
+        self.replica = replica
         self._shape: Shape = world.shapes[world.plan.replicas[replica]]
         self._device = Device(world, self._shape, name)
         self._alone = world.chance.happens(0.5)
@@ -73,9 +75,9 @@ class ManagedEngine(Engine):
         try:
             identified = await attachment.identify()
             hello = wire.Hello(
-                id=line.next_id(), version_min=1, version_max=1, member=identified.member, replica=self._replica
+                id=line.next_id(), version_min=1, version_max=1, member=identified.member, replica=self.replica
             )
-            renewed = self.world.renewed.get(self._replica)
+            renewed = self.world.renewed.get(self.replica)
             welcome, _ = await line.ask(hello, wire.Welcome)
         except (Refused, DaemonFailure) as error:
             if error.code not in _TRY_LATER:
@@ -191,7 +193,7 @@ class ManagedEngine(Engine):
         chance, line, name = self.world.chance, session.line, self.next_name()
         reserve, full, priority = chance.number(0, 2), chance.happens(0.5), chance.among([0, 0, 0, -1, 2])
         await prefetch(self.world, self.scheduler, session, chain.keys, chain.token_count, full=full)
-        unanswered = 0
+        unanswered, known = 0, session.known_blocks(chain.keys)
         for _ in range(6):
             asked = wire.Acquire(
                 id=line.next_id(),
@@ -201,9 +203,15 @@ class ManagedEngine(Engine):
                 reserve=reserve,
                 full=full,
                 priority=priority,
+                known=known,
             )
+            keys = keys_behind(chain.keys, known)
             try:
-                reply, frames = await line.ask(asked, wire.Acquired, (chain.keys,), tries=chance.number(1, 2))
+                reply, frames = await line.ask(asked, wire.Acquired, (keys,), tries=chance.number(1, 2))
+            except Refused as error:
+                if error.code != ErrorCode.UNKNOWN_PREFIX or not known:
+                    raise
+                known = 0
             except TransportError:
                 unanswered += 1
                 if unanswered == 3:
@@ -213,6 +221,8 @@ class ManagedEngine(Engine):
             else:
                 table = expand(frames[0]) + expand(frames[1])
                 hit, is_loading = reply.hit, bool(reply.loads)
+                session.prompts.add(chain.keys[-KEY_SIZE_BYTES:])
+                self.world.seen["prompt acquired behind a known one"] += known > 0
                 first_name = self.world.first_name(session, reply.lease)
                 return HeldLease(reply.lease, name, first_name, chain, table, hit, reply.ready, is_loading, hit, hit)
         return None

@@ -92,7 +92,7 @@ class Return:
 
     async def _go_on(self, welcome: wire.Welcome, attachment: Attachment, line: Line) -> ManagedSession | None:
         session = ManagedSession(welcome, line, self._session.works)
-        session.shards = self._session.shards
+        session.shards, session.prompts = self._session.shards, self._session.prompts
         session.attachments.append(attachment)
         attachment.on_closed = session.lost
         line.epoch = welcome.epoch

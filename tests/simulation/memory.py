@@ -191,6 +191,16 @@ class DeviceMemory(Memory):
         self.unwritten: set[int] = set()
         self._block_bytes = block_bytes
 
+    def close(self) -> None:
+        """It is given back.
+
+        Raises:
+            Broken: somebody may use it, or its headers name a block.
+        """
+        users = [claim.holder for claim in self._claims if claim.spans and not all(each.dead for each in claim.writers)]
+        if users or len(self.headers.table.named_rows()):
+            raise Broken(f"{self.name} is given back, and {users or 'its headers'} may use it yet")
+
     def block(self, slot: int) -> Span:
         return slot * self._block_bytes, (slot + 1) * self._block_bytes
 

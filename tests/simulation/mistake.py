@@ -19,12 +19,14 @@ class Mistake:
         make: puts it into the product.
         seeds: some that find it; one of them has to.
         reboots: they find it where the machine is restarted now and then.
+        sleeps: they find it where device pools are sent to sleep now and then.
     """
 
     name: str
     make: Make
     seeds: tuple[int, ...]
     reboots: bool = False
+    sleeps: bool = False
 
     @contextmanager
     def made(self) -> Iterator[None]:

@@ -25,12 +25,14 @@ from kvcached.recovery import takeover
 from kvcached.service import state_writer
 from kvcached.service.admin_verbs import AdminVerbs, Clears, _Clear
 from kvcached.service.admission import Admission
+from kvcached.service.known_prompts import KnownPrompts
 from kvcached.service.pending import PendingReplies
 from kvcached.service.replica import NamedNamespace
 from kvcached.service.service import Service
 from kvcached.service.sessions import EngineGroup, EngineGroups, KeptAnswers
-from kvcached_client.types import NO_FENCE, ShardIndex, TransferId
+from kvcached_client.types import KEY_SIZE_BYTES, NO_FENCE, ShardIndex, TransferId
 from tests.simulation.mistake import Mistake
+from tests.simulation.sleep_mistakes import SLEEP_MISTAKES
 from tests.simulation.storage_mistakes import STORAGE_MISTAKES
 
 
@@ -216,30 +218,43 @@ def _ended_session_goes_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineGroups, "end", lambda *_: None)
 
 
+def _known_prompts_mixed_up(patch: pytest.MonkeyPatch) -> None:
+    """Of the prompts that a session has acquired, any of the right length is taken for the one that is continued."""
+
+    def whole(self: KnownPrompts, known: int, frame: bytes) -> bytes:
+        end = known * KEY_SIZE_BYTES
+        before = next((keys for keys in reversed(self._keys.values()) if len(keys) == end), frame[:KEY_SIZE_BYTES])
+        return before + frame[KEY_SIZE_BYTES:] if known else frame
+
+    patch.setattr(KnownPrompts, "whole", whole)
+
+
 MISTAKES = [
     Mistake("pool given away", _pool_given_away, (7, 4)),
-    Mistake("quarantine skipped", _quarantine_skipped, (3, 6)),
+    Mistake("quarantine skipped", _quarantine_skipped, (45, 48)),
     Mistake("retry executed twice", _retry_executed_twice, (1, 0)),
     Mistake("one shard counts for all", _one_shard_counts_for_all, (1,)),
     Mistake("one shard of an engine counts for all", _one_offload_shard_counts_for_all, (0, 2)),
     Mistake("failed store believed", _failed_store_believed, (6,)),
-    Mistake("one worker's death ends copies", _one_death_ends_copies, (51, 58)),
+    Mistake("one worker's death ends copies", _one_death_ends_copies, (35, 38)),
     Mistake("blocks lost with a worker", _blocks_lost_with_a_worker, (3,)),
-    Mistake("fence not waited for", _fence_not_waited_for, (32,)),
-    Mistake("reply forgotten", _reply_forgotten, (87,)),
+    Mistake("fence not waited for", _fence_not_waited_for, (5, 13)),
+    Mistake("reply forgotten", _reply_forgotten, (3,), sleeps=True),
     Mistake("one death counts for all", _one_death_counts_for_all, (4, 7)),
     Mistake("late tick expires sessions", _late_tick_expires, (2, 3)),
     Mistake("claims not written", _claims_not_written, (104, 122)),
     Mistake("engine of before forgotten", _engine_of_before_forgotten, (9,)),
     Mistake("pause that ended holds", _pause_that_ended_holds, (381,)),
-    Mistake("paused copies start", _paused_copies_start, (3,)),
+    Mistake("paused copies start", _paused_copies_start, (1, 5)),
     Mistake("leases not waited for", _leases_not_waited_for, (1, 4)),
     Mistake("renewal not written down", _renewal_not_written, (33, 40)),
     Mistake("cleared in name only", _cleared_in_name_only, (2, 3), reboots=True),
     Mistake("cleared blocks stay", _cleared_blocks_stay, (0, 3)),
-    Mistake("taken over late", _taken_over_late, (0, 1)),
+    Mistake("taken over late", _taken_over_late, (9, 11)),
     Mistake("own slots not taken back", _own_slots_not_taken_back, (1, 5)),
     Mistake("queued work forgotten", _queued_work_forgotten, (251, 388)),
     Mistake("ended session goes on", _ended_session_goes_on, (40, 89)),
+    Mistake("known prompts mixed up", _known_prompts_mixed_up, (0, 2)),
+    *SLEEP_MISTAKES,
     *STORAGE_MISTAKES,
 ]

@@ -13,9 +13,11 @@ from kvcached_client.errors import (
     RequestError,
     Stale,
     TransportError,
+    request_error,
 )
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.attach import JoinedHost
+from kvcached_client.transport.prompts import keys_behind
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, SessionId, unpack_ranges
 from tests.core.model import chain_keys, expand
 from tests.simulation.attachment import Attachment
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from tests.simulation.plan import OffloadModel
     from tests.simulation.world import World
 
-P = TypeVar("P", wire.LoadPrepared, wire.StorePrepared)
+P = TypeVar("P", wire.LoadPrepared, wire.StorePrepared, wire.StoresPrepared)
 
 
 #: As many namespaces as there may be; or a hello that was repeated after the session that it opened was over again.
@@ -52,7 +54,7 @@ class OffloadSession(EngineSession):
     def __init__(self, welcome: wire.WelcomeOffload, line: Line) -> None:
         super().__init__(welcome.session, welcome.token, welcome.epoch, line)
         self.welcome = welcome
-        self.unsettled: list[tuple[wire.PrepareLoad | wire.PrepareStore, tuple[bytes, ...]]] = []
+        self.unsettled: list[tuple[wire.PrepareLoad | wire.PrepareStore | wire.PrepareStores, tuple[bytes, ...]]] = []
 
     @property
     def holder(self) -> Holder:
@@ -186,15 +188,25 @@ class OffloadEngine(Engine):
         name, full, tries = self.next_name(), self.world.chance.happens(0.5), 3
         floor = self.world.generations[self._model.shape.root]
         await prefetch(self.world, self.scheduler, session, keys, tokens, full=full)
+        known = session.known_blocks(keys)
         while True:
-            asked = wire.Acquire(id=session.line.next_id(), epoch=session.epoch, request=name, tokens=tokens, full=full)
+            asked = wire.Acquire(
+                id=session.line.next_id(), epoch=session.epoch, request=name, tokens=tokens, full=full, known=known
+            )
+            frame, most = keys_behind(keys, known), self.world.chance.number(1, 2)
             try:
-                held, _ = await session.line.ask(asked, wire.Held, (keys,), tries=self.world.chance.number(1, 2))
+                held, _ = await session.line.ask(asked, wire.Held, (frame,), tries=most)
+            except Refused as error:
+                if error.code != ErrorCode.UNKNOWN_PREFIX or not known:
+                    raise
+                known = 0
             except DeadlineExceeded:
                 tries -= 1
                 if not tries:
                     raise
             else:
+                session.prompts.add(keys[-KEY_SIZE_BYTES:])
+                self.world.seen["prompt acquired behind a known one"] += known > 0
                 return _Lease(LeaseId(held.lease), keys, held.hit, held.hit, floor)
 
     async def _use(self, session: OffloadSession, lease: _Lease) -> list[Copy]:
@@ -232,8 +244,7 @@ class OffloadEngine(Engine):
 
     async def _store(self, session: OffloadSession, lease: _Lease, stop: int) -> list[Copy]:
         keys = lease.keys[lease.depth * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]
-        request = wire.PrepareStore(id=session.line.next_id(), epoch=session.epoch, lease=lease.id, start=lease.depth)
-        reply, frames = await self._prepare(session, request, wire.StorePrepared, (keys,))
+        reply, frames = await self._offer(session, lease, keys)
         lease.depth = reply.depth
         if not reply.transfer:
             return []
@@ -249,6 +260,22 @@ class OffloadEngine(Engine):
             return []
         self._hand_out(session, copy)
         return [copy]
+
+    async def _offer(
+        self, session: OffloadSession, lease: _Lease, keys: bytes
+    ) -> tuple[wire.StorePrepared | wire.StoreOutcome, list[bytes]]:
+        """An offer by itself or, of every other lease, as the only one of a message for many."""
+        request_id = session.line.next_id()
+        if lease.id % 2:
+            one = wire.PrepareStore(id=request_id, epoch=session.epoch, lease=lease.id, start=lease.depth)
+            return await self._prepare(session, one, wire.StorePrepared, (keys,))
+        offer = wire.StoreOffer(lease.id, lease.depth, len(keys) // KEY_SIZE_BYTES)
+        many = wire.PrepareStores(id=request_id, epoch=session.epoch, offers=(offer,))
+        reply, frames = await self._prepare(session, many, wire.StoresPrepared, (keys,))
+        (outcome,) = reply.outcomes
+        if outcome.refusal is not None:
+            raise request_error(outcome.refusal, outcome.why, "")
+        return outcome, frames
 
     def _hand_out(self, session: OffloadSession, copy: Copy) -> None:
         """Every shard is told of a copy, soon."""
@@ -281,7 +308,7 @@ class OffloadEngine(Engine):
     async def _prepare(
         self,
         session: OffloadSession,
-        request: wire.PrepareLoad | wire.PrepareStore,
+        request: wire.PrepareLoad | wire.PrepareStore | wire.PrepareStores,
         expected: type[P],
         frames: tuple[bytes, ...] = (),
     ) -> tuple[P, list[bytes]]:
@@ -295,7 +322,7 @@ class OffloadEngine(Engine):
         """What was not answered in time is asked once more with the same id, to be called off."""
         while session.unsettled:
             request, frames = session.unsettled.pop(0)
-            is_store = isinstance(request, wire.PrepareStore)
+            is_store = not isinstance(request, wire.PrepareLoad)
             try:
                 reply, _ = await session.line.ask(request, wire.Header, frames)
             except Stale:
@@ -305,9 +332,10 @@ class OffloadEngine(Engine):
             except TransportError:
                 session.unsettled.append((request, frames))
                 raise
-            if isinstance(reply, wire.LoadPrepared | wire.StorePrepared) and reply.transfer:
+            granted = reply.outcomes[0] if isinstance(reply, wire.StoresPrepared) else reply
+            if isinstance(granted, wire.LoadPrepared | wire.StorePrepared | wire.StoreOutcome) and granted.transfer:
                 self.world.seen["late copy called off"] += 1
-                await self._call_off(session, reply.transfer, is_store=is_store)
+                await self._call_off(session, granted.transfer, is_store=is_store)
 
     async def _call_off(self, session: OffloadSession, transfer: int, *, is_store: bool) -> None:
         """No shard has heard of it, and none will."""

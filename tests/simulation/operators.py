@@ -14,6 +14,7 @@ from kvcached_client.protocol import engine as wire
 from kvcached_client.types import WritePolicy
 from tests.core.model import chain_keys
 from tests.simulation.line import PATIENCE_US, Line, is_not_written_down
+from tests.simulation.managed_engine import ManagedEngine
 from tests.simulation.scheduler import MS, Broken
 
 if TYPE_CHECKING:
@@ -22,13 +23,25 @@ if TYPE_CHECKING:
 _BETWEEN_US = (100 * MS, 3000 * MS)
 #: From a pause or drain to the end of it.
 _HOLDS_US = (5 * MS, 700 * MS)
+#: From the end of an engine to the request for sleep: the daemon may not have seen the death yet.
+_DEATH_SEEN_US = (1 * MS, 100 * MS)
+_SLEEP_DEADLINES_MS = (0, 50, 2000)
 _DEADLINES_MS = (0, 20, 200, 1000)
 _WEIGHTS = ("one", "two", "three")
 _STORAGE_PATIENCE_US = 1000 * MS
 _TTLS_MS = (20, 300, 1500, 4000)
 #: A namespace that no engine has declared, or that was forgotten; a pin over the quota; storage that is not there.
 _REFUSALS = frozenset(
-    {ErrorCode.CLEARING, ErrorCode.DRAINING, ErrorCode.UNKNOWN_REPLICA, ErrorCode.LIMIT, ErrorCode.BAD_VALUE}
+    {
+        ErrorCode.CLEARING,
+        ErrorCode.DRAINING,
+        ErrorCode.UNKNOWN_REPLICA,
+        ErrorCode.LIMIT,
+        ErrorCode.BAD_VALUE,
+        ErrorCode.POOL_BUSY,
+        ErrorCode.ASLEEP,
+        ErrorCode.REQUEST_CONFLICT,
+    }
 )
 
 
@@ -57,6 +70,8 @@ class Operator:
             self._unpin: 1.0,
             self._change_storage: 1.5,
         }
+        if world.sleeps:
+            self._verbs[self._sleep] = 8.0
         self._pinned: list[tuple[str, bytes]] = []
 
     def start(self) -> None:
@@ -80,6 +95,8 @@ class Operator:
                     raise
         await self._resume("", tries=50)
         await self._put_storage_back()
+        if self._world.sleeps:
+            await self._wake_all()
         self._line.close()
         self.left = True
 
@@ -130,6 +147,38 @@ class Operator:
         renewed, _ = await self._line.ask(request, wire.NamespaceCleared, tries=8)
         if renewed.weights_version != version:
             raise Broken(f"the weights are {renewed.weights_version!r}, {version!r} was asked for")
+
+    # --- sleep ------------------------------------------------------------------------------------------------------
+
+    async def _sleep(self) -> None:
+        """End the engine of a replica, give its memory back for a while, and mostly wake it."""
+        replica = self._some_replica()
+        for engine in self._world.engines:
+            if isinstance(engine, ManagedEngine) and engine.replica == replica:
+                for process in engine.processes:
+                    process.kill()
+        await self._process.sleep(self._world.chance.spread(*_DEATH_SEEN_US), "has ended an engine")
+        deadline_ms = self._world.chance.among(_SLEEP_DEADLINES_MS)
+        request = wire.Sleep(id=self._line.next_id(), target=replica, deadline_ms=deadline_ms)
+        await self._line.ask(request, wire.Slept, tries=3, patience_us=PATIENCE_US + deadline_ms * MS)
+        await self._process.sleep(self._world.chance.spread(*_HOLDS_US), "uses the device for something else")
+        if self._world.chance.happens(0.9):
+            await self._wake(replica)
+
+    async def _wake(self, replica: str) -> None:
+        await self._line.ask(wire.Wake(id=self._line.next_id(), target=replica), wire.Woken, tries=8)
+
+    async def _wake_all(self) -> None:
+        """What another one has sent to sleep as well."""
+        waiting = list(self._world.plan.replicas)
+        while waiting:
+            try:
+                await self._wake(waiting[-1])
+                waiting.pop()
+            except RequestError as error:
+                if error.code not in {ErrorCode.ASLEEP, ErrorCode.REQUEST_CONFLICT}:
+                    raise
+                await self._process.sleep(200 * MS, "tries to wake it again")
 
     # --- policies and pins ------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.pins import Held, Pin
 from kvcached.core.slots.slots import DevicePool, SlotPool
+from kvcached.core.slots.states import PoolState
 from kvcached_client.protocol import engine as wire
 from tests.simulation.scheduler import Broken
 
@@ -109,6 +110,8 @@ class PinPromises:
     def _look_at_blocks(self, name: _Name, promise: _Promise, pin: Pin, *, is_cheaper: bool) -> None:
         tree, pool, _ = name
         device = host = 0
+        if pool is not None and pool.state is not PoolState.AWAKE:
+            promise.device = 0  # what is pinned in the host pool stays
         if pool is not None:
             device = tree.match(promise.keys, promise.device, pool.index)[1] if promise.device else 0
         if tree.host is not None and promise.host:

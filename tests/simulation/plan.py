@@ -120,7 +120,7 @@ class Plan:
         ]
 
 
-def draw(chance: Chance, *, reboots: bool = False) -> Plan:
+def draw(chance: Chance, *, reboots: bool = False, sleeps: bool = False) -> Plan:
     """A machine; one that is restarted has storage, whose blocks are cleared now and then."""
     spaces, slabs = 2, chance.among([4, 4, 5, 6, 8, 10])
     second = chance.among([b"one", b"two"]).ljust(32, b".")
@@ -141,7 +141,7 @@ def draw(chance: Chance, *, reboots: bool = False) -> Plan:
         rival=chance.happens(0.5),
         offload_engines=chance.number(1, 3),
         copy_failures=chance.among([0.0, 0.05]),
-        operators=chance.among([1, 1, 2] if reboots else [0, 1, 2]),
+        operators=chance.among([1, 1, 2] if reboots or sleeps else [0, 1, 2]),
         fault_weights={name: _weight(chance, name) for name in FAULTS},
         write_policy=_policy(chance),
         namespaces_policy=_policy(chance),

@@ -115,7 +115,7 @@ class _Configured:
 
 def generations_of(world: World, epoch: int) -> tuple[dict[str, Generation], Generations]:
     """In which generation the replicas are, and all namespaces, by the product's own code."""
-    first, editions = generations.first_of(epoch, 0), generations.editions_of(world.record.record, _ledger(world))
+    first, editions = generations.first_of(epoch, 0), generations.editions_of(world.record.record, ledger_of(world))
     found = {
         name: generation_of(cast("ReplicaConfig", _Configured(world, root)), editions, first)
         for name, root in world.plan.replicas.items()
@@ -126,20 +126,21 @@ def generations_of(world: World, epoch: int) -> tuple[dict[str, Generation], Gen
 
 def policies_of(world: World, generations: Mapping[str, Generation]) -> dict[str, WritePolicy]:
     """The replicas' write policies, by the product's own code."""
-    ledger = _ledger(world)
+    ledger = ledger_of(world)
     return {
         name: write_policy_of(cast("ReplicaConfig", _Configured(world, first)), generations[name], ledger)
         for name, first in world.plan.replicas.items()
     }
 
 
-def _ledger(world: World) -> Ledger | None:
+def ledger_of(world: World) -> Ledger | None:
+    """What the last daemon has written down."""
     return msgspec.json.decode(world.ledger.data, type=Ledger) if world.ledger.data else None
 
 
 def take_over(world: World, daemon: Daemon, replicas: list[Replica], headers: HostHeaders) -> Takeover:
     """Fill a new daemon's cache with what the one before has left, by the product's own code."""
-    ledger = _ledger(world)
+    ledger = ledger_of(world)
     if ledger is None:
         return Takeover()
 

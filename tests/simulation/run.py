@@ -17,6 +17,7 @@ class Result:
 
     Attributes:
         reboots: the machine is restarted now and then.
+        sleeps: device pools are sent to sleep now and then.
         events: that happened.
         failure: what was wrong; empty where nothing was.
         digest: of the whole history.
@@ -27,6 +28,7 @@ class Result:
     seed: int
     steps: int
     reboots: bool
+    sleeps: bool
     events: int
     failure: str
     digest: str
@@ -38,16 +40,17 @@ class Result:
     @property
     def reproduction(self) -> str:
         """The command that shows the same again."""
-        return f"python -m tests.simulation --seed {self.seed} --steps {self.steps}" + " --reboots" * self.reboots
+        kind = " --reboots" * self.reboots + " --sleeps" * self.sleeps
+        return f"python -m tests.simulation --seed {self.seed} --steps {self.steps}{kind}"
 
     def report(self) -> str:
         """A failure in words."""
         return f"seed {self.seed} fails at event {self.events}: {self.failure}\nreproduce: {self.reproduction} --trace"
 
 
-def run(seed: int, steps: int, *, reboots: bool = False) -> Result:
+def run(seed: int, steps: int, *, reboots: bool = False, sleeps: bool = False) -> Result:
     """Play a seed: `steps` events with faults, and then what it takes to an end in peace."""
-    world = World(seed, reboots=reboots)
+    world = World(seed, reboots=reboots, sleeps=sleeps)
     failure = ""
     with world.tripwire.stretched(), simulated(world):
         try:
@@ -65,6 +68,7 @@ def run(seed: int, steps: int, *, reboots: bool = False) -> Result:
         seed,
         steps,
         reboots,
+        sleeps,
         world.scheduler.count,
         failure,
         world.scheduler.digest,

@@ -20,7 +20,7 @@ STEPS = 2800
 #: In every run of the tests.
 SEEDS = (0, 1)
 #: In those of `make full`: together with the others they show what is `EXPECTED`.
-MORE_SEEDS = (7, 57, 58, 95)
+MORE_SEEDS = (9, 24, 26, 31, 35, 71)
 #: In those of `make slow`.
 SLOW_SEEDS = range(100, 125)
 SLOW_STEPS = 7000
@@ -46,6 +46,7 @@ VERBS = (
     wire.Prefetch,
     wire.PrepareLoad,
     wire.PrepareStore,
+    wire.PrepareStores,
     wire.Rejoin,
     wire.Release,
     wire.Resume,
@@ -56,7 +57,7 @@ VERBS = (
     wire.WaitForSlots,
 )
 #: In every run of the tests, with a machine that is restarted now and then.
-REBOOT_SEEDS = (0, 22)
+REBOOT_SEEDS = (7, 28)
 EXPECTED_OF_LIVES = (
     "machine restarted",
     "namespace of engines cleared by people",
@@ -67,6 +68,20 @@ EXPECTED_OF_LIVES = (
     "verb: Clear",
     "verb: ClearNamespace",
     "verb: SetWeights",
+)
+#: In every run of the tests, with device pools that are sent to sleep now and then.
+SLEEP_SEEDS = (18, 45)
+EXPECTED_OF_SLEEPS = (
+    "daemon started with a pool asleep",
+    "events with a pool that is asleep",
+    "events with a pool that is falling_asleep",
+    "events with a pool that is waking",
+    "memory of a sleeping pool that a dead daemon had not given back",
+    "memory that could not be made",
+    "refusal: asleep",
+    "refusal: pool_busy",
+    "verb: Sleep",
+    "verb: Wake",
 )
 #: What has to have happened at some time, or the seeds do not test what they are there for.
 EXPECTED = (
@@ -113,6 +128,7 @@ EXPECTED = (
     "nothing left to come back to",
     "pause with copies under way at its deadline",
     "pinned blocks",
+    "prompt acquired behind a known one",
     "prefetch without an answer",
     "prefetch: fetched",
     "prefetch: nothing",
@@ -124,6 +140,7 @@ EXPECTED = (
     "refusal: pool_busy",
     "refusal: session_expired",
     "refusal: stale_epoch",
+    "refusal: unknown_prefix",
     "request sent again",
     "retry of a kept request",
     "session expired in silence",
@@ -154,8 +171,8 @@ EXPECTED = (
 
 
 @cache
-def played(seed: int, *, reboots: bool = False) -> Result:
-    return run(seed, STEPS, reboots=reboots)
+def played(seed: int, *, reboots: bool = False, sleeps: bool = False) -> Result:
+    return run(seed, STEPS, reboots=reboots, sleeps=sleeps)
 
 
 @pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.full) for seed in MORE_SEEDS)])
@@ -186,6 +203,26 @@ def test_lives_of_the_machine_show_what_they_are_for() -> None:
     assert [name for name in EXPECTED_OF_LIVES if not seen[name]] == []
 
 
+@pytest.mark.parametrize("seed", SLEEP_SEEDS)
+def test_pools_that_sleep_and_wake_lose_nothing_that_was_promised(seed: int) -> None:
+    """Pools are sent to sleep and woken while anybody dies: nobody uses memory that is not there.
+
+    Each daemon has the pools asleep that the one before it had written down, and the others with their memory.
+    """
+    result = played(seed, sleeps=True)
+
+    assert not result.failure, result.report()
+
+
+def test_sleeping_pools_show_what_they_are_for() -> None:
+    """Over these seeds pools sleep and wake, fail to wake, and are found asleep by the next daemon."""
+    seen: Counter[str] = Counter()
+    for seed in SLEEP_SEEDS:
+        seen += played(seed, sleeps=True).seen
+
+    assert [name for name in EXPECTED_OF_SLEEPS if not seen[name]] == []
+
+
 def test_a_seed_is_one_history() -> None:
     """The same seed gives the same events at the same times, in another process, too, whatever its hashes are."""
     seed = SEEDS[0]
@@ -212,7 +249,7 @@ def test_the_seeds_show_what_they_are_for() -> None:
 def test_mistakes_are_found(mistake: Mistake) -> None:
     """A mistake in the product makes a seed fail."""
     with mistake.made():
-        found = any(run(seed, STEPS, reboots=mistake.reboots).failure for seed in mistake.seeds)
+        found = any(run(seed, STEPS, reboots=mistake.reboots, sleeps=mistake.sleeps).failure for seed in mistake.seeds)
 
     assert found
 
@@ -238,6 +275,15 @@ def test_a_failure_is_told_with_its_reproduction(capsys: pytest.CaptureFixture[s
 def test_more_lives(seed: int) -> None:
     """The same holds for longer runs with a machine that is restarted."""
     result = run(seed, SLOW_STEPS, reboots=True)
+
+    assert not result.failure, result.report()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SLOW_SEEDS[:6])
+def test_more_sleeps(seed: int) -> None:
+    """The same holds for longer runs with pools that sleep."""
+    result = run(seed, SLOW_STEPS, sleeps=True)
 
     assert not result.failure, result.report()
 

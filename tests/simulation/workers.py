@@ -73,7 +73,7 @@ class SimulatedWorkers:
     """`kvcached.service.replica.Workers` without processes: one replica's workers as one daemon has them.
 
     Args:
-        memories: of each shard, which an earlier daemon has left; None = new ones.
+        memories: of each shard, which an earlier daemon has left; None = new ones; empty = it sleeps.
     """
 
     def __init__(
@@ -95,15 +95,20 @@ class SimulatedWorkers:
         self._commands: dict[TransferId, _Command] = {}
         self._ordered: set[TransferId] = set()
         self._lost = False
+        self._retired: Callable[[], None] | None = None
         self.generation = generation
         self.is_degraded = False
         self.restarts = 0
         self.registered = ()
-        self.is_kept = memories is not None
-        self.memories = memories or [
-            world.new_device_memory(f"{replica}/{index}", slots, shape.geometry.block_bytes)
-            for index in range(self._shard_count)
-        ]
+        self.is_kept = bool(memories)
+        self.memories = (
+            memories
+            if memories is not None
+            else [
+                world.new_device_memory(f"{replica}/{index}", slots, shape.geometry.block_bytes)
+                for index in range(self._shard_count)
+            ]
+        )
         self.shards = self._new_shards()
 
     def _begin(self, shard: WorkerShard) -> WorkerShard:
@@ -114,7 +119,7 @@ class SimulatedWorkers:
 
     def _new_shards(self) -> list[WorkerShard]:
         shards = []
-        for index in range(self._shard_count):
+        for index in range(len(self.memories)):
             process = self._world.new_process(f"worker {self._replica}/{index}")
             shards.append(self._begin(WorkerShard(index, process, self.memories[index])))
         return shards
@@ -161,6 +166,21 @@ class SimulatedWorkers:
 
     def probe(self, first: int, second: int) -> asyncio.Future[None]:
         raise Broken("nobody asks for a health check here")
+
+    def retire(self, ended: Callable[[], None]) -> None:
+        """End all of them, and start none again.
+
+        Raises:
+            Broken: a copy is under way.
+        """
+        if busy := [number for number, command in self._commands.items() if command.waiting]:
+            raise Broken(f"workers of {self._replica} are ended with transfers {busy} under way")
+        self._retired = ended
+        if all(shard.exit_seen for shard in self.shards):
+            self._daemon.process.after(0, f"workers of {self._replica} have ended", ended)
+        for shard in self.shards:
+            delay_us = self._world.chance.spread(50, 5 * MS)
+            self._world.scheduler.after(delay_us, f"{shard.process.name} ends as asked", shard.process.kill)
 
     def orphan(self) -> None:
         """The daemon is dead: what waits is not begun any more."""
@@ -302,6 +322,10 @@ class SimulatedWorkers:
 
     def _see_exit(self, shard: WorkerShard) -> None:
         shard.exit_seen = True
+        if self._retired is not None:
+            if all(other.exit_seen for other in self.shards):
+                self._retired()
+            return
         if not self._lost:
             self._lost = True
             for other in self.shards:
@@ -333,6 +357,8 @@ class SimulatedWorkers:
         daemon.process.after(0, f"counts transfer {command.order.transfer} as failed on {shard.index}", fail)
 
     def _restore(self) -> None:
+        if self._retired is not None:
+            return
         self.shards = self._new_shards()
         self._lost = False
         daemon = self._daemon
@@ -343,7 +369,7 @@ class SimulatedWorkers:
     @property
     def busy(self) -> bool:
         """Whether some copy is under way, or workers are being replaced."""
-        return self._lost or bool(self._commands)
+        return (self._lost and self._retired is None) or bool(self._commands)
 
 
 def _most_urgent(commands: list[_Command]) -> int:

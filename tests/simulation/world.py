@@ -23,6 +23,7 @@ from tests.simulation.process import Process
 from tests.simulation.promises import Renewed
 from tests.simulation.restart import KeptLedger, KeptRecord
 from tests.simulation.scheduler import MS, Broken, Scheduler
+from tests.simulation.sleeping import kept_memories
 from tests.simulation.stored import StoredValues
 from tests.simulation.survival import Survival
 
@@ -49,6 +50,7 @@ class World:
         generations: which generation of a namespace has begun for sure, as some engine was told.
         epochs: of pools and namespaces, the last that were seen.
         reboots: whether the machine is restarted now and then; else only the daemon is.
+        sleeps: whether device pools are sent to sleep now and then.
         ledger: what the daemon has written down; `record` the same of generations, on the storage device.
         is_kept: the host pool's memory is that of the daemon before.
         seen: what has happened, by name.
@@ -61,13 +63,14 @@ class World:
             that is declared to a later daemon gets another id, and keeps the rights that it had.
     """
 
-    def __init__(self, seed: int, *, reboots: bool = False) -> None:
+    def __init__(self, seed: int, *, reboots: bool = False, sleeps: bool = False) -> None:
         self.reboots = reboots
+        self.sleeps = sleeps
         self.scheduler = Scheduler(seed)
         self.chance = self.scheduler.chance
         self.seen: Counter[str] = Counter()
         self.tripwire = Tripwire()
-        self.plan = draw(self.chance, reboots=reboots)
+        self.plan = draw(self.chance, reboots=reboots, sleeps=sleeps)
         self.shapes = self.plan.shapes
         self.roots: dict[bytes, int] = dict.fromkeys(self.plan.replicas.values(), 0)
         self.renewed: dict[str, Renewed] = {}
@@ -198,13 +201,11 @@ class World:
         if not self.daemon.storage.all_dead():
             self.scheduler.after(5 * MS, "the storage process of before is waited for", self._start_next_daemon)
             return
-        memories = {}
-        for name, workers in self.daemon.workers.items():
+        for workers in self.daemon.workers.values():
             for shard in workers.shards:
                 self.seen["worker outlived its daemon"] += not shard.process.dead
                 shard.process.kill()
-            if self.is_kept and self.ledger.data:
-                memories[name] = workers.memories
+        memories = kept_memories(self, self.daemon) if self.is_kept else {}
         self.daemon = Daemon(self, self.daemon.cache.epoch + _EPOCH, memories)
         self.is_kept = True
         self.daemon.start()

@@ -24,6 +24,7 @@ verify = "always"
 
 [offload]
 namespaces_max = 8
+device_memory_bytes = {device_memory_bytes}
 """
 STORAGE = """
 [storage]
@@ -53,11 +54,19 @@ class CacheDaemon:
     """
 
     def __init__(
-        self, directory: Path, *, slabs: int = 64, has_storage: bool = False, storage_delay_s: float = 0.0
+        self,
+        directory: Path,
+        *,
+        slabs: int = 64,
+        has_storage: bool = False,
+        storage_delay_s: float = 0.0,
+        device_memory_bytes: int = 0,
     ) -> None:
         self.run_dir = directory / "run"
         self._directory = directory
-        self._config = CONFIG.format(size_bytes=slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES)
+        self._config = CONFIG.format(
+            size_bytes=slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, device_memory_bytes=device_memory_bytes
+        )
         if has_storage:
             backend = "faulty" if storage_delay_s else "disk"
             self._config += STORAGE.format(backend=backend, directory=directory / "disk")
@@ -120,6 +129,11 @@ class CacheDaemon:
         """Wait until storage has so many blocks."""
         with Admin.connect(self.run_dir) as admin:
             self.until(lambda _: admin.storage().blocks >= blocks, f"{blocks} blocks in storage")
+
+    def until_storage(self) -> None:
+        """Wait until its storage can be read."""
+        with Admin.connect(self.run_dir) as admin:
+            self.until(lambda _: admin.storage().state == "ready", "reading storage")
 
     def until_sessions(self, sessions: int) -> None:
         """Wait until there are as many sessions."""

@@ -58,6 +58,7 @@ class Completion:
     logprobs: tuple[tuple[tuple[str, float], ...], ...]  #: of each token: it and the likeliest others
     prompt_logprobs: str = ""
     cached_tokens: int = field(default=0, compare=False)  #: not computed, wherever they came from
+    kv_transfer_params: Any = field(default=None, compare=False)  #: what the connector says
 
     def distance(self, other: Completion) -> float:
         """The largest difference of a log-probability; infinite where the tokens differ."""
@@ -94,6 +95,7 @@ def complete(
         logprobs=tuple(tuple(sorted(likeliest.items())) for likeliest in choice["logprobs"]["top_logprobs"]),
         prompt_logprobs=json.dumps(choice["prompt_logprobs"], sort_keys=True),
         cached_tokens=answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+        kv_transfer_params=answer.get("kv_transfer_params"),
     )
 
 

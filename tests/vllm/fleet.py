@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
 from pathlib import Path
 
 from tests.vllm.cache_daemon import CacheDaemon
@@ -16,7 +18,7 @@ REFERENCE = "reference"
 
 
 class Fleet:
-    """Servers by name: `a` and `b` on one daemon, and the reference."""
+    """Servers by name: `a` and `b` on one daemon, with the same model in two directories, and the reference."""
 
     def __init__(self, directory: Path, models: Path, daemon: CacheDaemon) -> None:
         self._directory = directory
@@ -40,8 +42,24 @@ class Fleet:
         adapters = ADAPTERS.get(name, ADAPTERS["a"])
         modules = [f"{label}={self._models / 'adapters' / folder}" for label, folder in adapters.items()]
         settings = ["--enable-lora", "--max-loras=3", "--max-lora-rank=8", "--lora-modules", *modules]
+        settings += self._publishing(name)
         run_dir = None if name == REFERENCE else self._daemon.run_dir
-        return VllmServer(self._directory, name, self._models / "model", *settings, run_dir=run_dir)
+        return VllmServer(self._directory, name, self._model(name), *settings, run_dir=run_dir)
+
+    def events_of(self, name: str) -> str:
+        """Where a server publishes its cache events; only `a` does."""
+        return f"ipc://{self._directory}/{name}.events"
+
+    def _publishing(self, name: str) -> list[str]:
+        if name != "a":
+            return []
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events_of(name)}
+        return [f"--kv-events-config={json.dumps(events)}"]
+
+    def _model(self, name: str) -> Path:
+        """The directory of a server's model: `b` has its own download of the same files."""
+        model = self._models / "model"
+        return shutil.copytree(model, self._directory / "download/model", dirs_exist_ok=True) if name == "b" else model
 
     def stop(self) -> None:
         """End all of them in order. The next one that is needed starts anew."""

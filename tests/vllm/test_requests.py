@@ -112,3 +112,27 @@ def test_abandoned_requests_hold_nothing(
     daemon.until_idle()
     server.forget()
     assert_same(server.complete(tokens), reference.complete(tokens))
+
+
+def test_wishes_of_a_request(server: VllmServer, daemon: CacheDaemon, prompt: Prompts) -> None:
+    """A request's prompt is pinned, another's is not stored; what is refused is said in the response and counted."""
+    refused = server.metric("vllm:kvcached_request_wishes_refused_total")
+    wishes = {"kvcached": {"pin_ttl_s": 3600, "ttl": 1}, "do_remote_decode": True}
+    answer = server.complete(prompt(4, "pinned"), kv_transfer_params=wishes)
+    report = answer.kv_transfer_params["kvcached"]
+    assert (report["accepted"], sorted(report["refused"])) == (["pin_ttl_s"], ["do_remote_decode", "ttl"])
+    daemon.until(lambda stats: sum(host.pinned for host in stats.hosts) == 4, "pinned")
+    assert server.metric("vllm:kvcached_request_wishes_refused_total") - refused == 2
+
+    tokens = prompt(4, "not shared")
+    demote = {"action_id": "1", "action_type": "kv.demote", "action_version": "1.0", "payload": {}}
+    hint = {"protocol_version": "0.1", "message_id": "1", "actions": [demote]}
+    answer = server.complete(tokens, kv_transfer_params={"kvcached": {"share": False}, "kv_hint": hint})
+    assert answer.kv_transfer_params["kvcached"] == {"accepted": ["share", "kv.demote"], "refused": {}}
+    server.forget()
+    assert server.complete(tokens).cached_tokens == 0
+
+
+def test_requests_without_wishes_get_no_report(server: VllmServer, prompt: Prompts) -> None:
+    """The response of an ordinary request says nothing of kvcached."""
+    assert server.complete(prompt(2)).kv_transfer_params is None

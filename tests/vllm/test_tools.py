@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvcached.cli.main import main
+from tests.project.daemon_process import clean_environment
 from tests.vllm.cache_daemon import CacheDaemon
 from tests.vllm.completions import BLOCK_SIZE
 from tests.vllm.conftest import Prompts
@@ -90,3 +92,29 @@ def test_doctor_finds_nothing_wrong(server: VllmServer, own_daemon: CacheDaemon,
     findings = {finding["check"]: finding for finding in json.loads(result.stdout)["findings"]}
     assert (result.exit_code, [each for each in findings.values() if each["level"] != "ok"]) == (0, [])
     assert findings.keys() >= {"vllm", "connector", "round trip", "hashes", "vllm flags", "layout"}
+
+
+#: Checks the interface of the vLLM that is there, and again without a hook and an attribute.
+CHECK_INTERFACE = """
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.block_pool import BlockPool
+from kvcached_client.vllm.interface import check_interface
+
+check_interface(vllm.__version__)
+del KVConnectorBase_V1.take_events, BlockPool.touch
+try:
+    check_interface(vllm.__version__)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_interface_of_vllm_is_checked(tmp_path: Path) -> None:
+    """The vLLM of these tests passes the check for newer versions; without parts that the connector needs it fails."""
+    command = [str(interpreter()), "-c", CHECK_INTERFACE]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == [
+        "- vLLM has no take_events, and does not call it",
+        "- BlockPool has no touch",
+    ]

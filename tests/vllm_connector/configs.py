@@ -26,7 +26,7 @@ def vllm_config(**changes: Any) -> Any:
     model.hf_config.to_dict = lambda: dict(model.hf_config.config)
     config = SimpleNamespace(
         model_config=model,
-        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={}),
         cache_config=SimpleNamespace(
             block_size=32,
             cache_dtype="auto",

@@ -5,28 +5,30 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, KvcachedError, request_error
-from kvcached_client.offload import Hold, Piece, PreparedLoad, PreparedStore
+from kvcached_client.errors import (
+    DaemonUnreachable,
+    DeadlineExceeded,
+    ErrorCode,
+    KvcachedError,
+    RequestError,
+    request_error,
+)
+from kvcached_client.offload import Hold, Offered, Piece, PreparedLoad, PreparedStore
 from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import LeaseId, TransferId
-from kvcached_client.vllm import daemon_thread as link_module
-from kvcached_client.vllm.commands import (
-    Connected,
-    Event,
-    EventQueue,
-    Offer,
-    Seek,
-)
-from kvcached_client.vllm.daemon_client import PrefetchMode
-from kvcached_client.vllm.daemon_thread import DaemonThread
+from kvcached_client.vllm.daemon import thread as link_module
+from kvcached_client.vllm.daemon.commands import Command, Connected, Event, Offer, Seek
+from kvcached_client.vllm.daemon.inbox import EventQueue
+from kvcached_client.vllm.daemon.thread import DaemonThread
+from kvcached_client.vllm.settings import PrefetchMode
 
 PLAN = PreparedStore(TransferId(9), 2, 1, (Piece(0, 2),), np.arange(2, dtype=np.int32))
 LOAD = PreparedLoad(TransferId(8), 1, np.arange(2, dtype=np.int32))
@@ -120,8 +122,11 @@ class ScriptedClient:
         for _ in range(count):
             assert self._called.acquire(timeout=10), f"only {self.calls}"
 
-    def begin_acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Any:
-        return self._begin("acquire", request, keys, tokens, full)
+    def begin_acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False, priority: int = 0) -> Any:
+        return self._begin("acquire", request, keys, tokens, full, *([priority] if priority else []))
+
+    def pin(self, keys: bytes, *, ttl_ms: int) -> Any:
+        return self._answer("pin", keys, ttl_ms)
 
     def begin_prefetch(
         self,
@@ -153,8 +158,17 @@ class ScriptedClient:
     def cancel_load(self, transfer: int) -> Any:
         return self._answer("cancel_load", transfer)
 
-    def begin_prepare_store(self, lease: int, start: int, keys: bytes) -> Any:
-        return self._begin("prepare_store", lease, start, keys)
+    def begin_prepare_stores(self, offers: Sequence[Offered], releases: Sequence[int]) -> Any:
+        self.calls.append(("prepare_stores", *offers, *releases))
+        return FakeAsked(lambda: [self._plan() for _ in offers])
+
+    def _plan(self) -> Any:
+        try:
+            return self._finish("prepare_store")
+        except RequestError as error:
+            if error is EXPIRED:
+                raise
+            return error
 
     def cancel_store(self, transfer: int, why: str) -> Any:
         return self._answer("cancel_store", transfer, why)
@@ -184,12 +198,21 @@ class Events(EventQueue):
         self.arrived.release()
 
 
+class PromptThread(DaemonThread):
+    """A link in which nothing waits for other commands."""
+
+    def submit(self, command: Command) -> bool:
+        is_accepted = super().submit(command)
+        self.hurry()
+        return is_accepted
+
+
 class Rig:
     """A link over sessions that a test hands out one by one."""
 
     def __init__(self, prefetch: PrefetchMode = "off") -> None:
         self.now = 0.0
-        self.link = DaemonThread(prefetch=prefetch, clock=lambda: self.now)
+        self.link: DaemonThread = PromptThread(prefetch=prefetch, clock=lambda: self.now)
         self.events = self.link._events = Events()
         self.sessions: list[ScriptedClient | KvcachedError] = []
         self.tries = threading.Semaphore(0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,11 +13,20 @@ from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check
 from kvcached.core.messages import TransferKind
 from kvcached.core.namespaces import NamespaceSpec
+from kvcached.core.refusals import Refusal
 from kvcached.core.slots.ranges import Ranges, pairs
 from kvcached.core.slots.states import SessionState
+from kvcached.service.refusals import in_words
 from kvcached_client.blocks.transfers import BlockJob
-from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, KvcachedError, request_error
-from kvcached_client.offload import Hold, Piece, PreparedLoad, PreparedStore
+from kvcached_client.errors import (
+    DaemonUnreachable,
+    DeadlineExceeded,
+    ErrorCode,
+    KvcachedError,
+    RequestError,
+    request_error,
+)
+from kvcached_client.offload import Hold, Offered, Piece, PreparedLoad, PreparedStore
 from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import LeaseId, TransferId
@@ -129,9 +139,9 @@ class MiniClient:
         session = self.daemon.core.sessions.get(self.id)
         return not self.daemon.is_dead and session is not None and session.state is SessionState.ACTIVE
 
-    def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Hold:
+    def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False, priority: int = 0) -> Hold:
         self._check()
-        lease = self.daemon.core.acquire(self.id, request, keys, tokens, full=full)
+        lease = self.daemon.core.acquire(self.id, request, keys, tokens, full=full, priority=priority)
         return Hold(lease.id, lease.hit)
 
     def begin_prefetch(
@@ -150,14 +160,16 @@ class MiniClient:
     def listen(self, wake: int, timeout_s: float) -> bool:
         return True
 
-    def begin_acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> MiniAsked:
-        return MiniAsked(lambda: self.acquire(request, keys, tokens, full=full))
+    def begin_acquire(
+        self, request: str, keys: bytes, tokens: int, *, full: bool = False, priority: int = 0
+    ) -> MiniAsked:
+        return MiniAsked(lambda: self.acquire(request, keys, tokens, full=full, priority=priority))
 
     def begin_prepare_load(self, lease: LeaseId, start: int, blocks: int) -> MiniAsked:
         return MiniAsked(lambda: self.prepare_load(lease, start, blocks))
 
-    def begin_prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> MiniAsked:
-        return MiniAsked(lambda: self.prepare_store(lease, start, keys))
+    def begin_prepare_stores(self, offers: Sequence[Offered], releases: Sequence[LeaseId]) -> MiniAsked:
+        return MiniAsked(lambda: self.prepare_stores(offers, releases))
 
     def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
         self._check()
@@ -169,8 +181,22 @@ class MiniClient:
         self.daemon.core.transfer_done(self.id, TransferKind.LOAD, transfer, -1, "", ())
         self._check()
 
-    def prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PreparedStore:
+    def prepare_stores(
+        self, offers: Sequence[Offered], releases: Sequence[LeaseId]
+    ) -> list[PreparedStore | RequestError]:
         self._check()
+        plans: list[PreparedStore | RequestError] = []
+        for offer in offers:
+            try:
+                plans.append(self._prepare_store(*offer))
+            except Refusal as refusal:
+                plans.append(in_words(refusal))
+        for lease in releases:
+            with contextlib.suppress(Refusal):
+                self.daemon.core.release(self.id, lease)
+        return plans
+
+    def _prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PreparedStore:
         plan = self.daemon.core.prepare_store(self.id, lease, start, keys)
         pieces = tuple(Piece(piece.start, piece.end - piece.start) for piece in plan.pieces)
         return PreparedStore(plan.transfer, plan.depth, plan.generation, pieces, _slots(plan.slots))
@@ -183,6 +209,11 @@ class MiniClient:
     def post_release(self, lease: LeaseId) -> None:
         self._check(is_slow=False)
         self.daemon.core.release(self.id, lease)
+
+    def pin(self, keys: bytes, *, ttl_ms: int) -> int:
+        self._check()
+        tree = self.daemon.core.sessions[self.id].namespace.tree
+        return self.daemon.cache.pins.pin(tree, None, keys, ttl_ms).host.depth
 
     def clear(self) -> int:
         self._check()

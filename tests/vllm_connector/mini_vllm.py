@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvcached_client.vllm.orders import StepOrders
-from kvcached_client.vllm.scheduler import SchedulerSide
+from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
 from tests.vllm_connector.mini_daemon import BLOCK
 from tests.vllm_connector.mini_parts import Pool, kv_of, next_token
 from tests.vllm_connector.rig import FakeRequest, FakeStep, New
@@ -200,7 +200,7 @@ class MiniVllm:
             ):
                 skipped.append(live)
                 break
-            self.side.allocated(live.request, live.table, external)
+            self.side.allocated(live.request, [live.table], external)
             live.request.num_computed_tokens = computed + external
             if external:
                 live.state, live.cached_blocks = "loading", len(local)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvcached_client.offload import Piece, PreparedLoad, PreparedStore
 from kvcached_client.types import LeaseId, TransferId
-from kvcached_client.vllm.commands import (
+from kvcached_client.vllm.daemon.commands import (
     Command,
     Connected,
     Event,
@@ -25,7 +25,8 @@ from kvcached_client.vllm.commands import (
     Unplanned,
 )
 from kvcached_client.vllm.orders import SessionNote, StepOrders
-from kvcached_client.vllm.scheduler import SchedulerSide
+from kvcached_client.vllm.scheduling.chains import Chains
+from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
 
 BLOCK = 4
 GENERATION = 7
@@ -51,6 +52,8 @@ class FakeRequest:
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.skip_reading_prefix_cache = skip_reading
+        self.kv_transfer_params: dict[str, Any] | None = None
+        self.kv_hints: object | None = None
         self.block_hashes: list[bytes] = []
         self.append()
 
@@ -105,6 +108,7 @@ class FakeDaemonThread:
         self.commands: list[Command] = []
         self.events: list[Event] = []
         self.clears: list[float] = []
+        self.hurries = 0
         self.clear_works = True
         self.answer_s = 0.0005
         self.waits: list[float] = []
@@ -115,6 +119,9 @@ class FakeDaemonThread:
             return False
         self.commands.append(command)
         return True
+
+    def hurry(self) -> None:
+        self.hurries += 1
 
     def take(self) -> list[Event]:
         events, self.events = self.events, []
@@ -162,12 +169,26 @@ class FakeStep:
 class Rig:
     """A scheduler's side between a fake vLLM and a fake link, with a session."""
 
-    def __init__(self, *, shards: int = 1, is_connected: bool = True, pool_blocks: int = 16_384) -> None:
+    def __init__(
+        self,
+        *,
+        shards: int = 1,
+        is_connected: bool = True,
+        pool_blocks: int = 16_384,
+        announces: bool = False,
+        chains: Chains | None = None,
+    ) -> None:
         self.now = 100.0
         self.link = FakeDaemonThread()
         self.pool = FakePool(pool_blocks)
         self.side = SchedulerSide(
-            self.link, self.pool, block_size=BLOCK, shards=shards, hold_deadline_s=1.0, clock=lambda: self.now
+            self.link,
+            self.pool,
+            chains=chains or Chains(BLOCK),
+            shards=shards,
+            hold_deadline_s=1.0,
+            announces=announces,
+            clock=lambda: self.now,
         )
         self.number = 0
         self._lease = 0
@@ -250,7 +271,7 @@ class Rig:
     ) -> list[int]:
         """Admit and schedule a request without a load; its blocks."""
         blocks = self.blocks(-(-(computed + scheduled) // BLOCK)) if blocks is None else blocks
-        self.side.allocated(request, blocks, 0)
+        self.side.allocated(request, [blocks], 0)
         self.run_new(request, blocks, computed, scheduled)
         return blocks
 

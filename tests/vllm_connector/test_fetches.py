@@ -8,8 +8,18 @@ from kvcached_client.errors import KvcachedError
 from kvcached_client.offload import Hold
 from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.types import LeaseId, TransferId
-from kvcached_client.vllm.commands import Connected, DropLoad, Event, Fetching, Found, Lost, NotFound, Planned, Seek
-from kvcached_client.vllm.daemon_client import FETCH_MS_MAX, FETCHES_MAX, UNAVAILABLE_S
+from kvcached_client.vllm.daemon.client import FETCH_MS_MAX, FETCHES_MAX, UNAVAILABLE_S
+from kvcached_client.vllm.daemon.commands import (
+    Connected,
+    DropLoad,
+    Event,
+    Fetching,
+    Found,
+    Lost,
+    NotFound,
+    Planned,
+    Seek,
+)
 from tests.vllm_connector.link_rig import (
     EXPIRED,
     FETCHED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcached_client.protocol.fields import REQUEST_NAME_LENGTH_MAX
-from kvcached_client.vllm.commands import DropLoad, Release, Seek
+from kvcached_client.vllm.daemon.commands import DropLoad, Release, Seek
 from tests.vllm_connector.rig import BLOCK, FakeRequest, Rig
 
 
@@ -170,7 +170,7 @@ def test_admitted_without_load_drops_it() -> None:
     request = rig.arrive("r", 3 * BLOCK + 1)
     found = rig.found(2)
     assert rig.matched(request, 3 * BLOCK) == (0, False)
-    rig.side.allocated(request, rig.blocks(4), 0)
+    rig.side.allocated(request, [rig.blocks(4)], 0)
     assert found.load is not None
     assert rig.link.taken(DropLoad) == [DropLoad(1, found.load.transfer)]
 

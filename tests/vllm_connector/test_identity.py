@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
-from kvcached_client.vllm.identity import Identity, identify
+from kvcached_client.vllm.identity import EngineDescription, Identity
+from kvcached_client.vllm.weights import ModelFile, WeightReader
 from tests.vllm_connector.configs import cache_config, vllm_config
 
 
@@ -24,15 +27,20 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def identity(config: Any, *, version: str = "0.32.0", snapshot: Path | None = None, **given: Any) -> Identity:
-    return identify(
+def described(config: Any, *, version: str = "0.32.0", snapshot: Path | None = None, **given: Any) -> EngineDescription:
+    return EngineDescription(
         config,
         given.get("cache", cache_config()),
         vllm_version=version,
         weights_version=given.get("weights_version", ""),
         environment=given.get("environment", {}),
         find_snapshot=lambda *_: None if snapshot is None else str(snapshot),
+        groups=given.get("groups"),
     )
+
+
+def identity(config: Any, **given: Any) -> Identity:
+    return described(config, **given).identify(WeightReader(None))
 
 
 def of_model(model: Path, **changes: Any) -> bytes:
@@ -48,7 +56,6 @@ def test_same_engine_same_keyspace(model: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model_config__revision": "abc"},
         {"model_config__code_revision": "abc"},
         {"model_config__dtype": "torch.bfloat16"},
         {"model_config__quantization": "awq"},
@@ -60,6 +67,7 @@ def test_same_engine_same_keyspace(model: Path) -> None:
         {"parallel_config__tensor_parallel_size": 2},
         {"device_config__device_type": "cuda"},
         {"load_config__load_format": "dummy"},
+        {"load_config__model_loader_extra_config": {"qlora_adapter_name_or_path": "/adapters/a"}},
     ],
 )
 def test_what_changes_blocks_changes_the_keyspace(model: Path, changes: dict[str, Any]) -> None:
@@ -72,6 +80,7 @@ def test_what_changes_blocks_changes_the_keyspace(model: Path, changes: dict[str
     [
         {"model_config__hf_config__config": {"hidden_size": 128, "_name_or_path": "x", "transformers_version": "9"}},
         {"model_config__seed": 5},
+        {"model_config__revision": "abc"},
         {"model_config__max_model_len": 2048},
     ],
 )
@@ -81,17 +90,75 @@ def test_what_leaves_blocks_alone_keeps_the_keyspace(model: Path, changes: dict[
 
 
 def test_weights_count(model: Path) -> None:
-    """Weight files of another name, size or time make another keyspace; other files do not."""
+    """Weight files with another name or other bytes make another keyspace; other files and other times do not."""
     keyspaces = [of_model(model)]
     (model / "README.md").write_text("words")
-    assert of_model(model) == keyspaces[0]
-    (model / "model.safetensors").write_bytes(b"other weights")
-    keyspaces.append(of_model(model))
     os.utime(model / "model.safetensors", ns=(0, 5))
+    assert of_model(model) == keyspaces[0]
+    (model / "model.safetensors").write_bytes(b"wEights")
     keyspaces.append(of_model(model))
     (model / "model.safetensors").rename(model / "other.safetensors")
     keyspaces.append(of_model(model))
-    assert len(set(keyspaces)) == 4
+    assert len(set(keyspaces)) == 3
+
+
+def test_two_downloads_share(model: Path, tmp_path: Path) -> None:
+    """Engines that load equal files from different directories, by different names, share blocks."""
+    copy = tmp_path / "elsewhere/llama"
+    shutil.copytree(model, copy)
+    assert of_model(copy) == of_model(model)
+    named = identity(vllm_config(model_config__revision="main"), snapshot=copy)
+    assert named.keyspace == of_model(model)
+    assert named.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "name", ["modeling_llama.py", "preprocessor_config.json", "hf_quant_config.json", "code/attention.py"]
+)
+def test_what_changes_the_computation_counts(model: Path, tmp_path: Path, name: str) -> None:
+    """Two directories with the same weights, but with other code, quantization or treatment of images, do not share."""
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    for folder, text in ((model, "1"), (copy, "2")):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    assert of_model(copy) != of_model(model)
+
+
+def test_code_from_elsewhere_is_known_by_the_models_name(model: Path, tmp_path: Path) -> None:
+    """Code of a revision of its own is not read: two models with it share only if they have the same name."""
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    changes = {"model_config__code_revision": "main"}
+    assert of_model(copy, **changes) != of_model(model, **changes)
+    assert of_model(model, **changes) == of_model(model, **changes)
+
+
+def test_files_that_changed_after_the_load(model: Path, tmp_path: Path) -> None:
+    """If a file is replaced before it is read, the engine shares with nobody that loads the new file."""
+    config = vllm_config(model_config__model=str(model))
+    early = described(config)
+    (model / "new").write_bytes(b"fine-tuned weights")
+    (model / "new").replace(model / "model.safetensors")
+    found = early.identify(WeightReader(None))
+    assert "has changed since the model was loaded" in found.warnings[0]
+    assert found.keyspace != identity(config).keyspace
+
+
+def test_files_that_cannot_be_read(model: Path, tmp_path: Path) -> None:
+    """If the files cannot be read, their place, sizes and times count, and the user is told."""
+
+    class Unreadable(WeightReader):
+        def digests(self, files: Sequence[ModelFile]) -> list[str]:
+            raise OSError("input/output error")
+
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    first, second = (
+        described(vllm_config(model_config__model=str(folder))).identify(Unreadable(None)) for folder in (model, copy)
+    )
+    assert "input/output error" in first.warnings[0]
+    assert first.keyspace != second.keyspace
 
 
 def test_weights_of_one_file(model: Path) -> None:
@@ -206,3 +273,12 @@ def test_label(model: Path) -> None:
     assert identity(config).label == "tiny float32 tp2"
     assert identity(vllm_config()).label == "acme/llama float32 tp1"
     assert len(identity(vllm_config(model_config__model="x" * 200)).label) == NAME_LENGTH_MAX
+
+
+def test_groups_of_layers_count(model: Path) -> None:
+    """Engines share blocks of several groups only if the groups are the same, in the same order."""
+    config = vllm_config(model_config__model=str(model))
+    full, windowed = ["full", 32, ["layer 1"]], ["window", 64, ["layer 0"]]
+    made = [identity(config, groups=groups).keyspace for groups in (None, [full, windowed], [windowed, full], [full])]
+    assert len(set(made)) == len(made)
+    assert identity(config, groups=[full, windowed]).keyspace == made[1]

@@ -10,9 +10,8 @@ import pytest
 from kvcached_client.errors import KvcachedError
 from kvcached_client.offload import Hold
 from kvcached_client.types import LeaseId, TransferId
-from kvcached_client.vllm import daemon_thread as link_module
-from kvcached_client.vllm.commands import (
-    COMMANDS_MAX,
+from kvcached_client.vllm.daemon import thread as link_module
+from kvcached_client.vllm.daemon.commands import (
     Connected,
     DropLoad,
     DropStore,
@@ -23,7 +22,8 @@ from kvcached_client.vllm.commands import (
     Release,
     Unplanned,
 )
-from kvcached_client.vllm.daemon_thread import DaemonThread
+from kvcached_client.vllm.daemon.inbox import COMMANDS_MAX
+from kvcached_client.vllm.daemon.thread import DaemonThread
 from tests.vllm_connector.link_rig import (
     CLEARED,
     DRAINING,
@@ -145,7 +145,7 @@ def test_questions_of_a_turn_are_sent_before_the_first_answer(rig: Rig) -> None:
     client._finish = note  # type: ignore[method-assign]
     client.go_on.set()
     rig.wait(3)
-    assert sent[0] == ["cancel_load", "acquire", "acquire", "prepare_store"]
+    assert sent[0] == ["cancel_load", "acquire", "acquire", "prepare_stores"]
 
 
 def test_deadlines_missed_together_are_one_pause(rig: Rig) -> None:
@@ -313,7 +313,7 @@ def test_idle_link_gives_back_what_came_too_late(rig: Rig) -> None:
     rig.now += 10
     rig.link.submit(offer(2))
     assert rig.wait(1) == [Planned(2, PLAN)]
-    assert client.calls[3][0] == "prepare_store"
+    assert client.calls[3][0] == "prepare_stores"
 
 
 def test_clear(rig: Rig) -> None:
@@ -390,7 +390,7 @@ def test_fault_in_the_thread_answers_what_waits(rig: Rig, caplog: pytest.LogCapt
     """A fault of kvcached ends the link, not vLLM: it is logged, what waits is answered, and nothing more accepted."""
     client = ScriptedClient(1)
     connected(rig, client)
-    client.post_release = broken  # type: ignore[assignment]
+    client.begin_prepare_stores = broken  # type: ignore[assignment]
     client.go_on.clear()
     rig.link.submit(seek(1))
     assert client.entered.wait(10)

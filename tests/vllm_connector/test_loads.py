@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client.vllm.commands import DropLoad, Release, Seek
+from kvcached_client.vllm.daemon.commands import DropLoad, Release, Seek
 from kvcached_client.vllm.orders import LoadOrder
 from tests.vllm_connector.rig import BLOCK, GENERATION, FakeRequest, Rig
 
@@ -16,7 +16,7 @@ def load(rig: Rig, request: FakeRequest, hit: int, *, local: int = 0) -> tuple[L
     assert tokens
     assert is_async
     blocks = rig.blocks(local + tokens // BLOCK)
-    rig.side.allocated(request, blocks, tokens)
+    rig.side.allocated(request, [blocks], tokens)
     request.num_computed_tokens = local * BLOCK + tokens
     (order,) = rig.idle().loads
     return order, blocks
@@ -50,7 +50,7 @@ def test_vllm_may_take_less() -> None:
     request = rig.arrive("r", 5 * BLOCK + 1)
     rig.found(4)
     rig.matched(request)
-    rig.side.allocated(request, rig.blocks(2), 2 * BLOCK)
+    rig.side.allocated(request, [rig.blocks(2)], 2 * BLOCK)
     (order,) = rig.idle().loads
     assert order.job.spans[0].slots.tolist() == [500, 501]
 
@@ -71,7 +71,7 @@ def test_load_that_nobody_announced_is_a_fault() -> None:
     rig = Rig()
     request = rig.arrive("r", 4 * BLOCK + 1)
     with pytest.raises(RuntimeError, match="nobody announced"):
-        rig.side.allocated(request, rig.blocks(3), 3 * BLOCK)
+        rig.side.allocated(request, [rig.blocks(3)], 3 * BLOCK)
 
 
 @pytest.mark.parametrize("as_whole", [False, True])
@@ -137,7 +137,7 @@ def test_load_of_lost_session_goes_out() -> None:
     rig.found(3)
     tokens, _ = rig.matched(request)
     assert tokens
-    rig.side.allocated(request, rig.blocks(3), tokens)
+    rig.side.allocated(request, [rig.blocks(3)], tokens)
     rig.lose()
     orders = rig.idle()
     assert [order.session for order in orders.loads] == [1]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client.vllm.commands import Fetching, Found, NotFound, Seek, TypicalTime
-from kvcached_client.vllm.waiting import WAIT_S_PER_STEP_MAX
+from kvcached_client.vllm.daemon.commands import Fetching, Found, NotFound, Seek
+from kvcached_client.vllm.daemon.inbox import TypicalTime
+from kvcached_client.vllm.scheduling.waiting import WAIT_S_PER_STEP_MAX
 from tests.vllm_connector.rig import BLOCK, FakeRequest, Rig, running
 
 ASK_AGAIN = (None, False)

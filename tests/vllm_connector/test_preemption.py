@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client.vllm.commands import DropLoad, Offer, Release, Seek
-from kvcached_client.vllm.scheduler import RESET_S_MAX
+from kvcached_client.vllm.daemon.commands import DropLoad, Offer, Release, Seek
+from kvcached_client.vllm.scheduling.scheduler import RESET_S_MAX
 from tests.vllm_connector.rig import BLOCK, Rig
 
 
@@ -44,7 +44,7 @@ def test_preempted_request_that_may_not_load_gives_its_lease_back() -> None:
     found = rig.found(1)
     tokens, _ = rig.matched(request)
     assert tokens
-    rig.side.allocated(request, rig.blocks(1), tokens)
+    rig.side.allocated(request, [rig.blocks(1)], tokens)
     rig.idle()
     rig.side.loaded({"r"}, {"r"}, ())
     rig.preempt(request)

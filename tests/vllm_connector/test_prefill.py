@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvcached_client.offload import Hold
 from kvcached_client.types import LeaseId
-from kvcached_client.vllm.commands import Seek
-from kvcached_client.vllm.request_state import RequestState
-from kvcached_client.vllm.waiting import PrefillMeter, PrefillRate, prompt_tokens
+from kvcached_client.vllm.daemon.commands import Seek
+from kvcached_client.vllm.scheduling.request_state import RequestState
+from kvcached_client.vllm.scheduling.waiting import PrefillMeter, PrefillRate, prompt_tokens
 from tests.vllm_connector.link_rig import Rig as LinkRig
 from tests.vllm_connector.link_rig import ScriptedClient, connected, fetching_rig
 from tests.vllm_connector.link_rig import seek as any_seek

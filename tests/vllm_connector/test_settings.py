@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvcached_client.vllm.settings import Settings, check_config, check_version, is_replicated, read_settings
+from kvcached_client.vllm.settings import (
+    Settings,
+    check_config,
+    check_device_memory,
+    check_version,
+    is_replicated,
+    read_settings,
+)
 from tests.vllm_connector.configs import cache_config, vllm_config
 
 
@@ -18,9 +25,10 @@ def test_defaults() -> None:
 
 
 def test_all_keys() -> None:
-    """There are four keys."""
+    """There are five keys."""
     extra: dict[str, object] = {"run_dir": "/run/x", "weights_version": "3", "hold_deadline_ms": 50, "prefetch": "off"}
     assert read_settings(extra) == Settings("/run/x", "3", 50, "off")
+    assert read_settings({"device_memory": "daemon"}) == Settings(device_memory="daemon")
 
 
 @pytest.mark.parametrize(
@@ -28,7 +36,7 @@ def test_all_keys() -> None:
     [
         (
             {"rundir": "/x", "a": 1},
-            "a, rundir unknown to KvcachedConnector; it knows hold_deadline_ms, prefetch, run_dir, w",
+            "a, rundir unknown to KvcachedConnector; it knows device_memory, hold_deadline_ms, pref",
         ),
         ({"run_dir": ""}, "run_dir is ''"),
         ({"run_dir": 3}, "run_dir is 3"),
@@ -39,6 +47,7 @@ def test_all_keys() -> None:
         ({"hold_deadline_ms": 60_001}, "hold_deadline_ms is 60001"),
         ({"prefetch": "no"}, "prefetch is 'no'; give one of timeout, best_effort, wait_complete, off"),
         ({"prefetch": False}, "prefetch is False"),
+        ({"device_memory": True}, "device_memory is True; give one of engine, daemon"),
     ],
 )
 def test_wrong_keys_and_values_are_refused(extra: dict[str, object], words: str) -> None:
@@ -46,6 +55,29 @@ def test_wrong_keys_and_values_are_refused(extra: dict[str, object], words: str)
     with pytest.raises(ValueError, match="kv_connector_extra_config") as refused:
         read_settings(extra)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keeps_all_blocks", "words"),
+    [
+        ({"device_config__device_type": "cuda"}, True, "it is for the CPU so far, not for 'cuda'"),
+        ({}, False, "several groups of layers"),
+        ({"cache_config__enable_prefix_caching": False}, True, "prefix caching is off"),
+        ({"speculative_config": object()}, True, "speculative decoding"),
+    ],
+)
+def test_device_memory_of_the_daemon_is_refused(changes: dict[str, Any], keeps_all_blocks: bool, words: str) -> None:
+    """Where blocks could not be found again, or not be trusted, vLLM does not start with the setting."""
+    taken = vllm_config(**{"cache_config__enable_prefix_caching": True, "speculative_config": None} | changes)
+    with pytest.raises(ValueError, match="device_memory cannot be") as refused:
+        check_device_memory(taken, keeps_all_blocks=keeps_all_blocks)
+    assert words in str(refused.value)
+
+
+def test_device_memory_of_the_daemon_is_taken() -> None:
+    """On the CPU, with prefix caching, for layers of full attention."""
+    taken = vllm_config(cache_config__enable_prefix_caching=True, speculative_config=None)
+    check_device_memory(taken, keeps_all_blocks=True)
 
 
 def test_plain_configuration_is_taken() -> None:
@@ -95,6 +127,22 @@ def test_window_attention_is_refused() -> None:
         check_config(vllm_config(), cache_config(), keeps_all_blocks=False)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_and_windows_are_taken_by_the_hybrid_connector(groups: int) -> None:
+    """The other connector takes several groups, and one whose blocks vLLM drops, but no draft model beside them."""
+    check_config(vllm_config(), cache_config(groups), keeps_all_blocks=False, takes_groups=True)
+    drafting = vllm_config(speculative_config=object())
+    with pytest.raises(ValueError, match="speculative decoding beside several groups"):
+        check_config(drafting, cache_config(groups), keeps_all_blocks=False, takes_groups=True)
+    check_config(drafting, cache_config(), keeps_all_blocks=True, takes_groups=True)
+
+
+def test_model_without_a_cache_is_refused_by_both() -> None:
+    """A model whose layers keep nothing has no groups."""
+    with pytest.raises(ValueError, match="0 groups of layers"):
+        check_config(vllm_config(), cache_config(0), keeps_all_blocks=False, takes_groups=True)
+
+
 def test_all_reasons_are_told_at_once() -> None:
     """Whoever has several things to mend is told all of them."""
     changes = {"kv_transfer_config__kv_load_failure_policy": "fail", "parallel_config__nnodes": 2}
@@ -106,12 +154,18 @@ def test_all_reasons_are_told_at_once() -> None:
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0rc1", "0.32", "0.33.12.dev3+gabc"])
 def test_supported_versions(version: str) -> None:
     """0.32 and 0.33 are supported, whatever follows."""
-    check_version(version)
+    assert check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0.0", "0.3.2", "dev", ""])
-def test_other_versions_are_refused(version: str) -> None:
-    """Any other version is refused, with the range and what to install."""
+@pytest.mark.parametrize("version", ["0.34.0", "0.100.0rc1", "1.0.0"])
+def test_newer_versions_are_not_refused_by_their_number(version: str) -> None:
+    """A version beyond the supported range is left to the check of its interface."""
+    assert not check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.3.2", "dev", ""])
+def test_older_versions_are_refused(version: str) -> None:
+    """An older version, or one without a number, is refused, with the range and what to install."""
     with pytest.raises(RuntimeError, match=r"supports >=0\.32,<0\.34: install") as refused:
         check_version(version)
     assert f"version {version}," in str(refused.value)
@@ -120,7 +174,7 @@ def test_other_versions_are_refused(version: str) -> None:
 def test_only_the_connector_needs_vllm() -> None:
     """The package and all its parts but the connector and its metrics can be imported without vLLM and torch."""
     program = """
-import sys, kvcached_client.vllm, kvcached_client.vllm.scheduler, kvcached_client.vllm.daemon_thread
+import sys, kvcached_client.vllm, kvcached_client.vllm.scheduling.scheduler, kvcached_client.vllm.daemon.thread
 import kvcached_client.vllm.worker, kvcached_client.vllm.identity, kvcached_client.vllm.settings
 import kvcached_client.vllm.settings
 print(sorted({"vllm", "torch"} & set(sys.modules)))

@@ -9,19 +9,16 @@ from typing import Any
 import pytest
 
 from kvcached_client.errors import ErrorCode, KvcachedError, request_error
-from kvcached_client.vllm.commands import (
-    DropLoad,
-    DropStore,
-    MakeUpClear,
-    Offer,
-    Release,
-    Seek,
-)
-from kvcached_client.vllm.daemon_thread import DaemonThread
+from kvcached_client.vllm.daemon.commands import DropLoad, DropStore, MakeUpClear, Offer, Release, Seek
+from kvcached_client.vllm.daemon.thread import DaemonThread
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, StoreOrder
-from kvcached_client.vllm.scheduler import SchedulerSide
+from kvcached_client.vllm.scheduling.chains import Chains, unit_of
+from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
 from tests.vllm_connector.mini_daemon import BLOCK, MiniClient, MiniDaemon
+from tests.vllm_connector.mini_hybrid import ListedBlock, MiniHybrid
 from tests.vllm_connector.mini_parts import Pool, reference
+from tests.vllm_connector.mini_states import SIZES
+from tests.vllm_connector.mini_states import reference as groups_reference
 from tests.vllm_connector.mini_vllm import SHARDS, MiniVllm
 
 STEPS = 400
@@ -37,18 +34,24 @@ class SteppedThread(DaemonThread):
     def turn(self) -> None:
         """One turn of the thread's loop."""
         if self._client is not None:
-            if self._commands or not self._is_alive():
+            if self._commands.due_in(self._clock()) == 0 or not self._is_alive():
                 self._serve_next()
             else:
-                self._acquire(self._take_fetched())
+                self._end_acquire(self._begin_acquire(self._take_fetched()))
             return
         if self._pause_s:
             self._refuse_waiting((Seek, Offer, DropLoad, DropStore, Release, MakeUpClear), is_open=False)
         self._open(self._world.connect)
 
+    def carry_out_all(self) -> None:
+        """Every command, though it would wait for others."""
+        while self._commands:
+            self._commands.hurry()
+            self.turn()
+
     def clear(self, timeout_s: float) -> bool:
         self._owes_clear = True
-        self._commands.put(MakeUpClear())
+        self._commands.put(MakeUpClear(), self._clock())
         return False
 
 
@@ -115,23 +118,41 @@ class MiniWorker:
 class World:
     """Everything, driven by one random generator."""
 
+    pools = (16, 28, 60)  #: numbers of blocks, of which one world has one
+
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.now = 0.0
         self.daemon = MiniDaemon(rng, slabs=rng.choice([3, 6, 30]))
         self.clients: dict[int, MiniClient] = {}
         self.link = SteppedThread(self)
-        self.pool = Pool(rng.choice([16, 28, 60]), has_cache=rng.random() < 0.5)
+        self.pool = self.pool_of(rng)
         self.side = SchedulerSide(
-            self.link, self.pool, block_size=BLOCK, shards=SHARDS, hold_deadline_s=1.0, clock=lambda: self.now
+            self.link, self.pool, chains=self.chains(), shards=SHARDS, hold_deadline_s=1.0, clock=lambda: self.now
         )
-        depth = rng.choice([1, 2])
-        self.vllm = MiniVllm(rng, self.side, self.pool, depth=depth, guesses=rng.choice([0, 3]))
+        self.vllm: Any = self.engine_of(rng)
         self.workers = [MiniWorker(self, shard) for shard in range(SHARDS)]
         self.added = 0
         self.seen: Counter[str] = Counter()
         self.waiting_loads: Counter[str] = Counter()
         self.prefixes = [[rng.randrange(11) for _ in range(rng.randrange(30))] for _ in range(3)]
+
+    def pool_of(self, rng: random.Random) -> Pool:
+        """The engine's blocks."""
+        return Pool(rng.choice(self.pools), has_cache=rng.random() < 0.5)
+
+    def chains(self) -> Chains:
+        """How the blocks of the engine form chains."""
+        return Chains(BLOCK)
+
+    def engine_of(self, rng: random.Random) -> Any:
+        """The engine."""
+        depth = rng.choice([1, 2])
+        return MiniVllm(rng, self.side, self.pool, depth=depth, guesses=rng.choice([0, 3]))
+
+    def expected(self, prompt: list[int], wanted: int) -> list[int]:
+        """The output of a request without a cache."""
+        return reference(prompt, wanted)
 
     # --- the daemon's part ------------------------------------------------------------------------------------------
 
@@ -269,11 +290,9 @@ class World:
             self.engine()
         assert not self.vllm.by_name, f"{[(live.name, live.state) for live in self.vllm.by_name.values()]} never ended"
         assert not self.side.is_busy
-        while self.link._commands:
-            self.link.turn()
+        self.link.carry_out_all()
         self.side._take_events()
-        while self.link._commands:
-            self.link.turn()
+        self.link.carry_out_all()
         self.daemon.check()
         for session in self.daemon.core.sessions.values():
             assert not session.leases, "leases were not given back"
@@ -284,7 +303,31 @@ class World:
         notes = (side._by_id, side._loading, side._new_loads, side._leases._seeking)
         assert not any((*notes, offers._postponed, offers._parting, offers._failed)), "notes were left behind"
         for name, (prompt, wanted, output) in self.vllm.outputs.items():
-            assert output == reference(prompt, wanted), f"{name} got another output than computed"
+            assert output == self.expected(prompt, wanted), f"{name} got another output than computed"
+
+
+class GroupsWorld(World):
+    """With an engine of two groups of layers, one of which has a sliding window."""
+
+    pools = (40, 60, 120)
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        rng = self.rng
+        self.prefixes = [[rng.randrange(11) for _ in range(rng.randrange(8, 45))] for _ in range(2)]
+
+    def chains(self) -> Chains:
+        return Chains(BLOCK, unit=unit_of(SIZES, BLOCK), live=self._lists)
+
+    def _lists(self, request: str) -> list[list[ListedBlock]]:
+        lists: list[list[ListedBlock]] = self.vllm.lists(request)
+        return lists
+
+    def engine_of(self, rng: random.Random) -> Any:
+        return MiniHybrid(rng, self.side, self.pool)
+
+    def expected(self, prompt: list[int], wanted: int) -> list[int]:
+        return groups_reference(prompt, wanted)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -299,3 +342,23 @@ def test_everything_goes_wrong_often() -> None:
     """The same, from 200 other seeds."""
     for seed in range(1000, 1200):
         World(seed).run()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_everything_goes_wrong_with_groups(seed: int) -> None:
+    """The same with a sliding window beside full attention: also, nothing is read that has left the window."""
+    GroupsWorld(seed).run()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_everything_goes_wrong_with_groups_often() -> None:
+    """The same, from 200 other seeds; hits, failed loads and preemptions are among them."""
+    seen: Counter[str] = Counter()
+    for seed in range(2000, 2200):
+        world = GroupsWorld(seed)
+        world.run()
+        seen += world.seen
+        seen["loads failed"] += world.vllm.loads_failed
+        seen["preemptions"] += world.vllm.preemptions
+    assert min(seen[what] for what in ("loads", "loads failed", "preemptions", "resets")) > 100, seen

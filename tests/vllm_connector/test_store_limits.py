@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvcached_client.vllm.commands import DropStore, Offer, Release, Seek, Unplanned
-from kvcached_client.vllm.scheduler import GENERATED_BLOCKS_PER_OFFER
-from kvcached_client.vllm.store_queue import OFFER_BLOCKS_MAX, STORES_MAX
+from kvcached_client.vllm.daemon.commands import DropStore, Offer, Release, Seek, Unplanned
+from kvcached_client.vllm.scheduling.scheduler import GENERATED_BLOCKS_PER_OFFER
+from kvcached_client.vllm.scheduling.store_queue import OFFER_BLOCKS_MAX, STORES_MAX
 from tests.vllm_connector.rig import BLOCK, Rig, generate, running
 
 
@@ -211,3 +211,37 @@ def test_finished_requests_hold_no_more_than_their_share() -> None:
         rig.plan(offer=offer)
     rig.report(rig.idle())
     assert (rig.held, rig.side.is_busy, len(rig.link.taken(Release))) == ([], False, 2)
+
+
+def test_earlier_blocks_count_towards_the_share() -> None:
+    """Lost blocks before an offer that the daemon asks for again are not stored if offers would hold too many."""
+    rig = Rig(pool_blocks=40)
+    running(rig, "r", 14 * BLOCK + 1, hit=11)
+    plan = rig.plan(pieces=[(0, 8), (11, 3)])
+    assert rig.idle().stores == ()
+    assert [drop.transfer for drop in rig.link.taken(DropStore)] == [plan.transfer]
+    assert (rig.held, rig.side.take_skipped()) == ([], 11)
+
+    running(rig, "s", 14 * BLOCK + 1, hit=11)
+    rig.plan(pieces=[(0, 7), (11, 3)])
+    assert len(rig.idle().stores) == 1
+    assert len(rig.held) == 10
+
+
+def test_offers_that_hold_much_do_not_wait() -> None:
+    """Where half of the blocks that may be held are held, offers wait for no others, so that blocks come free."""
+    rig = Rig(pool_blocks=40)
+    running(rig, "r", 4 * BLOCK)
+    assert rig.link.hurries == 0
+    running(rig, "s", 1 * BLOCK + BLOCK)
+    assert (len(rig.held), rig.link.hurries) == (6, 1)
+
+
+def test_blocks_that_wait_for_an_offer_count_as_held() -> None:
+    """The last blocks of a request whose offer is out are held, too: where that is much, the offer is sent."""
+    rig = Rig(pool_blocks=40)
+    request, blocks = running(rig, "r", 2 * BLOCK)
+    blocks += generate(rig, request, 3)
+    assert (len(rig.held), rig.link.hurries) == (2, 0)
+    rig.finish(request, blocks)
+    assert (len(rig.held), rig.link.hurries) == (5, 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client.vllm.commands import DropStore, Offer, Release
-from kvcached_client.vllm.scheduler import GENERATED_BLOCKS_PER_OFFER
+from kvcached_client.vllm.daemon.commands import DropStore, Offer, Release
+from kvcached_client.vllm.scheduling.scheduler import GENERATED_BLOCKS_PER_OFFER
 from tests.vllm_connector.rig import BLOCK, GENERATION, FakeRequest, Rig, generate, running
 
 
@@ -110,7 +110,7 @@ def recompute(rig: Rig, request: FakeRequest, bad: int) -> list[int]:
     rig.found(3)
     rig.matched(request)
     blocks = rig.blocks(-(-request.num_tokens // BLOCK))
-    rig.side.allocated(request, blocks, 3 * BLOCK)
+    rig.side.allocated(request, [blocks], 3 * BLOCK)
     rig.idle()
     rig.side.loaded({"r"}, (), {blocks[bad]})
     rig.run_new(request, blocks, bad * BLOCK, request.num_tokens - bad * BLOCK)
@@ -197,7 +197,7 @@ def test_new_blocks_are_appended_and_resumed_ones_replace() -> None:
     rig.found(0)
     rig.matched(request)
     other = rig.blocks(3)
-    rig.side.allocated(request, other, 0)
+    rig.side.allocated(request, [other], 0)
     rig.run(request, 3 * BLOCK, added=other, resumed=True)
     rig.plan()
     assert rig.idle().stores[0].job.spans[0].blocks.tolist() == other
@@ -305,3 +305,13 @@ def test_request_that_came_without_session_gets_a_lease_later() -> None:
     rig.found(0)
     rig.idle()
     assert rig.plan().pieces == ((0, 2 + GENERATED_BLOCKS_PER_OFFER),)
+
+
+def test_idle_engine_lets_no_offer_wait() -> None:
+    """Offers wait for others while requests run; once nothing is computed, what waits is sent."""
+    rig = Rig()
+    request, _ = running(rig, "r", 2 * BLOCK + 1)
+    rig.run(request, 1)
+    assert rig.link.hurries == 0
+    rig.idle()
+    assert rig.link.hurries == 1

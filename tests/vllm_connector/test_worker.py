@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, DeviceEr
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import TransferId
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
-from kvcached_client.vllm.worker import PASSES_MAX, QUIET_S, WorkerSide
+from kvcached_client.vllm.worker import BLOCKS_TOGETHER_MAX, PASSES_MAX, QUIET_S, STORES_TOGETHER_MAX, WorkerSide
 
 EXPIRED = request_error(ErrorCode.SESSION_EXPIRED, "the session is over", "join the next one")
 SLOW = DeadlineExceeded("slow")
@@ -54,8 +54,10 @@ class FakeShard:
         other, self._other = self._other, -1
         os.close(other)
 
-    def store(self, job: BlockJob, *, after: Any) -> None:
-        self._do("store", job, after)
+    def store_all(self, jobs: Sequence[BlockJob], *, after: Any) -> None:
+        self.rig.together.append([job.transfer for job in jobs])
+        for job in jobs:
+            self._do("store", job, after)
 
     def load(self, job: BlockJob, *, after: Any) -> list[int]:
         bad: list[int] = self._do("load", job, after)
@@ -95,6 +97,7 @@ class Rig:
         self.shards: list[FakeShard] = []
         self.joined = threading.Semaphore(0)
         self.marks: dict[int, Any] = {}  #: by transfer
+        self.together: list[list[int]] = []  #: stores that were carried out by one call
         self.made: list[Any] = []
         self.side = WorkerSide(self._join, mark=self._mark, clock=lambda: self.now)
         lock = NotingLock()
@@ -161,6 +164,11 @@ def store(transfer: int, *, session: int = 1) -> StoreOrder:
     return StoreOrder(session, job(transfer, [20, 21, 22]))
 
 
+def large(transfer: int) -> StoreOrder:
+    """A store that is carried out by itself."""
+    return StoreOrder(1, job(transfer, list(range(BLOCKS_TOGETHER_MAX))))
+
+
 def test_load_is_reported(rig: Rig) -> None:
     """A load that arrived is reported once, with no bad block."""
     rig.begin(load(1))
@@ -184,6 +192,17 @@ def test_bad_blocks_wait_for_their_load(rig: Rig) -> None:
     rig.wait_for(lambda: rig.side._loaded)
     assert rig.side.take_bad_blocks() == set()
     assert (rig.side.take_loaded(), rig.side.take_bad_blocks()) == ({"r1"}, {40})
+
+
+def test_requests_with_bad_blocks_are_named_with_their_load(rig: Rig) -> None:
+    """With several groups, vLLM is told of the requests: a bad block fails the load, in the report that ends it."""
+    rig.answers = {1: [0], 2: []}
+    rig.begin(load(1, [40]))
+    rig.begin(load(2, [41]))
+    rig.wait_for(lambda: len(rig.side._loaded) > 1)
+    assert rig.side.take_failed() == set()
+    assert (rig.side.take_loaded(), rig.side.take_failed()) == ({"r1", "r2"}, {"r1"})
+    assert rig.side.take_failed() == set()
 
 
 @pytest.mark.parametrize("error", [EXPIRED, SLOW, GONE, BROKEN, ZeroDivisionError()])
@@ -210,7 +229,7 @@ def test_stores_have_their_turn_beside_loads(rig: Rig) -> None:
     rig.begin(load(1))
     assert rig.entered.wait(10)
     transfers = range(10, 10 + 3 * PASSES_MAX)
-    rig.begin(store(2), store(3), *(load(transfer) for transfer in transfers))
+    rig.begin(large(2), large(3), *(load(transfer) for transfer in transfers))
     rig.go_on.set()
     rig.drain(loads=1 + len(transfers), stores=2)
     kinds = [what for what, _, _ in rig.done if what in {"load", "store"}]
@@ -221,13 +240,61 @@ def test_stores_have_their_turn_beside_loads(rig: Rig) -> None:
 def test_loads_go_first(rig: Rig) -> None:
     """Loads overtake stores that wait; each kind keeps its order."""
     rig.go_on.clear()
-    rig.begin(store(1), store(2), store(3))
+    rig.begin(large(1), large(2), large(3))
     assert rig.entered.wait(10)
     rig.begin(load(4))
     rig.begin(load(5))
     rig.go_on.set()
     rig.drain(loads=2, stores=3)
     assert [transfer for _, _, transfer in rig.done if transfer] == [1, 4, 5, 2, 3]
+
+
+def stores_behind_a_load(rig: Rig, *orders: StoreOrder) -> list[list[int]]:
+    """Stores that wait while a load is made: which of them one call carries out."""
+    rig.go_on.clear()
+    rig.begin(load(1000))
+    assert rig.entered.wait(10)
+    for order in orders:
+        rig.begin(order)
+    rig.go_on.set()
+    rig.drain(loads=1, stores=len(orders))
+    return rig.together
+
+
+def test_small_stores_are_carried_out_together(rig: Rig) -> None:
+    """Stores that wait go into one call and one report, behind the mark of the last; a large one goes by itself."""
+    together = stores_behind_a_load(rig, store(1), store(2), large(3), store(4), store(5))
+    assert together == [[1, 2], [3], [4, 5]]
+    assert (rig.marks[1], rig.marks[2]) == (2, 2)
+
+
+def test_stores_of_two_sessions_do_not_go_together(rig: Rig) -> None:
+    """Stores of the last session, which are void, take no store of the next one along."""
+    rig.go_on.clear()
+    rig.begin(load(1000))
+    assert rig.entered.wait(10)
+    rig.begin(store(1))
+    rig.begin(store(2, session=2), session=2)
+    rig.go_on.set()
+    assert rig.drain(loads=1, stores=2)[2:] == ({1, 2}, set())
+    assert rig.together == [[1], [2]]
+
+
+def test_stores_that_go_together_are_limited(rig: Rig) -> None:
+    """One report names no more stores than a message may."""
+    orders = [StoreOrder(1, job(transfer, [20])) for transfer in range(1, STORES_TOGETHER_MAX + 2)]
+    assert [len(each) for each in stores_behind_a_load(rig, *orders)] == [STORES_TOGETHER_MAX, 1]
+
+
+def test_stores_that_failed_together_are_all_reported(rig: Rig) -> None:
+    """A failure of one call is the failure of all its stores."""
+    rig.answers = {2: BROKEN}
+    rig.go_on.clear()
+    rig.begin(load(1000))
+    assert rig.entered.wait(10)
+    rig.begin(store(1), store(2))
+    rig.go_on.set()
+    assert rig.drain(loads=1, stores=2)[2:] == ({1, 2}, {1, 2})
 
 
 def test_copies_begin_behind_the_mark_of_their_step(rig: Rig) -> None:
@@ -401,8 +468,10 @@ def broken() -> None:
 def test_counts(rig: Rig) -> None:
     """Blocks and seconds are counted, those that failed apart, and taken once."""
     rig.answers = {1: [0], 3: BROKEN}
-    rig.begin(load(1), store(2), store(3))
-    rig.drain(loads=1, stores=2)
+    rig.begin(load(1), store(2))
+    rig.drain(loads=1, stores=1)
+    rig.begin(store(3))
+    rig.drain(stores=1)
     counts = rig.side.take_counts()
     assert counts is not None
     assert (counts.loaded_blocks, counts.load_failed_blocks) == (1, 1)
@@ -414,7 +483,7 @@ def test_counts(rig: Rig) -> None:
 def test_close_ends_the_copy_under_way_and_drops_the_rest(rig: Rig) -> None:
     """Closing waits for the copy under way, leaves the session and ends the thread; again it does nothing."""
     rig.go_on.clear()
-    rig.begin(store(1), store(2))
+    rig.begin(large(1), large(2))
     assert rig.entered.wait(10)
     closing = threading.Thread(target=rig.side.close)
     closing.start()

@@ -12,6 +12,7 @@ import pytest
 from kvcached.memory.available import NotEnoughMemory, check_available
 from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.sealed import SharedMemory
+from kvcached_client.blocks.mapping import huge_pages
 from kvcached_client.doctor.memory_bounds import memory_bounds
 from tests.worker.groups import open_descriptors
 
@@ -41,7 +42,10 @@ def test_memory_cannot_be_resized_by_a_holder(memory: ShardMemory, size_bytes: i
 
 
 def test_memory_is_zero_private_to_exec_and_not_dumped(memory: ShardMemory) -> None:
-    """A new pool is all zero, its descriptors close at exec, and core dumps of who maps it leave it out."""
+    """A new pool is all zero, its descriptors close at exec, and core dumps of who maps it leave it out.
+
+    Its mapping takes huge pages.
+    """
     mapped = SharedMemory(memory.descriptor, SIZE)
     mapping = next(
         entry
@@ -52,6 +56,7 @@ def test_memory_is_zero_private_to_exec_and_not_dumped(memory: ShardMemory) -> N
     assert ctypes.string_at(mapped.address, SIZE) == bytes(SIZE)
     assert not any(os.get_inheritable(each) for each in (*memory.for_worker, *memory.for_engine))
     assert re.search(r"^VmFlags:.* dd", mapping, re.MULTILINE)
+    assert huge_pages() == "none" or re.search(r"^VmFlags:.* hg", mapping, re.MULTILINE)
     mapped.close()
 
 

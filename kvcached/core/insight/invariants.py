@@ -23,7 +23,7 @@ from kvcached.core.pins import Held
 from kvcached.core.session import OffloadSession
 from kvcached.core.slots.ranges import Ranges, has_holes, no_ranges, pairs, slot_count, without_holes
 from kvcached.core.slots.slots import DevicePool, SlotPool
-from kvcached.core.slots.states import SessionState, SlotState, TransferState
+from kvcached.core.slots.states import NO_MEMORY, SessionState, SlotState, TransferState
 from kvcached.core.transfers.prefix_locks import PrefixLock
 from kvcached.core.transfers.transfer import EngineTransfer, ShardTransfer, Transfer, WorkerTransfer
 from kvcached_client.types import FenceSequence
@@ -66,6 +66,8 @@ def _violations(cache: Cache) -> Iterator[str]:
             mine = [each for each in transfers if each.pool is pool]
             if pool.clearing and any(session.state is SessionState.ACTIVE for session in sessions):
                 yield f"pool {pool.name} is being cleared, and somebody has a session on it"
+            if pool.state in NO_MEMORY and (sessions or mine or pool.free < pool.slots):
+                yield f"pool {pool.name} is {pool.state}, with {len(sessions)} sessions and counts {pool.counts}"
             yield from _residency(tree, runs, pool, pool.index)
             yield from _slots(pool, _device_claims(runs, pool, sessions, mine))
             leases = [lease for session in sessions for lease in session.leases.values()]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvcached.core.index.run import Run
 from kvcached.core.messages import BlocksUncached, HeaderChange
 from kvcached.core.slots.ranges import FreeRanges, Ranges, cut, join, one_range, pairs, slot_count
-from kvcached.core.slots.states import SLOT_TRANSITIONS, SlotState
+from kvcached.core.slots.states import POOL_TRANSITIONS, SLOT_TRANSITIONS, PoolState, SlotState, follow
 
 _EDGES = tuple(
     tuple((source, target) in SLOT_TRANSITIONS for target in SlotState) for source in SlotState
@@ -229,6 +229,7 @@ class DevicePool(SlotPool):
         orphaned: FILLING slots that are not in the tree any more, because a load before theirs failed.
         paused: no copies are started, because somebody has asked for that.
         clearing: its namespace is being cleared: nobody gets a session, and no copies are started.
+        state: whether it has its memory; nobody gets a session unless it is awake.
         frozen: an engine from before a restart may use any of its blocks: none is evicted, and no copies are started.
         stores_paused: a store failed or was refused: demotion starts no further one before the next tick.
         demand: slots that somebody waits for while blocks are written back; 0 where nobody does.
@@ -252,6 +253,7 @@ class DevicePool(SlotPool):
         "orphaned",
         "paused",
         "shards",
+        "state",
         "stores_paused",
         "unstored",
         "watermark",
@@ -285,6 +287,7 @@ class DevicePool(SlotPool):
         self.demand = 0
         self.paused = False
         self.clearing = False
+        self.state = PoolState.AWAKE
         self.frozen = False
         self.stores_paused = False
         self.failed_stores: deque[tuple[Run, int]] = deque(maxlen=FAILED_STORES_MAX)
@@ -337,6 +340,10 @@ class DevicePool(SlotPool):
     def end_clear(self) -> None:
         """Its namespace has been cleared."""
         self.clearing = False
+
+    def enter(self, state: PoolState) -> None:
+        """Fall asleep or wake, by the table."""
+        self.state = follow(POOL_TRANSITIONS, self.state, state, f"pool {self.name}")
 
     def need(self, slots: int) -> None:
         """Somebody waits for so many slots."""

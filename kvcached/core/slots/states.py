@@ -1,4 +1,4 @@
-"""What a slot, a session, the daemon, a transfer, storage and a prefetch can be, and every edge between.
+"""What a slot, a session, the daemon, a pool, a transfer, storage and a prefetch can be, and every edge between.
 
 ==============  ==========================================  ================================================
 slot state      who may touch its bytes                     left by
@@ -97,6 +97,30 @@ DAEMON_TRANSITIONS: frozenset[tuple[DaemonState, DaemonState]] = frozenset(
         (DaemonState.DRAINING, DaemonState.SERVING),
         (DaemonState.SERVING, DaemonState.STOPPING),
         (DaemonState.DRAINING, DaemonState.STOPPING),
+    }
+)
+
+
+class PoolState(StrEnum):
+    """Whether a device pool has its memory, which somebody may want for something else for a while."""
+
+    AWAKE = "awake"  #: it serves
+    FALLING_ASLEEP = "falling_asleep"  #: nobody gets a session; its blocks go to the host pool, then out of the index
+    ASLEEP = "asleep"  #: nothing is in it, and its memory is given back
+    WAKING = "waking"  #: its memory is being made, and its workers are started
+
+
+#: A pool in one of these has no memory, or none that anybody may use.
+NO_MEMORY: frozenset[PoolState] = frozenset({PoolState.ASLEEP, PoolState.WAKING})
+
+POOL_TRANSITIONS: frozenset[tuple[PoolState, PoolState]] = frozenset(
+    {
+        (PoolState.AWAKE, PoolState.FALLING_ASLEEP),
+        (PoolState.AWAKE, PoolState.ASLEEP),  # before the first request: the daemon before has left it asleep
+        (PoolState.FALLING_ASLEEP, PoolState.ASLEEP),  # nothing uses its memory any more
+        (PoolState.ASLEEP, PoolState.WAKING),
+        (PoolState.WAKING, PoolState.AWAKE),
+        (PoolState.WAKING, PoolState.ASLEEP),  # its memory could not be made, or its workers could not be started
     }
 )
 

@@ -148,12 +148,20 @@ class EngineCopies:
         if pieces:
             tree.put_host(run, pieces, slots)
             transfer = self.start(session, TransferKind.STORE, tree, run, pieces, slots).id
-            self._effects.append(SlotsHandedOut(session.id, tree.namespace, slots))
+            self._hand_out(session, tree.namespace, slots)
         reached = end if got == wanted else max(tree.missing_in_host(run, end)[0].start, lease.depth)
         tree.lock(tree.resolve(run, reached), reached, HOST)
         tree.unlock(tree.resolve(lease.run, lease.depth), lease.depth, HOST)
         lease.reach(tree.resolve(run, reached), reached)
         return StorePlan(transfer, reached, lease.generation, pieces, slots)
+
+    def _hand_out(self, session: OffloadSession, namespace: bytes, slots: Ranges[int]) -> None:
+        """Say whose the slots are; once for all offers of one message."""
+        last = self._effects[-1] if self._effects else None
+        if isinstance(last, SlotsHandedOut) and (last.session, last.namespace) == (session.id, namespace):
+            self._effects[-1] = SlotsHandedOut(session.id, namespace, last.slots + slots)
+        else:
+            self._effects.append(SlotsHandedOut(session.id, namespace, slots))
 
     def start(
         self,

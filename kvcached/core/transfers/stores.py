@@ -66,8 +66,12 @@ class Stores:
         if is_wanted and tree.missing_in_host(run, depth):
             self._table.counters["stores_forgotten"] += session.pool.note_unstored(run, depth)
 
-    def store(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> bool:
-        """Start to copy what the host pool lacks of the path ``[0, depth)``; False if nothing was started."""
+    def store(self, tree: PrefixTree, pool: DevicePool, run: Run, depth: int, *, whole: bool = False) -> bool:
+        """Start to copy what the host pool lacks of the path ``[0, depth)``; False if nothing was started.
+
+        `whole`: nothing, if the host pool has no room for all of it. A tail of which the beginning is stored cannot
+        leave the device, and two pools that store the beginnings of theirs would evict each other's for ever.
+        """
         run, depth = self._settled_end(tree, pool, run, depth)
         hold = self._unsignalled(pool, tree, run, depth)
         if hold is not None:
@@ -79,6 +83,10 @@ class Stores:
         missing = tree.missing_in_host(run, depth)
         pieces = first_blocks(missing, STORE_BLOCKS_MAX)
         if not pieces:
+            return False
+        if whole and not _has_room(tree, _count(missing), run, depth):
+            self._table.counters["store_refused_blocks"] += _count(missing)
+            pool.pause_stores()
             return False
         wanted = _count(pieces)
         slots = tree.reserve_host(wanted, f"store for pool {pool.name}", keep=(run, depth))
@@ -137,6 +145,20 @@ class Stores:
         if wanted <= 0:
             pool.meet_demand()
             return
+        passed, wanted = self._drop_stored(tree, pool, wanted)
+        self._store_tails(tree, pool, passed, wanted)
+
+    def empty(self, tree: PrefixTree, pool: DevicePool) -> None:
+        """Drop all device copies that the host pool holds, and start to store others. Nobody uses the pool."""
+        passed, _ = self._drop_stored(tree, pool, pool.slots)
+        room = STORES_MAX - len(self._table.of_pool(pool, TransferKind.STORE))
+        for segment in passed:
+            tree.policies[pool.index].add(segment)
+            if room > 0 and not pool.stores_paused:
+                room -= self.store(tree, pool, segment.run, segment.run.start + segment.length, whole=True)
+
+    def _drop_stored(self, tree: PrefixTree, pool: DevicePool, wanted: int) -> tuple[list[Segment], int]:
+        """Drop tails that the host pool holds; the others that were seen, and how many slots are wanted still."""
         policy, slack = tree.policies[pool.index], pool.slots // SLACK_DIVISOR
         freed: list[Ranges[int]] = []
         passed: list[Segment] = []
@@ -150,7 +172,7 @@ class Stores:
         slots = join(freed)
         pool.move(slots, SlotState.CACHED, SlotState.FREE, "demotion")
         self._table.counters["demoted_blocks"] += slot_count(slots)
-        self._store_tails(tree, pool, passed, wanted)
+        return passed, wanted
 
     def _store_tails(self, tree: PrefixTree, pool: DevicePool, tails: list[Segment], wanted: int) -> None:
         """File tails without a host copy again, and start to store those that the policy has stored.
@@ -166,7 +188,7 @@ class Stores:
             is_due = tree.write_policy in _STORE_TAILS and (wanted > 0 or not is_on_need)
             if is_due and room > 0 and not pool.stores_paused:
                 wanted -= segment.evictable_tail
-                room -= self.store(tree, pool, segment.run, segment.run.start + segment.length)
+                room -= self.store(tree, pool, segment.run, segment.run.start + segment.length, whole=True)
 
     def write_back(self, tree: PrefixTree, pool: DevicePool, count: int) -> bool:
         """Somebody needs `count` slots, more than are free: whether to wait for blocks that are being written back.
@@ -221,6 +243,23 @@ def _resident_end(tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> t
             return run, min(depth, run.start + segment.length)
         run, depth = run.parent, run.start
     return run, 0
+
+
+def _has_room(tree: PrefixTree, count: int, run: Run, depth: int) -> bool:
+    """Whether the host pool can take so many more blocks of the path ``[0, depth)``, and evict none of it."""
+    host = tree.host
+    if host is None:
+        return False
+    while host.free < count and host.grow():
+        pass
+    run, depth = tree.host_end(run, depth)
+    tree.lock(run, depth, HOST)
+    try:
+        # Every copy under way is protected, but for those of engines, which end soon.
+        held = host.counts[SlotState.CACHED] + host.counts[SlotState.FILLING]
+        return host.free + held - host.protected >= count
+    finally:
+        tree.unlock_host(run, depth)
 
 
 def _count(pieces: list[Piece]) -> int:

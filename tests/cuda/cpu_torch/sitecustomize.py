@@ -7,7 +7,9 @@ their modules are imported; the example engine, the demo and the SDK run as they
 # ruff: noqa: PLC0415 - Python imports this at the start of every process: it must cost nothing there
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import importlib.abc
 import importlib.machinery
 import math
@@ -73,10 +75,17 @@ def _patch_copier(module: ModuleType) -> None:
     module.current_stream = lambda: 0  # type: ignore[attr-defined]
 
 
+def _patch_graphs(module: ModuleType) -> None:
+    recorded_kernels = importlib.import_module("recorded_kernels")
+    module.DeviceGraph = recorded_kernels.RecordedKernels  # type: ignore[attr-defined]
+    module.recording_stream = contextlib.nullcontext  # type: ignore[attr-defined]
+
+
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "kvcached_client.tensors": _patch_tensors,
     "examples.llama_engine.kv_tensors": _patch_kv_tensors,
     "examples.llama_engine.copier": _patch_copier,
+    "examples.llama_engine.graphs": _patch_graphs,
 }
 
 

@@ -8,7 +8,7 @@ typedef struct {
     unsigned char bytes[16];
 } Uuid;
 
-enum { MAX_ATTRIBUTE = 147 };
+enum { HOST_NUMA_ID = 134, HOST_NUMA_ID_SINCE = 12020, MAX_ATTRIBUTE = 147 };
 
 static int attribute(int which, int physical) {
     switch (which) {
@@ -45,13 +45,16 @@ static int attribute(int which, int physical) {
         return 1; // IPC_EVENT_SUPPORTED
     case 131:
         return -1; // NUMA_ID: the device's memory is no node of its own
+    case HOST_NUMA_ID:
+        return physical;
     default:
         return 0; // fabric handles, managed memory, memory pools: not here
     }
 }
 
 static CUresult give_attribute(int *value, int which, CUdevice device) {
-    if (value == NULL || which < 1 || which > MAX_ATTRIBUTE)
+    bool is_unknown = which == HOST_NUMA_ID && settings.version < HOST_NUMA_ID_SINCE;
+    if (value == NULL || which < 1 || which > MAX_ATTRIBUTE || is_unknown)
         return refuse(CUDA_ERROR_INVALID_VALUE, "there is no attribute %d", which);
     if (!device_valid(device)) return refuse(CUDA_ERROR_INVALID_DEVICE, "this process sees no device %d", device);
     *value = attribute(which, device_physical(device));

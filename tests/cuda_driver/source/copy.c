@@ -144,16 +144,48 @@ static CUresult check_direction(const Piece *piece, Direction direction) {
     return fits ? CUDA_SUCCESS : refuse(CUDA_ERROR_INVALID_VALUE, "the call's direction is not that of its addresses");
 }
 
+// What is left of a copy or a fill in a graph: addresses, which are looked at when it is launched.
+typedef struct {
+    CUdeviceptr destination, source;
+    size_t size;
+    unsigned char byte;
+} Captured;
+
+static CUresult copy_captured(Stream *stream, void *state) {
+    const Captured *captured = state;
+    Batch *batch = batch_new(1);
+    batch->pieces[0] =
+        (Piece){.destination = captured->destination, .source = captured->source, .size = captured->size};
+    CUresult result = check_piece(&batch->pieces[0], false);
+    if (result == CUDA_SUCCESS) enqueue(stream, batch);
+    else drop_batch(batch);
+    return result;
+}
+
+static CUresult capture_copy(Stream *stream, const Piece *piece) {
+    if (piece->from == SIDE_PAGEABLE || piece->to == SIDE_PAGEABLE)
+        return capture_break(stream_captures(stream), "a copy with pageable memory may wait for its stream");
+    Captured captured = {piece->destination, piece->source, piece->size, 0};
+    capture_add(stream_captures(stream), copy_captured, &captured, sizeof captured);
+    return CUDA_SUCCESS;
+}
+
 // What the section "API synchronization behavior" says of memcpy: `is_async` is the suffix of the call's name.
 static CUresult copy(CUdeviceptr destination, CUdeviceptr source, size_t size, CUstream handle, bool is_async,
                      Direction direction) {
     CUresult result;
-    Stream *stream = stream_find(handle, &result);
+    Stream *stream = is_async ? stream_find_capturing(handle, &result) : stream_find(handle, &result);
     if (stream == NULL || size == 0) return result;
     Batch *batch = batch_new(1);
     Piece *piece = &batch->pieces[0];
     *piece = (Piece){.destination = destination, .source = source, .size = size};
     result = check_piece(piece, false);
+    if (result == CUDA_SUCCESS && stream_captures(stream) != NULL) {
+        result = check_direction(piece, direction);
+        if (result == CUDA_SUCCESS) result = capture_copy(stream, piece);
+        drop_batch(batch);
+        return result;
+    }
     if (result == CUDA_SUCCESS) result = check_direction(piece, direction);
     bool is_pageable = piece->from == SIDE_PAGEABLE || piece->to == SIDE_PAGEABLE;
     // With pageable memory an asynchronous copy may wait for the stream, and may not.
@@ -174,18 +206,26 @@ static CUresult copy(CUdeviceptr destination, CUdeviceptr source, size_t size, C
     return waits ? stream_finish(stream, stream_position(stream)) : CUDA_SUCCESS;
 }
 
-static CUresult fill(CUdeviceptr destination, unsigned char byte, size_t size, CUstream handle) {
-    CUresult result;
-    Stream *stream = stream_find(handle, &result);
-    if (stream == NULL || size == 0) return result;
+static CUresult fill_captured(Stream *stream, void *state) {
+    const Captured *captured = state;
     Batch *batch = batch_new(1);
     batch->is_fill = true;
-    batch->byte = byte;
-    batch->pieces[0] = (Piece){.destination = destination, .size = size};
-    result = check_piece(&batch->pieces[0], true);
+    batch->byte = captured->byte;
+    batch->pieces[0] = (Piece){.destination = captured->destination, .size = captured->size};
+    CUresult result = check_piece(&batch->pieces[0], true);
     if (result == CUDA_SUCCESS) enqueue(stream, batch);
     else drop_batch(batch);
     return result;
+}
+
+static CUresult fill(CUdeviceptr destination, unsigned char byte, size_t size, CUstream handle) {
+    CUresult result;
+    Stream *stream = stream_find_capturing(handle, &result);
+    if (stream == NULL || size == 0) return result;
+    Captured captured = {destination, 0, size, byte};
+    if (stream_captures(stream) == NULL) return fill_captured(stream, &captured);
+    capture_add(stream_captures(stream), fill_captured, &captured, sizeof captured);
+    return CUDA_SUCCESS;
 }
 
 // --- batches ---

@@ -60,8 +60,10 @@ CUresult call_begin(const char *name, Needs needs) {
     if (owner == 0) return refuse(CUDA_ERROR_NOT_INITIALIZED, "cuInit comes before every other call");
     if (owner != getpid()) return refuse(CUDA_ERROR_NOT_INITIALIZED, "a process forked after cuInit cannot use CUDA");
     if (in_host_function()) return refuse(CUDA_ERROR_NOT_PERMITTED, "a host function on a stream makes no CUDA calls");
-    if (needs == MAY_FAIL_LATE) return check_late_error();
-    return needs == NEEDS_CONTEXT ? check_context() : CUDA_SUCCESS;
+    CUresult result = needs == MAY_FAIL_LATE   ? check_late_error()
+                      : needs == NEEDS_CONTEXT ? check_context()
+                                               : CUDA_SUCCESS;
+    return result == CUDA_SUCCESS ? capture_check(name) : result;
 }
 
 CUresult call_end(CUresult result, CUstream stream, const char *arguments, ...) {
@@ -190,7 +192,12 @@ API CUresult cuDriverGetVersion(int *version) {
     DO(cuMemcpyHtoDAsync, 3020, cuMemcpyHtoDAsync_v2) DO(cuMemcpyDtoHAsync, 3020, cuMemcpyDtoHAsync_v2) \
     DO(cuMemcpyDtoDAsync, 3020, cuMemcpyDtoDAsync_v2) DO(cuMemcpyBatchAsync, 12080, cuMemcpyBatchAsync) \
     DO(cuMemcpyBatchAsync, 13000, cuMemcpyBatchAsync_v2) DO(cuMemsetD8, 3020, cuMemsetD8_v2) \
-    DO(cuMemsetD8Async, 3020, cuMemsetD8Async)
+    DO(cuMemsetD8Async, 3020, cuMemsetD8Async) DO(cuStreamBeginCapture, 10010, cuStreamBeginCapture_v2) \
+    DO(cuStreamEndCapture, 10000, cuStreamEndCapture) DO(cuStreamIsCapturing, 10000, cuStreamIsCapturing) \
+    DO(cuThreadExchangeStreamCaptureMode, 10010, cuThreadExchangeStreamCaptureMode) \
+    DO(cuGraphInstantiate, 12000, cuGraphInstantiateWithFlags) \
+    DO(cuGraphInstantiateWithFlags, 11040, cuGraphInstantiateWithFlags) DO(cuGraphLaunch, 10000, cuGraphLaunch) \
+    DO(cuGraphDestroy, 10000, cuGraphDestroy) DO(cuGraphExecDestroy, 10000, cuGraphExecDestroy)
 // clang-format on
 
 typedef struct {

@@ -25,6 +25,7 @@ typedef enum {
     CUDA_ERROR_MAP_FAILED = 205,
     CUDA_ERROR_OPERATING_SYSTEM = 304,
     CUDA_ERROR_INVALID_HANDLE = 400,
+    CUDA_ERROR_ILLEGAL_STATE = 401,
     CUDA_ERROR_NOT_FOUND = 500,
     CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_ILLEGAL_ADDRESS = 700,
@@ -35,6 +36,10 @@ typedef enum {
     CUDA_ERROR_LAUNCH_FAILED = 719,
     CUDA_ERROR_NOT_PERMITTED = 800,
     CUDA_ERROR_NOT_SUPPORTED = 801,
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
+    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
+    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906,
+    CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD = 908,
     CUDA_ERROR_UNKNOWN = 999,
 } CUresult;
 
@@ -219,7 +224,9 @@ struct Operation {
     bool may_fail; // counts as a launch for FAULT_LAUNCH_FAILURE
 };
 
-Stream *stream_find(CUstream handle, CUresult *result); // resolves the NULL stream; refuses a stream that is gone
+// Resolves the NULL stream; refuses a stream that is gone, or that captures: few calls can be captured.
+Stream *stream_find(CUstream handle, CUresult *result);
+Stream *stream_find_capturing(CUstream handle, CUresult *result); // one that captures, too
 Operation *operation_new(const char *name, OperationKind kind);
 void stream_enqueue(Stream *stream, Operation *operation);
 // Swaps the two last operations of the queue, if neither has started.
@@ -232,6 +239,18 @@ CUresult stream_finish(Stream *stream, uint64_t sequence); // waits; the work go
 CUresult streams_finish(Context *context);
 void streams_abandon(Context *context);
 bool in_host_function(void);
+bool stream_is_default(const Stream *stream);
+void stream_follow(Stream *stream, Stream *other, uint64_t sequence); // what is queued from now on begins after it
+
+// --- graph.c ---
+
+typedef struct Capture Capture;
+typedef CUresult (*GraphWork)(Stream *stream, void *state); // queues what a call would have queued
+Capture *stream_captures(const Stream *stream);             // NULL where it does not capture
+void stream_capture(Stream *stream, Capture *capture);
+void capture_add(Capture *capture, GraphWork work, const void *state, size_t size); // copies the state
+CUresult capture_break(Capture *capture, const char *why);
+CUresult capture_check(const char *call); // whether a capture forbids the call to this thread
 
 // --- copy.c ---
 

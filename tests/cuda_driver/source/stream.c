@@ -22,6 +22,7 @@ struct Stream {
     bool is_default; // the NULL stream of its context
     bool closing;    // destroyed by its user; what is queued is still done
     bool gone;       // its context was destroyed; nothing more is done
+    Capture *capture; // what is queued becomes part of a graph
 };
 
 enum { NON_BLOCKING = 1 };
@@ -35,6 +36,9 @@ uint64_t stream_position(const Stream *stream) { return stream->queued; }
 bool stream_has_done(const Stream *stream, uint64_t sequence) { return stream->done >= sequence || stream->gone; }
 uint64_t stream_serial(const Stream *stream) { return stream->serial; }
 Context *stream_context(const Stream *stream) { return stream->context; }
+bool stream_is_default(const Stream *stream) { return stream->is_default; }
+Capture *stream_captures(const Stream *stream) { return stream->capture; }
+void stream_capture(Stream *stream, Capture *capture) { stream->capture = capture; }
 
 static bool is_broken(const Stream *stream) {
     if (!stream->gone && device_is_lost(device_physical(stream->context->device)))
@@ -153,20 +157,20 @@ static void append(Stream *stream, Operation *operation) {
     pthread_cond_broadcast(&driver_changed);
 }
 
-// The NULL stream and the streams that do not say NON_BLOCKING wait for one another.
-static void follow(Stream *stream, Stream *other) {
-    if (other == stream || stream_has_done(other, other->queued)) return;
-    Operation *operation = operation_new("wait for the NULL stream", WAIT_POINT);
+void stream_follow(Stream *stream, Stream *other, uint64_t sequence) {
+    if (other == stream || stream_has_done(other, sequence)) return;
+    Operation *operation = operation_new("wait for another stream", WAIT_POINT);
     operation->other = other;
-    operation->point = other->queued;
+    operation->point = sequence;
     append(stream, operation);
 }
 
+// The NULL stream and the streams that do not say NON_BLOCKING wait for one another.
 void stream_enqueue(Stream *stream, Operation *operation) {
     for (Stream *other = streams; other != NULL && !(stream->flags & NON_BLOCKING); other = other->next)
         if (other->context == stream->context && !(other->flags & NON_BLOCKING) &&
             (stream->is_default || other->is_default))
-            follow(stream, other);
+            stream_follow(stream, other, other->queued);
     append(stream, operation);
 }
 
@@ -236,13 +240,35 @@ static Stream *default_stream(void) {
     return create(0, true);
 }
 
+static bool is_captured_by_blocking_stream(const Context *context) {
+    for (Stream *stream = streams; stream != NULL; stream = stream->next)
+        if (stream->capture != NULL && stream->context == context && !(stream->flags & NON_BLOCKING)) return true;
+    return false;
+}
+
+static Stream *find_default(CUresult *result) {
+    if (!is_captured_by_blocking_stream(context_current())) return default_stream();
+    *result = refuse(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, "a stream that captures would wait for the NULL stream");
+    return NULL;
+}
+
 Stream *stream_find(CUstream handle, CUresult *result) {
+    Stream *stream = stream_find_capturing(handle, result);
+    if (stream == NULL) return NULL;
+    if (stream->capture != NULL) {
+        *result = capture_break(stream->capture, "the stream captures, and this is no node of a graph here");
+        return NULL;
+    }
+    return stream;
+}
+
+Stream *stream_find_capturing(CUstream handle, CUresult *result) {
     *result = CUDA_SUCCESS;
     if ((uintptr_t)handle == PER_THREAD) {
         *result = refuse(CUDA_ERROR_INVALID_HANDLE, "this driver has no per-thread default stream");
         return NULL;
     }
-    if (handle == NULL || (uintptr_t)handle == LEGACY) return default_stream();
+    if (handle == NULL || (uintptr_t)handle == LEGACY) return find_default(result);
     for (Stream *stream = streams; stream != NULL; stream = stream->next)
         if (stream->handle == handle && !stream->closing && !stream->gone && stream->context == context_current())
             return stream;
@@ -298,20 +324,27 @@ static CUresult run_host_call(void *state, char *words, size_t room) {
     return CUDA_SUCCESS;
 }
 
-static CUresult launch(CUstream handle, void (*function)(void *), void *data) {
-    CUresult result;
-    Stream *stream = stream_find(handle, &result);
-    if (stream == NULL) return result;
-    if (function == NULL) return refuse(CUDA_ERROR_INVALID_VALUE, "there is no function to launch");
+static CUresult queue_host_call(Stream *stream, void *state) {
     Operation *operation = operation_new("host function", RUN_FREE);
     HostCall *call = malloc(sizeof *call);
     if (call == NULL) abort();
-    *call = (HostCall){function, data};
+    *call = *(HostCall *)state;
     operation->run = run_host_call;
     operation->drop = free;
     operation->state = call;
     operation->may_fail = true;
     stream_enqueue(stream, operation);
+    return CUDA_SUCCESS;
+}
+
+static CUresult launch(CUstream handle, void (*function)(void *), void *data) {
+    CUresult result;
+    Stream *stream = stream_find_capturing(handle, &result);
+    if (stream == NULL) return result;
+    if (function == NULL) return refuse(CUDA_ERROR_INVALID_VALUE, "there is no function to launch");
+    HostCall call = {function, data};
+    if (stream->capture == NULL) return queue_host_call(stream, &call);
+    capture_add(stream->capture, queue_host_call, &call, sizeof call);
     return CUDA_SUCCESS;
 }
 

@@ -6,164 +6,17 @@ holds its blocks itself. Offered blocks are also held here, so that vLLM may pre
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from kvcached_client.blocks.transfers import BlockJob
-from kvcached_client.offload import Piece, PreparedStore
 from kvcached_client.types import TransferId
-from kvcached_client.vllm.commands import DropStore, LinkPort, Offer, Planned
-from kvcached_client.vllm.leases import Leases
-from kvcached_client.vllm.orders import StoreId, StoreOrder, job_span, pack_keys
-from kvcached_client.vllm.request_state import BlockPool, RequestState
-
-
-@dataclass(slots=True, eq=False)
-class PendingStore:
-    """Blocks of one request that were offered.
-
-    Attributes:
-        tracked: the request.
-        preemptions: the request's number of preemptions at the time of the offer.
-        session: number of the lease's session.
-        start: depth of the first block.
-        block_ids: the blocks in vLLM's pool; all are held.
-        earlier: earlier blocks of the request that the daemon asked for; also held.
-        waiting: number of workers that have not reported the store.
-    """
-
-    tracked: RequestState
-    preemptions: int
-    session: int
-    start: int
-    block_ids: list[int]
-    earlier: list[int] = field(default_factory=list)
-    waiting: int = 0
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the request still has the blocks that it had at the time of the offer."""
-        return not self.tracked.is_finished and self.tracked.preemptions == self.preemptions
-
-
-#: The share of vLLM's blocks that offers may hold. The others stay available to requests, however long stores take.
-HELD_SHARE_MAX: Final = 1 / 4
-
-
-class Stores:
-    """The stores in progress, from the offer to the last worker's report.
-
-    Args:
-        pool: vLLM's blocks.
-        shards: number of workers that report each store.
-
-    Attributes:
-        held_blocks: number of blocks that are held; a block that is held twice counts twice.
-    """
-
-    def __init__(self, pool: BlockPool, shards: int) -> None:
-        self.held_blocks = 0
-        self._pool = pool
-        self._shards = shards
-        self._planning: dict[int, PendingStore] = {}
-        self._ready: list[tuple[StoreOrder, PendingStore]] = []
-        self._copying: dict[StoreId, PendingStore] = {}
-
-    def __len__(self) -> int:
-        return len(self._planning) + len(self._ready) + len(self._copying)
-
-    @property
-    def room(self) -> int:
-        """Number of further blocks that may be held."""
-        return max(int(len(self._pool.blocks) * HELD_SHARE_MAX) - self.held_blocks, 0)
-
-    @property
-    def frees_soon(self) -> bool:
-        """Whether the end of a store frees blocks that no request holds."""
-        copying = (*self._planning.values(), *(store for _, store in self._ready), *self._copying.values())
-        return any(not store.is_current for store in copying)
-
-    def hold(self, block_ids: Sequence[int]) -> None:
-        """Hold blocks, so that vLLM does not give them to another request."""
-        self.held_blocks += len(block_ids)
-        self._pool.touch([self._pool.blocks[block] for block in block_ids])
-
-    def free(self, block_ids: list[int]) -> None:
-        """Free blocks in an order in which vLLM reuses the end of a prefix first."""
-        self.held_blocks -= len(block_ids)
-        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(block_ids)])
-
-    def offered(self, ticket: int, store: PendingStore) -> None:
-        """Note an offer of held blocks to the daemon."""
-        self._planning[ticket] = store
-
-    def answered(self, ticket: int) -> PendingStore:
-        """Remove and return the store of an offer whose event has come; `plan` adds it again."""
-        return self._planning.pop(ticket)
-
-    def plan(self, store: PendingStore, plan: PreparedStore) -> bool:
-        """Make an order of the blocks that the daemon wants; returns False if it wants blocks that no longer exist."""
-        hashes = store.tracked.request.block_hashes
-        spans = []
-        at = 0
-        for piece in plan.pieces:
-            blocks = self._blocks_of(store, piece)
-            if blocks is None:
-                self.drop(store)
-                return False
-            spans.append(job_span(hashes, piece.start, blocks, plan.slots[at : at + piece.blocks]))
-            at += piece.blocks
-        order = StoreOrder(store.session, BlockJob(plan.transfer, plan.generation, tuple(spans)))
-        self._ready.append((order, store))
-        return True
-
-    def take_orders(self) -> tuple[StoreOrder, ...]:
-        """The orders that go to the workers now."""
-        ready, self._ready = self._ready, []
-        for order, store in ready:
-            store.waiting = self._shards
-            self._copying[order.id] = store
-        return tuple(order for order, _ in ready)
-
-    def reported(self, reports: Mapping[StoreId, int]) -> list[StoreId]:
-        """Count the workers that have ended each store, or failed; returns the stores that all workers have ended."""
-        over = []
-        for store_id, workers in reports.items():
-            store = self._copying[store_id]
-            store.waiting -= workers
-            if store.waiting <= 0:
-                del self._copying[store_id]
-                self.drop(store)
-                over.append(store_id)
-        return over
-
-    def session_lost(self, session: int) -> int:
-        """Drop the orders of a session that workers do not have yet; returns their number of blocks."""
-        lost = [store for _, store in self._ready if store.session == session]
-        self._ready = [(order, store) for order, store in self._ready if store.session != session]
-        for store in lost:
-            self.drop(store)
-        return sum(len(store.block_ids) for store in lost)
-
-    def drop(self, store: PendingStore) -> None:
-        """Free the blocks of a store that was removed."""
-        self.free(store.earlier + store.block_ids)
-
-    def _blocks_of(self, store: PendingStore, piece: Piece) -> list[int] | None:
-        """The blocks of a piece in vLLM's pool. Blocks before the offer are held from now on."""
-        first, last = piece.start, piece.start + piece.blocks
-        if last > store.start + len(store.block_ids):
-            return None
-        earlier: list[int] = []
-        if first < store.start:
-            if not store.is_current:
-                return None
-            earlier = store.tracked.block_ids[first : min(last, store.start)]
-            self.hold(earlier)
-            store.earlier += earlier
-        return earlier + store.block_ids[max(first - store.start, 0) : max(last - store.start, 0)]
-
+from kvcached_client.vllm.daemon.commands import DropStore, Offer, Pinned, Planned, Unplanned
+from kvcached_client.vllm.daemon.inbox import LinkPort
+from kvcached_client.vllm.orders import StoreId, StoreOrder, pack_keys
+from kvcached_client.vllm.scheduling.chains import Chains
+from kvcached_client.vllm.scheduling.leases import Leases
+from kvcached_client.vllm.scheduling.request_state import RequestState
+from kvcached_client.vllm.scheduling.stores import PendingStore, Stores
 
 #: Stores that hold blocks at once. Further offers wait while their requests live.
 STORES_MAX: Final = 64
@@ -178,20 +31,25 @@ class StoreQueue:
         link: to the daemon's thread.
         leases: for requests without a lease.
         stores: the stores in progress.
+        chains: how blocks form chains.
 
     Attributes:
         skipped_blocks: number of computed blocks that were not stored.
+        refused_pins: number of finished requests of whose blocks none could be pinned.
     """
 
-    def __init__(self, link: LinkPort, leases: Leases, stores: Stores) -> None:
-        self.skipped_blocks = 0
+    def __init__(self, link: LinkPort, leases: Leases, stores: Stores, chains: Chains) -> None:
+        self.skipped_blocks = self.refused_pins = 0
         self._link = link
         self._leases = leases
         self._stores = stores
+        self._chains = chains
         #: Requests whose next offer waits because of a limit.
         self._postponed: dict[RequestState, None] = {}
         #: Finished requests that still have blocks to offer, or a lease.
         self._parting: dict[RequestState, None] = {}
+        #: Finished requests whose prompt is to be pinned once their stores are over.
+        self._to_pin: dict[RequestState, None] = {}
         #: Stores that failed on one worker, and that other workers have not ended.
         self._failed: set[StoreId] = set()
 
@@ -203,7 +61,39 @@ class StoreQueue:
     @property
     def frees_soon(self) -> bool:
         """Whether the end of a store frees blocks that no request holds."""
-        return self._stores.frees_soon
+        return self._stores.frees_soon or (self._chains.is_grouped and self.is_busy)
+
+    def keep(self, tracked: RequestState, full: int) -> int:
+        """Hold the blocks of a request with several groups until their offer: vLLM may free them with the next step.
+
+        Call it in the step that fills the blocks. The chain ends before a unit with a block that vLLM does not keep, or
+        that may not be held.
+
+        Args:
+            tracked: the request.
+            full: number of leading blocks that are full at the end of this step.
+
+        Returns:
+            Number of leading blocks that are stored, offered, or held now.
+        """
+        if not self._link.is_taking:
+            self.drop_kept(tracked)
+            return tracked.full
+        if not tracked.parting:
+            tracked.parting_start = tracked.offered if tracked.ticket else tracked.depth
+        start = tracked.parting_start + len(tracked.parting)
+        kept = self._chains.live_run(tracked, start, min(full, start + self._stores.room))
+        units = (start + len(kept)) // self._chains.unit_blocks
+        kept = kept[: max(units * self._chains.unit_blocks - start, 0)]
+        self._stores.hold(kept)
+        self._watch_held()
+        tracked.parting = tracked.parting + kept
+        return start + len(kept)
+
+    def drop_kept(self, tracked: RequestState) -> None:
+        """Free the blocks of a request that wait for their offer."""
+        self._stores.free(tracked.parting)
+        tracked.parting = []
 
     def take_orders(self) -> tuple[StoreOrder, ...]:
         """Make the postponed offers, and return the orders that go to the workers now."""
@@ -228,12 +118,26 @@ class StoreQueue:
 
     def finish(self, tracked: RequestState) -> None:
         """Hold the blocks that are left to offer of a request that vLLM is about to forget."""
+        if tracked.wishes.pin_ttl_ms:
+            self._to_pin[tracked] = None
         if tracked.lease is None and not tracked.ticket:
+            self.drop_kept(tracked)
+            self._pin_stored()
             return
-        if tracked.full > tracked.offered:
+        if tracked.full > tracked.offered and not self._chains.is_grouped:
             self._hold_parting(tracked)
         self._parting[tracked] = None
         self.advance(tracked)
+
+    def take(self, event: Planned | Unplanned | Pinned) -> None:
+        """Take the event of an offer or a pin."""
+        match event:
+            case Planned():
+                self.planned(event)
+            case Unplanned(ticket=ticket):
+                self.unplanned(ticket)
+            case Pinned(blocks=blocks):
+                self.refused_pins += not blocks
 
     def planned(self, event: Planned) -> None:
         """Order the store that the daemon planned for an offer."""
@@ -246,12 +150,14 @@ class StoreQueue:
             tracked.ticket = 0
             tracked.depth = plan.depth
             if plan.depth < end:  # no room: offer again when another block is full
-                tracked.offered = max(tracked.offered, tracked.full)
+                self._put_aside(tracked)
         if not plan.transfer:
             self._stores.drop(store)
         elif not self._stores.plan(store, plan):
             self.skipped_blocks += len(plan.slots)
-            self._link.submit(DropStore(store.session, plan.transfer, "earlier blocks no longer exist"))
+            self._link.submit(
+                DropStore(store.session, plan.transfer, "earlier blocks no longer exist, or are too many")
+            )
         if is_awaited:
             self.advance(tracked)
 
@@ -263,16 +169,21 @@ class StoreQueue:
         tracked = store.tracked
         if tracked.ticket == ticket:
             tracked.ticket = 0
-            tracked.offered = max(tracked.offered, tracked.full)
+            self._put_aside(tracked)
             self.advance(tracked)
 
     def reported(self, done: Mapping[StoreId, int], failed: Collection[StoreId]) -> None:
         """Note the workers' reports. Cancels failed stores, because the worker may not have told the daemon."""
         self._failed.update(failed)
-        for session, transfer in self._stores.reported(done):
-            if (session, transfer) in self._failed:
-                self._failed.remove((session, transfer))
+        for store_id, store in self._stores.reported(done):
+            if store_id in self._failed:
+                self._failed.remove(store_id)
+                session, transfer = store_id
                 self._link.submit(DropStore(session, TransferId(transfer), "a worker could not store it"))
+                continue
+            for piece in store.pieces:
+                self._leases.announce(store.tracked, piece.start, piece.start + piece.blocks)
+        self._pin_stored()
 
     def lose(self, session: int, requests: Iterable[RequestState]) -> None:
         """Forget leases and orders of a session that is over. Workers end the orders that they have by themselves."""
@@ -280,7 +191,15 @@ class StoreQueue:
         for tracked in (*requests, *self._parting):
             if tracked.session == session and tracked.lease is not None:
                 tracked.forget_lease()
+                if not tracked.is_finished:
+                    self.drop_kept(tracked)
                 tracked.is_asked = tracked.is_asked and not tracked.wants_load
+
+    def _put_aside(self, tracked: RequestState) -> None:
+        """Offer no more of what is full now. What waits for its offer is behind blocks that were not stored."""
+        tracked.offered = max(tracked.offered, tracked.full)
+        if not tracked.is_finished:
+            self.drop_kept(tracked)
 
     def _offer(self, tracked: RequestState) -> None:
         """Offer the blocks after the lease's depth. The daemon may also want recomputed blocks before it."""
@@ -292,34 +211,49 @@ class StoreQueue:
         recomputed = tracked.block_ids[tracked.recomputed_from : start] if tracked.has_recomputed else []
         if len(recomputed) + len(blocks) > self._stores.room:
             recomputed = []
-        keys = pack_keys(tracked.request.block_hashes, start, start + len(blocks))
+        keys = pack_keys(tracked.chain, start, start + len(blocks))
         offer = Offer(self._leases.next_ticket(), tracked.session, tracked.lease, start, keys)
         if not (blocks or recomputed) or not self._link.submit(offer):
             self._put_off(tracked)
             return
-        if tracked.is_finished:  # its blocks are held already
+        if self._has_kept(tracked):
             tracked.parting_start, tracked.parting = start + len(blocks), tracked.parting[len(blocks) :]
         else:
             self._stores.hold(recomputed + blocks)
         tracked.ticket = offer.ticket
         tracked.offered = start + len(blocks)
         tracked.recomputed_from = None
+        self._watch_held()
         first, held = start - len(recomputed), recomputed + blocks
         self._stores.offered(offer.ticket, PendingStore(tracked, tracked.preemptions, tracked.session, first, held))
 
+    def _watch_held(self) -> None:
+        """Let no offer wait for others where many blocks are held, so that they come free."""
+        if self._stores.is_half_full:
+            self._link.hurry()
+
     def _blocks_to_offer(self, tracked: RequestState, start: int) -> list[int]:
         """The blocks from depth `start` on, up to the limits; none if they are no longer held."""
-        if not tracked.is_finished:
+        if not self._has_kept(tracked):
             return tracked.block_ids[start : min(tracked.full, start + OFFER_BLOCKS_MAX, start + self._stores.room)]
         known = max(start - tracked.parting_start, 0)
         self._stores.free(tracked.parting[:known])
         tracked.parting_start, tracked.parting = tracked.parting_start + known, tracked.parting[known:]
-        return tracked.parting[:OFFER_BLOCKS_MAX] if tracked.parting_start == start else []
+        if tracked.parting and tracked.parting_start != start:
+            self.skipped_blocks += len(tracked.parting)
+            self.drop_kept(tracked)
+        return tracked.parting[:OFFER_BLOCKS_MAX]
+
+    def _has_kept(self, tracked: RequestState) -> bool:
+        """Whether the blocks that wait for their offer are held: `RequestState.parting`."""
+        return tracked.is_finished or self._chains.is_grouped
 
     def _put_off(self, tracked: RequestState) -> None:
-        """Try again with the next step, unless the request is finished."""
+        """Try again with the next step, unless the request is finished, or has no blocks to offer any more."""
         if tracked.is_finished:
             self._part(tracked)
+        elif self._chains.is_grouped and not tracked.parting:
+            tracked.offered = tracked.full
         else:
             self._postponed[tracked] = None
 
@@ -331,11 +265,19 @@ class StoreQueue:
         tracked.full = tracked.due = end
         tracked.parting_start, tracked.parting = start, tracked.block_ids[start : tracked.full]
         self._stores.hold(tracked.parting)
+        self._watch_held()
 
     def _part(self, tracked: RequestState) -> None:
         """Free the blocks and the lease of a finished request."""
-        self._stores.free(tracked.parting)
         self.skipped_blocks += len(tracked.parting)
-        tracked.parting = []
+        self.drop_kept(tracked)
         self._leases.release(tracked)
         self._parting.pop(tracked, None)
+        self._pin_stored()
+
+    def _pin_stored(self) -> None:
+        """Pin the prompts of finished requests none of whose blocks are still to be stored."""
+        for tracked in list(self._to_pin):
+            if tracked not in self._parting and not self._stores.has_any_of(tracked):
+                del self._to_pin[tracked]
+                self.refused_pins += not self._leases.pin(tracked)

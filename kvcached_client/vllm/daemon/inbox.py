@@ -1,4 +1,4 @@
-"""Commands of the scheduler's side to the daemon's thread, events back, and the queues between the two."""
+"""The queues between the scheduler's side and the daemon's thread: commands go in, events come out."""
 
 from __future__ import annotations
 
@@ -6,212 +6,81 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvcached_client.offload import PreparedLoad, PreparedStore
-from kvcached_client.types import LeaseId, TransferId
-from kvcached_client.vllm.orders import SessionNote
-
-# --- commands -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Seek:
-    """Acquire the cached prefix of a prompt; the event is `Found` or `NotFound`.
-
-    Attributes:
-        ticket: comes back in the event.
-        name: name of the request, unique among live leases.
-        keys: keys of its full blocks, 16 bytes each.
-        tokens: number of its tokens.
-        load: prepare to load the hit at once. Otherwise the lease is for stores only, and its hit counts all of `keys`.
-        prefill_tokens_per_s: how fast vLLM computes prompts; 0 = not known.
-    """
-
-    ticket: int
-    name: str
-    keys: bytes
-    tokens: int
-    load: bool
-    prefill_tokens_per_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """The next blocks of a lease are computed; the event is `Planned` or `Unplanned`.
-
-    Attributes:
-        ticket: comes back in the event.
-        session: number of the lease's session.
-        lease: the lease.
-        start: depth of the first block.
-        keys: keys of the blocks, 16 bytes each.
-    """
-
-    ticket: int
-    session: int
-    lease: LeaseId
-    start: int
-    keys: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class DropLoad:
-    """A prepared load will not be made."""
-
-    session: int
-    transfer: TransferId
-
-
-@dataclass(frozen=True, slots=True)
-class DropStore:
-    """A prepared store will not be made."""
-
-    session: int
-    transfer: TransferId
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """A lease is no longer needed."""
-
-    session: int
-    lease: LeaseId
-
-
-@dataclass(frozen=True, slots=True)
-class MakeUpClear:
-    """Clear the namespace, if a clear is still owed."""
-
-
-Command = Seek | Offer | DropLoad | DropStore | Release | MakeUpClear
-
-# --- events ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """A session was opened."""
-
-    note: SessionNote
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A session is over, with its leases and prepared transfers."""
-
-    session: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fetching:
-    """A seek waits for blocks from storage; its `Found` or `NotFound` comes later.
-
-    Attributes:
-        ticket: ticket of the seek.
-        most_s: how much longer than usual that may take.
-    """
-
-    ticket: int
-    most_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A lease was granted.
-
-    Attributes:
-        ticket: ticket of the seek.
-        session: number of the lease's session.
-        lease: to be released once.
-        hit: leading blocks that are cached.
-        load: slots of the hit; None if no load was requested, there is no hit, or it cannot be loaded.
-    """
-
-    ticket: int
-    session: int
-    lease: LeaseId
-    hit: int
-    load: PreparedLoad | None
-
-
-@dataclass(frozen=True, slots=True)
-class NotFound:
-    """No lease: there is no session, the daemon refused, or it did not reply in time.
-
-    Attributes:
-        ticket: ticket of the seek.
-        is_late: the daemon did not reply in time.
-    """
-
-    ticket: int
-    is_late: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """Which blocks of an offer to copy to which slots, and where the next offer starts."""
-
-    ticket: int
-    plan: PreparedStore
-
-
-@dataclass(frozen=True, slots=True)
-class Unplanned:
-    """No block of an offer is to be copied: the session is lost, or the daemon refused."""
-
-    ticket: int
-
-
-Event = Connected | Lost | Fetching | Found | NotFound | Planned | Unplanned
-
+from kvcached_client.types import KEY_SIZE_BYTES
+from kvcached_client.vllm.daemon.commands import Command, Event, MakeUpClear, Offer, Release, Seek
 
 #: Waiting seeks and offers: more than vLLM admits in a step. Further requests go without the cache.
 COMMANDS_MAX: Final = 1024
 #: Seeks of one turn: as many as vLLM usually admits in a step. The daemon answers them together.
 SEEKS_PER_TURN_MAX: Final = 64
 #: Other commands of one turn. No request waits for them, but a seek that arrives meanwhile waits for their replies,
-#: about a millisecond. Every turn takes that many, however many seeks there are, because they hold blocks and leases.
-OTHERS_PER_TURN_MAX: Final = 4
+#: some milliseconds. Every turn takes that many, however many seeks there are, because they hold blocks and leases.
+OTHERS_PER_TURN_MAX: Final = 32
+#: How long offers and releases wait for others: one message for many costs each of them a third of a message of its
+#: own, in the engine's processes and in the daemon. Meanwhile their blocks are held, and other engines do not hit them.
+GATHER_S: Final = 0.05
+#: Offers of so many blocks do not wait: the blocks cost more than the message.
+BLOCKS_GATHERED_MAX: Final = 128
 
 
 class CommandQueue:
-    """Two queues, each in order: seeks that a request waits for, and all other commands. Not thread-safe."""
+    """Two queues, each in order: seeks that a request waits for, and all other commands. Not thread-safe.
+
+    Offers and releases wait for others: until the first has waited for `GATHER_S`, they are many, a command comes that
+    does not wait, or somebody hurries.
+    """
 
     def __init__(self) -> None:
         self._urgent: deque[Seek] = deque()
         self._others: deque[Command] = deque()
+        self._due_at = 0.0  #: when the others' turn begins
+        self._blocks = 0  #: in the offers that wait for it
 
     def __len__(self) -> int:
         return len(self._urgent) + len(self._others)
 
-    def put(self, command: Command) -> None:
-        """Add a command at the end of its queue."""
+    def put(self, command: Command, now: float) -> None:
+        """Add a command at the end of its queue, at a time in seconds."""
         if isinstance(command, Seek) and command.load:
             self._urgent.append(command)
-        else:
-            self._others.append(command)
+            return
+        if not self._others:
+            self._due_at, self._blocks = now + GATHER_S, 0
+        self._others.append(command)
+        if isinstance(command, Offer):
+            self._blocks += len(command.keys) // KEY_SIZE_BYTES
+        are_many = len(self._others) >= OTHERS_PER_TURN_MAX or self._blocks >= BLOCKS_GATHERED_MAX
+        if are_many or not isinstance(command, (Offer, Release)):
+            self._due_at = 0.0
+
+    def hurry(self) -> None:
+        """Let no command wait for others."""
+        self._due_at = 0.0
+
+    def due_in(self, now: float) -> float | None:
+        """How long until there is a turn to take; 0 = there is one, None = there are no commands."""
+        if self._urgent:
+            return 0.0
+        return max(self._due_at - now, 0.0) if self._others else None
 
     def put_back(self, seeks: Iterable[Seek]) -> None:
         """Put seeks that could not be carried out back at the front, in this order."""
         self._urgent.extendleft(reversed(list(seeks)))
 
-    def take_turn(self) -> list[Command]:
+    def take_turn(self, now: float) -> list[Command]:
         """The commands to carry out next, seeks that a request waits for first."""
         turn: list[Command] = [self._urgent.popleft() for _ in range(min(len(self._urgent), SEEKS_PER_TURN_MAX))]
-        turn += [self._others.popleft() for _ in range(min(len(self._others), OTHERS_PER_TURN_MAX))]
+        if now >= self._due_at:
+            turn += [self._others.popleft() for _ in range(min(len(self._others), OTHERS_PER_TURN_MAX))]
         return turn
 
     def remove(self, kinds: tuple[type[Command], ...]) -> list[Command]:
         """Remove and return all commands of some kinds."""
         waiting: list[Command] = [*self._urgent, *self._others]
-        self._urgent.clear()
-        self._others.clear()
-        for command in waiting:
-            if not isinstance(command, kinds):
-                self.put(command)
+        self._urgent = deque(each for each in self._urgent if not isinstance(each, kinds))
+        self._others = deque(each for each in self._others if not isinstance(each, kinds))
         return [command for command in waiting if isinstance(command, kinds)]
 
 
@@ -272,6 +141,9 @@ class LinkPort(Protocol):
     def submit(self, command: Command) -> bool:
         """Add a command; returns whether it was accepted. Without a session none is."""
 
+    def hurry(self) -> None:
+        """Send the offers and releases that wait for others."""
+
     def take(self) -> list[Event]:
         """The events since the last call."""
 
@@ -321,9 +193,20 @@ class CommandInbox(LinkPort):
         with self._changed:
             if not (self.is_taking if isinstance(command, (Seek, Offer)) else self._is_open):
                 return False
-            self._commands.put(command)
-            self._notify()
+            now = self._clock()
+            due_in = self._commands.due_in(now)
+            self._commands.put(command, now)
+            if due_in is None or (self._commands.due_in(now) or 0.0) < due_in:
+                self._notify()  # else the thread wakes by itself, early enough
             return True
+
+    def hurry(self) -> None:
+        """Send the offers and releases that wait for others."""
+        if not self._commands:
+            return
+        with self._changed:
+            self._commands.hurry()
+            self._notify()
 
     def take(self) -> list[Event]:
         """The events since the last call."""
@@ -343,7 +226,7 @@ class CommandInbox(LinkPort):
         with self._changed:
             self._owes_clear = True
             if self._is_open:
-                self._commands.put(MakeUpClear())
+                self._commands.put(MakeUpClear(), self._clock())
                 self._notify()
                 self._changed.wait_for(lambda: not (self._owes_clear and self._is_open), timeout_s)
             return not self._owes_clear
@@ -352,6 +235,16 @@ class CommandInbox(LinkPort):
         """Make the thread check whether its session still exists."""
         with self._changed:
             self._notify()
+
+    def _await_turn(self, is_awaited: Callable[[], bool], *, until: float | None) -> None:
+        """Wait for a turn of commands, or for something else; no longer than `until`. The caller holds `_changed`."""
+        while not is_awaited():
+            now = self._clock()
+            waits = [] if until is None else [until - now]
+            if (due_in := self._commands.due_in(now)) is not None:
+                waits.append(due_in)
+            if (waits and min(waits) <= 0) or not self._changed.wait(min(waits, default=None)):
+                return
 
     def _notify(self) -> None:
         """Wake the thread. The caller holds `_changed`."""

@@ -5,20 +5,18 @@ A daemon without storage is asked for blocks only every few seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
 
-from kvcached_client.offload import Hold, PreparedLoad, PreparedStore
+from kvcached_client.errors import RequestError
+from kvcached_client.offload import Hold, Offered, PreparedLoad, PreparedStore
 from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.session import Pending
 from kvcached_client.types import LeaseId, TransferId
-from kvcached_client.vllm.commands import Seek
-
-#: How long requests wait for storage: as long as the daemon is configured to, not at all, or until every block has
-#: come; "off" does not use storage.
-PrefetchMode: TypeAlias = Literal["timeout", "best_effort", "wait_complete", "off"]
+from kvcached_client.vllm.daemon.commands import Seek
+from kvcached_client.vllm.settings import PrefetchMode
 
 #: Seeks that may wait at once. A daemon accepts no more than this from all engines; further seeks go without storage.
 FETCHES_MAX: Final = 256
@@ -55,8 +53,7 @@ class Fetches:
     """
 
     def __init__(self, mode: PrefetchMode, clock: Callable[[], float]) -> None:
-        self.stop: StopPolicy = "timeout" if mode == "off" else mode
-        self._is_on = mode != "off"
+        self._mode = mode
         self._clock = clock
         self._waiting: list[Fetch] = []
         self._not_before = 0.0
@@ -66,8 +63,14 @@ class Fetches:
 
     def are_wanted(self, seek: Seek) -> bool:
         """Whether to ask storage before a seek."""
+        is_on = self._mode != "off" and seek.prefetch != "off"
         is_possible = len(self._waiting) < FETCHES_MAX and self._clock() >= self._not_before
-        return self._is_on and seek.load and is_possible
+        return is_on and seek.load and is_possible
+
+    def stop_of(self, seek: Seek) -> StopPolicy:
+        """How long a wanted seek waits."""
+        mode = seek.prefetch or self._mode
+        return "timeout" if mode == "off" else mode
 
     def add(self, seek: Seek, pending: PendingFetch) -> None:
         """Let a seek wait for its prefetch."""
@@ -110,7 +113,9 @@ class Client(Protocol):
     def is_alive(self) -> bool:
         """Whether the session still exists, as far as is known."""
 
-    def begin_acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False) -> Pending[Hold]:
+    def begin_acquire(
+        self, request: str, keys: bytes, tokens: int, *, full: bool = False, priority: int = 0
+    ) -> Pending[Hold]:
         """Lock the cached prefix of a prompt."""
 
     def begin_prefetch(
@@ -133,14 +138,19 @@ class Client(Protocol):
     def cancel_load(self, transfer: TransferId) -> None:
         """Call off a prepared load."""
 
-    def begin_prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> Pending[PreparedStore]:
-        """Ask for slots for computed blocks."""
+    def begin_prepare_stores(
+        self, offers: Sequence[Offered], releases: Sequence[LeaseId]
+    ) -> Pending[list[PreparedStore | RequestError]]:
+        """Ask for slots for computed blocks of several leases, then give leases back."""
 
     def cancel_store(self, transfer: TransferId, why: str) -> None:
         """Call off a prepared store."""
 
     def post_release(self, lease: LeaseId) -> None:
         """Give a lease back without waiting for the reply."""
+
+    def pin(self, keys: bytes, *, ttl_ms: int) -> int:
+        """Keep the stored blocks of a prefix for a time; returns their number."""
 
     def settle(self) -> None:
         """Give back what was granted after a deadline had passed."""
@@ -150,3 +160,24 @@ class Client(Protocol):
 
     def close(self) -> None:
         """End the session."""
+
+
+def begin_acquire(seek: Seek, client: Client) -> Pending[Hold]:
+    """Send a seek."""
+    return client.begin_acquire(seek.name, seek.keys, seek.tokens, full=not seek.load, priority=seek.priority)
+
+
+def begin_fetch(seek: Seek, client: Client, *, stop: StopPolicy) -> PendingFetch:
+    """Ask storage for a seek's blocks."""
+    return client.begin_prefetch(
+        seek.keys,
+        seek.tokens,
+        stop=stop,
+        deadline_ms=FETCH_MS_MAX,
+        prefill_tokens_per_s=seek.prefill_tokens_per_s,
+    )
+
+
+def begin_load(hold: Hold, client: Client) -> Pending[PreparedLoad]:
+    """Ask for the slots of a whole hit."""
+    return client.begin_prepare_load(hold.lease, 0, hold.hit)

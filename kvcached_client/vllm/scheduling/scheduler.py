@@ -15,26 +15,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvcached_client.blocks.transfers import BlockJob
 from kvcached_client.types import TransferId
-from kvcached_client.vllm.commands import (
+from kvcached_client.vllm.daemon.commands import (
     Connected,
     DropLoad,
     Fetching,
     Found,
-    LinkPort,
     Lost,
     NotFound,
+    Pinned,
     Planned,
     Unplanned,
 )
-from kvcached_client.vllm.leases import Leases
+from kvcached_client.vllm.daemon.inbox import LinkPort
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, job_span
-from kvcached_client.vllm.request_state import BlockPool, Request, RequestState, Step
-from kvcached_client.vllm.store_queue import StoreQueue, Stores
-from kvcached_client.vllm.waiting import Patience, PrefillMeter, prompt_tokens
+from kvcached_client.vllm.scheduling.announcements import Announcements
+from kvcached_client.vllm.scheduling.chains import Chains
+from kvcached_client.vllm.scheduling.leases import Leases
+from kvcached_client.vllm.scheduling.request_state import BlockPool, Request, RequestState, Step
+from kvcached_client.vllm.scheduling.store_queue import StoreQueue
+from kvcached_client.vllm.scheduling.stores import Stores
+from kvcached_client.vllm.scheduling.waiting import Patience, PrefillMeter, prompt_tokens
+from kvcached_client.vllm.scheduling.wishes import WishLog, read_wishes
 
 #: Blocks of the prompt are offered as soon as they are full, because other requests may share them. Generated blocks
 #: are offered in groups, or at the request's end, because an offer costs as much for one block as for many.
@@ -67,14 +72,17 @@ class SchedulerSide:
     Args:
         link: to the daemon's thread.
         pool: vLLM's blocks.
-        block_size: tokens in a block.
+        chains: how blocks form chains.
         shards: number of workers; each holds a part of every block.
         hold_deadline_s: how long a request waits for the daemon's reply before it is computed, without the time of
             fetches from storage.
+        may_fetch: whether requests may wait for storage.
+        announces: whether vLLM publishes events of its caches. There are none of the host pool with several groups.
         clock: returns seconds.
 
     Attributes:
         session: the session that workers join; None without a session.
+        announcements: of the blocks in the host pool, for vLLM's events.
     """
 
     def __init__(
@@ -82,22 +90,27 @@ class SchedulerSide:
         link: LinkPort,
         pool: BlockPool,
         *,
-        block_size: int,
+        chains: Chains,
         shards: int,
         hold_deadline_s: float,
+        may_fetch: bool = True,
+        announces: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session: SessionNote | None = None
+        self.announcements = Announcements(is_on=announces and not chains.is_grouped)
         self._link = link
-        self._block_size = block_size
+        self._chains = chains
         self._hold_deadline_s = hold_deadline_s
+        self._may_fetch = may_fetch
         self._clock = clock
         self._by_id: dict[str, RequestState] = {}
         self._patience = Patience(link, clock)
         self._late_requests = 0
+        self._wish_log = WishLog()
         self._prefill = PrefillMeter()
-        self._leases = Leases(link, block_size, clock, self._prefill.rate)
-        self._store_queue = StoreQueue(link, self._leases, Stores(pool, shards))
+        self._leases = Leases(link, chains, clock, self._prefill.rate, self.announcements)
+        self._store_queue = StoreQueue(link, self._leases, Stores(pool, shards), chains)
         self._new_loads: list[LoadOrder] = []
         #: Loads in flight, by request.
         self._loading: dict[str, _Loading] = {}
@@ -106,15 +119,15 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Ask for the hit of a request that has arrived, while it waits."""
-        tracked = self._by_id[request.request_id] = RequestState(request, request.num_preemptions)
+        tracked = self._track(request)
         if self._leases.usable(tracked) and not request.skip_reading_prefix_cache:
             self._leases.ask(tracked)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded after those that vLLM has (None = unknown yet), and whether asynchronously."""
         self._take_events()
-        tracked = self._current(request)
-        local, rest = divmod(computed_tokens, self._block_size)
+        tracked, chains = self._current(request), self._chains
+        local, rest = chains.blocks_in(computed_tokens), computed_tokens % chains.unit_tokens
         usable = self._leases.usable(tracked)
         if rest or usable <= local or not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
@@ -128,13 +141,14 @@ class SchedulerSide:
             self._note_late(tracked)
             return 0, False
         found = min(usable, 0 if tracked.load is None else len(tracked.load.slots))
+        found -= found % chains.unit_blocks
         if found <= local:
             return 0, False
         tracked.local_blocks = local
-        return (found - local) * self._block_size, True
+        return (found - local) // chains.unit_blocks * chains.unit_tokens, True
 
-    def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Order the load of `external_tokens` tokens into the blocks that a request got.
+    def allocated(self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """Order the load of `external_tokens` tokens into the blocks that a request got, a list for each group.
 
         Raises:
             RuntimeError: no load was announced: a bug of kvcached or vLLM. The request would wait without end.
@@ -146,9 +160,10 @@ class SchedulerSide:
         load, start = tracked.load, tracked.local_blocks
         if load is None:
             raise RuntimeError(f"vLLM awaits {external_tokens} tokens for {request.request_id}, which nobody announced")
-        loaded = block_ids[start : start + external_tokens // self._block_size]
-        span = job_span(request.block_hashes, start, loaded, load.slots[start : start + len(loaded)])
-        job = BlockJob(load.transfer, load.generation, (span,))
+        runs = list(self._chains.runs(tables, start, start + self._chains.blocks_in(external_tokens)))
+        spans = [job_span(tracked.chain, depth, run, load.slots[depth : depth + len(run)]) for depth, run in runs]
+        loaded = [block for _, run in runs for block in run]
+        job = BlockJob(load.transfer, load.generation, tuple(spans))
         self._new_loads.append(LoadOrder(tracked.session, request.request_id, job))
         self._loading[request.request_id] = _Loading(tracked.session, load.transfer, start, tuple(loaded))
         tracked.load = None
@@ -166,7 +181,10 @@ class SchedulerSide:
         self._prefill.begin(self._clock(), prompt_tokens(step, self._by_id))
         self._patience.begin_step(is_idle=not step.num_scheduled_tokens)
         loads, self._new_loads = tuple(self._new_loads), []
-        return StepOrders(self.session, loads, self._store_queue.take_orders())
+        stores = self._store_queue.take_orders()
+        if not step.num_scheduled_tokens:
+            self._link.hurry()  # nobody is disturbed, and nothing more may come
+        return StepOrders(self.session, loads, stores)
 
     def step_over(self) -> None:
         """Note that vLLM has processed the output of the oldest step in flight."""
@@ -192,23 +210,33 @@ class SchedulerSide:
                 self._link.submit(DropLoad(loading.session, loading.transfer))  # a worker may not have reported it
                 if (tracked := self._by_id.get(request_id)) is not None:
                     tracked.may_load = False
-                    tracked.recomputed_from = loading.bad_from
+                    self._recompute(tracked, loading.bad_from)
 
     def stored(self, done: Mapping[StoreId, int], failed: Collection[StoreId]) -> None:
         """Note how many workers have ended each store; `failed` are stores that failed on a worker."""
         self._store_queue.reported(done, failed)
 
-    def finished(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Offer the remaining blocks of a finished request, then give its lease back."""
+    def finished(self, request: Request, block_ids: Sequence[int]) -> dict[str, Any] | None:
+        """Offer the remaining blocks of a finished request, then give its lease back.
+
+        Args:
+            request: the request; vLLM has not freed its blocks yet.
+            block_ids: its blocks; with several groups, they are looked up instead.
+
+        Returns:
+            What was accepted and refused of the request's wishes, for the response; None if it had none.
+        """
         tracked = self._by_id.pop(request.request_id, None)
         if tracked is None:
-            return
+            return None
         self._leases.drop_load(tracked)
         tracked.block_ids = list(block_ids)
-        # The blocks of a load in flight are in the hit.
-        tracked.full = tracked.due = self._confirmed(tracked, request.num_computed_tokens)
+        if tracked.wishes.share:
+            # The blocks of a load in flight are in the hit.
+            tracked.full = tracked.due = self._full_blocks(tracked, request.num_computed_tokens)
         tracked.is_finished = True
         self._store_queue.finish(tracked)
+        return tracked.wishes.report()
 
     @property
     def is_busy(self) -> bool:
@@ -226,7 +254,10 @@ class SchedulerSide:
         for tracked in self._by_id.values():
             self._leases.drop_load(tracked)  # also a hit that was asked for: its event may be from before the clear
             tracked.is_asked = False
-        return self._link.clear(RESET_S_MAX)
+        is_done = self._link.clear(RESET_S_MAX)
+        if is_done:
+            self.announcements.cleared()
+        return is_done
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -243,13 +274,28 @@ class SchedulerSide:
         late, self._late_requests = self._late_requests, 0
         return late
 
+    def take_wishes(self) -> tuple[int, int]:
+        """How many wishes of requests were accepted and refused since the last call."""
+        self._wish_log.refused += self._store_queue.refused_pins
+        self._store_queue.refused_pins = 0
+        return self._wish_log.take()
+
     # --- helpers of the hooks ---------------------------------------------------------------------------------------
+
+    def _track(self, request: Request) -> RequestState:
+        """The state of a new request, with what it asks for."""
+        wishes = read_wishes(request.kv_transfer_params, request.kv_hints, may_fetch=self._may_fetch)
+        self._wish_log.note(wishes)
+        tracked = self._by_id[request.request_id] = RequestState(
+            request, request.num_preemptions, wishes, group_keys=self._chains.group_keys(request)
+        )
+        return tracked
 
     def _current(self, request: Request) -> RequestState:
         """The state of a request; reset if the request was preempted."""
         tracked = self._by_id.get(request.request_id)
         if tracked is None:
-            tracked = self._by_id[request.request_id] = RequestState(request, request.num_preemptions)
+            tracked = self._track(request)
         elif tracked.preemptions != request.num_preemptions:
             self._start_over(tracked)
         return tracked
@@ -258,6 +304,7 @@ class SchedulerSide:
         """Reset the state of a request that lost its blocks, and ask for its hit again."""
         request = tracked.request
         self._leases.release(tracked)
+        self._store_queue.drop_kept(tracked)
         tracked.preemptions = request.num_preemptions
         tracked.ticket = tracked.full = tracked.due = 0
         tracked.is_asked = False
@@ -265,14 +312,28 @@ class SchedulerSide:
         if self._leases.usable(tracked) and tracked.may_load and not request.skip_reading_prefix_cache:
             self._leases.ask(tracked)
 
-    def _confirmed(self, tracked: RequestState, computed_tokens: int) -> int:
-        """Number of full blocks in `computed_tokens` that have hashes; vLLM has no hashes for speculative tokens."""
-        full = computed_tokens // self._block_size
-        return min(full, len(tracked.request.block_hashes), len(tracked.block_ids))
+    def _recompute(self, tracked: RequestState, bad_from: int) -> None:
+        """Note that vLLM computes the blocks of a failed load: with several groups, the whole request."""
+        if not self._chains.is_grouped:
+            tracked.recomputed_from = bad_from
+            return
+        self._leases.release(tracked)  # the next lease begins at the first block that the daemon has lost
+        self._store_queue.drop_kept(tracked)
+        tracked.full = tracked.due = 0
+
+    def _full_blocks(self, tracked: RequestState, computed_tokens: int) -> int:
+        """Number of leading blocks that can be stored once `computed_tokens` tokens are computed.
+
+        These are full blocks that have hashes; vLLM has no hashes for speculative tokens.
+        """
+        full = min(self._chains.blocks_in(computed_tokens), len(tracked.chain))
+        if self._chains.is_grouped:
+            return self._store_queue.keep(tracked, full)
+        return min(full, len(tracked.block_ids))
 
     def _follow(self, step: Step) -> None:
         """Note the blocks of all scheduled requests, and handle those that fill a block in this step."""
-        scheduled, block_size = step.num_scheduled_tokens, self._block_size
+        scheduled, chains = step.num_scheduled_tokens, self._chains
         for new in step.scheduled_new_reqs:
             if (tracked := self._by_id.get(new.req_id)) is not None:
                 tracked.block_ids = list(new.block_ids[0])
@@ -289,13 +350,16 @@ class SchedulerSide:
                 else:
                     tracked.block_ids += added[0]
             end = computed + scheduled[request_id]
-            if end >= (tracked.full + 1) * block_size:
+            if end >= (tracked.full // chains.unit_blocks + 1) * chains.unit_tokens:
                 self._fill(tracked, end)
 
     def _fill(self, tracked: RequestState, computed_tokens: int) -> None:
-        tracked.full = full = max(self._confirmed(tracked, computed_tokens), tracked.full)
-        prompt_blocks = tracked.request.num_prompt_tokens // self._block_size
-        if full >= tracked.due + (1 if tracked.due < prompt_blocks else GENERATED_BLOCKS_PER_OFFER):
+        if not tracked.wishes.share:
+            return
+        tracked.full = full = max(self._full_blocks(tracked, computed_tokens), tracked.full)
+        prompt_blocks = self._chains.blocks_in(tracked.request.num_prompt_tokens)
+        units = 1 if tracked.due < prompt_blocks else GENERATED_BLOCKS_PER_OFFER
+        if full >= tracked.due + units * self._chains.unit_blocks:
             tracked.due = full
             self._store_queue.advance(tracked)
 
@@ -306,8 +370,7 @@ class SchedulerSide:
             self._late_requests += 1
 
     def _take_events(self) -> None:
-        events = self._link.take()
-        if events:
+        if events := self._link.take():
             self._patience.heard()
         for event in events:
             match event:
@@ -322,18 +385,15 @@ class SchedulerSide:
                     self._answered(self._leases.found(event))
                 case NotFound():
                     self._not_found(event)
-                case Planned():
-                    self._store_queue.planned(event)
-                case Unplanned(ticket=ticket):
-                    self._store_queue.unplanned(ticket)
+                case Planned() | Unplanned() | Pinned():
+                    self._store_queue.take(event)
 
     def _not_found(self, event: NotFound) -> None:
         tracked = self._leases.not_found(event.ticket)
-        if tracked is None:
-            return
-        if event.is_late and tracked.wants_load:
-            self._note_late(tracked)
-        self._answered(tracked if tracked.is_finished else None)
+        if tracked is not None:
+            if event.is_late and tracked.wants_load:
+                self._note_late(tracked)
+            self._answered(tracked if tracked.is_finished else None)
 
     def _answered(self, tracked: RequestState | None) -> None:
         if tracked is not None:

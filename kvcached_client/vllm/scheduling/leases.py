@@ -8,10 +8,13 @@ from collections.abc import Callable
 from typing import Final
 
 from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, REQUEST_NAME_LENGTH_MAX
-from kvcached_client.vllm.commands import DropLoad, Fetching, Found, LinkPort, Release, Seek
+from kvcached_client.vllm.daemon.commands import DropLoad, Fetching, Found, Pin, Release, Seek
+from kvcached_client.vllm.daemon.inbox import LinkPort
 from kvcached_client.vllm.orders import pack_keys
-from kvcached_client.vllm.request_state import RequestState
-from kvcached_client.vllm.waiting import PrefillRate
+from kvcached_client.vllm.scheduling.announcements import Announcements
+from kvcached_client.vllm.scheduling.chains import Chains
+from kvcached_client.vllm.scheduling.request_state import RequestState
+from kvcached_client.vllm.scheduling.waiting import PrefillRate
 
 _NAME_DIGEST_BYTES: Final = 16
 
@@ -21,28 +24,43 @@ class Leases:
 
     Args:
         link: to the daemon's thread.
-        block_size: tokens in a block.
+        chains: how blocks form chains.
         clock: returns seconds.
         prefill: how fast vLLM computes prompts; sent with every seek.
+        announcements: of the blocks that replies tell of.
     """
 
-    def __init__(self, link: LinkPort, block_size: int, clock: Callable[[], float], prefill: PrefillRate) -> None:
+    def __init__(
+        self,
+        link: LinkPort,
+        chains: Chains,
+        clock: Callable[[], float],
+        prefill: PrefillRate,
+        announcements: Announcements,
+    ) -> None:
         self._link = link
-        self._block_size = block_size
+        self._chains = chains
         self._clock = clock
         self._prefill = prefill
+        self._announcements = announcements
         self._tickets = itertools.count(1)
-        #: Requests whose lease was asked for, by ticket.
-        self._seeking: dict[int, RequestState] = {}
+        self._last_ticket = 0
+        #: Requests whose lease was asked for, by ticket, with the largest possible hit.
+        self._seeking: dict[int, tuple[RequestState, int]] = {}
 
     def next_ticket(self) -> int:
         """A number for a seek or an offer; its event contains the same number."""
-        return next(self._tickets)
+        self._last_ticket = next(self._tickets)
+        return self._last_ticket
+
+    def announce(self, tracked: RequestState, start: int, stop: int) -> None:
+        """Announce blocks of a request that are stored now."""
+        self._announcements.stored(tracked.request, start, stop, self._last_ticket)
 
     def usable(self, tracked: RequestState) -> int:
         """Upper bound of the blocks of a hit: vLLM must compute at least the last token, to get the next one."""
         request = tracked.request
-        return min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
+        return min(self._chains.blocks_in(request.num_tokens - 1), len(tracked.chain))
 
     def ask(self, tracked: RequestState) -> bool:
         """Ask for a lease on a request's hit, and load the hit; returns whether the seek was accepted."""
@@ -55,19 +73,37 @@ class Leases:
         """Ask for a lease; returns whether the seek was accepted. Without `load` the lease is for stores only."""
         if not self._link.is_taking:
             return False
-        hashes, tokens = tracked.request.block_hashes, tracked.request.num_tokens
-        blocks = len(hashes)
+        hashes, size = tracked.chain, self._chains.block_size
+        blocks, tokens = len(hashes), self._chains.daemon_tokens(tracked.request.num_tokens)
         if blocks > BLOCKS_PER_MESSAGE_MAX:
-            blocks, tokens = BLOCKS_PER_MESSAGE_MAX, BLOCKS_PER_MESSAGE_MAX * self._block_size
+            blocks, tokens = BLOCKS_PER_MESSAGE_MAX, BLOCKS_PER_MESSAGE_MAX * size
         ticket = self.next_ticket()
         name = lease_name(tracked.request.request_id, ticket)
-        seek = Seek(ticket, name, pack_keys(hashes, 0, blocks), tokens, load, self._prefill.tokens_per_s)
+        seek = Seek(
+            ticket,
+            name,
+            pack_keys(hashes, 0, blocks),
+            tokens,
+            load,
+            self._chains.daemon_rate(self._prefill.tokens_per_s),
+            tracked.wishes.priority,
+            tracked.wishes.prefetch,
+        )
         if not self._link.submit(seek):
             return False
         tracked.ticket = seek.ticket
         tracked.is_fetching = False
-        self._seeking[seek.ticket] = tracked
+        self._seeking[seek.ticket] = tracked, min(blocks, (tokens - 1) // size) if load else blocks
         return True
+
+    def pin(self, tracked: RequestState) -> bool:
+        """Keep the stored blocks of a request's prompt, as the request asks; returns False if it cannot be done."""
+        request = tracked.request
+        blocks = min(self._chains.blocks_in(request.num_prompt_tokens), len(tracked.chain), BLOCKS_PER_MESSAGE_MAX)
+        if not (tracked.session and blocks):
+            return False
+        keys = pack_keys(tracked.chain, 0, blocks)
+        return self._link.submit(Pin(tracked.session, keys, tracked.wishes.pin_ttl_ms))
 
     def release(self, tracked: RequestState) -> None:
         """Give back the lease and the prepared load of a request."""
@@ -85,14 +121,15 @@ class Leases:
 
     def fetching(self, fetching: Fetching) -> None:
         """Extend the request's deadline, because its seek waits for blocks from storage."""
-        tracked = self._seeking[fetching.ticket]
+        tracked, _ = self._seeking[fetching.ticket]
         if tracked.ticket == fetching.ticket:
             tracked.asked_at = self._clock() + fetching.most_s
             tracked.is_fetching = True
 
     def found(self, found: Found) -> RequestState | None:
         """The request that now has the lease; None if it has asked again since: then this lease is given back."""
-        tracked = self._seeking.pop(found.ticket)
+        tracked, asked = self._seeking.pop(found.ticket)
+        self._announcements.found(tracked.request, found.hit, asked, found.ticket)
         if tracked.ticket != found.ticket:
             if found.load is not None:
                 self._link.submit(DropLoad(found.session, found.load.transfer))
@@ -107,7 +144,7 @@ class Leases:
 
     def not_found(self, ticket: int) -> RequestState | None:
         """The request that gets no lease; None if it has asked again since."""
-        tracked = self._seeking.pop(ticket)
+        tracked, _ = self._seeking.pop(ticket)
         if tracked.ticket != ticket:
             return None
         tracked.ticket = 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvcached_client.offload import PreparedLoad
 from kvcached_client.types import LeaseId
+from kvcached_client.vllm.scheduling.wishes import NO_WISHES, Wishes
 
 
 class Request(Protocol):
@@ -41,6 +42,14 @@ class Request(Protocol):
     def skip_reading_prefix_cache(self) -> bool:
         """Whether the request must be computed without cached blocks."""
 
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """What the client asks of the connector."""
+
+    @property
+    def kv_hints(self) -> object | None:
+        """What an orchestrator asks of the cache: vLLM's envelope of actions."""
+
 
 class Block(Protocol):
     """A block of vLLM's pool."""
@@ -58,6 +67,38 @@ class BlockPool(Protocol):
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
         """Remove a user from each block. Unused blocks are reused in this order."""
+
+
+class HashedBlock(Block, Protocol):
+    """A block, and what vLLM finds it by."""
+
+    @property
+    def block_id(self) -> int:
+        """Its number."""
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """Hash of its tokens and those before it, with the number of its group; None if it cannot be found."""
+
+
+class WatchedPool(Protocol):
+    """vLLM's pool, as `DeviceBlocks` uses it."""
+
+    @property
+    def blocks(self) -> Sequence[HashedBlock]:
+        """As in `BlockPool`."""
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """As in `BlockPool`."""
+
+    def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Callable[[Any], None]) -> None:
+        """Remove a user from each block; call back when it is handed out again, or all hashes are dropped.
+
+        Unused blocks are reused after all others, in this order.
+        """
+
+    def _insert_block_hash(self, block_hash_with_group_id: Any, block: Any, num_tokens: int | None) -> None:  # noqa: ANN401
+        """Find a block by a hash from now on."""
 
 
 class NewRequest(Protocol):
@@ -123,6 +164,7 @@ class RequestState:
     Attributes:
         request: vLLM's request.
         preemptions: the request's number of preemptions when it was last looked up.
+        wishes: what the request asks for.
         may_load: False after a failed load, because a second load could fail, too, without end.
         is_asked: the hit was asked for since the request began or was preempted.
         asked_at: time of the seek on the clock of deadlines; or the end of the time for storage.
@@ -139,14 +181,16 @@ class RequestState:
             after these blocks were offered again.
         full: leading blocks that are computed, or will be at the end of this step.
         due: leading blocks that are to be offered without waiting for more.
-        block_ids: the request's blocks in vLLM's pool.
+        group_keys: keys of the chain of the blocks of several groups; None = one group.
+        block_ids: the request's blocks in vLLM's pool; with several groups, they are looked up instead.
         is_finished: vLLM has forgotten the request.
-        parting_start, parting: blocks of a finished request that wait for their offer, and the depth of the first. They
-            are held.
+        parting_start, parting: blocks that wait for their offer and are held meanwhile, and the depth of the first: of
+            a finished request; with several groups of layers, of any request.
     """
 
     request: Request
     preemptions: int
+    wishes: Wishes = NO_WISHES
     may_load: bool = True
     is_asked: bool = False
     asked_at: float = 0.0
@@ -163,10 +207,16 @@ class RequestState:
     recomputed_from: int | None = None
     full: int = 0
     due: int = 0
+    group_keys: Sequence[bytes] | None = None
     block_ids: list[int] = field(default_factory=list)
     is_finished: bool = False
     parting_start: int = 0
     parting: list[int] = field(default_factory=list)
+
+    @property
+    def chain(self) -> Sequence[bytes]:
+        """Keys of the chain of the request's blocks; their first 16 bytes count."""
+        return self.request.block_hashes if self.group_keys is None else self.group_keys
 
     @property
     def has_recomputed(self) -> bool:

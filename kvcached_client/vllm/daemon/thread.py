@@ -4,8 +4,9 @@ The scheduler puts commands in and takes events out (`CommandInbox`). Rules:
 
 * Seeks that a request waits for are carried out before other commands. All commands of a turn are sent before the
   thread waits for the first reply. Events for different tickets come in any order.
-* Every accepted `Seek` and `Offer` gets exactly one event, even if the session is lost, the daemon does not reply, or
-  the thread ends.
+* Offers and releases are gathered for a short time, and sent in one message (`CommandQueue`).
+* Every accepted `Seek`, `Offer` and `Pin` gets exactly one event, even if the session is lost, the daemon does not
+  reply, or the thread ends.
 * A session is announced before anything that belongs to it, and its loss before anything of the next session. Commands
   for a lost session are dropped, but its offers get their event; its seeks are carried out on the next session.
 * After a session that worked, the thread connects again at once; otherwise after a pause that grows.
@@ -29,9 +30,9 @@ from typing import Final, TypeAlias, TypeVar, get_args
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, KvcachedError, RequestError
 from kvcached_client.offload import Hold, PreparedLoad, PreparedStore
 from kvcached_client.transport.session import Pending
-from kvcached_client.vllm.commands import (
+from kvcached_client.vllm.daemon.client import FETCH_MS_MAX, Client, Fetches, begin_acquire, begin_fetch, begin_load
+from kvcached_client.vllm.daemon.commands import (
     Command,
-    CommandInbox,
     Connected,
     DropLoad,
     DropStore,
@@ -41,13 +42,17 @@ from kvcached_client.vllm.commands import (
     MakeUpClear,
     NotFound,
     Offer,
+    Pin,
+    Pinned,
     Planned,
     Release,
     Seek,
     Unplanned,
 )
-from kvcached_client.vllm.daemon_client import FETCH_MS_MAX, Client, Fetches, PrefetchMode
+from kvcached_client.vllm.daemon.inbox import CommandInbox
+from kvcached_client.vllm.daemon.offers import OfferBatch
 from kvcached_client.vllm.orders import SessionNote
+from kvcached_client.vllm.settings import PrefetchMode
 
 #: Pause between attempts to connect, and after a missed deadline.
 PAUSE_S_MIN: Final = 0.2
@@ -148,17 +153,17 @@ class DaemonThread(CommandInbox):
     def _serve_next(self) -> None:
         if self._fetches:
             self._listen()
-            self._acquire(self._take_fetched())
+            self._end_acquire(self._begin_acquire(self._take_fetched()))
             if not self._fetches or self._client is None:
                 return  # after a missed deadline or a lost session, start over
         with self._changed:
-            patience_s = None if self._is_settled else max(self._quiet_until - self._clock(), 0.0)
-            self._changed.wait_for(
-                lambda: self._commands or self._is_closing or not self._is_alive() or self._fetches, patience_s
+            self._await_turn(
+                lambda: self._is_closing or bool(self._fetches) or not self._is_alive(),
+                until=None if self._is_settled else self._quiet_until,
             )
             if self._is_closing:
                 return
-            commands = self._commands.take_turn()
+            commands = self._commands.take_turn(self._clock())
         if not self._is_alive():
             self._lose("a heartbeat said so")
         if commands:
@@ -171,16 +176,16 @@ class DaemonThread(CommandInbox):
         self._unanswered = {command.ticket: command for command in commands if isinstance(command, (Seek, Offer))}
         seeks = [command for command in commands if isinstance(command, Seek)]
         acquiring = self._begin_acquire([seek for seek in seeks if not self._begin_fetch(seek)])
-        offering = [(command, self._begin_offer(command)) for command in commands if isinstance(command, Offer)]
+        batch = OfferBatch(commands, self._number)
+        asked = self._call(batch.begin, is_proof=False) if batch.offered else None
         self._end_acquire(acquiring)
         for command in commands:
-            self._tell(command)
-        for offer, asked in offering:
-            plan = self._answer(asked)
-            self._say(Unplanned(offer.ticket) if plan is None else Planned(offer.ticket, plan))
+            if not isinstance(command, Release):
+                self._tell(command)
+        self._end_offers(batch, asked)
 
     def _tell(self, command: Command) -> None:
-        """Carry out a command that gets no event. Commands of an earlier session are dropped."""
+        """Carry out a command that nothing waits for. Commands of an earlier session are dropped."""
         match command:
             case MakeUpClear():
                 self._make_up_clear()
@@ -190,19 +195,25 @@ class DaemonThread(CommandInbox):
                 self._call(lambda client: client.cancel_store(transfer, why))
             case Release(lease=lease) if command.session == self._number:
                 self._call(lambda client: client.post_release(lease), is_proof=False)
+            case Pin(keys=keys, ttl_ms=ttl_ms) if command.session == self._number:
+                self._events.append(Pinned(self._call(lambda client: client.pin(keys, ttl_ms=ttl_ms))))
+            case Pin():
+                self._refuse(command)
             case _:
                 pass
 
     def _listen(self) -> None:
         """Wait for a command or a message; if the daemon is silent, check that it still replies."""
         with self._changed:
-            wake = self._wake
-            if self._commands or self._is_closing or not self._is_alive() or wake is None:
+            wake, due_in = self._wake, self._commands.due_in(self._clock())
+            if due_in == 0 or self._is_closing or not self._is_alive() or wake is None:
                 return
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(wake)  # left from earlier commands; under the lock no wake-up is lost
             self._is_listening = True
-        if self._call(lambda client: client.listen(wake, SILENCE_S_MAX), is_proof=False) is False:
+        most_s = SILENCE_S_MAX if due_in is None else due_in
+        has_news = self._call(lambda client: client.listen(wake, most_s), is_proof=False)
+        if has_news is False and due_in is None:
             self._call(lambda client: client.settle())
 
     def _is_alive(self) -> bool:
@@ -222,6 +233,8 @@ class DaemonThread(CommandInbox):
             self._say(NotFound(command.ticket, is_late=self._is_quiet))
         elif isinstance(command, Offer):
             self._say(Unplanned(command.ticket))
+        elif isinstance(command, Pin):
+            self._events.append(Pinned(None))
 
     def _say(self, answer: Found | NotFound | Planned | Unplanned) -> None:
         self._unanswered.pop(answer.ticket, None)
@@ -233,16 +246,7 @@ class DaemonThread(CommandInbox):
         """Ask storage before a seek, if that is wanted; returns whether it was asked."""
         if not (self._fetches.are_wanted(seek) and self._make_up_clear()):
             return False
-        pending = self._call(
-            lambda client: client.begin_prefetch(
-                seek.keys,
-                seek.tokens,
-                stop=self._fetches.stop,
-                deadline_ms=FETCH_MS_MAX,
-                prefill_tokens_per_s=seek.prefill_tokens_per_s,
-            ),
-            is_proof=False,
-        )
+        pending = self._call(partial(begin_fetch, seek, stop=self._fetches.stop_of(seek)), is_proof=False)
         if pending is None:
             return False
         self._fetches.add(seek, pending)
@@ -267,15 +271,12 @@ class DaemonThread(CommandInbox):
         with self._changed:
             self._commands.put_back(self._fetches.take_all())
 
-    def _acquire(self, seeks: Sequence[Seek]) -> None:
-        self._end_acquire(self._begin_acquire(seeks))
-
     def _begin_acquire(self, seeks: Sequence[Seek]) -> _Acquiring:
         """Send seeks to the daemon; a seek that could not be sent has None."""
         self._asked_at = self._clock()
         if not seeks or not self._make_up_clear():
             return [(seek, None) for seek in seeks]
-        return [(seek, self._call(partial(_begin_acquire, seek), is_proof=False)) for seek in seeks]
+        return [(seek, self._call(partial(begin_acquire, seek), is_proof=False)) for seek in seeks]
 
     def _end_acquire(self, acquiring: _Acquiring) -> None:
         """Finish seeks that were sent. If the session is lost, the next session gets those without a reply."""
@@ -290,7 +291,7 @@ class DaemonThread(CommandInbox):
             elif hold is None:
                 self._refuse(seek)
             elif hold.hit and seek.load:
-                loading.append((seek, hold, self._call(partial(_begin_load, hold), is_proof=False)))
+                loading.append((seek, hold, self._call(partial(begin_load, hold), is_proof=False)))
             else:
                 self._say(Found(seek.ticket, self._number, hold.lease, hold.hit, None))
         for seek, hold, asked_load in loading:
@@ -304,12 +305,16 @@ class DaemonThread(CommandInbox):
         with self._changed:
             self._commands.put_back(unanswered)  # for the next session; refused if there is a pause first
 
-    def _begin_offer(self, offer: Offer) -> Pending[PreparedStore] | None:
-        if offer.session != self._number:
-            return None
-        return self._call(
-            lambda client: client.begin_prepare_store(offer.lease, offer.start, offer.keys), is_proof=False
-        )
+    def _end_offers(self, batch: OfferBatch, asked: Pending[list[PreparedStore | RequestError]] | None) -> None:
+        """Fetch the replies to offers that were sent."""
+        plans = self._answer(asked)
+        if plans is None:  # the message was perhaps not served; a second release changes nothing
+            for release in batch.releases:
+                self._tell(release)
+        for offer, plan in batch.outcomes(plans):
+            if isinstance(plan, RequestError):
+                self._tell_refusal(plan)
+            self._say(Planned(offer.ticket, plan) if isinstance(plan, PreparedStore) else Unplanned(offer.ticket))
 
     def _settle(self) -> None:
         """Give back what the daemon granted after a deadline, since no other call does it."""
@@ -344,7 +349,7 @@ class DaemonThread(CommandInbox):
             self._keep_quiet()
         except RequestError as error:
             if self._client.is_alive:
-                self._tell_once(f"the daemon refused: {error}", kind=error.code)
+                self._tell_refusal(error)
             else:
                 self._lose(str(error))
         except DaemonUnreachable as error:
@@ -380,19 +385,14 @@ class DaemonThread(CommandInbox):
         if client is not None:
             client.close()
 
+    def _tell_refusal(self, error: RequestError) -> None:
+        self._tell_once(f"the daemon refused: {error}", kind=error.code)
+
     def _tell_once(self, message: str, *, kind: str = "") -> None:
         """Log a warning, once per session for each kind of message."""
         level = logging.DEBUG if (kind or message) in self._told else logging.WARNING
         self._told.add(kind or message)
         log.log(level, "kvcached: %s", message)
-
-
-def _begin_acquire(seek: Seek, client: Client) -> Pending[Hold]:
-    return client.begin_acquire(seek.name, seek.keys, seek.tokens, full=not seek.load)
-
-
-def _begin_load(hold: Hold, client: Client) -> Pending[PreparedLoad]:
-    return client.begin_prepare_load(hold.lease, 0, hold.hit)
 
 
 def _longer(pause_s: float) -> float:

@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from kvcached_client.vllm.commands import LinkPort
-from kvcached_client.vllm.request_state import RequestState, Step
+from kvcached_client.vllm.daemon.inbox import LinkPort
+from kvcached_client.vllm.scheduling.request_state import RequestState, Step
 
 #: A small part of a step of a large model, and many times the time of a reply on an idle machine.
 WAIT_S_PER_STEP_MAX: Final = 0.003

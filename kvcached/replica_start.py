@@ -1,0 +1,253 @@
+"""A replica from its configuration: its memory, its workers, and what the service is told of them.
+
+Its memory and its workers come and go together: at the start, when it falls asleep, and when it wakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, Final
+
+from kvcached.config.replica import ReplicaConfig
+from kvcached.config.schema import Config
+from kvcached.config.tables import HostConfig
+from kvcached.core.messages import Event, PoolRestored, WorkerDied
+from kvcached.memory.available import NotEnoughMemory
+from kvcached.memory.host_pool import HostMemory
+from kvcached.recovery.device_pools import DevicePool, PoolMemory
+from kvcached.recovery.generations import FIRST_GENERATION, Generation
+from kvcached.service.replica import HeldMemory, Replica
+from kvcached.service.service import Service
+from kvcached.worker.client import WorkerPool
+from kvcached.worker.group import ReplicaPool
+from kvcached_client.blocks.header import NAMESPACE_BYTES
+from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.pages import pool_geometry
+from kvcached_client.errors import DeviceError, ErrorCode, RequestError, request_error
+from kvcached_client.types import ShardIndex, Verify, WritePolicy
+
+#: Memory made resident before ready, all replicas together; the rest is touched when it is first used.
+PRETOUCH_BYTES_MAX: Final = 1 << 30
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Holder:
+    """`PoolHolder`: a replica's memory and workers, and what makes and ends them.
+
+    Args:
+        replica: its name.
+        memory: the memory of a start, kept or new; none if the replica sleeps.
+        new_workers: for memory and a generation of the namespace; not started.
+        end: ends workers as far as the daemon's own end leaves time.
+
+    Attributes:
+        workers: the present ones; not started, or ended, while the replica sleeps.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        memory: PoolMemory,
+        new_workers: Callable[[DevicePool | None, int], WorkerPool],
+        end: Callable[[WorkerPool], Awaitable[None]],
+        generation: int,
+    ) -> None:
+        self._replica = replica
+        self._memory = memory
+        self._new_workers = new_workers
+        self._end = end
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.workers = new_workers(memory.pool, generation)
+
+    async def open(self) -> None:
+        """Start the first workers, unless the replica sleeps.
+
+        Raises:
+            BadRequest, DaemonFailure: as `WorkerPool.open`.
+        """
+        if self._memory.pool is not None:
+            await self.workers.open()
+
+    async def close(self) -> None:
+        """The daemon ends: break off what is under way, and end the workers."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._end(self.workers)
+
+    def kill(self) -> None:
+        """End the workers by SIGKILL, now."""
+        self.workers.kill()
+
+    def held(self) -> HeldMemory:
+        """What the service is told of the present memory and workers."""
+        pool = self._memory.pool
+        if pool is None:
+            return HeldMemory(self.workers)
+        return HeldMemory(self.workers, pool.identities, pool.cuda_devices, pool.headers)
+
+    # --- `PoolHolder` -----------------------------------------------------------------------------------------------
+
+    def end_workers(self, ended: Callable[[], None]) -> None:
+        """End the workers; they are not started again."""
+        self._begin(self._end_workers(ended))
+
+    def give_back(self, given: Callable[[], None]) -> None:
+        """Clear the headers, have the service manager forget the memory, and close it."""
+        self._begin(self._give_back(given))
+
+    def make(self, generation: int, made: Callable[[HeldMemory | RequestError], None]) -> None:
+        """Make new memory and start workers on it, for a generation of the namespace. On an error nothing is left."""
+        self._begin(self._make(generation, made))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note)
+
+    def _note(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("internal error while replica %s falls asleep or wakes", self._replica, exc_info=error)
+
+    async def _end_workers(self, ended: Callable[[], None]) -> None:
+        async with self._turn:
+            await self.workers.close()
+        ended()
+
+    async def _give_back(self, given: Callable[[], None]) -> None:
+        async with self._turn:
+            await self._memory.give_back()
+        given()
+
+    async def _make(self, generation: int, made: Callable[[HeldMemory | RequestError], None]) -> None:
+        outcome: HeldMemory | RequestError
+        async with self._turn:
+            try:
+                self.workers = self._new_workers(await self._memory.make(), generation)
+                await self.workers.open()
+                outcome = self.held()
+            except (RequestError, NotEnoughMemory, DeviceError, OSError) as error:
+                await self._memory.give_back()
+                outcome = _no_memory(self._replica, str(error))
+            except Exception as error:  # noqa: BLE001  whatever it was, the pool must not stay between the two
+                _log.exception("internal error while replica %s wakes", self._replica)
+                await self._memory.give_back()
+                outcome = _no_memory(self._replica, f"{type(error).__name__}: {error}")
+        made(outcome)
+
+
+def _no_memory(replica: str, reason: str) -> RequestError:
+    return request_error(
+        ErrorCode.ASLEEP,
+        f"replica {replica!r} stays asleep: {reason}",
+        "correct what is named, then wake it again",
+    )
+
+
+def new_workers(
+    config: Config,
+    replica: ReplicaConfig,
+    host: HostMemory | None,
+    news: News,
+    epoch: int,
+    device: DevicePool | None,
+    generation: int,
+) -> WorkerPool:
+    """The workers of a replica, not started. Those without memory are not to be."""
+    pool = ReplicaPool(
+        replica.name,
+        replica.layout,
+        replica.slot_count,
+        replica.namespace(FIRST_GENERATION),
+        () if device is None else device.shards,
+        host,
+        pretouch_bytes=PRETOUCH_BYTES_MAX // len(config.replica),
+        ready_deadline_s=config.worker_ready_deadline_ms / 1000,
+    )
+    return WorkerPool(
+        pool,
+        str(config.run_dir),
+        on_lost=partial(_on_worker_lost, news, replica.name),
+        on_restored=partial(news.tell, PoolRestored(replica.name)),
+        epoch=epoch,
+        generation=generation,
+        verify=verify(config),
+    )
+
+
+def new_replica(
+    config: Config, replica: ReplicaConfig, generation: Generation, memory: PoolMemory, holder: Holder
+) -> Replica:
+    """A replica as the service knows it."""
+    held = holder.held()
+    return Replica(
+        name=replica.name,
+        device=replica.device,
+        model=replica.model,
+        key_algorithm=replica.key_algorithm,
+        layout=replica.layout,
+        slots=replica.slot_count,
+        namespace=generation.namespace,
+        generation=generation.number,
+        weights_version=generation.weights_version,
+        root_of=replica.namespace,
+        holder=holder,
+        workers=held.workers,
+        header_namespace=replica.namespace(FIRST_GENERATION)[:NAMESPACE_BYTES],
+        host_geometry=None if config.host is None else _host_geometry(config.host, replica),
+        write_policy=WritePolicy(replica.write_policy),
+        memory=held.memory,
+        cuda_ordinals=replica.cuda_ordinals,
+        cuda_devices=held.cuda_devices,
+        is_kept=memory.pool is not None and memory.pool.is_kept,
+        headers=held.headers,
+    )
+
+
+def _host_geometry(host: HostConfig, replica: ReplicaConfig) -> HostGeometry:
+    block_bytes = pool_geometry(replica.layout, replica.slot_count).slot_bytes
+    return HostGeometry(
+        slabs=host.slabs,
+        slab_bytes=host.slab_bytes,
+        shards=replica.shards,
+        block_bytes=block_bytes,
+        replicated=replica.layout.replicated,
+    )
+
+
+def verify(config: Config) -> Verify:
+    """Which loaded blocks are compared with their checksums."""
+    return Verify.NEVER if config.host is None else Verify(config.host.verify)
+
+
+def _on_worker_lost(news: News, replica: str, shard: ShardIndex, reason: str) -> None:
+    _log.error("replica %s lost the worker of shard %d; its cache stays: %s", replica, shard, reason)
+    news.tell(WorkerDied(replica))
+
+
+class News:
+    """Events about workers, which may die while others still start: the service hears of them when it is there."""
+
+    def __init__(self) -> None:
+        self._service: Service | None = None
+        self._missed: list[Event] = []
+
+    def tell(self, event: Event) -> None:
+        """Something happened."""
+        if self._service is None:
+            self._missed.append(event)
+        else:
+            self._service.on_event(event)
+
+    def tell_to(self, service: Service) -> None:
+        """From now on, and what has happened already."""
+        self._service = service
+        for event in self._missed:
+            service.on_event(event)
+        self._missed.clear()

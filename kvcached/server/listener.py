@@ -1,0 +1,92 @@
+"""A listening socket that accepts no faster than is good for the connections that are served already."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from typing import Final, Generic
+
+from kvcached.process.seqpacket import SocketFile, listen
+from kvcached.server.connections import C, Connections
+
+#: Connections accepted before others get a turn.
+ACCEPTS_PER_TURN_MAX: Final = 4
+#: Without free descriptors a connection can be neither accepted nor refused, and the listener stays readable.
+_NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_NO_DESCRIPTORS_PAUSE_S: Final = 1.0
+#: After a turn in which a peer lost a connection by its own fault. So many turns of a flood cost the clients that are
+#: served less than one request in a hundred; a client that connects meanwhile waits for its place in the backlog.
+FAULT_PAUSE_S: Final = 0.05
+#: In turns: how many pauses a client waits for at most.
+_BACKLOG: Final = 8 * ACCEPTS_PER_TURN_MAX
+
+
+class Listener(Generic[C]):
+    """Listens at `path`, owner-only, and hands over what it accepts, in the running event loop.
+
+    Args:
+        name: of the socket, for the log.
+        path: of the socket.
+        kind: of the socket.
+        connections: those of the socket that are open.
+        accepted: takes each new one, which is not blocking.
+
+    Raises:
+        OSError: the path cannot be bound.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        kind: socket.SocketKind,
+        connections: Connections[C],
+        accepted: Callable[[socket.socket], None],
+    ) -> None:
+        self._name = name
+        self._connections = connections
+        self._accepted = accepted
+        self._loop = asyncio.get_running_loop()
+        self._socket = listen(path, _BACKLOG, kind)
+        self._file = SocketFile.at(path)
+        self._paused: asyncio.TimerHandle | None = None
+        self._listen()
+
+    def close(self) -> None:
+        """Accept nothing more, and remove the socket."""
+        if self._paused is not None:
+            self._paused.cancel()
+        else:
+            self._loop.remove_reader(self._socket.fileno())
+        self._file.remove()
+        self._socket.close()
+
+    def _listen(self) -> None:
+        self._paused = None
+        self._loop.add_reader(self._socket.fileno(), self._on_connecting)
+
+    def _pause(self, seconds: float) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._paused = self._loop.call_later(seconds, self._listen)
+
+    def _on_connecting(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN_MAX):
+            try:
+                accepted, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionError):
+                break
+            except OSError as error:
+                if error.errno not in _NO_DESCRIPTORS:
+                    raise
+                pause_s = _NO_DESCRIPTORS_PAUSE_S
+                self._connections.sampled.note(
+                    "accept", "%s: %s; no connection is accepted for %g s", self._name, error.strerror, pause_s
+                )
+                self._pause(pause_s)
+                return
+            accepted.setblocking(False)  # noqa: FBT003
+            self._accepted(accepted)
+        if self._connections.take_fault():
+            self._pause(FAULT_PAUSE_S)

@@ -1,0 +1,194 @@
+"""Commands of the scheduler's side to the daemon's thread, and events back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcached_client.offload import PreparedLoad, PreparedStore
+from kvcached_client.types import LeaseId, TransferId
+from kvcached_client.vllm.orders import SessionNote
+from kvcached_client.vllm.settings import PrefetchMode
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Seek:
+    """Acquire the cached prefix of a prompt; the event is `Found` or `NotFound`.
+
+    Attributes:
+        ticket: comes back in the event.
+        name: name of the request, unique among live leases.
+        keys: keys of its full blocks, 16 bytes each.
+        tokens: number of its tokens.
+        load: prepare to load the hit at once. Otherwise the lease is for stores only, and its hit counts all of `keys`.
+        prefill_tokens_per_s: how fast vLLM computes prompts; 0 = not known.
+        priority: blocks that only requests of lower priority use are evicted first.
+        prefetch: how long the request waits for storage; None = as the settings say.
+    """
+
+    ticket: int
+    name: str
+    keys: bytes
+    tokens: int
+    load: bool
+    prefill_tokens_per_s: float = 0.0
+    priority: int = 0
+    prefetch: PrefetchMode | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The next blocks of a lease are computed; the event is `Planned` or `Unplanned`.
+
+    Attributes:
+        ticket: comes back in the event.
+        session: number of the lease's session.
+        lease: the lease.
+        start: depth of the first block.
+        keys: keys of the blocks, 16 bytes each.
+    """
+
+    ticket: int
+    session: int
+    lease: LeaseId
+    start: int
+    keys: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DropLoad:
+    """A prepared load will not be made."""
+
+    session: int
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class DropStore:
+    """A prepared store will not be made."""
+
+    session: int
+    transfer: TransferId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A lease is no longer needed."""
+
+    session: int
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep the stored blocks of a prompt for a time; the event is `Pinned`.
+
+    Attributes:
+        session: number of the session.
+        keys: keys of the blocks, 16 bytes each.
+        ttl_ms: how long.
+    """
+
+    session: int
+    keys: bytes
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class MakeUpClear:
+    """Clear the namespace, if a clear is still owed."""
+
+
+Command = Seek | Offer | DropLoad | DropStore | Release | Pin | MakeUpClear
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A session was opened."""
+
+    note: SessionNote
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A session is over, with its leases and prepared transfers."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """A seek waits for blocks from storage; its `Found` or `NotFound` comes later.
+
+    Attributes:
+        ticket: ticket of the seek.
+        most_s: how much longer than usual that may take.
+    """
+
+    ticket: int
+    most_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A lease was granted.
+
+    Attributes:
+        ticket: ticket of the seek.
+        session: number of the lease's session.
+        lease: to be released once.
+        hit: leading blocks that are cached.
+        load: slots of the hit; None if no load was requested, there is no hit, or it cannot be loaded.
+    """
+
+    ticket: int
+    session: int
+    lease: LeaseId
+    hit: int
+    load: PreparedLoad | None
+
+
+@dataclass(frozen=True, slots=True)
+class NotFound:
+    """No lease: there is no session, the daemon refused, or it did not reply in time.
+
+    Attributes:
+        ticket: ticket of the seek.
+        is_late: the daemon did not reply in time.
+    """
+
+    ticket: int
+    is_late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Which blocks of an offer to copy to which slots, and where the next offer starts."""
+
+    ticket: int
+    plan: PreparedStore
+
+
+@dataclass(frozen=True, slots=True)
+class Unplanned:
+    """No block of an offer is to be copied: the session is lost, or the daemon refused."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A pin was set, or not: the session is lost, or the daemon refused.
+
+    Attributes:
+        blocks: how many blocks it keeps; None if it was not set.
+    """
+
+    blocks: int | None
+
+
+Event = Connected | Lost | Fetching | Found | NotFound | Planned | Unplanned | Pinned

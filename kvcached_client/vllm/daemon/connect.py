@@ -1,0 +1,94 @@
+"""As what an engine connects to the daemon: its identity, its layout, and how to reach the daemon."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+
+import vllm
+from huggingface_hub import try_to_load_from_cache
+
+from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
+from kvcached_client.protocol.fields import NAME_LENGTH_MAX
+from kvcached_client.transport.run_dir import default_run_dir
+from kvcached_client.vllm.identity import Identity
+from kvcached_client.vllm.messages import KvcachedPages
+from kvcached_client.vllm.settings import Settings, VllmConfig, is_replicated
+
+log = logging.getLogger("vllm.kvcached")
+
+
+def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> OffloadLayout:
+    """The layout that is declared to the daemon.
+
+    Raises:
+        ValueError: the blocks of the workers differ, or a worker has not described its blocks.
+    """
+    shards = config.parallel_config.tensor_parallel_size
+    if sorted(pages) != list(range(shards)):
+        raise ValueError(f"of {shards} workers, ranks {sorted(pages)} have told of their KV tensors")
+    kinds = {(each.block_bytes, each.fingerprint) for each in pages.values()}
+    if len(kinds) > 1:
+        told = ", ".join(
+            f"rank {rank}: {each.block_bytes} bytes, {each.fingerprint.hex()}" for rank, each in sorted(pages.items())
+        )
+        raise ValueError(
+            f"the workers' blocks differ ({told}): choose a tensor_parallel_size that divides the model's KV heads"
+        )
+    block_bytes, fingerprint = kinds.pop()
+    return OffloadLayout(
+        config.cache_config.block_size, shards, block_bytes, fingerprint, replicated=is_replicated(config)
+    )
+
+
+def connect_as(
+    identify: Callable[[], Identity], layout: OffloadLayout, settings: Settings, on_stale: Callable[[], None]
+) -> Callable[[], OffloadClient]:
+    """A function that opens a session with the daemon; every session is of the same engine instance.
+
+    Args:
+        identify: makes the engine's identity. It is called once, by the first call of the function.
+        layout: the layout of blocks.
+        settings: the connector's settings.
+        on_stale: called by another thread when the session is over.
+    """
+    instance = new_instance()
+    run_dir = Path(settings.run_dir or default_run_dir()).absolute()
+
+    @cache
+    def identified() -> Identity:
+        identity = identify()
+        for warning in identity.warnings:
+            log.warning("kvcached: %s", warning)
+        log.info(
+            "kvcached: vLLM %s, namespace %r, blocks of %d tokens and %d bytes on each of %d shards",
+            vllm.__version__,
+            identity.label,
+            layout.block_size,
+            layout.block_bytes,
+            layout.shards,
+        )
+        return identity
+
+    def connect() -> OffloadClient:
+        identity = identified()
+        return OffloadClient.connect(
+            run_dir,
+            engine=f"vllm {vllm.__version__}"[:NAME_LENGTH_MAX],
+            instance=instance,
+            keyspace=identity.keyspace,
+            label=identity.label,
+            layout=layout,
+            deadline_ms=settings.hold_deadline_ms,
+            on_stale=on_stale,
+        )
+
+    return connect
+
+
+def find_snapshot(model: str, revision: str | None, download_dir: str | None) -> str | None:
+    """The directory of a model in the Hugging Face cache."""
+    found = try_to_load_from_cache(model, "config.json", cache_dir=download_dir, revision=revision)
+    return str(Path(found).parent) if isinstance(found, str) else None

@@ -1,0 +1,163 @@
+"""The scheduler's side of this vLLM's engine pool: whose blocks are adopted, and what names the table from then on."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, NamedTuple
+
+from kvcached_client.blocks.engine_table import EngineTable
+from kvcached_client.offload import OffloadLayout
+from kvcached_client.protocol.attach import ClaimPool
+from kvcached_client.protocol.offload import offload_root
+from kvcached_client.vllm.device_memory import claim_table
+from kvcached_client.vllm.identity import Identity
+from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
+from kvcached_client.vllm.scheduling.request_state import Step, WatchedPool
+from kvcached_client.vllm.settings import Settings
+from kvcached_client.vllm.weights import ReadingStopped
+
+_PERSON: Final = b"kvcached device1"
+
+log = logging.getLogger("vllm.kvcached")
+
+
+class KnownIdentity:
+    """The identity of this engine. It is made once, by whoever asks first; others wait.
+
+    Attributes:
+        known: the identity, once it is made.
+    """
+
+    def __init__(self, identify: Callable[[], Identity]) -> None:
+        self.known: Identity | None = None
+        self._identify = identify
+        self._lock = threading.Lock()
+
+    def __call__(self) -> Identity:
+        """The identity. Raises as `EngineDescription.identify`."""
+        with self._lock:
+            if self.known is None:
+                self.known = self._identify()
+            return self.known
+
+
+class Engine(NamedTuple):
+    """What this vLLM computes with.
+
+    Attributes:
+        layout: of its namespace.
+        identify: its identity.
+        version: of vLLM and of torch: what lies in device memory is theirs.
+    """
+
+    layout: OffloadLayout
+    identify: KnownIdentity
+    version: str
+
+
+class DeviceTable:
+    """The table of this vLLM's engine pool, while vLLM runs.
+
+    Args:
+        table: locked for this process.
+        blocks: names blocks in it.
+        engine: what it computes with.
+        ranks: how many workers there are.
+    """
+
+    def __init__(self, table: EngineTable, blocks: DeviceBlocks, engine: Engine, ranks: int) -> None:
+        self._table = table
+        self._blocks = blocks
+        self._engine = engine
+        self._ranks = ranks
+        self._is_identified = False
+
+    def adopt(self) -> int:
+        """Have vLLM find what an earlier vLLM has left, if it computed the same; returns the number of blocks.
+
+        Waits for the engine's identity if there is anything: at worst until all weight files are read.
+        """
+        earlier = self._table.identity
+        if earlier and self._table.named and self._is_same(earlier):
+            self._is_identified = True
+            return self._blocks.adopt()
+        self._table.forget()
+        return 0
+
+    def step(self, step: Step) -> int:
+        """Note a step; returns its number."""
+        if not self._is_identified and (known := self._engine.identify.known) is not None:
+            self._table.identify(*self._names(known))
+            self._is_identified = True
+        return self._blocks.step(step)
+
+    def allocated(self, request_id: str, blocks: Sequence[int], *, is_loading: bool) -> None:
+        """See `DeviceBlocks.allocated`."""
+        self._blocks.allocated(request_id, blocks, is_loading=is_loading)
+
+    def computed(self, number: int, ranks: int) -> None:
+        """Note that so many ranks have computed a step."""
+        if ranks == self._ranks:
+            self._blocks.computed(number)
+
+    def finished(self, request_id: str, blocks: Sequence[int]) -> None:
+        """See `DeviceBlocks.finished`."""
+        self._blocks.finished(request_id, blocks)
+
+    def forget(self, blocks: Collection[int]) -> None:
+        """See `DeviceBlocks.forget`."""
+        self._blocks.forget(blocks)
+
+    def _is_same(self, earlier: bytes) -> bool:
+        try:
+            identity, _ = self._names(self._engine.identify())
+        except ReadingStopped:
+            return False
+        if identity != earlier:
+            log.info("kvcached: the device memory holds blocks of other weights or settings: they are dropped")
+        return identity == earlier
+
+    def _names(self, known: Identity) -> tuple[bytes, bytes]:
+        """Digest of everything that blocks in device memory depend on, and the root of their namespace."""
+        layout = self._engine.layout
+        root = offload_root(
+            known.keyspace,
+            layout.fingerprint,
+            layout.block_size,
+            layout.shards,
+            layout.block_bytes,
+            replicated=layout.replicated,
+        )
+        digest = hashlib.blake2b(root + self._engine.version.encode(), digest_size=32, person=_PERSON).digest()
+        return digest, root
+
+
+def open_table(
+    question: ClaimPool,
+    settings: Settings,
+    pool_ids: Collection[bytes],
+    pool: WatchedPool,
+    engine: Engine,
+) -> DeviceTable | None:
+    """The table of this vLLM's engine pool, with what is adopted; None if a rank has other memory than this pool's.
+
+    Args:
+        question: for the daemon.
+        settings: of the connector.
+        pool_ids: the engine pool that each rank has its memory of; empty for other memory.
+        pool: vLLM's blocks.
+        engine: what it computes with.
+    """
+    if not any(pool_ids):
+        return None  # as the workers have warned
+    mapped = claim_table(question, settings)
+    if mapped is None or set(pool_ids) != {mapped.pool_id}:
+        log.warning("kvcached: not all ranks have their KV cache in the daemon's memory: it is cold after a restart")
+        return None
+    table = DeviceTable(mapped.table, DeviceBlocks(mapped.table, pool, engine.layout.block_size), engine, len(pool_ids))
+    adopted = table.adopt()
+    log.info("kvcached: %d of %d blocks of device memory are warm", adopted, question.blocks)
+    return table

@@ -1,0 +1,51 @@
+"""The connector for models whose groups of layers have caches of their own: sliding windows beside full attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, SupportsHMA
+
+from kvcached_client.vllm.connector import KvcachedConnector, VllmObject
+from kvcached_client.vllm.scheduling.chains import Chains, unit_of
+
+
+class KvcachedHybridConnector(KvcachedConnector, SupportsHMA):  # type: ignore[misc]
+    """As `KvcachedConnector`, beside vLLM's hybrid cache manager.
+
+    vLLM then frees the blocks of layers with sliding windows once they have left the window. Models with one group of
+    layers, of which vLLM keeps all blocks, are served as `KvcachedConnector` serves them.
+    """
+
+    _takes_groups = True
+
+    def bind_kv_cache_manager(self, kv_cache_manager: VllmObject) -> None:
+        """Accept vLLM's cache manager, and with it the block pool."""
+        self._manager = kv_cache_manager
+        super().bind_kv_cache_manager(kv_cache_manager)
+
+    def request_finished_all_groups(
+        self, request: VllmObject, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`; with several groups, the scheduler's side looks the blocks up."""
+        return self.request_finished(request, [] if self._is_grouped else block_ids[0])
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose loads have ended, and those of them with bad blocks: vLLM computes these completely.
+
+        With several groups, vLLM does not take the numbers of bad blocks.
+        """
+        if not self._is_grouped:
+            return super().get_transfer_results(finished_req_ids)
+        worker = self._of_worker()
+        loaded, failed = worker.take_loaded(), worker.take_failed()
+        worker.take_bad_blocks()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
+    def _chains(self, pool: VllmObject) -> Chains:
+        block_size: int = self._vllm_config.cache_config.block_size
+        if not self._is_grouped:
+            return Chains(block_size)
+        sizes = [group.kv_cache_spec.block_size for group in self._kv_cache_config.kv_cache_groups]
+        unit = unit_of(sizes, pool.hash_block_size)
+        return Chains(block_size, unit=unit, live=lambda request: self._manager.get_blocks(request).blocks)

@@ -1,0 +1,87 @@
+"""Mistakes of the connector for vLLM."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcached_client.vllm import interface, weights
+from kvcached_client.vllm.scheduling.announcements import Announcements
+from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
+from kvcached_client.vllm.scheduling.store_queue import StoreQueue
+from kvcached_client.vllm.scheduling.stores import Stores
+from kvcached_client.vllm.scheduling.wishes import _Found
+from kvcached_client.vllm.weights import WeightReader
+from kvcached_client.vllm.worker import WorkerSide
+from tests.mutants.mutant import caught_by, rewrite
+
+
+@caught_by("tests/vllm_connector/test_worker.py::test_copies_begin_behind_the_mark_of_their_step")
+def vllm_copies_before_the_kernels_of_their_step(patch: pytest.MonkeyPatch) -> None:
+    """The connector's copies on a device are ordered behind none of vLLM's kernels."""
+    rewrite(patch, WorkerSide.begin, "self._marked() if orders.loads or orders.stores else None", "None")
+
+
+@caught_by("tests/vllm_connector/test_stores.py::test_idle_engine_lets_no_offer_wait")
+def vllm_offers_wait_for_others_that_will_not_come(patch: pytest.MonkeyPatch) -> None:
+    """An engine that has nothing to compute takes empty steps until its offers have waited long enough."""
+    rewrite(patch, SchedulerSide.step, "self._link.hurry()", "pass")
+
+
+@caught_by("tests/vllm_connector/test_store_limits.py::test_blocks_that_wait_for_an_offer_count_as_held")
+def vllm_offers_wait_though_much_is_held(patch: pytest.MonkeyPatch) -> None:
+    """Offers wait for others while blocks of other requests cannot be held, and are not stored."""
+    rewrite(patch, StoreQueue._watch_held, "self._stores.is_half_full", "False")
+
+
+@caught_by("tests/vllm_connector/test_worker.py::test_stores_of_two_sessions_do_not_go_together")
+def vllm_store_of_the_next_session_copied_with_the_last(patch: pytest.MonkeyPatch) -> None:
+    """A worker copies stores of two sessions into the memory of the first."""
+    rewrite(patch, WorkerSide._next_stores, "following.order.session != order.session", "False")
+
+
+@caught_by("tests/vllm_connector/test_identity.py::test_weights_count")
+def weights_known_by_their_size(patch: pytest.MonkeyPatch) -> None:
+    """Two fine-tunes, whose files have the same sizes, share blocks."""
+    rewrite(patch, WeightReader._read, "hasher.update(piece[:size])", "hasher.update(bytes(size))")
+
+
+@caught_by("tests/vllm_connector/test_identity.py::test_files_that_changed_after_the_load")
+def weights_of_the_next_download_taken_for_those_in_memory(patch: pytest.MonkeyPatch) -> None:
+    """Files that were replaced after vLLM had loaded the model count as what it loaded."""
+    rewrite(patch, weights._check_state, "_state_of(status) != file.state", "False")
+
+
+@caught_by("tests/vllm_connector/test_weights.py::test_files_that_just_changed_are_not_remembered")
+def digest_remembered_of_a_file_that_may_still_change(patch: pytest.MonkeyPatch) -> None:
+    """A change within the resolution of a file's times is never noticed."""
+    rewrite(patch, WeightReader._read, "began_ns - file.state.changed >= SETTLED_S * 1e9", "True")
+
+
+@caught_by("tests/vllm_connector/test_store_limits.py::test_earlier_blocks_count_towards_the_share")
+def earlier_blocks_held_beyond_the_share(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that the daemon lost and asks for again are held, however many of vLLM's blocks that takes."""
+    rewrite(patch, Stores._blocks_of, "len(earlier) > self.room", "False")
+
+
+@caught_by("tests/vllm_connector/test_wishes.py::test_prompt_is_pinned_once_it_is_stored")
+def prompt_pinned_before_it_is_stored(patch: pytest.MonkeyPatch) -> None:
+    """A pin is set while the blocks that it should keep are still copied, and keeps none of them."""
+    rewrite(patch, StoreQueue._pin_stored, "not self._stores.has_any_of(tracked)", "True")
+
+
+@caught_by("tests/vllm_connector/test_wishes.py::test_what_cannot_be_executed_is_refused")
+def unknown_wish_ignored(patch: pytest.MonkeyPatch) -> None:
+    """What a request asks for in vain is not reported."""
+    rewrite(patch, _Found.add, "self._refused.setdefault(name, str(why))", "pass")
+
+
+@caught_by("tests/vllm_connector/test_announcements.py::test_a_reply_from_before_the_store_removes_nothing")
+def blocks_removed_by_an_old_reply(patch: pytest.MonkeyPatch) -> None:
+    """A reply that is older than a store tells listeners that the stored blocks are gone."""
+    rewrite(patch, Announcements.found, "self._known.get(each, ticket) < ticket", "each in self._known")
+
+
+@caught_by("tests/vllm_connector/test_interface.py::test_every_difference_is_named")
+def changed_parameters_of_a_hook_unnoticed(patch: pytest.MonkeyPatch) -> None:
+    """A newer vLLM that calls a hook with other parameters is used."""
+    rewrite(patch, interface.hook_differences, "given != taken", "False")

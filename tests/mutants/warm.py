@@ -1,0 +1,132 @@
+"""Mistakes about device memory that outlives its engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcached.memory.engine_pool import EnginePool
+from kvcached.recovery.engine_pools import EnginePools
+from kvcached_client.vllm import device_table
+from kvcached_client.vllm.device_memory import RankMemory
+from kvcached_client.vllm.device_table import DeviceTable
+from kvcached_client.vllm.scheduling import device_blocks
+from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
+from tests.mutants.mutant import caught_by, rewrite
+
+_MODEL = "tests/vllm_connector/test_device_blocks.py"
+_KILLED = f"{_MODEL}::test_engine_is_killed_at_any_instant"
+_TABLE = "tests/vllm_connector/test_device_table.py"
+_POOLS = "tests/recovery/test_engine_pools.py"
+
+
+@caught_by(_KILLED)
+def device_block_keeps_its_name(patch: pytest.MonkeyPatch) -> None:
+    """A block that is handed out keeps its row: the next engine finds what is being overwritten."""
+    rewrite(patch, DeviceBlocks._handed_out, "self._table.clear(block.block_id)", "pass")
+
+
+@caught_by(_KILLED)
+def device_block_named_a_step_early(patch: pytest.MonkeyPatch) -> None:
+    """A block is named when the step before that which fills it is computed."""
+    rewrite(patch, DeviceBlocks.computed, ".number <= number", ".number <= number + 1")
+
+
+@caught_by(_KILLED)
+def device_block_named_though_given_away(patch: pytest.MonkeyPatch) -> None:
+    """A block that is handed out while its step is under way is named when that is over."""
+    rewrite(patch, DeviceBlocks._handed_out, "self._filled.pop(block.block_id, None)", "pass")
+    rewrite(
+        patch,
+        DeviceBlocks.computed,
+        "if first.row.epoch == epoch and self._block(first.row.block).block_hash == first.name:",
+        "if first.row.epoch == epoch:",
+    )
+
+
+@caught_by(_KILLED)
+def device_block_of_a_stale_epoch(patch: pytest.MonkeyPatch) -> None:
+    """What builds on blocks from before a clear is named as if it were new."""
+    rewrite(patch, DeviceBlocks._epoch_behind, "return epoch if known == epoch else _NO_EPOCH", "return epoch")
+
+
+@caught_by(f"{_MODEL}::test_nothing_of_before_a_clear_is_named")
+def device_block_of_the_epoch_of_its_end(patch: pytest.MonkeyPatch) -> None:
+    """A block is of the epoch in which its step ends, though its request began before."""
+    rewrite(
+        patch,
+        DeviceBlocks.computed,
+        "if first.row.epoch == epoch and self._block(first.row.block).block_hash == first.name:",
+        "if first := first._replace(row=first.row._replace(epoch=epoch)):",
+    )
+
+
+@caught_by(f"{_MODEL}::test_adopted_blocks_are_reused_in_the_order_of_their_use")
+def device_blocks_adopted_in_the_order_of_their_numbers(patch: pytest.MonkeyPatch) -> None:
+    """Adopted blocks are reused by number: one miss takes the heads of several prompts."""
+    rewrite(
+        patch,
+        device_blocks.in_order_of_use,
+        "key=lambda row: (stamps[row.block], -row.depth)",
+        "key=lambda row: row.block",
+    )
+
+
+@caught_by(f"{_MODEL}::test_head_of_a_chain_is_used_as_late_as_its_end")
+def device_block_used_before_its_children(patch: pytest.MonkeyPatch) -> None:
+    """The first blocks of a request that was under way go before its last ones."""
+    rewrite(
+        patch,
+        device_blocks.in_order_of_use,
+        "stamps[row.parent] = max(stamps[row.parent], stamps[row.block])",
+        "pass",
+    )
+
+
+@caught_by(f"{_TABLE}::test_blocks_of_other_weights_are_dropped")
+def device_blocks_of_other_weights(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are adopted whatever they were computed with."""
+    rewrite(patch, DeviceTable._is_same, "return identity == earlier", "return True")
+
+
+@caught_by(f"{_TABLE}::test_nothing_is_adopted_if_a_rank_has_other_memory")
+def device_blocks_of_one_rank(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are adopted though one of two ranks has new memory."""
+    rewrite(patch, device_table.open_table, "set(pool_ids) != {mapped.pool_id}", "mapped.pool_id not in pool_ids")
+
+
+@caught_by(f"{_TABLE}::test_blocks_are_named_when_all_ranks_have_computed_them")
+def device_block_named_by_one_rank(patch: pytest.MonkeyPatch) -> None:
+    """A block is named when one of two ranks has computed it."""
+    rewrite(patch, DeviceTable.computed, "if ranks == self._ranks:", "if ranks:")
+
+
+@caught_by(f"{_TABLE}::test_rank_without_a_scheduler_drops_all_names")
+def device_memory_written_behind_its_table(patch: pytest.MonkeyPatch) -> None:
+    """A worker whose scheduler keeps no table writes blocks that the table still names."""
+    rewrite(patch, RankMemory.begin_step, "self._mapped.table.new_epoch()", "pass")
+
+
+@caught_by(f"{_POOLS}::test_pool_of_a_living_engine_is_nobody_elses")
+def device_memory_of_a_living_engine(patch: pytest.MonkeyPatch) -> None:
+    """A second engine gets the memory that a living one writes."""
+    rewrite(patch, EnginePools._left, " and not pool.is_used", "")
+
+
+@caught_by(f"{_POOLS}::test_pool_with_memory_of_another_is_dropped")
+def device_memory_of_another_pool(patch: pytest.MonkeyPatch) -> None:
+    """The next daemon takes any memory of the right size for that of a rank."""
+    adopt: Any = EnginePool.adopt
+    rewrite(
+        patch,
+        adopt.__func__,
+        "memory_fault(descriptor, head.rank_bytes) or MemoryIdentity.of(descriptor) != memory",
+        "memory_fault(descriptor, head.rank_bytes)",
+    )
+
+
+@caught_by(f"{_POOLS}::test_clear_drops_the_rows_of_its_namespace")
+def device_memory_outlives_a_clear(patch: pytest.MonkeyPatch) -> None:
+    """A clear leaves the names of blocks of engines that live."""
+    rewrite(patch, EnginePools.cleared, "pool.table.new_epoch()", "pass")

@@ -1,0 +1,117 @@
+"""Runs vLLM engines for tests, one after the other: vLLM is imported once, and every engine is a fork.
+
+    python -P tests/vllm/engine_forks.py
+
+Each line of stdin is an engine to run: a JSON object with `options` of `vllm.LLM`, and `turns`. A turn is a list of
+prompts, which are answered at the same time. vLLM forgets its own prefix cache before each turn. The reply is a line of
+stdout: a list with a list of answers for each turn; an answer is an object with `tokens`, `logprobs` and `cached`. The
+engine has ended then. stderr gets vLLM's log. Runs in vLLM's environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+
+import vllm.v1.engine.llm_engine
+import vllm.v1.executor.multiproc_executor
+import vllm.v1.worker.cpu_worker  # noqa: F401 - imported before the forks
+from vllm import LLM, SamplingParams
+
+from kvcached_client.vllm.scheduling import waiting
+
+TOKENS = 24
+LOGPROBS = 4
+#: How long an engine may take to find its daemon, and stores may keep its prefix cache from being reset.
+TIMEOUT_S = 60
+PAUSE_S = 0.02
+
+
+def main() -> None:
+    """Run the engines of stdin."""
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for line in sys.stdin:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(reader)
+            os._exit(run(json.loads(line), writer))
+        os.close(writer)
+        with os.fdopen(reader) as told:
+            answers = told.read()
+        os.waitpid(child, 0)
+        replies.write((answers or "null") + "\n")
+        replies.flush()
+
+
+def run(work: dict[str, Any], writer: int) -> int:
+    """Be an engine; returns its exit status."""
+    # With a rate, a prompt may be computed because this machine reads slowly now.
+    waiting._STEPS_MIN = sys.maxsize  # type: ignore[misc]
+    engine = None
+    try:
+        engine = LLM(**work["options"])
+        if "kv_transfer_config" in work["options"]:
+            wait_for_daemon(engine)
+        answers = [turn(engine, prompts) for prompts in work["turns"]]
+        forget(engine)  # when it may, all stores are over
+        with os.fdopen(writer, "w") as told:
+            json.dump(answers, told)
+    except BaseException:  # noqa: BLE001 - the fork must not go on as its parent
+        traceback.print_exc()
+        return 1
+    finally:
+        if engine is not None:
+            engine.llm_engine.engine_core.shutdown()
+    return 0
+
+
+def turn(engine: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Answer prompts at the same time, with an empty prefix cache of vLLM."""
+    forget(engine)
+    wanted = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=LOGPROBS)
+    done = engine.generate([{"prompt_token_ids": each} for each in prompts], wanted, use_tqdm=False)
+    return [
+        {
+            "tokens": list(each.outputs[0].token_ids),
+            "logprobs": [
+                sorted((token, told.logprob) for token, told in likeliest.items())
+                for likeliest in each.outputs[0].logprobs
+            ],
+            "cached": each.num_cached_tokens,
+        }
+        for each in done
+    ]
+
+
+def forget(engine: LLM) -> None:
+    """Drop vLLM's own prefix cache. It refuses while blocks are held, as those are that a store reads.
+
+    Stores go on with the engine's steps only.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    nothing = SamplingParams(max_tokens=1)
+    while not engine.llm_engine.reset_prefix_cache():
+        assert time.monotonic() < deadline, "blocks are still held"
+        engine.generate([{"prompt_token_ids": [5, 6, 7]}], nothing, use_tqdm=False)
+
+
+def wait_for_daemon(engine: LLM) -> None:
+    """Until the connector has a session."""
+    side = engine.llm_engine.engine_core.engine_core.scheduler.connector._of_scheduler()
+    deadline = time.monotonic() + TIMEOUT_S
+    while side.session is None:
+        assert time.monotonic() < deadline, "no session with the daemon"
+        time.sleep(PAUSE_S)
+        side._take_events()
+
+
+if __name__ == "__main__":
+    main()

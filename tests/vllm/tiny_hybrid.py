@@ -1,0 +1,99 @@
+"""Writes a small model of a family whose layers have several kinds of caches, with random weights.
+
+    python -m tests.vllm.tiny_hybrid FOLDER FAMILY [--window N]
+
+FAMILY is one of:
+
+- `gemma3`: every other layer attends to a window of so many tokens;
+- `gemma4`: likewise, and the other layers have heads twice as wide, so that vLLM's blocks hold half as many tokens;
+- `mistral`: every layer attends to the window;
+- `gpt_oss`: as `gemma3`, with attention sinks and experts. It has no weights: load it with random ones.
+
+As of `tiny_model`, FOLDER gets `model`. Runs in the environment of vLLM, in the folder of the checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.vllm.tiny_model import TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, Shape, model_weights, write
+
+LAYER_TYPES = ("sliding_attention", "full_attention")
+
+
+def gemma3(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The configuration and the weights of a Gemma 3."""
+    return shape.config(), model_weights(shape, 0)
+
+
+def mistral(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Those of a Mistral with a window in all layers."""
+    plain = Shape(layers=shape.layers)
+    names = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": shape.window}
+    return plain.config() | names, model_weights(plain, 0)
+
+
+def gemma4(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Those of a Gemma 4 without the parts that have no cache."""
+    config = shape.config() | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "global_head_dim": 2 * shape.head_dim,
+        "num_global_key_value_heads": shape.kv_heads,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "rope_parameters": {name: {"rope_type": "default", "rope_theta": 10_000.0} for name in LAYER_TYPES},
+    }
+    for name in ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"):
+        del config[name]
+    weights = model_weights(shape, 0)
+    wide = model_weights(Shape(shape.layers, shape.heads, shape.kv_heads, 2 * shape.head_dim, shape.window), 1)
+    for name in list(weights):
+        if "norm" in name:
+            weights[name] = torch.ones_like(weights[name])  # Gemma 4 adds nothing to them
+        if ".self_attn." in name and int(name.split(".")[2]) % 2:
+            rows, columns = wide[name].shape if wide[name].dim() > 1 else (len(wide[name]), 0)
+            inputs, outputs = min(columns, shape.hidden), rows
+            if name.endswith("o_proj.weight"):
+                inputs, outputs = columns, shape.hidden
+            weights[name] = wide[name][:outputs, :inputs].contiguous() if columns else torch.ones(rows)
+    return config, weights
+
+
+def gpt_oss(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The configuration of a gpt-oss, and no weights."""
+    rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    names = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "intermediate_size": shape.hidden,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": shape.window,
+        "layer_types": [LAYER_TYPES[layer % 2] for layer in range(shape.layers)],
+        "rope_parameters": rope | {"original_max_position_embeddings": 2048, "truncate": False},
+    }
+    return Shape(layers=shape.layers).config() | names, {}
+
+
+FAMILIES = {"gemma3": gemma3, "gemma4": gemma4, "gpt_oss": gpt_oss, "mistral": mistral}
+
+
+def main() -> None:
+    """Write the model."""
+    parser = argparse.ArgumentParser(description="a small model with several kinds of caches")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("--window", type=int, default=64)
+    arguments = parser.parse_args()
+    config, weights = FAMILIES[arguments.family](Shape(layers=4, window=arguments.window))
+    documents = {"config.json": config, "tokenizer.json": TOKENIZER, "tokenizer_config.json": TOKENIZER_CONFIG}
+    write(arguments.folder / "model", weights, "model.safetensors", documents)
+
+
+if __name__ == "__main__":
+    main()
