@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
 from tests.vllm.completions import BLOCK_SIZE
-from tests.vllm.server import CONNECTOR, ENVIRONMENT, interpreter
+from tests.vllm.server import CONNECTOR, environment, interpreter
 
 OPTIONS = {
     "dtype": "float32",
@@ -44,12 +43,11 @@ class EngineRuns:
 
     def __init__(self, log: Path, run_dir: Path) -> None:
         self.log = log
-        environment = {**clean_environment(), **ENVIRONMENT, "KVCACHED_RUN_DIR": str(run_dir)}
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [interpreter(), "-P", ROOT / "tests/vllm/engine_forks.py"],
                 cwd=log.parent,  # away from the checkout: the client is imported from its wheel
-                env=environment,
+                env=environment(run_dir),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

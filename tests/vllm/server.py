@@ -37,7 +37,9 @@ READY = b"Application startup complete."
 #: What a failed test shows of its servers' logs: pytest keeps what is written to stdout.
 TELLING = re.compile(rb"kvcached|WARNING|ERROR")
 
-ENVIRONMENT = {
+#: vLLM's processes find the module that it holds at their start.
+_YIELDING = ROOT / "tests/vllm/yielding"
+_VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -75,6 +77,14 @@ def interpreter() -> Path:
     return python
 
 
+def environment(run_dir: Path | None) -> dict[str, str]:
+    """Variables for a program that imports vLLM; with the run directory of the daemon that it is to use."""
+    clean = clean_environment()
+    path = os.pathsep.join((str(_YIELDING), clean["PYTHONPATH"]))
+    place = {} if run_dir is None else {"KVCACHED_RUN_DIR": str(run_dir)}
+    return {**clean, **_VARIABLES, "PYTHONPATH": path, **place}
+
+
 class VllmServer:
     """Starts at once; `wait_until_ready` before it is asked for anything. One of several at a time is fine."""
 
@@ -86,10 +96,9 @@ class VllmServer:
         self.log_path = directory / f"{name}.log"
         self._command = [str(interpreter()), "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", *SETTINGS]
         self._command += [*settings, f"--uds={self.socket}"]
-        self._environment = {**clean_environment(), **ENVIRONMENT}
+        self._environment = environment(run_dir)
         if run_dir is not None:
             self._command.append(f"--kv-transfer-config={json.dumps(connector)}")
-            self._environment["KVCACHED_RUN_DIR"] = str(run_dir)
         self.start()
 
     def start(self) -> None:

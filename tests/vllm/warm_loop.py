@@ -28,11 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcached_client import Admin
-from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
 from tests.vllm.cache_daemon import CacheDaemon
 from tests.vllm.completions import BLOCK_SIZE, random_tokens
-from tests.vllm.server import CONNECTOR, ENVIRONMENT, interpreter
+from tests.vllm.server import CONNECTOR, environment, interpreter
 
 PROMPTS = 24
 ROOMY, SMALL = 1 << 25, 1 << 23
@@ -120,12 +119,11 @@ class Forks:
 
     def __init__(self, log: Path, run_dir: Path) -> None:
         self.log = log
-        environment = {**clean_environment(), **ENVIRONMENT, "KVCACHED_RUN_DIR": str(run_dir)}
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [interpreter(), "-P", ROOT / "tests/vllm/warm_forks.py"],
                 cwd=log.parent,
-                env=environment,
+                env=environment(run_dir),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
