@@ -10,6 +10,8 @@ from typing import Final
 
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _MODEL_SCRIPT: Final = _ROOT / "tests" / "vllm" / "tiny_model.py"
+#: What its processes find at their start: without it, they take the cores from the daemon while they wait.
+_YIELDING: Final = _ROOT / "tests" / "vllm" / "yielding"
 
 #: Folder of vLLM's environment; a relative one is in the checkout.
 VARIABLE: Final = "VLLM_VENV"
@@ -90,7 +92,9 @@ def interpreter() -> Path:
 def environment(run_dir: Path | None) -> dict[str, str]:
     """Variables for a program that imports vLLM; with the run directory of the daemon that it is to use."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHED_")}
-    return inherited | _SETTINGS | ({} if run_dir is None else {"KVCACHED_RUN_DIR": str(run_dir)})
+    path = [each for each in (str(_YIELDING), inherited.get("PYTHONPATH")) if each]
+    ours = {"PYTHONPATH": os.pathsep.join(path)} | ({} if run_dir is None else {"KVCACHED_RUN_DIR": str(run_dir)})
+    return inherited | _SETTINGS | ours
 
 
 def make_model(model: LocalModel, directory: Path) -> Path:
