@@ -87,7 +87,8 @@ class ManagedSession(EngineSession):
 class HeldLease:
     """What a request holds: slots by position in the prompt; `depth` of them are committed or were cached.
 
-    While the hit `is_loading` the first `ready` blocks are there.
+    While the hit `is_loading` the first `ready` blocks are there. While it `is_committing`, the daemon may have given
+    some of its slots back, for another lease's copies of the same blocks, and the engine has not heard so.
     """
 
     id: int
@@ -101,6 +102,7 @@ class HeldLease:
     depth: int = 0
     written: int = 0
     fence: int = 0
+    is_committing: bool = False
 
 
 class Device:

@@ -296,7 +296,9 @@ class ManagedEngine(Engine):
             request = wire.Commit(
                 id=session.line.next_id(), epoch=session.epoch, lease=lease.id, start=lease.depth, fence=fence
             )
+            lease.is_committing = True
             reply, _ = await session.line.ask(request, wire.Committed, (keys, _packed(slots)))
+            lease.is_committing = False
             tries -= reply.depth < stop
             lease.depth = reply.depth
             await self.think()

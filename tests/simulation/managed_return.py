@@ -122,7 +122,16 @@ class Return:
             hit=own,
         )
         frames = lease.chain.key_range(0, there), _packed(lease.table[:there]), _packed(lease.table[own:])
-        declared, _ = await session.line.ask(request, wire.Declared, frames, tries=_TRIES)
+        try:
+            declared, _ = await session.line.ask(request, wire.Declared, frames, tries=_TRIES)
+        except Refused as error:
+            # The network lets a reply overtake another, which a socket does only where a call was given up: a lease may
+            # have got, by a commit that was heard, a slot of a lease whose own commit was not.
+            is_unheard = any(other.is_committing for other in self._session.held.values())
+            if error.code is not ErrorCode.UNKNOWN_SLOT or not is_unheard:
+                raise
+            self._world.seen["nothing left to come back to: a commit was not heard"] += 1
+            raise Stale(error.code, error.message, error.fix) from error
         lease.id = declared.lease
         session.held[lease.id] = lease
         self._world.seen["lease declared"] += 1
