@@ -18,6 +18,7 @@ SUITES: Final[dict[str, str]] = {
     "index": "benchmarks.suites.index",
     "request": "benchmarks.suites.request",
     "rpc": "benchmarks.suites.rpc",
+    "saturation": "benchmarks.suites.saturation",
     "storage": "benchmarks.suites.storage",
     "vllm": "benchmarks.suites.vllm",
     "vllm-queue": "benchmarks.suites.vllm_queue",

@@ -1,0 +1,43 @@
+"""The suite saturation, with few clients and little time."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from benchmarks.saturation_rig import Clock
+from benchmarks.suites.saturation import measure
+
+
+def test_a_curve_has_throughput_and_latency_of_each_number_of_clients_beside_the_echo() -> None:
+    """Each number has figures of both servers, and only the ratio at saturation has a target."""
+    results = {each.metric: each for each in measure(1, 0.02, (1, 6))}
+    for case in ("short_managed", "short_offload_miss"):
+        for clients in (1, 6):
+            figures = [results[f"{case}_{clients}_clients_{metric}"] for metric in ("per_s", "p50_us", "p99_us")]
+            assert all(each.value > 0 and each.floor for each in figures)
+            assert figures[1].value <= figures[2].value
+        most = max(results[f"{case}_{clients}_clients_per_s"].value for clients in (1, 6))
+        assert results[f"{case}_saturated_per_s"].value == most
+        assert results[f"{case}_daemon_cpu_us"].value > 0
+        for server in ("daemon", "echo"):
+            assert results[f"{case}_{server}_saturating_clients"].value in {1, 6}
+            assert 0 < results[f"{case}_{server}_awake_ratio"].value <= 1.1
+    promised = {name: each.target for name, each in results.items() if each.target}
+    assert promised == dict.fromkeys(
+        ("short_managed_saturated_per_s", "short_offload_miss_saturated_per_s"), "ratio >= 0.5"
+    )
+
+
+def test_a_process_that_sleeps_is_not_awake_and_one_that_computes_is() -> None:
+    """Whether clients or a server were the limit is read from the kernel's account of the server's threads."""
+    clock = Clock(os.getpid())
+    time.sleep(0.1)
+    asleep = clock.stop()
+    clock = Clock(os.getpid())
+    end = time.perf_counter() + 0.1
+    while time.perf_counter() < end:
+        pass
+    busy = clock.stop()
+    assert asleep.awake < 0.5 < busy.awake
+    assert busy.cpu_ns > asleep.cpu_ns
