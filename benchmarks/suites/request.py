@@ -38,13 +38,17 @@ _TURN_TOKENS: Final = 256
 _VOCABULARY: Final = 128_256
 #: The long prompt, and room for requests until the oldest are evicted: eviction is steady after the warm-up.
 _SLOTS: Final = _LONG_TOKENS // BLOCK_SIZE + 4096
+#: Of a pool with a hundred times as many blocks, about.
+_MANY_SLOTS: Final = 1_000_000
+#: Prompts that fill it.
+_FILLING_TOKENS: Final = 1024
 _SLAB_BYTES: Final = 1 << 20
-_MANAGED: Final = small_replica("managed", model="benchmark", block_size=BLOCK_SIZE, slots=_SLOTS)
 _OFFLOAD: Final = f"[host]\nsize_bytes = {2 * _SLOTS * BLOCK_BYTES}\nslab_bytes = {_SLAB_BYTES}\n[offload]\n"
 _WARM_UP_ROUNDS: Final = 20
 _REQUESTS_PER_ROUND: Final = 8
 #: Requests that run in a step.
 _STEP_REQUESTS: Final = 64
+_SIZE_RATIO_MAX: Final = Target("value", "<=", 1.3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,9 @@ class _Times:
 class _Prompts:
     """Tokens of prompts: a beginning that many share, and an end of their own."""
 
-    def __init__(self) -> None:
-        self._random = np.random.default_rng(0)
-        self._count = 0
+    def __init__(self, first: int = 0) -> None:
+        self._random = np.random.default_rng(first)
+        self._count = first
 
     def tokens(self, count: int) -> Tokens:
         """New tokens."""
@@ -97,11 +101,16 @@ def run(rounds: int) -> Iterator[Result]:
         directory = Path(name)
         endpoint = f"ipc://{directory / 'echo.sock'}"
         stack.enter_context(running("echo", ["benchmarks.echo", endpoint], directory))
-        for config, cases in ((_MANAGED, _managed), (_OFFLOAD, _offload)):
+        for config, cases in ((_replica(_SLOTS), _managed), (_OFFLOAD, _offload)):
             place = directory / cases.__name__
             with daemon_process(config, place) as daemon:
                 for case in cases(place / "run"):
                     yield from _beside_echo(case, endpoint, daemon.pid, rounds)
+        yield from _by_size(directory, rounds)
+
+
+def _replica(slots: int) -> str:
+    return small_replica("managed", model="benchmark", block_size=BLOCK_SIZE, slots=slots)
 
 
 def _managed(run_dir: Path) -> Iterator[_Case]:
@@ -201,6 +210,66 @@ def _next_turn(engine: Engine, prompts: _Prompts, tokens: Tokens) -> Callable[[]
         return serve
 
     return prepare
+
+
+def _by_size(directory: Path, rounds: int) -> Iterator[Result]:
+    """The same requests by turns on two full pools, of about 10,000 blocks and of a million."""
+    with ExitStack() as stack:
+        pids, engines = [], []
+        for slots in (_SLOTS, _MANY_SLOTS):
+            place = directory / f"{slots}"
+            pids.append(stack.enter_context(daemon_process(_replica(slots), place)).pid)
+            engines.append(stack.enter_context(ManagedEngine(place / "run", "managed")))
+            _fill(engines[-1], slots)
+        for few, many in zip(*map(_sized, engines), strict=True):
+            _alternate(few, many, pids, _WARM_UP_ROUNDS)
+            times, cpu = _alternate(few, many, pids, rounds)
+            best, spent = [min(each) for each in times], [min(each) for each in cpu]
+            metric = f"{few.name}_1m_over_10k"
+            yield judge("request", f"{metric}_ratio", best[1] / best[0], "ratio", target=_SIZE_RATIO_MAX)
+            ratios = [other / one for one, other in zip(*times, strict=True)]
+            yield judge("request", f"{metric}_median_ratio", median(ratios), "ratio")
+            yield judge("request", f"{metric}_daemon_cpu_ratio", spent[1] / spent[0], "ratio")
+
+
+def _fill(engine: ManagedEngine, slots: int) -> None:
+    """Prompts that share nothing, until the first of them has been evicted."""
+    prompts = _Prompts()
+    for _ in range(slots * BLOCK_SIZE // _FILLING_TOKENS + 1):
+        engine.serve(prompts.name(), engine.root(prompts.tokens(_FILLING_TOKENS)))
+
+
+def _sized(engine: ManagedEngine) -> Iterator[_Case]:
+    """Requests whose cost must not depend on the number of blocks."""
+    prompts = _Prompts(first=_MANY_SLOTS)
+    for kind, tokens in (("short", _SHORT_TOKENS), ("8k", _MEDIUM_TOKENS)):
+        yield _Case(f"{kind}_managed", engine, _half_cached(engine, prompts, tokens))
+    yield _Case("128k_turn", engine, _next_turn(engine, prompts, prompts.tokens(_LONG_TOKENS)))
+
+
+def _alternate(few: _Case, many: _Case, pids: list[int], rounds: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Nanoseconds of a request on either pool, the median of each round; and the daemon's processor time for it."""
+    times: list[list[float]] = [[], []]
+    cpu: list[list[float]] = [[], []]
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            requests = [(few.prepare(), many.prepare()) for _ in range(_REQUESTS_PER_ROUND)]
+            before = [_cpu_ns(pid) for pid in pids]
+            spent: list[list[int]] = [[], []]
+            for turn, pair in enumerate(requests):
+                for which in (0, 1) if turn % 2 else (1, 0):
+                    start = perf_counter_ns()
+                    pair[which]()
+                    spent[which].append(perf_counter_ns() - start)
+            for which, pid in enumerate(pids):
+                cpu[which].append((_cpu_ns(pid) - before[which]) / _REQUESTS_PER_ROUND)
+                times[which].append(median(spent[which]))
+    finally:
+        if collecting:
+            gc.enable()
+    return times, cpu
 
 
 def _measure(case: _Case, echo: Echo, pid: int, rounds: int) -> _Times:

@@ -105,6 +105,7 @@ def test_request_suite_measures_whole_requests(
     """Each case has a ratio to its echo, its messages counted, and processor time of both ends."""
     monkeypatch.setattr(request, "_WARM_UP_ROUNDS", 1)
     monkeypatch.setattr(request, "_STEP_REQUESTS", 8)
+    monkeypatch.setattr(request, "_MANY_SLOTS", 20_000)
     main(["request", "--json", "--rounds", "10"])
     lines = _lines(capsys.readouterr().out)
     calls = {name.removesuffix("_calls"): line["value"] for name, line in lines.items() if name.endswith("_calls")}
@@ -125,3 +126,5 @@ def test_request_suite_measures_whole_requests(
         assert 0 < lines[f"{case}_over_echo_ratio"]["value"] <= lines[f"{case}_over_echo_median_ratio"]["value"]
         assert lines[f"{case}_client_cpu_us"]["value"] > 0
         assert lines[f"{case}_daemon_cpu_us"]["value"] > 0
+    sized = {name for name, line in lines.items() if line["target"] == "value <= 1.3"}
+    assert sized == {f"{case}_1m_over_10k_ratio" for case in ("short_managed", "8k_managed", "128k_turn")}
