@@ -50,7 +50,7 @@ PAUSE_S = 0.02
 class CacheDaemon:
     """A supervised daemon with a host pool of so many slabs, and storage if wanted. Started by `start`, not before.
 
-    Each call of the storage takes `storage_delay_s` longer.
+    Each call of the storage takes `storage_delay_s` longer. `quota` is TOML of what namespaces are promised.
     """
 
     def __init__(
@@ -61,12 +61,14 @@ class CacheDaemon:
         has_storage: bool = False,
         storage_delay_s: float = 0.0,
         device_memory_bytes: int = 0,
+        quota: str = "",
     ) -> None:
         self.run_dir = directory / "run"
         self._directory = directory
         self._config = CONFIG.format(
             size_bytes=slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, device_memory_bytes=device_memory_bytes
         )
+        self._config += quota
         if has_storage:
             backend = "faulty" if storage_delay_s else "disk"
             self._config += STORAGE.format(backend=backend, directory=directory / "disk")
