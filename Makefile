@@ -98,7 +98,7 @@ bench: env
 	$(BIN)/python -m benchmarks
 
 bench-vllm: env vllm-env
-	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m benchmarks vllm vllm-queue
+	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m benchmarks vllm vllm-queue vllm-hits
 
 # Recorded conversations against real vLLM servers, with and without kvcached; writes docs/figures/replay-small.svg.
 replay: env vllm-env

@@ -90,15 +90,20 @@ def _played(servers: dict[str, VllmServer], rounds: int) -> Iterator[dict[str, T
         prompts = [[source.randrange(*TOKEN_IDS) for _ in range(_PROMPT_TOKENS)] for _ in range(_PROMPTS)]
         turns = {}
         for name in ("cached", "plain") if number % 2 else ("plain", "cached"):
-            time.sleep(_QUIET_S)
-            turns[name] = asyncio.run(_turn(servers[name], prompts))
+            turns[name] = take_turn(servers[name], prompts, output_tokens=_OUTPUT_TOKENS, at_once=_AT_ONCE)
         if number >= _WARM_UP_ROUNDS:
             yield turns
 
 
-async def _turn(server: VllmServer, prompts: list[list[int]]) -> Turn:
+def take_turn(server: VllmServer, prompts: list[list[int]], *, output_tokens: int, at_once: int) -> Turn:
+    """Have a server answer prompts, so many at a time, after a pause in which the other one comes to rest."""
+    time.sleep(_QUIET_S)
+    return asyncio.run(_turn(server, prompts, output_tokens, at_once))
+
+
+async def _turn(server: VllmServer, prompts: list[list[int]], output_tokens: int, at_once: int) -> Turn:
     before, cpu_before_s, start = await read_counters(server.socket), server.cpu_s(), time.perf_counter()
-    outputs = await complete_all(server.socket, prompts, output_tokens=_OUTPUT_TOKENS, at_once=_AT_ONCE)
+    outputs = await complete_all(server.socket, prompts, output_tokens=output_tokens, at_once=at_once)
     seconds = time.perf_counter() - start
     counted = (await read_counters(server.socket)).since(before)
     return Turn(seconds, counted, server.cpu_s() - cpu_before_s, outputs)

@@ -21,11 +21,13 @@ SUITES: Final[dict[str, str]] = {
     "saturation": "benchmarks.suites.saturation",
     "storage": "benchmarks.suites.storage",
     "vllm": "benchmarks.suites.vllm",
+    "vllm-hits": "benchmarks.suites.vllm_hits",
     "vllm-queue": "benchmarks.suites.vllm_queue",
 }
 #: Those that need nothing but the development environment, and wait for nothing: `cuda` needs a device, `faults` does
-#: little but wait, and `floods` takes every processor.
-DEFAULT_SUITES: Final = tuple(name for name in SUITES if name not in {"cuda", "faults", "floods", "vllm", "vllm-queue"})
+#: little but wait, `floods` takes every processor, and the others need vLLM.
+_ASKED_FOR: Final = frozenset({"cuda", "faults", "floods", "vllm", "vllm-hits", "vllm-queue"})
+DEFAULT_SUITES: Final = tuple(name for name in SUITES if name not in _ASKED_FOR)
 
 
 def load_suite(name: str) -> Callable[[int], Iterator[Result]]:

@@ -1,0 +1,110 @@
+"""What kvcached gains by the share of a prompt that it has: two vLLM servers do the same work in turns, one with it.
+
+Every prompt begins with blocks that the daemon has and vLLM's own cache, which is small, has not; the rest is new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from benchmarks.pairs import paired_ratio
+from benchmarks.programs import daemon
+from benchmarks.result import Result, judge
+from benchmarks.vllm_environment import BLOCK_SIZE, CONTEXT_TOKENS, TOKEN_IDS, LocalModel, daemon_config, make_model
+from benchmarks.vllm_queue import Turn, take_turn
+from benchmarks.vllm_server import VllmServer
+
+SUITE: Final = "vllm-hits"
+#: Of a prompt's blocks, in percent, those that the daemon has.
+SHARES_PERCENT: Final = (0, 30, 60, 90)
+_PROMPT_BLOCKS: Final = 40
+_PROMPTS: Final = 8
+_OUTPUT_TOKENS: Final = 16
+_AT_ONCE: Final = 4
+#: Of vLLM's own cache: fewer than the prompts of one turn have. vLLM wants room for the longest prompt.
+_DEVICE_BLOCKS: Final = 2 * CONTEXT_TOKENS // BLOCK_SIZE
+#: Sets of beginnings that turns use one after the other: more than the turns of a round, so that none comes back soon.
+_SETS: Final = len(SHARES_PERCENT) + 1
+_HOST_BYTES: Final = 2 << 30
+
+_Pair = dict[str, Turn]
+
+
+class _Work(NamedTuple):
+    """The prompts' beginnings, and the source of all else."""
+
+    sets: list[list[list[int]]]
+    source: random.Random
+
+    def prompts(self, turn: int, share_percent: int) -> list[list[int]]:
+        """The prompts of a turn: this share of each is the beginning of one that the daemon has."""
+        known = _PROMPT_BLOCKS * share_percent // 100 * BLOCK_SIZE
+        rest = _PROMPT_BLOCKS * BLOCK_SIZE - known
+        return [beginning[:known] + _tokens(self.source, rest) for beginning in self.sets[turn % _SETS]]
+
+
+def gains(model: LocalModel, directory: Path, rounds: int) -> Iterator[Result]:
+    """The figures of so many rounds, with each share in each of them."""
+    folder = make_model(model, directory)
+    with contextlib.ExitStack() as stack:
+        run_dir = stack.enter_context(daemon(daemon_config(_HOST_BYTES), directory))
+        servers = {
+            name: stack.enter_context(
+                VllmServer(name, directory, model, folder, device_blocks=_DEVICE_BLOCKS, run_dir=place)
+            )
+            for name, place in (("cached", run_dir), ("plain", None))
+        }
+        for server in servers.values():
+            server.wait_until_ready()
+        pairs = _played(servers, rounds)
+    for share_percent, turns in pairs.items():
+        yield from _figures(share_percent, turns)
+
+
+def _played(servers: dict[str, VllmServer], rounds: int) -> dict[int, list[_Pair]]:
+    """The turns by share. Each server is first in every other round; the first turns store all beginnings."""
+    source = random.Random(SUITE)
+    sets = [[_tokens(source, _PROMPT_BLOCKS * BLOCK_SIZE) for _ in range(_PROMPTS)] for _ in range(_SETS)]
+    work = _Work(sets, source)
+    for prompts in sets:
+        _pair(servers, prompts, is_cached_first=True)
+    pairs: dict[int, list[_Pair]] = {share_percent: [] for share_percent in SHARES_PERCENT}
+    for number in range(rounds):
+        for place, share_percent in enumerate(SHARES_PERCENT):
+            prompts = work.prompts(number * len(SHARES_PERCENT) + place, share_percent)
+            pairs[share_percent].append(_pair(servers, prompts, is_cached_first=number % 2 == 0))
+    return pairs
+
+
+def _pair(servers: dict[str, VllmServer], prompts: list[list[int]], *, is_cached_first: bool) -> _Pair:
+    names = ("cached", "plain") if is_cached_first else ("plain", "cached")
+    return {name: take_turn(servers[name], prompts, output_tokens=_OUTPUT_TOKENS, at_once=_AT_ONCE) for name in names}
+
+
+def _figures(share_percent: int, turns: Sequence[_Pair]) -> Iterator[Result]:
+    cached, plain = [each["cached"] for each in turns], [each["plain"] for each in turns]
+    for name, values, floors in (
+        ("time", [turn.seconds for turn in cached], [turn.seconds for turn in plain]),
+        ("first_token", [turn.first_token_ms for turn in cached], [turn.first_token_ms for turn in plain]),
+    ):
+        ratio = paired_ratio(values, floors)
+        yield judge(SUITE, f"{name}_{share_percent}_over_plain_ratio", ratio.ratio, "ratio")
+        yield judge(SUITE, f"{name}_{share_percent}_over_plain_low_ratio", ratio.low, "ratio")
+        yield judge(SUITE, f"{name}_{share_percent}_over_plain_high_ratio", ratio.high, "ratio")
+    tokens = len(turns) * _PROMPTS * _PROMPT_BLOCKS * BLOCK_SIZE
+    hits = sum(turn.counted.hit_tokens for turn in cached)
+    yield judge(SUITE, f"hit_{share_percent}_percent", 100 * hits / tokens, "percent")
+    different = sum(
+        mine != theirs
+        for one, other in zip(cached, plain, strict=True)
+        for mine, theirs in zip(one.outputs, other.outputs, strict=True)
+    )
+    yield judge(SUITE, f"outputs_that_differ_{share_percent}", different, "requests")
+
+
+def _tokens(source: random.Random, count: int) -> list[int]:
+    return [source.randrange(*TOKEN_IDS) for _ in range(count)]
