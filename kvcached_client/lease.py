@@ -96,8 +96,9 @@ class Lease(LeaseSteps):
         """`commit` and `release` in one message.
 
         Raises:
-            BadRequest, RequestError, TransportError: as `commit`. The lease is then still held; with
-                ``failures="miss"`` it is released without the commit.
+            BadRequest, RequestError, TransportError: as `commit`. The lease is then still held, unless the daemon is
+                gone: then it is over, and nothing was committed. With ``failures="miss"`` it is released without the
+                commit.
         """
         complete(self.finishing(computed_tokens, fence))
 
