@@ -97,8 +97,8 @@ class Lease(LeaseSteps):
 
         Raises:
             BadRequest, RequestError, TransportError: as `commit`. The lease is then still held, unless the daemon is
-                gone: then it is over, and nothing was committed. With ``failures="miss"`` it is released without the
-                commit.
+                gone: then it is over, and its new blocks may be lost. With ``failures="miss"`` it is released without
+                the commit.
         """
         complete(self.finishing(computed_tokens, fence))
 
