@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -29,7 +30,8 @@ _AT_ONCE: Final = 4
 _DEVICE_BLOCKS: Final = 2 * CONTEXT_TOKENS // BLOCK_SIZE
 #: Sets of beginnings that turns use one after the other: more than the turns of a round, so that none comes back soon.
 _SETS: Final = len(SHARES_PERCENT) + 1
-_HOST_BYTES: Final = 2 << 30
+#: For all that is stored until a beginning comes back whole, five rounds later.
+_HOST_BYTES: Final = 4 << 30
 
 _Pair = dict[str, Turn]
 
@@ -77,6 +79,7 @@ def _played(servers: dict[str, VllmServer], rounds: int) -> dict[int, list[_Pair
         for place, share_percent in enumerate(SHARES_PERCENT):
             prompts = work.prompts(number * len(SHARES_PERCENT) + place, share_percent)
             pairs[share_percent].append(_pair(servers, prompts, is_cached_first=number % 2 == 0))
+        print(f"suite {SUITE}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     return pairs
 
 
