@@ -256,6 +256,7 @@ class Connection:
     Attributes:
         descriptor: of the socket; -1 once it is closed.
         credentials: who connected.
+        owner: pid of the process; a number of this connection alone where the pid is not visible from here.
         peer: names it to the handler; never used again.
         reader: what comes in.
         unsent: replies that its peer has not made room for. While there are any, nothing is read from it.
@@ -264,18 +265,20 @@ class Connection:
         watched_events: of what the server hears; 0 for nothing.
         is_queued: it waits for its next turn.
         counted_bytes: what the server's total has for it.
+        refused_bytes: that came for nothing, since its process's last pause.
     """
 
     __slots__ = (
-        "counted_bytes", "credentials", "descriptor", "is_deaf", "is_queued", "peer", "reader", "refusal",
-        "socket", "unsent", "watched_events",
+        "counted_bytes", "credentials", "descriptor", "is_deaf", "is_queued", "owner", "peer", "reader", "refusal",
+        "refused_bytes", "socket", "unsent", "watched_events",
     )  # fmt: skip
 
-    def __init__(self, accepted: socket.socket, peer: bytes) -> None:
+    def __init__(self, accepted: socket.socket, serial: int) -> None:
         self.socket = accepted
         self.descriptor = accepted.fileno()
         self.credentials = peer_credentials(accepted)
-        self.peer = peer
+        self.owner = self.credentials.pid or -serial
+        self.peer = serial.to_bytes(8, "big")
         self.reader = Reader()
         self.unsent = bytearray()
         self.refusal: RequestError | None = None
@@ -283,6 +286,7 @@ class Connection:
         self.watched_events = 0
         self.is_queued = False
         self.counted_bytes = 0
+        self.refused_bytes = 0
 
     @property
     def is_open(self) -> bool:

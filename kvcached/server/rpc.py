@@ -19,6 +19,7 @@ from typing import Final, NamedTuple, Protocol
 
 from kvcached.server.connections import Connection, ConnectionLimits, Connections
 from kvcached.server.listener import Listener
+from kvcached.server.pauses import Pauses
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.engine import (
     ErrorReply,
@@ -106,6 +107,7 @@ class RpcServer:
         self._queues: dict[int, deque[Connection]] = {}  #: connections that wait for their next turn, by process
         self._rotation = 0  #: who is first of those that are ready
         self._held_bytes = 0
+        self._pauses = Pauses(self._on_pause)
         self._last_peer = 0
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -132,6 +134,7 @@ class RpcServer:
             return
         self._loop.remove_reader(self._ready.fileno())
         self._listener.close()
+        self._pauses.close()
         self._linger()
         for connection in list(self._connections):
             self._close(connection)
@@ -142,7 +145,7 @@ class RpcServer:
 
     def _accept(self, accepted: socket.socket) -> None:
         self._last_peer += 1
-        connection = Connection(accepted, self._last_peer.to_bytes(8, "big"))
+        connection = Connection(accepted, self._last_peer)
         self._connections.open(connection, connection.credentials, connection.descriptor)
         self._send(connection, GREETING)
         self._arrange(connection)
@@ -186,7 +189,7 @@ class RpcServer:
 
     def _take(self, connection: Connection, data: memoryview | bytes) -> None:
         reader = connection.reader
-        was_ready = reader.is_ready
+        was_ready, was_skipping = reader.is_ready, reader.is_skipping
         messages = reader.read(data, MESSAGES_PER_TURN_MAX)
         if reader.commands:
             if reader.is_ready and not was_ready:
@@ -195,6 +198,8 @@ class RpcServer:
             reader.commands.clear()
         for message in messages:
             self._serve_guarded(connection, message)
+        if was_skipping or reader.is_skipping:
+            self._pauses.refuse(connection, len(data))
         if reader.violation is not None:
             self._connections.note_fault(
                 "violation", "rpc: process %d is cut off: %s", connection.credentials.pid, reader.violation
@@ -215,6 +220,7 @@ class RpcServer:
     def _serve(self, connection: Connection, message: Message) -> None:
         parts, known = message.parts, connection.refusal or message.error
         if known is not None:
+            self._pauses.refuse(connection, sum(map(len, parts)))
             self._refuse(connection, parts, known)
             return
         try:
@@ -237,9 +243,10 @@ class RpcServer:
         loop = self._loop
         if not connection.is_open or loop is None:
             return
-        is_watched = not connection.unsent and not connection.reader.has_more
-        self._watch(connection, select.EPOLLIN * is_watched | select.EPOLLOUT * bool(connection.unsent))
-        if not connection.unsent and connection.reader.has_more and not connection.is_queued:
+        is_read = not connection.unsent and connection not in self._pauses
+        has_more = connection.reader.has_more
+        self._watch(connection, select.EPOLLIN * (is_read and not has_more) | select.EPOLLOUT * bool(connection.unsent))
+        if is_read and has_more and not connection.is_queued:
             connection.is_queued = True
             if not self._queues:
                 loop.call_soon(self._serve_queues)
@@ -292,7 +299,7 @@ class RpcServer:
             connection.is_queued = False
             if not queue:
                 del self._queues[pid]
-            if connection.is_open and not connection.unsent:
+            if connection.is_open and not connection.unsent and connection not in self._pauses:
                 self._take(connection, b"")
         if self._queues and self._loop is not None:
             self._loop.call_soon(self._serve_queues)
@@ -307,6 +314,13 @@ class RpcServer:
         )
         self._connections.note_fault("held", "rpc: messages of process %d take %d bytes: one is dropped", pid, size)
         self._close(largest)
+        self._pauses.refuse(largest, largest.counted_bytes)
+
+    def _on_pause(self, owner: int) -> None:
+        """A pause begins or is over."""
+        for connection in list(self._connections):
+            if connection.owner == owner:
+                self._arrange(connection)
 
     # --- what goes out ----------------------------------------------------------------------------------------------
 

@@ -140,6 +140,11 @@ class Reader:
         self._skipped_parts = 0
 
     @property
+    def is_skipping(self) -> bool:
+        """Whether what comes next belongs to a message that was refused."""
+        return self._is_refused or self._skip_bytes > 0
+
+    @property
     def held_bytes(self) -> int:
         """What is kept of messages that are not whole yet, or not taken yet."""
         return len(self._rest) + self._parts_bytes + self._gathered.tell()

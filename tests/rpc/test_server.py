@@ -89,6 +89,16 @@ class Serving:
 
         return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(PATIENCE_S)
 
+    def end_pause(self, owner: int) -> None:
+        """End the pause of a process."""
+
+        async def end() -> None:
+            assert self.server is not None
+            self.server._pauses._timers[owner].cancel()
+            self.server._pauses._end(owner)
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(PATIENCE_S)
+
     def stop(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)

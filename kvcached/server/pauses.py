@@ -1,0 +1,53 @@
+"""From whom the RPC socket does not read for a moment: processes much of whose bytes was read for nothing.
+
+Without pauses, a process that sends messages beyond the limits on and on takes a processor of the machine, and those
+that are served wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from kvcached.server.connections import Connection
+
+#: In the long run, refused bytes of one process are read no faster: about a hundredth of a processor's time.
+REFUSED_BYTES_PER_S: Final = 32 << 20
+#: Of one connection, without a pause: a pause for each `recv` would be many timers.
+REFUSED_BYTES_MIN: Final = 1 << 20
+
+
+class Pauses:
+    """The processes that are paused, in the running event loop. One whose pid is not visible here is a connection.
+
+    Args:
+        changed: called when the pause of a connection's process begins, and when it is over.
+    """
+
+    def __init__(self, changed: Callable[[int], None]) -> None:
+        self._changed = changed
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+
+    def __contains__(self, connection: Connection) -> bool:
+        return connection.owner in self._timers
+
+    def refuse(self, connection: Connection, size_bytes: int) -> None:
+        """So many bytes of a connection were read for nothing. Many of them pause its process."""
+        connection.refused_bytes += size_bytes
+        if connection.refused_bytes >= REFUSED_BYTES_MIN and connection not in self:
+            pause_s = connection.refused_bytes / REFUSED_BYTES_PER_S
+            connection.refused_bytes = 0
+            loop = asyncio.get_running_loop()
+            self._timers[connection.owner] = loop.call_later(pause_s, self._end, connection.owner)
+            self._changed(connection.owner)
+
+    def close(self) -> None:
+        """No pause ends any more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _end(self, owner: int) -> None:
+        del self._timers[owner]
+        self._changed(owner)

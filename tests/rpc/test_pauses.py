@@ -1,0 +1,106 @@
+"""A process whose bytes were refused is not read from for a moment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvcached.server import pauses
+from kvcached.server import rpc as server_module
+from kvcached.server.pauses import REFUSED_BYTES_MIN
+from kvcached.server.rpc import RECEIVE_BYTES_MAX, RpcServer
+from kvcached_client.errors import ErrorCode
+from kvcached_client.protocol.engine import FRAME_SIZE_BYTES_MAX, ErrorReply, Goodbye
+from tests.rpc.raw_peer import PATIENCE_S, RawPeer
+from tests.rpc.test_server import Serving, bye, serve
+
+__all__ = ["serve"]
+
+_TOO_LONG = b"\x02" + (FRAME_SIZE_BYTES_MAX + 1).to_bytes(8, "big")
+_ASKS = """
+import sys
+from pathlib import Path
+from kvcached_client.protocol.engine import Bye, encode
+from tests.rpc.raw_peer import RawPeer
+with RawPeer(Path(sys.argv[1])) as peer:
+    print(peer.ask(encode(Bye(id=7))).id)
+"""
+
+
+def served_elsewhere(path: Path) -> bool:
+    """Whether a peer in another process gets its answer."""
+    return subprocess.run([sys.executable, "-c", _ASKS, path], capture_output=True, check=True).stdout == b"7\n"
+
+
+@pytest.fixture
+def paused(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Pauses that end only when the test ends them; set when one begins."""
+    begun, changed = threading.Event(), RpcServer._on_pause
+
+    def on_pause(server: RpcServer, owner: int) -> None:
+        changed(server, owner)
+        begun.set()
+
+    monkeypatch.setattr(pauses, "REFUSED_BYTES_PER_S", 1)
+    monkeypatch.setattr(RpcServer, "_on_pause", on_pause)
+    return begun
+
+
+def test_process_of_much_refused_is_paused(serve: Callable[[], Serving], paused: threading.Event) -> None:
+    """It gets its error; what its other connections send waits for the end of the pause; other processes are served."""
+    serving = serve()
+    with RawPeer(serving.path) as faulty, RawPeer(serving.path) as other:
+        assert other.ask(bye(1)) == Goodbye(id=1)
+        faulty.socket.sendall(_TOO_LONG + bytes(REFUSED_BYTES_MIN + RECEIVE_BYTES_MAX))
+        refusal = faulty.reply()
+        assert isinstance(refusal, ErrorReply)
+        assert refusal.code == ErrorCode.OVERSIZE
+        assert paused.wait(PATIENCE_S)
+        other.send(bye(2))
+        assert served_elsewhere(serving.path)
+        assert 2 not in serving.handler.served
+        serving.end_pause(os.getpid())
+        assert other.reply() == Goodbye(id=2)
+
+
+def test_process_that_loses_its_largest_message_is_paused(
+    serve: Callable[[], Serving], paused: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages that are dropped for their size together count as refused."""
+    monkeypatch.setattr(server_module, "HELD_BYTES_MAX", 2 * REFUSED_BYTES_MIN)
+    serving = serve()
+    with RawPeer(serving.path) as large, RawPeer(serving.path) as other:
+        large.socket.sendall(b"\x03" + (3 * REFUSED_BYTES_MIN).to_bytes(8, "big") + bytes(2 * REFUSED_BYTES_MIN + 1))
+        assert large.receive() is None
+        assert paused.wait(PATIENCE_S)
+        other.send(bye(1))
+        assert served_elsewhere(serving.path)
+        assert 1 not in serving.handler.served
+        serving.end_pause(os.getpid())
+        assert other.reply() == Goodbye(id=1)
+
+
+def test_pause_ends_by_itself_and_loses_nothing(serve: Callable[[], Serving]) -> None:
+    """The rest of the refused message is skipped behind the pause, and the message after it is served."""
+    serving = serve()
+    with RawPeer(serving.path) as peer:
+        peer.socket.sendall(_TOO_LONG + bytes(FRAME_SIZE_BYTES_MAX + 1))
+        peer.send(bye(3))
+        assert isinstance(peer.reply(), ErrorReply)
+        assert peer.reply() == Goodbye(id=3)
+
+
+@pytest.mark.usefixtures("paused")
+def test_small_mistake_is_not_paused_for(serve: Callable[[], Serving]) -> None:
+    """A message that is refused for less than what one pause is for costs its process no time."""
+    serving = serve()
+    with RawPeer(serving.path) as peer:
+        assert isinstance(peer.ask(b"\xc1"), ErrorReply)
+        assert isinstance(peer.ask(bye(4), bytes(REFUSED_BYTES_MIN // 2)), ErrorReply)
+        assert peer.ask(bye(5)) == Goodbye(id=5)
