@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from benchmarks.outputs import TIE, Differences, first_difference
 from benchmarks.replay_http import Answer, ask, complete
 from benchmarks.replay_trace import Call
 
@@ -20,8 +21,6 @@ _WARM_UP_AT_ONCE: Final = 4
 SEGMENT_S: Final = 20.0
 #: vLLM's processes spin for a second after their last step.
 _QUIET_S: Final = 1.5
-#: Two log-probabilities that are closer may change places with the order in which a sum is added up.
-TIE: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +36,6 @@ class Play:
     calls: tuple[Call, ...]
     without: tuple[Answer, ...]
     cached: tuple[Answer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """Requests whose two outputs differ.
-
-    Attributes:
-        ties: the first token that differs was as good as decided by rounding.
-        others: all others.
-    """
-
-    ties: int
-    others: int
 
 
 async def play_in_turns(without: Path, cached: Path, calls: Sequence[Call]) -> Play:
@@ -120,9 +106,7 @@ def differences(play: Play) -> Differences:
     """How many outputs differ, and why."""
     ties = others = 0
     for without, cached in zip(play.without, play.cached, strict=True):
-        if without.tokens != cached.tokens:
-            pairs = zip(without.tokens, cached.tokens, strict=True)
-            place = next(index for index, (one, other) in enumerate(pairs) if one != other)
+        if (place := first_difference(without.tokens, cached.tokens)) is not None:
             if min(without.leads[place], cached.leads[place]) < TIE:
                 ties += 1
             else:

@@ -5,19 +5,18 @@ Every prompt begins with blocks that the daemon has and vLLM's own cache, which 
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from benchmarks.outputs import Differences
 from benchmarks.pairs import paired_ratio
-from benchmarks.programs import daemon
-from benchmarks.result import Result, judge
-from benchmarks.vllm_environment import BLOCK_SIZE, CONTEXT_TOKENS, TOKEN_IDS, LocalModel, daemon_config, make_model
-from benchmarks.vllm_queue import Turn, take_turn
-from benchmarks.vllm_server import VllmServer
+from benchmarks.result import Result, Target, judge
+from benchmarks.vllm_environment import BLOCK_SIZE, CONTEXT_TOKENS, TOKEN_IDS, LocalModel
+from benchmarks.vllm_server import ServerPair, server_pair
+from benchmarks.vllm_turns import TurnPair, count_differences, take_turns
 
 SUITE: Final = "vllm-hits"
 #: Of a prompt's blocks, in percent, those that the daemon has.
@@ -32,8 +31,7 @@ _DEVICE_BLOCKS: Final = 2 * CONTEXT_TOKENS // BLOCK_SIZE
 _SETS: Final = len(SHARES_PERCENT) + 1
 #: For all that is stored until a beginning comes back whole, five rounds later.
 _HOST_BYTES: Final = 4 << 30
-
-_Pair = dict[str, Turn]
+_NONE: Final = Target("value", "<=", 0)
 
 
 class _Work(NamedTuple):
@@ -51,45 +49,35 @@ class _Work(NamedTuple):
 
 def gains(model: LocalModel, directory: Path, rounds: int) -> Iterator[Result]:
     """The figures of so many rounds, with each share in each of them."""
-    folder = make_model(model, directory)
-    with contextlib.ExitStack() as stack:
-        run_dir = stack.enter_context(daemon(daemon_config(_HOST_BYTES), directory))
-        servers = {
-            name: stack.enter_context(
-                VllmServer(name, directory, model, folder, device_blocks=_DEVICE_BLOCKS, run_dir=place)
-            )
-            for name, place in (("cached", run_dir), ("plain", None))
-        }
-        for server in servers.values():
-            server.wait_until_ready()
-        pairs = _played(servers, rounds)
-    for share_percent, turns in pairs.items():
-        yield from _figures(share_percent, turns)
+    with server_pair(directory, model, device_blocks=_DEVICE_BLOCKS, host_bytes=_HOST_BYTES) as servers:
+        played = _played(servers, rounds)
+        differ = {share: count_differences(servers.plain, turns) for share, turns in played.items()}
+    for share_percent, turns in played.items():
+        yield from _figures(share_percent, turns, differ[share_percent])
 
 
-def _played(servers: dict[str, VllmServer], rounds: int) -> dict[int, list[_Pair]]:
+def _played(servers: ServerPair, rounds: int) -> dict[int, list[TurnPair]]:
     """The turns by share. Each server is first in every other round; the first turns store all beginnings."""
     source = random.Random(SUITE)
     sets = [[_tokens(source, _PROMPT_BLOCKS * BLOCK_SIZE) for _ in range(_PROMPTS)] for _ in range(_SETS)]
     work = _Work(sets, source)
     for prompts in sets:
-        _pair(servers, prompts, is_cached_first=True)
-    pairs: dict[int, list[_Pair]] = {share_percent: [] for share_percent in SHARES_PERCENT}
+        _turns(servers, prompts, is_cached_first=True)
+    played: dict[int, list[TurnPair]] = {share_percent: [] for share_percent in SHARES_PERCENT}
     for number in range(rounds):
         for place, share_percent in enumerate(SHARES_PERCENT):
             prompts = work.prompts(number * len(SHARES_PERCENT) + place, share_percent)
-            pairs[share_percent].append(_pair(servers, prompts, is_cached_first=number % 2 == 0))
+            played[share_percent].append(_turns(servers, prompts, is_cached_first=number % 2 == 0))
         print(f"suite {SUITE}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    return pairs
+    return played
 
 
-def _pair(servers: dict[str, VllmServer], prompts: list[list[int]], *, is_cached_first: bool) -> _Pair:
-    names = ("cached", "plain") if is_cached_first else ("plain", "cached")
-    return {name: take_turn(servers[name], prompts, output_tokens=_OUTPUT_TOKENS, at_once=_AT_ONCE) for name in names}
+def _turns(servers: ServerPair, prompts: list[list[int]], *, is_cached_first: bool) -> TurnPair:
+    return take_turns(servers, prompts, output_tokens=_OUTPUT_TOKENS, at_once=_AT_ONCE, is_cached_first=is_cached_first)
 
 
-def _figures(share_percent: int, turns: Sequence[_Pair]) -> Iterator[Result]:
-    cached, plain = [each["cached"] for each in turns], [each["plain"] for each in turns]
+def _figures(share_percent: int, turns: Sequence[TurnPair], differ: Differences) -> Iterator[Result]:
+    cached, plain = [pair.cached for pair in turns], [pair.plain for pair in turns]
     for name, values, floors in (
         ("time", [turn.seconds for turn in cached], [turn.seconds for turn in plain]),
         ("first_token", [turn.first_token_ms for turn in cached], [turn.first_token_ms for turn in plain]),
@@ -101,12 +89,8 @@ def _figures(share_percent: int, turns: Sequence[_Pair]) -> Iterator[Result]:
     tokens = len(turns) * _PROMPTS * _PROMPT_BLOCKS * BLOCK_SIZE
     hits = sum(turn.counted.hit_tokens for turn in cached)
     yield judge(SUITE, f"hit_{share_percent}_percent", 100 * hits / tokens, "percent")
-    different = sum(
-        mine != theirs
-        for one, other in zip(cached, plain, strict=True)
-        for mine, theirs in zip(one.outputs, other.outputs, strict=True)
-    )
-    yield judge(SUITE, f"outputs_that_differ_{share_percent}", different, "requests")
+    yield judge(SUITE, f"outputs_that_differ_by_ties_{share_percent}", differ.ties, "requests")
+    yield judge(SUITE, f"outputs_that_differ_{share_percent}", differ.others, "requests", target=_NONE)
 
 
 def _tokens(source: random.Random, count: int) -> list[int]:

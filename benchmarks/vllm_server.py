@@ -9,13 +9,24 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from socket import AF_UNIX
 from socket import socket as Socket  # noqa: N812 - `socket` is a path here
-from typing import IO, Final
+from typing import IO, Final, NamedTuple
 
+from benchmarks.programs import daemon
 from benchmarks.replay_http import MODEL_NAME
-from benchmarks.vllm_environment import BLOCK_SIZE, CONNECTOR, CONTEXT_TOKENS, LocalModel, environment, interpreter
+from benchmarks.vllm_environment import (
+    BLOCK_SIZE,
+    CONNECTOR,
+    CONTEXT_TOKENS,
+    LocalModel,
+    daemon_config,
+    environment,
+    interpreter,
+    make_model,
+)
 
 _START_TIMEOUT_S: Final = 600
 _STOP_TIMEOUT_S: Final = 30
@@ -96,6 +107,47 @@ class VllmServer(contextlib.AbstractContextManager["VllmServer"]):
             os.killpg(self._program.pid, signal.SIGKILL)
         self._program.wait()
         self._pump.join(_STOP_TIMEOUT_S)
+
+
+class ServerPair(NamedTuple):
+    """Two servers of one model.
+
+    Attributes:
+        cached: with kvcached.
+        plain: without it.
+    """
+
+    cached: VllmServer
+    plain: VllmServer
+
+
+@contextlib.contextmanager
+def server_pair(directory: Path, model: LocalModel, *, device_blocks: int, host_bytes: int) -> Iterator[ServerPair]:
+    """Two servers of one model that are ready, and a daemon for one of them; all end with the block.
+
+    Args:
+        directory: for all files.
+        model: what both serve.
+        device_blocks: of each vLLM's own cache.
+        host_bytes: of the daemon's host pool.
+
+    Raises:
+        RuntimeError: as `VllmServer.wait_until_ready`.
+    """
+    folder = make_model(model, directory)
+    with contextlib.ExitStack() as stack:
+        run_dir = stack.enter_context(daemon(daemon_config(host_bytes), directory))
+        pair = ServerPair(
+            *(
+                stack.enter_context(
+                    VllmServer(name, directory, model, folder, device_blocks=device_blocks, run_dir=place)
+                )
+                for name, place in (("cached", run_dir), ("plain", None))
+            )
+        )
+        for server in pair:
+            server.wait_until_ready()
+        yield pair
 
 
 def _command(model: LocalModel, folder: Path, socket: Path, device_blocks: int, *, with_connector: bool) -> list[str]:

@@ -22,7 +22,7 @@ def results(gains: dict[int, float], *, different: int = 0) -> list[Result]:
         for share, gain in gains.items()
         for name in ("time", "first_token")
         for end, factor in (("", 1.0), ("low_", 0.9), ("high_", 1.1))
-    ] + [judge(SUITE, "outputs_that_differ_0", different, "requests")]
+    ] + [judge(SUITE, f"outputs_that_differ_{share}", different, "requests") for share in gains]
 
 
 def given(monkeypatch: pytest.MonkeyPatch, told: list[Result]) -> None:

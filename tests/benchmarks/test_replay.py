@@ -12,11 +12,11 @@ import pytest
 
 from benchmarks import replay_command
 from benchmarks.__main__ import main
+from benchmarks.outputs import Differences
 from benchmarks.replay_http import Answer, ask, complete
 from benchmarks.replay_report import report
 from benchmarks.replay_run import (
     WARM_UP_CALLS,
-    Differences,
     Play,
     differences,
     play,
