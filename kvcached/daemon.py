@@ -180,6 +180,8 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         service.watch = attach
         # Before any event: an event writes the ledger, and a ledger without these would leave their slots to anybody.
         service.take_in(taken.shapes, taken.sessions)
+        for name in (name for name, memory in devices.items() if memory.lost is not None):
+            service.wait_for_device(name)
         news.tell_to(service)
         is_takeover = inheritance.is_kept or any(each.is_kept for each in replicas)
         await start_storage(config, host, service, epoch, record, parts, is_takeover=is_takeover)

@@ -23,6 +23,7 @@ from kvcached.service.replica import HeldMemory, Replica
 from kvcached.service.service import Service
 from kvcached.worker.client import WorkerPool
 from kvcached.worker.group import ReplicaPool
+from kvcached.worker.lifecycle import restart_pauses
 from kvcached_client.blocks.header import NAMESPACE_BYTES
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.pages import pool_geometry
@@ -62,16 +63,24 @@ class Holder:
         self._end = end
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lost = "" if memory.lost is None else str(memory.lost)
         self.workers = new_workers(memory.pool, generation)
 
+    @property
+    def trouble(self) -> str:
+        """Why it has no memory, or why no workers could be started on it; empty if it has both, or sleeps."""
+        return self._lost or self.workers.failed_starts.why
+
     async def open(self) -> None:
-        """Start the first workers, unless the replica sleeps.
+        """Start the first workers, unless there is no memory for them.
+
+        Those of a replica that has served on its CUDA devices before may come later: a device may be lost for a while.
 
         Raises:
             BadRequest, DaemonFailure: as `WorkerPool.open`.
         """
         if self._memory.pool is not None:
-            await self.workers.open()
+            await self.workers.open(retries=self._memory.has_served)
 
     async def close(self) -> None:
         """The daemon ends: break off what is under way, and end the workers."""
@@ -105,6 +114,10 @@ class Holder:
         """Make new memory and start workers on it, for a generation of the namespace. On an error nothing is left."""
         self._begin(self._make(generation, made))
 
+    def make_when_possible(self, generation: int, made: Callable[[HeldMemory], None]) -> None:
+        """As `make`, again and again until the devices make memory, and workers run on it."""
+        self._begin(self._make_when_possible(generation, made))
+
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -126,20 +139,33 @@ class Holder:
         given()
 
     async def _make(self, generation: int, made: Callable[[HeldMemory | RequestError], None]) -> None:
-        outcome: HeldMemory | RequestError
+        outcome = await self._try_to_make(generation)
+        made(_no_memory(self._replica, outcome) if isinstance(outcome, str) else outcome)
+
+    async def _make_when_possible(self, generation: int, made: Callable[[HeldMemory], None]) -> None:
+        pauses = restart_pauses()
+        while isinstance(outcome := await self._try_to_make(generation), str):
+            pause_s = pauses.pause_s()
+            _log.error("replica %s: no memory, the next try is in %g s: %s", self._replica, pause_s, outcome)
+            self._lost = outcome
+            await asyncio.sleep(pause_s)
+        self._lost = ""
+        made(outcome)
+
+    async def _try_to_make(self, generation: int) -> HeldMemory | str:
+        """Make memory and start workers; what came of it, or why nothing did."""
         async with self._turn:
             try:
                 self.workers = self._new_workers(await self._memory.make(), generation)
                 await self.workers.open()
-                outcome = self.held()
+                return self.held()
             except (RequestError, NotEnoughMemory, DeviceError, OSError) as error:
-                await self._memory.give_back()
-                outcome = _no_memory(self._replica, str(error))
+                reason = str(error)
             except Exception as error:  # noqa: BLE001  whatever it was, the pool must not stay between the two
                 _log.exception("internal error while replica %s wakes", self._replica)
-                await self._memory.give_back()
-                outcome = _no_memory(self._replica, f"{type(error).__name__}: {error}")
-        made(outcome)
+                reason = f"{type(error).__name__}: {error}"
+            await self._memory.give_back()
+            return reason
 
 
 def _no_memory(replica: str, reason: str) -> RequestError:
@@ -175,6 +201,7 @@ def new_workers(
         str(config.run_dir),
         on_lost=partial(_on_worker_lost, news, replica.name),
         on_restored=partial(news.tell, PoolRestored(replica.name)),
+        on_memory_gone=partial(news.memory_gone, replica.name),
         epoch=epoch,
         generation=generation,
         verify=verify(config),
@@ -204,7 +231,7 @@ def new_replica(
         write_policy=WritePolicy(replica.write_policy),
         memory=held.memory,
         cuda_ordinals=replica.cuda_ordinals,
-        cuda_devices=held.cuda_devices,
+        cuda_devices=memory.devices,
         is_kept=memory.pool is not None and memory.pool.is_kept,
         headers=held.headers,
     )
@@ -236,18 +263,25 @@ class News:
 
     def __init__(self) -> None:
         self._service: Service | None = None
-        self._missed: list[Event] = []
+        self._missed: list[Callable[[Service], None]] = []
 
     def tell(self, event: Event) -> None:
         """Something happened."""
-        if self._service is None:
-            self._missed.append(event)
-        else:
-            self._service.on_event(event)
+        self._tell(lambda service: service.on_event(event))
+
+    def memory_gone(self, replica: str) -> None:
+        """A device works again, and has lost the memory of a replica."""
+        self._tell(lambda service: service.on_memory_gone(replica))
 
     def tell_to(self, service: Service) -> None:
         """From now on, and what has happened already."""
         self._service = service
-        for event in self._missed:
-            service.on_event(event)
+        for tell in self._missed:
+            tell(service)
         self._missed.clear()
+
+    def _tell(self, tell: Callable[[Service], None]) -> None:
+        if self._service is None:
+            self._missed.append(tell)
+        else:
+            tell(self._service)

@@ -152,7 +152,13 @@ class CircuitOpen(TransportError):
 
 
 class DeviceError(KvcachedError):
-    """A device refused work, or is not there."""
+    """A device refused work, or is not there.
+
+    Attributes:
+        is_lost: it is there, and does nothing any more.
+    """
+
+    is_lost: bool = False
 
 
 class LoadFailed(KvcachedError):

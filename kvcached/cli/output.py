@@ -42,6 +42,7 @@ def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None
                 **({} if pool.state == "awake" else {"state": pool.state.replace("_", " ").upper()}),
                 "healthy": "yes" if pool.healthy else "NO",
                 "degraded": "YES" if pool.degraded else "no",
+                **({"trouble": pool.trouble} if pool.trouble else {}),
                 "restarts": pool.restarts,
                 "paused": "YES" if pool.paused else "no",
                 "session": pool.session or "none",

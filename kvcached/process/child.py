@@ -155,6 +155,11 @@ class ChildProcess(Generic[M]):
         await asyncio.wait([self._exited], timeout=deadline_s)
         return self._exited.done()
 
+    @property
+    def status(self) -> int | None:
+        """Its exit status, a negative one for a signal; None while it is alive."""
+        return None if self.is_alive else self._child.returncode
+
     def ending(self) -> str:
         """How it ended, in words."""
         if self.is_alive:

@@ -7,11 +7,13 @@ first.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Final, NamedTuple
+from itertools import repeat
+from typing import Final, NamedTuple, TypeAlias
 
 from kvcached.config.replica import ReplicaConfig
 from kvcached.core.slots.ranges import no_ranges
@@ -22,7 +24,7 @@ from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.memory.sealed import memory_fault
 from kvcached.recovery.fd_store import remove, store, taken_in
 from kvcached.recovery.state_file import Ledger, ReplicaRecord
-from kvcached.worker.cuda_maker import WantedMemory, make_cuda_memory
+from kvcached.worker.cuda_maker import AT_ONCE_MAX, NoCudaMemory, WantedMemory, make_cuda_memory
 from kvcached_client.blocks.pages import pool_geometry
 
 #: Under which name the service manager keeps a shard's memory: this prefix, the replica and the shard.
@@ -68,12 +70,32 @@ class DevicePool(NamedTuple):
 class PoolMemory:
     """The memory of a configured replica, which may be given back and made anew.
 
+    Args:
+        replica: its configuration.
+        pool: the memory of a start.
+        devices: UUIDs of the CUDA devices that it had on this boot: new memory is of these again.
+        lost: why a start has found no memory that it is to have.
+
     Attributes:
         pool: the memory; None while there is none.
+        devices: UUIDs of the CUDA devices that have it, or had it last.
+        has_served: it has had memory of CUDA devices on this boot, so that it may wait for these devices.
+        lost: as above; None if the memory is there, or the replica sleeps.
     """
 
-    def __init__(self, replica: ReplicaConfig, pool: DevicePool | None) -> None:
+    def __init__(
+        self,
+        replica: ReplicaConfig,
+        pool: DevicePool | None,
+        devices: tuple[str, ...] = (),
+        lost: NoCudaMemory | None = None,
+        *,
+        has_served: bool = False,
+    ) -> None:
         self.pool = pool
+        self.devices = devices if pool is None else pool.cuda_devices
+        self.has_served = has_served
+        self.lost = lost
         self._replica = replica
 
     async def make(self) -> DevicePool:
@@ -87,7 +109,11 @@ class PoolMemory:
         replica = self._replica
         if replica.device == "cpu":
             check_available(replica.host_memory_bytes, f"replica {replica.name}")
-        self.pool = (await device_pools([replica], {replica.name: None}))[replica.name]
+        found, lost = await device_pools([replica], {replica.name: None}, {replica.name: self.devices})
+        if lost:
+            raise lost[replica.name]
+        self.pool = found[replica.name]
+        self.devices = self.pool.cuda_devices
         return self.pool
 
     async def give_back(self) -> None:
@@ -135,45 +161,104 @@ def kept_device(replica: ReplicaConfig, found: dict[str, list[int]], ledger: Led
     return KeptDevice(kept, record.cuda_devices or ("",) * replica.shards, headers)
 
 
+def served_devices(replicas: Sequence[ReplicaConfig], ledger: Ledger | None) -> dict[str, tuple[str, ...]]:
+    """Which replicas have been configured on the same CUDA devices on this boot, and the UUIDs of those, if known."""
+    records = {} if ledger is None else {record.name: record for record in ledger.replicas}
+    return {
+        each.name: records[each.name].cuda_devices
+        for each in replicas
+        if each.cuda_ordinals and each.name in records and records[each.name].cuda_ordinals == each.cuda_ordinals
+    }
+
+
+class OpenedPools(NamedTuple):
+    """The memory of replicas.
+
+    Attributes:
+        pools: by the replica's name.
+        lost: why a replica has none, by its name: one of its CUDA devices cannot be used.
+    """
+
+    pools: dict[str, DevicePool]
+    lost: dict[str, NoCudaMemory]
+
+
 async def device_pools(
-    replicas: Sequence[ReplicaConfig], kept: Mapping[str, KeptDevice | None]
-) -> dict[str, DevicePool]:
+    replicas: Sequence[ReplicaConfig],
+    kept: Mapping[str, KeptDevice | None],
+    served: Mapping[str, tuple[str, ...]],
+) -> OpenedPools:
     """The memory of each replica, which is the caller's: the kept memory, or new memory, which is stored.
 
-    New memory of all CUDA devices is made at the same time.
+    New memory of all CUDA devices is made at the same time. A replica that has served before may have none, and so may
+    one whose device the driver lists as lost. That a device which was never used is missing is an error.
+
+    Args:
+        replicas: those that are to have memory.
+        kept: their kept memory, if any.
+        served: as `served_devices`.
 
     Raises:
         OSError: the kernel refused one of the steps.
-        DeviceError: a CUDA device refused, or does not exist.
+        DeviceError: a CUDA device that was not used before refused, or does not exist.
     """
     new = [replica for replica in replicas if kept[replica.name] is None]
     for replica in new:
         for name in _names(replica):
             remove(name)
     with ExitStack() as parts:
-        on_cuda = await _on_cuda([replica for replica in new if replica.cuda_ordinals], parts)
-        pools = {each.name: _device_pool(each, kept[each.name], on_cuda.get(each.name), parts) for each in replicas}
+        on_cuda, lost = await _all_on_cuda([replica for replica in new if replica.cuda_ordinals], served, parts)
+        pools = {
+            each.name: _device_pool(each, kept[each.name], on_cuda.get(each.name), parts)
+            for each in replicas
+            if each.name not in lost
+        }
         parts.pop_all()
-    return pools
+    return OpenedPools(pools, lost)
 
 
-async def _on_cuda(replicas: Sequence[ReplicaConfig], parts: ExitStack) -> dict[str, tuple[ShardMemory, ...]]:
-    """New memory of replicas on CUDA devices."""
-    places = [(replica, name) for replica in replicas for name in _names(replica)]
-    made = await make_cuda_memory(
-        [WantedMemory(ordinal, _shard_bytes(replica)) for replica in replicas for ordinal in replica.cuda_ordinals]
+_Shards: TypeAlias = dict[str, tuple[ShardMemory, ...]]
+
+
+async def _all_on_cuda(
+    replicas: Sequence[ReplicaConfig], served: Mapping[str, tuple[str, ...]], parts: ExitStack
+) -> tuple[_Shards, dict[str, NoCudaMemory]]:
+    """New memory of replicas on CUDA devices, and why some have none."""
+    turns = asyncio.Semaphore(AT_ONCE_MAX)
+    outcomes = await asyncio.gather(
+        *(_on_cuda(each, served.get(each.name, ()), turns, parts) for each in replicas), return_exceptions=True
     )
-    found: dict[str, tuple[ShardMemory, ...]] = {}
-    for index, (replica, name) in enumerate(places):
+    found: _Shards = {}
+    lost: dict[str, NoCudaMemory] = {}
+    for replica, outcome in zip(replicas, outcomes, strict=True):
+        if not isinstance(outcome, BaseException):
+            found[replica.name] = outcome
+        elif isinstance(outcome, NoCudaMemory) and (replica.name in served or outcome.is_lost):
+            lost[replica.name] = outcome
+        else:
+            raise outcome
+    return found, lost
+
+
+async def _on_cuda(
+    replica: ReplicaConfig, devices: tuple[str, ...], turns: asyncio.Semaphore, parts: ExitStack
+) -> tuple[ShardMemory, ...]:
+    """New memory of a replica on CUDA devices: of these, if they are known."""
+    size_bytes = _shard_bytes(replica)
+    uuids = devices or ("",) * replica.shards
+    made = await make_cuda_memory(
+        [WantedMemory(*each) for each in zip(replica.cuda_ordinals, repeat(size_bytes), uuids, strict=False)], turns
+    )
+    shards = []
+    for index, name in enumerate(_names(replica)):
         try:
-            shard = ShardMemory(_called(name), made[index].descriptor, _shard_bytes(replica), made[index].device)
+            shards.append(ShardMemory(_called(name), made[index].descriptor, size_bytes, made[index].device))
         except OSError:
             for memory in made[index:]:
                 os.close(memory.descriptor)
             raise
-        parts.callback(shard.close)
-        found[replica.name] = (*found.get(replica.name, ()), shard)
-    return found
+        parts.callback(shards[-1].close)
+    return tuple(shards)
 
 
 def _device_pool(

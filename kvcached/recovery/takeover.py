@@ -29,7 +29,7 @@ from kvcached.core.slots.ranges import no_ranges
 from kvcached.memory.host_pool import HostHeaders, HostMemory, adopt_host_memory, create_host_memory
 from kvcached.process.identity import ProcessIdentity
 from kvcached.process.peer import PeerProcess, UnseenProcess
-from kvcached.recovery.device_pools import PoolMemory, device_pools, kept_device
+from kvcached.recovery.device_pools import PoolMemory, device_pools, kept_device, served_devices
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.recovery.fd_store import remove, store, take_stored
 from kvcached.recovery.generations import recorded_policy
@@ -67,7 +67,8 @@ class Inheritance:
         ledger: that of the daemon before; None if there was none on this boot.
         host: the host pool, new or kept; None without one.
         is_kept: the host pool is the one that the ledger names.
-        devices: the device pools, by replica; without memory where the ledger says that they sleep.
+        devices: the device pools, by replica; without memory where the ledger says that they sleep, or a device that
+            they need is lost.
     """
 
     ledger: Ledger | None
@@ -130,8 +131,15 @@ async def inherit(
         remove(name)
         for descriptor in descriptors:
             os.close(descriptor)
-    pools = await device_pools(awake, kept_devices)
-    devices = {each.name: PoolMemory(each, pools.get(each.name)) for each in replicas}
+    served = served_devices(replicas, ledger)
+    pools, lost = await device_pools(awake, kept_devices, served)
+    devices = {
+        name: PoolMemory(
+            each, pools.get(name), served.get(name, ()), lost.get(name), has_served=name in served or name in lost
+        )
+        for each in replicas
+        for name in (each.name,)
+    }
     for device in devices.values():
         parts.callback(device.close)
     return Inheritance(ledger, memory, is_kept, devices)

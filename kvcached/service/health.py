@@ -31,6 +31,8 @@ _BLOCKS = 2
 PATIENCE_S = 3.0
 #: How much a check writes to the host pool: some pages, in less than a tenth of a millisecond.
 CHECKED_BYTES = 64 << 10
+#: What is done about workers that could not be started, and what else serves.
+_TRIED_AGAIN = "They are started again every few seconds; until then nothing is copied to or from this device pool"
 _STEPS = ("acquire", "workers", "commit", "match", "release")
 
 log = logging.getLogger(__name__)
@@ -148,6 +150,8 @@ class HealthChecks:
         The check opens a session beside the engine's, acquires slots as an engine does, and commits them under random
         keys. It removes all of that at its end. A pool whose slots are all leased is busy, which is no failure.
         """
+        if trouble := replica.trouble:
+            return [_part(replica, "workers", f"none runs: {trouble}. {_TRIED_AGAIN}", ok=False)]
         if (state := self._cache.pools[replica.name].state) is not PoolState.AWAKE:
             return [_part(replica, "acquire", f"skipped: the pool is {state}")]
         if self._cache.pools[replica.name].clearing:

@@ -24,6 +24,7 @@ NAMESPACE_SHOWN_BYTES: Final = 8
 #: A name with fewer characters is not taken as hex digits of a namespace: it may well be a label.
 _DIGITS_MIN: Final = 4
 _SHOWN_MAX: Final = 8
+_LOST_MEMORY: Final = "the memory of its device pool is lost, and is made anew when no engine has a session on it"
 
 #: Called when a shard has finished a transfer: (shard, error or "", corrupt blocks).
 Settled = Callable[[ShardIndex, str, tuple[int, ...]], None]
@@ -94,6 +95,10 @@ class PoolHolder(Protocol):
     What is called then is called later, in this thread, unless the daemon ends before.
     """
 
+    @property
+    def trouble(self) -> str:
+        """Why it has no memory, or why no workers could be started on it; empty if it has both, or sleeps."""
+
     def end_workers(self, ended: Callable[[], None]) -> None:
         """End the workers; they are not started again."""
 
@@ -102,6 +107,9 @@ class PoolHolder(Protocol):
 
     def make(self, generation: int, made: Callable[[HeldMemory | RequestError], None]) -> None:
         """Make new memory and start workers on it, for a generation of the namespace. On an error nothing is left."""
+
+    def make_when_possible(self, generation: int, made: Callable[[HeldMemory], None]) -> None:
+        """As `make`, again and again until the devices make memory, and workers run on it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +126,9 @@ class Replica:
         header_namespace: 16 bytes, the namespace in the headers of its blocks; the same in every generation.
         write_policy: that of the configuration; `set-policy` may have set another one since.
         holder: of its memory.
-        memory, cuda_devices, headers: as of `HeldMemory`; nothing while it is asleep.
+        memory, headers: as of `HeldMemory`; nothing while it is asleep.
+        cuda_devices: as of `HeldMemory`; while it is asleep, those that it had last.
+        waits_for_device: its memory is lost, and is made anew when its devices can make it.
         cuda_ordinals: the configured CUDA device of each shard; empty on a CPU.
         is_kept: the memory is from before the restart and still holds what engines wrote.
         host_geometry: how the replica's blocks lie in the host pool; None without a host pool.
@@ -144,6 +154,7 @@ class Replica:
     cuda_devices: tuple[str, ...] = ()
     is_kept: bool = False
     headers: DeviceHeaders | None = None
+    waits_for_device: bool = False
     _fingerprint: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,10 +163,20 @@ class Replica:
     def hold(self, held: HeldMemory | None) -> None:
         """It has this memory and these workers from now on; None: none, and its workers have ended."""
         self.is_kept = False
-        self.memory, self.cuda_devices, self.headers = (), (), None
+        self.memory, self.headers = (), None
         if held is not None:
             self.workers, self.memory, self.cuda_devices, self.headers = held
             self.workers.generation = self.generation
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether its workers die again and again, or could not be started."""
+        return self.workers.is_degraded or bool(self.trouble)
+
+    @property
+    def trouble(self) -> str:
+        """As `PoolHolder.trouble`, until what has gone wrong is well again."""
+        return self.holder.trouble or (_LOST_MEMORY if self.waits_for_device else "")
 
     @property
     def header_kind(self) -> HeaderKind:

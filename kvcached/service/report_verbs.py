@@ -174,12 +174,13 @@ def _pool_stats(cache: Cache, pool: DevicePool, replica: Replica) -> wire.PoolSt
         evictable=pool.evictable,
         leases=sum(len(session.leases) for session in sessions),
         session=sessions[0].id if sessions else 0,
-        healthy=pool.healthy,
-        degraded=replica.workers.is_degraded,
+        healthy=pool.healthy and not replica.trouble,
+        degraded=replica.is_degraded,
         restarts=replica.workers.restarts,
         paused=pool.paused,
         pinned=cache.pins.blocks(cache.tree_of(pool.name), pool),
         registered=replica.workers.registered,
+        trouble=replica.trouble,
     )
 
 

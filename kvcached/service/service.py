@@ -311,6 +311,14 @@ class Service:
         self.carry_out()
         self._settle()
 
+    def on_memory_gone(self, replica: str) -> None:
+        """A device works, and has lost the memory of a replica's pool."""
+        self._sleeps.memory_gone(replica)
+
+    def wait_for_device(self, replica: str) -> None:
+        """A start has found a replica's device lost: its pool gets memory when the device can make it."""
+        self._sleeps.wait_for_device(replica)
+
     # --- attach socket ----------------------------------------------------------------------------------------------
 
     def identify(self, peer: Peer) -> Identified:

@@ -66,6 +66,29 @@ class SleepVerbs:
         failpoint("daemon.emptied")
         self._replicas[effect.pool].holder.end_workers(partial(self._on_workers_ended, effect.pool))
 
+    # --- memory that is lost ----------------------------------------------------------------------------------------
+
+    def memory_gone(self, name: str) -> None:
+        """A device works, and has lost a pool's memory: the pool is emptied, given back and made anew.
+
+        Engines on it have lost what they had there, too. The pool waits until none has a session.
+        """
+        if self._state(name) is PoolState.AWAKE:
+            _log.error("replica %s: the memory of its device pool is lost, and is made anew", name)
+            self._replicas[name].waits_for_device = True
+            self._cache.sleeps.begin(name, 0)
+            self._settle()
+
+    def wait_for_device(self, name: str) -> None:
+        """A pool has no memory, and gets some when its devices can make it."""
+        if self._state(name) is PoolState.AWAKE:  # a start that has found its device lost
+            self._cache.sleeps.asleep(name)
+        replica = self._replicas[name]
+        replica.waits_for_device = True
+        self._failures.pop(name, None)
+        self._cache.sleeps.wake(name)
+        replica.holder.make_when_possible(replica.generation, partial(self._on_made, name))
+
     # --- sleep ------------------------------------------------------------------------------------------------------
 
     def _sleep(self, _: bytes, request: wire.Sleep, __: list[bytes], respond: Respond) -> Answer | None:
@@ -120,6 +143,8 @@ class SleepVerbs:
             emptied.blocks,
             emptied.dropped,
         )
+        if self._replicas[name].waits_for_device and self._state(name) is PoolState.ASLEEP:  # nobody has woken it yet
+            self.wait_for_device(name)
         self._settle()
 
     def _check_can_sleep(self, name: str) -> None:
@@ -185,8 +210,11 @@ class SleepVerbs:
             self._failures[name] = made
             self._cache.sleeps.asleep(name)
             _log.warning("replica %s stays asleep: %s", name, made.message)
+            if self._replicas[name].waits_for_device:
+                self.wait_for_device(name)
         else:
             self._replicas[name].hold(made)
+            self._replicas[name].waits_for_device = False
             self._cache.sleeps.awake(name)
             _log.info("replica %s is awake", name)
         self._settle()

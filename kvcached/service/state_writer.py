@@ -204,7 +204,7 @@ def _replica(replica: Replica, cache: Cache) -> ReplicaRecord:
         headers=None if replica.headers is None else replica.headers.identity,
         write_policy=cache.tree_of(replica.name).write_policy,
         configured_policy=replica.write_policy,
-        asleep=cache.pools[replica.name].state in NO_MEMORY,
+        asleep=cache.pools[replica.name].state in NO_MEMORY and not replica.waits_for_device,
     )
 
 

@@ -22,8 +22,9 @@ from kvcached.core.messages import AbandonLoad, HurryTransfer, StartTransfer, Tr
 from kvcached.process.backoff import BackOff
 from kvcached.process.in_flight import InFlight
 from kvcached.service.replica import Settled
+from kvcached.worker.exits import DEVICE_LOST, MEMORY_GONE
 from kvcached.worker.group import ReplicaPool, WorkerGroup
-from kvcached.worker.lifecycle import Lifecycle, WorkersState, breaker, restart_pauses
+from kvcached.worker.lifecycle import FailedStarts, Lifecycle, WorkersState, breaker, restart_pauses
 from kvcached.worker.messages import (
     MESSAGE_SIZE_BYTES_MAX,
     REQUESTS_IN_FLIGHT_MAX,
@@ -62,6 +63,7 @@ class WorkerPool:
             after that.
         on_restored: called when every shard has a worker again. Every request to the lost workers is over, and whoever
             waited for one has been told.
+        on_memory_gone: called when a device works, and has lost the pool's memory.
         epoch: of the daemon.
         verify: which loaded blocks are compared with their checksums.
         deadline_s: how long workers may get on with none of their requests.
@@ -70,6 +72,7 @@ class WorkerPool:
     Attributes:
         generation: of the replica's namespace, for requests from now on.
         restarts: lost groups that were replaced, since the daemon's start.
+        failed_starts: those since workers ran last.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class WorkerPool:
         run_dir: str,
         on_lost: Callable[[ShardIndex, str], None],
         on_restored: Callable[[], None],
+        on_memory_gone: Callable[[], None] = lambda: None,
         *,
         epoch: int,
         generation: int,
@@ -87,10 +91,12 @@ class WorkerPool:
     ) -> None:
         self.generation = generation
         self.restarts = 0
+        self.failed_starts = FailedStarts()
         self._pool = pool
         self._run_dir = run_dir
         self._on_lost = on_lost
         self._on_restored = on_restored
+        self._on_memory_gone = on_memory_gone
         self._epoch = epoch
         self._verify = verify
         self._deadline_s = deadline_s
@@ -99,7 +105,7 @@ class WorkerPool:
         self._lifecycle = Lifecycle(pool.replica)
         self._loop = asyncio.get_running_loop()
         self._started_s = 0.0
-        self._lost_s = 0.0
+        self._lost_s = self._loop.time()
         self._work: asyncio.Task[None] | None = None  #: burying or starting
         self._pause: asyncio.TimerHandle | None = None
         self._announcement: asyncio.Handle | None = None
@@ -275,15 +281,22 @@ class WorkerPool:
 
     # --- lives ------------------------------------------------------------------------------------------------------
 
-    async def open(self) -> None:
-        """Start the first group. On an error none is left, and nothing is tried again.
+    async def open(self, *, retries: bool = False) -> None:
+        """Start the first group. If it `retries`, or a device is lost, one that fails is tried again as after a loss.
 
         Raises:
-            BadRequest, DaemonFailure: as `WorkerGroup.start`.
+            BadRequest, DaemonFailure: as `WorkerGroup.start`; nothing is left, and nothing is tried again.
         """
         self._lifecycle.go(WorkersState.STARTING)
-        await self._group.start()
-        self._runs()
+        try:
+            await self._group.start()
+        except RequestError as error:
+            if not retries and DEVICE_LOST not in self._group.exits:
+                raise
+            self._on_lost(ShardIndex(0), error.message)
+            self._on_failed_start(error)
+        else:
+            self._runs()
 
     async def close(self, deadline_s: float = STOP_DEADLINE_S) -> None:
         """End the workers, and start none again: what they were asked before is carried out, within the deadline.
@@ -322,6 +335,7 @@ class WorkerPool:
 
     def _runs(self) -> None:
         self._started_s = self._loop.time()
+        self.failed_starts.end()
         if not self._breaker.is_open:
             self._lifecycle.go(WorkersState.RUNNING)
             return
@@ -349,8 +363,7 @@ class WorkerPool:
 
     async def _bury(self) -> None:
         await self._group.bury()
-        pause_s = self._plan()
-        _log.info("replica %s: all workers are dead; they are started again in %g s", self._pool.replica, pause_s)
+        _log.info("replica %s: all workers are dead; they are started again in %g s", self._pool.replica, self._plan())
 
     def _plan(self) -> float:
         """Plan the next start; returns when it will be."""
@@ -368,17 +381,20 @@ class WorkerPool:
         self._lifecycle.go(WorkersState.STARTING)
         self._work = self._loop.create_task(self._restore())
 
+    def _on_failed_start(self, error: Exception) -> None:
+        self._breaker.ended(0)
+        _log.error("replica %s: no workers, the next try is in %g s: %s", self._pool.replica, self._plan(), error)
+        if self.failed_starts.add(error, is_memory_gone=MEMORY_GONE in self._group.exits):
+            self._on_memory_gone()
+
     async def _restore(self) -> None:
         self._begin_group()
         try:
             await self._group.start()
         except Exception as error:  # noqa: BLE001  whatever it is, the next try may succeed
-            self._breaker.ended(0)
-            pause_s = self._plan()
-            _log.error("replica %s: no workers, the next try is in %g s: %s", self._pool.replica, pause_s, error)
+            self._on_failed_start(error)
             return
         self.restarts += 1
         self._runs()
-        down_s = self._started_s - self._lost_s
-        _log.info("replica %s: workers run again, %.1f s after the loss", self._pool.replica, down_s)
         self._announcement = self._loop.call_soon(self._on_restored)
+        _log.info("replica %s: workers run again, after %.1f s", self._pool.replica, self._started_s - self._lost_s)

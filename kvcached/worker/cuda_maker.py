@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from kvcached.process.readable import readable
 from kvcached.process.seqpacket import receive
-from kvcached.worker.exits import MISSING
+from kvcached.worker.exits import DEVICE_LOST, MISSING
 from kvcached_client.errors import DeviceError
 
 MAKER: Final = "kvcached.worker.make_cuda_memory"
@@ -42,10 +42,12 @@ class WantedMemory(NamedTuple):
     Attributes:
         ordinal: number of the device, as this machine counts.
         size_bytes: how much.
+        device: UUID of the device that it must be, whatever the number says; empty if the number says it.
     """
 
     ordinal: int
     size_bytes: int
+    device: str = ""
 
 
 class MadeMemory(NamedTuple):
@@ -65,33 +67,39 @@ class NoCudaMemory(DeviceError):
 
     Attributes:
         is_permanent: there is no such device, or no package to reach it by: it will not get better by itself.
+        is_lost: the driver lists the device, and it does nothing.
     """
 
-    def __init__(self, ordinal: int, reason: str, *, is_permanent: bool = False) -> None:
+    def __init__(self, ordinal: int, reason: str, *, is_permanent: bool = False, is_lost: bool = False) -> None:
         super().__init__(f"CUDA device {ordinal}: {reason}; kvcached doctor --cuda says more")
         self.is_permanent = is_permanent
+        self.is_lost = is_lost
 
 
-async def make_cuda_memory(wanted: Sequence[WantedMemory]) -> list[MadeMemory]:
+async def make_cuda_memory(wanted: Sequence[WantedMemory], turns: asyncio.Semaphore | None = None) -> list[MadeMemory]:
     """Make memory on devices, on `AT_ONCE_MAX` of them at the same time. What is in it is undefined.
 
     On an error, also where this is cancelled, no memory is left, and every process has ended or been killed.
+
+    Args:
+        wanted: the memory.
+        turns: limits the number of processes together with other calls; a limit of its own if None.
 
     Raises:
         NoCudaMemory: the first device that has made none: there is no driver, no such device, or not so much memory.
         OSError: a process cannot be started.
     """
-    return await _Making(wanted).all() if wanted else []
+    return await _Making(wanted, turns or asyncio.Semaphore(AT_ONCE_MAX)).all() if wanted else []
 
 
 class _Making:
     """The makers of some memory, and what they have made, by their places in what is wanted."""
 
-    def __init__(self, wanted: Sequence[WantedMemory]) -> None:
+    def __init__(self, wanted: Sequence[WantedMemory], turns: asyncio.Semaphore) -> None:
         self._wanted = wanted
+        self._turns = turns
         self._makers: dict[int, _Maker] = {}
         self._made: dict[int, MadeMemory] = {}
-        self._turns = asyncio.Semaphore(AT_ONCE_MAX)
 
     async def all(self) -> list[MadeMemory]:
         progress = asyncio.get_running_loop().call_later(PROGRESS_AFTER_S, self._log_progress)
@@ -154,7 +162,7 @@ class _Maker:
         self._said = os.memfd_create("kvcached-maker-says", os.MFD_CLOEXEC)
         try:
             with theirs:
-                numbers = (theirs.fileno(), os.getpid(), *wanted)
+                numbers = (theirs.fileno(), os.getpid(), *(each for each in wanted if each != ""))
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", MAKER, *map(str, numbers)],
                     stdin=subprocess.DEVNULL,
@@ -188,7 +196,7 @@ class _Maker:
         status = self._process.wait()
         lines = os.pread(self._said, _SAID_BYTES_MAX, 0).decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else f"its process ended with {status}"
-        raise NoCudaMemory(self._ordinal, reason, is_permanent=status == MISSING)
+        raise NoCudaMemory(self._ordinal, reason, is_permanent=status == MISSING, is_lost=status == DEVICE_LOST)
 
     def kill(self) -> None:
         """End it now. Does nothing when it has ended."""

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from kvcached.memory.sealed import SharedMemory
 from kvcached.worker.messages import ERROR_SIZE_CHARS_MAX, HostRegistered, WorkerConfig
 from kvcached.worker.numa import stay_on_node
+from kvcached.worker.pool_memory import MemoryGone
 from kvcached_client.blocks.copy import Batch
 from kvcached_client.cuda.copier import CudaCopier
-from kvcached_client.cuda.device import Device
-from kvcached_client.cuda.driver import Driver
+from kvcached_client.cuda.device import Device, DeviceMemory
+from kvcached_client.cuda.driver import CudaFailure, Driver
 from kvcached_client.cuda.host import HostPool, shard_ranges
 
 
@@ -24,14 +25,15 @@ class CudaMemory:
 
     Raises:
         CudaMissing: there is no driver, or no such device.
-        CudaFailure: the memory is not of this device, or the driver refused one of the steps.
+        MemoryGone: the device works, and does not know the memory.
+        CudaFailure: the driver refused one of the steps.
     """
 
     def __init__(self, config: WorkerConfig, descriptor: int, host: SharedMemory | None) -> None:
         self._device = Device.of_uuid(Driver(), config.device)
         stay_on_node(self._device.host_node())  # before memory is touched, and before threads are started
         size_bytes = self._device.whole_granules(config.geometry.size_bytes)
-        self._memory = self._device.open_memory(descriptor, size_bytes)
+        self._memory = _opened(self._device, descriptor, size_bytes)
         self.address = self._memory.address
         self._host: HostPool | None = None
         if host is None or config.host is None:
@@ -52,6 +54,16 @@ class CudaMemory:
     def move(self, batch: Batch) -> None:
         """See `PoolMemory.move`."""
         self.copier.move(batch)
+
+
+def _opened(device: Device, descriptor: int, size_bytes: int) -> DeviceMemory:
+    try:
+        return device.open_memory(descriptor, size_bytes)
+    except CudaFailure as error:
+        if error.result == "CUDA_ERROR_OUT_OF_MEMORY":
+            raise
+        device.make_memory(1).close()  # raises where it is the device that does not work
+        raise MemoryGone(f"the memory that was kept is not known to device {device.uuid}: {error}") from None
 
 
 def _report(host: HostPool) -> HostRegistered:

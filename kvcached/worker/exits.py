@@ -1,4 +1,4 @@
-"""Exit statuses of a process that makes device memory, which the daemon tells apart."""
+"""Exit statuses of processes that make or map device memory, which the daemon tells apart."""
 
 from typing import Final
 
@@ -6,3 +6,7 @@ from typing import Final
 MISSING: Final = 2
 #: The driver refused, or is not there yet.
 REFUSED: Final = 3
+#: The driver lists the device, and it does nothing, or nothing any more.
+DEVICE_LOST: Final = 4
+#: Of a worker: the device works, and does not know the memory that was kept.
+MEMORY_GONE: Final = 5

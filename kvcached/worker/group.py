@@ -256,6 +256,11 @@ class WorkerGroup:
             if (said := worker.registered) is not None
         )
 
+    @property
+    def exits(self) -> set[int | None]:
+        """The exit statuses of workers that have ended; see `kvcached.worker.exits`."""
+        return {worker.status for worker in self.workers}
+
     def refusal(self) -> RequestError | None:
         """Why the workers take no requests; None if they do."""
         if self.is_running and not self.loss:

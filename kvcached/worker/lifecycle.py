@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Final
 
 from kvcached.process.backoff import BackOff, Breaker
+from kvcached_client.errors import RequestError
 
 #: The pause before the second restart. The first restart, after a death that may be chance, comes at once.
 FIRST_PAUSE_S: Final = 0.5
@@ -27,6 +28,8 @@ LONGEST_PAUSE_S: Final = 4.0
 HEALTHY_AFTER_S: Final = 60.0
 #: This many short lives in a row have one cause, which lasts until somebody removes it.
 BREAKER_LOSSES: Final = 5
+#: A device that does not know its memory at so many starts in a row has lost it; one refusal may pass.
+GONE_AFTER: Final = 3
 
 
 class WorkersState(Enum):
@@ -59,6 +62,34 @@ _NEXT: Final[Mapping[WorkersState, frozenset[WorkersState]]] = {
 
 class IllegalTransition(RuntimeError):
     """A transition that is not allowed: a bug in the caller."""
+
+
+class FailedStarts:
+    """Starts of a replica's workers that have failed since workers ran last.
+
+    Attributes:
+        why: what the last one failed of; empty if none has.
+    """
+
+    def __init__(self) -> None:
+        self.why = ""
+        self._gone = 0  #: in a row, at which the device did not know the memory
+
+    def add(self, error: Exception, *, is_memory_gone: bool) -> bool:
+        """One more; returns whether the memory has to be given up now.
+
+        Args:
+            error: of the start; where a worker has ended, its message ends with the worker's log.
+            is_memory_gone: the device works, and has not known the memory.
+        """
+        last = (error.message if isinstance(error, RequestError) else str(error)).splitlines()[-1]
+        self.why = last.partition(" ERROR ")[2] or last
+        self._gone = self._gone + 1 if is_memory_gone else 0
+        return self._gone == GONE_AFTER
+
+    def end(self) -> None:
+        """Workers run."""
+        self.why, self._gone = "", 0
 
 
 class Lifecycle:

@@ -17,6 +17,7 @@ import msgspec
 
 from kvcached.process.seqpacket import send, wait_packet
 from kvcached.worker.executor import Executor, NotTaken
+from kvcached.worker.exits import DEVICE_LOST, MEMORY_GONE
 from kvcached.worker.messages import (
     DESCRIPTORS_MAX,
     MESSAGE_SIZE_BYTES_MAX,
@@ -30,6 +31,7 @@ from kvcached.worker.messages import (
     decode_request,
     encode,
 )
+from kvcached.worker.pool_memory import MemoryGone
 from kvcached.worker.shard import Shard
 from kvcached_client.errors import DeviceError
 
@@ -102,7 +104,8 @@ def main(arguments: list[str]) -> int:
     """Serve until the daemon is gone or has sent `Shutdown`.
 
     Returns:
-        The exit status: 3 if the memory does not match the configuration; otherwise the process exits in here.
+        The exit status: 3 if the memory does not match the configuration, or as `kvcached.worker.exits` has it;
+        otherwise the process exits in here.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     connection = socket.socket(fileno=int(arguments[1]))
@@ -115,9 +118,15 @@ def main(arguments: list[str]) -> int:
         shard = Shard(config, packet.descriptors)
     except (OSError, ValueError, DeviceError) as error:  # msgspec.DecodeError is a ValueError
         _log.error("%s", error)
-        return _EXIT_STARTUP
+        return _exit_status(error)
     _log.info("worker %s/%d: pool of %d bytes", config.replica, config.shard, config.geometry.size_bytes)
     return serve(Serving(shard, connection))
+
+
+def _exit_status(error: Exception) -> int:
+    if isinstance(error, MemoryGone):
+        return MEMORY_GONE
+    return DEVICE_LOST if isinstance(error, DeviceError) and error.is_lost else _EXIT_STARTUP
 
 
 def serve(serving: Serving) -> NoReturn:

@@ -1,7 +1,9 @@
-"""Makes CUDA memory: ``python -m kvcached.worker.make_cuda_memory FD PARENT ORDINAL SIZE_BYTES``.
+"""Makes CUDA memory: ``python -m kvcached.worker.make_cuda_memory FD PARENT ORDINAL SIZE_BYTES [UUID]``.
 
 The daemon itself loads no driver. This process makes the memory, sends its descriptor and the device's UUID over the
 connection that it inherits, and ends. The descriptor keeps the memory. It does not outlive the daemon, its parent.
+Where a UUID is given, the memory is of that device, whatever number it has now: a device that is lost makes the numbers
+of others smaller.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import sys
 
 from kvcached.process.prctl import PR_SET_PDEATHSIG, prctl
 from kvcached.process.seqpacket import send
-from kvcached.worker.exits import MISSING, REFUSED
+from kvcached.worker.exits import DEVICE_LOST, MISSING, REFUSED
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
 from kvcached_client.errors import DeviceError
@@ -25,19 +27,25 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit status, see `exits`; the last line of stderr says why it is not 0.
     """
-    descriptor, parent, ordinal, size_bytes = map(int, arguments[1:])
+    descriptor, parent, ordinal, size_bytes = map(int, arguments[1:5])
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it had died before the kernel was asked
         return REFUSED
     try:
-        device = Device(Driver(), ordinal)
+        device = Device.of_uuid(Driver(), arguments[5]) if arguments[5:] else Device(Driver(), ordinal)
         exported = _exported(device, size_bytes)
     except DeviceError as error:
         sys.stderr.write(f"{error}\n")
-        return MISSING if isinstance(error, CudaMissing) and not error.may_come else REFUSED
+        return _status(error)
     with socket.socket(fileno=descriptor) as connection:
         send(connection, device.uuid.encode(), (exported,))
     return 0
+
+
+def _status(error: DeviceError) -> int:
+    if error.is_lost:
+        return DEVICE_LOST
+    return MISSING if isinstance(error, CudaMissing) and not error.may_come else REFUSED
 
 
 def _exported(device: Device, size_bytes: int) -> int:

@@ -8,6 +8,11 @@ from typing import Protocol
 from kvcached.memory.sealed import SharedMemory
 from kvcached.worker.messages import HostRegistered, WorkerConfig
 from kvcached_client.blocks.copy import Batch, Copier, MemoryCopier, copy_all
+from kvcached_client.errors import DeviceError
+
+
+class MemoryGone(DeviceError):
+    """A device works, and does not know memory that it had: it was reset."""
 
 
 class PoolMemory(Protocol):
@@ -65,7 +70,7 @@ def open_memory(config: WorkerConfig, descriptor: int, host: SharedMemory | None
     Raises:
         ValueError: the memory is not what the configuration says.
         OSError: the kernel refused to map it.
-        CudaMissing, CudaFailure: as `CudaMemory`.
+        CudaMissing, MemoryGone, CudaFailure: as `CudaMemory`.
     """
     if not config.device:
         memory = SharedMemory(descriptor, config.geometry.size_bytes)

@@ -32,6 +32,11 @@ _BATCH_ARGUMENTS: Final = (
 )
 _COPY_ARGUMENTS: Final = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 _IN_STREAM_ORDER: Final = 1
+#: What calls give for a device that has fallen off the bus, or has failed as a whole.
+_LOST_RESULTS: Final = frozenset(
+    f"CUDA_ERROR_{each}"
+    for each in ("UNKNOWN", "DEVICE_UNAVAILABLE", "ECC_UNCORRECTABLE", "HARDWARE_STACK_ERROR", "SYSTEM_NOT_READY")
+)
 _UNKNOWN_COPY: Final = ctypes.c_size_t(-1).value
 
 
@@ -47,6 +52,7 @@ class CudaFailure(DeviceError):
         super().__init__(f"{call}: {result}{detail}")
         self.call = call
         self.result = result
+        self.is_lost = result in _LOST_RESULTS
 
 
 class CudaMissing(DeviceError):

@@ -334,6 +334,11 @@ def _answers(run_dir: Path) -> Generator[Finding, None, Description]:
         yield Finding("daemon", "fail", f"{spoken}; this client speaks {own}", "upgrade the older of the two")
         raise _Stop
     yield Finding("daemon", "ok", spoken)
+    with Admin.connect(run_dir, deadline_ms=DEADLINE_MS) as admin:
+        troubles = [(pool.replica, pool.trouble) for pool in admin.stats().pools if pool.trouble]
+    for replica, trouble in troubles:
+        fix = "mend what is named; the replica is tried again every few seconds, and needs no restart of the daemon"
+        yield Finding(f"replica {replica}", "fail", trouble, fix)
     return described
 
 

@@ -105,11 +105,12 @@ class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     leases: int
     session: int
     healthy: bool
-    degraded: bool  #: its workers have died repeatedly
+    degraded: bool  #: its workers have died repeatedly, or cannot be started
     restarts: int  #: of all its workers, since the daemon's start
     paused: bool  #: no copies are started
     pinned: int  #: blocks that pins keep here
     registered: tuple[HostRegistration, ...]  #: of shards on CUDA devices, with a host pool
+    trouble: str = ""  #: why it has no memory or no workers; both are tried again until they are there
 
 
 class EnginePoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

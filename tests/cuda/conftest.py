@@ -53,3 +53,17 @@ def run_program(library: Path, device: Path, tmp_path: Path) -> RunProgram:
         return Ran(json.loads(done.stdout), done.stderr, trace.read(traced), live_granules(device))
 
     return run
+
+
+@pytest.fixture
+def use_device(library: Path, device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the processes that a test starts have a device whose streams are late; what is given is the driver's."""
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
+
+    def use(**given: object) -> None:
+        values = {"directory": device, "delay_us": 500, "register_us_per_mib": 0, "trace": tmp_path / "trace"}
+        for name, value in settings(**{**values, "seed": 1, **given}).items():
+            monkeypatch.setenv(name, value)
+
+    return use

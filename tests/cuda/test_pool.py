@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -73,15 +73,11 @@ def ended(process: LineProcess) -> Iterator[LineProcess]:
 
 @pytest.fixture
 def on_device(
-    library: Path, device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    use_device: Callable[..., None], device: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[OnDevice]:
     """A daemon on a device whose streams are late; afterwards nothing is left on it, and no rule was broken."""
-    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-    values = {"directory": device, "delay_us": 500, "register_us_per_mib": 0, "trace": tmp_path / "trace", "seed": 1}
     given = getattr(request, "param", {})
-    for name, value in settings(**{**values, **(given if isinstance(given, dict) else {"seed": given})}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
+    use_device(**(given if isinstance(given, dict) else {"seed": given}))
     with supervised(tmp_path, ON_DEVICE + HOST, pause_min_s=0.01, pause_max_s=0.01) as daemon:
         yield OnDevice(daemon, device, tmp_path / "trace")
     assert trace.broken_rules(trace.read(tmp_path / "trace")) == []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import shutil
+import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +30,29 @@ def device_directory() -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+_LOSSES_OFFSET = 80  # of `Page` in source/device.c: behind two counters and one for each of eight devices
+
+
+def lose(directory: Path, device: int = 0) -> None:
+    """The device is lost: every call of every process that uses it fails from now on, and new processes find none."""
+    _change_losses(directory, device, lambda losses: losses | 1)
+
+
+def bring_back(directory: Path, device: int = 0, *, keeps_memory: bool) -> None:
+    """A device that was lost is there again for new processes; without what it held, its memory cannot be imported."""
+    if not keeps_memory:
+        for path in directory.glob(f"memory-{device}-*"):
+            path.unlink()
+    _change_losses(directory, device, lambda losses: losses + (losses & 1))
+
+
+def _change_losses(directory: Path, device: int, change: Callable[[int], int]) -> None:
+    with (directory / "page").open("r+b") as page, mmap.mmap(page.fileno(), 4096) as shared:
+        place = _LOSSES_OFFSET + 4 * device
+        (losses,) = struct.unpack_from("I", shared, place)
+        struct.pack_into("I", shared, place, change(losses))
 
 
 def _is_held(path: Path) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cuda_driver.calls import CudaError, Driver
 from tests.cuda_driver.conftest import StartDriver
+from tests.cuda_driver.device import bring_back, lose
 from tests.cuda_driver.trace import ran, read
 
 
@@ -102,6 +103,24 @@ def test_lost_device_is_lost_for_everybody(start_driver: StartDriver) -> None:
     assert done == []
     with pytest.raises(CudaError, match="CUDA_ERROR_NO_DEVICE"):
         start_driver()
+
+
+@pytest.mark.parametrize("keeps_memory", [True, False])
+def test_lost_device_comes_back(start_driver: StartDriver, device: Path, *, keeps_memory: bool) -> None:
+    """A process from before stays without it; a new one has it, and what it held only where that was kept."""
+    before = start_driver()
+    exported = before.export(before.create())
+    lose(device)
+    assert before.attempt("cuCtxSynchronize") == "CUDA_ERROR_UNKNOWN"
+    with pytest.raises(CudaError, match="CUDA_ERROR_NO_DEVICE"):
+        start_driver()
+    bring_back(device, keeps_memory=keeps_memory)
+    assert before.attempt("cuCtxSynchronize") == "CUDA_ERROR_UNKNOWN"
+    if keeps_memory:
+        start_driver().import_(exported)
+    else:
+        with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
+            start_driver().import_(exported)
 
 
 def test_calls_for_memory_may_give_an_earlier_failure(start_driver: StartDriver) -> None:

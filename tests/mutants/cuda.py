@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvcached.recovery import device_pools
+from kvcached.replica_start import Holder
+from kvcached.service import state_writer
 from kvcached.worker.cuda_memory import CudaMemory
 from kvcached_client.cuda import copier, device, driver, host
 from kvcached_client.cuda.copier import CudaCopier
@@ -130,3 +133,24 @@ def cuda_worker_without_context(patch: pytest.MonkeyPatch) -> None:
 def cuda_wrong_abi(patch: pytest.MonkeyPatch) -> None:
     """The batched copy of CUDA 13 is called with the arguments of CUDA 12.8."""
     patch.setattr(driver, "_BATCH_VERSION", 13_000)
+
+
+_LOST = "tests/cuda/test_lost_device.py::{}"
+
+
+@caught_by(_LOST.format("test_other_devices_serve_and_are_not_mistaken"))
+def cuda_lost_device_by_number(patch: pytest.MonkeyPatch) -> None:
+    """A replica that has served gets memory of whichever device has its number now."""
+    rewrite(patch, device_pools._on_cuda, "uuids = devices or", "uuids =")
+
+
+@caught_by(_LOST.format("test_daemon_starts_without_its_device"))
+def cuda_lost_device_ends_the_start(patch: pytest.MonkeyPatch) -> None:
+    """Kept memory whose device is lost makes the start fail, and the service manager drops it in the end."""
+    rewrite(patch, Holder.open, "self._memory.has_served", "False")
+
+
+@caught_by(_LOST.format("test_memory_that_nobody_kept_is_made_when_the_device_is_back"))
+def cuda_lost_pool_sleeps_on(patch: pytest.MonkeyPatch) -> None:
+    """The state file says of a pool that waits for its device that it sleeps, so the next daemon does not wait."""
+    rewrite(patch, state_writer._replica, " and not replica.waits_for_device", "")

@@ -194,6 +194,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
                     paused=False,
                     pinned=0,
                     registered=(HostRegistration(shard=1, registered_bytes=BIG, size_bytes=BIG, error="refused"),),
+                    trouble="CUDA device 0: lost",
                 ),
             ),
             engine_pools=(

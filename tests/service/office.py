@@ -117,6 +117,7 @@ class FakeHolder:
     given: list[Callable[[], None]] = field(default_factory=list)
     made: list[Callable[[HeldMemory | RequestError], None]] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
+    trouble: str = ""
 
     def end_workers(self, ended: Callable[[], None]) -> None:
         self.ended.append(ended)
@@ -127,6 +128,9 @@ class FakeHolder:
     def make(self, generation: int, made: Callable[[HeldMemory | RequestError], None]) -> None:
         self.made.append(made)
         self.generations.append(generation)
+
+    def make_when_possible(self, generation: int, made: Callable[[HeldMemory], None]) -> None:
+        self.make(generation, made)  # type: ignore[arg-type] # it is never told of an error
 
     def sleep(self) -> None:
         """All that a sleep waits for."""

@@ -205,6 +205,58 @@ def test_failed_wake_leaves_the_pool_asleep() -> None:
     assert isinstance(header(answers), wire.Woken)
 
 
+def stats(office: Office) -> wire.PoolStats:
+    return office.expect(wire.StatsReport, wire.Stats(id=office.next_id())).pools[0]
+
+
+def test_lost_memory_is_replaced_once_nobody_has_a_session() -> None:
+    """The engine on it goes on until it ends, no other gets in; then the pool is made anew without being asked."""
+    office, process = Office(host_slabs=2), FakePeer(1)
+    office.enter(process)
+    keys = key_chain(3)
+    office.store(keys)
+    office.workers["a"].end_all()
+    office.service.on_memory_gone("a")
+    office.service.on_memory_gone("a")  # said again by workers that fail again
+    holder = office.holders["a"]
+    assert (states(office), holder.ended, stats(office).degraded) == ({"a": "falling_asleep"}, [], True)
+    leave(office, process)
+    holder.sleep()
+    assert (states(office), len(holder.made)) == ({"a": "waking"}, 1)
+    assert stats(office).trouble
+    holder.made.pop()(HeldMemory(FakeWorkers()))
+    assert (states(office), stats(office).trouble) == ({"a": "awake"}, "")
+    office.enter(FakePeer(2))
+    match = office.expect(
+        wire.Matched, wire.Match(id=office.next_id(), epoch=EPOCH, tokens=12, full=True), key_chain(3)
+    )
+    assert (match.device, match.host) == (0, 3)
+
+
+def test_wake_of_lost_memory_that_fails_goes_on_by_itself() -> None:
+    """Somebody wakes the pool while its lost memory is given back: it is tried until it succeeds."""
+    office = Office()
+    office.service.on_memory_gone("a")
+    holder = office.holders["a"]
+    holder.ended.pop()()
+    answers = wake(office)
+    holder.given.pop()()
+    holder.made.pop()(request_error(ErrorCode.ASLEEP, "replica 'a' stays asleep: no memory", "free some"))
+    assert (states(office), len(holder.made), answers) == ({"a": "waking"}, 1, [])
+    holder.made.pop()(HeldMemory(FakeWorkers()))
+    assert states(office) == {"a": "awake"}
+    assert isinstance(header(answers), wire.Woken)
+
+
+def test_pool_that_waits_for_its_device_refuses_engines() -> None:
+    """A start has found the device lost: hello says that the pool is waking, until the device has made its memory."""
+    office = Office()
+    office.service.wait_for_device("a")
+    assert office.error(office.hello(FakePeer(1))) == ErrorCode.ASLEEP
+    office.holders["a"].made.pop()(HeldMemory(FakeWorkers()))
+    office.enter(FakePeer(2))
+
+
 def test_workers_that_died_are_no_news_to_the_next_ones() -> None:
     """A pool whose workers were lost falls asleep at its deadline, and is healthy when it wakes."""
     office = Office()

@@ -30,6 +30,7 @@ class SimulatedHolder:
         self._daemon = daemon
         self._replica = replica
         self._free_us = 0  #: when what was asked for before is over
+        self.trouble = ""
 
     def end_workers(self, ended: Callable[[], None]) -> None:
         self._daemon.workers[self._replica].retire(self._daemon.checked(ended))
@@ -60,6 +61,10 @@ class SimulatedHolder:
 
         is_failing = not self._world.faults.ceased and self._world.chance.happens(_FAILS)
         self._later(_MAKES_US, "memory is made", fail if is_failing else make)
+
+    def make_when_possible(self, generation: int, made: Callable[[HeldMemory], None]) -> None:
+        """Devices are never lost here."""
+        raise Broken(f"{self._replica} waits for a device")
 
     def _later(self, bounds_us: tuple[int, int], what: str, call: Callable[[], None]) -> None:
         """Behind what was asked for before."""

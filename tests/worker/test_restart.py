@@ -14,7 +14,8 @@ from typing import cast
 import pytest
 
 from kvcached.process.backoff import BackOff
-from kvcached.worker.lifecycle import Lifecycle, WorkersState, restart_pauses
+from kvcached.worker.exits import DEVICE_LOST, MEMORY_GONE
+from kvcached.worker.lifecycle import GONE_AFTER, Lifecycle, WorkersState, restart_pauses
 from kvcached.worker.messages import Probe
 from kvcached.worker.results import ShardResult
 from kvcached_client.errors import DaemonFailure, ErrorCode, RequestError, request_error
@@ -23,6 +24,7 @@ from tests.virtual_time import VirtualTimeLoop
 from tests.worker.groups import (
     PATIENCE_S,
     SLOTS,
+    SOON,
     RunLoop,
     Story,
     Told,
@@ -41,7 +43,14 @@ OnLost = Callable[[ShardIndex, str], None]
 SHARD_0, SHARD_1 = ShardIndex(0), ShardIndex(1)
 COMMAND = "kvcached.worker.group.WORKER_COMMAND"
 PROBE = Probe(source=0, target=1, seed=3)
-FAILS = (sys.executable, "-c", "print('no luck', flush=True); raise SystemExit(7)")
+
+
+def fails(words: str, status: int) -> tuple[str, ...]:
+    """The command of a worker that says something and ends."""
+    return sys.executable, "-c", f"print({words!r}, flush=True); raise SystemExit({status})"
+
+
+FAILS = fails("no luck", 7)
 
 
 def test_lost_group_is_replaced_on_the_same_memory(run: RunLoop, run_dir: str) -> None:
@@ -140,6 +149,47 @@ def test_failed_restarts_are_tried_again(run: RunLoop, run_dir: str, monkeypatch
                 assert line.startswith(f"replica default: no workers, the next try is in {pause} s: worker_lost: ")
                 assert "no luck" in line
             assert "workers run again" in lines[-1]
+
+    run(main())
+
+
+@pytest.mark.parametrize("status", [DEVICE_LOST, 3])
+def test_first_start_that_fails_may_be_tried_again(
+    run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Where the device is lost, or the pool has served before: the loss is told, then why, and workers come later."""
+
+    async def main() -> None:
+        story = Story()
+        workers = workers_of(tiny_pool(), run_dir, story.note_lost, story.note_restored, BackOff(**SOON))
+        with monkeypatch.context() as broken:
+            broken.setattr(COMMAND, fails(f"0 ERROR no luck; {status}", status))
+            await workers.open(retries=status != DEVICE_LOST)
+            assert (story, workers.failed_starts.why) == (["lost 0"], f"no luck; {status}")
+        await story.until(2)
+        assert (story, workers.failed_starts.why) == (["lost 0", "restored"], "")
+        await workers.submit(PROBE)
+        await workers.close()
+
+    run(main())
+
+
+def test_memory_that_is_gone_is_told_once(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only after some starts in a row at which the device did not know it; workers are tried again meanwhile."""
+
+    async def main() -> None:
+        told: Told[str] = Told()
+        workers = workers_of(tiny_pool(), run_dir, Story().note_lost, back_off=BackOff(**SOON))
+        workers._on_memory_gone = lambda: told.append("gone")
+        monkeypatch.setattr(COMMAND, fails("who is that?", MEMORY_GONE))
+        with log_lines() as lines:
+            await workers.open(retries=True)
+            await lines.until(GONE_AFTER - 1)
+            assert told == []
+            await told.until(1)
+            await lines.until(GONE_AFTER + 3)
+        assert told == ["gone"]
+        await workers.close()
 
     run(main())
 

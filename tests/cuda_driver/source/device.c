@@ -20,11 +20,12 @@ typedef struct {
     uint64_t order;
     uint64_t allocations;
     uint64_t used_granules[MAX_DEVICES]; // never too low; a sweep makes it exact
-    uint32_t lost[MAX_DEVICES];
+    uint32_t losses[MAX_DEVICES]; // odd while the device is lost; whoever brings it back adds one again
 } Page;
 
 static Page *page;
 static int visible[MAX_DEVICES], visible_count;
+static uint32_t losses_before[MAX_DEVICES]; // when this process began: a device that comes back is there for new processes
 
 bool device_file_path(const char *name, char *path, size_t room) {
     return snprintf(path, room, "%s/%s", settings.directory, name) < (int)room;
@@ -51,6 +52,8 @@ static void read_visible(void) {
     }
 }
 
+static uint32_t losses(int physical) { return __atomic_load_n(&page->losses[physical], __ATOMIC_SEQ_CST); }
+
 CUresult device_open(void) {
     char path[600];
     if (mkdir(settings.directory, 0700) != 0 && errno != EEXIST) return CUDA_ERROR_OPERATING_SYSTEM;
@@ -63,8 +66,11 @@ CUresult device_open(void) {
     close(lock);
     if (page == MAP_FAILED) return CUDA_ERROR_OPERATING_SYSTEM;
     read_visible();
-    for (int each = visible_count; each-- > 0;) // a device that fell off the bus is not there for a new process
-        if (device_is_lost(visible[each])) return CUDA_ERROR_NO_DEVICE;
+    for (int each = 0; each < MAX_DEVICES; each++) losses_before[each] = losses(each);
+    int seen = 0; // a device that fell off the bus is not there for a new process, and those behind it move up
+    for (int each = 0; each < visible_count; each++)
+        if (!(losses_before[visible[each]] & 1)) visible[seen++] = visible[each];
+    visible_count = seen;
     return visible_count == 0 ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS;
 }
 
@@ -78,8 +84,8 @@ CUdevice device_visible(int physical) {
 }
 
 uint64_t next_order(void) { return page == NULL ? 0 : __atomic_add_fetch(&page->order, 1, __ATOMIC_SEQ_CST); }
-void device_lose(int physical) { __atomic_store_n(&page->lost[physical], 1, __ATOMIC_SEQ_CST); }
-bool device_is_lost(int physical) { return __atomic_load_n(&page->lost[physical], __ATOMIC_SEQ_CST) != 0; }
+void device_lose(int physical) { __atomic_or_fetch(&page->losses[physical], 1, __ATOMIC_SEQ_CST); }
+bool device_is_lost(int physical) { return losses(physical) != losses_before[physical]; }
 
 // Removes what nobody holds any longer and counts the rest. The caller holds the lock of the devices.
 static void sweep(void) {
@@ -155,6 +161,7 @@ int device_of_descriptor(int descriptor) {
     ssize_t length = readlink(path, target, sizeof target - 1);
     if (length < 0) return -1;
     target[length] = '\0';
+    if (strstr(target, " (deleted)") != NULL) return -1; // it was lost with its device
     device_file_path("memory-", prefix, sizeof prefix);
     if (strncmp(target, prefix, strlen(prefix)) != 0) return -1;
     return sscanf(target + strlen(prefix), "%d-", &physical) == 1 ? physical : -1;
