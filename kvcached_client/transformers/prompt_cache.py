@@ -1,0 +1,260 @@
+"""The KV of prompts, kept in the daemon's host pool, shared with other processes, and found again.
+
+`PromptCache` is an engine in offload mode with one shard. It gives `generate` a cache that already holds the longest
+stored beginning of a prompt, and stores what `generate` has computed.
+
+Nothing fails because of the daemon: without it the model computes everything, and a later call tries to reach it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+import torch
+import transformers
+from transformers.cache_utils import DynamicCache
+
+from kvcached_client.blocks.transfers import BlockJob, Indices, JobSpan
+from kvcached_client.errors import KvcachedError
+from kvcached_client.keys import KeyChain
+from kvcached_client.offload import OffloadClient, OffloadLayout, Piece, new_instance
+from kvcached_client.offload_shard import OffloadShard
+from kvcached_client.transformers.model import Model, identity, kv_tensors
+from kvcached_client.transformers.staging import Staging, cache_of
+from kvcached_client.types import LeaseId
+
+#: After a failure, before the daemon is tried again.
+RETRY_S: Final = 5.0
+_LABEL_LENGTH_MAX: Final = 100
+
+_log: Final = logging.getLogger("kvcached_client")
+
+
+@dataclass(slots=True)
+class _Session:
+    """A session with the daemon. `has_storage`: as far as is known."""
+
+    client: OffloadClient
+    shard: OffloadShard
+    has_storage: bool = True
+
+    def close(self) -> None:
+        with contextlib.suppress(KvcachedError):
+            self.client.close()
+        self.shard.close()
+
+
+class PromptCache:
+    """Stored KV of the prompts of one model. Made by `connect`; a context manager, for one thread.
+
+    The model must stay as it is: after a change of its weights or adapters, connect again.
+    """
+
+    def __init__(self, model: Model, run_dir: str | os.PathLike[str] | None, block_size: int, deadline_ms: int) -> None:
+        """Use `connect`."""
+        self._config = model.config
+        self._run_dir, self._block_size, self._deadline_ms = run_dir, block_size, deadline_ms
+        self._staging = Staging(kv_tensors(model), block_size)
+        self._keyspace = identity(model)
+        self._label = (model.config.name_or_path or type(model).__name__)[-_LABEL_LENGTH_MAX:]
+        self._instance = new_instance()
+        self._names = itertools.count(1)
+        self._session: _Session | None = None
+        self._retry_at_s = 0.0
+
+    @classmethod
+    def connect(
+        cls,
+        model: Model,
+        run_dir: str | os.PathLike[str] | None = None,
+        *,
+        block_size: int = 16,
+        deadline_ms: int = 1000,
+    ) -> Self:
+        """Let the model compute one token, read its weights once for their digest, and connect to the daemon.
+
+        Args:
+            model: a text model that generates, all of whose layers have full attention, in `eval` mode.
+            run_dir: directory of the daemon's sockets; default: `run_dir.default_run_dir`.
+            block_size: tokens in a block; whole blocks are stored and found again.
+            deadline_ms: limit for one call to the daemon.
+
+        Raises:
+            ValueError: the model cannot be served, and why.
+        """
+        cache = cls(model, run_dir, block_size, deadline_ms)
+        with cache._guarded():
+            pass
+        return cache
+
+    def load(self, input_ids: torch.Tensor) -> DynamicCache:
+        """A cache for `generate` with the longest stored beginning of a prompt. At least one token is left to compute.
+
+        Args:
+            input_ids: the prompt, of shape [1, tokens], without padding.
+
+        Raises:
+            ValueError: several prompts at once.
+        """
+        tokens = _tokens(input_ids)
+        chunks: list[list[torch.Tensor]] = []
+        with self._guarded() as session:
+            if session is not None:
+                for chunk in self._loaded(session, tokens):
+                    chunks.append(chunk)  # noqa: PERF402 - what came before a failure counts
+        return cache_of(self._config, chunks) if chunks else DynamicCache(config=self._config)
+
+    def store(self, sequence: torch.Tensor, cache: DynamicCache) -> int:
+        """Store the full blocks of a sequence that a cache holds, as far as they are not stored.
+
+        Args:
+            sequence: of shape [1, tokens], what the cache was computed from: what `generate` returned, or the prompt.
+            cache: that `generate` was given.
+
+        Returns:
+            How many tokens from the beginning of the sequence are stored now, as far as is known.
+
+        Raises:
+            ValueError: several sequences at once, or the cache is none of this model and sequence.
+        """
+        tokens, computed = _tokens(sequence), int(cache.get_seq_length())
+        if computed and not self._staging.fits(cache):
+            raise ValueError("the cache holds the KV of another model, or of several sequences")
+        if computed > len(tokens):
+            raise ValueError(f"the cache holds {computed} tokens and the sequence has {len(tokens)}: give all of it")
+        blocks = 0
+        with self._guarded() as session:
+            if session is not None:
+                for blocks in self._stored(session, tokens[:computed], cache):  # noqa: B007 - the last one counts
+                    pass
+        return blocks * self._block_size
+
+    def close(self) -> None:
+        """End the session; what is stored stays."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- copies -------------------------------------------------------------------------------------------------------
+
+    def _loaded(self, session: _Session, tokens: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """The stored beginning of a prompt, some blocks at a time."""
+        chain = KeyChain(self._keyspace, self._block_size, tokens)
+        if session.has_storage:
+            session.has_storage = session.client.prefetch(chain.keys, len(tokens)).reason != "unavailable"
+        with self._lease(session, chain, len(tokens), full=False) as (lease, hit):
+            for start in range(0, hit, self._staging.blocks):
+                count = min(self._staging.blocks, hit - start)
+                plan = session.client.prepare_load(lease, start, count)
+                span = _span(chain, Piece(start, count), 0, plan.slots)
+                bad = session.shard.load(BlockJob(plan.transfer, plan.generation, (span,), start))
+                good = min(bad, default=count)
+                if good:
+                    yield self._staging.take(good)
+                if good < count:
+                    return
+
+    def _stored(self, session: _Session, tokens: Sequence[int], cache: DynamicCache) -> Iterator[int]:
+        """Store a sequence some blocks at a time; how many are stored, after each time."""
+        chain = KeyChain(self._keyspace, self._block_size, tokens)
+        with self._lease(session, chain, len(tokens), full=True) as (lease, hit):
+            yield (depth := hit)
+            while depth < chain.block_count:
+                stop = min(depth + self._staging.blocks, chain.block_count)
+                plan = session.client.prepare_store(lease, depth, chain.key_range(depth, stop))
+                if plan.transfer and sum(piece.blocks for piece in plan.pieces) > self._staging.blocks:
+                    session.client.cancel_store(plan.transfer, "copies of earlier blocks were lost, too many at once")
+                    return
+                if plan.transfer:
+                    spans, place = [], 0
+                    for piece in plan.pieces:
+                        self._staging.fill(place, cache, piece.start, piece.start + piece.blocks)
+                        spans.append(_span(chain, piece, place, plan.slots[place : place + piece.blocks]))
+                        place += piece.blocks
+                    session.shard.store(BlockJob(plan.transfer, plan.generation, tuple(spans)))
+                if plan.depth <= depth:
+                    return  # the host pool has no room
+                depth = plan.depth
+                yield depth
+
+    @contextlib.contextmanager
+    def _lease(self, session: _Session, chain: KeyChain, tokens: int, *, full: bool) -> Iterator[tuple[LeaseId, int]]:
+        """A lease, and how many blocks are stored."""
+        hold = session.client.acquire(str(next(self._names)), chain.keys, tokens, full=full)
+        try:
+            yield hold.lease, hold.hit
+        finally:
+            session.client.post_release(hold.lease)
+
+    # --- the session --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[_Session | None]:
+        """A session, None if there is none. A failure ends the session and the block, and no more."""
+        try:
+            session = self._reached()
+        except KvcachedError as error:
+            self._give_up(error)
+            session = None
+        try:
+            yield session
+        except KvcachedError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: KvcachedError) -> None:
+        _log.warning("kvcached: the model computes without stored KV; next try in %g s: %s", RETRY_S, error)
+        self._retry_at_s = time.monotonic() + RETRY_S
+        self.close()
+
+    def _reached(self) -> _Session | None:
+        """The session, opened if there is none.
+
+        Raises:
+            KvcachedError: it cannot be opened.
+        """
+        if self._session is None and time.monotonic() >= self._retry_at_s:
+            pages = self._staging.pages
+            client = OffloadClient.connect(
+                self._run_dir,
+                engine=f"transformers {transformers.__version__}",
+                instance=self._instance,
+                keyspace=self._keyspace,
+                label=self._label,
+                layout=OffloadLayout(self._block_size, 1, pages.block_bytes, pages.fingerprint),
+                deadline_ms=self._deadline_ms,
+            )
+            try:
+                shard = OffloadShard.join(client.session, 0, pages, deadline_ms=self._deadline_ms)
+            except BaseException:
+                client.close()
+                raise
+            self._session = _Session(client, shard)
+        return self._session
+
+
+def _tokens(sequence: torch.Tensor) -> list[int]:
+    if sequence.ndim != 2 or sequence.shape[0] != 1:  # noqa: PLR2004 - a batch, and tokens
+        raise ValueError(f"tokens of shape {list(sequence.shape)}: one sequence at a time, [1, tokens]")
+    tokens: list[int] = sequence[0].tolist()
+    return tokens
+
+
+def _span(chain: KeyChain, piece: Piece, place: int, slots: Indices) -> JobSpan:
+    """A piece of a chain whose blocks have places from `place` on."""
+    start, stop = piece.start, piece.start + piece.blocks
+    parent = chain.key_range(start - 1, start) if start else b""
+    return JobSpan(start, parent, chain.key_range(start, stop), np.arange(place, place + piece.blocks), slots)

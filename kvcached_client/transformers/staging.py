@@ -1,0 +1,72 @@
+"""The buffer in CPU memory through which blocks go between a model's caches and the host pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache
+
+from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.transformers.model import KvTensor, tensors_of
+
+#: Of the buffer, as far as one block is not more.
+STAGING_BYTES: Final = 64 << 20
+
+
+class Staging:
+    """Room for some blocks of all layers.
+
+    Args:
+        tensors: of the model, see `kv_tensors`.
+        block_size: tokens in a block.
+
+    Attributes:
+        blocks: how many there is room for.
+        pages: the room, as the host pool's copies see it.
+    """
+
+    def __init__(self, tensors: Sequence[KvTensor], block_size: int) -> None:
+        self._block_size = block_size
+        self._devices = [tensor.device for tensor in tensors]
+        self.blocks = max(STAGING_BYTES // (block_size * sum(tensor.token_bytes for tensor in tensors)), 1)
+        #: As the model's tensors: [blocks, heads, tokens of a block, numbers].
+        self._room = [
+            torch.zeros((self.blocks, tensor.heads, block_size, tensor.numbers), dtype=tensor.dtype)
+            for tensor in tensors
+        ]
+        self.pages = EnginePages.of_tensors({f"{number:05d}": each for number, each in enumerate(self._room)})
+
+    def fill(self, place: int, cache: DynamicCache, start: int, stop: int) -> None:
+        """Blocks ``[start, stop)`` of what a cache holds come to the places from `place` on."""
+        first, last = start * self._block_size, stop * self._block_size
+        for room, source in zip(self._room, tensors_of(cache), strict=True):
+            heads, numbers = source.shape[1], source.shape[3]
+            blocks = source[0, :, first:last].reshape(heads, stop - start, self._block_size, numbers)
+            room[place : place + stop - start].copy_(blocks.permute(1, 0, 2, 3))
+
+    def take(self, blocks: int) -> list[torch.Tensor]:
+        """Copies of the first `blocks` places where the model computes: [1, heads, tokens, numbers] of each tensor."""
+        return [
+            room[:blocks]
+            .permute(1, 0, 2, 3)
+            .reshape(1, room.shape[1], blocks * self._block_size, room.shape[3])
+            .to(device, copy=True)
+            for room, device in zip(self._room, self._devices, strict=True)
+        ]
+
+    def fits(self, cache: DynamicCache) -> bool:
+        """Whether a cache holds the KV of one sequence of the model that this is for."""
+        shapes = [(1, room.shape[1], room.shape[3], room.dtype) for room in self._room]
+        return shapes == [(each.shape[0], each.shape[1], each.shape[3], each.dtype) for each in tensors_of(cache)]
+
+
+def cache_of(config: PreTrainedConfig, chunks: Sequence[Sequence[torch.Tensor]]) -> DynamicCache:
+    """A cache that holds what was taken in chunks, one after the other."""
+    cache = DynamicCache(config=config)
+    tensors = [torch.cat(parts, dim=2) for parts in zip(*chunks, strict=True)]
+    for layer, (keys, values) in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
+        cache.update(keys, values, layer)
+    return cache
