@@ -40,19 +40,25 @@ def lose(directory: Path, device: int = 0) -> None:
     _change_losses(directory, device, lambda losses: losses | 1)
 
 
-def bring_back(directory: Path, device: int = 0, *, keeps_memory: bool) -> None:
-    """A device that was lost is there again for new processes; without what it held, its memory cannot be imported."""
-    if not keeps_memory:
+def bring_back(directory: Path, device: int = 0, *, keeps_memory: bool) -> bool:
+    """A device that was lost is there again for new processes; without what it held, its memory cannot be imported.
+
+    Returns whether it was lost; does nothing if it was not.
+    """
+    was_lost = bool(_change_losses(directory, device, lambda losses: losses) & 1)
+    if was_lost and not keeps_memory:
         for path in directory.glob(f"memory-{device}-*"):
             path.unlink()
     _change_losses(directory, device, lambda losses: losses + (losses & 1))
+    return was_lost
 
 
-def _change_losses(directory: Path, device: int, change: Callable[[int], int]) -> None:
+def _change_losses(directory: Path, device: int, change: Callable[[int], int]) -> int:
     with (directory / "page").open("r+b") as page, mmap.mmap(page.fileno(), 4096) as shared:
         place = _LOSSES_OFFSET + 4 * device
         (losses,) = struct.unpack_from("I", shared, place)
         struct.pack_into("I", shared, place, change(losses))
+    return int(losses)
 
 
 def _is_held(path: Path) -> bool:

@@ -47,7 +47,7 @@ class Matrix:
         seed.play()
         if seed.failures:
             say(*self._world.log.splitlines()[-12:])
-        return [*seed.failures, *(self.end() if seed.failures or seed.is_over else [])]
+        return [*seed.failures, *(self.end() if seed.failures else [])]
 
     def close(self) -> list[str]:
         """Read all that was ever cached in the world, then end it; what is wrong."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, Protocol
 
+from kvcached_client import KvcachedError, Lease
 from kvcached_client.blocks import copy
+from kvcached_client.errors import NoCapacity
 from kvcached_client.transport.misses import Failures
 from tests.cuda import offload_engine
+from tests.cuda.pool_engine import BLOCKS
 from tests.cuda.stream_engine import GatedEngine
 from tests.daemon import offload_process
 from tests.daemon.offload_process import Scheduler, ShardMemory
@@ -15,6 +19,8 @@ from tests.daemon.offload_process import Scheduler, ShardMemory
 #: Longer than anything that a step waits for on a busy machine.
 DEADLINE_MS: Final = 15_000
 OFFLOAD_BLOCKS: Final = 6
+#: Tokens of prompts that hold slots and are never cached.
+CROWD_TOKEN: Final = 1 << 28
 
 
 class MatrixEngine(Protocol):
@@ -31,6 +37,9 @@ class MatrixEngine(Protocol):
 
     def settle(self, number: int) -> str:
         """All that was computed is there."""
+
+    def crowd(self, number: int) -> str:
+        """Hold every slot and want more: refused as a whole, until another lets go. ``wrong N`` as of `compute`."""
 
     def rejoin(self, number: int) -> str:
         """Go on with the next daemon."""
@@ -61,6 +70,37 @@ class Managed(GatedEngine):
             return f"wrong {self.wrong if was_read else 0}"
         finally:
             self.wrong = 0  # kernels of a step that is discarded see anything
+
+    def crowd(self, number: int) -> str:
+        leases: list[Lease] = []
+        try:
+            with suppress(NoCapacity):
+                while True:
+                    leases.append(self._held(number, len(leases)))
+            for lease in leases[:2]:  # each of the two wants what the other has
+                with suppress(NoCapacity):
+                    lease.allocate(2 * BLOCKS * self.pool.layout.block_size)
+                    return f"wrong {len(leases)}"  # there was room after all
+            wrong = sum(map(self._is_overwritten, range(len(leases)), leases))
+            leases.pop().release()
+            leases.append(self._held(number, len(leases)))
+            return f"wrong {wrong}"
+        finally:
+            with suppress(KvcachedError):
+                for lease in leases:
+                    lease.release()
+
+    def _held(self, number: int, index: int) -> Lease:
+        """A lease on slots that nobody else has, with its number written into them."""
+        self._requests += 1
+        tokens = range(first := CROWD_TOKEN + 1000 * number + 10 * index, first + BLOCKS * self.pool.layout.block_size)
+        lease = self.client.acquire(f"crowd-{self._requests}", self.client.chain([*tokens, index, number]))
+        for part in self.parts:
+            part[list(lease.block_table)] = index
+        return lease
+
+    def _is_overwritten(self, index: int, lease: Lease) -> bool:
+        return any((part[list(lease.block_table)] != index).any() for part in self.parts)
 
     def rejoin(self, number: int) -> str:
         self.client.rejoin()
@@ -95,6 +135,8 @@ class Offload:
 
     def settle(self, number: int) -> str:
         return "wrong 0"
+
+    crowd = settle
 
     def rejoin(self, number: int) -> str:
         self._engine.connect()
@@ -132,7 +174,7 @@ class OffloadOnCpu:
     def settle(self, number: int) -> str:
         return "wrong 0"
 
-    rejoin = settle
+    crowd = rejoin = settle
 
     def leave(self, number: int) -> str:
         assert self._memory.link is not None

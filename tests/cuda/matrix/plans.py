@@ -59,13 +59,16 @@ ENDINGS: Final = ("kill", "go on", "stop, kill")
 #: Who else is killed while the process is stopped, or with it: mostly nobody.
 ALSO: Final = {"engine": ("worker", "daemon"), "worker": ("engine", "daemon"), "daemon": ("engine", "worker")}
 _ALSO_SHARE: Final = 0.25
+#: Of seeds with a device pool, how many begin with a pool that is full; of workers that stay stopped, how many hang.
+_CROWD_SHARE: Final = 0.2
+_HUNG_SHARE: Final = 0.3
 #: Faults of the driver in one process of the mode: of the engine, or of the worker.
 _QUIET_SHARE: Final = 0.5
 DELAYS_US: Final = (0, 200, 2000)
 #: One of so many seeds is about a daemon that starts where the device refuses memory.
 START_EVERY: Final = 25
 START_ERRORS: Final = ("out_of_memory=@1", "refused_export=@1")
-#: The device is lost in one of so many seeds: all processes then need another one.
+#: The device is lost in one of so many seeds, and comes back: processes from before never have it again.
 LOST_EVERY: Final = 40
 
 
@@ -80,6 +83,9 @@ class Plan(NamedTuple):
         faults: as `FAKE_CUDA_FAULTS` takes them.
         delay_us: as `FAKE_CUDA_DELAY_US`.
         rejoins: whether an engine that outlives the daemon goes on with the next one.
+        crowds: the engine first holds every slot of the pool, and wants more.
+        is_hung: nobody but the daemon ends the victim, a worker that is stopped.
+        keeps_memory: a device that was lost comes back with what it held.
     """
 
     seed: int
@@ -92,6 +98,9 @@ class Plan(NamedTuple):
     faults: str
     delay_us: int
     rejoins: bool
+    crowds: bool
+    is_hung: bool
+    keeps_memory: bool
 
     @property
     def mode(self) -> str:
@@ -111,11 +120,17 @@ class Plan(NamedTuple):
     def loses_device(self) -> bool:
         return "device_lost" in self.faults
 
+    @property
+    def empties_device(self) -> bool:
+        """What was cached may be in the host pool alone afterwards: others have its slots, or the memory is gone."""
+        return self.crowds or (self.loses_device and not self.keeps_memory)
+
     def __str__(self) -> str:
         if self.is_start:
             return f"seed {self.seed}: a daemon starts, {self.faults}"
         what = f"seed {self.seed}: {self.mode}, {self.place.victim} at {self.place.failpoint}@{self.at}: {self.ending}"
         also = f", {self.also} killed" if self.also else ""
+        also += ", by the daemon" * self.is_hung + ", every slot held" * self.crowds
         return f"{what}{also}, {self.faulty} {self.faults or 'no errors'}, delays up to {self.delay_us} us"
 
 
@@ -128,8 +143,6 @@ def plan_of(seed: int) -> Plan:
     faulty, faults = _driver_errors(seed, place.mode, random)
     if place.mode == "offload" and also == "worker":
         also = ""  # it has no part in offload mode
-    if "device_lost" in faults and also == "daemon":
-        also = ""  # none starts without its device: see tests/cuda/test_pool.py
     return Plan(
         seed=seed,
         place=place,
@@ -141,6 +154,9 @@ def plan_of(seed: int) -> Plan:
         faults=faults,
         delay_us=random.choice(DELAYS_US),
         rejoins=random.random() < 0.5,
+        crowds=place.mode == "managed" and random.random() < _CROWD_SHARE,
+        is_hung=(place.victim, ending, also) == ("worker", "stop, kill", "") and random.random() < _HUNG_SHARE,
+        keeps_memory=random.random() < 0.5,
     )
 
 
@@ -149,7 +165,7 @@ def _driver_errors(seed: int, mode: str, random: Random) -> tuple[str, str]:
         return "maker", START_ERRORS[seed // START_EVERY % len(START_ERRORS)]
     faulty = random.choice(("engine", "worker")) if mode == "managed" else "engine"
     if seed % LOST_EVERY == 1:
-        return faulty, f"device_lost=@{random.randint(30, 120)}"
+        return faulty, f"device_lost=@{random.randint(10, 50)}"
     if random.random() < _QUIET_SHARE:
         return "", ""
     errors = ["launch_failure", "refused_registration", *(["out_of_memory"] if mode == "offload" else [])]

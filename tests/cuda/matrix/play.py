@@ -17,7 +17,7 @@ from tests.cuda.matrix.arming import Armed, arm
 from tests.cuda.matrix.children import PATIENCE_S, Child
 from tests.cuda.matrix.plans import Plan
 from tests.cuda.matrix.world import BOTH_MODES, SLOTS, World, driver_environment, folder_of_processes, until
-from tests.cuda_driver.device import device_directory, live_granules
+from tests.cuda_driver.device import bring_back, device_directory, live_granules
 from tests.faults.harness import wait_stopped
 from tests.project.source_tree import ROOT
 
@@ -70,13 +70,11 @@ class Seed:
     Attributes:
         failures: what should not be.
         counts: of what was seen.
-        is_over: the world cannot be used any more, as was to be expected.
     """
 
     def __init__(self, plan: Plan, world: World, older: dict[str, list[int]], counts: Counter[str]) -> None:
         self.failures: list[str] = []
         self.counts = counts
-        self.is_over = plan.loses_device
         self._plan = plan
         self._world = world
         self._older = older
@@ -101,9 +99,9 @@ class Seed:
             engine.kill()
             if self._plan.loses_device:
                 self._check_without_device()
-            else:
-                self._check()
-                self._check_nothing_is_left()
+                self._bring_back()
+            self._check()
+            self._check_nothing_is_left()
         except Exception as error:  # noqa: BLE001 - the seed has failed, whatever it is
             self.failures.append(f"{type(error).__name__}: {error}")
         finally:
@@ -138,7 +136,9 @@ class Seed:
         faults = {"faults": plan.faults} if plan.faults else {}
         if plan.mode == "managed":
             world.prepare_worker(seed=plan.seed, **quiet, **(faults if plan.faulty == "worker" else {}))
-            if plan.faulty == "worker":
+            if plan.faulty == "worker" and plan.loses_device:
+                world.kill("worker")  # the next one may lose the device before it is ready
+            elif plan.faulty == "worker":
                 world.renew_worker()
         action = "kill" if plan.ending == "kill" else "stop"
         place = plan.place
@@ -161,6 +161,7 @@ class Seed:
     def _lines(self) -> list[str]:
         older = [*self._read_again, *self._cached][:WORKED]
         return [
+            *([f"crowd {self._plan.seed}"] if self._plan.crowds else []),
             *(f"{verb} {number}" for pair in zip(self._worked, older, strict=True)
               for verb, number in zip(("compute", "fetch"), pair, strict=True)),
             "settle 0",
@@ -204,7 +205,9 @@ class Seed:
         time.sleep(plan.held_s)
         if plan.also:
             self._kill(plan.also, engine)
-        if plan.ending == "stop, kill":
+        if plan.is_hung:
+            self.counts["left to the daemon"] += 1
+        elif plan.ending == "stop, kill":
             self._kill(plan.place.victim, engine)
         else:
             with contextlib.suppress(ProcessLookupError):  # the next daemon has killed this worker
@@ -259,6 +262,17 @@ class Seed:
         if not self._plan.faults and (broken := world.broken_rules()):
             self.failures.append(f"rules of the driver: {broken}")
 
+    def _bring_back(self) -> None:
+        """The device comes back, whoever loses it yet; in the end nobody is there who still would."""
+
+        def back() -> None:
+            was_lost = bring_back(self._world.device, keeps_memory=self._plan.keeps_memory)
+            self.counts["devices that were lost and came back"] += was_lost
+
+        self._world.forget_prepared()
+        self._world.await_well(back)
+        self._world.renew_worker(back)
+
     def _check_without_device(self) -> None:
         """The device is gone for all processes: the daemon answers, and what the host pool has is right."""
         until(lambda: self._world.violations() == (), "no answer without the device")
@@ -274,7 +288,7 @@ class Seed:
         before = self._world.copies()
         for number in self._cached:
             self._look(engine, number, whole=True)
-        if self._plan.mode == "managed" and (copies := self._world.copies() - before):
+        if self._plan.mode == "managed" and not self._plan.empties_device and (copies := self._world.copies() - before):
             self.failures.append(f"{copies} copies for blocks that are on the device")
 
     def _look(self, engine: Child, number: int, *, whole: bool = False) -> None:
@@ -283,6 +297,8 @@ class Seed:
             return
         hit, ready, _ = map(int, found.groups())
         self.counts["blocks compared"] += hit
+        if self._plan.empties_device:
+            ready = hit
         if whole and (hit, ready) != (BLOCKS[self._plan.mode],) * 2:
             raise Wrong(f"prompt {number} was cached: {said}")
 

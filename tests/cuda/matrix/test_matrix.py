@@ -18,11 +18,20 @@ SEEDS = range(45, 82)
 
 
 def test_seeds_cover_the_matrix() -> None:
-    """Each place has a seed of the test below, and in a thousand each ending, with and without errors."""
+    """Each place has a seed of the test below, and in a thousand each ending, with and without errors.
+
+    So has each failpoint of a worker one that is left to hang, and each of a device pool one that is full.
+    """
     few = {plan.place for plan in map(plan_of, SEEDS) if not plan.is_start}
     many = {(plan.place, plan.ending, bool(plan.faults)) for plan in map(plan_of, range(1, 1001)) if not plan.is_start}
 
     assert few == set(PLACES)
+    assert {plan.place for plan in map(plan_of, range(1, 1001)) if plan.is_hung} == {
+        place for place in PLACES if place.victim == "worker"
+    }
+    assert {plan.place for plan in map(plan_of, range(1, 1001)) if plan.crowds} == {
+        place for place in PLACES if place.mode == "managed"
+    }
     assert {place.failpoint for place in PLACES} <= set(FAILPOINTS)
     assert many == {(place, ending, errors) for place in PLACES for ending in ENDINGS for errors in (True, False)}
 

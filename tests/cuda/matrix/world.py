@@ -112,19 +112,28 @@ class World:
         """Until a daemon says that it is ready."""
         self._daemon.await_ready()
 
-    def await_well(self) -> None:
-        """Until a real request goes through the worker."""
+    def await_well(self, first: Callable[[], None] = lambda: None) -> None:
+        """Until a real request goes through the worker; `first` is called before each."""
+
+        def is_well() -> bool:
+            first()
+            return admin.health().ok
+
         with self.admin() as admin:
-            until(lambda: admin.health().ok, "the daemon is not well")
+            until(is_well, "the daemon is not well")
 
     def prepare_worker(self, **driver: object) -> None:
         """The next worker's driver has these settings."""
         (self.folder / WORKER).write_text(json.dumps(settings(**driver)))
 
-    def renew_worker(self) -> None:
-        """The next worker takes the place of the present one."""
+    def forget_prepared(self) -> None:
+        """The next worker's driver makes no errors."""
+        (self.folder / WORKER).unlink(missing_ok=True)
+
+    def renew_worker(self, first: Callable[[], None] = lambda: None) -> None:
+        """The next worker takes the place of the present one; `first` as of `await_well`."""
         self.kill("worker")
-        self.await_well()
+        self.await_well(first)
 
     # --- what is left -----------------------------------------------------------------------------------------------
 

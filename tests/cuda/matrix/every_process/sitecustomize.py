@@ -1,7 +1,7 @@
 """Python runs this at its start, in each process of the matrix: daemons and workers follow what is armed later.
 
 Workers copy a few pieces at a time, so that copies have a middle, and are started again without a pause, as often as
-need be.
+need be; the daemon ends a worker that hangs for a few seconds.
 """
 
 # ruff: noqa: PLC0415 - it must cost nothing in other processes
@@ -10,6 +10,9 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+
+#: Longer than a worker is stopped that goes on.
+HUNG_AFTER_S = 4.0
 
 
 def _prepare(folder: Path, arguments: list[str]) -> None:
@@ -21,10 +24,11 @@ def _prepare(folder: Path, arguments: list[str]) -> None:
         copy.PIECES_MAX = 4  # type: ignore[misc]
         _follow("worker", folder)
     elif arguments[:3] == ["-m", "kvcached", "serve"]:
-        from kvcached.worker import lifecycle
+        from kvcached.worker import client, lifecycle
 
         lifecycle.FIRST_PAUSE_S = lifecycle.LONGEST_PAUSE_S = 0.01  # type: ignore[misc]
         lifecycle.BREAKER_LOSSES = 1 << 30  # type: ignore[misc]
+        client.WorkerPool.__init__.__kwdefaults__["deadline_s"] = HUNG_AFTER_S  # type: ignore[index]
         _follow("daemon", folder)
 
 
