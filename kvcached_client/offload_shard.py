@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
@@ -86,6 +87,7 @@ class OffloadShard:
         self._verify = joined.verify
         self._memory: _Memory | None = memory
         self._channel = channel
+        self._copying = threading.RLock()  #: held from the begin of a copy until it is reported
 
     @classmethod
     def join(cls, grant: SessionGrant, shard: int, pages: EnginePages, *, deadline_ms: int = 1000) -> Self:
@@ -165,15 +167,16 @@ class OffloadShard:
         Raises:
             BadRequest, Stale, TransportError, DeviceError: as `store`.
         """
-        memory = self._open()
-        try:
-            with memory.after(after):
-                memory.transfers.store_all(jobs, epoch=self.epoch)
-        except BaseException as error:
-            self._report_failure("store", jobs, error)
-            raise
-        failpoint("offload.store.written")
-        self._settle(self._done("store", jobs))
+        with self._copying:
+            memory = self._open()
+            try:
+                with memory.after(after):
+                    memory.transfers.store_all(jobs, epoch=self.epoch)
+            except BaseException as error:
+                self._report_failure("store", jobs, error)
+                raise
+            failpoint("offload.store.written")
+            self._settle(self._done("store", jobs))
 
     def load(self, job: BlockJob, *, after: Mark | None = None) -> list[int]:
         """Copy blocks out of the host pool, and report to the daemon that the slots are no longer read.
@@ -192,6 +195,39 @@ class OffloadShard:
         Raises:
             BadRequest, Stale, TransportError, DeviceError: as `store`. No block counts as loaded then.
         """
+        with self._copying:
+            return self._load(job, after)
+
+    def fileno(self) -> int:
+        """The descriptor of the connection to the daemon; it becomes readable when the session is over.
+
+        Raises:
+            DaemonUnreachable: the shard is closed.
+        """
+        return self._channel.attach_fileno()
+
+    def close(self) -> None:
+        """Unmap the host pool and close the connections. May be called again.
+
+        Another thread may call it while one copies: it waits until that copy has been reported. No copy follows.
+        """
+        with self._copying:
+            memory, self._memory = self._memory, None
+            _release(memory)
+            self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> _Memory:
+        if self._memory is None:
+            raise DaemonUnreachable("this shard has left its session; join again")
+        return self._memory
+
+    def _load(self, job: BlockJob, after: Mark | None) -> list[int]:
         memory = self._open()
         try:
             with memory.after(after):
@@ -206,31 +242,6 @@ class OffloadShard:
         indices = np.array([depths[index] - job.start for index in bad], "<i4")
         self._settle(self._done("load", (job,)), (indices.tobytes(),) if bad else ())
         return bad
-
-    def fileno(self) -> int:
-        """The descriptor of the connection to the daemon; it becomes readable when the session is over.
-
-        Raises:
-            DaemonUnreachable: the shard is closed.
-        """
-        return self._channel.attach_fileno()
-
-    def close(self) -> None:
-        """Unmap the host pool and close the connections, when no copy is in flight. May be called again."""
-        memory, self._memory = self._memory, None
-        _release(memory)
-        self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _open(self) -> _Memory:
-        if self._memory is None:
-            raise DaemonUnreachable("this shard has left its session; join again")
-        return self._memory
 
     def _done(self, kind: CopyKind, jobs: Sequence[BlockJob], *, error: str = "") -> TransferDone:
         return TransferDone(

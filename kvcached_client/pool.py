@@ -59,7 +59,8 @@ class MappedPool:
     """One shard's slots as arrays that share the pool's memory. Made by `map_pool`.
 
     Views stay valid after `close`; the memory is unmapped with the last of them. Then, or when the process exits
-    normally, the daemon is told that this process no longer uses the pool. A process that ends without `close` counts
+    normally, the daemon is told that this process no longer uses the pool. On a CUDA device both wait for the work that
+    is queued there: kernels may use the pool until they have run. A process that ends without `close` counts
     as dead: its session is over.
 
     Attributes:
@@ -156,8 +157,12 @@ class MappedPool:
         """
         self._progress = None
         buffer, self._buffer = self._buffer, None
-        if buffer is not None:
+        if buffer is None:
+            return
+        if isinstance(buffer, ctypes.Array):
             weakref.finalize(buffer, self._connection.leave)
+        else:
+            buffer.when_unused(self._connection.leave)
 
     def __enter__(self) -> Self:
         return self

@@ -36,6 +36,10 @@ class LineProcess:
         self.say(line)
         return self.hear()
 
+    def finish(self) -> None:
+        """No further line comes: the program ends in order."""
+        self._in.close()
+
     def end(self) -> None:
         """End the process, in whatever state it is."""
         self.process.kill()

@@ -81,9 +81,13 @@ class CudaCopier:
             _abandon(queued)
 
     def close(self) -> None:
-        """Destroy the streams. Does nothing the second time."""
-        self._to_host.close()
-        self._to_device.close()
+        """Wait for the copies that are queued, and destroy the streams. Does nothing the second time.
+
+        Raises:
+            CudaFailure: the device has failed.
+        """
+        for stream in (self._to_host, self._to_device):
+            stream.finish()
 
     def _queue(self, batch: Batch) -> _UnderWay:
         numbers = np.frombuffer(batch.pieces, np.int64).reshape(-1, 3).astype(np.uint64)

@@ -211,6 +211,18 @@ class Stream:
         """
         self._driver.call("cuStreamSynchronize", self._stream)
 
+    def finish(self) -> None:
+        """Wait for all work that is queued, and destroy the stream. Does nothing the second time.
+
+        Raises:
+            CudaFailure: some of the work has failed; the stream is destroyed.
+        """
+        try:
+            if self._stream is not None:
+                self.synchronize()
+        finally:
+            self.close()
+
     def close(self) -> None:
         """Destroy the stream; work that is queued is done nevertheless. Does nothing the second time."""
         stream, self._stream = self._stream, None

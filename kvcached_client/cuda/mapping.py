@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 from kvcached_client.cuda.device import Device, DeviceMemory, own_context
-from kvcached_client.cuda.driver import Driver
+from kvcached_client.cuda.driver import CudaFailure, Driver
+
+_log: Final = logging.getLogger(__name__)
 
 
 class CudaBuffer:
@@ -31,8 +35,16 @@ class CudaBuffer:
             memory = owner.open_memory(descriptor, owner.whole_granules(size_bytes))
         self.address = memory.address
         self.ordinal = owner.ordinal
+        self._device = owner
         # At exit other threads may still use it, and the driver unmaps anyway.
         weakref.finalize(self, _unmap, owner, memory).atexit = False
+
+    def when_unused(self, tell: Callable[[], None]) -> None:
+        """Call this when nobody refers to the memory and nothing queued uses it: before it is unmapped, or at exit.
+
+        It is not called where the device has failed: what it still does is known when the process has ended.
+        """
+        weakref.finalize(self, _when_idle, self._device, tell)  # runs before those that were made earlier
 
 
 class CudaArray:
@@ -64,12 +76,25 @@ class CudaArray:
         return self._interface
 
 
+def _when_idle(device: Device, tell: Callable[[], None]) -> None:
+    """Wait until nothing is queued on the device, then call."""
+    try:
+        with device.current():
+            device.driver.call("cuCtxSynchronize")
+    except CudaFailure as error:
+        _log.warning("the daemon learns by the end of this process that its pool is not used: %s", error)
+    else:
+        tell()
+
+
 def _unmap(device: Device, memory: DeviceMemory) -> None:
     """Nothing that is queued may use the memory any more."""
-    with own_context(device.driver):
-        device.use()
-        try:
-            device.driver.call("cuCtxSynchronize")
-            memory.close()
-        finally:
-            device.close()
+    try:
+        with device.current():
+            try:
+                device.driver.call("cuCtxSynchronize")
+                memory.close()
+            finally:
+                device.close()
+    except CudaFailure as error:
+        _log.warning("a pool stays mapped until this process ends: %s", error)

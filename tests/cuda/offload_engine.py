@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,6 +30,8 @@ from tests.daemon.offload_process import BLOCKS, LAYERS, Order, Scheduler, Shard
 from tests.line_process import outcome, serve
 
 PAGE_BYTES = 4096
+#: A kernel that takes much longer than a copy.
+SLOW_S = 0.4
 #: What blocks hold that nobody has computed.
 BEFORE = 0xEE
 Kernel = Callable[[], None]
@@ -186,6 +189,33 @@ class Engine:
     def split(self, pieces: int) -> None:
         """Cut copies into batches of so many pieces."""
         copy.PIECES_MAX = pieces  # type: ignore[misc]
+
+    def close_under_store(self, name: str, blocks: int) -> str:
+        """Close the shard while another thread's store waits for a slow kernel."""
+        order = self.scheduler.prepare_store(name, blocks)[1]
+
+        def store() -> bool:
+            self.memory.store(order)
+            return True
+
+        return self._close_under(store)
+
+    def close_under_load(self, name: str, blocks: int) -> str:
+        """Close the shard while another thread's load waits for a slow kernel."""
+        assert self.scheduler.hit(name, blocks)
+        order = self.scheduler.prepare_load(name, blocks)
+        return self._close_under(lambda: self.memory.load(order) == ([], True))
+
+    def _close_under(self, copy: Callable[[], bool]) -> str:
+        assert self.memory.link is not None
+        self.memory.stream.launch(lambda: time.sleep(SLOW_S))
+        with ThreadPoolExecutor(1) as copying:
+            copied = copying.submit(copy)
+            time.sleep(SLOW_S / 2)
+            self.memory.link.close()
+            whole = copied.result()
+        self.scheduler.client.close()
+        return f"whole {whole}"
 
     def leave(self) -> None:
         """Leave the session, and free the device's memory."""

@@ -23,7 +23,7 @@ from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.blocks.pages import pool_geometry
 from kvcached_client.blocks.transfers import BlockJob, BlockTransfers, JobSpan
-from kvcached_client.cuda.copier import CudaCopier
+from kvcached_client.cuda.copier import AHEAD_MAX, CudaCopier
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
 from kvcached_client.cuda.engine import EngineDevice
@@ -110,6 +110,21 @@ def round_trip(order: str, verify: bool, rounds: int = 4, shards: int = 1) -> in
                 made.values(block) != {16 * number + index} for index, block in enumerate(blocks[BLOCKS:])
             )
     return wrong
+
+
+def closed_in_a_copy() -> int:
+    """Close copier and host pool when the first of some batches is taken; returns how many batches were queued."""
+    with rig() as made:
+        base = made.pages.layers[0].address
+        page_bytes = made.pages.layers[0].page_bytes
+        target = made.copier._host.start + 4096
+        batches = [Batch(array("q", [0, 0, page_bytes]), target + 4096 * each, base) for each in range(4)]
+        copying = made.copier.copy(batches)
+        next(copying)
+        made.copier.close()
+        made.pool.close()
+        del copying
+    return AHEAD_MAX + 1
 
 
 def layer_by_layer() -> list[list[int]]:
@@ -304,7 +319,7 @@ PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     each.__name__: each
     for each in (
         *(round_trip, layer_by_layer, corrupt, neighbours, failing, abandoned, shared, refused_export),
-        *(too_much, missing, stream_values, both_directions, beside_a_capture),
+        *(too_much, missing, stream_values, both_directions, beside_a_capture, closed_in_a_copy),
     )
 }
 

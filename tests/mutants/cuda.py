@@ -8,13 +8,14 @@ from kvcached.recovery import device_pools
 from kvcached.replica_start import Holder
 from kvcached.service import state_writer
 from kvcached.worker.cuda_memory import CudaMemory
-from kvcached_client.cuda import copier, device, driver, host
+from kvcached_client.cuda import copier, device, driver, host, mapping
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.engine import Mark
 from kvcached_client.cuda.gates import LayerGates
 from kvcached_client.cuda.host import HostPool
 from kvcached_client.cuda.streams import StreamFences
+from kvcached_client.offload_shard import OffloadShard
 from tests.mutants.mutant import caught_by, rewrite
 
 _ROUND_TRIP = "tests/cuda/test_copier.py::test_loaded_blocks_are_those_that_were_stored"
@@ -154,3 +155,36 @@ def cuda_lost_device_ends_the_start(patch: pytest.MonkeyPatch) -> None:
 def cuda_lost_pool_sleeps_on(patch: pytest.MonkeyPatch) -> None:
     """The state file says of a pool that waits for its device that it sleeps, so the next daemon does not wait."""
     rewrite(patch, state_writer._replica, " and not replica.waits_for_device", "")
+
+
+_CLOSING = "tests/cuda/test_closing.py::{}"
+
+
+@caught_by(_CLOSING.format("test_pool_is_given_up_after_the_kernels_on_it"))
+def cuda_pool_given_up_under_kernels(patch: pytest.MonkeyPatch) -> None:
+    """The daemon is told that a pool is not used any more while kernels are queued that write into it."""
+    rewrite(patch, mapping._when_idle, 'device.driver.call("cuCtxSynchronize")', "pass")
+
+
+@caught_by(_CLOSING.format("test_forgotten_pool_is_unmapped_after_the_kernels_on_it"))
+def cuda_pool_unmapped_under_kernels(patch: pytest.MonkeyPatch) -> None:
+    """A pool is unmapped while kernels are queued that write into it."""
+    rewrite(patch, mapping._unmap, 'device.driver.call("cuCtxSynchronize")', "pass")
+
+
+@caught_by(_CLOSING.format("test_gates_are_unregistered_after_the_streams_have_passed"))
+def cuda_gates_unregistered_under_waits(patch: pytest.MonkeyPatch) -> None:
+    """Gates are unregistered while a stream has yet to wait for one."""
+    rewrite(patch, LayerGates.close, 'self._owner.device.driver.call("cuCtxSynchronize")', "pass")
+
+
+@caught_by(_CLOSING.format("test_copier_is_closed_after_the_copies_that_are_queued"))
+def cuda_unregistered_before_streams_are_drained(patch: pytest.MonkeyPatch) -> None:
+    """A copier that is closed does not wait for its copies, and the host pool is unregistered under them."""
+    rewrite(patch, driver.Stream.finish, "self.synchronize()", "pass")
+
+
+@caught_by(_CLOSING.format("test_shard_is_closed_after_the_copy_of_another_thread"))
+def cuda_shard_closed_under_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """A shard is closed while another thread copies and reports."""
+    rewrite(patch, OffloadShard.close, "with self._copying:", "if True:")
