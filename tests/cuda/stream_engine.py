@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -121,6 +122,7 @@ class GatedEngine(StreamEngine):
     def __init__(self, run_dir: str) -> None:
         super().__init__(run_dir)
         self.gates = LayerGates(self.pool)
+        self.deadline_of_gates_ms = GATE_DEADLINE_MS
 
     def fetch(self, number: int) -> str:
         """Read a hit that may be loading: how it went, blocks of the hit, and the layers that kernels saw wrong."""
@@ -138,10 +140,45 @@ class GatedEngine(StreamEngine):
         lease.release()
         return f"{said} loading {was_loading} whole {whole} wrong {self.wrong}"
 
+    def read_until(self, number: int, deadline_ms: int) -> str:
+        """Read a hit in a step with a deadline, and keep its lease: how it went, and for how long the stream waited."""
+        self._requests += 1
+        chain = self.chain(number)
+        self._kept = lease = self.client.acquire(f"kept-{self._requests}", chain, full=True)
+        self.deadline_of_gates_ms, self.wrong, said = deadline_ms, 0, "read"
+        begin_s = time.monotonic()
+        try:
+            self.read_layers(lease, chain)
+        except (TransportError, LoadFailed) as error:
+            said = type(error).__name__
+        self.streams[0].finish()
+        waited_s = time.monotonic() - begin_s
+        return f"{said} loading {lease.is_loading} waited {waited_s:.3f} wrong {self.wrong}"
+
+    def read_until_loudly(self, number: int, deadline_ms: int) -> str:
+        """As `read_until`, with a line of its own once all is queued."""
+        return self._loudly(lambda: self.read_until(number, deadline_ms))
+
+    def kept(self, _: int) -> str:
+        """What is told of the loads of the lease that was kept, and how many blocks of its hit are wrong now."""
+        lease, chain = self._kept, self.chain(0)
+        promised = lease.hit_blocks * self.pool.layout.block_size
+        try:
+            whole = str(lease.wait_loaded() == promised)
+        except LoadFailed as error:
+            whole = type(error).__name__
+        wrong = sum(
+            (part[lease.block_table[depth]] != self._pattern(chain, depth, part)).any()
+            for depth in range(lease.ready_blocks)
+            for part in self.parts
+        )
+        lease.release()
+        return f"whole {whole} wrong {wrong}"
+
     def read_layers(self, lease: Lease, chain: KeyChain) -> None:
         """Queue a wait and a kernel for each layer; the host waits for none of them."""
         stream, parts = self.streams[0], len(self.parts) // self.pool.layout.groups[0].layers
-        with self.gates.begin(lease.loads, deadline_ms=GATE_DEADLINE_MS) as step:
+        with self.gates.begin(lease.loads, deadline_ms=self.deadline_of_gates_ms) as step:
             for layer in range(self.pool.layout.groups[0].layers):
                 self.queue_wait(step, stream.handle, layer)
                 stream.launch(self.reader(lease, chain, self.parts[layer * parts : (layer + 1) * parts]))
@@ -153,6 +190,9 @@ class GatedEngine(StreamEngine):
 
     def fetch_loudly(self, number: int) -> str:
         """As `fetch`, with a line of its own once all is queued."""
+        return self._loudly(lambda: self.fetch(number))
+
+    def _loudly(self, fetch: Callable[[], str]) -> str:
         launched = self.launched
 
         def tell() -> None:
@@ -160,7 +200,7 @@ class GatedEngine(StreamEngine):
             say("launched")
 
         self.launched = tell  # type: ignore[method-assign]
-        return self.fetch(number)
+        return fetch()
 
     def queue_wait(self, step: GatedStep, stream: int, layer: int) -> None:
         step.wait(stream, layer)

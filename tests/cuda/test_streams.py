@@ -16,6 +16,8 @@ from tests.line_process import LineProcess
 __all__ = ["on_device"]
 
 PROMPTS = 48
+#: Of a step that meets a worker which does nothing; and how much later a busy machine may notice what has happened.
+DEADLINE_MS, BUSY_S = 700, 5.0
 
 
 @contextmanager
@@ -111,3 +113,50 @@ def test_no_stream_waits_for_a_worker_that_died(on_device: OnDevice) -> None:
         os.kill(worker, signal.SIGKILL)
         said = engine.hear()
     assert said.startswith("LoadFailed loading True whole False")
+
+
+def waited_s(said: str) -> float:
+    """For how long a stream has waited."""
+    return float(said.split(" waited ")[1].split(maxsplit=1)[0])
+
+
+def test_stopped_worker_holds_no_stream_behind_the_deadline(on_device: OnDevice) -> None:
+    """The host opens the gates at the deadline, the step is refused, and the load counts when the worker goes on."""
+    with stream_engine(on_device, "GatedEngine", delay_us=0) as engine:
+        only_in_host(on_device, engine)
+        worker = on_device.worker_pid()
+        stop(worker)
+        said = engine.ask(f"read_until 0 {DEADLINE_MS}")
+        assert said.startswith("DeadlineExceeded loading True ")
+        assert DEADLINE_MS / 1000 <= waited_s(said) <= DEADLINE_MS / 1000 + BUSY_S
+        os.kill(worker, signal.SIGCONT)
+        assert engine.ask("kept 0") == "whole True wrong 0"
+        assert engine.ask("look 0") == "hit 3 ready 3 wrong 0"
+
+
+@pytest.mark.parametrize("on_device", [1, 2], indirect=True)
+@pytest.mark.parametrize("stopped", [True, False])
+def test_no_stream_waits_for_a_daemon_that_died(on_device: OnDevice, *, stopped: bool) -> None:
+    """SIGKILL of the daemon during a load, be its worker stopped or at work: the stream passes before its deadline.
+
+    The step is refused, or has read right bytes; the next daemon tells that the load has failed, or that it is over.
+    """
+    with stream_engine(on_device, "GatedEngine", delay_us=0) as engine:
+        only_in_host(on_device, engine)
+        worker = on_device.worker_pid()
+        stop(worker)
+        engine.say("read_until_loudly 0 20000")
+        assert engine.hear() == "launched"
+        if not stopped:
+            os.kill(worker, signal.SIGCONT)
+        on_device.daemon.kill()
+        said = engine.hear()
+        on_device.daemon.await_ready()
+
+        assert waited_s(said) < BUSY_S
+        if stopped:
+            assert said.startswith("DaemonUnreachable ")
+        assert not said.startswith("read ") or said.endswith(" wrong 0")
+        assert engine.ask("rejoin 0") == "rejoined"
+        assert engine.ask("kept 0") in {"whole True wrong 0", "whole False wrong 0", "whole LoadFailed wrong 0"}
+        assert engine.ask("look 0").endswith(" wrong 0")

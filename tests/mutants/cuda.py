@@ -188,3 +188,9 @@ def cuda_unregistered_before_streams_are_drained(patch: pytest.MonkeyPatch) -> N
 def cuda_shard_closed_under_a_copy(patch: pytest.MonkeyPatch) -> None:
     """A shard is closed while another thread copies and reports."""
     rewrite(patch, OffloadShard.close, "with self._copying:", "if True:")
+
+
+@caught_by("tests/cuda/test_streams.py::test_stopped_worker_holds_no_stream_behind_the_deadline")
+def cuda_gates_without_deadline(patch: pytest.MonkeyPatch) -> None:
+    """The host waits for a layer much longer than the step's deadline, and the stream with it."""
+    rewrite(patch, LayerGates.open_by_layer, "max(0, (deadline_ns - time.monotonic_ns()) // 1_000_000)", "10_000")
