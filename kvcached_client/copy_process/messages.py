@@ -1,0 +1,189 @@
+"""What an engine's process and its copy process tell each other, over a stream of messages with their lengths."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Final, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvcached_client.blocks.transfers import BlockJob, JobSpan
+from kvcached_client.errors import ErrorCode
+from kvcached_client.types import TransferId
+
+M = TypeVar("M")
+
+_LENGTH_BYTES: Final = 4
+_READ_BYTES: Final = 1 << 18
+
+
+class PackedSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A `JobSpan`; blocks and slots as int64."""
+
+    depth: int
+    parent: bytes
+    keys: bytes
+    blocks: bytes
+    slots: bytes
+
+    @classmethod
+    def of(cls, span: JobSpan) -> PackedSpan:
+        """Pack a span."""
+        blocks, slots = (np.array(each.tolist(), "<i8").tobytes() for each in (span.blocks, span.slots))
+        return cls(span.depth, span.parent, span.keys, blocks, slots)
+
+    def span(self) -> JobSpan:
+        """The span."""
+        blocks, slots = (np.frombuffer(each, "<i8") for each in (self.blocks, self.slots))
+        return JobSpan(self.depth, self.parent, self.keys, blocks, slots)
+
+
+class PackedJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A `BlockJob`."""
+
+    transfer: int
+    generation: int
+    start: int
+    spans: tuple[PackedSpan, ...]
+
+    @classmethod
+    def of(cls, job: BlockJob) -> PackedJob:
+        """Pack a job."""
+        spans = tuple(map(PackedSpan.of, job.spans))
+        return cls(job.transfer, job.generation, job.start, spans)
+
+    def job(self) -> BlockJob:
+        """The job."""
+        spans = tuple(span.span() for span in self.spans)
+        return BlockJob(TransferId(self.transfer), self.generation, spans, self.start)
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The first message to the process: what to join, and where the pages lie in the memory.
+
+    Attributes:
+        grant: `SessionGrant.to_bytes()`, a secret.
+        shard: index of the shard.
+        memory_bytes: size of the memory.
+        layers: offset of the first page, bytes of a page, and bytes from one page to the next, of each layer.
+        blocks: number of the engine's blocks.
+        fingerprint: of the engine's pages.
+        deadline_ms: as in `OffloadShard.join`.
+    """
+
+    grant: bytes
+    shard: int
+    memory_bytes: int
+    layers: tuple[tuple[int, int, int], ...]
+    blocks: int
+    fingerprint: bytes
+    deadline_ms: int
+
+
+class Store(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """To the process: carry out stores, together."""
+
+    number: int
+    jobs: tuple[PackedJob, ...]
+
+
+class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """To the process: carry out a load."""
+
+    number: int
+    job: PackedJob
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """From the process: it has joined."""
+
+    epoch: int
+
+
+class NotReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """From the process: it could not join, and ends. A code comes from a `RequestError`."""
+
+    code: ErrorCode | None
+    message: str
+    fix: str = ""
+
+
+class Outcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """How an order has ended. The daemon was told; where that failed, `error` says so.
+
+    Attributes:
+        number: of the order, as `CopyProcess.store` and `load` returned it.
+        bad: as `OffloadShard.load` returns them; empty for stores.
+        error: why no block counts as copied; "" = the order was carried out.
+    """
+
+    number: int
+    bad: tuple[int, ...] = ()
+    error: str = ""
+
+
+Order = Store | Load
+Answer = Ready | NotReady | Outcome
+
+encode: Final = msgspec.msgpack.Encoder().encode
+decode_begin: Final = msgspec.msgpack.Decoder(Begin).decode
+decode_order: Final[msgspec.msgpack.Decoder[Order]] = msgspec.msgpack.Decoder(Order)
+decode_answer: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+
+
+class MessageStream:
+    """Messages over a connected stream socket, which it takes over."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        """The descriptor; readable when something has come, or the other process is gone."""
+        return self._socket.fileno()
+
+    def send(self, message: msgspec.Struct, timeout_s: float | None) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the other process is gone, or has not taken the message in time (TimeoutError).
+        """
+        data = encode(message)
+        self._socket.settimeout(timeout_s)
+        self._socket.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+
+    def receive(self, timeout_s: float | None) -> Iterator[bytes]:
+        """Read once; the messages that are whole now, perhaps none.
+
+        Raises:
+            EOFError: the other process is gone.
+            BlockingIOError, TimeoutError: nothing has come in time.
+        """
+        self._socket.settimeout(timeout_s)
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise EOFError
+        self._received += data
+        return self._whole()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _whole(self) -> Iterator[bytes]:
+        at, received = 0, self._received
+        messages: list[bytes] = []
+        while len(received) - at >= _LENGTH_BYTES:
+            start = at + _LENGTH_BYTES
+            end = start + int.from_bytes(received[at:start], "little")
+            if end > len(received):
+                break
+            messages.append(bytes(received[start:end]))
+            at = end
+        del received[:at]
+        return iter(messages)

@@ -1,0 +1,146 @@
+"""Deaths around a copy process: orders fail, nobody gets memory that it may still write, and no byte is ever wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcached_client import Admin, DaemonUnreachable
+from kvcached_client.failpoints import LOG_VARIABLE, VARIABLE
+from tests.copy_process.engine import CONFIG, PATIENCE_S, Engine
+from tests.daemon.conftest import RunningDaemon, started
+from tests.daemon.supervised import supervised
+from tests.daemon.test_offload import host, is_sound, nothing_held, seconds_until
+from tests.line_process import LineProcess
+
+#: Where a process that stores, and then loads, may die.
+PLACES = (
+    "blocks.store.cleared",
+    "blocks.copy",
+    "blocks.store.copied",
+    "blocks.store.header@3",
+    "offload.store.written",
+    "blocks.copy@2",
+    "offload.load.copied",
+)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
+    with started(tmp_path, CONFIG) as running:
+        yield running
+
+
+@pytest.fixture
+def engine_process(daemon: RunningDaemon, tmp_path: Path) -> Iterator[LineProcess]:
+    """An engine whose copy process is stopped when it has copied the bytes of its first store, and no header."""
+    stop = {VARIABLE: "blocks.store.copied=stop", LOG_VARIABLE: str(tmp_path / "reached")}
+    process = LineProcess("tests.copy_process.engine", str(daemon.run_dir), environment={**os.environ, **stop})
+    try:
+        assert process.hear() == "ready"
+        yield process
+    finally:
+        process.end()
+
+
+def is_pool_used(run_dir: Path) -> bool:
+    with Admin.connect(run_dir, deadline_ms=PATIENCE_S * 1000) as admin:
+        return admin.stats().engine_pools[0].used
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    start = time.monotonic()
+    while not reached():
+        assert time.monotonic() - start < PATIENCE_S
+        time.sleep(0.01)
+
+
+def is_stopped(pid: int) -> bool:
+    return "State:\tT" in Path(f"/proc/{pid}/status").read_text()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_copy_process_fails_its_order_and_leaves_no_wrong_byte(
+    daemon: RunningDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """SIGKILL anywhere: the order's outcome says so, the engine connects again, and all that it then hits is right."""
+    name, _, at = place.partition("@")
+    monkeypatch.setenv(VARIABLE, f"{name}=kill@{at or 1}")
+    monkeypatch.setenv(LOG_VARIABLE, str(tmp_path / "reached"))
+    with Engine(daemon.run_dir) as engine:
+        ends = [engine.store("a", 8)]
+        if not ends[0]:
+            ends.append(engine.load("a", 8))
+        assert ends[-1] == "the copy process has ended with status -9"
+        assert (tmp_path / "reached").read_text().split() == [name]
+
+        engine.reconnect()
+        assert seconds_until(daemon.run_dir, nothing_held) <= 1
+        hit = engine.scheduler.hit("a", 8)
+        assert hit == (8 if len(ends) > 1 else 0)
+        if not hit:
+            assert engine.store("a", 8) == ""
+        assert engine.load("a", 8) == "8 True"
+    assert is_sound(daemon)
+
+
+def test_dead_engine_s_memory_and_slots_wait_for_the_death_of_its_copy_process(
+    daemon: RunningDaemon, engine_process: LineProcess
+) -> None:
+    """While a stopped copy process could go on, nobody gets its host slots, nor the device memory that it maps."""
+    pid = int(engine_process.ask("pid"))
+    assert engine_process.ask("begin_store a 8") == "1"
+    wait_until(lambda: is_stopped(pid))
+    engine_process.end()
+    seconds_until(daemon.run_dir, lambda stats: stats.states["quarantined"] == 8)
+    assert is_pool_used(daemon.run_dir)
+
+    os.kill(pid, signal.SIGCONT)  # it finds that the engine is dead, and ends
+    assert seconds_until(daemon.run_dir, nothing_held) <= PATIENCE_S
+    wait_until(lambda: not is_pool_used(daemon.run_dir))
+    with Engine(daemon.run_dir) as engine:
+        assert engine.scheduler.hit("a", 8) in {0, 8}
+        assert engine.store("b", 8) == ""
+        assert engine.load("b", 8) == "8 True"
+    assert is_sound(daemon)
+
+
+def test_idle_copy_process_ends_with_its_engine(daemon: RunningDaemon) -> None:
+    """SIGKILL of the engine ends the process, too; what it stored is there for the next engine."""
+    process = LineProcess("tests.copy_process.engine", str(daemon.run_dir))
+    try:
+        assert process.hear() == "ready"
+        pid = int(process.ask("pid"))
+        assert process.ask("store a 8") == ""
+    finally:
+        process.end()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
+    assert seconds_until(daemon.run_dir, nothing_held) <= 1
+    with Engine(daemon.run_dir) as engine:
+        assert engine.load("a", 8) == "8 True"
+
+
+def test_copy_process_ends_with_the_daemon_and_the_engine_goes_on_with_the_next_one(tmp_path: Path) -> None:
+    """SIGKILL of the daemon: the descriptor becomes readable; after a reconnect the blocks are there and are right."""
+    with supervised(tmp_path, CONFIG) as daemon, Engine(daemon.run_dir) as engine:
+        assert engine.store("a", 8) == ""
+        daemon.kill_and_wait()
+        wait_until(lambda: not (engine.copies.outcomes() or _is_alive(engine)))
+
+        engine.reconnect()
+        assert engine.load("a", 8) == "8 True"
+        assert engine.store("b", 8) == ""
+        assert host(daemon.run_dir).states["cached"] == 16
+
+
+def _is_alive(engine: Engine) -> bool:
+    try:
+        engine.copies.fileno()
+    except DaemonUnreachable:
+        return False
+    return True
