@@ -36,7 +36,7 @@ from kvcached_client.transport.attach import SessionGrant
 
 __all__ = ["CopyProcess", "EngineMemory", "Outcome"]
 
-MODULE: Final = "kvcached_client.copy_process.main"
+MODULE: Final = "kvcached_client.copy_process"
 #: The interpreter and its modules have to be read, on a machine that may be busy.
 START_MS_MAX: Final = 30_000
 #: A process that does not take an order, or does not end, for so long, is killed.

@@ -1,4 +1,4 @@
-"""The copy process: ``python -m kvcached_client.copy_process.main CONNECTION MEMORY PARENT``, started by an engine.
+"""The copy process: ``python -m kvcached_client.copy_process CONNECTION MEMORY PARENT``, started by an engine.
 
 CONNECTION and MEMORY are inherited descriptors. The one of the memory stays open, because a lock of the engine may
 belong to it. Loads go before stores. Every end of the process is sudden: what it was copying fails with it.
@@ -12,7 +12,6 @@ import mmap
 import os
 import select
 import socket
-import sys
 import threading
 from collections import deque
 from typing import Final, NoReturn
@@ -164,7 +163,3 @@ def _not_ready(error: KvcachedError) -> NotReady:
     if isinstance(error, RequestError):
         return NotReady(error.code, error.message, error.fix)
     return NotReady(None, str(error))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

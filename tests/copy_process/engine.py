@@ -6,7 +6,9 @@ Its argument is the daemon's run directory. It serves `Engine` in lines.
 from __future__ import annotations
 
 import ctypes
+import os
 import select
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -124,6 +126,13 @@ class Engine:
         (outcome,) = found
         assert outcome.number == number
         return outcome
+
+    def fork(self) -> int:
+        """A forked child, which has this process's descriptors and does nothing; the test ends it."""
+        if child := os.fork():
+            return child
+        signal.pause()
+        os._exit(0)
 
     def pid(self) -> int:
         """Of the copy process."""

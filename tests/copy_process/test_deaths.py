@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
+import select
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvcached_client import Admin, DaemonUnreachable
+from kvcached_client import Admin, DaemonUnreachable, Stale
 from kvcached_client.failpoints import LOG_VARIABLE, VARIABLE
 from tests.copy_process.engine import CONFIG, PATIENCE_S, Engine
 from tests.daemon.conftest import RunningDaemon, started
@@ -28,6 +31,8 @@ PLACES = (
     "blocks.copy@2",
     "offload.load.copied",
 )
+
+KILLED = "the copy process has ended with status -9"
 
 
 @pytest.fixture
@@ -76,7 +81,7 @@ def test_killed_copy_process_fails_its_order_and_leaves_no_wrong_byte(
         ends = [engine.store("a", 8)]
         if not ends[0]:
             ends.append(engine.load("a", 8))
-        assert ends[-1] == "the copy process has ended with status -9"
+        assert ends[-1] == KILLED
         assert (tmp_path / "reached").read_text().split() == [name]
 
         engine.reconnect()
@@ -111,15 +116,19 @@ def test_dead_engine_s_memory_and_slots_wait_for_the_death_of_its_copy_process(
 
 
 def test_idle_copy_process_ends_with_its_engine(daemon: RunningDaemon) -> None:
-    """SIGKILL of the engine ends the process, too; what it stored is there for the next engine."""
+    """SIGKILL of the engine ends the process, though a forked child has its connection and the daemon says nothing."""
     process = LineProcess("tests.copy_process.engine", str(daemon.run_dir))
     try:
         assert process.hear() == "ready"
-        pid = int(process.ask("pid"))
+        child, copies = int(process.ask("fork")), os.pidfd_open(int(process.ask("pid")))
         assert process.ask("store a 8") == ""
+        daemon.process.send_signal(signal.SIGSTOP)
     finally:
         process.end()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
+    assert select.select([copies], [], [], PATIENCE_S)[0]
+    os.close(copies)
+    os.kill(child, signal.SIGKILL)
+    daemon.process.send_signal(signal.SIGCONT)
     assert seconds_until(daemon.run_dir, nothing_held) <= 1
     with Engine(daemon.run_dir) as engine:
         assert engine.load("a", 8) == "8 True"
@@ -136,6 +145,39 @@ def test_copy_process_ends_with_the_daemon_and_the_engine_goes_on_with_the_next_
         assert engine.load("a", 8) == "8 True"
         assert engine.store("b", 8) == ""
         assert host(daemon.run_dir).states["cached"] == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_no_byte_is_wrong_whenever_copy_processes_are_killed(daemon: RunningDaemon, seed: int) -> None:
+    """SIGKILL at random instants of copies, 20 times: every order ends, and every block that is hit is right."""
+    chance = random.Random(seed)
+    with Engine(daemon.run_dir) as engine:
+        for _ in range(20):
+            name, pid = chance.choice("abcd"), engine.copies.pid
+            killer = threading.Timer(chance.random() / 50, os.kill, (pid, signal.SIGKILL))
+            killer.start()
+            for _ in range(10):
+                assert_right(engine, name)
+                name = chance.choice("abcd")
+                if not _is_alive(engine):
+                    break
+            killer.join()
+            engine.reconnect()
+        for name in "abcd":
+            assert_right(engine, name)
+    assert is_sound(daemon)
+
+
+def assert_right(engine: Engine, name: str) -> None:
+    """Load a prompt if it is there, else store it. The copy process may die meanwhile."""
+    try:
+        if engine.scheduler.hit(name, 8):
+            assert engine.load(name, 8) in {"8 True", KILLED}
+        else:
+            assert engine.store(name, 8) in {"", KILLED}
+    except (Stale, DaemonUnreachable):
+        pass
 
 
 def _is_alive(engine: Engine) -> bool:

@@ -14,9 +14,40 @@ from kvcached.service.engine_verbs import OffloadVerbs
 from kvcached.service.offload_admission import OffloadAdmission
 from kvcached.service.sessions import EngineGroup
 from kvcached_client.blocks import transfers
+from kvcached_client.copy_process import main as copy_process
+from kvcached_client.copy_process.client import CopyProcess
 from kvcached_client.cuda import copier, device
 from kvcached_client.cuda.copier import CudaCopier
 from tests.mutants.mutant import caught_by, rewrite
+
+_DEATHS = "tests/copy_process/test_deaths.py::"
+
+
+@caught_by(_DEATHS + "test_idle_copy_process_ends_with_its_engine")
+def copy_process_waits_for_its_connection_only(patch: pytest.MonkeyPatch) -> None:
+    """A copy process lives on while a forked child of its dead engine has the connection."""
+    rewrite(
+        patch, copy_process.serve, "connection.fileno(), engine, shard.fileno()", "connection.fileno(), shard.fileno()"
+    )
+
+
+@caught_by(_DEATHS + "test_dead_engine_s_memory_and_slots_wait_for_the_death_of_its_copy_process")
+def copy_process_has_no_lock(patch: pytest.MonkeyPatch) -> None:
+    """The lock of an engine's memory is gone with the engine, though its copy process may still write there."""
+    inherited = "mapped = map_sealed(memory,"
+    other = 'os.open(f"/proc/self/fd/{memory}", os.O_RDWR)'
+    rewrite(patch, copy_process.join, inherited, f"other = {other}\nos.close(memory)\nmapped = map_sealed(other,")
+
+
+@caught_by(_DEATHS + "test_killed_copy_process_fails_its_order_and_leaves_no_wrong_byte")
+def orders_of_a_dead_copy_process_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """The orders that a copy process had when it died have no outcome."""
+    rewrite(
+        patch,
+        CopyProcess.outcomes,
+        "found += [Outcome(number, error=self._ending()) for number in sorted(self._open)]",
+        "pass",
+    )
 
 
 @caught_by("tests/client/test_block_transfers.py::test_blocks_of_the_trusted_epoch_are_not_compared")
