@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from kvcached.memory.sealed import SharedMemory
 from kvcached.worker.messages import ERROR_SIZE_CHARS_MAX, HostRegistered, WorkerConfig
@@ -13,6 +14,9 @@ from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.driver import CudaFailure, Driver
 from kvcached_client.cuda.host import HostPool, shard_ranges
+
+#: What says nothing about the memory that was to be opened.
+_MAY_PASS: Final = frozenset({"CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"})
 
 
 class CudaMemory:
@@ -60,7 +64,7 @@ def _opened(device: Device, descriptor: int, size_bytes: int) -> DeviceMemory:
     try:
         return device.open_memory(descriptor, size_bytes)
     except CudaFailure as error:
-        if error.result == "CUDA_ERROR_OUT_OF_MEMORY":
+        if error.result in _MAY_PASS:
             raise
         device.make_memory(1).close()  # raises where it is the device that does not work
         raise MemoryGone(f"the memory that was kept is not known to device {device.uuid}: {error}") from None

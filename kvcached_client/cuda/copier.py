@@ -42,7 +42,11 @@ class CudaCopier:
     def __init__(self, device: Device, host: range) -> None:
         self._host = host
         self._to_host = device.make_stream()
-        self._to_device = device.make_stream()
+        try:
+            self._to_device = device.make_stream()
+        except BaseException:
+            self._to_host.close()
+            raise
 
     def wait(self, event: Event) -> None:
         """Copies from now on begin when the event is over. The caller does not wait."""
@@ -86,8 +90,10 @@ class CudaCopier:
         Raises:
             CudaFailure: the device has failed.
         """
-        for stream in (self._to_host, self._to_device):
-            stream.finish()
+        try:
+            self._to_host.finish()
+        finally:
+            self._to_device.finish()
 
     def _queue(self, batch: Batch) -> _UnderWay:
         numbers = np.frombuffer(batch.pieces, np.int64).reshape(-1, 3).astype(np.uint64)

@@ -41,9 +41,13 @@ class Device:
         self.uuid = _uuid(driver, self._device)
         self.name: str = driver.call("cuDeviceGetName", 256, self._device).partition(b"\0")[0].decode()
         self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
-        self.use()
         minimum = driver.names.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity_bytes: int = driver.call("cuMemGetAllocationGranularity", self._properties(), minimum)
+        try:
+            self.use()
+            self.granularity_bytes: int = driver.call("cuMemGetAllocationGranularity", self._properties(), minimum)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def of_uuid(cls, driver: Driver, wanted: str) -> Self:
@@ -261,7 +265,11 @@ class RegisteredMemory:
         self.address = address
         self.size_bytes = size_bytes
         self._is_open = True
-        self.device_address = int(self._driver.call("cuMemHostGetDevicePointer", address, 0))
+        try:
+            self.device_address = int(self._driver.call("cuMemHostGetDevicePointer", address, 0))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End that. No queued copy may use the memory any more. Does nothing the second time."""

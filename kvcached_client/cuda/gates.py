@@ -144,12 +144,12 @@ class LayerGates:
                 finally:
                     stream.close()
         except CudaFailure as error:
+            if registered is not None:  # whoever has no gates frees their memory
+                with device.current():
+                    registered.close()
             if error.result not in _CANNOT_WAIT:
                 raise
             _log.info("streams cannot wait for layers, so the host does: %s", error)
-            if registered is not None:
-                with device.current():
-                    registered.close()
             return None
         return registered
 

@@ -32,7 +32,11 @@ class CudaBuffer:
         driver = Driver()
         with own_context(driver):
             owner = Device.of_uuid(driver, device)
-            memory = owner.open_memory(descriptor, owner.whole_granules(size_bytes))
+            try:
+                memory = owner.open_memory(descriptor, owner.whole_granules(size_bytes))
+            except BaseException:
+                owner.close()
+                raise
         self.address = memory.address
         self.ordinal = owner.ordinal
         self._device = owner

@@ -194,3 +194,36 @@ def cuda_shard_closed_under_a_copy(patch: pytest.MonkeyPatch) -> None:
 def cuda_gates_without_deadline(patch: pytest.MonkeyPatch) -> None:
     """The host waits for a layer much longer than the step's deadline, and the stream with it."""
     rewrite(patch, LayerGates.open_by_layer, "max(0, (deadline_ns - time.monotonic_ns()) // 1_000_000)", "10_000")
+
+
+_REFUSED = "tests/cuda/test_refusals.py::test_refused_call_leaves_nothing"
+
+
+@caught_by(_REFUSED)
+def cuda_context_kept_by_a_device_that_failed(patch: pytest.MonkeyPatch) -> None:
+    """A device that could not be opened to the end keeps its context."""
+    rewrite(patch, Device.__init__, "self.close()", "pass")
+
+
+@caught_by(_REFUSED)
+def cuda_context_kept_by_a_pool_that_failed(patch: pytest.MonkeyPatch) -> None:
+    """A pool that cannot be mapped keeps the context of its device."""
+    rewrite(patch, mapping.CudaBuffer.__init__, "owner.close()", "pass")
+
+
+@caught_by(_REFUSED)
+def cuda_gates_that_failed_stay_registered(patch: pytest.MonkeyPatch) -> None:
+    """Gates that could not be made to the end stay registered, and their memory goes."""
+    rewrite(patch, LayerGates._register, "registered.close()", "pass")
+
+
+@caught_by(_REFUSED)
+def cuda_memory_stays_registered(patch: pytest.MonkeyPatch) -> None:
+    """Host memory of which the driver gives no address stays registered."""
+    rewrite(patch, device.RegisteredMemory.__init__, "self.close()", "pass")
+
+
+@caught_by(_REFUSED)
+def cuda_stream_of_a_copier_that_failed(patch: pytest.MonkeyPatch) -> None:
+    """A copier without its second stream keeps the first one."""
+    rewrite(patch, CudaCopier.__init__, "self._to_host.close()", "pass")
