@@ -40,8 +40,8 @@ verify = "always"
 [offload]
 device_memory_bytes = "2MiB"
 """
-#: Longer than a process takes to start, and a busy machine to go on.
-PATIENCE_S = 60
+#: Longer than a process takes to start, and a busy machine to go on; shorter than a test may take.
+PATIENCE_S = 30
 
 
 class Engine:

@@ -100,12 +100,13 @@ def test_dead_engine_s_memory_and_slots_wait_for_the_death_of_its_copy_process(
     """While a stopped copy process could go on, nobody gets its host slots, nor the device memory that it maps."""
     pid = int(engine_process.ask("pid"))
     assert engine_process.ask("begin_store a 8") == "1"
-    wait_until(lambda: is_stopped(pid))
-    engine_process.end()
-    seconds_until(daemon.run_dir, lambda stats: stats.states["quarantined"] == 8)
-    assert is_pool_used(daemon.run_dir)
-
-    os.kill(pid, signal.SIGCONT)  # it finds that the engine is dead, and ends
+    try:
+        wait_until(lambda: is_stopped(pid))
+        engine_process.end()
+        seconds_until(daemon.run_dir, lambda stats: stats.states["quarantined"] == 8)
+        assert is_pool_used(daemon.run_dir)
+    finally:
+        os.kill(pid, signal.SIGCONT)  # it finds that the engine is dead, and ends
     assert seconds_until(daemon.run_dir, nothing_held) <= PATIENCE_S
     wait_until(lambda: not is_pool_used(daemon.run_dir))
     with Engine(daemon.run_dir) as engine:
@@ -125,10 +126,12 @@ def test_idle_copy_process_ends_with_its_engine(daemon: RunningDaemon) -> None:
         daemon.process.send_signal(signal.SIGSTOP)
     finally:
         process.end()
-    assert select.select([copies], [], [], PATIENCE_S)[0]
-    os.close(copies)
-    os.kill(child, signal.SIGKILL)
-    daemon.process.send_signal(signal.SIGCONT)
+    try:
+        assert select.select([copies], [], [], PATIENCE_S)[0]
+    finally:
+        os.close(copies)
+        os.kill(child, signal.SIGKILL)
+        daemon.process.send_signal(signal.SIGCONT)
     assert seconds_until(daemon.run_dir, nothing_held) <= 1
     with Engine(daemon.run_dir) as engine:
         assert engine.load("a", 8) == "8 True"
