@@ -28,7 +28,7 @@ from kvcached.core.messages import (
     WorkerDied,
 )
 from kvcached.core.namespaces import Generations, Namespaces, NamespaceSpec, PoolSpec, Trees
-from kvcached.core.offload import Offload
+from kvcached.core.offload import Offload, longest_hit
 from kvcached.core.pins import Pins
 from kvcached.core.session import OffloadSession, Sessions
 from kvcached.core.sleep import Sleeps
@@ -236,12 +236,12 @@ class Cache:
         if session_id in self.offload.sessions:
             session = self.offload.sessions.active(session_id)
             limit = session.hit_limit(keys, tokens, full=full)
-            run, depth = session.tree.root, 0
+            depth = longest_hit(session.tree, keys, limit)[1]
         else:
             session = self.managed.session_at(session_id, epoch)
             limit = session.hit_limit(keys, tokens, full=full)
             run, depth = session.tree.match(keys, limit, session.pool.index)
-        depth = session.tree.match_host(run, depth, keys, limit)[1]
+            depth = session.tree.match_host(run, depth, keys, limit)[1]
         chain = Chain(session.tree, keys[: limit * KEY_SIZE], depth, session.block_size, rate)
         return self.storage.prefetch(session_id, chain)
 

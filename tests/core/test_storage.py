@@ -248,6 +248,21 @@ def test_two_requests_share_a_prefetch(new_world: Callable[..., StorageWorld]) -
     assert sum(isinstance(effect, QueryStorage) for effect in effects) == 1
 
 
+def test_blocks_that_are_being_stored_are_no_hit_of_a_prefetch(new_world: Callable[..., StorageWorld]) -> None:
+    """A prefetch begins where the hit ends, not behind what others store: should they fail, storage was asked."""
+    world = new_world(backup=BackupPolicy.NEVER)
+    writer, reader = OffloadEngine(world.cache), OffloadEngine(world.cache)
+    store(world, writer, "ab")
+    plan = writer.prepare(writer.acquire("abcdef"), "abcdef")
+    asked = world.prefetch(reader.session, "abcdef")
+    effects = world.take()
+    writer.commit(plan.transfer, "failed")
+    world.answer_all()
+
+    assert [len(each.keys) // 16 for each in effects if isinstance(each, QueryStorage)] == [4]
+    assert (asked.end, asked.inserted, reader.hit("abcdef")) == (PrefetchEnd.NOTHING, 2, 2)
+
+
 def test_blocks_that_were_stored_meanwhile_are_given_back(new_world: Callable[..., StorageWorld]) -> None:
     """Where an engine has stored the same blocks during a fetch, its copies stay, and the others' slots are free."""
     world = new_world()
