@@ -24,6 +24,8 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S: Final = 60
 _ANSWER_TIMEOUT_S: Final = 60
 _STOP_TIMEOUT_S: Final = 10
+#: In /proc/PID/stat, counted behind the name.
+_GROUP_FIELD: Final = 2
 #: Runs a module as ``python -m`` does, after it has asked the kernel (PR_SET_PDEATHSIG) for a signal at the end of the
 #: process that started it. A demo that gets a SIGKILL can end nothing itself.
 _BOUND_TO_PARENT: Final = (
@@ -103,10 +105,33 @@ class Program:
             self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, and wait for the program."""
-        with contextlib.suppress(ProcessLookupError):  # nobody of it is left
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """SIGKILL to the whole group, and wait until all of it is dead: until then nobody else gets its device pool."""
+        with contextlib.ExitStack() as stack:
+            members = [pidfd for pid in _members(self.process.pid) if (pidfd := _watched(pid, stack)) is not None]
+            with contextlib.suppress(ProcessLookupError):  # nobody of it is left
+                os.killpg(self.process.pid, signal.SIGKILL)
+            for pidfd in members:
+                select.select([pidfd], [], [], _STOP_TIMEOUT_S)
         self.process.communicate()
+
+
+def _members(group: int) -> Iterator[int]:
+    """The processes of a process group."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # one that has just ended
+            pid, _, fields = status.read_text().partition(" ")
+            if int(fields.rpartition(")")[2].split()[_GROUP_FIELD]) == group:
+                yield int(pid)
+
+
+def _watched(pid: int, stack: contextlib.ExitStack) -> int | None:
+    """A descriptor that is readable when a process is dead, until the stack ends; None if it is gone."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    stack.callback(os.close, pidfd)
+    return pidfd
 
 
 class SupervisedDaemon(Program):

@@ -143,6 +143,17 @@ def test_demo_keeps_a_killed_daemon_down(tmp_path: Path) -> None:
     assert program.process.returncode == 0
 
 
+def test_killed_group_is_dead_when_kill_returns(tmp_path: Path) -> None:
+    """Not only the program itself: while a child of it dies, a successor would be refused the child's device pool."""
+    program = Program("any", ["tests.engine.large_child"], tmp_path)
+    pidfd = os.pidfd_open(int(program.stdout.readline()))
+    try:
+        program.kill()
+        assert select.select([pidfd], [], [], 0)[0]
+    finally:
+        os.close(pidfd)
+
+
 def round_of(source: Source, hit_tokens: list[int], loaded_tokens: list[int]) -> Round:
     return Round(
         name="engine killed",
