@@ -49,10 +49,7 @@ def kv_tensors(model: Model) -> list[KvTensor]:
     Raises:
         ValueError: the model cannot be served, and why.
     """
-    if model.training:
-        raise ValueError("the model is in training mode, in which it computes something else: call model.eval()")
-    if any(getattr(model.config, name, None) is not None for name in _OTHER_INPUTS):
-        raise ValueError(f"{type(model).__name__} also takes images or sound, which the tokens of a prompt do not name")
+    _check(model)
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
@@ -63,6 +60,24 @@ def kv_tensors(model: Model) -> list[KvTensor]:
                 "only models whose layers all have full attention can be served"
             )
     return [KvTensor(each.shape[1], each.shape[3], each.dtype, each.device) for each in tensors_of(cache)]
+
+
+def _check(model: Model) -> None:
+    """Raise ValueError where equal tokens need not have equal KV."""
+    name = type(model).__name__
+    if model.training:
+        raise ValueError("the model is in training mode, in which it computes something else: call model.eval()")
+    if any(getattr(model.config, each, None) is not None for each in _OTHER_INPUTS):
+        raise ValueError(f"{name} also takes images or sound, which the tokens of a prompt do not name")
+    if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(f"{name} has adapters that may be switched while it runs: merge them (merge_and_unload)")
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)  # of the whole model, or of each kind of layer
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind and ("dynamic" in kind or kind == "longrope"):
+                raise ValueError(
+                    f"{name} has rotary embeddings of kind {kind}: its keys depend on the text behind them"
+                )
 
 
 def tensors_of(cache: DynamicCache) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicCache
 from kvcached_client.blocks.transfers import BlockJob, Indices, JobSpan
 from kvcached_client.errors import KvcachedError
 from kvcached_client.keys import KeyChain
-from kvcached_client.offload import OffloadClient, OffloadLayout, Piece, new_instance
+from kvcached_client.offload import OffloadClient, OffloadLayout, Piece, PreparedStore, new_instance
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.transformers.model import Model, identity, kv_tensors
 from kvcached_client.transformers.staging import Staging, cache_of
@@ -55,7 +55,7 @@ class _Session:
 class PromptCache:
     """Stored KV of the prompts of one model. Made by `connect`; a context manager, for one thread.
 
-    The model must stay as it is: after a change of its weights or adapters, connect again.
+    The model must stay as it is: after a change of its weights, connect again.
     """
 
     def __init__(self, model: Model, run_dir: str | os.PathLike[str] | None, block_size: int, deadline_ms: int) -> None:
@@ -92,7 +92,7 @@ class PromptCache:
         """
         cache = cls(model, run_dir, block_size, deadline_ms)
         with cache._guarded():
-            pass
+            session.client.cancel_store(plan.transfer, f"{type(error).__name__}: {error}")
         return cache
 
     def load(self, input_ids: torch.Tensor) -> DynamicCache:
@@ -176,20 +176,29 @@ class PromptCache:
             while depth < chain.block_count:
                 stop = min(depth + self._staging.blocks, chain.block_count)
                 plan = session.client.prepare_store(lease, depth, chain.key_range(depth, stop))
-                if plan.transfer and sum(piece.blocks for piece in plan.pieces) > self._staging.blocks:
-                    session.client.cancel_store(plan.transfer, "copies of earlier blocks were lost, too many at once")
+                if plan.transfer and not self._copied(session, chain, plan, cache):
                     return
-                if plan.transfer:
-                    spans, place = [], 0
-                    for piece in plan.pieces:
-                        self._staging.fill(place, cache, piece.start, piece.start + piece.blocks)
-                        spans.append(_span(chain, piece, place, plan.slots[place : place + piece.blocks]))
-                        place += piece.blocks
-                    session.shard.store(BlockJob(plan.transfer, plan.generation, tuple(spans)))
                 if plan.depth <= depth:
                     return  # the host pool has no room
                 depth = plan.depth
                 yield depth
+
+    def _copied(self, session: _Session, chain: KeyChain, plan: PreparedStore, cache: DynamicCache) -> bool:
+        """Make a prepared store, or call it off; False if the buffer has no room for its blocks."""
+        if sum(piece.blocks for piece in plan.pieces) > self._staging.blocks:
+            session.client.cancel_store(plan.transfer, "copies of earlier blocks were lost, too many at once")
+            return False
+        spans, place = [], 0
+        try:
+            for piece in plan.pieces:
+                self._staging.fill(place, cache, piece.start, piece.start + piece.blocks)
+                spans.append(_span(chain, piece, place, plan.slots[place : place + piece.blocks]))
+                place += piece.blocks
+        except BaseException as error:
+            session.client.cancel_store(plan.transfer, f"{type(error).__name__}: {error}")
+            raise
+        session.shard.store(BlockJob(plan.transfer, plan.generation, tuple(spans)))
+        return True
 
     @contextlib.contextmanager
     def _lease(self, session: _Session, chain: KeyChain, tokens: int, *, full: bool) -> Iterator[tuple[LeaseId, int]]:

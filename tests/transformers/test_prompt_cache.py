@@ -109,6 +109,24 @@ def test_damaged_block_ends_what_is_found(run_dir: Path, monkeypatch: pytest.Mon
         assert asked(model, prompts, tokens(200)) == 3 * BLOCK_SIZE
 
 
+def test_store_that_fails_here_is_called_off(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the engine's own side is raised; the blocks' slots are free again, and are stored by the next try."""
+    model = llama(10)
+
+    def fill(*_: object) -> None:
+        raise MemoryError
+
+    with PromptCache.connect(model, run_dir) as prompts:
+        cache = prompts.load(tokens(40))
+        output = generated(model, tokens(40), cache)
+        with monkeypatch.context() as patched:
+            patched.setattr(staging.Staging, "fill", fill)
+            with pytest.raises(MemoryError):
+                prompts.store(output, cache)
+        assert prompts.store(output, cache) == 48
+        assert asked(model, prompts, tokens(40)) == 32
+
+
 def test_daemon_that_comes_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a daemon everything is computed; one that comes is used, and nothing fails when it is killed."""
     model, run_dir = llama(6), tmp_path / "run"
@@ -147,6 +165,13 @@ def test_models_that_cannot_be_served_are_refused(run_dir: Path) -> None:
         PromptCache.connect(mistral(), run_dir)
     with pytest.raises(ValueError, match=r"training mode"):
         PromptCache.connect(llama().train(), run_dir)
+    rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match=r"of kind dynamic: its keys depend on the text behind them"):
+        PromptCache.connect(llama(rope_parameters=rotary), run_dir)
+    model = llama()
+    model.peft_config = {"default": None}
+    with pytest.raises(ValueError, match=r"merge_and_unload"):
+        PromptCache.connect(model, run_dir)
     model = llama()
     model.config.vision_config = {"hidden_size": 8}
     with pytest.raises(ValueError, match=r"images or sound"):
