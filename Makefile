@@ -7,8 +7,9 @@
 # compiled (the core's tests on a compiled core), mutants (mistakes that tests must catch) and vllm (real vLLM servers on
 # the daemon).
 #
-# Others: make env (.venv, which these make first), lint, format, bench (benchmarks), vllm-env (what real vLLM servers run
-# in), bench-vllm (figures with real vLLMs), replay (recorded conversations against vLLM, with a figure), clean.
+# Others: make env (.venv, which these make first), lock (newer versions of what is in it), lint, format, bench
+# (benchmarks), vllm-env (what real vLLM servers run in), bench-vllm (figures with real vLLMs), replay (recorded
+# conversations against vLLM, with a figure), clean.
 #
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
 # TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=URL
@@ -23,6 +24,7 @@ VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+LOCK := tests/environment.lock.txt
 VLLM_STAMP := $(VLLM_VENV)/.complete
 VLLM_LOCK := $(wildcard tests/vllm/environment/*.lock.txt)
 CLIENT := $(shell find kvcached_client -name build -prune -o -name '*.py' -print -o -name '*.c' -print) kvcached_client/pyproject.toml
@@ -33,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test full slow compiled: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all full compiled slow mutants lint format bench vllm vllm-env bench-vllm replay clean
+.PHONY: help env lock demo test test-all full compiled slow mutants lint format bench vllm vllm-env bench-vllm replay clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -41,7 +43,7 @@ help:
 env: $(STAMP)
 
 # torch comes first and by itself: then nothing later can replace it by another build.
-$(STAMP): pyproject.toml kvcached_client/pyproject.toml
+$(STAMP): pyproject.toml kvcached_client/pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "kvcached needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." >&2; \
 	    echo "Name another one: make $(or $(MAKECMDGOALS),env) PYTHON=python3.12" >&2; exit 1; }
@@ -52,9 +54,16 @@ $(STAMP): pyproject.toml kvcached_client/pyproject.toml
 	@echo "==> torch $(TORCH_VERSION) (large: minutes on a slow line)"
 	@$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION)
 	@echo "==> kvcached and its development tools"
-	@$(PIP) install --quiet -e ./kvcached_client -e '.[dev,examples]'
+	@$(PIP) install --quiet --constraint $(LOCK) -e ./kvcached_client -e '.[dev,examples]'
 	@touch $(STAMP)
 	@echo "==> environment complete"
+
+# The newest versions that pyproject.toml allows, written down: run everything with them before they are committed.
+lock: env
+	@$(PIP) install --quiet --upgrade --upgrade-strategy eager torch==$(TORCH_VERSION) -e ./kvcached_client -e '.[dev,examples]'
+	@head -2 $(LOCK) >$(LOCK).new
+	@$(PIP) freeze --exclude-editable | grep -v '^torch==' >>$(LOCK).new
+	@mv $(LOCK).new $(LOCK)
 
 demo: env
 	@$(BIN)/kvcached demo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -51,8 +52,9 @@ def kv_tensors(model: Model) -> list[KvTensor]:
     """
     _check(model)
     cache = DynamicCache(config=model.config)
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with torch.inference_mode():
-        model(torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+        model(token, use_cache=True, **{_cache_argument(model): cache})
     for number, layer in enumerate(cache.layers):
         if type(layer) is not DynamicLayer:
             raise ValueError(
@@ -60,6 +62,11 @@ def kv_tensors(model: Model) -> list[KvTensor]:
                 "only models whose layers all have full attention can be served"
             )
     return [KvTensor(each.shape[1], each.shape[3], each.dtype, each.device) for each in tensors_of(cache)]
+
+
+def _cache_argument(model: Model) -> str:
+    """Which argument takes a cache: `cache` since transformers 5.24, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _check(model: Model) -> None:

@@ -23,6 +23,24 @@ def test_both_distributions_have_the_version_of_the_code() -> None:
     assert f"kvcached-client=={VERSION}" in daemon["dependencies"]
 
 
+def test_environment_of_the_tests_is_locked() -> None:
+    """The lock holds each package that `make env` asks for by name, but torch: none comes in another version unseen."""
+    daemon = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    client = tomllib.loads((ROOT / "kvcached_client/pyproject.toml").read_text())["project"]
+    extras = daemon["optional-dependencies"]
+    wanted = [*daemon["dependencies"], *client["dependencies"], *extras["dev"], *extras["examples"]]
+    lock = (ROOT / "tests/environment.lock.txt").read_text()
+    locked = {canonical(line.partition("==")[0]) for line in lock.splitlines() if not line.startswith("#")}
+
+    assert {canonical(each) for each in wanted} - locked == {"kvcached-client", "torch"}
+
+
+def canonical(requirement: str) -> str:
+    """The name of the package that a requirement asks for, as indexes compare it."""
+    (name,) = re.findall(r"^[A-Za-z0-9._-]+", requirement)
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def unit() -> dict[str, str]:
     """The [Service] section of the systemd unit; of a key that appears twice, the last."""
     parser = configparser.RawConfigParser(strict=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
+from transformers import LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from kvcached_client.offload_shard import OffloadShard
@@ -22,6 +24,7 @@ from tests.project.source_tree import ROOT
 from tests.transformers.models import llama, mistral, tokens
 
 BLOCK_SIZE = 16
+CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 CONFIG = ROOT / "configs/offload-cpu.toml"
 
 
@@ -35,7 +38,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def generated(model: Any, prompt: torch.Tensor, cache: DynamicCache | None = None) -> torch.Tensor:
     """Prompt and likeliest output."""
-    output: torch.Tensor = model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    output: torch.Tensor = model.generate(prompt, max_new_tokens=12, do_sample=False, **{CACHE_ARGUMENT: cache})
     return output
 
 
