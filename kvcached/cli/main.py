@@ -29,6 +29,7 @@ from kvcached.cli.options import (
 )
 from kvcached.cli.serve import capacity, check_config, serve, supervise
 from kvcached.cli.set_up import doctor, init
+from kvcached.cli.top import top
 
 __all__ = ["ExitCode", "main"]
 
@@ -53,6 +54,7 @@ SECTIONS: Final = {
         "health": "Send a real request through every worker.",
         "describe": "Print replicas, layouts, limits, versions.",
         "stats": "Print counters and gauges.",
+        "top": "Show hits, occupancy and copies, again and again.",
         "tree": "Show the index: runs of blocks and their copies.",
         "inspect": "Show where one block is, and which requests hold it.",
         "explain": "Say why a prompt missed.",
@@ -113,7 +115,7 @@ def main() -> None:
 
 
 for _command in (
-    *(init, check_config, capacity, doctor, serve, supervise, explain, pin, unpin),
+    *(init, check_config, capacity, doctor, serve, supervise, top, explain, pin, unpin),
     *(clear, set_weights, set_policy, storage, pause, drain, resume, sleep, wake),
 ):
     main.add_command(_command)

@@ -1,0 +1,151 @@
+"""`kvcached top`: what it computes from reports, its picture, its lines, and a daemon that goes and comes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+import kvcached_client
+from kvcached.cli.main import ExitCode, main
+from kvcached.cli.top import HISTORY_LENGTH, History, Sample, picture
+from kvcached_client.errors import DaemonUnreachable
+from kvcached_client.protocol.engine import StatsReport
+from tests.project.admins import ConnectedAdmin
+from tests.protocol.replies import REPLIES
+
+ASKED = ("top", "--interval-s", "0.1")
+
+
+def report(counters: dict[str, int], **fields: Any) -> StatsReport:
+    """A report that says this, and otherwise what the golden one says."""
+    golden = REPLIES["stats_report"][0]
+    assert isinstance(golden, StatsReport)
+    return msgspec.structs.replace(golden, counters=counters, **fields)
+
+
+def history(*counters: dict[str, int]) -> History:
+    """Samples two seconds apart."""
+    made = History()
+    for number, each in enumerate(counters):
+        made.add(Sample(2.0 * number, report(each)))
+    return made
+
+
+def drawn(shown: History, failure: str = "", width: int = 110) -> str:
+    """A picture as text."""
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(picture(shown, failure))
+    return capture.get()
+
+
+class ListedReports(ConnectedAdmin):
+    """An `Admin` that gives one report after the other; an error is raised."""
+
+    def __init__(self, *replies: StatsReport | Exception) -> None:
+        self._replies = list(replies)
+
+    def stats(self) -> StatsReport:
+        reply = self._replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+def test_hits_of_an_interval_are_those_of_the_interval() -> None:
+    """The hit rate of an interval is that of the blocks asked for in it; without any there is none."""
+    shown = history(
+        {"hit_blocks": 10, "missed_blocks": 90},
+        {"hit_blocks": 40, "host_hit_blocks": 30, "missed_blocks": 130},
+        {"hit_blocks": 40, "host_hit_blocks": 30, "missed_blocks": 130},
+    )
+
+    assert shown.hit_rates() == [0.6, None]
+    assert shown.latest.hits.rate == pytest.approx(0.35)
+
+
+def test_rates_are_by_the_second() -> None:
+    """A counter's rate is its growth over the seconds between two samples."""
+    shown = history({"stored_blocks": 5}, {"stored_blocks": 25})
+
+    assert shown.latest.rates(shown.previous)["stored_blocks"] == 10
+
+
+def test_counters_of_another_daemon_are_not_compared() -> None:
+    """After a restart of the daemon the history begins anew: no rate is negative."""
+    shown = history({"hit_blocks": 900, "missed_blocks": 100})
+    shown.add(Sample(2.0, report({"hit_blocks": 3}, daemon_epoch=301)))
+
+    assert shown.hit_rates() == []
+    assert shown.latest.rates(shown.previous)["acquires"] == 0
+
+
+def test_history_is_bounded() -> None:
+    """As many intervals are kept as a line of the past has characters."""
+    shown = history(*({"missed_blocks": number} for number in range(HISTORY_LENGTH + 9)))
+
+    assert shown.hit_rates() == [0.0] * HISTORY_LENGTH
+
+
+def test_picture_shows_tiers_hits_and_troubles() -> None:
+    """A picture has each tier with its occupancy, the hits, what is wrong, and errors that have come."""
+    shown = history({"missed_blocks": 1}, {"hit_blocks": 3, "missed_blocks": 2, "errors_limit": 4})
+
+    lines = [line.rstrip() for line in drawn(shown, "gone").splitlines()]
+
+    assert any(line.split()[-4:] == ["3", "0", "1", "75%"] for line in lines)
+    assert any(line.startswith("device of default") and " 30% " in line for line in lines)
+    assert any(line.startswith("host of default, other") and " 25% " in line for line in lines)
+    assert any(line.startswith("device of model tp2") and " 67% " in line for line in lines)
+    assert "replica default: falling asleep, degraded: CUDA device 0: lost" in lines
+    assert "errors limit: +4" in lines
+    assert "no answer, the picture is old: gone" in lines
+
+
+def test_picture_fits_a_terminal_of_80_columns() -> None:
+    """No figure is cut off at 80 columns."""
+    shown = drawn(history({"hit_blocks": 3}, {"hit_blocks": 3_000_000}), width=80)
+
+    assert "…" not in shown
+    assert "3,000,000" in shown
+
+
+def test_lines_follow_a_daemon_over_its_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal each interval is a line; while there is no daemon, the reason is on stderr."""
+    first, second = report({"missed_blocks": 4}), report({"hit_blocks": 9, "missed_blocks": 7})
+    later = report({"hit_blocks": 1}, daemon_epoch=301)
+    replies = ListedReports(first, second, DaemonUnreachable("no daemon"), later)
+    monkeypatch.setattr(kvcached_client, "Admin", replies)
+
+    result = CliRunner().invoke(main, [*ASKED, "--samples", "3"])
+
+    assert result.exit_code == ExitCode.OK
+    heading, before, after = result.stdout.splitlines()
+    assert heading.split()[:4] == ["device", "host", "missed", "hits"]
+    assert before.split()[:4] == ["9", "0", "3", "75%"]
+    assert after.split()[:4] == ["0", "0", "0", "-"]
+    assert result.stderr == "kvcached: no daemon\n"
+
+
+def test_json_has_hits_rates_and_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --json each interval is one document: its hits and rates, and what `stats` prints."""
+    monkeypatch.setattr(kvcached_client, "Admin", ListedReports(report({}), report({"hit_blocks": 2, "acquires": 1})))
+
+    (line,) = CliRunner().invoke(main, [*ASKED, "--samples", "1", "--json"]).stdout.splitlines()
+
+    told = json.loads(line)
+    assert told["hits"] == {"device": 2, "host": 0, "missed": 0, "rate": 1.0}
+    assert told["per_second"]["acquires"] == pytest.approx(1 / told["seconds"])
+    assert told["stats"]["counters"] == {"hit_blocks": 2, "acquires": 1}
+
+
+def test_top_needs_a_daemon_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no daemon answers the first question, the exit code says so."""
+    monkeypatch.setattr(kvcached_client, "Admin", ListedReports(DaemonUnreachable("no daemon")))
+
+    assert CliRunner().invoke(main, [*ASKED]).exit_code == ExitCode.UNREACHABLE
