@@ -43,7 +43,7 @@ def cuda_event_before_the_copy(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@caught_by("tests/cuda/test_streams.py::test_kernels_of_a_layer_wait_for_it_on_the_stream")
+@caught_by("tests/cuda/test_streams.py::test_kernels_behind_a_load_that_is_late")
 def cuda_gates_open_before_their_layers(patch: pytest.MonkeyPatch) -> None:
     """A gate lets the stream pass before its layer has arrived."""
     wait = "self._pool.wait_layer(tickets, layer, group, deadline_ms=remaining_ms)"
