@@ -1,17 +1,22 @@
-"""`Client`: the session of an engine's scheduler on the device pool of one replica. Every call blocks."""
+"""`Client`: the session of an engine's scheduler on the device pool of one replica. Every call blocks.
+
+`ClientSteps` is what it shares with `kvcached_client.aio.AsyncClient`, whose calls are awaited instead.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
-from typing import Any, Self, get_args
+from collections.abc import Callable
+from typing import Self, Unpack, get_args
 
 from kvcached_client.admin import ReportCalls
 from kvcached_client.batch import CallBatch
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.errors import ErrorCode, KvcachedError, request_error
 from kvcached_client.keys import KeyChain, Tokens
-from kvcached_client.lease import CachePolicy, Lease, acquiring
+from kvcached_client.lease import CachePolicy, L, Lease, LeaseOptions, acquiring
+from kvcached_client.lease_steps import LeaseSteps
 from kvcached_client.prefetch import PrefetchCalls
 from kvcached_client.protocol.engine import (
     PROTOCOL_VERSION,
@@ -32,26 +37,13 @@ from kvcached_client.transport.steps import Steps, complete
 from kvcached_client.types import NO_FENCE, FenceSequence
 
 
-class Client(EngineSession, ReportCalls, PrefetchCalls):
-    """An engine's session on one replica's pool. A context manager. Not thread-safe.
-
-    Close it. If it is only dropped, its heartbeats end, but the session is not closed, because the engine may still
-    write: the pool is then busy until the session has expired.
-
-    A forked child cannot use it: there its methods raise `RuntimeError`. The parent's client is not affected.
-
-    If the daemon is killed, the pool outlives it. The engine continues with the slots of its leases, and takes slots of
-    its reserve for new requests; when the next daemon is up, `rejoin` continues the session with all of them.
+class ClientSteps(EngineSession):
+    """A session on one replica's pool, and its calls in steps. `Client` describes them.
 
     Attributes:
-        session: what shard processes need for `map_pool`.
         layout: shape of a block.
         slots: number of slots in the pool, the same on every shard.
-        epoch: epoch of the pool.
-        namespace: 32 bytes, the root of every chain of keys.
     """
-
-    _channel: SessionChannel
 
     def __init__(self, channel: SessionChannel, welcome: Welcome, *, heartbeat: bool) -> None:
         """Use `connect`."""
@@ -61,14 +53,13 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
         self._key_algorithm = welcome.key_algorithm
         self._daemon_epoch = welcome.daemon_epoch
         self._signalled = FenceSequence(0)
-        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._batches: weakref.WeakSet[CallBatch] = weakref.WeakSet()
+        self._leases: weakref.WeakSet[LeaseSteps] = weakref.WeakSet()
         self._reserve: Reserve | None = None
 
     @classmethod
-    def connect(
+    def open(
         cls,
-        run_dir: str | os.PathLike[str] | None = None,
+        run_dir: str | os.PathLike[str] | None,
         *,
         replica: str = "default",
         deadline_ms: int = 1000,
@@ -77,30 +68,7 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
         heartbeat: bool = True,
         reserve_blocks: int = 0,
     ) -> Self:
-        """Open a session on a replica's pool.
-
-        Args:
-            run_dir: directory of the daemon's sockets; default: `run_dir.default_run_dir`.
-            replica: name of a replica in the daemon's configuration.
-            deadline_ms: limit for one call, and for each step of this one.
-            failures: "raise" raises typed errors. "miss" makes every failure of the daemon look like an empty cache:
-                `match` returns 0, `acquire` a lease that is not granted, and the other methods of a lease do nothing.
-                `failure_count` counts the failures, `last_failure` and `Lease.reason` say why; the first of each kind
-                is logged. After a missed deadline, calls are misses at once until the daemon replies again. `connect`
-                always raises.
-            layout: the layout that the engine was built for; the daemon refuses another one.
-            heartbeat: send heartbeats from a thread. Without them the session expires; for tests and short tools.
-            reserve_blocks: slots to hold in reserve. While the daemon is away, `acquire` and `allocate` take slots from
-                the reserve, and everything is computed. At all other times the pool is smaller by these slots.
-
-        Raises:
-            ValueError: `failures` is neither "raise" nor "miss", or `deadline_ms` is less than 1.
-            NoCapacity: there are fewer free slots than `reserve_blocks`.
-            DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not reply.
-            Refused: the replica is unknown; its layout is another one; another session holds the pool, maybe one of
-                this process that was not closed; or the socket in `run_dir` belongs to neither root nor this user.
-            RequestError: see `kvcached_client.errors`.
-        """
+        """`Client.connect`, which blocks."""
         if failures not in get_args(Failures):
             raise ValueError(f"failures is {failures!r}, not one of {', '.join(get_args(Failures))}")
         if deadline_ms < 1:
@@ -151,84 +119,30 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
             self.namespace, self.layout.block_size, tokens, lora=lora, salt=salt, algorithm=self._key_algorithm
         )
 
-    def match(self, chain: KeyChain, *, full: bool = False) -> int:
-        """How many leading blocks are cached, in the pool or in host memory. Reserves nothing.
-
-        The last token is left to compute, so a prompt that is cached to its end counts one block less, unless `full`.
-        `acquire` may load fewer of the blocks in host memory: the daemon's configuration has a threshold and a quota.
-
-        Raises:
-            RequestError, TransportError: see `kvcached_client.errors`.
-        """
+    def matching(self, chain: KeyChain, *, full: bool) -> Steps[int]:
+        """`Client.match`."""
         if not chain.block_count:
             return 0
-        request = Match(id=self._channel.next_id(), epoch=self.epoch, tokens=chain.token_count, full=full)
         with self._channel.misses:
-            matched, _ = self._channel.ask(request, Matched, (chain.keys,))
+            request = Match(id=self._channel.next_id(), epoch=self.epoch, tokens=chain.token_count, full=full)
+            asked = self._channel.asking(request, Matched, (chain.keys,), deadline_ns=self._channel.deadline_ns())
+            matched, _ = yield from asked
             return matched.device + matched.host
         return 0
 
-    def acquire(
-        self,
-        request: str,
-        chain: KeyChain,
-        *,
-        reserve_tokens: int = 0,
-        cache: CachePolicy = "all",
-        full: bool = False,
-        priority: int = 0,
-    ) -> Lease:
-        """Lock the cached blocks of a prompt against eviction, and get slots for the rest of the prompt.
+    def acquiring(
+        self, make: Callable[..., L], request: str, chain: KeyChain, **options: Unpack[LeaseOptions]
+    ) -> Steps[L]:
+        """`Client.acquire`, for a lease of the class `make`."""
+        lease = yield from acquiring(make, self._channel, request, chain, self._reserve, **options)
+        self._leases.add(lease)
+        return lease
 
-        Cached blocks that are only in host memory may still be loading when it returns: see `Lease.is_loading`.
-
-        After a missed deadline, a call with the same `request` gets the same lease. If copies in flight are about to
-        free slots, it waits for them, within its deadline.
-
-        If the prompt begins with one that this session has acquired, as the next turn of a conversation does, only the
-        keys behind the earlier prompt are sent.
-
-        Args:
-            request: the engine's own id of the request, at most 256 characters.
-            chain: the prompt: the tokens that the chain holds now. Extend the chain with the output later.
-            reserve_tokens: output tokens that get slots from the start.
-            cache: which blocks `commit` and `finish` make findable: "all", "prompt" (none with output), "nothing".
-            full: also use the block with the prompt's last token if it is cached; nothing is left to compute then.
-            priority: -8 to 7; blocks that only requests of lower priority use are evicted first.
-
-        Raises:
-            NoCapacity: no slot is free and nothing can be evicted; nothing was taken.
-            BadRequest: the prompt is longer than a message may be, or empty (also with ``failures="miss"``).
-            RequestError, TransportError: see `kvcached_client.errors`.
-        """
-        return complete(
-            self._acquiring(request, chain, reserve_tokens=reserve_tokens, cache=cache, full=full, priority=priority)
-        )
-
-    def batch(self) -> CallBatch:
-        """Begin a batch: the calls of a scheduler step in one round trip. Use it in a ``with`` statement."""
-        batch = CallBatch(self._acquiring)
-        self._batches.add(batch)
-        return batch
-
-    def rejoin(self) -> None:
-        """Continue the session and all its leases with the next daemon, after this client's daemon was killed.
-
-        Leases keep their slots, and their committed blocks are findable again. For blocks that were still loading,
-        `Lease.wait_loaded` behaves as after a failed load. `session`, `epoch` and the ids of the leases are new. Shard
-        processes keep using the memory that they have mapped; to wait for loads, they map it again with the new
-        `session`. Call it when `is_alive` is False. If it raises, the client is unchanged, and you may call it again.
-
-        Raises:
-            DaemonUnreachable, DeadlineExceeded: no daemon is up yet.
-            Stale: the pool or the namespace no longer exists: close the client and connect again.
-            RequestError: see `kvcached_client.errors`; close the client and connect again.
-        """
+    def rejoin_next(self) -> None:
+        """`Client.rejoin`, which blocks. No call may be under way."""
         grant, layout = self.session, self.layout.fingerprint()
         channel, member = open_channel(grant.run_dir, deadline_ms=self._channel.deadline_ms, failures="raise")
         try:
-            for batch in self._batches:
-                batch.wait()
             named = self._channel.named_fence
             fence = named if named > self._signalled else NO_FENCE
             welcome = rejoin(channel, member, grant, self._daemon_epoch, layout, self.namespace, fence)
@@ -294,22 +208,163 @@ class Client(EngineSession, ReportCalls, PrefetchCalls):
         if self._reserve is not None:
             self._reserve.refill()
 
-    def _acquiring(self, request: str, chain: KeyChain, **options: Any) -> Steps[Lease]:  # noqa: ANN401 - those of `acquire`
-        lease = yield from acquiring(self._channel, request, chain, self._reserve, **options)
-        self._leases.add(lease)
-        return lease
-
     def _hold_reserve(self, blocks: int) -> None:
         if blocks:
             tokens = (blocks - 1) * self.layout.block_size
             name = f"{RESERVE_REQUEST_PREFIX}session {self.session.id}"
             prompt = self.chain((0,))
             keeper = complete(
-                acquiring(
-                    self._channel, name, prompt, None, reserve_tokens=tokens, cache="nothing", full=False, priority=0
-                )
+                acquiring(Lease, self._channel, name, prompt, None, reserve_tokens=tokens, cache="nothing")
             )
             self._reserve = Reserve(keeper) if keeper.granted else None
+
+
+class Client(ClientSteps, ReportCalls, PrefetchCalls):
+    """An engine's session on one replica's pool. A context manager. Not thread-safe.
+
+    Close it. If it is only dropped, its heartbeats end, but the session is not closed, because the engine may still
+    write: the pool is then busy until the session has expired.
+
+    A forked child cannot use it: there its methods raise `RuntimeError`. The parent's client is not affected.
+
+    If the daemon is killed, the pool outlives it. The engine continues with the slots of its leases, and takes slots of
+    its reserve for new requests; when the next daemon is up, `rejoin` continues the session with all of them.
+
+    Attributes:
+        session: what shard processes need for `map_pool`.
+        layout: shape of a block.
+        slots: number of slots in the pool, the same on every shard.
+        epoch: epoch of the pool.
+        namespace: 32 bytes, the root of every chain of keys.
+    """
+
+    _channel: SessionChannel
+
+    def __init__(self, channel: SessionChannel, welcome: Welcome, *, heartbeat: bool) -> None:
+        """Use `connect`."""
+        super().__init__(channel, welcome, heartbeat=heartbeat)
+        self._batches: weakref.WeakSet[CallBatch] = weakref.WeakSet()
+
+    @classmethod
+    def connect(
+        cls,
+        run_dir: str | os.PathLike[str] | None = None,
+        *,
+        replica: str = "default",
+        deadline_ms: int = 1000,
+        failures: Failures = "raise",
+        layout: Layout | None = None,
+        heartbeat: bool = True,
+        reserve_blocks: int = 0,
+    ) -> Self:
+        """Open a session on a replica's pool.
+
+        Args:
+            run_dir: directory of the daemon's sockets; default: `run_dir.default_run_dir`.
+            replica: name of a replica in the daemon's configuration.
+            deadline_ms: limit for one call, and for each step of this one.
+            failures: "raise" raises typed errors. "miss" makes every failure of the daemon look like an empty cache:
+                `match` returns 0, `acquire` a lease that is not granted, and the other methods of a lease do nothing.
+                `failure_count` counts the failures, `last_failure` and `Lease.reason` say why; the first of each kind
+                is logged. After a missed deadline, calls are misses at once until the daemon replies again. `connect`
+                always raises.
+            layout: the layout that the engine was built for; the daemon refuses another one.
+            heartbeat: send heartbeats from a thread. Without them the session expires; for tests and short tools.
+            reserve_blocks: slots to hold in reserve. While the daemon is away, `acquire` and `allocate` take slots from
+                the reserve, and everything is computed. At all other times the pool is smaller by these slots.
+
+        Raises:
+            ValueError: `failures` is neither "raise" nor "miss", or `deadline_ms` is less than 1.
+            NoCapacity: there are fewer free slots than `reserve_blocks`.
+            DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not reply.
+            Refused: the replica is unknown; its layout is another one; another session holds the pool, maybe one of
+                this process that was not closed; or the socket in `run_dir` belongs to neither root nor this user.
+            RequestError: see `kvcached_client.errors`.
+        """
+        return cls.open(
+            run_dir,
+            replica=replica,
+            deadline_ms=deadline_ms,
+            failures=failures,
+            layout=layout,
+            heartbeat=heartbeat,
+            reserve_blocks=reserve_blocks,
+        )
+
+    def match(self, chain: KeyChain, *, full: bool = False) -> int:
+        """How many leading blocks are cached, in the pool or in host memory. Reserves nothing.
+
+        The last token is left to compute, so a prompt that is cached to its end counts one block less, unless `full`.
+        `acquire` may load fewer of the blocks in host memory: the daemon's configuration has a threshold and a quota.
+
+        Raises:
+            RequestError, TransportError: see `kvcached_client.errors`.
+        """
+        return complete(self.matching(chain, full=full))
+
+    def acquire(
+        self,
+        request: str,
+        chain: KeyChain,
+        *,
+        reserve_tokens: int = 0,
+        cache: CachePolicy = "all",
+        full: bool = False,
+        priority: int = 0,
+    ) -> Lease:
+        """Lock the cached blocks of a prompt against eviction, and get slots for the rest of the prompt.
+
+        Cached blocks that are only in host memory may still be loading when it returns: see `Lease.is_loading`.
+
+        After a missed deadline, a call with the same `request` gets the same lease. If copies in flight are about to
+        free slots, it waits for them, within its deadline.
+
+        If the prompt begins with one that this session has acquired, as the next turn of a conversation does, only the
+        keys behind the earlier prompt are sent.
+
+        Args:
+            request: the engine's own id of the request, at most 256 characters.
+            chain: the prompt: the tokens that the chain holds now. Extend the chain with the output later.
+            reserve_tokens: output tokens that get slots from the start.
+            cache: which blocks `commit` and `finish` make findable: "all", "prompt" (none with output), "nothing".
+            full: also use the block with the prompt's last token if it is cached; nothing is left to compute then.
+            priority: -8 to 7; blocks that only requests of lower priority use are evicted first.
+
+        Raises:
+            NoCapacity: no slot is free and nothing can be evicted; nothing was taken.
+            BadRequest: the prompt is longer than a message may be, or empty (also with ``failures="miss"``).
+            RequestError, TransportError: see `kvcached_client.errors`.
+        """
+        steps = self._acquiring(
+            request, chain, reserve_tokens=reserve_tokens, cache=cache, full=full, priority=priority
+        )
+        return complete(steps)
+
+    def batch(self) -> CallBatch:
+        """Begin a batch: the calls of a scheduler step in one round trip. Use it in a ``with`` statement."""
+        batch = CallBatch(self._acquiring)
+        self._batches.add(batch)
+        return batch
+
+    def rejoin(self) -> None:
+        """Continue the session and all its leases with the next daemon, after this client's daemon was killed.
+
+        Leases keep their slots, and their committed blocks are findable again. For blocks that were still loading,
+        `Lease.wait_loaded` behaves as after a failed load. `session`, `epoch` and the ids of the leases are new. Shard
+        processes keep using the memory that they have mapped; to wait for loads, they map it again with the new
+        `session`. Call it when `is_alive` is False. If it raises, the client is unchanged, and you may call it again.
+
+        Raises:
+            DaemonUnreachable, DeadlineExceeded: no daemon is up yet.
+            Stale: the pool or the namespace no longer exists: close the client and connect again.
+            RequestError: see `kvcached_client.errors`; close the client and connect again.
+        """
+        for batch in self._batches:
+            batch.wait()
+        self.rejoin_next()
+
+    def _acquiring(self, request: str, chain: KeyChain, **options: Unpack[LeaseOptions]) -> Steps[Lease]:
+        return self.acquiring(Lease, request, chain, **options)
 
 
 def _check_welcome(welcome: Welcome, fingerprint: str) -> None:

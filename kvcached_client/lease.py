@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, Self, get_args
+from collections.abc import Callable
+from typing import Final, Literal, Self, TypedDict, TypeVar, get_args
 
 from msgspec import structs
 
@@ -22,6 +23,17 @@ from kvcached_client.types import NO_FENCE, FenceSequence
 #: Which blocks of a request others may find: all, those without output tokens, or none.
 CachePolicy = Literal["all", "prompt", "nothing"]
 _CACHE_POLICIES: Final = get_args(CachePolicy)
+
+L = TypeVar("L", bound=LeaseSteps)
+
+
+class LeaseOptions(TypedDict, total=False):
+    """The options of `Client.acquire`."""
+
+    reserve_tokens: int
+    cache: CachePolicy
+    full: bool
+    priority: int
 
 
 class Lease(LeaseSteps):
@@ -120,17 +132,18 @@ class Lease(LeaseSteps):
 
 
 def acquiring(
+    make: Callable[..., L],
     channel: SessionChannel,
     name: str,
     chain: KeyChain,
     reserve: Reserve | None,
     *,
-    reserve_tokens: int,
-    cache: CachePolicy,
-    full: bool,
-    priority: int,
-) -> Steps[Lease]:
-    """`Client.acquire`, in steps. The prompt is what the chain holds at the first one."""
+    reserve_tokens: int = 0,
+    cache: CachePolicy = "all",
+    full: bool = False,
+    priority: int = 0,
+) -> Steps[L]:
+    """`Client.acquire`, in steps. The prompt is what the chain holds at the first one; `make` is the lease's class."""
     tokens, key_count = chain.token_count, chain.block_count
     _check_prompt(tokens, reserve_tokens, cache, priority)
     prompt_blocks = blocks_of(tokens, chain.block_size)
@@ -163,8 +176,8 @@ def acquiring(
                 raise
             grant = NOTHING._replace(slots=SlotRanges.of(slots))
         failpoint("client.acquired")
-        return Lease(channel, chain, cacheable_blocks, grant, name, reserve)
-    lease = Lease(channel, chain, cacheable_blocks, None, name)
+        return make(channel, chain, cacheable_blocks, grant, name, reserve)
+    lease = make(channel, chain, cacheable_blocks, None, name)
     lease.reason = channel.misses.last_reason
     return lease
 

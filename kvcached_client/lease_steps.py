@@ -234,7 +234,7 @@ class LeaseSteps:
         request = self._unsettled_load or Load(id=self._channel.next_id(), epoch=self._channel.epoch, lease=self.id)
         self._channel.send(request, deadline_ns=deadline_ns)
         self._unsettled_load = request
-        yield
+        yield request
         try:
             loaded, frames = self._channel.receive(request, Loaded)
         except RequestError as error:
@@ -327,7 +327,7 @@ class LeaseSteps:
             self._channel.send(request, frames, deadline_ns=deadline_ns)
             self._unsettled = (request, frames)
             failpoint("client.sent")
-            yield
+            yield request
             reply, reply_frames = self._channel.receive(request, _REPLY_TO[type(request)])
         except DaemonUnreachable:
             if isinstance(request, Release):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 from kvcached_client.keys import KeyChain
 from kvcached_client.protocol.engine import Prefetch, Prefetched
 from kvcached_client.protocol.sessions import PREFETCH_DEADLINE_MS_MAX, StopPolicy
 from kvcached_client.transport.session import SessionChannel
+from kvcached_client.transport.steps import Steps, complete
 
 #: Time for the messages, in addition to the time that the daemon may wait.
 _WAY_MS = 1000
@@ -31,6 +32,15 @@ class PrefetchResult(NamedTuple):
     reason: str
 
 
+class PrefetchOptions(TypedDict, total=False):
+    """The options of `PrefetchCalls.prefetch`."""
+
+    stop: StopPolicy
+    deadline_ms: int | None
+    prefill_tokens_per_s: float
+    full: bool
+
+
 class PendingPrefetch:
     """Sends a prefetch request; its reply may be fetched later, by the client's thread. See `Client.prefetch`."""
 
@@ -41,14 +51,14 @@ class PendingPrefetch:
         keys: bytes,
         tokens: int,
         *,
-        stop: StopPolicy,
-        deadline_ms: int | None,
-        prefill_tokens_per_s: float,
-        full: bool,
+        stop: StopPolicy = "timeout",
+        deadline_ms: int | None = None,
+        prefill_tokens_per_s: float = 0.0,
+        full: bool = False,
     ) -> None:
         most_ms = PREFETCH_DEADLINE_MS_MAX if deadline_ms is None else deadline_ms
         self._channel = channel
-        self._request = Prefetch(
+        self.request = Prefetch(
             id=channel.next_id(),
             epoch=epoch,
             tokens=tokens,
@@ -58,21 +68,21 @@ class PendingPrefetch:
             prefill_tokens_per_s=prefill_tokens_per_s,
         )
         deadline_ns = time.monotonic_ns() + (most_ms + _WAY_MS) * 1_000_000
-        channel.send(self._request, (keys,), deadline_ns=deadline_ns)
+        channel.send(self.request, (keys,), deadline_ns=deadline_ns)
 
     @property
     def is_over(self) -> bool:
         """Whether the reply has arrived, so that `result` would not wait."""
-        return self._channel.is_over(self._request)
+        return self._channel.is_over(self.request)
 
     def result(self) -> PrefetchResult:
         """Wait for the reply. Call it once."""
-        reply = self._channel.receive(self._request, Prefetched)[0]
+        reply = self._channel.receive(self.request, Prefetched)[0]
         return PrefetchResult(reply.blocks, reply.fetched, reply.is_over, reply.reason)
 
     def abandon(self) -> None:
         """Ignore the reply. Fetches that have begun continue."""
-        self._channel.abandon(self._request)
+        self._channel.abandon(self.request)
 
 
 class PrefetchCalls:
@@ -104,11 +114,13 @@ class PrefetchCalls:
         Raises:
             RequestError, TransportError: see `kvcached_client.errors`; with ``failures="miss"`` nothing was fetched.
         """
-        with self._channel.misses:
-            return self.begin_prefetch(
-                chain, stop=stop, deadline_ms=deadline_ms, prefill_tokens_per_s=prefill_tokens_per_s, full=full
-            ).result()
-        return PrefetchResult(0, 0, is_over=True, reason="unavailable")
+        options: PrefetchOptions = {
+            "stop": stop,
+            "deadline_ms": deadline_ms,
+            "prefill_tokens_per_s": prefill_tokens_per_s,
+            "full": full,
+        }
+        return complete(prefetching(self._channel, self.epoch, chain, **options))
 
     def begin_prefetch(
         self,
@@ -130,3 +142,14 @@ class PrefetchCalls:
             prefill_tokens_per_s=prefill_tokens_per_s,
             full=full,
         )
+
+
+def prefetching(
+    channel: SessionChannel, epoch: int, chain: KeyChain, **options: Unpack[PrefetchOptions]
+) -> Steps[PrefetchResult]:
+    """`PrefetchCalls.prefetch`, in steps."""
+    with channel.misses:
+        pending = PendingPrefetch(channel, epoch, chain.keys, chain.token_count, **options)
+        yield pending.request
+        return pending.result()
+    return PrefetchResult(0, 0, is_over=True, reason="unavailable")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
 from kvcached_client.errors import (
@@ -138,6 +138,40 @@ class Channel:
             return True
         self._check_daemon()
         return False
+
+    def over(self, requests: Iterable[Request]) -> list[Request]:
+        """Those requests for which `receive` would return at once. Sends and reads what is possible; never waits."""
+        if not self.is_ended:
+            self._poll(0)
+        is_ended = self.is_ended
+        return [
+            request
+            for request in requests
+            if is_ended or self._calls.is_answered(RequestId(request.id)) or not self.is_pending(request)
+        ]
+
+    def is_pending(self, request: Request) -> bool:
+        """Whether the reply to a request was neither taken nor given up."""
+        return self._calls.is_pending(RequestId(request.id))
+
+    def reply_deadline_ns(self, request: Request) -> int:
+        """Until when a pending request waits for its reply, on the monotonic clock."""
+        return self._calls.deadline_ns(RequestId(request.id))
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether no reply will come over this channel any more."""
+        return self.is_closed or self.is_gone or self._connection.is_over
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the end of a message waits until the daemon reads."""
+        return bool(self._connection.events & select.POLLOUT)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What to poll for messages of the daemon and for its end; the first one also takes what is unsent."""
+        attached = () if self._attached is None else (self._attached.fileno(),)
+        return (self._connection.fileno(), *attached)
 
     def abandon(self, request: Request) -> None:
         """Stop waiting for the reply to a request."""

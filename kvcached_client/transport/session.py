@@ -53,7 +53,7 @@ from kvcached_client.transport.heartbeat import Heartbeat
 from kvcached_client.transport.misses import Circuit, CircuitState, Failures, MissPolicy
 from kvcached_client.transport.prompts import AcquiredPrompts
 from kvcached_client.transport.run_dir import default_run_dir
-from kvcached_client.transport.steps import Steps
+from kvcached_client.transport.steps import Steps, complete
 from kvcached_client.types import NO_FENCE, RequestId
 
 R = TypeVar("R", bound=Header)
@@ -121,7 +121,7 @@ class SessionChannel(Channel):
         """As `ask`, in steps: send the request, then wait for the reply."""
         self.send(request, frames, deadline_ns=deadline_ns)
         try:
-            yield
+            yield request
         except GeneratorExit:  # nobody will ask for the result
             self.abandon(request)
             raise
@@ -314,16 +314,22 @@ class EngineSession:
 
         In a forked child it only closes the child's copies of descriptors.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
         try:
-            if os.getpid() == self._process_id:
-                if self._heartbeat is not None:
-                    self._heartbeat.close()
-                self._say_goodbye()
+            complete(self.leaving())
         finally:
-            self._channel.close(linger_ms=_FAREWELL_MS if self._channel.is_waiting_in_vain else 0)
+            self._close_channel()
+
+    def leaving(self) -> Steps[None]:
+        """Stop the heartbeats and say goodbye, in steps: the first part of `close`. Does nothing the second time."""
+        if not self._is_closed and os.getpid() == self._process_id:
+            self._is_closed = True
+            if self._heartbeat is not None:
+                self._heartbeat.close()
+            yield from self._saying_goodbye()
+        self._is_closed = True
+
+    def _close_channel(self) -> None:
+        self._channel.close(linger_ms=_FAREWELL_MS if self._channel.is_waiting_in_vain else 0)
 
     def __enter__(self) -> Self:
         return self
@@ -344,9 +350,10 @@ class EngineSession:
         weakref.finalize(self, heartbeat.stop).atexit = False
         return heartbeat
 
-    def _say_goodbye(self) -> None:
+    def _saying_goodbye(self) -> Steps[None]:
+        bye, deadline_ns = Bye(id=self._channel.next_id()), self._channel.deadline_ns()
         try:
-            self._channel.ask(Bye(id=self._channel.next_id()), Goodbye)
+            yield from self._channel.asking(bye, Goodbye, deadline_ns=deadline_ns)
         except KvcachedError as error:
             # The session ends anyway, at the latest when this process dies.
             _log.info("kvcached session %d closed without the daemon's reply: %s", self.session.id, error)

@@ -6,11 +6,12 @@ from collections.abc import Generator
 from typing import Generic, TypeVar
 
 from kvcached_client.errors import KvcachedError
+from kvcached_client.protocol.engine import Request
 
 T = TypeVar("T")
 
-#: A call as a generator: it yields where it has sent a request and, when resumed, waits for the reply.
-Steps = Generator[None, None, T]
+#: A call as a generator: it yields each request that it has sent and, when resumed, waits for the reply.
+Steps = Generator[Request, None, T]
 
 
 def complete(steps: Steps[T]) -> T:

@@ -36,8 +36,8 @@ def output_counted_as_prompt(patch: pytest.MonkeyPatch) -> None:
     rewrite(
         patch,
         lease.acquiring,
-        "return Lease(channel, chain, cacheable_blocks, grant",
-        "return Lease(channel, chain, chain.token_count // chain.block_size, grant",
+        "return make(channel, chain, cacheable_blocks, grant",
+        "return make(channel, chain, chain.token_count // chain.block_size, grant",
     )
 
 
