@@ -88,6 +88,14 @@ def test_tutorial_prints_what_the_page_shows(tmp_path: Path) -> None:
     assert outputs_of([*programs, programs[-1]], CONFIG, tmp_path) == [*expected, (AGAIN, "")]
 
 
+def test_guide_has_a_program_for_event_loops(tmp_path: Path) -> None:
+    """The program for event loops prints what its last line says."""
+    (program,) = re.findall(r"```python asyncio\n(.*?)```", GUIDE, re.DOTALL)
+    expected = program.rstrip().rpartition("# ")[2]
+
+    assert output_of(program, CONFIG, tmp_path) == (f"{expected}\n", "")
+
+
 def test_guide_fragments_run_in_their_order(tmp_path: Path) -> None:
     """The guide's fragments, one after the other, make a session, map a pool with scales and get a lease."""
     config = CONFIG + "scale_bytes = 12\n"
