@@ -14,7 +14,20 @@ settings.load_profile("without deadlines")
 _TESTS = Path(__file__).parent
 #: Folders whose tests start no processes, or few. What is in another folder is for `make test-all`.
 _QUICK = frozenset(
-    {"attach", "client", "config", "core", "cuda_driver", "keys", "project", "protocol", "rpc", "service", "simulation"}
+    {
+        "attach",
+        "client",
+        "config",
+        "core",
+        "cuda_driver",
+        "keys",
+        "monitoring",
+        "project",
+        "protocol",
+        "rpc",
+        "service",
+        "simulation",
+    }
 )
 
 

@@ -19,7 +19,7 @@ from kvcached.core.refusals import Refusal, Why
 from kvcached.core.session import OffloadSession, Sessions
 from kvcached.core.slots.ranges import Ranges, no_ranges, pairs, slot_count
 from kvcached.core.slots.slots import SlotPool
-from kvcached.core.slots.states import SessionState, SlotState
+from kvcached.core.slots.states import SessionState, SlotState, TransferState
 from kvcached.core.transfers.engine_copies import EVERY_SHARD, EngineCopies, StorePlan, host_of
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.table import TransferTable
@@ -242,10 +242,11 @@ class Offload:
         shard: int,
         error: str = "",
         corrupt: tuple[int, ...] = (),
-    ) -> None:
+    ) -> TransferState | None:
         """A shard no longer reads or writes the slots of a copy, well or with an error; the last shard ends the copy.
 
-        A report about a copy that has ended changes nothing.
+        A report about a copy that has ended changes nothing. Returns the state of the copy now; None for one that had
+        ended before.
 
         Args:
             session_id: the shard's session.
@@ -260,7 +261,7 @@ class Offload:
         """
         session, copy = self._transfer(session_id, transfer, shard)
         if copy is None:
-            return
+            return None
         if copy.kind is not kind:
             raise Refusal(Why.OTHER_KIND, transfer=transfer, present=copy.kind, kind=kind)
         if corrupt and copy.kind is not TransferKind.LOAD:
@@ -269,6 +270,7 @@ class Offload:
         if self._copies.settled(copy, shard, error):
             self._copies.end(session, copy)
             self.namespaces.drop_retired()
+        return copy.state
 
     def prepare_store(self, session_id: SessionId, lease_id: LeaseId, start: int, keys: bytes) -> StorePlan:
         """The engine has computed the lease's next blocks: which of its path lack a copy, and slots for them.

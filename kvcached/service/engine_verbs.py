@@ -15,7 +15,9 @@ from kvcached.core.index.host_tree import Piece
 from kvcached.core.messages import MemberLost, TransferKind
 from kvcached.core.refusals import Refusal
 from kvcached.core.restart.rejoin import Rejoin
-from kvcached.core.slots.ranges import Ranges, no_ranges
+from kvcached.core.slots.ranges import Ranges, no_ranges, slot_count
+from kvcached.core.transfers.engine_copies import StorePlan
+from kvcached.monitoring.timing import CopyTimes, Executor
 from kvcached.service.admission import Admission, DrainState
 from kvcached.service.offload_admission import OffloadAdmission
 from kvcached.service.pending import Answer, LateVerb, PendingReplies, PendingReply, Respond, Verb, Wait
@@ -249,13 +251,19 @@ class OffloadVerbs:
     """
 
     def __init__(
-        self, cache: Cache, groups: EngineGroups, admission: OffloadAdmission, now_ms: Callable[[], int]
+        self,
+        cache: Cache,
+        groups: EngineGroups,
+        admission: OffloadAdmission,
+        now_ms: Callable[[], int],
+        copy_times: CopyTimes,
     ) -> None:
         self._cache = cache
         self._core = cache.offload
         self._groups = groups
         self.admission = admission
         self._now_ms = now_ms
+        self._copy_times = copy_times
         self.by_type: dict[type[wire.Header], Verb] = {
             wire.PrepareLoad: self._prepare_load,
             wire.PrepareStore: self._prepare_store,
@@ -307,12 +315,13 @@ class OffloadVerbs:
     def _prepare_load(self, peer: bytes, request: wire.PrepareLoad, _: list[bytes]) -> Answer:
         session = self.own_session(peer, request.epoch)
         plan = self._core.prepare_load(session, LeaseId(request.lease), request.start, request.blocks)
+        self._note_begun(session, plan.transfer, TransferKind.LOAD, request.blocks)
         header = wire.LoadPrepared(id=request.id, transfer=plan.transfer, generation=plan.generation)
         return Answer(header, (plan.slots.tobytes(),))
 
     def _prepare_store(self, peer: bytes, request: wire.PrepareStore, frames: list[bytes]) -> Answer:
         session = self.own_session(peer, request.epoch)
-        plan = self._core.prepare_store(session, LeaseId(request.lease), request.start, frames[0])
+        plan = self._store(session, LeaseId(request.lease), request.start, frames[0])
         header = wire.StorePrepared(id=request.id, transfer=plan.transfer, depth=plan.depth, generation=plan.generation)
         return Answer(header, (_packed(plan.pieces).tobytes(), plan.slots.tobytes()))
 
@@ -326,7 +335,7 @@ class OffloadVerbs:
         for offer in request.offers:
             end = at + offer.blocks * KEY_SIZE_BYTES
             try:
-                plan = self._core.prepare_store(session, LeaseId(offer.lease), offer.start, keys[at:end])
+                plan = self._store(session, LeaseId(offer.lease), offer.start, keys[at:end])
             except Refusal as refusal:
                 error = in_words(refusal)
                 self._cache.counters[f"errors_{error.code}"] += 1
@@ -346,10 +355,20 @@ class OffloadVerbs:
         session = self._groups.authenticate(SessionId(request.session), request.token).session
         corrupt = tuple(array("i", frames[0])) if frames else ()
         kind, transfer = TransferKind(request.kind), TransferId(request.transfer)
-        self._core.transfer_done(session, kind, transfer, request.shard, request.error, corrupt)
-        for more in request.more:
-            self._core.transfer_done(session, kind, TransferId(more), request.shard, request.error)
+        for number, bad in ((transfer, corrupt), *((TransferId(more), ()) for more in request.more)):
+            state = self._core.transfer_done(session, kind, number, request.shard, request.error, bad)
+            self._copy_times.reported(number, state)
         return Answer(wire.Settled(id=request.id))
+
+    def _store(self, session: SessionId, lease: LeaseId, start: int, keys: bytes) -> StorePlan:
+        plan = self._core.prepare_store(session, lease, start, keys)
+        if plan.transfer:
+            self._note_begun(session, plan.transfer, TransferKind.STORE, slot_count(plan.slots))
+        return plan
+
+    def _note_begun(self, session: SessionId, transfer: TransferId, kind: TransferKind, blocks: int) -> None:
+        geometry = self.admission.geometry(self._core.sessions[session].namespace.spec.root)
+        self._copy_times.begin(transfer, Executor.ENGINE, kind, blocks, geometry.block_bytes * geometry.parts, session)
 
     def own_session(self, connection: bytes, epoch: int) -> SessionId:
         """The session in offload mode that a connection owns.

@@ -210,6 +210,10 @@ class PendingReplies:
         """How many wait."""
         return sum(len(self._replies.get((wait, None, subject), ())) for wait in waits)
 
+    def by_wait(self) -> dict[str, int]:
+        """How many wait for each kind of thing."""
+        return {wait.name.lower(): self.count(wait) for wait in Wait}
+
     def _check_limit(self, reply: PendingReply) -> None:
         session = reply.session if reply.wait in _LIMITED_PER_SESSION else None
         waiting = len(self._replies.get((reply.wait, session, None), ()))

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from time import perf_counter_ns
+from typing import Any, Protocol, get_args
 
 from kvcached.core.cache import Cache
 from kvcached.core.messages import (
@@ -36,6 +37,7 @@ from kvcached.core.messages import (
     StartTransfer,
 )
 from kvcached.core.refusals import Refusal
+from kvcached.monitoring.timing import CopyTimes, RequestTimes
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.service.admin_verbs import AdminVerbs, Clears, Left
 from kvcached.service.admission import Admission, DrainState
@@ -87,7 +89,7 @@ class PeerWatch(Protocol):
 
 
 class Service:
-    """Requests and events of one daemon."""
+    """Requests and events of one daemon. `request_times` and `copy_times` say how long both take."""
 
     def __init__(
         self,
@@ -109,10 +111,12 @@ class Service:
         self._replicas = {replica.name: replica for replica in replicas}
         self._now_ms = now_ms
         self._endpoint = endpoint
+        self.request_times, self.copy_times = RequestTimes(get_args(wire.Request)), CopyTimes()
         self._groups = EngineGroups(answers_kept_per_session, known_blocks_min)
         self._drain_state = DrainState()
         self._device_blocks = DeviceBlocks(cache, self._replicas)
         self._pending = PendingReplies(self.refused, later, before_reply=self._device_blocks.write)
+        self.waiting = self._pending.by_wait
         self._admission = Admission(cache, self._replicas, self._groups, heartbeat_interval_ms)
         self._offload_admission = OffloadAdmission(cache, self._groups, share, heartbeat_interval_ms)
         self._state_writer = StateWriter(
@@ -121,12 +125,14 @@ class Service:
         self.recorder = self._state_writer.recorder
         self._claims = HostClaims(headers, self._replicas, self._offload_admission, cache)
         host_memory = HostMemoryCheck(cache, headers, self._replicas, self._claims.geometry)
-        self.storage = StorageVerbs(cache, self._groups, self._replicas, self._offload_admission, self._pending)
+        self.storage = StorageVerbs(
+            cache, self._groups, self._replicas, self._offload_admission, self._pending, self.copy_times
+        )
         self._health = HealthRequests(
             cache, self._replicas, self._pending, now_ms, settle=self._settle, drain_state=self._drain_state,
             more=lambda: [*host_memory.parts(), *self.storage.health()], before_probe=self._device_blocks.write,
         )  # fmt: skip
-        self._offload = OffloadVerbs(cache, self._groups, self._offload_admission, now_ms)
+        self._offload = OffloadVerbs(cache, self._groups, self._offload_admission, now_ms, self.copy_times)
         engines = EngineVerbs(
             cache, self._replicas, self._groups, self._admission, self._offload,
             pending=self._pending, drain_state=self._drain_state, now_ms=now_ms, forget=self._forget,
@@ -165,13 +171,14 @@ class Service:
         `peer` is the routing id of the connection it came from; `frames` are as many as the verb takes, of sizes that
         fit it.
         """
+        began_ns, verb = perf_counter_ns(), type(request)
         self.count("requests")
         answer: Answer | None
         try:
             failpoint("daemon.request")
-            late = self._late_verbs.get(type(request))
+            late = self._late_verbs.get(verb)
             if late is not None:
-                answer = late(peer, request, frames, respond)
+                answer = late(peer, request, frames, self.request_times.timed(respond, verb, began_ns))
             else:
                 answer = self._kept_answer(peer, request) or self._serve(peer, request, frames)
             if answer is not None:  # an error below would be a second reply to a request whose reply is pending
@@ -179,11 +186,13 @@ class Service:
         except REFUSED as error:
             answer = Answer(wire.error_reply(request.id, self.refused(error)))
         except Exception:
-            log.exception("internal error while serving %s", type(request).__name__)
+            log.exception("internal error while serving %s", verb.__name__)
             answer = Answer(wire.error_reply(request.id, self.refused(internal_error())))
-        if answer is not None and getattr(request, "reply", True):
-            failpoint("daemon.reply")
-            respond(answer)
+        if answer is not None:
+            if getattr(request, "reply", True):
+                failpoint("daemon.reply")
+                respond(answer)
+            self.request_times.by_verb[verb].note(perf_counter_ns() - began_ns)
         self._settle()
 
     def stop(self, deadline_ms: int, stopped: Callable[[Left], None]) -> None:
@@ -238,8 +247,9 @@ class Service:
                 self._claims.write(effect)
             case StartTransfer():
                 self._state_writer.keep()
-                workers = self._replicas[effect.pool].workers
-                workers.start(effect, partial(self._on_settled, effect.transfer))
+                replica = self._replicas[effect.pool]
+                self.copy_times.ordered(effect, replica.layout.bytes_per_block() * replica.layout.shards)
+                replica.workers.start(effect, partial(self._on_settled, effect.transfer))
             case HurryTransfer():
                 self._replicas[effect.pool].workers.hurry(effect)
             case AbandonLoad():
@@ -263,6 +273,7 @@ class Service:
 
     def _on_session_over(self, effect: SessionExpired | SessionEnded) -> None:
         session = effect.session
+        self.copy_times.session_over(session)
         if isinstance(effect, SessionExpired):
             level = logging.WARNING if effect.quarantined_slots else logging.INFO
             words = "session %d is over: %d slots are set aside until its processes are dead"
@@ -297,7 +308,7 @@ class Service:
                 "%d stored blocks had changed and are dropped; shard %d, load %d", len(corrupt), shard, transfer
             )
         try:
-            self._cache.worker_copies.shard_done(transfer, shard, error, corrupt)
+            self.copy_times.reported(transfer, self._cache.worker_copies.shard_done(transfer, shard, error, corrupt))
             self.carry_out()
             self._settle()
         except Exception:
@@ -307,6 +318,7 @@ class Service:
     def on_event(self, event: Event) -> None:
         """An event that no request caused: time, deaths, workers."""
         self._cache.handle(event)
+        self.copy_times.heard(event)
         self._state_writer.heard(event)
         self.carry_out()
         self._settle()

@@ -17,6 +17,7 @@ from kvcached.core.messages import (
 )
 from kvcached.core.slots.states import PrefetchState
 from kvcached.core.transfers.storage_state import Prefetch
+from kvcached.monitoring.timing import CopyTimes
 from kvcached.service.offload_admission import OffloadAdmission
 from kvcached.service.pending import WAITING_MAX, Answer, LateVerb, PendingReplies, PendingReply, Respond, Wait
 from kvcached.service.replica import Replica
@@ -95,8 +96,10 @@ class StorageVerbs:
         replicas: Mapping[str, Replica],
         admission: OffloadAdmission,
         pending: PendingReplies,
+        copy_times: CopyTimes,
     ) -> None:
         self.storage: StorageService | None = None
+        self._copy_times = copy_times
         self._cache = cache
         self._groups = groups
         self._replicas = replicas
@@ -114,9 +117,12 @@ class StorageVerbs:
         """Order what the core asks of storage, if there is any."""
         if self.storage is None:
             return
+        found = None if isinstance(effect, QueryStorage) else self.format_of(effect.namespace, effect.generation)
+        if isinstance(effect, StartFetch | StartBackup) and found is not None:
+            self._copy_times.ordered(effect, found.geometry.block_bytes * found.geometry.parts)
         if not isinstance(effect, ForgetStored):
             self.storage.link.carry_out(effect)
-        elif (found := self.format_of(effect.namespace, effect.generation)) is not None:
+        elif found is not None:
             self.storage.link.forget(found.stored().prefix(), note_forgotten)
 
     def format_of(self, namespace: bytes, generation: int) -> BlockFormat | None:

@@ -35,10 +35,11 @@ class WorkerCopies:
 
     def shard_done(
         self, transfer_id: TransferId, shard: ShardIndex, error: str = "", corrupt: tuple[int, ...] = ()
-    ) -> None:
+    ) -> TransferState | None:
         """A shard no longer reads or writes anything for a transfer; the last shard ends the transfer.
 
-        A report about a transfer that has ended, or a second report of a shard, changes nothing.
+        A report about a transfer that has ended, or a second report of a shard, changes nothing. Returns the state of
+        the transfer now; None where nothing has changed.
 
         Args:
             transfer_id: the transfer.
@@ -49,7 +50,7 @@ class WorkerCopies:
         """
         transfer = self.table.worker.get(transfer_id)
         if transfer is None or shard not in transfer.waiting:
-            return
+            return None
         transfer.waiting.discard(shard)
         transfer.fail(error)
         if corrupt:
@@ -58,6 +59,7 @@ class WorkerCopies:
                 transfer.fail(f"shard {shard} named blocks that it was not given")
         if not transfer.waiting:
             self._end(transfer)
+        return transfer.state
 
     def retry_when_freed(self, tree: PrefixTree, pool: DevicePool, blocks: int) -> int | None:
         """How many slots can be granted now; None if that is too few and transfers under way may change it."""
