@@ -15,7 +15,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
 COPY . /source
 ENV KVCACHED_COMPILE=1
 RUN python -m venv /opt/kvcached \
-    && /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check /source/kvcached_client '/source[encryption]'
+    && /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check /source/kvcached_client '/source[encryption,metrics]'
 
 # The same with what device pools on CUDA need. The driver comes from the node, with NVIDIA's container toolkit:
 #

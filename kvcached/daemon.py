@@ -7,6 +7,7 @@ started before it is ended, and nothing half-started stays.
 from __future__ import annotations
 
 import asyncio
+import errno
 import faulthandler
 import fnmatch
 import logging
@@ -186,6 +187,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         is_takeover = inheritance.is_kept or any(each.is_kept for each in replicas)
         await start_storage(config, host, service, epoch, record, parts, is_takeover=is_takeover)
         _open_sockets(config, service, attach, parts)
+        _open_http(config, service, attach, parts, is_takeover=is_takeover)
     except (RequestError, NotEnoughMemory, DeviceError, OSError) as error:
         raise start_error(error) from error
     except Exception as error:
@@ -266,6 +268,31 @@ def _open_sockets(config: Config, service: Service, attach: AttachServer, parts:
     parts.callback(service.close)
     parts.callback(rpc.serve_rest)
     rpc.start(loop)
+
+
+def _open_http(
+    config: Config, service: Service, attach: AttachServer, parts: AsyncExitStack, *, is_takeover: bool
+) -> None:
+    """Serve metrics and health, if that is configured. A takeover goes on without: a port is no reason to lose memory.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    if config.http is None:
+        return
+    from kvcached.monitoring.pages import DaemonPages, HostSize  # noqa: PLC0415 - needs an extra
+    from kvcached.server.http import HttpServer  # noqa: PLC0415 - as above
+
+    size = HostSize() if config.host is None else HostSize(config.host.slabs, config.host.slab_bytes)
+    http = HttpServer(config.http.address, DaemonPages(service, size, attach.refusals))
+    try:
+        http.start()
+    except OSError as error:
+        if not is_takeover:
+            hint = "; under systemd see configs/http.conf" if error.errno == errno.EAFNOSUPPORT else ""
+            raise OSError(error.errno, f"[http] listen: {error.strerror}{hint}") from error
+        log.error("[http] listen: %s; there are no metrics until the next start", error.strerror)  # noqa: TRY400
+    parts.callback(http.close)
 
 
 def _start_clock(service: Service, interval_s: float, parts: AsyncExitStack) -> None:

@@ -1,4 +1,4 @@
-"""What a configuration asks of this machine: memory, a storage backend and its settings, a disk, a key file.
+"""What a configuration asks of this machine: memory, storage and its disk, a key file, packages that are optional.
 
 `kvcached check-config` and `kvcached serve` look at the same things, before anything is started. What only the moment
 decides, such as memory that others take just now, `check-config` looks at, and `serve` looks at when it takes it.
@@ -27,6 +27,8 @@ from kvcached_client.transport.run_dir import LOCK_NAME
 
 _STORAGE: Final = "storage"
 _SETTINGS: Final[Location] = (_STORAGE, "settings")
+#: What the extra `metrics` brings.
+_HTTP_PACKAGES: Final = ("prometheus_client", "h11")
 
 
 def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = False) -> None:
@@ -41,7 +43,7 @@ def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = 
     Raises:
         ConfigError: every reason why not.
     """
-    problems = [*_memory(config, is_trial=is_trial), *_storage(config, is_restart=is_restart)]
+    problems = [*_memory(config, is_trial=is_trial), *_storage(config, is_restart=is_restart), *_http(config)]
     if problems:
         raise ConfigError(problems)
 
@@ -155,6 +157,13 @@ def _key_file(config: Config, *, is_restart: bool) -> Iterator[Problem]:
         what, _, fix = str(error).removeprefix("encryption: ").partition("; ")
         fix = fix or f"make one: (umask 077; openssl rand -hex 32 >{path})"
         yield config.places.problem(at, str(path), what, fix)
+
+
+def _http(config: Config) -> Iterator[Problem]:
+    missing = [package for package in _HTTP_PACKAGES if importlib.util.find_spec(package) is None]
+    if config.http is not None and missing:
+        what, fix = f"needs the package {missing[0]}", "pip install 'kvcached-daemon[metrics]'"
+        yield config.places.problem(("http", "listen"), config.http.listen, what, fix)
 
 
 def _size(size_bytes: int) -> str:

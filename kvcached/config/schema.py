@@ -21,7 +21,7 @@ from pydantic.functional_validators import AfterValidator
 from kvcached.config.problems import ConfigError, Places, key_lines, mistake, problems_of
 from kvcached.config.replica import FilePath, ReplicaConfig
 from kvcached.config.sources import overlay_environment, read_config_file
-from kvcached.config.tables import HostConfig, OffloadConfig, StorageConfig, Table, WritePolicyName
+from kvcached.config.tables import HostConfig, HttpConfig, OffloadConfig, StorageConfig, Table, WritePolicyName
 from kvcached_client.transport.run_dir import SOCKET_PATH_BYTES_MAX, default_run_dir
 
 REPLICAS_MAX: Final = 64
@@ -128,6 +128,9 @@ class Config(Table):
     )
     storage: StorageConfig | None = Field(
         default=None, description="The tier below the host pool; without this table there is no storage."
+    )
+    http: HttpConfig | None = Field(
+        default=None, description="Metrics and health over HTTP; without this table nothing listens for HTTP."
     )
     replica: Annotated[tuple[ReplicaConfig, ...], AfterValidator(_not_too_many)] = Field(
         default=(),

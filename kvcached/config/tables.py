@@ -1,10 +1,13 @@
-"""The tables of a configuration: what all have in common, the host pool, offload, storage. Replicas: `replica`."""
+"""The tables of a configuration: what all have in common, host pool, offload, storage, http. Replicas: `replica`."""
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -22,6 +25,7 @@ from kvcached.config.problems import mistake
 from kvcached_client.blocks.host_layout import PAGE_BYTES, slots_per_slab, smallest_slab
 from kvcached_client.blocks.layout import POOL_SIZE_BYTES_MAX, Layout
 from kvcached_client.doctor.memory_bounds import memory_bounds
+from kvcached_client.transport.run_dir import SOCKET_PATH_BYTES_MAX
 
 #: Of the file that says which generation of each namespace is the present one.
 RECORD_NAME: Final = "generations.json"
@@ -309,3 +313,65 @@ class StorageConfig(Table):
         if self.backend != "disk" or not isinstance(directory, str) or not Path(directory).is_absolute():
             return None
         return Path(directory) / RECORD_NAME
+
+
+class TcpAddress(NamedTuple):
+    """An address of this machine and a port."""
+
+    host: str  #: an IP address
+    port: int
+
+
+_UNIX_PREFIX: Final = "unix:"
+_PORT_MAX: Final = 65_535
+#: 127.0.0.1:9400, [::1]:9400
+_HOST_AND_PORT: Final = re.compile(r"(?:\[(?P<v6>[^\]]*)\]|(?P<v4>[^:\[\]]*)):(?P<port>[0-9]{1,5})")
+_LISTEN_FIX: Final = 'give "127.0.0.1:PORT", "[::1]:PORT" or "unix:/PATH"'
+
+
+def parse_listen(listen: str) -> TcpAddress | str:
+    """The address that `listen` means: of TCP, or the path of a unix socket.
+
+    Raises:
+        PydanticCustomError: it is none, or one that other machines reach.
+    """
+    if listen.startswith(_UNIX_PREFIX):
+        path = listen.removeprefix(_UNIX_PREFIX)
+        if not path.startswith("/"):
+            raise mistake("has no absolute path", _LISTEN_FIX)
+        if (size_bytes := len(os.fsencode(path))) > SOCKET_PATH_BYTES_MAX:
+            what = f"has a path of {size_bytes} bytes, {SOCKET_PATH_BYTES_MAX} are possible"
+            raise mistake(what, "use a shorter path")
+        return path
+    found = _HOST_AND_PORT.fullmatch(listen)
+    if found is None or not 0 < int(found["port"]) <= _PORT_MAX:
+        raise mistake("is no address", _LISTEN_FIX)
+    host = found["v6"] or found["v4"] or ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise mistake(f"{host!r} is no IP address; names are not looked up", _LISTEN_FIX) from None
+    if not address.is_loopback:
+        what = f"{host} can be reached from other machines, and nothing here asks who they are"
+        raise mistake(what, f"{_LISTEN_FIX}; put a proxy that asks in front of it")
+    return TcpAddress(str(address), int(found["port"]))
+
+
+def _check_listen(listen: str) -> str:
+    parse_listen(listen)
+    return listen
+
+
+class HttpConfig(Table):
+    """``[http]``: metrics and health over HTTP. Without the table nothing listens."""
+
+    listen: Annotated[str, AfterValidator(_check_listen)] = Field(
+        max_length=256,
+        description='Where: "127.0.0.1:PORT" or "[::1]:PORT", which every user of this machine can reach, or'
+        ' "unix:/PATH", which only the daemon\'s user and root can reach. Needs kvcached-daemon[metrics].',
+    )
+
+    @property
+    def address(self) -> TcpAddress | str:
+        """A TCP address, or the path of a unix socket."""
+        return parse_listen(self.listen)

@@ -7,18 +7,16 @@ pidfd until it dies or the handler forgets it.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 from collections import Counter
 from collections.abc import Set as AbstractSet
-from pathlib import Path
 from typing import Final, Protocol
 
 from kvcached.process.peer import PeerProcess
 from kvcached.process.seqpacket import Packet, peer_credentials, receive, send
 from kvcached.server.connections import ConnectionLimits, Connections, no_descriptors
-from kvcached.server.listener import Listener
+from kvcached.server.listener import Listener, remove_stale
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol.attach import (
@@ -120,7 +118,7 @@ class AttachServer:
         Raises:
             OSError: the socket cannot be made, or another process serves it.
         """
-        _remove_stale(self._path)
+        remove_stale(self._path, socket.SOCK_SEQPACKET)
         self._listener = Listener("attach", self._path, socket.SOCK_SEQPACKET, self._connections, self._accept)
 
     def close(self) -> None:
@@ -264,25 +262,6 @@ class AttachServer:
             return
         if peer not in self._watched or (self._listener is not None and not self._handler.peer_closed(peer)):
             self.forget(peer)
-
-
-def _remove_stale(path: str) -> None:
-    """Remove a socket that a dead daemon left behind.
-
-    Raises:
-        OSError: a living process listens there.
-    """
-    if not Path(path).is_socket():
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as trial:
-        try:
-            trial.connect(path)
-        except ConnectionRefusedError:
-            Path(path).unlink()
-            return
-        except BlockingIOError:
-            pass  # it lives, and is busy
-    raise OSError(errno.EADDRINUSE, f"another process serves {path}")
 
 
 def _internal_error() -> RequestError:

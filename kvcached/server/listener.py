@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Generic
 
 from kvcached.process.seqpacket import SocketFile, listen
@@ -24,23 +26,23 @@ _BACKLOG: Final = 8 * ACCEPTS_PER_TURN_MAX
 
 
 class Listener(Generic[C]):
-    """Listens at `path`, owner-only, and hands over what it accepts, in the running event loop.
+    """Listens, and hands over what it accepts, in the running event loop.
 
     Args:
         name: of the socket, for the log.
-        path: of the socket.
+        place: a path, for an AF_UNIX socket that this user only can connect to; or an IP address and a port.
         kind: of the socket.
         connections: those of the socket that are open.
         accepted: takes each new one, which is not blocking.
 
     Raises:
-        OSError: the path cannot be bound.
+        OSError: the place cannot be bound.
     """
 
     def __init__(
         self,
         name: str,
-        path: str,
+        place: str | tuple[str, int],
         kind: socket.SocketKind,
         connections: Connections[C],
         accepted: Callable[[socket.socket], None],
@@ -49,18 +51,23 @@ class Listener(Generic[C]):
         self._connections = connections
         self._accepted = accepted
         self._loop = asyncio.get_running_loop()
-        self._socket = listen(path, _BACKLOG, kind)
-        self._file = SocketFile.at(path)
+        self._file: SocketFile | None = None
+        if isinstance(place, str):
+            self._socket = listen(place, _BACKLOG, kind)
+            self._file = SocketFile.at(place)
+        else:
+            self._socket = _listen_at(*place)
         self._paused: asyncio.TimerHandle | None = None
         self._listen()
 
     def close(self) -> None:
-        """Accept nothing more, and remove the socket."""
+        """Accept nothing more, and remove the file of the socket, if it has one."""
         if self._paused is not None:
             self._paused.cancel()
         else:
             self._loop.remove_reader(self._socket.fileno())
-        self._file.remove()
+        if self._file is not None:
+            self._file.remove()
         self._socket.close()
 
     def _listen(self) -> None:
@@ -90,3 +97,38 @@ class Listener(Generic[C]):
             self._accepted(accepted)
         if self._connections.take_fault():
             self._pause(FAULT_PAUSE_S)
+
+
+def _listen_at(host: str, port: int) -> socket.socket:
+    """A non-blocking socket of TCP that listens.
+
+    Raises:
+        OSError: the address is in use, or this machine does not have it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)  # its own words name the address, too
+        raise OSError(error.errno, f"{why}: {host}, port {port}") from error
+    listener.setblocking(False)  # noqa: FBT003
+    return listener
+
+
+def remove_stale(path: str, kind: socket.SocketKind) -> None:
+    """Remove a socket that a dead daemon left behind.
+
+    Raises:
+        OSError: a living process listens there.
+    """
+    if not Path(path).is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK) as trial:
+        try:
+            trial.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+            return
+        except BlockingIOError:
+            pass  # it lives, and is busy
+    raise OSError(errno.EADDRINUSE, f"another process serves {path}")

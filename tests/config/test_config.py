@@ -12,7 +12,7 @@ from kvcached.config.problems import ConfigError, Problem, key_lines
 from kvcached.config.replica import GroupConfig, ReplicaConfig
 from kvcached.config.report import as_toml, figures_of
 from kvcached.config.schema import REPLICAS_MAX, Config, load_config
-from kvcached.config.tables import HostConfig, NamespaceQuota, OffloadConfig, QuotaConfig, StorageConfig
+from kvcached.config.tables import HostConfig, HttpConfig, NamespaceQuota, OffloadConfig, QuotaConfig, StorageConfig
 from kvcached_client.blocks.layout import KvGroup, PageOrder
 from tests.config.reference import rows
 
@@ -470,6 +470,7 @@ def test_config_documentation_has_every_key() -> None:
         NamespaceQuota,
         OffloadConfig,
         StorageConfig,
+        HttpConfig,
         ReplicaConfig,
         GroupConfig,
     ]

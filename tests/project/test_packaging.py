@@ -125,6 +125,19 @@ def test_unit_opens_nothing_but_devices_for_gpus() -> None:
     assert set(settings) == {"DevicePolicy", "DeviceAllow", "ExecStartPre", "TimeoutStartSec", "TasksMax"}
 
 
+def test_unit_lets_in_the_loopback_interface_alone() -> None:
+    """The drop-in for a port of metrics allows local addresses, and leaves the denial of all others in the unit."""
+    text = (ROOT / "configs/http.conf").read_text()
+    settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Z]", line))
+
+    assert settings == {
+        "PrivateNetwork": "no",
+        "RestrictAddressFamilies": "AF_INET AF_INET6",
+        "IPAddressAllow": "localhost",
+    }
+    assert unit()["IPAddressDeny"] == "any"
+
+
 def test_pre_commit_hooks_need_no_network() -> None:
     """Every hook is local and runs a tool of the environment that `make env` makes."""
     text = (ROOT / ".pre-commit-config.yaml").read_text()

@@ -49,7 +49,7 @@ def test_readme_begins_with_what_it_is() -> None:
         "vLLM",
         "your own engine",
         "Alpha, and proven on CPU memory only",
-        "Prometheus",
+        "Not supported yet",
         "First token",
         "docs/figures/demo.svg",
     ):

@@ -1,0 +1,200 @@
+"""GET over HTTP/1.1, for pages about the daemon. One connection is one request and one answer; h11 parses.
+
+What a peer can take is bounded: connections, the bytes of a request, the time until the request is whole, the time
+until the answer is read, and connections accepted in a time. A peer beyond a bound loses its own connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from functools import partial
+from http import HTTPStatus
+from typing import Final, NamedTuple, Protocol
+
+import h11
+
+from kvcached.process.seqpacket import Credentials, peer_credentials
+from kvcached.server.connections import ConnectionLimits, Connections
+from kvcached.server.listener import Listener, remove_stale
+from kvcached_client.errors import RequestError
+
+#: Whose request is whole, and of the others. A node has one or two scrapers and some probes.
+CONNECTIONS_MAX: Final = 16
+#: Of the request line and all headers. Scrapers send some hundred bytes.
+REQUEST_BYTES_MAX: Final = 8 * 1024
+#: Of one `recv`.
+_RECEIVE_BYTES: Final = 4096
+#: From a whole request until its answer is in the hands of the kernel: a health check takes 3 s at most.
+ANSWER_S_MAX: Final = 10.0
+#: A peer that has its answer closes its end. What it sends meanwhile is read, or the kernel would take the answer back.
+_LINGER_S_MAX: Final = 1.0
+_LINGER_BYTES_MAX: Final = 256 * 1024
+#: More connections in a second are a mistake in some loop: few are accepted then, see `Connections.note_fault`.
+ACCEPTED_PER_S_MAX: Final = 50
+#: Of the descriptors that are left where there are few.
+_DESCRIPTORS_SHARE: Final = 0.1
+_TEXT: Final = "text/plain; charset=utf-8"
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Page(NamedTuple):
+    """An answer."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = _TEXT
+
+
+class Pages(Protocol):
+    """What is served."""
+
+    async def get(self, path: str, accept: str) -> Page:
+        """The page at a path, in a form that the header `Accept` names if there are several."""
+
+
+class _Connection:
+    """An open connection.
+
+    Attributes:
+        socket: of it.
+        task: serves it.
+    """
+
+    __slots__ = ("parser", "socket", "task")
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self.socket = accepted
+        self.parser = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES_MAX)
+        self.task: asyncio.Task[None] | None = None
+
+
+class HttpServer:
+    """Serves pages, in the running event loop.
+
+    Args:
+        place: the path of a unix socket, or an IP address and a port.
+        pages: what is served.
+    """
+
+    def __init__(self, place: str | tuple[str, int], pages: Pages) -> None:
+        self._place = place
+        self._pages = pages
+        self._loop = asyncio.get_running_loop()
+        limits = ConnectionLimits.within(CONNECTIONS_MAX, _DESCRIPTORS_SHARE)
+        limits = limits._replace(per_process=limits.connections, half_open=min(CONNECTIONS_MAX, limits.half_open))
+        # Whoever can open a unix socket of this user is this user, or root.
+        self._connections: Connections[_Connection] = Connections("http", limits, self._drop, {os.geteuid(), 0})
+        self._listener: Listener[_Connection] | None = None
+        self._second = 0
+        self._accepted = 0
+
+    def start(self) -> None:
+        """Listen, and serve from now on.
+
+        Raises:
+            OSError: the address or path cannot be bound.
+        """
+        if isinstance(self._place, str):
+            remove_stale(self._place, socket.SOCK_STREAM)
+        self._listener = Listener("http", self._place, socket.SOCK_STREAM, self._connections, self._accept)
+        _log.info("metrics and health at %s", self._place)
+
+    def close(self) -> None:
+        """Stop serving, and close every connection."""
+        if self._listener is None:
+            return
+        self._listener.close()
+        self._listener = None
+        for connection in list(self._connections):
+            self._drop(connection)
+
+    def _accept(self, accepted: socket.socket) -> None:
+        connection = _Connection(accepted)
+        is_unix = accepted.family is socket.AF_UNIX
+        peer = peer_credentials(accepted) if is_unix else Credentials(0, os.geteuid(), os.getegid())
+        self._connections.open(connection, peer, accepted.fileno())
+        connection.task = self._loop.create_task(self._serve(connection))
+        connection.task.add_done_callback(partial(self._ended, connection))
+        self._count()
+
+    def _count(self) -> None:
+        second = int(self._loop.time())
+        if second != self._second:
+            self._second, self._accepted = second, 0
+        self._accepted += 1
+        if self._accepted > ACCEPTED_PER_S_MAX:
+            self._connections.note_fault("many", "http: more than %d connections in a second", ACCEPTED_PER_S_MAX)
+
+    def _drop(self, connection: _Connection) -> None:
+        self._connections.close(connection)
+        if connection.task is not None:
+            connection.task.cancel()
+
+    def _ended(self, connection: _Connection, task: asyncio.Task[None]) -> None:
+        self._connections.close(connection)
+        connection.socket.close()
+        if not task.cancelled() and (error := task.exception()) is not None and not _is_peers(error):
+            _log.error("http: internal error", exc_info=error)
+
+    async def _serve(self, connection: _Connection) -> None:
+        asked = await self._receive(connection)  # `Connections` drops a peer that takes long
+        if asked is None:
+            return
+        async with asyncio.timeout(ANSWER_S_MAX):
+            if isinstance(asked, Page):
+                await self._answer(connection, asked)
+            else:
+                await self._answer(connection, await self._page(asked), has_body=asked.method != b"HEAD")
+
+    async def _receive(self, connection: _Connection) -> h11.Request | Page | None:
+        """The request, or the page that says why it is refused; None where the peer has closed its end."""
+        parser = connection.parser
+        try:
+            while (event := parser.next_event()) is h11.NEED_DATA:
+                parser.receive_data(await self._loop.sock_recv(connection.socket, _RECEIVE_BYTES))
+            if not isinstance(event, h11.Request):
+                return None
+            self._connections.admit(connection)
+        except h11.RemoteProtocolError as error:
+            return _refusal(HTTPStatus(error.error_status_hint), str(error))
+        except RequestError as error:
+            return _refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"{error.message}; {error.fix}")
+        return event
+
+    async def _page(self, request: h11.Request) -> Page:
+        if request.method not in {b"GET", b"HEAD"}:
+            return _refusal(HTTPStatus.METHOD_NOT_ALLOWED, "there is GET, and HEAD")
+        path = request.target.partition(b"?")[0].decode("latin-1")
+        accept = b",".join(value for name, value in request.headers if name == b"accept")
+        return await self._pages.get(path, accept.decode("latin-1"))
+
+    async def _answer(self, connection: _Connection, page: Page, *, has_body: bool = True) -> None:
+        """Send a page, and wait a moment until the peer has closed its end."""
+        parser, loop = connection.parser, self._loop
+        headers = [
+            ("content-type", page.content_type),
+            ("content-length", str(len(page.body))),
+            ("connection", "close"),
+        ]
+        if page.status is HTTPStatus.METHOD_NOT_ALLOWED:
+            headers.append(("allow", "GET, HEAD"))
+        head = parser.send(h11.Response(status_code=page.status, headers=headers, reason=page.status.phrase))
+        await loop.sock_sendall(connection.socket, (head or b"") + (page.body if has_body else b""))
+        connection.socket.shutdown(socket.SHUT_WR)
+        left_bytes = _LINGER_BYTES_MAX
+        async with asyncio.timeout(_LINGER_S_MAX):
+            while left_bytes > 0 and (data := await loop.sock_recv(connection.socket, _RECEIVE_BYTES)):
+                left_bytes -= len(data)
+
+
+def _refusal(status: HTTPStatus, why: str) -> Page:
+    return Page(status, f"{why}\n".encode())
+
+
+def _is_peers(error: BaseException) -> bool:
+    """Whether a connection has ended by what its peer did, or did not."""
+    return isinstance(error, TimeoutError | OSError)

@@ -1,0 +1,166 @@
+"""What the metrics say about a daemon whose state is known."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+from prometheus_client.core import Metric
+
+from kvcached.core.messages import TransferKind
+from kvcached.core.slots.states import SlotState
+from kvcached.monitoring.counters import STORAGE_TOTALS, TOTALS
+from kvcached.monitoring.families import families
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol import engine as wire
+from tests.monitoring.registry import SLABS, STORAGE, exported_name, metrics_of, pages_of
+from tests.project.source_tree import ROOT
+from tests.service.office import EPOCH, SLAB_BYTES, FakePeer, Office, key_chain
+
+
+def value(metrics: dict[str, Metric], name: str, /, **labels: str) -> float:
+    """The one sample of a counter or gauge with these labels."""
+    family = metrics[name.removesuffix("_total")]
+    (found,) = [sample.value for sample in family.samples if sample.labels == labels]
+    return found
+
+
+@pytest.fixture
+def office() -> Office:
+    return Office("a", host_slabs=SLABS)
+
+
+def test_names_follow_the_conventions(office: Office) -> None:
+    """Names have the prefix, base units and the suffix of their type; no two families have one name."""
+    for family in metrics_of(office).values():
+        name = exported_name(family)
+        assert re.fullmatch(r"(kvcached|process)(_[a-z]+)+", name)
+        assert not name.endswith(("_ms", "_us", "_ns", "_count", "_sum", "_bucket"))
+        assert name.endswith("_total") == (family.type == "counter")
+        assert family.type != "histogram" or name.endswith("_seconds")
+        assert family.documentation.endswith(".")
+
+
+def test_counters_are_0_from_the_start(office: Office) -> None:
+    """Before anything has happened each counter has its samples, all 0, with every value that its labels can have."""
+    metrics = metrics_of(office, storage=wire.StorageReport(
+        id=0, backend="disk", state="ready", why="", backup="every", restarts=0, blocks=0, size_bytes=0,
+        capacity_bytes=1, counters={},
+    ))  # fmt: skip
+    for family in metrics.values():
+        if family.type == "counter" and family.name.startswith("kvcached_") and family.name != "kvcached_requests":
+            assert family.samples, family.name
+            assert {sample.value for sample in family.samples} == {0}, family.name
+    assert {sample.labels["code"] for sample in metrics["kvcached_errors"].samples} == set(ErrorCode)
+    verbs = {sample.labels["verb"] for sample in metrics["kvcached_request_duration_seconds"].samples}
+    assert {"acquire", "commit", "release", "heartbeat", "prepare_stores", "stats"} <= verbs
+
+
+def test_every_counter_that_is_kept_is_exported() -> None:
+    """Each total that the daemon counts is the source of a sample: none is forgotten when one is added."""
+    sources = "".join(path.read_text() for path in (ROOT / "kvcached").rglob("*.py"))
+    kept = set(re.findall(r'(?:counters\[|\bcount\()"(\w+)"', sources))
+    exported = [name for total in (*TOTALS, *STORAGE_TOTALS) for name in total.sources]
+
+    assert kept <= set(exported)
+    assert len(exported) == len(set(exported))
+
+
+def test_work_moves_the_metrics(office: Office) -> None:
+    """A stored prompt and its second request: slots, bytes, hits, misses, copies and latencies say so."""
+    office.enter(FakePeer(1))
+    keys = key_chain(3)
+    office.store(keys)
+    (transfer,) = office.workers["a"].under_way(TransferKind.STORE)
+    before = metrics_of(office)
+    office.workers["a"].end(transfer)
+    office.store(keys)
+    office.service.refused(request_error(ErrorCode.LIMIT, "too many", "ask less"))
+
+    metrics = metrics_of(office)
+
+    (block_bytes,) = {replica.bytes_per_block * replica.layout.shards for replica in described(office).replicas}
+    assert value(before, "kvcached_copies_in_flight", executor="worker", kind="store") == 1
+    assert value(before, "kvcached_transfers", kind="store", state="running") == 1
+    assert value(before, "kvcached_copied_bytes_total", executor="worker", kind="store") == 0
+    assert value(metrics, "kvcached_copies_in_flight", executor="worker", kind="store") == 0
+    assert value(metrics, "kvcached_copied_bytes_total", executor="worker", kind="store") == 3 * block_bytes
+    assert value(metrics, "kvcached_store_blocks_total", outcome="stored") == 3
+    assert value(metrics, "kvcached_device_slots", replica="a", state="cached") == office.count("a", SlotState.CACHED)
+    assert value(metrics, "kvcached_device_bytes", replica="a", state="cached") == 3 * block_bytes
+    assert value(metrics, "kvcached_hit_blocks_total", tier="device") == 3
+    assert value(metrics, "kvcached_missed_blocks_total") == 3
+    assert value(metrics, "kvcached_errors_total", code="limit") == 1
+    assert value(metrics, "kvcached_device_engines", replica="a") == 1
+    assert value(metrics, "kvcached_device_epoch", replica="a") == EPOCH
+    host = {"namespace": (b"n" * 8).hex(), "name": "a"}
+    assert value(metrics, "kvcached_host_slots", **host, state="cached") == 3
+    assert value(metrics, "kvcached_host_bytes", **host, state="cached") == round(3 * SLAB_BYTES / 8)
+    assert value(metrics, "kvcached_host_free_bytes") == SLAB_BYTES
+    durations = {
+        sample.labels.get("le"): sample.value
+        for sample in metrics["kvcached_request_duration_seconds"].samples
+        if sample.labels["verb"] == "acquire"
+    }
+    assert durations["+Inf"] == 2
+
+
+def described(office: Office) -> wire.Description:
+    return office.expect(wire.Description, wire.Describe(id=office.next_id()))
+
+
+def test_waiting_request_counts_until_its_reply(office: Office) -> None:
+    """A request without a reply is one that waits; when it has its reply, its duration is one of its verb."""
+    office.enter(FakePeer(1))
+    office.store(key_chain(3))
+    answers = office.ask_late(wire.Pause(id=office.next_id(), deadline_ms=1000))
+    waiting = metrics_of(office)
+    (transfer,) = office.workers["a"].under_way(TransferKind.STORE)
+    office.workers["a"].end(transfer)
+    answered = metrics_of(office)
+
+    assert len(answers) == 1
+    assert [value(each, "kvcached_waiting_requests", wait="operator") for each in (waiting, answered)] == [1, 0]
+    assert [paused(each) for each in (waiting, answered)] == [0, 1]
+
+
+def paused(metrics: dict[str, Metric]) -> float:
+    """How many durations of `pause` there are."""
+    name = "kvcached_request_duration_seconds"
+    (count,) = [
+        sample.value
+        for sample in metrics[name].samples
+        if sample.name == f"{name}_count" and sample.labels == {"verb": "pause"}
+    ]
+    return count
+
+
+def test_namespaces_of_one_name_are_one_sample(office: Office) -> None:
+    """Namespaces that were cleared while slots are in use have the same labels: their numbers are added up."""
+    office.enter(FakePeer(1))
+    office.store(key_chain(3))
+    snapshot = pages_of(office)._snapshot()
+    (host,) = snapshot.stats.hosts
+    cleared = msgspec.structs.replace(host, namespace="0" * 16, replicas=())
+    stats = msgspec.structs.replace(snapshot.stats, hosts=(host, cleared, cleared))
+    metrics = {family.name: family for family in families(snapshot._replace(stats=stats))}
+
+    assert value(metrics, "kvcached_host_slabs", namespace=host.namespace, name="a") == host.slabs
+    assert value(metrics, "kvcached_host_slabs", namespace="0" * 16, name="") == 2 * host.slabs
+
+
+def test_without_storage_there_are_no_samples_of_it(office: Office) -> None:
+    """A daemon without storage exports the names of its metrics, and no numbers."""
+    none = wire.StorageReport(
+        id=0, backend="", state="detached", why="", backup="never", restarts=0, blocks=-1, size_bytes=-1,
+        capacity_bytes=-1, counters={},
+    )  # fmt: skip
+    with_storage, without = metrics_of(office), metrics_of(office, storage=none)
+    of_storage = [name for name in without if name.startswith("kvcached_storage_")]
+
+    assert of_storage
+    assert all(with_storage[name].samples and not without[name].samples for name in of_storage)
+    assert value(with_storage, "kvcached_storage_blocks") == STORAGE.blocks
+    assert value(with_storage, "kvcached_storage_state", state="ready") == 1
+    assert value(with_storage, "kvcached_storage_state", state="suspended") == 0
