@@ -170,7 +170,11 @@ class HttpServer:
             return _refusal(HTTPStatus.METHOD_NOT_ALLOWED, "there is GET, and HEAD")
         path = request.target.partition(b"?")[0].decode("latin-1")
         accept = b",".join(value for name, value in request.headers if name == b"accept")
-        return await self._pages.get(path, accept.decode("latin-1"))
+        try:
+            return await self._pages.get(path, accept.decode("latin-1"))
+        except Exception:  # noqa: BLE001  as the attach server: one failure must not end the daemon
+            _log.exception("http: internal error at %s", path)
+            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the daemon failed to make this page; see its log")
 
     async def _answer(self, connection: _Connection, page: Page, *, has_body: bool = True) -> None:
         """Send a page, and wait a moment until the peer has closed its end."""

@@ -17,6 +17,7 @@ from kvcached_client.protocol import engine as wire
 from tests.monitoring.registry import SLABS, STORAGE, exported_name, metrics_of, pages_of
 from tests.project.source_tree import ROOT
 from tests.service.office import EPOCH, SLAB_BYTES, FakePeer, Office, key_chain
+from tests.service.offload_office import BLOCK_BYTES, OffloadOffice
 
 
 def value(metrics: dict[str, Metric], name: str, /, **labels: str) -> float:
@@ -104,6 +105,33 @@ def test_work_moves_the_metrics(office: Office) -> None:
         if sample.labels["verb"] == "acquire"
     }
     assert durations["+Inf"] == 2
+
+
+def test_copies_of_an_engine_count_with_its_last_shard() -> None:
+    """A copy of an engine in offload mode counts, with the bytes of all shards, once every shard has done it well."""
+    office = OffloadOffice()
+    welcome = office.attach(FakePeer(1))
+    stored = office.storing(3)
+    store = {"executor": "engine", "kind": "store"}
+    office.expect(wire.Settled, office.transfer_done(welcome, stored.transfer, 0))
+    half = metrics_of(office)
+    office.expect(wire.Settled, office.transfer_done(welcome, stored.transfer, 1))
+    held = office.acquire_blocks(3, request="again")
+    loads = [office.expect(wire.LoadPrepared, office.prepare_load(held.lease, 2)).transfer for _ in range(2)]
+    for shard in (0, 1):
+        done = office.transfer_done(welcome, loads[0], shard, kind="load")
+        office.expect(wire.Settled, done)
+        failed = office.transfer_done(welcome, loads[1], shard, kind="load")
+        office.expect(wire.Settled, msgspec.structs.replace(failed, error="it broke"))
+    metrics = metrics_of(office)
+
+    assert value(half, "kvcached_copies_in_flight", **store) == 1
+    assert value(half, "kvcached_copied_bytes_total", **store) == 0
+    assert value(metrics, "kvcached_copies_in_flight", **store) == 0
+    assert value(metrics, "kvcached_copied_bytes_total", **store) == 3 * 2 * BLOCK_BYTES
+    assert value(metrics, "kvcached_copied_bytes_total", executor="engine", kind="load") == 2 * 2 * BLOCK_BYTES
+    (sessions,) = [each for each in metrics["kvcached_host_sessions"].samples if each.labels["name"] == "tiny"]
+    assert sessions.value == 1
 
 
 def described(office: Office) -> wire.Description:

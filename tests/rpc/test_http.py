@@ -243,12 +243,12 @@ def test_too_many_requests_at_once_are_told_so(path: str) -> None:
     run(main())
 
 
-def test_bug_in_a_page_ends_its_connection_only(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A page that fails is logged with its traceback; the server goes on."""
+def test_bug_in_a_page_is_told_and_logged(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A page that fails is answered with 500 and logged with its traceback; the server goes on."""
 
     async def main() -> None:
         async with serving(path):
-            assert await ask(path, GET.replace(b"page", b"broken")) == b""
+            assert status_of(await ask(path, GET.replace(b"page", b"broken"))) == HTTPStatus.INTERNAL_SERVER_ERROR
             assert status_of(await ask(path, GET)) == HTTPStatus.OK
 
     run(main())
