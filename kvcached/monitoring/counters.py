@@ -81,12 +81,15 @@ TOTALS: Final = (
     ),
     Total(
         "kvcached_load_blocks",
-        "Blocks from the host pool: copied (loaded), copy failed or was cut off (failed), or cancelled by the engine"
-        " (called_off).",
+        "Blocks in the host pool behind a prompt's hit: copied (loaded), copy failed or was cut off (failed), cancelled"
+        " by the engine (called_off), or computed instead, because there were too few (below_threshold) or too many"
+        " others were being loaded (over_quota).",
         {
             "loaded_blocks": ("loaded",),
             "load_failed_blocks": ("failed",),
             "load_called_off_blocks": ("called_off",),
+            "load_below_threshold_blocks": ("below_threshold",),
+            "load_over_quota_blocks": ("over_quota",),
         },
         ("outcome",),
     ),

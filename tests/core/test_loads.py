@@ -76,19 +76,20 @@ def test_replica_hits_what_another_one_stored(new_tiers: MakeTiers) -> None:
 
 
 def test_few_blocks_are_computed_rather_than_loaded(new_tiers: MakeTiers) -> None:
-    """Below the threshold no load is started, and the hit ends where the device's does."""
+    """Below the threshold no load is started, which is counted, and the hit ends where the device's does."""
     cache = new_tiers(threshold=4)
     engine = stored(cache, "abcd")
     crowd_out(engine)
     workers = Workers(cache)
 
     assert (loading(engine, workers, "abc")[0].hit, loads(workers.take())) == (0, [])
+    assert cache.counters["load_below_threshold_blocks"] == 3
     assert engine.acquire("abcd").hit == 4
     workers.answer_all()
 
 
 def test_loads_keep_to_their_quota(new_tiers: MakeTiers) -> None:
-    """Loads under way write no more blocks than the quota; the rest of the prompt is computed."""
+    """Loads under way write no more blocks than the quota; the rest of the prompt is computed, and counted."""
     cache = new_tiers(slots=32, quota=5)
     engine = stored(cache, "abcd")
     engine.store("ABCD")
@@ -98,6 +99,8 @@ def test_loads_keep_to_their_quota(new_tiers: MakeTiers) -> None:
     first, second, third = engine.acquire("abcd"), engine.acquire("ABCD"), engine.acquire("ABX")
 
     assert (first.hit, second.hit, third.hit) == (4, 1, 1)
+    assert cache.counters["load_over_quota_blocks"] == 3 + 1
+    assert not cache.counters["load_below_threshold_blocks"]
     workers.answer_all()
     assert engine.acquire("abcd").hit == 4
 

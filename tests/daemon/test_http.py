@@ -107,6 +107,27 @@ def test_metrics_of_an_engine_at_work(daemon: RunningDaemon, path: Path) -> None
     until(path, lambda now: now["kvcached_sessions",] == 0)
 
 
+def test_metrics_of_storage(tmp_path: Path, path: Path) -> None:
+    """With a disk, what is written to it counts in blocks and bytes, and its state and capacity are told."""
+    disk = f'\n[storage]\n[storage.settings]\ndirectory = "{tmp_path / "disk"}"\ncapacity_bytes = "64MiB"\n'
+    with started(tmp_path, f'{CONFIG}{HOST}{disk}\n[http]\nlisten = "unix:{path}"\n') as daemon:
+        before = samples(path)
+        assert before["kvcached_storage_state", "ready"] == 1
+        assert (
+            before["kvcached_storage_written_blocks_total",] == before["kvcached_backup_blocks_total", "written"] == 0
+        )
+        with Client.connect(daemon.run_dir) as client, client.acquire("one", client.chain(range(8))) as lease:
+            lease.finish(computed_tokens=8)
+        written = ("kvcached_storage_written_blocks_total",)
+        after = until(path, lambda now: now[written] == now["kvcached_backup_blocks_total", "written"] == 2)
+
+    assert after["kvcached_copied_bytes_total", "storage", "store"] == 2 * BLOCK_BYTES
+    assert after["kvcached_copy_duration_seconds_count", "storage", "store"] >= 1
+    assert after["kvcached_copies_in_flight", "storage", "store"] == 0
+    assert after["kvcached_storage_blocks",] == 2
+    assert after["kvcached_storage_capacity_bytes",] == 64 << 20
+
+
 def test_pages_say_what_the_commands_say(daemon: RunningDaemon, path: Path) -> None:
     """/livez and /readyz are 200, and /status.json has the fields and the state of `kvcached stats --json`."""
     assert get(path, "/livez") == (HTTPStatus.OK, "ok\n")

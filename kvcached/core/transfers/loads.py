@@ -63,17 +63,21 @@ class Loads:
         tree, pool = session.tree, session.pool
         if not pool.copies:
             return
-        _, end = tree.match_host(lease.run, lease.depth, keys, limit)
-        session.counters["host_hit_blocks"] += end - lease.depth
-        loads = self._table.of_pool(pool, TransferKind.LOAD)
-        blocks = min(end - lease.depth, pool.load_quota - sum(load.blocks for load in loads))
-        if blocks < max(pool.load_threshold, 1):
+        found = tree.match_host(lease.run, lease.depth, keys, limit)[1] - lease.depth
+        session.counters["host_hit_blocks"] += found
+        threshold = max(pool.load_threshold, 1)
+        if found < threshold:
+            session.counters["load_below_threshold_blocks"] += found
             return
+        loads = self._table.of_pool(pool, TransferKind.LOAD)
+        quota = pool.load_quota - sum(load.blocks for load in loads)
+        blocks = min(found, quota) if quota >= threshold else 0
         free = sorted(set(range(PROGRESS_SLOTS)) - {load.progress for load in loads}, reverse=True)
         while blocks > 0 and free:
             count = min(blocks, LOAD_BLOCKS_MAX)
             self._start_one(session, lease, keys, count, free.pop())
-            blocks -= count
+            blocks, found = blocks - count, found - count
+        session.counters["load_over_quota_blocks"] += found
 
     def _start_one(self, session: ManagedSession, lease: ManagedLease, keys: bytes, count: int, progress: int) -> None:
         tree, pool = session.tree, session.pool
