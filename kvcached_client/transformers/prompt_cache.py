@@ -8,13 +8,9 @@ Nothing fails because of the daemon: without it the model computes everything, a
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, Self
 
 import numpy as np
@@ -23,33 +19,13 @@ import transformers
 from transformers.cache_utils import DynamicCache
 
 from kvcached_client.blocks.transfers import BlockJob, Indices, JobSpan
-from kvcached_client.errors import KvcachedError
 from kvcached_client.keys import KeyChain
-from kvcached_client.offload import OffloadClient, OffloadLayout, Piece, PreparedStore, new_instance
-from kvcached_client.offload_shard import OffloadShard
+from kvcached_client.offload import Piece, PreparedStore
+from kvcached_client.one_process import EngineIdentity, OneProcessEngine, OneProcessSession
 from kvcached_client.transformers.model import Model, identity, kv_tensors
 from kvcached_client.transformers.staging import Staging, cache_of
-from kvcached_client.types import LeaseId
-
-#: After a failure, before the daemon is tried again.
-RETRY_S: Final = 5.0
-_LABEL_LENGTH_MAX: Final = 100
 
 _log: Final = logging.getLogger("kvcached_client")
-
-
-@dataclass(slots=True)
-class _Session:
-    """A session with the daemon. `has_storage`: as far as is known."""
-
-    client: OffloadClient
-    shard: OffloadShard
-    has_storage: bool = True
-
-    def close(self) -> None:
-        with contextlib.suppress(KvcachedError):
-            self.client.close()
-        self.shard.close()
 
 
 class PromptCache:
@@ -61,14 +37,17 @@ class PromptCache:
     def __init__(self, model: Model, run_dir: str | os.PathLike[str] | None, block_size: int, deadline_ms: int) -> None:
         """Use `connect`."""
         self._config = model.config
-        self._run_dir, self._block_size, self._deadline_ms = run_dir, block_size, deadline_ms
+        self._block_size = block_size
         self._staging = Staging(kv_tensors(model), block_size)
         self._keyspace = identity(model)
-        self._label = (model.config.name_or_path or type(model).__name__)[-_LABEL_LENGTH_MAX:]
-        self._instance = new_instance()
-        self._names = itertools.count(1)
-        self._session: _Session | None = None
-        self._retry_at_s = 0.0
+        label = model.config.name_or_path or type(model).__name__
+        self._engine = OneProcessEngine(
+            EngineIdentity(f"transformers {transformers.__version__}", self._keyspace, label, block_size),
+            self._staging.pages,
+            run_dir=run_dir,
+            deadline_ms=deadline_ms,
+            log=_log,
+        )
 
     @classmethod
     def connect(
@@ -91,7 +70,7 @@ class PromptCache:
             ValueError: the model cannot be served, and why.
         """
         cache = cls(model, run_dir, block_size, deadline_ms)
-        with cache._guarded():
+        with cache._engine.guarded():
             pass
         return cache
 
@@ -106,7 +85,7 @@ class PromptCache:
         """
         tokens = _tokens(input_ids)
         chunks: list[list[torch.Tensor]] = []
-        with self._guarded() as session:
+        with self._engine.guarded() as session:
             if session is not None:
                 for chunk in self._loaded(session, tokens):
                     chunks.append(chunk)  # noqa: PERF402 - what came before a failure counts
@@ -131,7 +110,7 @@ class PromptCache:
         if computed > len(tokens):
             raise ValueError(f"the cache holds {computed} tokens and the sequence has {len(tokens)}: give all of it")
         blocks = 0
-        with self._guarded() as session:
+        with self._engine.guarded() as session:
             if session is not None:
                 for blocks in self._stored(session, tokens[:computed], cache):  # noqa: B007 - the last one counts
                     pass
@@ -139,9 +118,7 @@ class PromptCache:
 
     def close(self) -> None:
         """End the session; what is stored stays."""
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -151,12 +128,11 @@ class PromptCache:
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
-    def _loaded(self, session: _Session, tokens: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+    def _loaded(self, session: OneProcessSession, tokens: Sequence[int]) -> Iterator[list[torch.Tensor]]:
         """The stored beginning of a prompt, some blocks at a time."""
         chain = KeyChain(self._keyspace, self._block_size, tokens)
-        if session.has_storage:
-            session.has_storage = session.client.prefetch(chain.keys, len(tokens)).reason != "unavailable"
-        with self._lease(session, chain, len(tokens), full=False) as (lease, hit):
+        session.fetch(chain.keys, len(tokens))
+        with session.lease(chain.keys, len(tokens), full=False) as (lease, hit):
             for start in range(0, hit, self._staging.blocks):
                 count = min(self._staging.blocks, hit - start)
                 plan = session.client.prepare_load(lease, start, count)
@@ -168,10 +144,10 @@ class PromptCache:
                 if good < count:
                     return
 
-    def _stored(self, session: _Session, tokens: Sequence[int], cache: DynamicCache) -> Iterator[int]:
+    def _stored(self, session: OneProcessSession, tokens: Sequence[int], cache: DynamicCache) -> Iterator[int]:
         """Store a sequence some blocks at a time; how many are stored, after each time."""
         chain = KeyChain(self._keyspace, self._block_size, tokens)
-        with self._lease(session, chain, len(tokens), full=True) as (lease, hit):
+        with session.lease(chain.keys, len(tokens), full=True) as (lease, hit):
             yield (depth := hit)
             while depth < chain.block_count:
                 stop = min(depth + self._staging.blocks, chain.block_count)
@@ -183,7 +159,7 @@ class PromptCache:
                 depth = plan.depth
                 yield depth
 
-    def _copied(self, session: _Session, chain: KeyChain, plan: PreparedStore, cache: DynamicCache) -> bool:
+    def _copied(self, session: OneProcessSession, chain: KeyChain, plan: PreparedStore, cache: DynamicCache) -> bool:
         """Make a prepared store, or call it off; False if the buffer has no room for its blocks."""
         if sum(piece.blocks for piece in plan.pieces) > self._staging.blocks:
             session.client.cancel_store(plan.transfer, "copies of earlier blocks were lost, too many at once")
@@ -199,60 +175,6 @@ class PromptCache:
             raise
         session.shard.store(BlockJob(plan.transfer, plan.generation, tuple(spans)))
         return True
-
-    @contextlib.contextmanager
-    def _lease(self, session: _Session, chain: KeyChain, tokens: int, *, full: bool) -> Iterator[tuple[LeaseId, int]]:
-        """A lease, and how many blocks are stored."""
-        hold = session.client.acquire(str(next(self._names)), chain.keys, tokens, full=full)
-        try:
-            yield hold.lease, hold.hit
-        finally:
-            session.client.post_release(hold.lease)
-
-    # --- the session --------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[_Session | None]:
-        """A session, None if there is none. A failure ends the session and the block, and no more."""
-        try:
-            session = self._reached()
-        except KvcachedError as error:
-            self._give_up(error)
-            session = None
-        try:
-            yield session
-        except KvcachedError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: KvcachedError) -> None:
-        _log.warning("kvcached: the model computes without stored KV; next try in %g s: %s", RETRY_S, error)
-        self._retry_at_s = time.monotonic() + RETRY_S
-        self.close()
-
-    def _reached(self) -> _Session | None:
-        """The session, opened if there is none.
-
-        Raises:
-            KvcachedError: it cannot be opened.
-        """
-        if self._session is None and time.monotonic() >= self._retry_at_s:
-            pages = self._staging.pages
-            client = OffloadClient.connect(
-                self._run_dir,
-                engine=f"transformers {transformers.__version__}",
-                instance=self._instance,
-                keyspace=self._keyspace,
-                label=self._label,
-                layout=OffloadLayout(self._block_size, 1, pages.block_bytes, pages.fingerprint),
-                deadline_ms=self._deadline_ms,
-            )
-            try:
-                shard = OffloadShard.join(client.session, 0, pages, deadline_ms=self._deadline_ms)
-            except BaseException:
-                client.close()
-                raise
-            self._session = _Session(client, shard)
-        return self._session
 
 
 def _tokens(sequence: torch.Tensor) -> list[int]:

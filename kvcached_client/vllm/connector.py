@@ -30,7 +30,7 @@ from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.tensors import OtherMemory, current_stream
 from kvcached_client.vllm.cache_events import cache_events, publishes_events
-from kvcached_client.vllm.daemon.connect import common_layout, connect_as, find_snapshot
+from kvcached_client.vllm.daemon.connect import common_layout, connect_as, log
 from kvcached_client.vllm.daemon.thread import DaemonThread
 from kvcached_client.vllm.device_memory import RankMemory, pool_question
 from kvcached_client.vllm.device_table import DeviceTable, Engine, KnownIdentity, open_table
@@ -54,8 +54,8 @@ from kvcached_client.vllm.settings import (
     check_device_memory,
     read_settings,
 )
-from kvcached_client.vllm.weights import WeightReader, default_notes_folder
 from kvcached_client.vllm.worker import WorkerSide, marks_of
+from kvcached_client.weights import WeightReader, default_notes_folder, find_snapshot
 
 #: vLLM is untyped here.
 VllmObject: TypeAlias = Any
@@ -232,7 +232,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             find_snapshot=find_snapshot,
             groups=described(self._kv_cache_config.kv_cache_groups) if self._is_grouped else None,
         )
-        reader = WeightReader(default_notes_folder(), is_ending=self._ending.is_set)
+        reader = WeightReader(default_notes_folder(), is_ending=self._ending.is_set, log=log)
         identify = KnownIdentity(partial(description.identify, reader))
         self._link.start(connect_as(identify, layout, self._settings, self._link.wake))
         if self._settings.device_memory == "daemon":

@@ -17,7 +17,7 @@ from kvcached_client.vllm.identity import Identity
 from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
 from kvcached_client.vllm.scheduling.request_state import Step, WatchedPool
 from kvcached_client.vllm.settings import Settings
-from kvcached_client.vllm.weights import ReadingStopped
+from kvcached_client.weights import ReadingStopped
 
 _PERSON: Final = b"kvcached device1"
 

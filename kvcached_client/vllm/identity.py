@@ -16,13 +16,13 @@ from typing import Any, Final
 
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
 from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, minor_version
-from kvcached_client.vllm.weights import FindSnapshot, ModelFile, WeightReader, model_files
+from kvcached_client.weights import FindSnapshot, ModelFile, WeightReader, model_files
 
 _PERSON: Final = b"kvcached vllm 2"
 #: Weights of this load format are made from a seed.
-_MADE_UP: Final = "dummy"
+MADE_UP: Final = "dummy"
 #: Keys of a model's config that do not describe the model.
-_CONFIG_IGNORED: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+CONFIG_IGNORED: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 #: Hash algorithms with this prefix have a random root in every process, unless PYTHONHASHSEED is set.
 _RANDOM_ROOT: Final = "xxhash"
 _PLAIN_ROPE: Final = frozenset({None, "default"})
@@ -123,9 +123,9 @@ class _Model:
     """A model, and the state of its files when it was loaded."""
 
     def __init__(self, model: VllmConfig, load: VllmConfig, find_snapshot: FindSnapshot) -> None:
-        config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _CONFIG_IGNORED}
+        config = {key: value for key, value in model.hf_config.to_dict().items() if key not in CONFIG_IGNORED}
         self._name, self._revision = model.model, model.revision
-        self._is_made_up = load.load_format == _MADE_UP
+        self._is_made_up = load.load_format == MADE_UP
         self._files = model_files(model.model, model.revision, load.download_dir, find_snapshot)
         self._parts: list[object] = [
             # Code of another revision is not among the files: then the name tells whose code it is.
@@ -137,7 +137,7 @@ class _Model:
             load.model_loader_extra_config,
             model.seed if self._is_made_up else None,
             config,
-            model.max_model_len if _has_scaled_rope(config) else None,
+            model.max_model_len if has_scaled_rope(config) else None,
         ]
 
     def parts(self, reader: WeightReader, warnings: list[str]) -> list[object]:
@@ -167,7 +167,7 @@ def _named(files: Sequence[ModelFile], digests: Sequence[str]) -> list[object]:
     return [[file.name, digest] for file, digest in zip(files, digests, strict=True)]
 
 
-def _has_scaled_rope(config: Mapping[str, Any]) -> bool:
+def has_scaled_rope(config: Mapping[str, Any]) -> bool:
     """Whether the encoding of positions may depend on the maximum context length."""
     text = config.get("text_config") or config
     return not set(_rope_types(text.get("rope_parameters") or text.get("rope_scaling") or {})) <= _PLAIN_ROPE

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client.vllm import interface, weights
+from kvcached_client import weights
+from kvcached_client.vllm import interface
 from kvcached_client.vllm.scheduling.announcements import Announcements
 from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
 from kvcached_client.vllm.scheduling.store_queue import StoreQueue
 from kvcached_client.vllm.scheduling.stores import Stores
 from kvcached_client.vllm.scheduling.wishes import _Found
-from kvcached_client.vllm.weights import WeightReader
 from kvcached_client.vllm.worker import WorkerSide
+from kvcached_client.weights import WeightReader
 from tests.mutants.mutant import caught_by, rewrite
 
 
@@ -51,7 +52,7 @@ def weights_of_the_next_download_taken_for_those_in_memory(patch: pytest.MonkeyP
     rewrite(patch, weights._check_state, "_state_of(status) != file.state", "False")
 
 
-@caught_by("tests/vllm_connector/test_weights.py::test_files_that_just_changed_are_not_remembered")
+@caught_by("tests/client/test_weights.py::test_files_that_just_changed_are_not_remembered")
 def digest_remembered_of_a_file_that_may_still_change(patch: pytest.MonkeyPatch) -> None:
     """A change within the resolution of a file's times is never noticed."""
     rewrite(patch, WeightReader._read, "began_ns - file.state.changed >= SETTLED_S * 1e9", "True")

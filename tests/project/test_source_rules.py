@@ -14,7 +14,11 @@ from tests.project.source_tree import ROOT, imported_packages, modules
 SHIPPED = ("kvcached", "kvcached_client")
 #: Import names whose distribution is called otherwise.
 #: The engine that a package is loaded into, and what comes with it: nothing to declare, for who installs it has that.
-HOSTS = {"kvcached_client/vllm": {"vllm", "huggingface_hub"}}
+HOSTS = {
+    "kvcached_client/vllm/": {"vllm"},
+    "kvcached_client/sglang/": {"sglang"},
+    "kvcached_client/weights.py": {"huggingface_hub"},
+}
 DISTRIBUTIONS = {"zmq": "pyzmq", "kvcached_client": "kvcached-client", "pydantic_core": "pydantic"}
 
 
@@ -60,7 +64,7 @@ def test_third_party_imports_are_declared(folder: str, project: str) -> None:
     names = {requirement.split(">")[0].split("=")[0].split("~")[0].strip() for requirement in chain(*requirements)}
 
     for path_of_module, tree in modules(folder):
-        host = next((brought for place, brought in HOSTS.items() if str(path_of_module).startswith(f"{place}/")), set())
+        host = next((brought for place, brought in HOSTS.items() if str(path_of_module).startswith(place)), set())
         for package in imported_packages(tree) - {folder} - host:
             assert DISTRIBUTIONS.get(package, package) in names, f"{path_of_module} imports {package}"
 

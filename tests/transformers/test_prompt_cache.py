@@ -17,8 +17,9 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
+from kvcached_client import one_process
 from kvcached_client.offload_shard import OffloadShard
-from kvcached_client.transformers import PromptCache, prompt_cache, staging
+from kvcached_client.transformers import PromptCache, staging
 from tests.project.daemon_process import running_daemon
 from tests.project.source_tree import ROOT
 from tests.transformers.models import llama, mistral, tokens
@@ -133,7 +134,7 @@ def test_store_that_fails_here_is_called_off(run_dir: Path, monkeypatch: pytest.
 def test_daemon_that_comes_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a daemon everything is computed; one that comes is used, and nothing fails when it is killed."""
     model, run_dir = llama(6), tmp_path / "run"
-    monkeypatch.setattr(prompt_cache, "RETRY_S", 0.0)
+    monkeypatch.setattr(one_process, "RETRY_S", 0.0)
     with PromptCache.connect(model, run_dir) as prompts:
         assert asked(model, prompts, tokens(40)) == 0
         with running_daemon(CONFIG, run_dir) as daemon:
@@ -157,7 +158,7 @@ def test_daemon_that_hangs_costs_a_deadline(tmp_path: Path) -> None:
         daemon.send_signal(signal.SIGSTOP)
         try:
             assert asked(model, prompts, tokens(40)) == 0
-            assert prompts._session is None
+            assert prompts._engine._session is None
         finally:
             daemon.send_signal(signal.SIGCONT)
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
 from kvcached_client.vllm.identity import EngineDescription, Identity
-from kvcached_client.vllm.weights import ModelFile, WeightReader
+from kvcached_client.weights import ModelFile, WeightReader
 from tests.vllm_connector.configs import cache_config, vllm_config
 
 

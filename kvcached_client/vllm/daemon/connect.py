@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import vllm
-from huggingface_hub import try_to_load_from_cache
 
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
@@ -86,9 +85,3 @@ def connect_as(
         )
 
     return connect
-
-
-def find_snapshot(model: str, revision: str | None, download_dir: str | None) -> str | None:
-    """The directory of a model in the Hugging Face cache."""
-    found = try_to_load_from_cache(model, "config.json", cache_dir=download_dir, revision=revision)
-    return str(Path(found).parent) if isinstance(found, str) else None

@@ -41,7 +41,7 @@ _AGAIN_S: Final = 10.0
 _NOTE: Final = re.compile(r"kvcached 1((?: \d+){5}) ([0-9a-f]{64})\n")
 _NOTE_BYTES_MAX: Final = 256
 
-log = logging.getLogger("vllm.kvcached")
+_log: Final = logging.getLogger("kvcached_client")
 
 
 class ReadingStopped(KvcachedError):
@@ -94,6 +94,14 @@ def model_files(
     )
 
 
+def find_snapshot(model: str, revision: str | None, download_dir: str | None) -> str | None:
+    """The directory of a model in the Hugging Face cache."""
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - engines that load models have it
+
+    found = try_to_load_from_cache(model, "config.json", cache_dir=download_dir, revision=revision)
+    return str(Path(found).parent) if isinstance(found, str) else None
+
+
 def default_notes_folder() -> Path | None:
     """The folder where digests are remembered; None if this user has no folder of caches."""
     if cache := os.environ.get("XDG_CACHE_HOME"):
@@ -111,6 +119,7 @@ class WeightReader:
         is_ending: whether the process ends, so that reading stops.
         now_ns: the time of day, as file systems count it.
         clock: in seconds.
+        log: the engine's, for progress and warnings.
     """
 
     def __init__(
@@ -120,11 +129,13 @@ class WeightReader:
         is_ending: Callable[[], bool] = lambda: False,
         now_ns: Callable[[], int] = time.time_ns,
         clock: Callable[[], float] = time.monotonic,
+        log: logging.Logger = _log,
     ) -> None:
         self._notes = notes
         self._is_ending = is_ending
         self._now_ns = now_ns
         self._clock = clock
+        self._log = log
 
     def digests(self, files: Sequence[ModelFile]) -> list[str]:
         """The digest of each file's bytes.
@@ -133,7 +144,7 @@ class WeightReader:
             OSError: a file cannot be read, or has changed since the model was loaded.
             ReadingStopped: the process ends.
         """
-        progress = _Progress(sum(file.state.size for file in files), self._clock)
+        progress = _Progress(sum(file.state.size for file in files), self._clock, self._log)
         found = [self._remembered(file) or self._read(file, progress) for file in files]
         progress.end()
         return found
@@ -145,7 +156,7 @@ class WeightReader:
             _check_state(file, os.fstat(opened.fileno()))
             while size := opened.readinto(piece):
                 if self._is_ending():
-                    raise ReadingStopped("vLLM ends before its weight files are read")
+                    raise ReadingStopped("the engine ends before its weight files are read")
                 hasher.update(piece[:size])
                 progress.add(size)
             _check_state(file, os.fstat(opened.fileno()))
@@ -177,7 +188,7 @@ class WeightReader:
                 note.write(f"kvcached 1 {' '.join(map(str, state))} {digest}\n")
             Path(name).replace(self._note_of(self._notes, state))
         except OSError as error:
-            log.warning(
+            self._log.warning(
                 "kvcached: the next start reads the weight files again, their digests cannot be kept: %s", error
             )
 
@@ -192,9 +203,11 @@ class _Progress:
     Args:
         total: bytes of all files.
         clock: in seconds.
+        log: where to.
     """
 
-    def __init__(self, total: int, clock: Callable[[], float]) -> None:
+    def __init__(self, total: int, clock: Callable[[], float], log: logging.Logger) -> None:
+        self._log = log
         self._total = total
         self._clock = clock
         self._began = clock()
@@ -208,9 +221,9 @@ class _Progress:
         due = self._began + _TELL_S if self._told_at is None else self._told_at + _AGAIN_S
         if now >= due:
             self._told_at = now
-            log.info(
-                "kvcached: reads the weight files to identify the model, %.1f of %.1f GB so far; vLLM computes without "
-                "external cache until then",
+            self._log.info(
+                "kvcached: reads the weight files to identify the model, %.1f of %.1f GB so far; nothing is stored or "
+                "loaded until then",
                 self._done / 1e9,
                 self._total / 1e9,
             )
@@ -218,7 +231,7 @@ class _Progress:
     def end(self) -> None:
         """All files are read."""
         if self._told_at is not None:
-            log.info("kvcached: read the weight files in %.1f s", self._clock() - self._began)
+            self._log.info("kvcached: read the weight files in %.1f s", self._clock() - self._began)
 
 
 def _check_state(file: ModelFile, status: os.stat_result) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from kvcached_client.vllm import weights
-from kvcached_client.vllm.weights import ModelFile, ReadingStopped, WeightReader, default_notes_folder, model_files
+from kvcached_client import weights
+from kvcached_client.weights import ModelFile, ReadingStopped, WeightReader, default_notes_folder, model_files
 
 LATER_NS = time.time_ns() + 3_600_000_000_000
 
@@ -125,7 +125,7 @@ def test_long_reading_is_logged(model: Path, monkeypatch: pytest.MonkeyPatch, ca
     """Reading for more than two seconds is logged with its progress, then every ten seconds, and at its end."""
     monkeypatch.setattr(weights, "_PIECE_BYTES", 1)
     seconds = iter(range(100))
-    with caplog.at_level("INFO", "vllm.kvcached"):
+    with caplog.at_level("INFO", "kvcached_client"):
         WeightReader(None, clock=lambda: next(seconds)).digests(files_of(model))
     assert [record.message.split(",")[0] for record in caplog.records] == [
         "kvcached: reads the weight files to identify the model",
@@ -135,7 +135,7 @@ def test_long_reading_is_logged(model: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 def test_short_reading_is_not_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Small models are read without a word."""
-    with caplog.at_level("INFO", "vllm.kvcached"):
+    with caplog.at_level("INFO", "kvcached_client"):
         digests(model, None)
     assert not caplog.records
 

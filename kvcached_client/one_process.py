@@ -1,0 +1,181 @@
+"""An engine in offload mode that is one process: its own scheduler, and its only shard.
+
+Nothing fails because of the daemon: an engine has a session or it has none, and a later call tries to get one again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.errors import DaemonFailure, KvcachedError, RequestError, Stale
+from kvcached_client.offload import Hold, OffloadClient, OffloadLayout, new_instance
+from kvcached_client.offload_shard import OffloadShard
+from kvcached_client.protocol.fields import NAME_LENGTH_MAX
+
+#: After a failure, before the daemon is tried again.
+RETRY_S: Final = 5.0
+_names: Final = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """What an engine says of itself.
+
+    Attributes:
+        engine: name and version, for logs.
+        keyspace: 32 bytes, see `OffloadClient.connect`.
+        label: of its namespace, for people; its end counts if it is long.
+        block_size: tokens in a block.
+    """
+
+    engine: str
+    keyspace: bytes
+    label: str
+    block_size: int
+
+
+@dataclass(slots=True, eq=False)
+class OneProcessSession:
+    """A session with the daemon.
+
+    Attributes:
+        client: for one thread at a time, see `turn`.
+        shard: copies.
+        has_storage: as far as is known.
+        turn: held by a thread while it asks the daemon, where there are several.
+    """
+
+    client: OffloadClient
+    shard: OffloadShard
+    has_storage: bool = True
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextlib.contextmanager
+    def lease(self, keys: bytes, tokens: int, *, full: bool) -> Iterator[Hold]:
+        """A lease on a chain, and how many of its blocks are stored. See `OffloadClient.begin_acquire`."""
+        with self.turn:
+            hold = self.client.acquire(str(next(_names)), keys, tokens, full=full)
+        try:
+            yield hold
+        finally:
+            with self.turn:
+                self.client.post_release(hold.lease)
+
+    def fetch(self, keys: bytes, tokens: int, *, full: bool = False) -> None:
+        """Bring a chain's blocks from storage into the host pool, if there is storage."""
+        if self.has_storage:
+            with self.turn:
+                self.has_storage = self.client.prefetch(keys, tokens, full=full).reason != "unavailable"
+
+    def close(self) -> None:
+        """End it. Waits until no thread copies."""
+        with self.turn, contextlib.suppress(KvcachedError):
+            self.client.close()
+        self.shard.close()
+
+
+class OneProcessEngine:
+    """Has a session while the daemon answers. Several threads may use it.
+
+    Args:
+        identity: what the engine says of itself.
+        pages: where its blocks are.
+        run_dir: directory of the daemon's sockets; default: `run_dir.default_run_dir`.
+        deadline_ms: limit for one call to the daemon.
+        log: where it is written that the daemon is lost or found.
+    """
+
+    def __init__(
+        self,
+        identity: EngineIdentity,
+        pages: EnginePages,
+        *,
+        run_dir: str | os.PathLike[str] | None,
+        deadline_ms: int,
+        log: logging.Logger,
+    ) -> None:
+        self._identity, self._pages = identity, pages
+        self._run_dir, self._deadline_ms, self._log = run_dir, deadline_ms, log
+        self._instance = new_instance()
+        self._session: OneProcessSession | None = None
+        self._opening = threading.Lock()
+        self._retry_at_s = 0.0
+        self._is_lost = False
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[OneProcessSession | None]:
+        """A session, None if there is none. A failure of the daemon ends the block, most of them also the session."""
+        session = None
+        try:
+            session = self._reached()
+        except KvcachedError as error:
+            self._give_up(None, error)
+        try:
+            yield session
+        except KvcachedError as error:
+            if isinstance(error, RequestError) and not isinstance(error, (Stale, DaemonFailure)):
+                self._log.debug("kvcached: a request was refused: %s", error)
+            else:
+                self._give_up(session, error)
+
+    def close(self) -> None:
+        """End the session; what is stored stays."""
+        with self._opening:
+            session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _give_up(self, lost: OneProcessSession | None, error: KvcachedError) -> None:
+        with self._opening:
+            if self._session is not lost:
+                return  # of a session that another thread has given up
+            self._session = None
+            self._retry_at_s = time.monotonic() + RETRY_S
+            level = logging.DEBUG if self._is_lost else logging.WARNING
+            self._is_lost = True
+        self._log.log(
+            level, "kvcached: nothing is stored or loaded, and the daemon is tried again every %g s: %s", RETRY_S, error
+        )
+        if lost is not None:
+            lost.close()
+
+    def _reached(self) -> OneProcessSession | None:
+        """The session, opened if there is none.
+
+        Raises:
+            KvcachedError: it cannot be opened.
+        """
+        with self._opening:
+            if self._session is None and time.monotonic() >= self._retry_at_s:
+                self._session = self._open()
+                if self._is_lost:
+                    self._log.warning("kvcached: the daemon is back")
+                    self._is_lost = False
+            return self._session
+
+    def _open(self) -> OneProcessSession:
+        identity, pages = self._identity, self._pages
+        client = OffloadClient.connect(
+            self._run_dir,
+            engine=identity.engine,
+            instance=self._instance,
+            keyspace=identity.keyspace,
+            label=identity.label[-NAME_LENGTH_MAX:],
+            layout=OffloadLayout(identity.block_size, 1, pages.block_bytes, pages.fingerprint),
+            deadline_ms=self._deadline_ms,
+        )
+        try:
+            shard = OffloadShard.join(client.session, 0, pages, deadline_ms=self._deadline_ms)
+        except BaseException:
+            client.close()
+            raise
+        return OneProcessSession(client, shard)
