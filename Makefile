@@ -5,7 +5,7 @@
 #
 # make test-all runs every test: full (what the default suite leaves out), slow (tests that take long, or measure time),
 # compiled (the core's tests on a compiled core), mutants (mistakes that tests must catch) and vllm (real vLLM servers on
-# the daemon).
+# the daemon). make sglang runs real SGLang processes on the daemon, in an environment of 3 GB.
 #
 # Others: make env (.venv, which these make first), lock (newer versions of what is in it), lint, format, bench
 # (benchmarks), vllm-env (what real vLLM servers run in), bench-vllm (figures with real vLLMs), replay (recorded
@@ -21,12 +21,15 @@ TORCH_INDEX ?=
 
 VENV := .venv
 VLLM_VENV := .venv-vllm
+SGLANG_VENV := .venv-sglang
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LOCK := tests/environment.lock.txt
 VLLM_STAMP := $(VLLM_VENV)/.complete
 VLLM_LOCK := $(wildcard tests/vllm/environment/*.lock.txt)
+SGLANG_STAMP := $(SGLANG_VENV)/.complete
+SGLANG_LOCK := $(wildcard tests/sglang/environment/*.lock.txt)
 CLIENT := $(shell find kvcached_client -name build -prune -o -name '*.py' -print -o -name '*.c' -print) kvcached_client/pyproject.toml
 
 # A module is compiled once, not at every start of a daemon, whatever the shell that calls says.
@@ -35,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test full slow compiled: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock demo test test-all full compiled slow mutants lint format bench vllm vllm-env bench-vllm replay clean
+.PHONY: help env lock demo test test-all full compiled slow mutants lint format bench vllm vllm-env bench-vllm sglang sglang-env replay clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -75,7 +78,7 @@ test: env
 test-all: test full compiled mutants slow vllm
 
 full: env
-	@$(BIN)/python -m pytest -m "full and not slow and not vllm" --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest -m "full and not slow and not vllm and not sglang" --numprocesses auto --maxprocesses 4 --dist loadfile
 
 slow: env
 	@$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile
@@ -85,7 +88,7 @@ compiled: env
 	@rm -rf build/compiled && mkdir -p build/compiled
 	@cp -r benchmarks configs examples kvcached kvcached_client tests LICENSE README.md pyproject.toml setup.py build/compiled
 	@cd build/compiled && KVCACHED_COMPILE=1 ../../$(BIN)/python setup.py --quiet build_ext --inplace --parallel 2
-	@cd build/compiled && ../../$(BIN)/python -m pytest -m "not full and not slow and not vllm and not interpreted" \
+	@cd build/compiled && ../../$(BIN)/python -m pytest -m "not full and not slow and not vllm and not sglang and not interpreted" \
 	    --numprocesses auto --maxprocesses 4 tests/core tests/simulation tests/service
 	@cd build/compiled && ../../$(BIN)/python -m kvcached demo
 
@@ -124,7 +127,18 @@ $(VLLM_STAMP): tests/vllm/environment/build.py $(VLLM_LOCK) $(CLIENT) | $(STAMP)
 vllm: env vllm-env
 	@$(BIN)/python -m pytest -m vllm
 
+# SGLang has one as well.
+sglang-env: $(SGLANG_STAMP)
+
+$(SGLANG_STAMP): tests/vllm/environment/build.py $(SGLANG_LOCK) $(CLIENT) | $(STAMP)
+	@$(BIN)/python -m tests.vllm.environment.build $(SGLANG_VENV) --lock $(SGLANG_LOCK) \
+	    $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+	@touch $@
+
+sglang: env sglang-env
+	@$(BIN)/python -m pytest -m sglang
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info kvcached_client/build kvcached_client/*.egg-info kvcached_client/*.so
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) build dist *.egg-info kvcached_client/build kvcached_client/*.egg-info kvcached_client/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find kvcached kvcached_client benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
-"""Makes the environment that the tests with vLLM use: vLLM at fixed versions, then the client's wheel alone.
+"""Makes the environment that the tests with an engine use: the engine at fixed versions, then the client's wheel alone.
 
-    python -m tests.vllm.environment.build FOLDER [--torch-index URL]
+    python -m tests.vllm.environment.build FOLDER [--lock FILE] [--torch-index URL]
 
 What is there and up to date is kept. The client's wheel is installed as a user would install it, with its dependencies
 resolved; the environment counts as made only if that changed no package that was there before.
@@ -24,7 +24,7 @@ CLIENT = ROOT / "kvcached_client"
 CLIENT_NAME = "kvcached-client"
 #: pip says what went wrong, and nothing else.
 QUIET = "-qq"
-#: All that the client may bring to vLLM's environment.
+#: All that the client may bring to an engine's environment.
 ADDITIONS = frozenset({CLIENT_NAME, "xxhash"})
 
 
@@ -34,11 +34,12 @@ class NotMade(Exception):
 
 def main() -> int:
     """Make it. Exit status 1, with the reason on stderr, if that fails."""
-    parser = argparse.ArgumentParser(description="the environment of the tests with vLLM")
+    parser = argparse.ArgumentParser(description="the environment of the tests with an engine")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--lock", type=Path, default=LOCK, help="packages, one a line; vLLM's if left out")
     parser.add_argument("--torch-index", default="", help="package index with CPU builds of torch")
     arguments = parser.parse_args()
-    environment = Environment(arguments.folder.absolute())
+    environment = Environment(arguments.folder.absolute(), arguments.lock.absolute())
     try:
         environment.install_lock(arguments.torch_index)
         environment.install_client()
@@ -52,8 +53,9 @@ def main() -> int:
 class Environment:
     """A virtual environment in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lock: Path) -> None:
         self._folder = folder
+        self._lock = lock
         self._stamp = folder / ".lock"
 
     def install_lock(self, torch_index: str) -> None:
@@ -62,11 +64,11 @@ class Environment:
         Raises:
             NotMade: a package could not be had.
         """
-        pins = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
+        pins = [line for line in self._lock.read_text().splitlines() if line and not line.startswith("#")]
         wanted = f"{sys.version_info.major}.{sys.version_info.minor} {digest(pins)}"
         if self._stamp.exists() and self._stamp.read_text() == wanted:
             return
-        say(f"vLLM's environment in {self._folder}: some 2 GB, several minutes")
+        say(f"environment in {self._folder}: some 2 or 3 GB, several minutes")
         try:
             venv.create(self._folder, clear=True, with_pip=True, symlinks=True)
         except subprocess.CalledProcessError as error:
@@ -80,13 +82,13 @@ class Environment:
         except subprocess.CalledProcessError as error:
             raise NotMade(
                 f"pip did not get {torch}. Builds for CPUs are not in every package index; "
-                "name one that has them: make vllm-env TORCH_INDEX=URL"
+                "name one that has them: TORCH_INDEX=URL behind `make …`"
             ) from error
-        say(f"the other {len(pins) - 1} packages of {LOCK.relative_to(ROOT)}")
+        say(f"the other {len(pins) - 1} packages of {self._lock.relative_to(ROOT)}")
         try:
             self._pip("install", QUIET, "--no-deps", "-r", str(LOCK))
         except subprocess.CalledProcessError as error:
-            raise NotMade(f"pip did not get all of {LOCK}; what it said is above") from error
+            raise NotMade(f"pip did not get all of {self._lock}; what it said is above") from error
         self._stamp.write_text(wanted)
 
     def install_client(self) -> None:
@@ -110,7 +112,7 @@ class Environment:
         found = disturbances(before, self._packages())
         if found:
             self._stamp.unlink()
-            raise NotMade("the client's wheel is no good neighbour to vLLM:\n" + "\n".join(found))
+            raise NotMade("the client's wheel is no good neighbour to the engine:\n" + "\n".join(found))
 
     def _packages(self) -> dict[str, str]:
         """Version of each installed package."""

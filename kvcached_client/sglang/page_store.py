@@ -1,0 +1,135 @@
+"""Chains of pages of one SGLang process in the daemon: what is stored, to store, to load. Knows nothing of SGLang.
+
+A chain is the keys of pages from the beginning of a prompt. SGLang asks for a part of it at a time: a *prefix*, which
+it has, and the pages behind it. Every failure of the daemon is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvcached_client.blocks.transfers import BlockJob, Indices, JobSpan
+from kvcached_client.offload import PreparedStore
+from kvcached_client.one_process import OneProcessEngine, OneProcessSession
+from kvcached_client.types import KEY_SIZE_BYTES
+
+_log: Final = logging.getLogger("sglang.kvcached")
+
+
+class Chain(NamedTuple):
+    """Pages of a prompt.
+
+    Attributes:
+        keys: 16 bytes for each page, from the beginning of the prompt.
+        prefix: how many of them are before the pages that are meant.
+    """
+
+    keys: bytes
+    prefix: int
+
+    @property
+    def pages(self) -> int:
+        """Pages, with the prefix."""
+        return len(self.keys) // KEY_SIZE_BYTES
+
+    def part(self, start: int, stop: int) -> bytes:
+        """The keys of pages ``[start, stop)``."""
+        return self.keys[start * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]
+
+    def span(self, start: int, places: Indices, slots: Indices) -> JobSpan:
+        """Pages from `start` on, which are at `places` in SGLang's host pool."""
+        parent = self.part(start - 1, start) if start else b""
+        return JobSpan(start, parent, self.part(start, start + len(places)), places, slots)
+
+
+def chain_of(prefix: Sequence[str], hashes: Sequence[str]) -> Chain:
+    """The chain with SGLang's hashes, of whose hexadecimal digits 16 bytes are used."""
+    digits = "".join(each[: 2 * KEY_SIZE_BYTES] for each in (*prefix, *hashes))
+    return Chain(bytes.fromhex(digits), len(prefix))
+
+
+class PageStore:
+    """Pages in the daemon's host pool. Each of SGLang's threads may use it.
+
+    Args:
+        engine: has the session.
+        page_size: tokens in a page.
+    """
+
+    def __init__(self, engine: OneProcessEngine, page_size: int) -> None:
+        self._engine, self._page_size = engine, page_size
+
+    def found(self, chain: Chain) -> int:
+        """How many pages behind the prefix are stored, from the first on. Brings them from storage."""
+        found, tokens = 0, chain.pages * self._page_size
+        with self._engine.guarded() as session:
+            if session is not None:
+                session.fetch(chain.keys, tokens, full=True)
+                with session.turn:
+                    found = session.client.match(chain.keys, tokens, full=True)
+        return max(found - chain.prefix, 0)
+
+    def load(self, chain: Chain, places: Sequence[int]) -> int:
+        """Copy the pages behind the prefix to their places; how many are there now, from the first on."""
+        with self._engine.guarded() as session:
+            if session is None:
+                return 0
+            with session.lease(chain.keys, chain.pages * self._page_size, full=True) as (lease, hit):
+                count = hit - chain.prefix
+                if count <= 0:
+                    return 0
+                with session.turn:
+                    plan = session.client.prepare_load(lease, chain.prefix, count)
+                span = chain.span(chain.prefix, np.array(places[:count]), plan.slots)
+                bad = session.shard.load(BlockJob(plan.transfer, plan.generation, (span,), chain.prefix))
+                return min(bad, default=count)
+        return 0
+
+    def store(self, chain: Chain, places: Sequence[int]) -> int:
+        """Copy the pages behind the prefix from their places; how many are stored now, from the first on."""
+        depth = 0
+        with self._engine.guarded() as session:
+            if session is None:
+                return 0
+            with session.lease(chain.keys, chain.pages * self._page_size, full=True) as (lease, hit):
+                depth = hit
+                while chain.prefix <= depth < chain.pages:
+                    with session.turn:
+                        plan = session.client.prepare_store(lease, depth, chain.part(depth, chain.pages))
+                    if plan.transfer and not _copied(session, chain, plan, places):
+                        break
+                    if plan.depth <= depth:
+                        break  # the host pool has no room
+                    depth = plan.depth
+        if depth < chain.prefix:
+            _log.debug("kvcached: pages of a prompt are not stored, the daemon has %d of its first pages", depth)
+        return max(depth - chain.prefix, 0)
+
+    def clear(self) -> bool:
+        """Have no engine find what is stored now; False if the daemon cannot be told."""
+        with self._engine.guarded() as session:
+            if session is not None:
+                with session.turn:
+                    session.client.clear()
+                return True
+        return False
+
+
+def _copied(session: OneProcessSession, chain: Chain, plan: PreparedStore, places: Sequence[int]) -> bool:
+    """Make a prepared store, or call it off: False if it is of pages that SGLang did not name."""
+    if any(piece.start < chain.prefix for piece in plan.pieces):
+        with session.turn:
+            session.client.cancel_store(plan.transfer, "copies of earlier pages were lost")
+        return False
+    spans, used = [], 0
+    for piece in plan.pieces:
+        start = piece.start - chain.prefix
+        where = np.array(places[start : start + piece.blocks])
+        spans.append(chain.span(piece.start, where, plan.slots[used : used + piece.blocks]))
+        used += piece.blocks
+    session.shard.store(BlockJob(plan.transfer, plan.generation, tuple(spans)))
+    return True

@@ -1,0 +1,196 @@
+"""As much of SGLang 0.5.23 as its storages see: the modules they import, and a host pool of numpy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+PAGE_SIZE, LAYERS, HEADS, HEAD_DIM, PAGES = 16, 3, 2, 8, 20
+CONFIG: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": LAYERS, "_name_or_path": "somewhere"}
+
+
+class HiCacheStorage:
+    """The base class, in what it does."""
+
+    mem_pool_host: Any
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        self.mem_pool_host = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        if not hasattr(self, "registered_pools"):
+            self.registered_pools: dict[str, Any] = {}
+        self.registered_pools[host_pool_name] = host_pool
+
+
+class MHATokenToKVPoolHost:
+    """A host pool: keys, then values, of all tokens of all layers."""
+
+    def __init__(self, seed: int = 0, *, layout: str = "page_first", pages: int = PAGES) -> None:
+        self.layout, self.page_size, self.size, self.layer_num = layout, PAGE_SIZE, pages * PAGE_SIZE, LAYERS
+        self.dtype, self.start_layer, self.end_layer, self.storage_format_tag = "torch.float32", 0, LAYERS, None
+        shape = (LAYERS, self.size) if layout == "layer_first" else (self.size, LAYERS)
+        self.content = np.random.default_rng(seed).random((2, *shape, HEADS, HEAD_DIM), np.float32)
+
+    def page(self, page: int) -> bytes:
+        """What a page holds."""
+        tokens = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
+        found = self.content[:, :, tokens] if self.layout == "layer_first" else self.content[:, tokens]
+        return found.tobytes()
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        token_bytes = HEADS * HEAD_DIM * 4
+        addresses: list[int] = []
+        for first in indices.tolist()[:: self.page_size]:
+            for half in self.content:
+                if self.layout == "layer_first":
+                    addresses += [layer.ctypes.data + first * token_bytes for layer in half]
+                else:
+                    addresses.append(half.ctypes.data + first * LAYERS * token_bytes)
+        size = self.page_size * token_bytes * (1 if self.layout == "layer_first" else LAYERS)
+        return addresses, [size] * len(addresses)
+
+
+class UnifiedRadixCache:
+    """A tree with nodes of these hashes, each below the one before; node 0 is the root."""
+
+    def __init__(self, *nodes: list[str]) -> None:
+        self.nodes = ([], *nodes)
+        self.tree_core = self
+        self.told: list[str] | None = None
+
+    def is_root(self, node: int) -> bool:
+        return node == 0
+
+    def get_hash_values(self, node: int) -> list[str]:
+        return list(self.nodes[node])
+
+    def get_prefix_hash_values(self, node: int) -> list[str]:
+        return [each for above in self.nodes[:node] for each in above]
+
+    def prefetch_from_storage(
+        self,
+        request: str,
+        last_host_node_id: int,
+        new_input_tokens: Any,
+        last_hash: Any = None,
+        prefix_keys: Any = None,
+    ) -> None:
+        self.told = prefix_keys
+
+
+class SchedulerWeightUpdaterManager:
+    def flush_cache_after_weight_update(self, request: Any, success: bool, message: str) -> tuple[bool, str]:
+        return success, message
+
+
+class HookRegistry:
+    """Applies hooks of the two kinds that are used."""
+
+    hooks: list[tuple[type, str, Callable[..., Any], str]]
+
+    @classmethod
+    def register(cls, target: str, hook: Callable[..., Any], kind: str) -> None:
+        path, name = target.rsplit(".", 1)
+        cls.hooks.append((FAKES[path.rsplit(".", 1)[1]], name, hook, kind))
+
+    @classmethod
+    def apply_hooks(cls) -> None:
+        for owner, name, hook, kind in cls.hooks:
+            setattr(owner, name, _hooked(getattr(owner, name), hook, kind))
+
+
+def _hooked(original: Callable[..., Any], hook: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if kind == "before":
+            args, kwargs = hook(*args, **kwargs)
+            return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        changed = hook(result, *args, **kwargs)
+        return result if changed is None else changed
+
+    return called
+
+
+FAKES: dict[str, type] = {
+    "UnifiedRadixCache": UnifiedRadixCache,
+    "SchedulerWeightUpdaterManager": SchedulerWeightUpdaterManager,
+}
+
+
+@dataclass
+class StorageConfig:
+    """`HiCacheStorageConfig`, as far as it is used."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    attn_cp_rank: int = 0
+    attn_cp_size: int = 1
+    is_mla_model: bool = False
+    should_split_heads: bool = False
+    extra_config: dict[str, Any] | None = field(default_factory=lambda: {"interface_v1": 1})
+
+
+class FakeSglang:
+    """SGLang with one model in a folder. Change `bags` before a storage is made."""
+
+    def __init__(self, model: Path) -> None:
+        self.config = dict(CONFIG)
+        self.bags = {
+            "model": SimpleNamespace(
+                model_path=str(model),
+                revision=None,
+                download_dir=None,
+                load_format="auto",
+                quantization=None,
+                context_length=None,
+                weight_loader_disable_mmap=False,
+            ),
+            "device": SimpleNamespace(device="cpu", random_seed=1),
+            "spec": SimpleNamespace(speculative_algorithm=None),
+        }
+
+    def config_bag(self, name: str) -> SimpleNamespace:
+        return self.bags[name]
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Let its modules be imported."""
+        model_config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: self.config), dtype="torch.float32")
+        HookRegistry.hooks = []
+        for fake, method in (
+            (UnifiedRadixCache, "prefetch_from_storage"),
+            (SchedulerWeightUpdaterManager, "flush_cache_after_weight_update"),
+        ):
+            patch.setattr(fake, method, getattr(fake, method))  # taken back with its hooks
+        modules: dict[str, dict[str, Any]] = {
+            "mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage},
+            "mem_cache.unified_radix_cache": {"UnifiedRadixCache": UnifiedRadixCache},
+            "managers.scheduler_components.weight_updater": {
+                "SchedulerWeightUpdaterManager": SchedulerWeightUpdaterManager
+            },
+            "plugins.hook_registry": {
+                "HookRegistry": HookRegistry,
+                "HookType": SimpleNamespace(BEFORE="before", AFTER="after"),
+            },
+            "runtime_context": {"get_context": lambda: self, "process_model_config": lambda: model_config},
+        }
+        for path, content in modules.items():
+            parts = f"sglang.srt.{path}".split(".")
+            for end in range(1, len(parts) + 1):
+                name = ".".join(parts[:end])
+                if name not in sys.modules:
+                    module = ModuleType(name)
+                    module.__path__ = []
+                    patch.setitem(sys.modules, name, module)
+                    if end > 1:
+                        setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], module)
+            vars(sys.modules[f"sglang.srt.{path}"]).update(content)

@@ -1,0 +1,255 @@
+"""What SGLang loads, on a real daemon, with as much of SGLang as it sees."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcached_client import one_process, weights
+from kvcached_client.sglang import hooks
+from tests.project.daemon_process import running_daemon
+from tests.project.source_tree import ROOT
+from tests.sglang.fake_sglang import (
+    PAGE_SIZE,
+    FakeSglang,
+    MHATokenToKVPoolHost,
+    SchedulerWeightUpdaterManager,
+    StorageConfig,
+    UnifiedRadixCache,
+)
+
+CONFIG = ROOT / "configs/offload-cpu.toml"
+Storage = Any
+Make = Callable[..., Storage]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One daemon for the tests that leave it alone; each has a model of its own."""
+    directory = tmp_path_factory.mktemp("daemon") / "run"
+    with running_daemon(CONFIG, directory):
+        yield directory
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeSglang:
+    """SGLang with a model that no other test has."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(request.node.nodeid.encode())
+    fake = FakeSglang(model)
+    fake.install(monkeypatch)
+    monkeypatch.delitem(sys.modules, "kvcached_client.sglang.storage", raising=False)
+    monkeypatch.setattr(hooks, "_tell", [])
+    monkeypatch.setattr(weights, "default_notes_folder", lambda: None)
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.23" if name == "sglang" else version(name))
+    return fake
+
+
+@pytest.fixture
+def make(fake: FakeSglang, run_dir: Path) -> Iterator[Make]:
+    """Makes storages, on the daemon of the module if no other directory is given."""
+    made: list[Storage] = []
+
+    def make(pool: Any, directory: Path | None = None, **config: Any) -> Storage:
+        from kvcached_client.sglang import KvcachedStorage  # noqa: PLC0415 - of this test's SGLang
+
+        extra = {"interface_v1": 1, "kvcached": {"run_dir": str(directory or run_dir)}}
+        storage = KvcachedStorage(StorageConfig(**{"extra_config": extra, **config}), {})
+        storage.register_mem_pool_host(pool)
+        storage.on_host_pools_registered()
+        made.append(storage)
+        return storage
+
+    yield make
+    for storage in made:
+        storage.close()
+
+
+def hashes(count: int, name: str = "") -> list[str]:
+    return [hashlib.sha256(f"{name} {number}".encode()).hexdigest() for number in range(count)]
+
+
+def places(*pages: int) -> np.ndarray[Any, Any]:
+    """Indices of the tokens of pages, as SGLang gives them."""
+    return np.concatenate([np.arange(page * PAGE_SIZE, (page + 1) * PAGE_SIZE) for page in pages])
+
+
+def behind(*prefix: str) -> SimpleNamespace:
+    return SimpleNamespace(prefix_keys=list(prefix))
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first"])
+def test_pages_come_back_as_they_were(make: Make, layout: str) -> None:
+    """Another process gets the same bytes into pages elsewhere in its pool, from the first page that is asked for."""
+    keys, source, target = hashes(4), MHATokenToKVPoolHost(1, layout=layout), MHATokenToKVPoolHost(2, layout=layout)
+    first, second = make(source), make(target)
+    assert first.batch_exists(keys) == 0
+    assert first.batch_set_v1(keys, places(7, 2, 3, 19), behind()) == [True] * 4
+    assert second.batch_exists([*keys, *hashes(1, "other")]) == 4
+    assert second.batch_exists(keys[2:], behind(*keys[:2])) == 2
+    assert second.batch_get_v1(keys[1:], places(5, 6, 11), behind(keys[0])) == [True] * 3
+    assert [target.page(page) for page in (5, 6, 11)] == [source.page(page) for page in (2, 3, 19)]
+    untouched = MHATokenToKVPoolHost(2, layout=layout)
+    assert [target.page(page) for page in (0, 7)] == [untouched.page(page) for page in (0, 7)]
+
+
+def test_layouts_share_nothing(make: Make) -> None:
+    """Pages of another order of bytes, or of other weights, are not found."""
+    keys = hashes(2)
+    make(MHATokenToKVPoolHost()).batch_set_v1(keys, places(0, 1), behind())
+    assert make(MHATokenToKVPoolHost(layout="layer_first")).batch_exists(keys) == 0
+    assert make(MHATokenToKVPoolHost()).batch_exists(keys) == 2
+
+
+def test_ranks_share_nothing_unless_they_hold_the_same(make: Make) -> None:
+    """Each rank finds its own part of the heads; with latent attention all ranks find what the first has stored."""
+    keys, pool = hashes(2), MHATokenToKVPoolHost()
+    make(pool, tp_size=2).batch_set_v1(keys, places(0, 1), behind())
+    assert make(pool, tp_size=2).batch_exists(keys) == 2
+    assert make(pool, tp_size=2, tp_rank=1).batch_exists(keys) == 0
+    assert make(pool).batch_exists(keys) == 0
+    make(pool, tp_size=2, is_mla_model=True).batch_set_v1(keys, places(0, 1), behind())
+    assert make(pool, tp_size=4, tp_rank=3, is_mla_model=True).batch_exists(keys) == 2
+
+
+def test_other_models_find_nothing(make: Make, fake: FakeSglang) -> None:
+    """One byte of the weights, or one setting, makes another model; how it was loaded and where from does not."""
+    keys, pool = hashes(2), MHATokenToKVPoolHost()
+    make(pool).batch_set_v1(keys, places(0, 1), behind())
+    model = Path(fake.bags["model"].model_path)
+    fake.bags["model"].model_path = str(model.rename(model.with_name("elsewhere")))
+    fake.bags["model"].weight_loader_disable_mmap = True
+    fake.bags["model"].context_length = 100
+    fake.config["_name_or_path"] = "elsewhere"
+    assert make(pool).batch_exists(keys) == 2
+    fake.bags["model"].quantization = "fp8"
+    assert make(pool).batch_exists(keys) == 0
+    fake.bags["model"].quantization = None
+    weight_file = model.with_name("elsewhere") / "model.safetensors"
+    weight_file.write_bytes(weight_file.read_bytes()[:-1] + b"?")
+    assert make(pool).batch_exists(keys) == 0
+
+
+def test_pages_behind_missing_ones_are_not_stored(make: Make) -> None:
+    """The daemon keeps no page whose prefix it has not; SGLang is told that nothing was stored."""
+    keys, storage = hashes(4), make(MHATokenToKVPoolHost())
+    assert storage.batch_set_v1(keys[2:], places(2, 3), behind(*keys[:2])) == [False, False]
+    assert storage.batch_set_v1(keys[:2], places(0, 1), behind()) == [True, True]
+    assert storage.batch_set_v1(keys[2:], places(2, 3), behind(*keys[:2])) == [True, True]
+    assert storage.batch_set_v1(keys[1:3], places(1, 2), behind(keys[0])) == [True, True]  # they are there
+
+
+def test_sglang_that_names_no_prefixes_is_told_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Without the key in SGLang's configuration nothing is stored, and the log says which key is missing."""
+    keys, storage = hashes(1), make(MHATokenToKVPoolHost())
+    for _ in range(2):
+        assert storage.batch_set_v1(keys, places(0), SimpleNamespace(prefix_keys=None)) == [False]
+    (record,) = [each for each in caplog.records if "hicache_storage_pass_prefix_keys" in each.message]
+    assert record.levelno == logging.ERROR
+
+
+def test_clear_is_for_all(make: Make) -> None:
+    """Nobody with the model finds what was stored before; what is stored later is found."""
+    keys, first, second = hashes(2), make(MHATokenToKVPoolHost()), make(MHATokenToKVPoolHost())
+    first.batch_set_v1(keys, places(0, 1), behind())
+    second.clear()
+    assert first.batch_exists(keys) == 0
+    assert first.batch_set_v1(keys, places(0, 1), behind()) == [True, True]
+    assert second.batch_exists(keys) == 2
+
+
+def test_replaced_weights_share_nothing(make: Make) -> None:
+    """When weights in memory are replaced, SGLang finds neither its own pages of before nor anybody else's."""
+    keys, pool = hashes(2), MHATokenToKVPoolHost()
+    storage = make(pool)
+    storage.batch_set_v1(keys, places(0, 1), behind())
+    assert SchedulerWeightUpdaterManager().flush_cache_after_weight_update("request", True, "done") == (True, "done")
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_set_v1(keys, places(0, 1), behind()) == [True, True]
+    assert storage.batch_exists(keys) == 2
+    assert make(pool).batch_exists(keys) == 2  # of before: the files are the same
+
+
+def test_sglang_asks_with_whole_prefixes(make: Make) -> None:
+    """SGLang's own prefix leaves out the last node that a prompt shares with its tree; the hook puts it in."""
+    make(MHATokenToKVPoolHost())
+    tree = UnifiedRadixCache(["a", "b"], ["c"])
+    tree.prefetch_from_storage("request", 2, [1, 2, 3], "c", ["a", "b"])
+    assert tree.told == ["a", "b", "c"]
+    tree.prefetch_from_storage("request", 0, [1, 2, 3])
+    assert tree.told == []
+
+
+def test_daemon_that_comes_and_goes(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a daemon every page is a miss; one that comes is used, and nothing fails when it is killed."""
+    monkeypatch.setattr(one_process, "RETRY_S", 0.0)
+    keys, directory = hashes(2), tmp_path / "run"
+    storage = make(MHATokenToKVPoolHost(), directory)
+    for _ in range(2):
+        assert storage.batch_exists(keys) == 0
+        assert storage.batch_set_v1(keys, places(0, 1), behind()) == [False, False]
+        assert storage.batch_get_v1(keys, places(0, 1), behind()) == [False, False]
+        storage.clear()
+        with running_daemon(CONFIG, directory) as daemon:
+            assert storage.batch_set_v1(keys, places(0, 1), behind()) == [True, True]
+            assert storage.batch_get_v1(keys, places(2, 3), behind()) == [True, True]
+            daemon.kill()
+
+
+def test_no_room_is_told(make: Make, tmp_path: Path) -> None:
+    """Pages for which the daemon has no room are not stored; those before them are."""
+    config = tmp_path / "small.toml"
+    config.write_text('[host]\nsize_bytes = "64KiB"\nslab_bytes = "64KiB"\n\n[offload]\nnamespaces_max = 1\n')
+    with running_daemon(config, tmp_path / "run"):
+        storage = make(MHATokenToKVPoolHost(), tmp_path / "run")
+        told = storage.batch_set_v1(hashes(20), places(*range(20)), behind())
+        assert 0 < sum(told) < 20
+        assert told == sorted(told, reverse=True)
+        assert storage.batch_exists(hashes(20)) == sum(told)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({}, '"interface_v1": 1'),
+        ({"interface_v1": 1, "kvcached": {"runs": "x"}}, "unknown field `runs`"),
+        ({"interface_v1": 1, "kvcached": {"deadline_ms": 0}}, "deadline_ms is 0"),
+    ],
+)
+def test_configurations_that_cannot_work_are_refused(make: Make, extra: dict[str, Any], words: str) -> None:
+    """SGLang does not start, and its log says what to change."""
+    with pytest.raises(ValueError, match=words):
+        make(MHATokenToKVPoolHost(), extra_config=extra)
+
+
+def test_models_that_cannot_be_served_are_refused(make: Make, fake: FakeSglang) -> None:
+    """Speculative decoding, pools beside keys and values, other pools and layouts, and weights nobody can identify."""
+    storage = make(MHATokenToKVPoolHost())
+    storage.register_mem_host_pool_v2(None, "kv")
+    storage.register_mem_host_pool_v2(None, "mamba")
+    with pytest.raises(ValueError, match="pools mamba beside"):
+        storage.on_host_pools_registered()
+    with pytest.raises(ValueError, match="page_head is not served"):
+        make(MHATokenToKVPoolHost(layout="page_head"))
+    with pytest.raises(ValueError, match="too small"):
+        make(MHATokenToKVPoolHost(pages=2))
+    with pytest.raises(ValueError, match="FakePool is not served"):
+        make(type("FakePool", (MHATokenToKVPoolHost,), {})())
+    fake.bags["spec"].speculative_algorithm = "EAGLE"
+    with pytest.raises(ValueError, match="speculative decoding"):
+        make(MHATokenToKVPoolHost())
+    fake.bags["spec"].speculative_algorithm = None
+    fake.bags["model"].model_path = "org/model"
+    with pytest.raises(ValueError, match="no weight files of org/model"):
+        make(MHATokenToKVPoolHost())
