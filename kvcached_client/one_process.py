@@ -50,13 +50,13 @@ class OneProcessSession:
     Attributes:
         client: for one thread at a time, see `turn`.
         shard: copies.
-        has_storage: as far as is known.
+        storage_at_s: when the daemon is asked again for what is in storage; before, it said that there is none.
         turn: held by a thread while it asks the daemon, where there are several.
     """
 
     client: OffloadClient
     shard: OffloadShard
-    has_storage: bool = True
+    storage_at_s: float = 0.0
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     @contextlib.contextmanager
@@ -71,10 +71,13 @@ class OneProcessSession:
                 self.client.post_release(hold.lease)
 
     def fetch(self, keys: bytes, tokens: int, *, full: bool = False) -> None:
-        """Bring a chain's blocks from storage into the host pool, if there is storage."""
-        if self.has_storage:
-            with self.turn:
-                self.has_storage = self.client.prefetch(keys, tokens, full=full).reason != "unavailable"
+        """Bring a chain's blocks from storage into the host pool, if there is storage. Others wait for their turn."""
+        if time.monotonic() < self.storage_at_s:
+            return
+        with self.turn:
+            told = self.client.prefetch(keys, tokens, full=full)
+        if told.reason == "unavailable":
+            self.storage_at_s = time.monotonic() + RETRY_S
 
     def close(self) -> None:
         """End it. Waits until no thread copies."""

@@ -56,17 +56,29 @@ class PageStore:
     """Pages in the daemon's host pool. Each of SGLang's threads may use it.
 
     Args:
-        engine: has the session.
+        finder: has the session in which pages are looked up. A look-up waits for storage; copies do not wait for it.
+        copier: has the session in which they are copied.
         page_size: tokens in a page.
     """
 
-    def __init__(self, engine: OneProcessEngine, page_size: int) -> None:
-        self._engine, self._page_size = engine, page_size
+    def __init__(self, finder: OneProcessEngine, copier: OneProcessEngine, page_size: int) -> None:
+        self._finder, self._copier, self._page_size = finder, copier, page_size
+
+    def connect(self) -> None:
+        """Connect to the daemon now, which otherwise the first pages do."""
+        for engine in (self._finder, self._copier):
+            with engine.guarded():
+                pass
+
+    def close(self) -> None:
+        """End the sessions; what is stored stays."""
+        self._finder.close()
+        self._copier.close()
 
     def found(self, chain: Chain) -> int:
         """How many pages behind the prefix are stored, from the first on. Brings them from storage."""
         found, tokens = 0, chain.pages * self._page_size
-        with self._engine.guarded() as session:
+        with self._finder.guarded() as session:
             if session is not None:
                 session.fetch(chain.keys, tokens, full=True)
                 with session.turn:
@@ -75,7 +87,7 @@ class PageStore:
 
     def load(self, chain: Chain, places: Sequence[int]) -> int:
         """Copy the pages behind the prefix to their places; how many are there now, from the first on."""
-        with self._engine.guarded() as session:
+        with self._copier.guarded() as session:
             if session is None:
                 return 0
             with session.lease(chain.keys, chain.pages * self._page_size, full=True) as (lease, hit):
@@ -92,7 +104,7 @@ class PageStore:
     def store(self, chain: Chain, places: Sequence[int]) -> int:
         """Copy the pages behind the prefix from their places; how many are stored now, from the first on."""
         depth = 0
-        with self._engine.guarded() as session:
+        with self._copier.guarded() as session:
             if session is None:
                 return 0
             with session.lease(chain.keys, chain.pages * self._page_size, full=True) as (lease, hit):
@@ -111,7 +123,7 @@ class PageStore:
 
     def clear(self) -> bool:
         """Have no engine find what is stored now; False if the daemon cannot be told."""
-        with self._engine.guarded() as session:
+        with self._copier.guarded() as session:
             if session is not None:
                 with session.turn:
                     session.client.clear()

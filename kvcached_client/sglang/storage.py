@@ -66,7 +66,6 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             reader=WeightReader(default_notes_folder(), log=_log),
             find_snapshot=find_snapshot,
         )
-        self._engine: OneProcessEngine | None = None
         self._pages: PageStore | None = None
         self._knows_prefixes = True
         hooks.install(self._forget_weights)
@@ -80,8 +79,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             ValueError: its pages cannot be served.
         """
         super().register_mem_pool_host(mem_pool_host)
-        with self._start().guarded():
-            pass  # whether the daemon is there is logged now, not with the first request
+        self._pages = self._connected()
 
     def on_host_pools_registered(self) -> None:
         """Refuse models with state beside their keys and values.
@@ -142,25 +140,25 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """End the session; what is stored stays."""
-        if self._engine is not None:
-            self._engine.close()
+        if self._pages is not None:
+            self._pages.close()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> OneProcessEngine:
-        pool, page_size = self.mem_pool_host, self.mem_pool_host.page_size
-        identity = EngineIdentity(
-            f"sglang {self._model.version}", self._keyspace, self._model.label(f"tp{self._config.tp_size}"), page_size
+    def _connected(self) -> PageStore:
+        """Pages of the model in SGLang's host pool. Whether the daemon is there is logged now."""
+        page_size, pages = self.mem_pool_host.page_size, pages_of(self.mem_pool_host)
+        label = self._model.label(f"tp{self._config.tp_size}")
+        identity = EngineIdentity(f"sglang {self._model.version}", self._keyspace, label, page_size)
+        finder, copier = (
+            OneProcessEngine(
+                identity, pages, run_dir=self._settings.run_dir, deadline_ms=self._settings.deadline_ms, log=_log
+            )
+            for _ in range(2)
         )
-        engine = self._engine = OneProcessEngine(
-            identity,
-            pages_of(pool),
-            run_dir=self._settings.run_dir,
-            deadline_ms=self._settings.deadline_ms,
-            log=_log,
-        )
-        self._pages = PageStore(engine, page_size)
-        return engine
+        store = PageStore(finder, copier, page_size)
+        store.connect()
+        return store
 
     def _forget_weights(self) -> None:
         """Weights in memory are no longer those of the files: share nothing with anybody from now on."""
@@ -168,9 +166,8 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             "kvcached: weights were replaced in memory: until SGLang starts again, nothing is shared with others"
         )
         self._keyspace = os.urandom(_SECRET_BYTES)
-        earlier = self._engine
-        if earlier is not None:
-            self._start()
+        if self._pages is not None:
+            earlier, self._pages = self._pages, self._connected()
             earlier.close()
 
     def _chain(self, keys: Sequence[str], extra_info: SglangObject) -> Chain:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.project.source_tree import ROOT
-from tests.sglang.sglang_process import PAGE_SIZE, SglangProcess, interpreter
+from tests.sglang.sglang_process import PAGE_SIZE, SglangProcess, ended, interpreter
 from tests.vllm.cache_daemon import CacheDaemon
 
 Prompts = Callable[..., list[int]]
@@ -48,8 +48,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheDaemon]:
 def reference(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[SglangProcess]:
     """SGLang without hierarchical cache and without kvcached; it computes every prompt."""
     process = SglangProcess(tmp_path_factory.mktemp("reference") / "log", model, None, disable_radix_cache=True)
-    yield process.wait_until_ready()
-    process.stop()
+    with ended(process):
+        yield process.wait_until_ready()
 
 
 @pytest.fixture(scope="session")
@@ -58,8 +58,8 @@ def sglang(
 ) -> Iterator[SglangProcess]:
     """SGLang on the daemon."""
     process = SglangProcess(tmp_path_factory.mktemp("sglang") / "log", model, daemon.run_dir)
-    yield process.wait_until_ready()
-    process.stop()
+    with ended(process):
+        yield process.wait_until_ready()
 
 
 @pytest.fixture

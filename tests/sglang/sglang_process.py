@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,3 +159,12 @@ class SglangProcess:
             what = "has ended" if readable else f"says nothing in {timeout_s} s"
             raise AssertionError(f"SGLang {what}:\n{self.log()[-6000:]}")
         return json.loads(line)
+
+
+@contextlib.contextmanager
+def ended(process: SglangProcess) -> Iterator[SglangProcess]:
+    """Kill it at the end, whatever happens."""
+    try:
+        yield process
+    finally:
+        process.stop()

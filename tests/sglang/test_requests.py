@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.sglang.conftest import Prompts
-from tests.sglang.sglang_process import PAGE_SIZE, SglangProcess
+from tests.sglang.sglang_process import PAGE_SIZE, SglangProcess, ended
 from tests.vllm.cache_daemon import CacheDaemon
 from tests.vllm.host_blocks import HostBlocks
 
@@ -63,21 +63,18 @@ def test_prompt_is_found_behind_what_sglang_has_itself(
 def test_other_processes_find_prompts(
     sglang: SglangProcess, reference: SglangProcess, daemon: CacheDaemon, prompt: Prompts, model: Path, tmp_path: Path
 ) -> None:
-    """A second SGLang with another layout of the device's pool finds what the first has stored, and the other way."""
+    """A second SGLang with a device pool of another size finds what the first has stored, and the other way."""
     first, second = prompt(6, 1), prompt(6, 2)
     wait = stored(daemon, 6)
     sglang.complete(first)
     wait()
-    other = SglangProcess(tmp_path / "log", model, daemon.run_dir, max_total_tokens=6144)
-    try:
+    with ended(SglangProcess(tmp_path / "log", model, daemon.run_dir, max_total_tokens=6144)) as other:
         other.wait_until_ready()
         (found,) = other.complete(first)
         wait = stored(daemon, 6)
         other.complete(second)
         wait()
         (back,) = sglang.complete(second)
-    finally:
-        other.stop()
     assert [found, back] == [*reference.complete(first), *reference.complete(second)]
     assert (found.found, back.found) == (5 * PAGE_SIZE, 5 * PAGE_SIZE)
 
@@ -183,11 +180,8 @@ def test_replaced_weights_find_nothing(
     tokens, wait = prompt(8), stored(daemon, 8)
     sglang.complete(tokens)
     wait()
-    alone = SglangProcess(tmp_path / "log", other_model, None, disable_radix_cache=True)
-    try:
+    with ended(SglangProcess(tmp_path / "log", other_model, None, disable_radix_cache=True)) as alone:
         expected = alone.wait_until_ready().complete(tokens)
-    finally:
-        alone.stop()
     wait = stored(daemon, 8)
     sglang.load_weights(other_model)
     (first,) = sglang.complete(tokens)

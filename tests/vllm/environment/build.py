@@ -86,7 +86,7 @@ class Environment:
             ) from error
         say(f"the other {len(pins) - 1} packages of {self._lock.relative_to(ROOT)}")
         try:
-            self._pip("install", QUIET, "--no-deps", "-r", str(LOCK))
+            self._pip("install", QUIET, "--no-deps", "-r", str(self._lock))
         except subprocess.CalledProcessError as error:
             raise NotMade(f"pip did not get all of {self._lock}; what it said is above") from error
         self._stamp.write_text(wanted)
