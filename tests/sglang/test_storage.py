@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from kvcached_client import one_process, weights
+from kvcached_client.offload_shard import OffloadShard
+from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX
 from kvcached_client.sglang import hooks
 from tests.project.daemon_process import running_daemon
 from tests.project.source_tree import ROOT
@@ -205,6 +207,23 @@ def test_daemon_that_comes_and_goes(make: Make, tmp_path: Path, monkeypatch: pyt
             assert storage.batch_set_v1(keys, places(0, 1), behind()) == [True, True]
             assert storage.batch_get_v1(keys, places(2, 3), behind()) == [True, True]
             daemon.kill()
+
+
+def test_damaged_page_ends_what_is_loaded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages before one that differs from what was stored count, it and those behind it do not."""
+    keys, load, storage = hashes(5), OffloadShard.load, make(MHATokenToKVPoolHost())
+    storage.batch_set_v1(keys, places(*range(5)), behind())
+    monkeypatch.setattr(OffloadShard, "load", lambda shard, job: [*load(shard, job), 2, 3])
+    told = storage.batch_get_v1(keys[1:], places(6, 7, 8, 9), behind(keys[0]))
+    assert told == [True, True, False, False]
+
+
+def test_refused_request_keeps_the_session(make: Make) -> None:
+    """A request that the daemon refuses is a miss, and the next one is served at once."""
+    keys, storage = hashes(2), make(MHATokenToKVPoolHost())
+    storage.batch_set_v1(keys, places(0, 1), behind())
+    assert storage.batch_exists(hashes(BLOCKS_PER_MESSAGE_MAX + 1)) == 0
+    assert storage.batch_exists(keys) == 2
 
 
 def test_no_room_is_told(make: Make, tmp_path: Path) -> None:
