@@ -29,6 +29,8 @@ SglangObject: TypeAlias = Any
 #: The pool that a model with full or latent attention has; others are beside it.
 _POOL: Final = "kv"
 _SECRET_BYTES: Final = 32
+#: Version of SGLang that the tests run.
+_TESTED: Final = "0.5.23"
 _log: Final = logging.getLogger("sglang.kvcached")
 
 
@@ -69,6 +71,10 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self._pages: PageStore | None = None
         self._knows_prefixes = True
         hooks.install(self._forget_weights)
+        if self._model.version != _TESTED:
+            _log.warning(
+                "kvcached: this is SGLang %s, and was tested with %s: compare outputs", self._model.version, _TESTED
+            )
 
     # --- SGLang's host pool -------------------------------------------------------------------------------------------
 

@@ -145,6 +145,7 @@ class FakeSglang:
 
     def __init__(self, model: Path) -> None:
         self.config = dict(CONFIG)
+        self.version = "0.5.23"
         self.bags = {
             "model": SimpleNamespace(
                 model_path=str(model),

@@ -54,7 +54,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     monkeypatch.setattr(hooks, "_tell", [])
     monkeypatch.setattr(weights, "default_notes_folder", lambda: None)
     version = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.23" if name == "sglang" else version(name))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: fake.version if name == "sglang" else version(name))
     return fake
 
 
@@ -191,6 +191,27 @@ def test_sglang_asks_with_whole_prefixes(make: Make) -> None:
     assert tree.told == ["a", "b", "c"]
     tree.prefetch_from_storage("request", 0, [1, 2, 3])
     assert tree.told == []
+
+
+@pytest.mark.parametrize(("version", "warnings"), [("0.5.23", 0), ("0.5.24", 1)])
+def test_versions_that_were_not_tested_are_told(
+    make: Make, fake: FakeSglang, caplog: pytest.LogCaptureFixture, version: str, warnings: int
+) -> None:
+    """Another version is served if it has what is needed, and the log says that it was not tested."""
+    fake.version = version
+    make(MHATokenToKVPoolHost())
+    assert caplog.text.count("was tested with 0.5.23") == warnings
+
+
+def test_sglang_without_what_is_needed_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version whose functions have other names or arguments is not served."""
+    with monkeypatch.context() as patch:
+        patch.setattr(UnifiedRadixCache, "prefetch_from_storage", lambda self, node: None)
+        with pytest.raises(ValueError, match="has other arguments"):
+            make(MHATokenToKVPoolHost())
+        patch.delattr(UnifiedRadixCache, "prefetch_from_storage")
+        with pytest.raises(ValueError, match="this version of SGLang is not served"):
+            make(MHATokenToKVPoolHost())
 
 
 def test_daemon_that_comes_and_goes(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
