@@ -45,21 +45,28 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheDaemon]:
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[SglangProcess]:
-    """SGLang without hierarchical cache and without kvcached; it computes every prompt."""
-    process = SglangProcess(tmp_path_factory.mktemp("reference") / "log", model, None, disable_radix_cache=True)
-    with ended(process):
-        yield process.wait_until_ready()
+def processes(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, daemon: CacheDaemon
+) -> Iterator[tuple[SglangProcess, SglangProcess]]:
+    """SGLang on the daemon, and SGLang alone. They start together: most of a start is imports."""
+    folder = tmp_path_factory.mktemp("sglang")
+    with (
+        ended(SglangProcess(folder / "sglang.log", model, daemon.run_dir)) as sglang,
+        ended(SglangProcess(folder / "reference.log", model, None, disable_radix_cache=True)) as reference,
+    ):
+        yield sglang.wait_until_ready(), reference.wait_until_ready()
 
 
-@pytest.fixture(scope="session")
-def sglang(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, daemon: CacheDaemon, reference: SglangProcess
-) -> Iterator[SglangProcess]:
+@pytest.fixture
+def sglang(processes: tuple[SglangProcess, SglangProcess]) -> SglangProcess:
     """SGLang on the daemon."""
-    process = SglangProcess(tmp_path_factory.mktemp("sglang") / "log", model, daemon.run_dir)
-    with ended(process):
-        yield process.wait_until_ready()
+    return processes[0]
+
+
+@pytest.fixture
+def reference(processes: tuple[SglangProcess, SglangProcess]) -> SglangProcess:
+    """SGLang without hierarchical cache and without kvcached; it computes every prompt."""
+    return processes[1]
 
 
 @pytest.fixture

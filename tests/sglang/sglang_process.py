@@ -22,7 +22,7 @@ from tests.project.source_tree import ROOT
 
 PAGE_SIZE = 32
 #: It imports for half a minute on a core of its own.
-START_TIMEOUT_S = 400
+START_TIMEOUT_S = 800
 #: Of one request. The first one may take half a minute.
 ANSWER_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 30
@@ -42,6 +42,7 @@ OPTIONS = {
     "context_length": 2048,
     "log_level": "warning",
     "random_seed": 1,
+    "sleep_on_idle": True,  # else its scheduler asks for work all the time
 }
 STORAGE = {
     "backend_name": "kvcached",

@@ -45,34 +45,35 @@ class _AbsentModule(ModuleType):
         return _absent(name)
 
 
-# --- copies between the pools: tokens [tokens, heads, dim], pages [pages, layers, tokens of a page, heads, dim] -------
+# --- copies between the pools, with SGLang's names of arguments. Tokens are [tokens, heads, dim], pages
+# [pages, layers, tokens of a page, heads, dim].
 
 
-def _first_tokens(indices: Any, page_size: int) -> list[int]:
+def _pages(indices: Any, page_size: int) -> list[int]:
     return [int(token) // page_size for token in indices.view(-1, page_size)[:, 0]]
 
 
-def copy_tokens(sources: Any, targets: Any, source_indices: Any, target_indices: Any, page_size: int) -> None:
+def copy_tokens(src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
     """Between layers of both pools."""
-    for source, target in zip(sources, targets, strict=True):
-        target[target_indices] = source[source_indices]
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
 
 
-def load_layer(hosts: Any, devices: Any, host_indices: Any, device_indices: Any, layer_id: int, page_size: int) -> None:
+def load_layer(src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, layer_id: int, page_size: int) -> None:
     """One layer of pages of the host pool."""
-    rows = device_indices.view(-1, page_size)
-    for host, device in zip(hosts, devices, strict=True):
-        for row, page in zip(rows, _first_tokens(host_indices, page_size), strict=True):
+    rows = dst_indices.view(-1, page_size)
+    for host, device in zip(src_ptrs, dst_ptrs, strict=True):
+        for row, page in zip(rows, _pages(src_indices, page_size), strict=True):
             device[row] = host[page, layer_id]
 
 
-def save_layers(devices: Any, hosts: Any, device_indices: Any, host_indices: Any, page_size: int) -> None:
+def save_layers(src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
     """All layers of tokens into pages of the host pool: first the keys of each layer, then the values."""
-    layers, rows = len(devices) // len(hosts), device_indices.view(-1, page_size)
-    for number, host in enumerate(hosts):
-        for row, page in zip(rows, _first_tokens(host_indices, page_size), strict=True):
+    layers, rows = len(src_ptrs) // len(dst_ptrs), src_indices.view(-1, page_size)
+    for number, host in enumerate(dst_ptrs):
+        for row, page in zip(rows, _pages(dst_indices, page_size), strict=True):
             for layer in range(layers):
-                host[page, layer] = devices[number * layers + layer][row]
+                host[page, layer] = src_ptrs[number * layers + layer][row]
 
 
 def _nothing(*_: object, **__: object) -> None:
