@@ -20,9 +20,12 @@ from kvcached_client.errors import DaemonFailure, KvcachedError, RequestError, S
 from kvcached_client.offload import Hold, OffloadClient, OffloadLayout, new_instance
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
+from kvcached_client.types import KEY_SIZE_BYTES
 
 #: After a failure, before the daemon is tried again.
 RETRY_S: Final = 5.0
+#: How long storage is waited for at most, whatever the daemon's configuration says.
+FETCH_MS: Final = 10_000
 _names: Final = itertools.count(1)
 
 
@@ -70,14 +73,24 @@ class OneProcessSession:
             with self.turn:
                 self.client.post_release(hold.lease)
 
-    def fetch(self, keys: bytes, tokens: int, *, full: bool = False) -> None:
-        """Bring a chain's blocks from storage into the host pool, if there is storage. Others wait for their turn."""
-        if time.monotonic() < self.storage_at_s:
-            return
+    def fetch(self, keys: bytes, tokens: int, *, full: bool = False) -> int:
+        """Bring a chain's blocks from storage into the host pool, if there is storage.
+
+        A daemon that hangs is noticed before storage is waited for.
+
+        Returns:
+            How many blocks from the beginning are in the host pool.
+        """
         with self.turn:
-            told = self.client.prefetch(keys, tokens, full=full)
-        if told.reason == "unavailable":
-            self.storage_at_s = time.monotonic() + RETRY_S
+            found = self.client.match(keys, tokens, full=full)
+        if found == len(keys) // KEY_SIZE_BYTES or time.monotonic() < self.storage_at_s:
+            return found
+        with self.turn:
+            told = self.client.prefetch(keys, tokens, full=full, deadline_ms=FETCH_MS)
+            if told.reason == "unavailable":
+                self.storage_at_s = time.monotonic() + RETRY_S
+                return found
+            return self.client.match(keys, tokens, full=full)
 
     def close(self) -> None:
         """End it. Waits until no thread copies."""

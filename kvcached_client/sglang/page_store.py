@@ -77,12 +77,10 @@ class PageStore:
 
     def found(self, chain: Chain) -> int:
         """How many pages behind the prefix are stored, from the first on. Brings them from storage."""
-        found, tokens = 0, chain.pages * self._page_size
+        found = 0
         with self._finder.guarded() as session:
             if session is not None:
-                session.fetch(chain.keys, tokens, full=True)
-                with session.turn:
-                    found = session.client.match(chain.keys, tokens, full=True)
+                found = session.fetch(chain.keys, chain.pages * self._page_size, full=True)
         return max(found - chain.prefix, 0)
 
     def load(self, chain: Chain, places: Sequence[int]) -> int:

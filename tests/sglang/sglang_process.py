@@ -10,6 +10,8 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,9 @@ START_TIMEOUT_S = 800
 #: Of one request. The first one may take half a minute.
 ANSWER_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 30
+#: How long copies may keep it from dropping pages.
+FORGET_TIMEOUT_S = 60
+PAUSE_S = 0.05
 TELLING = re.compile(r"kvcached|Traceback|Error")
 
 OPTIONS = {
@@ -127,8 +132,14 @@ class SglangProcess:
         return [Answer(**each) for each in self._ask("complete", prompts, tokens)]
 
     def forget(self) -> None:
-        """Drop what it has in memory of its own, so that only the daemon has pages."""
-        assert self._ask("forget")
+        """Drop what it has in memory of its own, so that only the daemon has pages.
+
+        SGLang refuses while it copies pages, and has no event for the end of that.
+        """
+        deadline, pause = time.monotonic() + FORGET_TIMEOUT_S, threading.Event()
+        while not self._ask("forget"):
+            assert time.monotonic() < deadline, f"SGLang still copies after {FORGET_TIMEOUT_S} s"
+            pause.wait(PAUSE_S)
 
     def load_weights(self, model: Path) -> None:
         """Replace the weights in memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.sglang.conftest import Prompts
-from tests.sglang.sglang_process import PAGE_SIZE, SglangProcess, ended
+from tests.sglang.sglang_process import PAGE_SIZE, Answer, SglangProcess, ended
 from tests.vllm.cache_daemon import CacheDaemon
 from tests.vllm.host_blocks import HostBlocks
 
@@ -118,15 +119,22 @@ def test_stopped_daemon_costs_deadlines(
     sglang.complete(tokens)
     wait()
     sglang.forget()
-    os.kill(daemon.pid, signal.SIGSTOP)
+    pid = daemon.pid
+    os.kill(pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
         prompts = [prompt(4, number) for number in range(4)]
-        assert sglang.complete(*prompts) == reference.complete(*prompts)
+        # Several at a time are computed together, and rounded as it comes.
+        assert outputs(sglang.complete(*prompts)) == outputs(reference.complete(*prompts))
         assert time.monotonic() - began < SLOW_S
     finally:
-        os.kill(daemon.pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # if it takes long, the supervisor starts another daemon
+            os.kill(pid, signal.SIGCONT)
     assert found_in_the_end(sglang, reference, tokens) == 7 * PAGE_SIZE
+
+
+def outputs(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
 
 
 def found_in_the_end(sglang: SglangProcess, reference: SglangProcess, tokens: list[int]) -> int:
@@ -170,7 +178,7 @@ def test_pages_come_back_from_disk(
     daemon.start()
     daemon.until_storage()
     assert found_in_the_end(sglang, reference, tokens) == 7 * PAGE_SIZE
-    assert daemon.count("fetched_blocks") >= 7
+    assert daemon.count("prefetched_blocks") >= 7
 
 
 def test_replaced_weights_find_nothing(
