@@ -4,7 +4,8 @@
 #   docker run --read-only --cap-drop ALL --security-opt no-new-privileges \
 #       -v kvcached-run:/run/kvcached -v ./configs/cpu-tp1.toml:/etc/kvcached/kvcached.toml:ro kvcached
 #
-# Engines share the volume /run/kvcached and run as the same user id (10001): the sockets admit no other one.
+# Engines share the volume /run/kvcached. They run as the same user id (10001), or as a user that an [[access.engine]] of the
+# configuration names: users = ["root"] for vLLM's image (docs/configuration.md).
 # The pools are shared memory of this container (memfd), so its memory limit must hold them; /dev/shm is not used.
 # The first process keeps the host pool while the daemon is dead, and starts it again: `docker kill --signal HUP` upgrades or
 # restarts the daemon with its cache, and a crash loses nothing of the host pool. The end of the container does, but for what

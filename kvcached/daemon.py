@@ -32,7 +32,9 @@ from kvcached.core.namespaces import Edition, Generations
 from kvcached.garbage import only_young
 from kvcached.memory.available import NotEnoughMemory, check_available
 from kvcached.memory.host_pool import HostHeaders, HostMemory
+from kvcached.process.access import Access
 from kvcached.process.earlier import end_earlier
+from kvcached.process.file_access import PASS, let_in
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.recovery.fd_store import STOPPING, notify
 from kvcached.recovery.generations import (
@@ -177,7 +179,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         share = None if host is None or config.offload is None else _share(config, host)
         state_place = StatePlace(ledger_file(config.run_dir), boot_id(), inheritance.host_record())
         service = _service(config, cache, replicas, share, state_place, headers, engine_pools)
-        attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service)
+        attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service, _access(config))
         service.watch = attach
         # Before any event: an event writes the ledger, and a ledger without these would leave their slots to anybody.
         service.take_in(taken.shapes, taken.sessions)
@@ -259,11 +261,19 @@ def _share(config: Config, host: HostMemory) -> HostShare:
     return HostShare(host.descriptor, host.slabs, host.slab_bytes, verify(config))
 
 
+def _access(config: Config) -> Access:
+    access = Access.of(config.access)
+    for name in access.unknown:
+        log.warning("[access]: %r is no user or group of this machine, and gets no access", name)
+    return access
+
+
 def _open_sockets(config: Config, service: Service, attach: AttachServer, parts: AsyncExitStack) -> None:
     loop = asyncio.get_running_loop()
+    let_in(config.run_dir, attach.access.others(), PASS)
     parts.callback(attach.close)
     attach.start()
-    rpc = RpcServer(Path(socket_path(config.run_dir, RPC_SOCKET_NAME)), service)
+    rpc = RpcServer(Path(socket_path(config.run_dir, RPC_SOCKET_NAME)), service, attach.access)
     parts.callback(rpc.close)
     parts.callback(service.close)
     parts.callback(rpc.serve_rest)
@@ -284,7 +294,7 @@ def _open_http(
     from kvcached.server.http import HttpServer  # noqa: PLC0415 - as above
 
     size = HostSize() if config.host is None else HostSize(config.host.slabs, config.host.slab_bytes)
-    http = HttpServer(config.http.address, DaemonPages(service, size, attach.refusals))
+    http = HttpServer(config.http.address, DaemonPages(service, size, attach.refusals), attach.access)
     try:
         http.start()
     except OSError as error:

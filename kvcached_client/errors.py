@@ -37,6 +37,7 @@ class ErrorCode(StrEnum):
     BAD_VALUE = "bad_value"
     # what it asks for
     UNAUTHENTICATED = "unauthenticated"
+    FORBIDDEN = "forbidden"
     NO_SESSION = "no_session"
     UNKNOWN_REPLICA = "unknown_replica"
     POOL_BUSY = "pool_busy"
@@ -173,6 +174,7 @@ _CLASS_OF: dict[ErrorCode, type[RequestError]] = {
     ErrorCode.UNSUPPORTED_VERSION: BadRequest,
     ErrorCode.BAD_VALUE: BadRequest,
     ErrorCode.UNAUTHENTICATED: Refused,
+    ErrorCode.FORBIDDEN: Refused,
     ErrorCode.NO_SESSION: Stale,
     ErrorCode.UNKNOWN_REPLICA: Refused,
     ErrorCode.POOL_BUSY: Refused,

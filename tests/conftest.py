@@ -15,6 +15,7 @@ _TESTS = Path(__file__).parent
 #: Folders whose tests start no processes, or few. What is in another folder is for `make test-all`.
 _QUICK = frozenset(
     {
+        "access",
         "attach",
         "client",
         "config",

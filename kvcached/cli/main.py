@@ -24,6 +24,7 @@ from kvcached.cli.options import (
     fail,
     fields_of,
     json_option,
+    owner_of,
     print_json,
     run_dir_option,
 )
@@ -130,6 +131,8 @@ def health(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     report = ask(run_dir, deadline_ms, lambda admin: admin.health())
     if as_json:
         print_json(fields_of(report))
+    elif owner := owner_of(run_dir):
+        click.echo(f"the daemon runs as {owner}")
     for part in () if as_json else report.parts:
         click.echo(f"{'ok  ' if part.ok else 'FAIL'}  {part.part}{f': {part.detail}' if part.detail else ''}")
     sys.exit(ExitCode.OK if report.ok else ExitCode.UNHEALTHY)

@@ -69,7 +69,7 @@ deadline_option = click.option(
 
 def ask(run_dir: Path | None, deadline_ms: int, question: Callable[[Admin], Reply]) -> Reply:
     """The daemon's answer; whatever goes wrong ends the program."""
-    from kvcached_client import Admin, BadRequest, DeadlineExceeded, ErrorCode, RequestError, TransportError
+    from kvcached_client import Admin, BadRequest, DeadlineExceeded, RequestError, TransportError
     from kvcached_client.errors import DaemonSilent
 
     try:
@@ -77,7 +77,7 @@ def ask(run_dir: Path | None, deadline_ms: int, question: Callable[[Admin], Repl
             return question(admin)
     except RequestError as error:
         is_usage = isinstance(error, BadRequest)
-        is_usage = is_usage or error.code in {ErrorCode.UNKNOWN_REPLICA, ErrorCode.UNAUTHENTICATED}
+        is_usage = is_usage or error.code in {"unknown_replica", "unauthenticated", "forbidden"}
         fail(ExitCode.USAGE if is_usage else ExitCode.UNHEALTHY, str(error))
     except DeadlineExceeded as error:
         fail(ExitCode.UNREACHABLE, f"{error} (see the daemon's log, or allow more time with --deadline-ms)")
@@ -85,6 +85,18 @@ def ask(run_dir: Path | None, deadline_ms: int, question: Callable[[Admin], Repl
         fail(ExitCode.UNREACHABLE, str(error))
     except TransportError as error:
         fail(ExitCode.UNREACHABLE, f"{error} (start it with: kvcached serve --config FILE)")
+
+
+def owner_of(run_dir: Path | None) -> str:
+    """The user whose daemon has answered; empty if that is this user, or the directory is gone meanwhile."""
+    from kvcached_client.transport.listener import user_in_words
+    from kvcached_client.transport.run_dir import default_run_dir
+
+    try:
+        owner = (run_dir or default_run_dir()).stat().st_uid
+    except OSError:
+        return ""
+    return "" if owner == os.geteuid() else user_in_words(owner)
 
 
 def fail(code: ExitCode, message: str) -> NoReturn:

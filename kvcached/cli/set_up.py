@@ -22,7 +22,8 @@ _SHIPPED_DISK: Final = "/var/cache/kvcached"
 _VLLM: Final = """\
 python -m vllm.entrypoints.openai.api_server --model MODEL --kv-transfer-config '{"kv_connector": "KvcachedConnector",
       "kv_connector_module_path": "kvcached_client.vllm", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
-    (vLLM's environment needs the wheel of kvcached_client only; the same user and KVCACHED_RUN_DIR as the daemon)"""
+    (vLLM's environment needs the wheel of kvcached_client only; the daemon's KVCACHED_RUN_DIR; another user
+    than the daemon's needs an [[access.engine]] in its configuration)"""
 _ENGINE: Final = """\
 python -c 'from kvcached_client import Client; print(Client.connect().layout)'
     (the engine's environment needs the wheel of kvcached_client only; docs/sdk.md is its guide)"""

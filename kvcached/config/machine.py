@@ -1,4 +1,4 @@
-"""What a configuration asks of this machine: memory, storage and its disk, a key file, packages that are optional.
+"""What a configuration asks of this machine: memory, users, storage and its disk, a key file, optional packages.
 
 `kvcached check-config` and `kvcached serve` look at the same things, before anything is started. What only the moment
 decides, such as memory that others take just now, `check-config` looks at, and `serve` looks at when it takes it.
@@ -12,12 +12,14 @@ import os
 import resource
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Final
 
 from pydantic import ByteSize, ValidationError
 
 from kvcached.config.problems import ConfigError, Location, Problem, problems_of
 from kvcached.config.schema import Config
+from kvcached.process.access import GROUP_SIGN, UnknownUser, resolve
 from kvcached.storage.backend import DISK, GROUP, StorageUnusable
 from kvcached.storage.disk.directory import DiskSettings, existing_part, refusal
 from kvcached.storage.encrypted import read_secret
@@ -44,6 +46,8 @@ def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = 
         ConfigError: every reason why not.
     """
     problems = [*_memory(config, is_trial=is_trial), *_storage(config, is_restart=is_restart), *_http(config)]
+    if not is_restart:  # a name service that is away now costs users their access, and not everybody the blocks
+        problems += _access(config)
     if problems:
         raise ConfigError(problems)
 
@@ -164,6 +168,37 @@ def _http(config: Config) -> Iterator[Problem]:
     if config.http is not None and missing:
         what, fix = f"needs the package {missing[0]}", "pip install 'kvcached-daemon[metrics]'"
         yield config.places.problem(("http", "listen"), config.http.listen, what, fix)
+
+
+def _access(config: Config) -> Iterator[Problem]:
+    access = config.access
+    lists: list[tuple[Location, tuple[str, ...]]] = [
+        (("access", "operate"), access.operate),
+        (("access", "look"), access.look),
+        *((("access", "engine", number, "users"), each.users) for number, each in enumerate(access.engine)),
+    ]
+    for location, names in lists:
+        for name in names:
+            try:
+                number, is_group = resolve(name)
+            except UnknownUser as error:
+                kind = "group" if name.startswith(GROUP_SIGN) else "user"
+                fix = f"correct the name, make the {kind}, or write its number"
+                yield config.places.problem(location, list(names), f"{name!r} {error}", fix)
+                continue
+            if not is_group and number == _overflow_uid():
+                what = f"{name!r} stands for every user whom this user namespace does not know"
+                yield config.places.problem(location, list(names), what, "name another user, or map it into it")
+
+
+def _overflow_uid() -> int | None:
+    """The user as whom the kernel shows users that have no number here; None where all have one."""
+    try:
+        if [int(word) for word in Path("/proc/self/uid_map").read_text().split()] == [0, 0, (1 << 32) - 1]:
+            return None
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except OSError:
+        return None
 
 
 def _size(size_bytes: int) -> str:

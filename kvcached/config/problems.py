@@ -183,7 +183,7 @@ def expectation(key: str, schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "integer":
         return _expected_number(key, schema)
     if schema.get("type") != "string":
-        items = "integers" if schema.get("items", {}).get("type") == "integer" else "tables"
+        items = {"integer": "integers", "string": "text"}.get(schema.get("items", {}).get("type", ""), "tables")
         return {"array": f"an array of {items}", "boolean": "true or false", "object": "a table"}[schema["type"]]
     if schema.get("format") == "path":
         return "a path"

@@ -18,6 +18,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic.functional_validators import AfterValidator
 
+from kvcached.config.access import AccessConfig
 from kvcached.config.problems import ConfigError, Places, key_lines, mistake, problems_of
 from kvcached.config.replica import FilePath, ReplicaConfig
 from kvcached.config.sources import overlay_environment, read_config_file
@@ -131,6 +132,9 @@ class Config(Table):
     )
     http: HttpConfig | None = Field(
         default=None, description="Metrics and health over HTTP; without this table nothing listens for HTTP."
+    )
+    access: AccessConfig = Field(
+        default_factory=AccessConfig, description="What users other than the daemon's own may do."
     )
     replica: Annotated[tuple[ReplicaConfig, ...], AfterValidator(_not_too_many)] = Field(
         default=(),

@@ -368,7 +368,7 @@ class HttpConfig(Table):
     listen: Annotated[str, AfterValidator(_check_listen)] = Field(
         max_length=256,
         description='Where: "127.0.0.1:PORT" or "[::1]:PORT", which every user of this machine can reach, or'
-        ' "unix:/PATH", which only the daemon\'s user and root can reach. Needs kvcached-daemon[metrics].',
+        ' "unix:/PATH", which only those who may look (`[access]`) can reach. Needs kvcached-daemon[metrics].',
     )
 
     @property

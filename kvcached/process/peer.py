@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
+from kvcached.process.access import NO_GRANTS, Grants
 from kvcached.process.identity import ProcessIdentity, identity_of, open_process
 from kvcached.process.seqpacket import Credentials, peer_credentials
 from kvcached_client.errors import ErrorCode, RequestError, request_error
@@ -24,14 +25,16 @@ class PeerProcess:
 
     Attributes:
         pid: its id in this pid namespace, for messages; ids are used again, so it is no identity.
-        uid: its effective user id when it connected.
-        gid: its effective group id when it connected.
+        uid: its effective user id when it connected; -1 for one that an earlier daemon wrote down.
+        gid: its effective group id when it connected; -1 likewise.
+        grants: what its user may do.
         identity: what tells it from later processes with its id; None where that is not visible.
     """
 
-    def __init__(self, credentials: Credentials, pidfd: int) -> None:
+    def __init__(self, credentials: Credentials, pidfd: int, grants: Grants) -> None:
         """Takes over `pidfd`."""
         self.pid, self.uid, self.gid = credentials
+        self.grants = grants
         self._pidfd = pidfd
         self._dead = False
         self._process = _process_of(pidfd)
@@ -39,17 +42,18 @@ class PeerProcess:
 
     @classmethod
     def found(cls, process: ProcessIdentity) -> Self | None:
-        """A process that an earlier daemon wrote down; None where it is dead."""
+        """A process that an earlier daemon wrote down; None where it is dead. Until it attaches, it may do nothing."""
         pidfd = open_process(process.pid, process.started)
-        return None if pidfd is None else cls(Credentials(process.pid, os.geteuid(), os.getegid()), pidfd)
+        return None if pidfd is None else cls(Credentials(process.pid, -1, -1), pidfd, NO_GRANTS)
 
     @classmethod
-    def of(cls, connection: socket.socket, sent: Sequence[int]) -> Self:
+    def of(cls, connection: socket.socket, sent: Sequence[int], grants: Grants) -> Self:
         """The peer of a connection.
 
         Args:
             connection: an accepted AF_UNIX connection.
             sent: descriptors that the peer sent, one of which may be its own pidfd. They stay the caller's to close.
+            grants: what its user may do.
 
         Raises:
             Refused: the peer is dead, or neither the kernel nor the peer gives a pidfd of it.
@@ -58,7 +62,7 @@ class PeerProcess:
         pidfd = _kernel_pidfd(connection)
         if pidfd is None:
             pidfd = _sent_pidfd(credentials.pid, sent)
-        peer = cls(credentials, pidfd)
+        peer = cls(credentials, pidfd, grants)
         if peer.is_dead():
             peer.close()
             raise _no_pidfd(f"process {peer.pid} is dead")
@@ -100,6 +104,7 @@ class UnseenProcess:
 
     pid = 0
     identity = None
+    grants = NO_GRANTS
 
     def is_dead(self) -> bool:
         """Never, as far as can be known."""

@@ -15,6 +15,9 @@ from contextlib import suppress
 from typing import NamedTuple, Self
 
 _CREDENTIALS = struct.Struct("iII")
+_SO_PEERGROUPS = 59
+#: As many groups as Python can ask for. Of a process that has more, its user and first group count.
+_GROUPS_BYTES_MAX = 1024
 
 
 class Credentials(NamedTuple):
@@ -89,6 +92,14 @@ def peer_credentials(connection: socket.socket) -> Credentials:
     return Credentials(
         *_CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     )
+
+
+def peer_groups(connection: socket.socket) -> tuple[int, ...]:
+    """Supplementary groups of the peer at the time it connected; none where there are more than 256."""
+    try:
+        return tuple(array("I", connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES_MAX)))
+    except OSError:
+        return ()
 
 
 def receive(connection: socket.socket, size_bytes_max: int, descriptors_max: int) -> Packet | None:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
+import msgspec
+
 from kvcached.memory.available import NotEnoughMemory, check_available
 from kvcached.memory.engine_pool import EnginePool
 from kvcached.recovery.fd_store import KEPT_MAX, remove, store
@@ -71,8 +73,13 @@ class EnginePools:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def claim(self, request: ClaimPool) -> tuple[ClaimedPool, tuple[int, ...]]:
+    def claim(self, request: ClaimPool, user: str = "") -> tuple[ClaimedPool, tuple[int, ...]]:
         """The pool of an engine, and its descriptors, which stay this object's.
+
+        Args:
+            request: of the engine.
+            user: whose engine it is, the same at each start; "" for the daemon's own user. Part of the name of the
+                pool, so that nobody gets the memory that another user's engine has left.
 
         Raises:
             RequestError: this daemon keeps no such memory, or there is no room for it.
@@ -85,6 +92,8 @@ class EnginePools:
             )
         if request.rank is not None and request.rank >= request.ranks:
             raise request_error(ErrorCode.BAD_VALUE, f"rank {request.rank} of {request.ranks}", "count ranks from 0")
+        if user:
+            request = msgspec.structs.replace(request, name=f"{request.name} ({user})")
         pool = self._claimed(request) or self._left(request) or self._make(request)
         pool.claim = request.claim
         pool.table.note_use(int(self._now_s()))

@@ -10,11 +10,11 @@ import asyncio
 import logging
 import socket
 from collections import Counter
-from collections.abc import Set as AbstractSet
 from typing import Final, Protocol
 
+from kvcached.process.access import Access, Grants
 from kvcached.process.peer import PeerProcess
-from kvcached.process.seqpacket import Packet, peer_credentials, receive, send
+from kvcached.process.seqpacket import Packet, peer_credentials, peer_groups, receive, send
 from kvcached.server.connections import ConnectionLimits, Connections, no_descriptors
 from kvcached.server.listener import Listener, remove_stale
 from kvcached_client.errors import ErrorCode, RequestError, request_error
@@ -42,6 +42,8 @@ CONNECTIONS_MAX: Final = 512
 DESCRIPTORS_SHARE: Final = 0.2
 #: Accepted processes that live on, connected or not. Each costs a descriptor of the daemon.
 PEERS_MAX: Final = 512
+#: Of one user other than the daemon's own.
+USER_PEERS_MAX: Final = PEERS_MAX // 4
 #: A request carries one descriptor; room for a second one shows a peer that sends more.
 _DESCRIPTORS_MAX: Final = 2
 
@@ -59,7 +61,7 @@ class AttachHandler(Protocol):
     ) -> tuple[Joined | JoinedHost, tuple[int, ...]]:
         """What a shard's process gets, and the descriptors that it maps, which stay the handler's; or RequestError."""
 
-    def claim_pool(self, request: ClaimPool) -> tuple[ClaimedPool, tuple[int, ...]]:
+    def claim_pool(self, request: ClaimPool, grants: Grants) -> tuple[ClaimedPool, tuple[int, ...]]:
         """What a process of an engine gets, and the descriptors, which stay the handler's; or RequestError."""
 
     def leave(self, peer: PeerProcess) -> None:
@@ -76,14 +78,16 @@ class _Connection:
     """An open connection.
 
     Attributes:
+        grants: what its user may do.
         peer: its process from the first request on.
         joined: whether a shard process waits for its copies here, and must see the end of its session.
     """
 
-    __slots__ = ("joined", "peer", "socket")
+    __slots__ = ("grants", "joined", "peer", "socket")
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, grants: Grants) -> None:
         self.socket = connection
+        self.grants = grants
         self.peer: PeerProcess | None = None
         self.joined = False
 
@@ -96,19 +100,21 @@ class AttachServer:
     Args:
         path: of the socket.
         handler: who decides.
-        allowed_uids: whose processes may attach; by default those of the daemon's own user. Root is no exception.
+        access: who may do what; only engines may attach.
 
     Attributes:
+        access: the same.
         refusals: how many requests and connections were refused, by code.
     """
 
-    def __init__(self, path: str, handler: AttachHandler, allowed_uids: AbstractSet[int] | None = None) -> None:
+    def __init__(self, path: str, handler: AttachHandler, access: Access) -> None:
+        self.access = access
         self._path = path
         self._handler = handler
         self._loop = asyncio.get_running_loop()
         self._listener: Listener[_Connection] | None = None
         self._limits = ConnectionLimits.within(CONNECTIONS_MAX, DESCRIPTORS_SHARE)
-        self._connections: Connections[_Connection] = Connections("attach", self._limits, self._drop, allowed_uids)
+        self._connections: Connections[_Connection] = Connections("attach", self._limits, self._drop, access)
         self._watched: set[PeerProcess] = set()
         self.refusals: Counter[ErrorCode] = Counter()
 
@@ -147,8 +153,10 @@ class AttachServer:
         peer.close()
 
     def _accept(self, accepted: socket.socket) -> None:
-        connection = _Connection(accepted)
-        self._connections.open(connection, peer_credentials(accepted), accepted.fileno())
+        credentials = peer_credentials(accepted)
+        grants = self._connections.access.grants(credentials, peer_groups(accepted))
+        connection = _Connection(accepted, grants)
+        self._connections.open(connection, credentials, grants, accepted.fileno())
         self._loop.add_reader(accepted.fileno(), self._on_readable, connection)
 
     def _on_readable(self, connection: _Connection) -> None:
@@ -180,14 +188,15 @@ class AttachServer:
                 "send what docs/protocol.md describes",
             )
         request = decode_attach_request(packet.data)
+        connection.grants.check_engine(str(type(request).__struct_config__.tag))
         if isinstance(request, Leave):
             self._leave(connection)
             return
         if isinstance(request, ClaimPool):  # its own locks say whether the process lives, so it is not watched
-            self._answer(connection, *self._handler.claim_pool(request))
+            self._answer(connection, *self._handler.claim_pool(request, connection.grants))
             return
         if connection.peer is None:
-            connection.peer = PeerProcess.of(connection.socket, packet.descriptors)
+            connection.peer = PeerProcess.of(connection.socket, packet.descriptors, connection.grants)
         peer = connection.peer
         if peer not in self._watched:
             self._check_room(peer)
@@ -212,6 +221,9 @@ class AttachServer:
     def _check_room(self, peer: PeerProcess) -> None:
         if len(self._watched) >= PEERS_MAX:
             raise request_error(ErrorCode.LIMIT, f"{PEERS_MAX} processes are attached", "end those that are not needed")
+        if not peer.grants.is_own and sum(each.uid == peer.uid for each in self._watched) >= USER_PEERS_MAX:
+            what = f"{USER_PEERS_MAX} processes of {peer.grants.user} are attached"
+            raise request_error(ErrorCode.LIMIT, what, "end those that are not needed")
         if peer.fileno() >= self._limits.descriptor:
             raise no_descriptors()
 

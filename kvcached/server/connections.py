@@ -1,8 +1,10 @@
 """How many connections one socket serves, and whose: per process, per user, and until they have introduced themselves.
 
+Users other than the daemon's own have a share each, and the last places are for those who operate the daemon.
+
 A connection is half-open until its peer has introduced itself. Half-open ones have a deadline and a limit of their own:
-at the limit the oldest one of the process that has most of them is dropped, so a process that opens them without end
-loses its own, and another one gets in. A peer that has introduced itself is admitted, or its first
+at the limit the user that has most of them loses the oldest one of its process that has most, so a process that opens
+them without end loses its own, and another one gets in. A peer that has introduced itself is admitted, or its first
 answer says why it is not.
 
 The servers accept and close connections; this module decides which may stay.
@@ -12,17 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import resource
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from kvcached.process.seqpacket import Credentials, peer_credentials
+from kvcached.process.access import Access, Grants, Role
+from kvcached.process.seqpacket import Credentials, peer_credentials, peer_groups
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol.zmtp import Reader
 
@@ -34,6 +35,13 @@ DESCRIPTORS_RESERVED: Final = 192
 #: So many processes together fill a socket, and no fewer.
 _PROCESSES_TO_FILL: Final = 8
 _PER_PROCESS_MIN: Final = 8
+#: So many users other than the daemon's own together fill a socket, and no fewer.
+_USERS_TO_FILL: Final = 4
+#: This part of the places is kept for those who operate the daemon.
+_RESERVED_DIVISOR: Final = 8
+
+#: Numbers of users among those of processes: above all pids.
+_USERS: Final = 1 << 32
 
 #: A kind of log line that peers can cause as often as they like is written once in this time.
 _LOG_INTERVAL_S: Final = 60.0
@@ -71,13 +79,17 @@ class ConnectionLimits(NamedTuple):
 
     Attributes:
         connections: admitted, of all processes.
-        per_process: admitted, of one. Processes that are not visible from here (pid 0) have the common limit only.
+        per_process: admitted, of one. Processes that are not visible from here (pid 0) have the other limits only.
+        per_user: admitted, of one user other than the daemon's own.
+        reserved: of `connections`, those for users who operate the daemon.
         half_open: not admitted yet.
         descriptor: connections with this descriptor or a higher one are not admitted.
     """
 
     connections: int
     per_process: int
+    per_user: int
+    reserved: int
     half_open: int
     descriptor: int
 
@@ -92,16 +104,19 @@ class ConnectionLimits(NamedTuple):
         return cls(
             connections,
             max(connections // _PROCESSES_TO_FILL, _PER_PROCESS_MIN),
+            max(connections // _USERS_TO_FILL, _PER_PROCESS_MIN),
+            connections // _RESERVED_DIVISOR,
             min(HALF_OPEN_MAX, reserved // 4),
             descriptor,
         )
 
 
 class _Place:
-    __slots__ = ("credentials", "descriptor", "expires_s", "is_admitted")
+    __slots__ = ("credentials", "descriptor", "expires_s", "grants", "is_admitted")
 
-    def __init__(self, credentials: Credentials, descriptor: int, expires_s: float) -> None:
+    def __init__(self, credentials: Credentials, grants: Grants, descriptor: int, expires_s: float) -> None:
         self.credentials = credentials
+        self.grants = grants
         self.descriptor = descriptor
         self.expires_s = expires_s
         self.is_admitted = False
@@ -114,9 +129,10 @@ class Connections(Generic[C]):
         name: of the socket, for the log.
         limits: of it.
         drop: closes a connection that loses its place; it calls `close` here.
-        allowed_uids: whose connections are admitted; by default the daemon's own user's. Root is no exception.
+        access: who may do what; whoever has no role is not admitted.
 
     Attributes:
+        access: the same.
         sampled: the log of what peers can cause as often as they like.
     """
 
@@ -125,16 +141,17 @@ class Connections(Generic[C]):
         name: str,
         limits: ConnectionLimits,
         drop: Callable[[C], None],
-        allowed_uids: AbstractSet[int] | None = None,
+        access: Access,
     ) -> None:
+        self.access = access
         self.sampled = SampledLog(_log)
         self._name = name
         self._limits = limits
         self._drop = drop
-        self._allowed_uids = frozenset([os.geteuid()] if allowed_uids is None else allowed_uids)
         self._places: dict[C, _Place] = {}
         self._half_open: dict[C, None] = {}  #: the oldest first
         self._of_process: Counter[int] = Counter()
+        self._of_user: Counter[int] = Counter()
         self._admitted = 0
         self._loop = asyncio.get_running_loop()
         self._expiry: asyncio.TimerHandle | None = None
@@ -143,19 +160,25 @@ class Connections(Generic[C]):
     def __iter__(self) -> Iterator[C]:
         return iter(self._places)
 
-    def open(self, connection: C, credentials: Credentials, descriptor: int) -> None:
+    def open(self, connection: C, credentials: Credentials, grants: Grants, descriptor: int) -> None:
         """Somebody has connected, and has a place until it has introduced itself. Somebody else may lose one."""
-        self._places[connection] = _Place(credentials, descriptor, self._loop.time() + HALF_OPEN_S_MAX)
+        self._places[connection] = _Place(credentials, grants, descriptor, self._loop.time() + HALF_OPEN_S_MAX)
         self._half_open[connection] = None
         if len(self._half_open) > self._limits.half_open:
-            of_process = Counter(self._places[each].credentials.pid for each in self._half_open)
-            ((pid, count),) = of_process.most_common(1)
-            self.note_fault(
-                "half-open", "%s: process %d has %d connections that say nothing: dropped", self._name, pid, count
-            )
-            self._drop(next(each for each in self._half_open if self._places[each].credentials.pid == pid))
+            self._drop_half_open()
         if self._expiry is None:
             self._expiry = self._loop.call_later(HALF_OPEN_S_MAX, self._drop_expired)
+
+    def _drop_half_open(self) -> None:
+        peers = {each: self._places[each].credentials for each in self._half_open}
+        ((uid, _),) = Counter(peer.uid for peer in peers.values()).most_common(1)
+        ((pid, count),) = Counter(peer.pid for peer in peers.values() if peer.uid == uid).most_common(1)
+        self.note_fault(
+            "half-open",
+            "%s: process %d of user %d has %d connections that say nothing: dropped",
+            self._name, pid, uid, count,
+        )  # fmt: skip
+        self._drop(next(each for each, peer in peers.items() if (peer.uid, peer.pid) == (uid, pid)))
 
     def note_fault(self, kind: str, message: str, *values: object) -> None:
         """A peer loses a connection by its own fault: log it, and let nobody connect for a moment.
@@ -189,6 +212,7 @@ class Connections(Generic[C]):
         del self._half_open[connection]
         self._admitted += 1
         self._of_process[place.credentials.pid] += 1
+        self._of_user[place.credentials.uid] += 1
 
     def close(self, connection: C) -> None:
         """A connection has ended. Does nothing the second time."""
@@ -198,11 +222,12 @@ class Connections(Generic[C]):
         if not place.is_admitted:
             del self._half_open[connection]
         else:
-            pid = place.credentials.pid
+            pid, uid, _ = place.credentials
             self._admitted -= 1
-            self._of_process[pid] -= 1
-            if not self._of_process[pid]:
-                del self._of_process[pid]
+            for counts, whose in ((self._of_process, pid), (self._of_user, uid)):
+                counts[whose] -= 1
+                if not counts[whose]:
+                    del counts[whose]
         if not self._places and self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
@@ -221,18 +246,15 @@ class Connections(Generic[C]):
             self._expiry = self._loop.call_at(self._places[oldest].expires_s, self._drop_expired)
 
     def _check(self, place: _Place) -> None:
-        limits, (pid, uid, _) = self._limits, place.credentials
-        if uid not in self._allowed_uids:
-            allowed = ", ".join(map(str, sorted(self._allowed_uids)))
-            raise request_error(
-                ErrorCode.UNAUTHENTICATED,
-                f"user {uid} may not connect, only {allowed}",
-                "run the engine as the daemon's user",
-            )
+        limits, grants, (pid, uid, _) = self._limits, place.grants, place.credentials
+        grants.check_known()
         if pid and self._of_process[pid] >= limits.per_process:
             raise _too_many(f"process {pid} has {limits.per_process} connections")
-        if self._admitted >= limits.connections:
-            raise _too_many(f"{limits.connections} connections are open")
+        if not grants.is_own and self._of_user[uid] >= limits.per_user:
+            raise _too_many(f"{grants.user} has {limits.per_user} connections")
+        room = limits.connections - (0 if Role.OPERATE in grants.roles else limits.reserved)
+        if self._admitted >= room:
+            raise _too_many(f"{self._admitted} connections are open")
         if place.descriptor >= limits.descriptor:
             raise no_descriptors()
 
@@ -256,7 +278,9 @@ class Connection:
     Attributes:
         descriptor: of the socket; -1 once it is closed.
         credentials: who connected.
-        owner: pid of the process; a number of this connection alone where the pid is not visible from here.
+        grants: what its user may do.
+        owner: whoever shares turns, pauses and memory with it: a number of its process; of this connection alone where
+            the pid is not visible from here; of its user where that is not the daemon's own.
         peer: names it to the handler; never used again.
         reader: what comes in.
         unsent: replies that its peer has not made room for. While there are any, nothing is read from it.
@@ -269,15 +293,17 @@ class Connection:
     """
 
     __slots__ = (
-        "counted_bytes", "credentials", "descriptor", "is_deaf", "is_queued", "owner", "peer", "reader", "refusal",
-        "refused_bytes", "socket", "unsent", "watched_events",
+        "counted_bytes", "credentials", "descriptor", "grants", "is_deaf", "is_queued", "owner", "peer", "reader",
+        "refusal", "refused_bytes", "socket", "unsent", "watched_events",
     )  # fmt: skip
 
-    def __init__(self, accepted: socket.socket, serial: int) -> None:
+    def __init__(self, accepted: socket.socket, serial: int, access: Access) -> None:
         self.socket = accepted
         self.descriptor = accepted.fileno()
         self.credentials = peer_credentials(accepted)
-        self.owner = self.credentials.pid or -serial
+        pid, uid, _ = self.credentials
+        self.grants = access.grants(self.credentials, peer_groups(accepted))
+        self.owner = (pid or -serial) if self.grants.is_own else _USERS + uid
         self.peer = serial.to_bytes(8, "big")
         self.reader = Reader()
         self.unsent = bytearray()

@@ -16,10 +16,11 @@ from typing import Final, NamedTuple, Protocol
 
 import h11
 
-from kvcached.process.seqpacket import Credentials, peer_credentials
+from kvcached.process.access import Access
+from kvcached.process.seqpacket import Credentials, peer_credentials, peer_groups
 from kvcached.server.connections import ConnectionLimits, Connections
 from kvcached.server.listener import Listener, remove_stale
-from kvcached_client.errors import RequestError
+from kvcached_client.errors import ErrorCode, RequestError
 
 #: Whose request is whole, and of the others. A node has one or two scrapers and some probes.
 CONNECTIONS_MAX: Final = 16
@@ -78,16 +79,16 @@ class HttpServer:
     Args:
         place: the path of a unix socket, or an IP address and a port.
         pages: what is served.
+        access: who may do what; at a unix socket, whoever may look or operate is served.
     """
 
-    def __init__(self, place: str | tuple[str, int], pages: Pages) -> None:
+    def __init__(self, place: str | tuple[str, int], pages: Pages, access: Access) -> None:
         self._place = place
         self._pages = pages
         self._loop = asyncio.get_running_loop()
         limits = ConnectionLimits.within(CONNECTIONS_MAX, _DESCRIPTORS_SHARE)
         limits = limits._replace(per_process=limits.connections, half_open=min(CONNECTIONS_MAX, limits.half_open))
-        # Whoever can open a unix socket of this user is this user, or root.
-        self._connections: Connections[_Connection] = Connections("http", limits, self._drop, {os.geteuid(), 0})
+        self._connections: Connections[_Connection] = Connections("http", limits, self._drop, access.of_reports())
         self._listener: Listener[_Connection] | None = None
         self._second = 0
         self._accepted = 0
@@ -116,7 +117,8 @@ class HttpServer:
         connection = _Connection(accepted)
         is_unix = accepted.family is socket.AF_UNIX
         peer = peer_credentials(accepted) if is_unix else Credentials(0, os.geteuid(), os.getegid())
-        self._connections.open(connection, peer, accepted.fileno())
+        grants = self._connections.access.grants(peer, peer_groups(accepted) if is_unix else ())
+        self._connections.open(connection, peer, grants, accepted.fileno())
         connection.task = self._loop.create_task(self._serve(connection))
         connection.task.add_done_callback(partial(self._ended, connection))
         self._count()
@@ -162,7 +164,9 @@ class HttpServer:
         except h11.RemoteProtocolError as error:
             return _refusal(HTTPStatus(error.error_status_hint), str(error))
         except RequestError as error:
-            return _refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"{error.message}; {error.fix}")
+            is_stranger = error.code is ErrorCode.UNAUTHENTICATED
+            status = HTTPStatus.FORBIDDEN if is_stranger else HTTPStatus.SERVICE_UNAVAILABLE
+            return _refusal(status, f"{error.message}; {error.fix}")
         return event
 
     async def _page(self, request: h11.Request) -> Page:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Generic
 
+from kvcached.process.file_access import CONNECT, let_in
 from kvcached.process.seqpacket import SocketFile, listen
 from kvcached.server.connections import C, Connections
 
@@ -26,7 +27,7 @@ _BACKLOG: Final = 8 * ACCEPTS_PER_TURN_MAX
 
 
 class Listener(Generic[C]):
-    """Listens, and hands over what it accepts, in the running event loop.
+    """Listens, for those who may connect, and hands over what it accepts, in the running event loop.
 
     Args:
         name: of the socket, for the log.
@@ -54,6 +55,7 @@ class Listener(Generic[C]):
         self._file: SocketFile | None = None
         if isinstance(place, str):
             self._socket = listen(place, _BACKLOG, kind)
+            let_in(place, connections.access.others(), CONNECT)
             self._file = SocketFile.at(place)
         else:
             self._socket = _listen_at(*place)

@@ -15,22 +15,16 @@ from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
+from kvcached.process.access import Access
 from kvcached.server.connections import Connection, ConnectionLimits, Connections
+from kvcached.server.decoding import decode, refusal
+from kvcached.server.held import HeldBytes
 from kvcached.server.listener import Listener
 from kvcached.server.pauses import Pauses
-from kvcached_client.errors import RequestError
-from kvcached_client.protocol.engine import (
-    ErrorReply,
-    Header,
-    Request,
-    decode_request,
-    encode,
-    error_reply,
-    salvage_id,
-)
-from kvcached_client.protocol.fields import check_frames
+from kvcached_client.errors import ErrorCode, RequestError
+from kvcached_client.protocol.engine import Header, Request, encode
 from kvcached_client.protocol.zmtp import GREETING, Message, encode_message
 
 
@@ -72,9 +66,8 @@ DESCRIPTORS_SHARE: Final = 0.5
 MESSAGES_PER_TURN_MAX: Final = 16
 #: Of one `recv`: most requests are whole in it.
 RECEIVE_BYTES_MAX: Final = 64 * 1024
-#: Messages that are not whole, or wait, and replies that are not read, of all connections: three of the largest
-#: messages. Beyond it the process that has most of them loses its connection that has most.
-HELD_BYTES_MAX: Final = 24 << 20
+#: Connections of one user other than the daemon's own that get a turn at a time.
+USER_TURNS_MAX: Final = 16
 #: For the last replies, which wait for nobody but this machine. A peer that does not read loses its own.
 CLOSE_LINGER_MS: Final = 200
 #: Turns of each connection at the end; what a peer sends on and on is not waited for.
@@ -86,16 +79,21 @@ class RpcServer:
 
     Lives in one event loop's thread and never waits, except at its `close`.
 
+    Args:
+        path: of the socket.
+        handler: who serves requests.
+        access: who may do what.
+
     Attributes:
         endpoint: the ``ipc://`` address it is bound to.
     """
 
-    def __init__(self, path: Path, handler: Handler) -> None:
+    def __init__(self, path: Path, handler: Handler, access: Access) -> None:
         self.endpoint = f"ipc://{path}"
         self._path = path
         self._handler = handler
         limits = ConnectionLimits.within(CONNECTIONS_MAX, DESCRIPTORS_SHARE)
-        self._connections: Connections[Connection] = Connections("rpc", limits, self._close)
+        self._connections: Connections[Connection] = Connections("rpc", limits, self._close, access)
         self._listener: Listener[Connection] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # Of all connections. A socket has an error once its peer has gone with replies unread. libuv, below the loop,
@@ -104,14 +102,14 @@ class RpcServer:
         self._watched: dict[int, Connection] = {}
         self._buffer = bytearray(RECEIVE_BYTES_MAX)
         self._received = memoryview(self._buffer)
-        self._queues: dict[int, deque[Connection]] = {}  #: connections that wait for their next turn, by process
+        self._queues: dict[int, deque[Connection]] = {}  #: that wait for their next turn, by owner
         self._rotation = 0  #: who is first of those that are ready
-        self._held_bytes = 0
+        self._held = HeldBytes()
         self._pauses = Pauses(self._on_pause)
         self._last_peer = 0
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Bind, owner-only, and serve from now on.
+        """Bind, for those who may connect, and serve from now on.
 
         Raises:
             OSError: the path cannot be bound.
@@ -145,8 +143,8 @@ class RpcServer:
 
     def _accept(self, accepted: socket.socket) -> None:
         self._last_peer += 1
-        connection = Connection(accepted, self._last_peer)
-        self._connections.open(connection, connection.credentials, connection.descriptor)
+        connection = Connection(accepted, self._last_peer, self._connections.access)
+        self._connections.open(connection, connection.credentials, connection.grants, connection.descriptor)
         self._send(connection, GREETING)
         self._arrange(connection)
 
@@ -162,7 +160,7 @@ class RpcServer:
         self._watch(connection, 0)
         if connection.unsent:
             self._handler.count("dropped_replies")
-        self._held_bytes -= connection.counted_bytes
+        self._held.count(connection, 0)
         connection.close()
         self._connections.close(connection)
         if connection.reader.is_ready:
@@ -225,7 +223,12 @@ class RpcServer:
             return
         try:
             request, frames = decode(parts)
+            connection.grants.check(request)
         except RequestError as error:  # not kept in this frame, which its traceback names: that would be a cycle
+            if error.code is ErrorCode.FORBIDDEN:
+                self._pauses.refuse(connection, sum(map(len, parts)))
+                pid = connection.credentials.pid
+                self._connections.sampled.note("forbidden", "rpc: refused process %d: %s", pid, error.message)
             self._refuse(connection, parts, error)
         else:
             self._handler.submit(connection.peer, request, frames, partial(self._answer, connection))
@@ -250,12 +253,11 @@ class RpcServer:
             connection.is_queued = True
             if not self._queues:
                 loop.call_soon(self._serve_queues)
-            self._queues.setdefault(connection.credentials.pid, deque()).append(connection)
+            self._queues.setdefault(connection.owner, deque()).append(connection)
         held_bytes = connection.held_bytes
         if held_bytes != connection.counted_bytes:
-            self._held_bytes += held_bytes - connection.counted_bytes
-            connection.counted_bytes = held_bytes
-            while self._held_bytes > HELD_BYTES_MAX:
+            self._held.count(connection, held_bytes)
+            while self._held.is_beyond(connection):
                 self._drop_largest()
 
     def _watch(self, connection: Connection, events: int) -> None:
@@ -275,7 +277,8 @@ class RpcServer:
     def _on_ready(self) -> None:
         """A turn for each connection that has something, or has ended.
 
-        Of a process whose connection fills a whole `recv`, the others wait for their next turn.
+        Of a process whose connection fills a whole `recv`, the others wait for their next turn; so do all beyond a few
+        of a user other than the daemon's own.
         """
         ready = self._ready.poll(0)
         if len(ready) > 1:
@@ -283,38 +286,39 @@ class RpcServer:
             start = self._rotation % len(ready)
             ready = ready[start:] + ready[:start]
         waiting: set[int] = set()
+        turns: Counter[int] = Counter()
         for descriptor, _ in ready:
             connection = self._watched.get(descriptor)
-            if connection is None or connection.credentials.pid in waiting:  # closed on behalf of another one
+            if connection is None or connection.owner in waiting:  # closed on behalf of another one
                 continue
             if connection.unsent:
                 self._on_writable(connection)
             elif self._take_turn(connection) == RECEIVE_BYTES_MAX:
-                waiting.add(connection.credentials.pid)
+                waiting.add(connection.owner)
+            if not connection.grants.is_own:
+                turns[connection.owner] += 1
+                if turns[connection.owner] == USER_TURNS_MAX:
+                    waiting.add(connection.owner)
 
     def _serve_queues(self) -> None:
-        """A turn for one connection of each process that has more to be served."""
-        for pid, queue in list(self._queues.items()):
+        """A turn for one connection of each owner that has more to be served."""
+        for owner, queue in list(self._queues.items()):
             connection = queue.popleft()
             connection.is_queued = False
             if not queue:
-                del self._queues[pid]
+                del self._queues[owner]
             if connection.is_open and not connection.unsent and connection not in self._pauses:
                 self._take(connection, b"")
         if self._queues and self._loop is not None:
             self._loop.call_soon(self._serve_queues)
 
     def _drop_largest(self) -> None:
-        held: Counter[int] = Counter()
-        for each in self._connections:
-            held[each.credentials.pid] += each.counted_bytes
-        ((pid, size),) = held.most_common(1)
-        largest = max(
-            (each for each in self._connections if each.credentials.pid == pid), key=lambda each: each.counted_bytes
-        )
-        self._connections.note_fault("held", "rpc: messages of process %d take %d bytes: one is dropped", pid, size)
+        largest, total = self._held.largest(self._connections), self._held.total
+        pid, size = largest.credentials.pid, largest.counted_bytes
+        words = "rpc: messages take %d bytes: the connection of process %d with %d of them is dropped"
+        self._connections.note_fault("held", words, total, pid, size)
         self._close(largest)
-        self._pauses.refuse(largest, largest.counted_bytes)
+        self._pauses.refuse(largest, size)
 
     def _on_pause(self, owner: int) -> None:
         """A pause begins or is over."""
@@ -373,27 +377,3 @@ class RpcServer:
                 if self._flush(waiting[descriptor]):
                     poll.unregister(descriptor)
                     del waiting[descriptor]
-
-
-class Decoded(NamedTuple):
-    """A request with its frames."""
-
-    request: Request
-    frames: list[bytes]
-
-
-def decode(parts: list[bytes]) -> Decoded:
-    """A message's parts, at least one, as a request whose frames fit its verb.
-
-    Raises:
-        BadRequest: anything about it breaks the protocol.
-    """
-    request = decode_request(parts[0])
-    frames = parts[1:]
-    check_frames(request, frames)
-    return Decoded(request, frames)
-
-
-def refusal(parts: list[bytes], error: RequestError) -> ErrorReply:
-    """The reply to what could not be decoded, addressed to the request that caused it where its id can be read."""
-    return error_reply(salvage_id(parts[0]) if parts else 0, error)

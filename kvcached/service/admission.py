@@ -90,6 +90,7 @@ class Admission:
         """
         peer = presented(self._groups, request)
         replica = self._replica(request)
+        peer.grants.check_replica(replica.name)
         replaced = self._replaced_session(replica.name, connection, peer)
         session = self._cache.open_session(replica.name, now_ms)
         group = self._groups.open(session.id, connection, peer)
@@ -107,6 +108,7 @@ class Admission:
         """
         group, session = joining(self._groups, self._cache.managed.sessions, session_id, token)
         replica = self._replicas[session.pool.name]
+        peer.grants.check_replica(replica.name)
         check_shard(shard, replica.layout.shards)
         descriptors = replica.workers.descriptors(shard)
         self._groups.join(group, peer)
@@ -146,6 +148,7 @@ class Admission:
                 ErrorCode.NO_SESSION, "the session was not on a device pool", "say hello, as a new engine does"
             )
         replica = self._replicas[session.pool.name]
+        peer.grants.check_replica(replica.name)
         check_layout(request.layout, replica)
         if request.namespace != replica.namespace:
             raise request_error(

@@ -87,6 +87,7 @@ class OffloadAdmission:
         self._groups.check_free(connection)
         earlier = [group for group in self._groups.of_instance(request.instance) if _same(group.scheduler, peer)]
         spec = _space(request, share)
+        peer.grants.check_namespace(request.label, *self._known_label(spec.root))
         self._check_namespaces(peer, spec.root)
         session = self._cache.open_offload(spec, now_ms)
         self._note_shape(spec.root, Shape(request.fingerprint, request.block_bytes, request.replicated))
@@ -107,6 +108,7 @@ class OffloadAdmission:
         """
         group, session = joining(self._groups, self._cache.offload.sessions, session_id, token)
         share, hello = self._required_share(), self._hellos[session.id]
+        peer.grants.check_namespace(hello.label, session.namespace.spec.label)
         check_shard(shard, hello.shards)
         self._groups.join(group, peer, shard)
         for old in self._groups.of_instance(group.instance):
@@ -165,22 +167,28 @@ class OffloadAdmission:
             replicated=shape.replicated,
         )
 
+    def _known_label(self, root: bytes) -> list[str]:
+        """The label that an earlier engine has given a namespace, if any: who uses its blocks needs that one, too."""
+        known = self._cache.offload.namespaces.by_root.get(root)
+        return [] if known is None else [known.spec.label]
+
     def _check_namespaces(self, peer: Peer, root: bytes) -> None:
-        """Limit the namespaces of one process, so that others find room.
+        """Limit the namespaces of one process, and of one user other than the daemon's own, so that others find room.
 
         Raises:
-            RequestError: it has sessions in as many as one process may.
+            RequestError: it has sessions in as many as it may.
         """
         roots = {
             session.namespace.spec.root
             for session in self._cache.offload.sessions.values()
-            if (group := self._groups.of_session(session.id)) is not None and _same(group.scheduler, peer)
+            if (group := self._groups.of_session(session.id)) is not None and _limited_together(group.scheduler, peer)
         }
         most = max(self._cache.offload.namespaces.most // PROCESS_NAMESPACES_DIVISOR, 1)
         if root not in roots and len(roots) >= most:
+            who, kind = ("this process", "process") if peer.grants.is_own else (peer.grants.user, "user")
             raise request_error(
                 ErrorCode.LIMIT,
-                f"this process has sessions in {len(roots)} namespaces, and one process may have no more",
+                f"{who} has sessions in {len(roots)} namespaces, and one {kind} may have no more",
                 "end some of them, use another process, or configure more namespaces",
             )
 
@@ -234,6 +242,10 @@ def _space(request: wire.HelloOffload, share: HostShare) -> NamespaceSpec:
 def _scheduler_alone(group: EngineGroup) -> list[Peer]:
     """The scheduler; empty if it has joined as a shard too, because it may then still copy."""
     return [] if group.scheduler in group.shard_of else [group.scheduler]
+
+
+def _limited_together(one: Peer, other: Peer) -> bool:
+    return _same(one, other) or (one.grants.uid == other.grants.uid and not other.grants.is_own)
 
 
 def _same(one: Peer, other: Peer) -> bool:

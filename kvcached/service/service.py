@@ -38,6 +38,7 @@ from kvcached.core.messages import (
 )
 from kvcached.core.refusals import Refusal
 from kvcached.monitoring.timing import CopyTimes, RequestTimes
+from kvcached.process.access import Grants
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.service.admin_verbs import AdminVerbs, Clears, Left
 from kvcached.service.admission import Admission, DrainState
@@ -355,13 +356,13 @@ class Service:
         self._forget(self._offload_admission.take_departed())
         return joined
 
-    def claim_pool(self, request: ClaimPool) -> tuple[ClaimedPool, tuple[int, ...]]:
+    def claim_pool(self, request: ClaimPool, grants: Grants) -> tuple[ClaimedPool, tuple[int, ...]]:
         """A process of an engine asks for device memory: the answer and the descriptors to pass on.
 
         Raises:
-            RequestError: no such memory is kept here, or there is no room for it.
+            RequestError: no such memory is kept here, no room for it, or not for this user.
         """
-        return self._engine_pools.claim(request)
+        return self._engine_pools.claim(request, grants.owner_of_pools())
 
     def take_in(self, shapes: Mapping[bytes, Shape], sessions: Iterable[FoundSession]) -> None:
         """Take in sessions from before a restart: their engines may rejoin or say hello, or die."""

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from kvcached.process.access import Grants
 from kvcached.process.identity import ProcessIdentity
 from kvcached.service.known_prompts import KnownPrompts
 from kvcached.service.pending import Answer
@@ -31,6 +32,10 @@ class Peer(Protocol):
     @property
     def identity(self) -> ProcessIdentity | None:
         """What tells it from later processes; None where that cannot be seen from here."""
+
+    @property
+    def grants(self) -> Grants:
+        """What its user may do."""
 
     def is_dead(self) -> bool:
         """Whether the process has ended, as its pidfd says."""

@@ -48,6 +48,11 @@ class Finding:
     fix: str = ""
 
 
+_NAME_THE_USER: Final = (
+    "name this user in an [[access.engine]] of the daemon's configuration, or run both as the same user"
+)
+
+
 class _Stop(Exception):
     """The remaining checks of a chain depend on a check that failed."""
 
@@ -286,6 +291,8 @@ def _memory(pool_bytes: int) -> Iterator[Finding]:
 
 
 def _sockets(run_dir: Path) -> Iterator[Finding]:
+    from kvcached_client.transport.listener import fault_of  # noqa: PLC0415 - see the module's docstring
+
     fix = "start the daemon (kvcached serve --config FILE), or name its folder: --run-dir, KVCACHED_RUN_DIR"
     own = os.geteuid()
     try:
@@ -294,10 +301,10 @@ def _sockets(run_dir: Path) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("sockets", "fail", f"{error.filename}: {error.strerror}", fix)
         raise _Stop from None
-    if folder.st_uid not in {0, own}:
-        fix_owner = "run daemon and engine as the same user, or the daemon as root"
+    if folder.st_uid not in {0, own} and (fault := fault_of(run_dir, folder.st_uid)):
+        said = f"{run_dir} belongs to user {folder.st_uid}, the engine is user {own}, and {fault}"
         yield Finding(
-            "sockets", "fail", f"{run_dir} belongs to user {folder.st_uid}, the engine is user {own}", fix_owner
+            "sockets", "fail", said, "put the run directory where only root can, or run both as the same user"
         )
         raise _Stop
     if folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -309,9 +316,7 @@ def _sockets(run_dir: Path) -> Iterator[Finding]:
             yield Finding("sockets", "fail", f"{run_dir / name} is no socket", fix)
             raise _Stop
         if not os.access(run_dir / name, os.W_OK):
-            yield Finding(
-                "sockets", "fail", f"{run_dir / name} may not be written", "run daemon and engine as the same user"
-            )
+            yield Finding("sockets", "fail", f"user {own} may not connect to {run_dir / name}", _NAME_THE_USER)
             raise _Stop
     yield Finding("sockets", "ok", f"{run_dir}, of user {folder.st_uid}")
 
@@ -319,7 +324,7 @@ def _sockets(run_dir: Path) -> Iterator[Finding]:
 def _answers(run_dir: Path) -> Generator[Finding, None, Description]:
     """The daemon's description, and whether the daemon speaks this client's protocol."""
     from kvcached_client.admin import Admin  # noqa: PLC0415 - see the module's docstring
-    from kvcached_client.errors import KvcachedError  # noqa: PLC0415
+    from kvcached_client.errors import KvcachedError, Refused  # noqa: PLC0415
     from kvcached_client.protocol.engine import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN  # noqa: PLC0415
 
     try:
@@ -335,7 +340,10 @@ def _answers(run_dir: Path) -> Generator[Finding, None, Description]:
         raise _Stop
     yield Finding("daemon", "ok", spoken)
     with Admin.connect(run_dir, deadline_ms=DEADLINE_MS) as admin:
-        troubles = [(pool.replica, pool.trouble) for pool in admin.stats().pools if pool.trouble]
+        try:
+            troubles = [(pool.replica, pool.trouble) for pool in admin.stats().pools if pool.trouble]
+        except Refused:  # an engine's user need not be one who may look
+            troubles = []
     for replica, trouble in troubles:
         fix = "mend what is named; the replica is tried again every few seconds, and needs no restart of the daemon"
         yield Finding(f"replica {replica}", "fail", trouble, fix)
@@ -354,9 +362,7 @@ def _identity(run_dir: Path) -> Iterator[Finding]:
     try:
         identify(run_dir, client="doctor", deadline_ms=DEADLINE_MS)[0].close()
     except KvcachedError as error:
-        fix = (
-            "run both as the same user and in one pid namespace; a sandbox must allow pidfd_open, or the kernel be 6.5"
-        )
+        fix = f"{_NAME_THE_USER}; share a pid namespace; a sandbox must allow pidfd_open, or the kernel be 6.5"
         yield Finding("credentials", "fail", f"{error}; {own}", fix)
         raise _Stop from None
     yield Finding("credentials", "ok", f"user {os.geteuid()} is known to the daemon; {own}")

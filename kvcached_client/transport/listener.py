@@ -1,10 +1,11 @@
-"""Who listens at a local socket: nobody, another user's daemon, or a daemon that does not reply."""
+"""Who listens at a local socket: nobody, a daemon that this process may trust, or one that does not reply."""
 
 from __future__ import annotations
 
 import os
 import pwd
 import socket
+import stat
 import struct
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -59,18 +60,18 @@ def unreachable(path: str, error: OSError) -> DaemonUnreachable:
 
 
 def connect(path: str, *, deadline_ms: int) -> socket.socket:
-    """A connection to this user's daemon, which does not block. Another user's would close it without a reply.
+    """A connection to a daemon, which does not block. Whether it serves this user is the daemon's decision.
 
     Raises:
         DaemonUnreachable: nobody listens, or nobody takes the connection in time.
-        Refused: it is another user's daemon. This holds for root, too.
+        Refused: see `check_trusted`; or this user may not reach the socket.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # With Python's own timeout, a full queue of connections would fail at once; so the kernel waits.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(deadline_ms * 1000, 10**6)))
         connection.connect(path)
-        _check_own(connection, path)
+        check_trusted(connection, path)
         connection.setblocking(False)  # noqa: FBT003
     except BaseException as error:
         connection.close()
@@ -84,10 +85,41 @@ def connect(path: str, *, deadline_ms: int) -> socket.socket:
     return connection
 
 
-def _check_own(connection: socket.socket, path: str) -> None:
-    user = listener_of(connection).user
-    if user != os.geteuid():
-        raise _others(f"the daemon at {path}", user)
+def check_trusted(connection: socket.socket, path: str) -> None:
+    """Refuse a daemon that anybody may have started: anybody may make a directory in /tmp.
+
+    Trusted are root, this user, and the owner of the run directory if no other user can have put it there: whoever
+    names the directory names its owner.
+
+    Raises:
+        Refused: it is none of them.
+    """
+    user, own = listener_of(connection).user, os.geteuid()
+    if user in {0, own}:
+        return
+    run_dir = Path(path).parent
+    fault = fault_of(run_dir, user)
+    if fault:
+        raise request_error(
+            ErrorCode.UNAUTHENTICATED,
+            f"the daemon at {path} belongs to {user_in_words(user)}, but this process runs as {user_in_words(own)}, "
+            f"and anybody may have put it there: {fault}",
+            f"put the run directory where only root can, such as in /run; or run this with sudo -u '#{user}' …",
+        )
+
+
+def fault_of(run_dir: Path, user: int) -> str:
+    """Why somebody else may have put a run directory of `user` there; empty if nobody can have."""
+    if (owner := run_dir.stat().st_uid) != user:
+        return f"{run_dir} belongs to {user_in_words(owner)}"
+    given = run_dir.absolute()
+    for place in dict.fromkeys((given, *given.parents, *given.resolve().parents)):
+        status = place.stat()
+        if status.st_uid not in {0, user, os.geteuid()}:
+            return f"{place} belongs to {user_in_words(status.st_uid)}"
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"others may write into {place}"
+    return ""
 
 
 def silent(path: str, deadline_ms: int) -> DaemonUnreachable:
@@ -119,15 +151,17 @@ def _not_allowed(path: str, error: PermissionError) -> DaemonUnreachable | Reque
 
 
 def _others(what: str, user: int) -> RequestError:
-    own = os.geteuid()
+    own = user_in_words(os.geteuid())
     return request_error(
         ErrorCode.UNAUTHENTICATED,
-        f"{what} belongs to {_user(user)}, but this process runs as {_user(own)}; a daemon serves its own user only",
-        f"run this as that user, for example with: sudo -u '#{user}' …",
+        f"{what} belongs to {user_in_words(user)}, but this process runs as {own} and may not pass",
+        f"run this as that user: sudo -u '#{user}' …; or name this user in the table [access] of the daemon's "
+        "configuration, and let it through the directories above the run directory",
     )
 
 
-def _user(number: int) -> str:
+def user_in_words(number: int) -> str:
+    """A user's name and number."""
     try:
         return f"user {pwd.getpwuid(number).pw_name} ({number})"
     except KeyError:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
+from kvcached.process.access import Access, Grants
 from kvcached.process.peer import PeerProcess
 from kvcached.server.attach import AttachServer
 from kvcached_client.errors import ErrorCode, request_error
@@ -62,7 +63,7 @@ class Handler:
         self.joined.append(peer)
         return JOINED, self.memory
 
-    def claim_pool(self, request: ClaimPool) -> tuple[ClaimedPool, tuple[int, ...]]:
+    def claim_pool(self, request: ClaimPool, _: Grants) -> tuple[ClaimedPool, tuple[int, ...]]:
         return ClaimedPool(pool=bytes(16), rank_bytes=request.rank_bytes, blocks=request.blocks), self.memory
 
     def leave(self, peer: PeerProcess) -> None:
@@ -81,9 +82,9 @@ def path_in(run_dir: str) -> str:
 
 
 @asynccontextmanager
-async def serving(run_dir: str, handler: Handler, allowed_uids: set[int] | None = None) -> AsyncIterator[AttachServer]:
+async def serving(run_dir: str, handler: Handler, access: Access | None = None) -> AsyncIterator[AttachServer]:
     """A server that listens, closed at the end."""
-    server = AttachServer(path_in(run_dir), handler, allowed_uids)
+    server = AttachServer(path_in(run_dir), handler, access or Access())
     server.start()
     try:
         yield server

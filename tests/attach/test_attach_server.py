@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcached.process.access import Access, Users
 from kvcached.server import attach as server_module
 from kvcached.server import connections
 from kvcached_client.errors import ErrorCode, Fault
@@ -16,6 +17,7 @@ from kvcached_client.protocol.attach import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
     JOINED_DESCRIPTORS,
     AttachRefused,
+    ClaimPool,
     Identified,
     Identify,
     Join,
@@ -172,15 +174,34 @@ def test_server_refuses_other_users(run: RunLoop, run_dir: str) -> None:
 
     async def main() -> None:
         handler = Handler()
-        async with serving(run_dir, handler, {os.geteuid() + 1}) as server:
+        async with serving(run_dir, handler, Access(os.geteuid() + 1)) as server:
             with client_in(run_dir) as client:
                 refusal = await client.ask(Identify())
                 assert isinstance(refusal, AttachRefused)
-                assert f"user {os.geteuid()} may not connect" in refusal.message
+                assert f"user {os.geteuid()} has no role here" in refusal.message
                 assert await client.receive() is None
 
             assert server.refusals == {ErrorCode.UNAUTHENTICATED: 1}
             assert not handler.identified
+
+    run(main())
+
+
+def test_server_gives_nothing_to_who_is_no_engine(run: RunLoop, run_dir: str) -> None:
+    """Who may look and operate gets neither a member token nor memory: the handler is not asked."""
+
+    async def main() -> None:
+        handler = Handler()
+        user = Users(frozenset({os.geteuid()}))
+        async with serving(run_dir, handler, Access(os.geteuid() + 1, operate=user, look=user)) as server:
+            for request in (Identify(), JOIN, ClaimPool(name="n", claim="c", ranks=1, rank_bytes=1, blocks=1)):
+                with client_in(run_dir) as client:
+                    refusal = await client.ask(request)
+                    assert isinstance(refusal, AttachRefused)
+                    assert "needs the role engine" in refusal.message
+            assert server.refusals == {ErrorCode.FORBIDDEN: 3}
+            assert not handler.identified
+            assert not handler.joined
 
     run(main())
 
@@ -194,7 +215,7 @@ def test_silent_connections_lose_their_places(
 
     async def main() -> None:
         uid = os.geteuid() + (not is_allowed)
-        async with serving(run_dir, Handler(), {uid}):
+        async with serving(run_dir, Handler(), Access(uid)):
             silent = [Client(run_dir) for _ in range(20)]
             with client_in(run_dir) as asking:
                 answer = await asking.ask(Identify())
@@ -337,7 +358,7 @@ def test_server_replaces_a_dead_socket_but_not_a_live_one(run: RunLoop, run_dir:
             dead.bind(path_in(run_dir))
         async with serving(run_dir, Handler()):
             with pytest.raises(OSError, match="another process serves"):
-                server_module.AttachServer(path_in(run_dir), Handler()).start()
+                server_module.AttachServer(path_in(run_dir), Handler(), Access()).start()
             with client_in(run_dir) as client:
                 assert await client.ask(Identify()) == IDENTIFIED
         assert names_in(run_dir) == []
@@ -366,7 +387,7 @@ def test_server_spares_a_file_that_is_no_socket(run: RunLoop, run_dir: str) -> N
 
     async def main() -> None:
         with pytest.raises(OSError, match="in use"):
-            server_module.AttachServer(path_in(run_dir), Handler()).start()
+            server_module.AttachServer(path_in(run_dir), Handler(), Access()).start()
 
     run(main())
     assert Path(path_in(run_dir)).read_text() == "precious"
@@ -378,7 +399,7 @@ def test_server_names_a_path_that_is_too_long(run: RunLoop, run_dir: str) -> Non
 
     async def main() -> None:
         with pytest.raises(OSError, match=f"path too long: {long}"):
-            server_module.AttachServer(long, Handler()).start()
+            server_module.AttachServer(long, Handler(), Access()).start()
 
     previous = os.umask(0o022)
     run(main())

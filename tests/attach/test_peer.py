@@ -12,6 +12,7 @@ import pytest
 from kvcached.process.peer import PeerProcess
 from kvcached.process.seqpacket import Credentials
 from kvcached_client.errors import ErrorCode, Refused
+from tests.access.grants import OWN
 from tests.attach.peers import own_pidfd
 from tests.worker.groups import open_descriptors
 
@@ -45,7 +46,7 @@ def descriptors(*opened: int) -> Iterator[tuple[int, ...]]:
 def test_peer_is_who_the_kernel_says(connection: socket.socket, way: str) -> None:
     """Ids come from the peer's credentials, and a live process is not dead, by the kernel's pidfd and by a sent one."""
     with descriptors(own_pidfd()) as sent:
-        peer = PeerProcess.of(connection, sent)
+        peer = PeerProcess.of(connection, sent, OWN)
 
         assert (peer.pid, peer.uid, peer.gid) == (os.getpid(), os.geteuid(), os.getegid())
         assert not peer.is_dead()
@@ -57,7 +58,7 @@ def test_peer_closes_its_descriptor_once(connection: socket.socket, way: str) ->
     """A peer closes its own pidfd on the first close, never a descriptor that got its number later."""
     with descriptors(own_pidfd()) as sent:
         before = open_descriptors()
-        peer = PeerProcess.of(connection, sent)
+        peer = PeerProcess.of(connection, sent, OWN)
         peer.close()
         assert open_descriptors() == before
 
@@ -83,7 +84,7 @@ def test_peer_that_died_stays_dead(way: str, run_dir: str) -> None:
             accepted, _ = listener.accept()
             with accepted:
                 _, sent, _, _ = socket.recv_fds(accepted, 10, 2)
-                peer = PeerProcess.of(accepted, sent)
+                peer = PeerProcess.of(accepted, sent, OWN)
                 alive = not peer.is_dead()
                 process.kill()
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -93,7 +94,7 @@ def test_peer_that_died_stays_dead(way: str, run_dir: str) -> None:
                 peer.close()
                 assert peer.is_dead()
                 with pytest.raises(Refused):
-                    PeerProcess.of(accepted, sent)
+                    PeerProcess.of(accepted, sent, OWN)
                 for descriptor in sent:
                     os.close(descriptor)
 
@@ -105,7 +106,7 @@ def test_peer_of_an_old_kernel_needs_a_pidfd(connection: socket.socket, monkeypa
         before = open_descriptors()
         for sent in ((), wrong):
             with pytest.raises(Refused, match=f"process {os.getpid()} sent no pidfd of its own") as caught:
-                PeerProcess.of(connection, sent)
+                PeerProcess.of(connection, sent, OWN)
             assert caught.value.code is ErrorCode.UNAUTHENTICATED
 
         assert open_descriptors() == before
@@ -115,7 +116,7 @@ def test_peer_finds_its_pidfd_among_others(connection: socket.socket, monkeypatc
     """Without SO_PEERPIDFD the right descriptor is used, whatever else came along."""
     monkeypatch.setattr("kvcached.process.peer._SO_PEERPIDFD", NO_OPTION)
     with descriptors(os.pidfd_open(os.getppid()), own_pidfd()) as sent:
-        peer = PeerProcess.of(connection, sent)
+        peer = PeerProcess.of(connection, sent, OWN)
 
         assert peer.pid == os.getpid()
         assert not peer.is_dead()
@@ -125,8 +126,8 @@ def test_peer_finds_its_pidfd_among_others(connection: socket.socket, monkeypatc
 def test_two_connections_of_a_process_are_one_process_and_others_are_not(connection: socket.socket) -> None:
     """Peers are compared by what the kernel says of the process, not by the connection that they came by."""
     with descriptors(own_pidfd()) as sent:
-        mine, again = PeerProcess.of(connection, sent), PeerProcess.of(connection, sent)
-    other = PeerProcess(Credentials(mine.pid + 1, 0, 0), os.pidfd_open(os.getppid()))
+        mine, again = PeerProcess.of(connection, sent, OWN), PeerProcess.of(connection, sent, OWN)
+    other = PeerProcess(Credentials(mine.pid + 1, 0, 0), os.pidfd_open(os.getppid()), OWN)
     try:
         assert mine.is_same_process(again)
         assert not mine.is_same_process(other)

@@ -31,7 +31,7 @@ from kvcached_client.protocol.attach import (
     decode_attach_request,
     encode_attach,
 )
-from kvcached_client.transport import attach
+from kvcached_client.transport import listener
 from kvcached_client.transport.attach import identify
 from kvcached_client.transport.listener import Listener
 
@@ -90,7 +90,7 @@ def test_identify_sends_its_own_pidfd(listen: Callable[[Behaviour], Path]) -> No
 def test_nothing_is_said_to_another_users_socket(
     listen: Callable[[Behaviour], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever made the run directory first gets no message and no descriptor, unless it is root or the same user."""
+    """Whoever made a run directory in /tmp first gets no message and no descriptor."""
     said: list[object] = []
     hung_up = threading.Event()
 
@@ -98,9 +98,9 @@ def test_nothing_is_said_to_another_users_socket(
         said.extend([data, descriptors])
         hung_up.set()
 
-    monkeypatch.setattr(attach, "listener_of", lambda _: Listener(1, os.geteuid() + 1))
+    monkeypatch.setattr(listener, "listener_of", lambda _: Listener(1, os.geteuid() + 1))
     directory = listen(behave)
-    with pytest.raises(Refused, match=rf"belongs to user {os.geteuid() + 1}, not to root or user {os.geteuid()}"):
+    with pytest.raises(Refused, match=rf"belongs to user .*{os.geteuid() + 1}.*anybody may have put it there"):
         identify(directory, deadline_ms=5000)
     with pytest.raises(Refused) as caught:
         map_pool(SessionGrant(id=1, token=b"t" * 32, run_dir=str(directory)), deadline_ms=5000)
@@ -120,7 +120,7 @@ def test_another_users_socket_is_told_by_the_kernel(run_dir: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(Refused, match="belongs to user 65534"):
+        with pytest.raises(Refused, match=r"belongs to user .*65534"):
             identify(run_dir, deadline_ms=5000)
 
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from click.testing import CliRunner
 from kvcached.cli.main import main
 from kvcached_client import Admin, DaemonUnreachable, Refused
 from kvcached_client.errors import DaemonSilent
-from kvcached_client.transport.listener import connect
+from kvcached_client.transport import listener as listener_module
+from kvcached_client.transport.listener import Listener, connect
 
+#: A user who is neither root nor the one that runs this.
+OTHER = 54_321
 _LISTEN_AND_STOP = """
 import os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as own:
@@ -34,26 +38,62 @@ def listening(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def test_another_users_daemon_is_told_at_once(listening: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks another user's daemon is told whose it is and how to ask, and does not wait for a deadline."""
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+def is_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever listens is another user by the kernel's word, as if it had made a directory in /tmp first."""
+    monkeypatch.setattr(listener_module, "listener_of", lambda _: Listener(1, OTHER))
+
+
+def test_daemon_that_anybody_may_have_started_is_told_at_once(listening: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon of another user in a directory of anybody's is not asked; whose it is, is said at once."""
+    is_anothers(monkeypatch)
 
     with pytest.raises(
-        Refused, match=rf"belongs to user \S+ \({user}\), but this process runs as user 12345"
+        Refused, match=rf"belongs to user {OTHER}, but this process runs as .*anybody may have put it there"
     ) as caught:
         Admin.connect(listening, deadline_ms=3_600_000)
 
-    assert f"sudo -u '#{user}'" in str(caught.value)
+    assert f"sudo -u '#{OTHER}'" in str(caught.value)
 
 
-def test_command_on_another_users_daemon_is_wrong_usage(listening: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sudo kvcached health` ends with exit code 2 and says whose daemon it is."""
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+def test_command_on_a_strangers_daemon_is_wrong_usage(listening: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sudo kvcached health` in a directory of anybody's ends with exit code 2 and says whose daemon it is."""
+    is_anothers(monkeypatch)
 
     result = CliRunner().invoke(main, ["health", "--run-dir", str(listening)])
 
-    assert (result.exit_code, "but this process runs as user 12345" in result.stderr) == (2, True)
+    assert (result.exit_code, f"belongs to user {OTHER}" in result.stderr) == (2, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+@pytest.mark.parametrize(
+    ("owner", "mode", "parent_mode", "is_trusted"),
+    [
+        (OTHER, 0o750, 0o755, True),
+        (OTHER + 1, 0o750, 0o755, False),
+        (OTHER, 0o770, 0o755, False),
+        (OTHER, 0o750, 0o1777, False),
+    ],
+    ids=["given by root", "not the listener's", "writable by a group", "where anybody makes directories"],
+)
+def test_owner_of_a_directory_that_root_has_given_is_trusted(
+    monkeypatch: pytest.MonkeyPatch, owner: int, mode: int, parent_mode: int, *, is_trusted: bool
+) -> None:
+    """The owner of a run directory that no other user can have put in its place is trusted; root need not own it."""
+    with tempfile.TemporaryDirectory(dir="/run") as parent, socket.socket(socket.AF_UNIX) as own:
+        run_dir = Path(parent) / "kvcached"
+        run_dir.mkdir()
+        own.bind(str(run_dir / "rpc.sock"))
+        own.listen()
+        os.chown(run_dir, owner, -1)
+        run_dir.chmod(mode)
+        Path(parent).chmod(parent_mode)
+        is_anothers(monkeypatch)
+
+        if is_trusted:
+            connect(str(run_dir / "rpc.sock"), deadline_ms=1000).close()
+        else:
+            with pytest.raises(Refused, match="anybody may have put it there"):
+                connect(str(run_dir / "rpc.sock"), deadline_ms=1000)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")

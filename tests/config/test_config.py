@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from kvcached.build import host_quota as daemon_quota
+from kvcached.config.access import AccessConfig, EngineAccess
 from kvcached.config.problems import ConfigError, Problem, key_lines
 from kvcached.config.replica import GroupConfig, ReplicaConfig
 from kvcached.config.report import as_toml, figures_of
@@ -470,6 +471,8 @@ def test_config_documentation_has_every_key() -> None:
         NamespaceQuota,
         OffloadConfig,
         StorageConfig,
+        AccessConfig,
+        EngineAccess,
         HttpConfig,
         ReplicaConfig,
         GroupConfig,

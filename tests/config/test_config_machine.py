@@ -178,3 +178,44 @@ def test_check_config_of_a_good_configuration_prints_it(tmp_path: Path) -> None:
 
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["config"]["host"]["size_bytes"] == 8 << 20
+
+
+ACCESS = HOST + '\n[access]\noperate = ["root", "{user}"]\n\n[[access.engine]]\nusers = ["{group}"]\n'
+
+
+@pytest.mark.parametrize(
+    ("user", "group", "expected"),
+    [
+        (
+            "nobody-of-this-name",
+            "@0",
+            ':8: access.operate = ["root", "nobody-of-this-name"]: \'nobody-of-this-name\' is no user',
+        ),
+        (
+            "0",
+            "@no-such-group",
+            ":11: access.engine[0].users = [\"@no-such-group\"]: '@no-such-group' is no group of this",
+        ),
+        ("4294967295", "@0", ':8: access.operate = ["root", "4294967295"]: \'4294967295\' is no number of a user'),
+    ],
+)
+def test_user_that_this_machine_does_not_know_is_told_with_its_line(
+    tmp_path: Path, user: str, group: str, expected: str
+) -> None:
+    """A user or group that does not exist is told with line and fix; after a crash it is no reason to stay away."""
+    text = ACCESS.replace("{user}", user).replace("{group}", group)
+
+    (found,) = problems(tmp_path, text)
+    assert expected in found
+    assert "write its number" in found
+    assert problems(tmp_path, text, is_restart=True) == []
+
+
+def test_user_who_stands_for_all_unknown_ones_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a user namespace, the number as which the kernel shows all users without one cannot get a role."""
+    text = ACCESS.replace("{user}", "65534").replace("{group}", "@65534")
+    assert problems(tmp_path, text) == []
+
+    monkeypatch.setattr(config_machine, "_overflow_uid", lambda: 65534)
+    (found,) = problems(tmp_path, text)
+    assert "'65534' stands for every user whom this user namespace does not know" in found

@@ -7,6 +7,7 @@ import pytest
 from kvcached import daemon
 from kvcached.server.attach import AttachServer
 from kvcached.server.connections import Connections
+from kvcached.server.held import HeldBytes
 from kvcached.server.rpc import RpcServer
 from tests.mutants.mutant import caught_by, rewrite
 
@@ -42,3 +43,41 @@ def flood_of_connections_taken_as_it_comes(patch: pytest.MonkeyPatch) -> None:
 def first_connection_of_a_process_always_first(patch: pytest.MonkeyPatch) -> None:
     """A connection that always has something to be read keeps out the others of its process."""
     rewrite(patch, RpcServer._on_ready, "ready = ready[start:] + ready[:start]", "ready.sort()")
+
+
+@caught_by("tests/access/test_shares.py::test_request_without_its_role_is_refused_and_the_next_one_served")
+def role_of_a_request_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """Whoever may connect may send every request."""
+    rewrite(patch, RpcServer._serve, "connection.grants.check(request)", "pass")
+
+
+@caught_by("tests/attach/test_attach_server.py::test_server_gives_nothing_to_who_is_no_engine")
+def role_of_a_process_that_attaches_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """Whoever may look may attach as an engine."""
+    rewrite(
+        patch, AttachServer._serve, "connection.grants.check_engine(str(type(request).__struct_config__.tag))", "pass"
+    )
+
+
+@caught_by("tests/access/test_shares.py::test_other_users_leave_places_to_operators")
+def no_places_for_operators(patch: pytest.MonkeyPatch) -> None:
+    """Other users' connections fill a socket, and no operator gets in."""
+    rewrite(patch, Connections._check, "0 if Role.OPERATE in grants.roles else limits.reserved", "0")
+
+
+@caught_by("tests/access/test_shares.py::test_user_with_many_processes_fills_its_own_share")
+def share_of_a_user_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """A user gets further places by further processes."""
+    rewrite(patch, Connections._check, "not grants.is_own and self._of_user[uid] >= limits.per_user", "False")
+
+
+@caught_by("tests/access/test_shares.py::test_turns_of_another_user_are_few_at_a_time")
+def turns_of_another_user_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """A user with many connections keeps the daemon busy before others get their turn."""
+    rewrite(patch, RpcServer._on_ready, "turns[connection.owner] += 1", "pass")
+
+
+@caught_by("tests/access/test_shares.py::test_unfinished_messages_of_another_user_are_its_own_loss")
+def memory_of_another_user_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """A user's unfinished messages take the memory that all share."""
+    rewrite(patch, HeldBytes.is_beyond, " or self._of_user[connection.credentials.uid] > USER_HELD_BYTES_MAX", "")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvcached.service.admin_verbs import Clears
+from kvcached.service.admission import Admission
 from kvcached.service.engine_verbs import EngineVerbs
 from kvcached.service.known_prompts import KnownPrompts
+from kvcached.service.offload_admission import OffloadAdmission
 from kvcached.service.pending import PendingReplies
 from kvcached.service.service import Service
 from kvcached.service.sleep_verbs import SleepVerbs
@@ -82,3 +84,32 @@ def memory_given_back_before_the_record(patch: pytest.MonkeyPatch) -> None:
 def sleep_answered_too_early(patch: pytest.MonkeyPatch) -> None:
     """A sleep is answered while the memory is being given back."""
     rewrite(patch, SleepVerbs._slept, " or name in self._giving_back", "")
+
+
+@caught_by("tests/access/test_admission.py::test_session_is_opened_on_an_allowed_replica_only")
+def replica_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """An engine opens a session on a replica that its user may not use."""
+    rewrite(patch, Admission.hello, "peer.grants.check_replica(replica.name)", "pass")
+
+
+@caught_by("tests/access/test_admission.py::test_memory_of_another_replicas_session_is_not_handed_out")
+def replica_of_a_joining_process_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """Whoever has a session's token gets its memory."""
+    rewrite(patch, Admission.join, "peer.grants.check_replica(replica.name)", "pass")
+
+
+@caught_by("tests/access/test_admission.py::test_namespace_is_used_under_an_allowed_label_only")
+def namespace_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """An engine in offload mode uses a namespace that its user may not use."""
+    rewrite(
+        patch,
+        OffloadAdmission.hello,
+        "peer.grants.check_namespace(request.label, *self._known_label(spec.root))",
+        "pass",
+    )
+
+
+@caught_by("tests/access/test_admission.py::test_namespace_of_others_is_not_used_under_an_own_label")
+def label_of_a_known_namespace_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """An engine uses the namespace of others by declaring it under a label of its own."""
+    patch.setattr(OffloadAdmission, "_known_label", lambda *_: [])

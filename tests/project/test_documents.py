@@ -10,6 +10,7 @@ from kvcached.cli.main import ExitCode, main
 from kvcached.core.messages import TransferKind
 from kvcached.core.slots.states import SlotState
 from kvcached_client.protocol.engine import HostStats, PoolStats
+from tests.project.named_tests import is_test, named
 from tests.project.source_tree import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -97,3 +98,14 @@ def test_cli_document_explains_everything_that_stats_print() -> None:
 def test_changelog_has_a_section_for_what_comes() -> None:
     """CHANGELOG.md has the section that changes go to."""
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_threats_name_tests_that_exist() -> None:
+    """SECURITY.md names for each threat a test that exists, or says what is not covered."""
+    text = (ROOT / "SECURITY.md").read_text()
+    threats = [row for row in tables(ROOT / "SECURITY.md") if re.match(r"A\d+ ", row[0])]
+
+    assert [row[0].split()[0] for row in threats] == [f"A{number}" for number in range(1, 19)]
+    assert [row[0] for row in threats if "tests/" not in row[2]] == []
+    assert [node for node in named(text) if not is_test(*node)] == []
+    assert len(re.findall(r"\btests/", text)) == len(re.findall(r"`tests/[\w/]+\.py::\w+`", text))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 
 import pytest
 import uvloop
 
+from kvcached.process.access import Access, Role
 from kvcached.server import connections, http
 from kvcached.server.http import CONNECTIONS_MAX, REQUEST_BYTES_MAX, HttpServer, Page
+from tests.access.grants import access_of
 
 GET = b"GET /page HTTP/1.1\r\nHost: here\r\n\r\n"
 PATIENCE_S = 20
@@ -43,9 +47,9 @@ class FakePages:
 
 
 @asynccontextmanager
-async def serving(place: str | tuple[str, int]) -> AsyncIterator[FakePages]:
+async def serving(place: str | tuple[str, int], access: Access | None = None) -> AsyncIterator[FakePages]:
     pages = FakePages()
-    server = HttpServer(place, pages)
+    server = HttpServer(place, pages, access or Access())
     server.start()
     try:
         yield pages
@@ -284,7 +288,7 @@ def test_living_process_keeps_its_socket(path: str) -> None:
     async def main() -> None:
         async with serving(path):
             with pytest.raises(OSError, match="another process serves"):
-                HttpServer(path, FakePages()).start()
+                HttpServer(path, FakePages(), Access()).start()
         left = socket.socket(socket.AF_UNIX)
         left.bind(path)
         left.close()
@@ -296,3 +300,17 @@ def test_living_process_keeps_its_socket(path: str) -> None:
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize(("role", "status"), [(Role.LOOK, b"200"), (Role.OPERATE, b"200"), (Role.ENGINE, b"403")])
+def test_unix_socket_serves_whoever_may_look(tmp_path: Path, role: Role, status: bytes) -> None:
+    """At a unix socket the kernel says who asks: other users need a role that lets them look."""
+    access = replace(access_of(role, user=str(os.geteuid())), own_uid=os.geteuid() + 1)
+
+    async def main() -> None:
+        path = str(tmp_path / "http.sock")
+        async with serving(path, access) as pages:
+            assert (await ask(path, GET)).split()[1] == status
+            assert bool(pages.asked) == (status == b"200")
+
+    run(main())

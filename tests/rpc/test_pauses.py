@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcached.server import held as held_module
 from kvcached.server import pauses
-from kvcached.server import rpc as server_module
 from kvcached.server.pauses import REFUSED_BYTES_MIN
 from kvcached.server.rpc import RpcServer
 from kvcached_client.errors import ErrorCode
@@ -73,7 +73,7 @@ def test_process_that_loses_its_largest_message_is_paused(
     serve: Callable[[], Serving], paused: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages that are dropped for their size together count as refused."""
-    monkeypatch.setattr(server_module, "HELD_BYTES_MAX", 2 * REFUSED_BYTES_MIN)
+    monkeypatch.setattr(held_module, "HELD_BYTES_MAX", 2 * REFUSED_BYTES_MIN)
     serving = serve()
     with RawPeer(serving.path) as large, RawPeer(serving.path) as other:
         large.socket.sendall(b"\x03" + (3 * REFUSED_BYTES_MIN).to_bytes(8, "big") + bytes(2 * REFUSED_BYTES_MIN + 1))

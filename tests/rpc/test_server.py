@@ -14,7 +14,9 @@ import pytest
 import uvloop
 import zmq
 
+from kvcached.process.access import Access
 from kvcached.server import connections
+from kvcached.server import held as held_module
 from kvcached.server import listener as listener_module
 from kvcached.server import rpc as server_module
 from kvcached.server.rpc import RpcServer
@@ -57,8 +59,9 @@ class Handler:
 class Serving:
     """A server in a loop of its own thread."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, access: Access | None = None) -> None:
         self.path = path
+        self.access = access or Access()
         self.handler = Handler()
         self.server: RpcServer | None = None
         self._started = threading.Event()
@@ -69,7 +72,7 @@ class Serving:
 
     async def _serve(self) -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        self.server = RpcServer(self.path, self.handler)
+        self.server = RpcServer(self.path, self.handler, self.access)
         self.server.start(self._loop)
         self._started.set()
         await self._ended.wait()
@@ -85,7 +88,7 @@ class Serving:
 
         async def ask() -> int:
             assert self.server is not None
-            return self.server._held_bytes
+            return self.server._held.total
 
         return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(PATIENCE_S)
 
@@ -289,7 +292,7 @@ def test_peer_that_does_not_read_is_not_read_from(serve: Callable[[], Serving]) 
 
 def test_unfinished_messages_share_a_bound(serve: Callable[[], Serving], monkeypatch: pytest.MonkeyPatch) -> None:
     """When unfinished messages are too much together, the largest of them is cut off, and others are served."""
-    monkeypatch.setattr(server_module, "HELD_BYTES_MAX", 100_000)
+    monkeypatch.setattr(held_module, "HELD_BYTES_MAX", 100_000)
     serving = serve()
     with RawPeer(serving.path) as small, RawPeer(serving.path) as large:
         small.socket.sendall(frame(1, bye(1)))

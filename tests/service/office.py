@@ -12,6 +12,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.messages import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
 from kvcached.core.namespaces import PoolSpec
 from kvcached.core.slots.states import SlotState
+from kvcached.process.access import Grants
 from kvcached.process.identity import ProcessIdentity
 from kvcached.service.offload_admission import HostShare
 from kvcached.service.pending import Answer
@@ -22,6 +23,7 @@ from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol import engine as wire
 from kvcached_client.types import ShardIndex, TransferId, Verify
+from tests.access.grants import OWN
 
 LAYOUT = Layout(
     block_size=4, shards=2, groups=(KvGroup(layers=1, kv_heads=1, head_dim=8, v_head_dim=8, dtype="float32"),)
@@ -44,6 +46,7 @@ class FakePeer:
     pid: int
     dead: bool = False
     identity: ProcessIdentity | None = None
+    grants: Grants = OWN
 
     def is_dead(self) -> bool:
         return self.dead

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from kvcached.process.access import Grants
 from kvcached.process.identity import ProcessIdentity
 from kvcached_client.errors import DaemonUnreachable, KvcachedError, RequestError
 from kvcached_client.protocol.attach import Identified, Joined, JoinedHost
 from kvcached_client.types import SessionId, ShardIndex
+from tests.access.grants import OWN
 from tests.simulation.process import Outcome, Process
 from tests.simulation.scheduler import MS
 
@@ -48,6 +50,10 @@ class Attachment:
     @property
     def identity(self) -> ProcessIdentity:
         return self.process.identity
+
+    @property
+    def grants(self) -> Grants:
+        return OWN
 
     def is_dead(self) -> bool:
         return self.process.dead

@@ -1,0 +1,339 @@
+"""Which user may do what: the roles of whoever connects, by the kernel's word.
+
+The daemon's own user may do everything. Everybody else has the roles that the table ``[access]`` gives. Users are known
+by number: names are looked up once, at the start, because a name service may be slow, and anybody can connect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import grp
+import os
+import pwd
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from kvcached.config.access import AccessConfig
+from kvcached.process.seqpacket import Credentials
+from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.protocol import engine as wire
+
+#: Begins the name of a group.
+GROUP_SIGN: Final = "@"
+#: (uid_t) -1 and (gid_t) -1 are nobody's.
+_ID_MAX: Final = (1 << 32) - 2
+
+
+class Role(StrEnum):
+    """What somebody may do; the keys of ``[access]``."""
+
+    OPERATE = "operate"
+    LOOK = "look"
+    ENGINE = "engine"
+
+
+_OPERATORS: Final = frozenset({Role.OPERATE})
+_LOOKERS: Final = frozenset({Role.OPERATE, Role.LOOK})
+_ENGINES: Final = frozenset({Role.ENGINE})
+_ALL: Final = frozenset(Role)
+
+#: Who may send a request: any one of these roles suffices. Of `StorageControl` see `roles_for`.
+ROLES_OF_VERB: Final[Mapping[type[wire.Header], frozenset[Role]]] = {
+    # sessions
+    wire.Hello: _ENGINES,
+    wire.HelloOffload: _ENGINES,
+    wire.Rejoin: _ENGINES,
+    wire.Declare: _ENGINES,
+    wire.DeclareOver: _ENGINES,
+    wire.Heartbeat: _ENGINES,
+    wire.Bye: _ENGINES,
+    wire.Match: _ENGINES,
+    wire.Acquire: _ENGINES,
+    wire.Allocate: _ENGINES,
+    wire.Commit: _ENGINES,
+    wire.Release: _ENGINES,
+    wire.Load: _ENGINES,
+    wire.WaitForSlots: _ENGINES,
+    wire.Prefetch: _ENGINES,
+    wire.PrepareLoad: _ENGINES,
+    wire.PrepareStore: _ENGINES,
+    wire.PrepareStores: _ENGINES,
+    wire.TransferDone: _ENGINES,
+    wire.Clear: _ENGINES,  # of its own session's namespace
+    # of blocks whose keys somebody knows
+    wire.Pin: _OPERATORS | _ENGINES,
+    wire.Unpin: _OPERATORS | _ENGINES,
+    # reports
+    wire.Describe: _ALL,  # versions and limits, which every client needs
+    wire.Stats: _LOOKERS,
+    wire.Health: _LOOKERS,
+    wire.Check: _LOOKERS,
+    wire.Tree: _LOOKERS,
+    wire.Inspect: _LOOKERS,
+    wire.Explain: _LOOKERS,
+    # changes
+    wire.Pause: _OPERATORS,
+    wire.Resume: _OPERATORS,
+    wire.Drain: _OPERATORS,
+    wire.ClearNamespace: _OPERATORS,
+    wire.SetWeights: _OPERATORS,
+    wire.SetPolicy: _OPERATORS,
+    wire.Sleep: _OPERATORS,
+    wire.Wake: _OPERATORS,
+    wire.StorageControl: _OPERATORS,
+}
+
+
+def roles_for(request: wire.Header) -> frozenset[Role]:
+    """Any of these roles may send this request."""
+    if isinstance(request, wire.StorageControl) and request.action == "status":
+        return _LOOKERS
+    return ROLES_OF_VERB[type(request)]
+
+
+@dataclass(frozen=True, slots=True)
+class Grants:
+    """What the user of one process may do.
+
+    Attributes:
+        user: in words, for messages.
+        uid: of the user.
+        is_own: it is the daemon's own user, who may do everything.
+        roles: which roles it has.
+        replicas: shell patterns of those that it may use as an engine.
+        namespaces: the same of labels of namespaces in offload mode.
+        own_user: the daemon's own user in words.
+    """
+
+    user: str
+    uid: int
+    is_own: bool
+    roles: frozenset[Role]
+    replicas: tuple[str, ...] = ()
+    namespaces: tuple[str, ...] = ()
+    own_user: str = ""
+
+    def check_known(self) -> None:
+        """Refuse a user who has no role.
+
+        Raises:
+            Refused: `unauthenticated`.
+        """
+        if not self.roles:
+            raise request_error(
+                ErrorCode.UNAUTHENTICATED,
+                f"{self.user} has no role here; the daemon runs as {self.own_user}",
+                f"run this as {self.own_user}, or name the user in the table [access] of the daemon's configuration",
+            )
+
+    def check(self, request: wire.Header) -> None:
+        """Refuse a request for which the user lacks the role.
+
+        Raises:
+            Refused: `forbidden`.
+        """
+        if not self.is_own and not self.roles & roles_for(request):
+            self._refuse(roles_for(request), str(type(request).__struct_config__.tag))
+
+    def check_engine(self, what: str) -> None:
+        """Refuse a user who is no engine.
+
+        Raises:
+            Refused: `forbidden`.
+        """
+        if Role.ENGINE not in self.roles:
+            self._refuse(_ENGINES, what)
+
+    def check_replica(self, name: str) -> None:
+        """Refuse an engine that may not use a replica.
+
+        Raises:
+            Refused: `forbidden`.
+        """
+        self._check_name("replicas", self.replicas, name)
+
+    def check_namespace(self, *labels: str) -> None:
+        """Refuse an engine that may not use a namespace in offload mode; each of its labels must be allowed.
+
+        Raises:
+            Refused: `forbidden`.
+        """
+        for label in labels:
+            self._check_name("namespaces", self.namespaces, label)
+
+    def owner_of_pools(self) -> str:
+        """Whose the memory is that is kept for engines in offload mode; empty for the daemon's own user.
+
+        Raises:
+            Refused: `forbidden`: the engine may use no namespace in offload mode.
+        """
+        if not self.namespaces:
+            self._check_name("namespaces", self.namespaces, "*")
+        return "" if self.is_own else f"user {self.uid}"
+
+    def _check_name(self, key: str, patterns: tuple[str, ...], name: str) -> None:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            return
+        raise request_error(
+            ErrorCode.FORBIDDEN,
+            f"{self.user} may be an engine on {key} {', '.join(map(repr, patterns)) or 'none'}, not {name!r}",
+            f"add {name!r} to {key} of its [[access.engine]] in the daemon's configuration",
+        )
+
+    def _refuse(self, needed: frozenset[Role], what: str) -> None:
+        raise request_error(
+            ErrorCode.FORBIDDEN,
+            f"{what} needs the role {_listed(needed, 'or')}, and {self.user} has {_listed(self.roles, 'and')}",
+            f"name the user in {_keys(needed)} of the daemon's configuration, or run this as {self.own_user}",
+        )
+
+
+def _listed(roles: Iterable[Role], last: str) -> str:
+    return f" {last} ".join(role for role in Role if role in set(roles)) or "none"
+
+
+def _keys(needed: frozenset[Role]) -> str:
+    names = {Role.OPERATE: "access.operate", Role.LOOK: "access.look", Role.ENGINE: "[[access.engine]]"}
+    return names[Role.LOOK if Role.LOOK in needed else next(role for role in Role if role in needed)]
+
+
+#: Of somebody whose user is not known.
+NO_GRANTS: Final = Grants("a user that is not known", -1, is_own=False, roles=frozenset())
+
+
+class UnknownUser(Exception):
+    """A name in the configuration that this machine does not know. The message says what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """Users and groups by their numbers."""
+
+    uids: frozenset[int] = frozenset()
+    gids: frozenset[int] = frozenset()
+
+    def __contains__(self, who: User) -> bool:
+        return who.uid in self.uids or not self.gids.isdisjoint(who.gids)
+
+
+class EngineUsers(NamedTuple):
+    """One ``[[access.engine]]``."""
+
+    users: Users
+    replicas: tuple[str, ...]
+    namespaces: tuple[str, ...]
+
+
+class User(NamedTuple):
+    """Who connected: the user, and all groups of the process."""
+
+    uid: int
+    gids: frozenset[int]
+
+
+def resolve(name: str) -> tuple[int, bool]:
+    """The number behind a user's name or number, or that of a group behind ``@``; and whether it is a group.
+
+    Raises:
+        UnknownUser: there is no such user or group.
+    """
+    is_group = name.startswith(GROUP_SIGN)
+    kind, plain = ("group", name[1:]) if is_group else ("user", name)
+    if plain.isascii() and plain.isdecimal():
+        number = int(plain)
+        if number > _ID_MAX:
+            raise UnknownUser(f"is no number of a {kind}")
+        return number, is_group
+    try:
+        return (grp.getgrnam(plain).gr_gid if is_group else pwd.getpwnam(plain).pw_uid), is_group
+    except KeyError:
+        raise UnknownUser(f"is no {kind} of this machine") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may do what at one daemon.
+
+    Attributes:
+        own_uid: the daemon's own user.
+        operate: who may change what the daemon does.
+        look: who may read its reports.
+        engines: who may be an engine, on which replicas and namespaces.
+        names: of users by number, for messages.
+        unknown: names that were left out, because this machine does not know them.
+    """
+
+    own_uid: int = field(default_factory=os.geteuid)
+    operate: Users = Users()
+    look: Users = Users()
+    engines: tuple[EngineUsers, ...] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: AccessConfig) -> Access:
+        """What a configuration says. A name that this machine does not know gives nobody a role."""
+        names: dict[int, str] = {}
+        unknown: list[str] = []
+
+        def users(written: Iterable[str]) -> Users:
+            uids: set[int] = set()
+            gids: set[int] = set()
+            for name in written:
+                try:
+                    number, is_group = resolve(name)
+                except UnknownUser:
+                    unknown.append(name)
+                    continue
+                (gids if is_group else uids).add(number)
+                if not is_group and not name.isdecimal():
+                    names[number] = name
+            return Users(frozenset(uids), frozenset(gids))
+
+        own_uid = os.geteuid()
+        with contextlib.suppress(KeyError):  # in a container a user need not have a name
+            names[own_uid] = pwd.getpwuid(own_uid).pw_name
+        return cls(
+            own_uid,
+            users(config.operate),
+            users(config.look),
+            tuple(EngineUsers(users(each.users), each.replicas, each.namespaces) for each in config.engine),
+            names,
+            tuple(unknown),
+        )
+
+    def grants(self, credentials: Credentials, groups: Iterable[int] = ()) -> Grants:
+        """What the peer of a connection may do, whose supplementary groups are `groups`."""
+        uid = credentials.uid
+        own_user = self._in_words(self.own_uid)
+        if uid == self.own_uid:
+            return Grants(own_user, uid, True, _ALL, ("*",), ("*",), own_user)  # noqa: FBT003
+        who = User(uid, frozenset((credentials.gid, *groups)))
+        tables = [each for each in self.engines if who in each.users]
+        has = {Role.OPERATE: who in self.operate, Role.LOOK: who in self.look, Role.ENGINE: bool(tables)}
+        return Grants(
+            self._in_words(uid),
+            uid,
+            is_own=False,
+            roles=frozenset(role for role in Role if has[role]),
+            replicas=tuple(pattern for each in tables for pattern in each.replicas),
+            namespaces=tuple(pattern for each in tables for pattern in each.namespaces),
+            own_user=own_user,
+        )
+
+    def of_reports(self) -> Access:
+        """The same where there is nothing but reports: engines have no business there."""
+        return replace(self, engines=())
+
+    def others(self) -> Users:
+        """Everybody beside the daemon's own user who has any role."""
+        every = [self.operate, self.look, *(each.users for each in self.engines)]
+        uids = frozenset(uid for users in every for uid in users.uids) - {self.own_uid}
+        return Users(uids, frozenset(gid for users in every for gid in users.gids))
+
+    def _in_words(self, uid: int) -> str:
+        name = self.names.get(uid)
+        return f"user {uid}" if name is None else f"user {name} ({uid})"
