@@ -14,7 +14,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
@@ -90,7 +90,15 @@ class OffloadShard:
         self._copying = threading.RLock()  #: held from the begin of a copy until it is reported
 
     @classmethod
-    def join(cls, grant: SessionGrant, shard: int, pages: EnginePages, *, deadline_ms: int = 1000) -> Self:
+    def join(
+        cls,
+        grant: SessionGrant,
+        shard: int,
+        pages: EnginePages,
+        *,
+        deadline_ms: int = 1000,
+        confirm: Callable[[], None] | None = None,
+    ) -> Self:
         """Join a session as one of its shards, and map the host pool.
 
         Args:
@@ -98,6 +106,7 @@ class OffloadShard:
             shard: index of this shard.
             pages: the shard's tensors, with the layout that the scheduler declared.
             deadline_ms: limit for joining, and later for each report to the daemon.
+            confirm: see `BlockTransfers`.
 
         Raises:
             DaemonUnreachable: nothing listens in the session's run directory.
@@ -111,7 +120,7 @@ class OffloadShard:
         joined = join_host(grant, shard, deadline_ms=deadline_ms)
         memory: _Memory | None = None
         try:
-            memory = _map(joined.joined, joined.memory, pages)
+            memory = _map(joined.joined, joined.memory, pages, confirm)
             # Takes the connection over.
             channel = Channel(rpc_endpoint(grant.run_dir), deadline_ms=deadline_ms, attached=joined.connection)
         except BaseException:
@@ -270,7 +279,7 @@ class OffloadShard:
             error.add_note(f"the failure could not be reported to the daemon: {untold}")
 
 
-def _map(joined: JoinedHost, descriptor: int, pages: EnginePages) -> _Memory:
+def _map(joined: JoinedHost, descriptor: int, pages: EnginePages, confirm: Callable[[], None] | None) -> _Memory:
     if (pages.block_bytes, pages.fingerprint) != (joined.block_bytes, joined.fingerprint):
         raise request_error(
             ErrorCode.WRONG_LAYOUT,
@@ -293,6 +302,7 @@ def _map(joined: JoinedHost, descriptor: int, pages: EnginePages) -> _Memory:
         namespace=joined.namespace[:NAMESPACE_BYTES],
         fingerprint=joined.fingerprint,
         copier=None if device is None else device.copier,
+        confirm=confirm,
     )
     return _Memory(pages, transfers, device)
 

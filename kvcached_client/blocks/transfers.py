@@ -94,6 +94,7 @@ class BlockTransfers:
         memory: the bytes of the host pool, writable. They must stay mapped while this object is used.
         namespace, fingerprint: those in the blocks' headers; 16 bytes each.
         copier: copies the bytes.
+        confirm: called when the bytes of a store are copied, and no header is written; raises where they may be wrong.
 
     Raises:
         ValueError: the shard's blocks have another size than the host pool's, or the shard has no part of the pool.
@@ -109,6 +110,7 @@ class BlockTransfers:
         namespace: bytes,
         fingerprint: bytes,
         copier: Copier | None = None,
+        confirm: Callable[[], None] | None = None,
     ) -> None:
         if (found := sum(layer.page_bytes for layer in pages.layers)) != host.block_bytes:
             raise ValueError(f"the shard's blocks have {found} bytes, those of the host pool {host.block_bytes}")
@@ -120,6 +122,7 @@ class BlockTransfers:
         self._memory = memoryview(memory).cast("B")
         self._plan = CopyPlan(pages.layers, ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory)))
         self._copier: Copier = copier or MemoryCopier()
+        self._confirm = confirm
         self._namespace = namespace
         self._fingerprint = fingerprint
 
@@ -157,6 +160,8 @@ class BlockTransfers:
         batches = self._plan.by_block(blocks, places, to_host=True)
         sums = b"".join(self._copier.copy_summed(batches, self._plan.pieces_per_block))
         failpoint("blocks.store.copied")
+        if self._confirm is not None:
+            self._confirm()
         packed = b"".join(self._packed(jobs, works, sums, epoch))
         for place, header in zip(headers, _split(packed, HEADER_BYTES), strict=True):
             failpoint("blocks.store.header")

@@ -1,7 +1,8 @@
 """The engine's side of a copy process: it starts the process, orders copies, and hears of their ends. Nothing waits.
 
 The process maps the host pool and the engine's device memory, joins the session as the shard, copies and reports to the
-daemon. The engine's own process maps no host memory, and has no thread for copies.
+daemon. The engine's own process maps no host memory, and has no thread for copies. On a CUDA device it has one page
+registered, into which its streams write marks.
 
 The process is one of the session's: when it is dead, the session is over, and the engine connects again. It ends as
 soon as the engine's process is dead, the session is over, or the daemon is gone. A copy is cut short then.
@@ -15,11 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.blocks.transfers import BlockJob
+from kvcached_client.copy_process.engine_memory import EngineMemory, shared
 from kvcached_client.copy_process.messages import (
+    DEVICE_FAILED,
     Begin,
     Load,
     MessageStream,
@@ -31,8 +34,11 @@ from kvcached_client.copy_process.messages import (
     Store,
     decode_answer,
 )
-from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, bad_value, request_error
+from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, DeviceError, bad_value, request_error
 from kvcached_client.transport.attach import SessionGrant
+
+if TYPE_CHECKING:
+    from kvcached_client.cuda.marks import MarkWriter
 
 __all__ = ["CopyProcess", "EngineMemory", "Outcome"]
 
@@ -44,21 +50,6 @@ _SEND_S_MAX: Final = 5.0
 _END_S_MAX: Final = 5.0
 
 
-class EngineMemory(NamedTuple):
-    """Sealed memory of which all of an engine's tensors are a part, as memory that the daemon keeps for the engine.
-
-    Attributes:
-        descriptor: of the memory; the caller's. If it is the one that `lock_memory` has returned, the lock holds until
-            the copy process is dead, too: nobody else gets the memory while that may write it.
-        address: where it is mapped in this process.
-        size_bytes: how much of it is mapped.
-    """
-
-    descriptor: int
-    address: int
-    size_bytes: int
-
-
 class CopyProcess:
     """One shard of a session, whose copies a process of its own makes. Made by `start`; used by one thread.
 
@@ -67,12 +58,15 @@ class CopyProcess:
         epoch: epoch of the host pool.
     """
 
-    def __init__(self, shard: int, process: subprocess.Popen[bytes], stream: MessageStream) -> None:
+    def __init__(
+        self, shard: int, process: subprocess.Popen[bytes], stream: MessageStream, marks: MarkWriter | None
+    ) -> None:
         """Use `start`."""
         self.shard = shard
         self.epoch = 0
         self._process = process
         self._stream = stream
+        self._marks = marks  #: of tensors on a CUDA device
         self._numbers = 0
         self._open: set[int] = set()
         self._is_over = False
@@ -83,7 +77,7 @@ class CopyProcess:
         grant: SessionGrant,
         shard: int,
         pages: EnginePages,
-        memory: EngineMemory,
+        memory: EngineMemory | None = None,
         *,
         deadline_ms: int = 1000,
         start_ms: int = START_MS_MAX,
@@ -94,60 +88,81 @@ class CopyProcess:
             grant: session grant from the scheduler.
             shard: index of this shard.
             pages: the shard's tensors, with the layout that the scheduler declared.
-            memory: what the tensors of `pages` are in.
+            memory: what the tensors of `pages` are in. None: on a CUDA device, in allocations of ``cudaMalloc``, which
+                is how torch allocates; they are shared by CUDA IPC handles.
             deadline_ms: limit of the process for joining, and for each report to the daemon.
             start_ms: limit for all of it.
 
         Raises:
-            BadRequest: the tensors are not all in the memory, or are on a CUDA device.
+            BadRequest: the tensors are not all in the memory, or are on the CPU, and there is none.
             DaemonUnreachable: there is no daemon, or the process has ended.
             DeadlineExceeded: the process has not joined in time; it was killed.
             RequestError: as `OffloadShard.join`.
+            DeviceError: one of the two processes cannot use the device, its memory or the marks of the other one.
             OSError: the process cannot be started.
         """
-        begin = Begin(
-            grant.to_bytes(), shard, memory.size_bytes, _layers_in(pages, memory), pages.blocks, pages.fingerprint,
-            deadline_ms,
-        )  # fmt: skip
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            arguments = [theirs.fileno(), memory.descriptor, os.getpid()]
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", MODULE, *map(str, arguments)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), memory.descriptor),
-                    start_new_session=True,  # Ctrl-C at the terminal is for the engine
-                )
-            except BaseException:
-                ours.close()
-                raise
-        made = cls(shard, process, MessageStream(ours))
+        deadline = time.monotonic() + start_ms / 1000
+        marks = _marks_of(pages) if pages.is_on_cuda else None
         try:
-            made._begin(begin, time.monotonic() + start_ms / 1000)
+            told = shared(pages, memory, marks)
+            begin = Begin(
+                grant.to_bytes(), shard, told.descriptor, told.size_bytes, told.device, told.layers, pages.blocks,
+                pages.fingerprint, deadline_ms,
+            )  # fmt: skip
+            made = cls(shard, *_started(told.descriptors), marks)
         except BaseException:
-            process.kill()
-            made._end()
+            if marks is not None:
+                marks.close()
+            raise
+        try:
+            made._begin(begin, deadline)
+        except BaseException:
+            made._process.kill()
+            made.close()
             raise
         return made
 
-    def store(self, jobs: Sequence[BlockJob]) -> int:
+    def mark(self, stream: int) -> int:
+        """A mark behind all work that a CUDA stream has now, for `store` and `load`. Any thread may call it.
+
+        Args:
+            stream: the stream's handle, as ``torch.cuda.current_stream().cuda_stream``; 0 is the default stream. It
+                captures no graph.
+
+        Raises:
+            BadRequest: the tensors are on the CPU; or a thousand marks are ahead of the device.
+            DeviceError: the device has failed. Close the copy process then: it waits for marks that never come.
+        """
+        if self._marks is None:
+            raise bad_value("a mark for tensors on the CPU", "leave it out: they have no streams")
+        return self._marks.mark(stream)
+
+    def store(self, jobs: Sequence[BlockJob], *, after: int | None = None) -> int:
         """Order stores, as `OffloadShard.store_all`. Never waits for the copy.
 
-        Every kernel that writes the blocks must be through. An engine orders them after the forward pass.
+        Args:
+            jobs: as in `OffloadShard.store_all`.
+            after: for tensors on a CUDA device, a mark behind the kernels that write the blocks. On the CPU they are
+                written when this is called: an engine orders stores after the forward pass.
 
         Returns:
             The order's number, which comes back with its outcome.
 
         Raises:
+            BadRequest: there is no mark, and the tensors are on a CUDA device; or the other way round.
             DaemonUnreachable: the process is gone. If it ends after the call, an outcome says so.
         """
-        return self._order(Store(self._numbers + 1, tuple(map(PackedJob.of, jobs))))
+        return self._order(Store(self._numbers + 1, tuple(map(PackedJob.of, jobs)), self._checked(after)))
 
-    def load(self, job: BlockJob) -> int:
-        """Order a load, as `OffloadShard.load`; loads go before stores. Else as `store`."""
-        return self._order(Load(self._numbers + 1, PackedJob.of(job)))
+    def load(self, job: BlockJob, *, after: int | None = None) -> int:
+        """Order a load, as `OffloadShard.load`; loads go before stores. Else as `store`.
+
+        Args:
+            job: blocks to copy.
+            after: for tensors on a CUDA device, a mark behind the kernels that still read or write what the blocks held
+                before.
+        """
+        return self._order(Load(self._numbers + 1, PackedJob.of(job), self._checked(after)))
 
     def outcomes(self) -> list[Outcome]:
         """The orders that have ended since the last call. Never waits for a copy.
@@ -185,8 +200,13 @@ class CopyProcess:
         return self._process.pid
 
     def close(self) -> None:
-        """End the process, which cuts copies short, and wait for its death. May be called again."""
+        """End the process, which cuts copies short, and wait for its death. May be called again.
+
+        On a CUDA device it also waits for the work before the last mark.
+        """
         self._end()
+        if self._marks is not None:
+            self._marks.close()
 
     def __enter__(self) -> Self:
         return self
@@ -227,6 +247,14 @@ class CopyProcess:
         if self._is_over:
             raise DaemonUnreachable(self._ending())
 
+    def _checked(self, after: int | None) -> int:
+        """The mark of an order; 0 on the CPU."""
+        if (after is None) != (self._marks is None):
+            if after is None:
+                raise bad_value("no mark for tensors on a CUDA device", "give `after=copies.mark(stream)`")
+            raise bad_value("a mark for tensors on the CPU", "leave it out: they are written when this is called")
+        return after or 0
+
     def _end(self) -> None:
         """Have it dead: it ends by itself when its connection is closed; if not, it is killed."""
         if self._is_over:
@@ -240,21 +268,38 @@ class CopyProcess:
             self._process.wait()
 
     def _ending(self) -> str:
-        return f"the copy process has ended with status {self._process.returncode}"
+        status = self._process.returncode
+        reason = ", as its device has failed" if status == DEVICE_FAILED else ""
+        return f"the copy process has ended with status {status}{reason}"
 
 
-def _layers_in(pages: EnginePages, memory: EngineMemory) -> tuple[tuple[int, int, int], ...]:
-    """Each layer's place in the memory."""
-    if pages.is_on_cuda:
-        raise bad_value("the tensors are on a CUDA device", "use OffloadShard: a copy process is for the CPU so far")
-    for layer in pages.layers:
-        end = layer.address + (pages.blocks - 1) * layer.stride_bytes + layer.page_bytes
-        if not memory.address <= layer.address <= end <= memory.address + memory.size_bytes:
-            raise bad_value("some of the tensors are not in the memory", "give the memory that all of them are in")
-    return tuple((each.address - memory.address, each.page_bytes, each.stride_bytes) for each in pages.layers)
+def _started(descriptors: Sequence[int]) -> tuple[subprocess.Popen[bytes], MessageStream]:
+    """A copy process that inherits descriptors, and the connection to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *descriptors),
+                start_new_session=True,  # Ctrl-C at the terminal is for the engine
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return process, MessageStream(ours)
+
+
+def _marks_of(pages: EnginePages) -> MarkWriter:
+    from kvcached_client.cuda.marks import MarkWriter  # noqa: PLC0415 - only tensors on a device need the driver
+
+    return MarkWriter(pages.device)
 
 
 def _refusal(answer: NotReady) -> Exception:
+    if answer.is_of_device:
+        return DeviceError(answer.message)
     if answer.code is None:
         return DaemonUnreachable(answer.message)
     return request_error(answer.code, answer.message, answer.fix)

@@ -1,7 +1,8 @@
-"""The copy process: ``python -m kvcached_client.copy_process CONNECTION MEMORY PARENT``, started by an engine.
+"""The copy process: ``python -m kvcached_client.copy_process CONNECTION PARENT``, started by an engine.
 
-CONNECTION and MEMORY are inherited descriptors. The one of the memory stays open, because a lock of the engine may
-belong to it. Loads go before stores. Every end of the process is sudden: what it was copying fails with it.
+CONNECTION is an inherited descriptor, and so are those that the first message names. The one of memory of this machine
+stays open, because a lock of the engine may belong to it. Loads go before stores. Every end of the process is sudden:
+what it was copying fails with it. When its device has failed it ends, since another process may still use the device.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import select
 import socket
 import threading
 from collections import deque
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvcached_client.blocks.mapping import map_sealed
 from kvcached_client.blocks.pages import EnginePages, LayerPages
 from kvcached_client.copy_process.messages import (
+    DEVICE_FAILED,
     Begin,
     Load,
     MessageStream,
     NotReady,
+    OnDevice,
     Order,
     Outcome,
     Ready,
@@ -30,9 +33,13 @@ from kvcached_client.copy_process.messages import (
     decode_begin,
     decode_order,
 )
-from kvcached_client.errors import KvcachedError, RequestError
+from kvcached_client.errors import DeviceError, KvcachedError, RequestError
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.transport.attach import SessionGrant
+
+if TYPE_CHECKING:
+    from kvcached_client.cuda.imported import ImportedMemory
+    from kvcached_client.cuda.marks import MarkReader
 
 _NOT_JOINED: Final = 3
 _FAILED: Final = 4
@@ -76,9 +83,12 @@ class Orders:
 class Copying(threading.Thread):
     """Carries out orders, one after the other, and says how each has ended."""
 
-    def __init__(self, shard: OffloadShard, orders: Orders, connection: MessageStream) -> None:
+    def __init__(
+        self, shard: OffloadShard, marks: MarkReader | None, orders: Orders, connection: MessageStream
+    ) -> None:
         super().__init__(name="kvcached-copies", daemon=True)
         self._shard = shard
+        self._marks = marks
         self._orders = orders
         self._connection = connection
 
@@ -89,37 +99,79 @@ class Copying(threading.Thread):
                 self._connection.send(self._carry_out(self._orders.take()), None)
         except OSError:
             os._exit(0)  # the engine is gone
+        except DeviceError:
+            _log.exception("copies end with the device")
+            os._exit(DEVICE_FAILED)
         except BaseException:  # noqa: BLE001  a process that has lost this thread must not look as if it lived
             _log.exception("copies end")
             os._exit(_FAILED)
 
     def _carry_out(self, order: Order) -> Outcome:
+        after = None if self._marks is None else self._marks.mark(order.after)
         try:
             if isinstance(order, Load):
-                return Outcome(order.number, bad=tuple(self._shard.load(order.job.job())))
-            self._shard.store_all([job.job() for job in order.jobs])
+                return Outcome(order.number, bad=tuple(self._shard.load(order.job.job(), after=after)))
+            self._shard.store_all([job.job() for job in order.jobs], after=after)
+        except DeviceError:
+            raise
         except KvcachedError as error:
             return Outcome(order.number, error=f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX])
         return Outcome(order.number)
 
 
-def join(begin: Begin, memory: int) -> OffloadShard:
+def join(begin: Begin, engine: int) -> tuple[OffloadShard, MarkReader | None]:
     """Map the engine's memory, and join the session.
+
+    Args:
+        begin: what to join.
+        engine: pidfd of the engine.
 
     Raises:
         KvcachedError: as `OffloadShard.join`; or the memory cannot be mapped.
     """
-    mapped = map_sealed(memory, begin.memory_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-    address = ctypes.addressof(mapped)
-    layers = tuple(LayerPages(address + offset, page, stride) for offset, page, stride in begin.layers)
-    pages = EnginePages(layers, begin.blocks, begin.fingerprint, (mapped,))
-    return OffloadShard.join(SessionGrant.from_bytes(begin.grant), begin.shard, pages, deadline_ms=begin.deadline_ms)
+    marks: MarkReader | None = None
+    owners: tuple[object, ...]
+    if begin.device is None:
+        mapped = map_sealed(begin.descriptor, begin.memory_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        addresses, owners = (ctypes.addressof(mapped),), (mapped,)
+    else:
+        imported = _imported(begin, begin.device)
+        addresses, owners, marks = imported.addresses, (imported,), imported.marks
+    layers = tuple(
+        LayerPages(addresses[each.part] + each.offset, each.page_bytes, each.stride_bytes) for each in begin.layers
+    )
+    pages = EnginePages(layers, begin.blocks, begin.fingerprint, owners, begin.device is not None)
+    is_borrowed = begin.device is not None and bool(begin.device.handles)
+    shard = OffloadShard.join(
+        SessionGrant.from_bytes(begin.grant),
+        begin.shard,
+        pages,
+        deadline_ms=begin.deadline_ms,
+        confirm=(lambda: check_alive(engine)) if is_borrowed else None,
+    )
+    return shard, marks
 
 
-def serve(shard: OffloadShard, connection: MessageStream, engine: int) -> NoReturn:
+def _imported(begin: Begin, device: OnDevice) -> ImportedMemory:
+    from kvcached_client.cuda.imported import ImportedMemory  # noqa: PLC0415 - only memory of a device needs the driver
+
+    return ImportedMemory(device.uuid, begin.descriptor, begin.memory_bytes, device.handles, device.marks)
+
+
+def check_alive(engine: int) -> None:
+    """Memory that is shared by a handle may be freed, and be another process's, once the engine is dead.
+
+    Raises:
+        DeviceError: it is dead.
+    """
+    if select.select([engine], [], [], 0)[0]:
+        raise DeviceError("the engine has died, and its memory may have been freed before it was copied")
+
+
+def serve(shard: OffloadShard, marks: MarkReader | None, connection: MessageStream, engine: int) -> NoReturn:
     """Take orders until the engine is dead, the session is over, or the daemon is gone."""
     orders = Orders()
-    Copying(shard, orders, connection).start()
+    Copying(shard, marks, orders, connection).start()
     poller = select.poll()
     for descriptor in (connection.fileno(), engine, shard.fileno()):
         poller.register(descriptor, select.POLLIN)
@@ -138,19 +190,19 @@ def serve(shard: OffloadShard, connection: MessageStream, engine: int) -> NoRetu
 def main(arguments: list[str]) -> int:
     """Serve one engine's shard. Returns an exit status only if it could not join."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kvcached copy process: %(message)s")
-    inherited, memory, parent = map(int, arguments[1:])
+    inherited, parent = map(int, arguments[1:])
     connection = MessageStream(socket.socket(fileno=inherited))
     engine = os.pidfd_open(parent)
     if os.getppid() != parent:
         return 0  # it is dead, and another process may have its id
     begin = _first(connection)
     try:
-        shard = join(begin, memory)
+        shard, marks = join(begin, engine)
     except KvcachedError as error:
         connection.send(_not_ready(error), None)
         return _NOT_JOINED
     connection.send(Ready(shard.epoch), None)
-    serve(shard, connection, engine)
+    serve(shard, marks, connection, engine)
 
 
 def _first(connection: MessageStream) -> Begin:
@@ -162,4 +214,4 @@ def _first(connection: MessageStream) -> Begin:
 def _not_ready(error: KvcachedError) -> NotReady:
     if isinstance(error, RequestError):
         return NotReady(error.code, error.message, error.fix)
-    return NotReady(None, str(error))
+    return NotReady(None, str(error), is_of_device=isinstance(error, DeviceError))

@@ -15,6 +15,9 @@ from kvcached_client.types import TransferId
 
 M = TypeVar("M")
 
+#: Exit status of a copy process whose device has failed.
+DEVICE_FAILED: Final = 5
+
 _LENGTH_BYTES: Final = 4
 _READ_BYTES: Final = 1 << 18
 
@@ -60,14 +63,39 @@ class PackedJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         return BlockJob(TransferId(self.transfer), self.generation, spans, self.start)
 
 
+class PackedLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where the pages of a layer lie: in which part of the memory, and there; see `LayerPages`."""
+
+    part: int
+    offset: int
+    page_bytes: int
+    stride_bytes: int
+
+
+class OnDevice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an engine with memory on a CUDA device shares.
+
+    Attributes:
+        uuid: of the device.
+        marks: descriptor of the page of marks, inherited.
+        handles: CUDA IPC handles of allocations; each is a part of the memory.
+    """
+
+    uuid: str
+    marks: int
+    handles: tuple[bytes, ...]
+
+
 class Begin(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The first message to the process: what to join, and where the pages lie in the memory.
 
     Attributes:
         grant: `SessionGrant.to_bytes()`, a secret.
         shard: index of the shard.
-        memory_bytes: size of the memory.
-        layers: offset of the first page, bytes of a page, and bytes from one page to the next, of each layer.
+        descriptor: of the memory, inherited; -1 if all of it is shared by handles.
+        memory_bytes: size of the memory that the descriptor is of.
+        device: None for memory of this machine.
+        layers: of each layer.
         blocks: number of the engine's blocks.
         fingerprint: of the engine's pages.
         deadline_ms: as in `OffloadShard.join`.
@@ -75,25 +103,29 @@ class Begin(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     grant: bytes
     shard: int
+    descriptor: int
     memory_bytes: int
-    layers: tuple[tuple[int, int, int], ...]
+    device: OnDevice | None
+    layers: tuple[PackedLayer, ...]
     blocks: int
     fingerprint: bytes
     deadline_ms: int
 
 
 class Store(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """To the process: carry out stores, together."""
+    """To the process: carry out stores, together, behind a mark; 0 for memory of this machine."""
 
     number: int
     jobs: tuple[PackedJob, ...]
+    after: int
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """To the process: carry out a load."""
+    """To the process: carry out a load. Else as `Store`."""
 
     number: int
     job: PackedJob
+    after: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -103,11 +135,16 @@ class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class NotReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """From the process: it could not join, and ends. A code comes from a `RequestError`."""
+    """From the process: it could not join, and ends. A code comes from a `RequestError`.
+
+    Attributes:
+        is_of_device: it comes from a `DeviceError`.
+    """
 
     code: ErrorCode | None
     message: str
     fix: str = ""
+    is_of_device: bool = False
 
 
 class Outcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

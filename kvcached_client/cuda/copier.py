@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_128
@@ -17,6 +17,9 @@ from xxhash import xxh3_128
 from kvcached_client.blocks.copy import Batch, passing
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import Addresses, Event, Stream
+
+if TYPE_CHECKING:
+    from kvcached_client.cuda.engine import Mark
 
 #: Batches that are queued before the first of them is waited for: the device always has the next one.
 AHEAD_MAX: Final = 2
@@ -48,10 +51,10 @@ class CudaCopier:
             self._to_host.close()
             raise
 
-    def wait(self, event: Event) -> None:
-        """Copies from now on begin when the event is over. The caller does not wait."""
-        self._to_host.wait(event)
-        self._to_device.wait(event)
+    def wait(self, mark: Mark) -> None:
+        """Copies from now on begin when the work before the mark is over. The caller does not wait."""
+        mark.hold(self._to_host)
+        mark.hold(self._to_device)
 
     def copy(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """See `Copier.copy`."""

@@ -5,12 +5,23 @@ All work is in a device's primary context, which torch uses as well. The context
 
 from __future__ import annotations
 
+import ctypes
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Final, NamedTuple, Self
 
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver, Opaque, Stream
+
+_IPC_HANDLE_BYTES: Final = 64
+
+
+class SharedAllocation(NamedTuple):
+    """Memory of ``cudaMalloc``: where it is in this process, and by which handle another process opens it."""
+
+    address: int
+    size_bytes: int
+    handle: bytes
 
 
 class Device:
@@ -132,6 +143,32 @@ class Device:
         """
         handle = self.driver.call("cuMemImportFromShareableHandle", descriptor, self._descriptor_kind())
         return DeviceMemory(self, handle, size_bytes, address)
+
+    def share(self, address: int) -> SharedAllocation:
+        """The allocation of ``cudaMalloc`` that an address is in, for another process to open.
+
+        Raises:
+            CudaFailure: the address is none of such memory in this process, or the driver refused.
+        """
+        base, size_bytes = self.driver.call("cuMemGetAddressRange", address)
+        handle = self.driver.call("cuIpcGetMemHandle", base)
+        return SharedAllocation(int(base), int(size_bytes), ctypes.string_at(handle.getPtr(), _IPC_HANDLE_BYTES))
+
+    def open_allocation(self, handle: bytes) -> int:
+        """Map an allocation of another process, until this process ends; returns the address.
+
+        The other process must not free it meanwhile. What becomes of it when that process dies, no document says.
+
+        Raises:
+            ValueError: this is no handle.
+            CudaFailure: the driver refused.
+        """
+        if len(handle) != _IPC_HANDLE_BYTES:
+            raise ValueError(f"an IPC handle of {len(handle)} bytes")
+        shared = self.driver.names.CUipcMemHandle()
+        ctypes.memmove(shared.getPtr(), handle, _IPC_HANDLE_BYTES)
+        lazily = self.driver.names.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(self.driver.call("cuIpcOpenMemHandle", shared, lazily))
 
     def make_stream(self) -> Stream:
         """A stream that does not wait for the default stream."""

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Protocol, Self
 
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.pages import LayerPages
 from kvcached_client.cuda.copier import CudaCopier
-from kvcached_client.cuda.device import Device, own_context
-from kvcached_client.cuda.driver import CudaFailure, Driver, Event
+from kvcached_client.cuda.device import Device, SharedAllocation, own_context
+from kvcached_client.cuda.driver import CudaFailure, Driver, Event, Stream
 from kvcached_client.cuda.host import HostPool, shard_ranges
 from kvcached_client.errors import bad_value
 
@@ -73,7 +73,16 @@ class EngineDevice:
         """The device's number in this process, which torch uses as well."""
         return self.device.ordinal
 
-    def mark(self, stream: int) -> Mark:
+    def share(self, addresses: Iterable[int]) -> list[SharedAllocation]:
+        """The allocations of ``cudaMalloc`` that addresses are in, each once, in the order of their addresses.
+
+        Raises:
+            CudaFailure: one of the addresses is in none, or the driver refused.
+        """
+        with self.device.current():
+            return sorted({self.device.share(address) for address in addresses})
+
+    def mark(self, stream: int) -> EventMark:
         """A mark behind all work that a stream has now. Call it in the thread that queues the work; it does not wait.
 
         Args:
@@ -82,7 +91,7 @@ class EngineDevice:
         Raises:
             CudaFailure: the driver refused.
         """
-        return Mark(self, stream)
+        return EventMark(self, stream)
 
     def open_host(self, address: int, host: HostGeometry, shard: int) -> EngineCopies:
         """Copies of a shard between the device and the host pool, which is mapped at `address`.
@@ -93,8 +102,15 @@ class EngineDevice:
         return EngineCopies(self, address, host, shard)
 
 
-class Mark:
-    """A point in the work of one of the engine's streams. Made by `EngineDevice.mark`.
+class Mark(Protocol):
+    """A point in the work of one of the engine's streams."""
+
+    def hold(self, stream: Stream) -> None:
+        """Let work that is queued on a stream from now on begin when the work before the mark is over."""
+
+
+class EventMark:
+    """A `Mark` in a stream of this process. Made by `EngineDevice.mark`.
 
     Attributes:
         event: over once the work before the mark is.
@@ -105,6 +121,10 @@ class Mark:
             self.event = Event(owner.device.driver, owner.device.driver.names.CUstream(stream))
         # Work that is queued behind the event still begins after it.
         weakref.finalize(self, destroy_events, owner, [self.event]).atexit = False
+
+    def hold(self, stream: Stream) -> None:
+        """See `Mark.hold`."""
+        stream.wait(self.event)
 
 
 def destroy_events(owner: EngineDevice, events: list[Event]) -> None:
@@ -139,7 +159,7 @@ class EngineCopies:
             CudaFailure: the driver refused.
         """
         with self._owner.device.current():
-            self.copier.wait(mark.event)
+            self.copier.wait(mark)
             yield
 
     def close(self) -> None:

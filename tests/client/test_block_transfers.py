@@ -235,6 +235,26 @@ def test_block_that_is_overwritten_while_it_is_read_is_reported(
     assert rig.transfers.load(elsewhere(stored), verify=verify) == [1]
 
 
+def test_store_whose_bytes_may_be_wrong_writes_no_header(rig: EngineRig, stored: BlockJob) -> None:
+    """What is asked when all bytes are copied, and no header is written, may still fail the store."""
+    asked: list[bytes] = []
+
+    def confirm() -> None:
+        asked.append(bytes(rig.slot(2)))
+        raise RuntimeError
+
+    transfers = BlockTransfers(
+        EnginePages.of_tensors({f"layer{index}": tensor for index, tensor in enumerate(rig.tensors)}),
+        *(rig.host, SHARD, rig.memory), namespace=NAMESPACE, fingerprint=FINGERPRINT, confirm=confirm,
+    )  # fmt: skip
+    rig.fill(1, 7)
+    with pytest.raises(RuntimeError):
+        transfers.store(stored, epoch=EPOCH)
+
+    assert asked == [rig.block(1)]
+    assert rig.transfers.load(elsewhere(stored), verify=False) == [0, 1, 2, 3]
+
+
 def test_store_that_fails_leaves_no_header(rig: EngineRig, stored: BlockJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that ends in the middle leaves slots without headers, so that nobody finds half a block."""
 

@@ -6,6 +6,7 @@ import os
 import random
 import select
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvcached_client import Admin, DaemonUnreachable, Stale
+from kvcached_client.copy_process.main import check_alive
+from kvcached_client.errors import DeviceError
 from kvcached_client.failpoints import LOG_VARIABLE, VARIABLE
 from tests.copy_process.engine import CONFIG, PATIENCE_S, Engine
 from tests.daemon.conftest import RunningDaemon, started
@@ -148,6 +151,20 @@ def test_copy_process_ends_with_the_daemon_and_the_engine_goes_on_with_the_next_
         assert engine.load("a", 8) == "8 True"
         assert engine.store("b", 8) == ""
         assert host(daemon.run_dir).states["cached"] == 16
+
+
+def test_bytes_of_a_dead_engine_are_doubted() -> None:
+    """A copy out of memory that an engine has lent counts only if the engine is alive when it is over."""
+    with subprocess.Popen(["sleep", "60"]) as engine:  # noqa: S607
+        descriptor = os.pidfd_open(engine.pid)
+        try:
+            check_alive(descriptor)
+            engine.kill()
+            engine.wait()
+            with pytest.raises(DeviceError, match="has died"):
+                check_alive(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @pytest.mark.slow

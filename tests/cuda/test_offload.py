@@ -40,12 +40,14 @@ class Node(NamedTuple):
     patch: pytest.MonkeyPatch
 
     @contextmanager
-    def engine(self, *, leave: bool = True, ordinal: int = 0, **driver: object) -> Iterator[LineProcess]:
+    def engine(
+        self, *, module: str = MODULE, argument: str = "0", leave: bool = True, **driver: object
+    ) -> Iterator[LineProcess]:
         """An engine of a process of its own, on the device."""
         with self.patch.context() as patch:
             for name, value in settings(**driver).items():
                 patch.setenv(name, value)
-            engine = LineProcess(MODULE, str(self.daemon.run_dir), str(ordinal))
+            engine = LineProcess(module, str(self.daemon.run_dir), argument)
         try:
             assert engine.hear() == "ready"
             yield engine
@@ -134,7 +136,7 @@ def test_engines_on_cpu_and_device_share_blocks(node: Node) -> None:
 @pytest.mark.parametrize("node", [1, 2, 3], indirect=True)
 def test_engine_on_another_device_and_on_its_default_stream(node: Node) -> None:
     """The tensors' device counts, not that of the thread; a mark of the default stream is one; batches are calls."""
-    with node.engine(ordinal=1, devices=2) as engine, node.engine(devices=2) as other:
+    with node.engine(argument="1", devices=2) as engine, node.engine(devices=2) as other:
         assert [engine.ask("compute_on_default_stream"), engine.ask(f"split {2 * LAYERS}")] == ["done"] * 2
         for name in ("a", "b"):
             assert [engine.ask(f"store {name} {BLOCKS}"), other.ask(f"load {name} {BLOCKS}")] == ["done", WHOLE]

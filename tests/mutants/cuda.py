@@ -8,12 +8,14 @@ from kvcached.recovery import device_pools
 from kvcached.replica_start import Holder
 from kvcached.service import state_writer
 from kvcached.worker.cuda_memory import CudaMemory
+from kvcached_client.copy_process.main import Copying
 from kvcached_client.cuda import copier, device, driver, host, mapping
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device, DeviceMemory
-from kvcached_client.cuda.engine import Mark
+from kvcached_client.cuda.engine import EventMark
 from kvcached_client.cuda.gates import LayerGates
 from kvcached_client.cuda.host import HostPool
+from kvcached_client.cuda.marks import MarkWriter, SharedMark
 from kvcached_client.cuda.streams import StreamFences
 from kvcached_client.offload_shard import OffloadShard
 from tests.mutants.mutant import caught_by, rewrite
@@ -71,7 +73,7 @@ def cuda_fence_in_another_stream(patch: pytest.MonkeyPatch) -> None:
 @caught_by(_OFFLOAD)
 def cuda_mark_in_another_stream(patch: pytest.MonkeyPatch) -> None:
     """A mark is an event in the default stream: copies begin before the forward pass ends."""
-    rewrite(patch, Mark.__init__, "CUstream(stream)", "CUstream(0)")
+    rewrite(patch, EventMark.__init__, "CUstream(stream)", "CUstream(0)")
 
 
 @caught_by(_SHARED)
@@ -227,3 +229,36 @@ def cuda_memory_stays_registered(patch: pytest.MonkeyPatch) -> None:
 def cuda_stream_of_a_copier_that_failed(patch: pytest.MonkeyPatch) -> None:
     """A copier without its second stream keeps the first one."""
     rewrite(patch, CudaCopier.__init__, "self._to_host.close()", "pass")
+
+
+_COPY_PROCESS = "tests/cuda/test_copy_process.py::{}"
+
+
+@caught_by(_COPY_PROCESS.format("test_copy_begins_when_its_mark_is_reached"))
+def cuda_copy_process_does_not_wait_for_marks(patch: pytest.MonkeyPatch) -> None:
+    """A copy process copies before the engine's kernels have written the blocks."""
+    patch.setattr(SharedMark, "hold", lambda *_: None)
+
+
+@caught_by(_COPY_PROCESS.format("test_copy_begins_when_its_mark_is_reached"))
+def cuda_shared_mark_in_another_stream(patch: pytest.MonkeyPatch) -> None:
+    """A mark for a copy process is written by the default stream, which is not behind the engine's kernels."""
+    rewrite(patch, MarkWriter.mark, "CUstream(stream)", "CUstream(0)")
+
+
+@caught_by(_COPY_PROCESS.format("test_mistakes_about_marks_are_refused"))
+def cuda_word_of_a_mark_used_again_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A mark gets the word of another one to which the device has not come."""
+    patch.setattr(MarkWriter, "_is_reached", lambda *_: True)
+
+
+@caught_by(_COPY_PROCESS.format("test_page_of_marks_is_given_up_after_the_last_mark"))
+def cuda_marks_unregistered_under_writes(patch: pytest.MonkeyPatch) -> None:
+    """The page of marks is unregistered while a stream is still to write into it."""
+    rewrite(patch, MarkWriter.close, 'self._owner.device.driver.call("cuCtxSynchronize")', "pass")
+
+
+@caught_by(_COPY_PROCESS.format("test_device_that_fails_the_copies_does_not_fail_the_engine"))
+def cuda_copy_process_goes_on_without_its_device(patch: pytest.MonkeyPatch) -> None:
+    """A copy process whose device has failed stays, and fails every later order."""
+    rewrite(patch, Copying._carry_out, "except DeviceError:\nraise\n", "")

@@ -34,9 +34,11 @@ def copy_process_waits_for_its_connection_only(patch: pytest.MonkeyPatch) -> Non
 @caught_by(_DEATHS + "test_dead_engine_s_memory_and_slots_wait_for_the_death_of_its_copy_process")
 def copy_process_has_no_lock(patch: pytest.MonkeyPatch) -> None:
     """The lock of an engine's memory is gone with the engine, though its copy process may still write there."""
-    inherited = "mapped = map_sealed(memory,"
-    other = 'os.open(f"/proc/self/fd/{memory}", os.O_RDWR)'
-    rewrite(patch, copy_process.join, inherited, f"other = {other}\nos.close(memory)\nmapped = map_sealed(other,")
+    inherited = "mapped = map_sealed(begin.descriptor,"
+    other = 'os.open(f"/proc/self/fd/{begin.descriptor}", os.O_RDWR)'
+    rewrite(
+        patch, copy_process.join, inherited, f"other = {other}\nos.close(begin.descriptor)\nmapped = map_sealed(other,"
+    )
 
 
 @caught_by(_DEATHS + "test_killed_copy_process_fails_its_order_and_leaves_no_wrong_byte")
@@ -48,6 +50,12 @@ def orders_of_a_dead_copy_process_forgotten(patch: pytest.MonkeyPatch) -> None:
         "found += [Outcome(number, error=self._ending()) for number in sorted(self._open)]",
         "pass",
     )
+
+
+@caught_by("tests/client/test_block_transfers.py::test_store_whose_bytes_may_be_wrong_writes_no_header")
+def store_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
+    """A store gets its headers though its engine died before the copy was over, when its memory may be another's."""
+    rewrite(patch, transfers.BlockTransfers.store_all, "self._confirm is not None", "False")
 
 
 @caught_by("tests/client/test_block_transfers.py::test_blocks_of_the_trusted_epoch_are_not_compared")
@@ -193,13 +201,13 @@ def offload_slots_reused_after_a_lost_member(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/cuda/test_offload.py::test_blocks_of_one_engine_are_loaded_by_another")
 def offload_store_before_the_forward_pass_ends(patch: pytest.MonkeyPatch) -> None:
     """A store on a device does not wait for the mark behind the kernels that write the blocks."""
-    rewrite(patch, CudaCopier.wait, "self._to_host.wait(event)", "pass")
+    rewrite(patch, CudaCopier.wait, "mark.hold(self._to_host)", "pass")
 
 
 @caught_by("tests/cuda/test_offload.py::test_blocks_of_one_engine_are_loaded_by_another")
 def offload_load_over_blocks_that_are_read(patch: pytest.MonkeyPatch) -> None:
     """A load on a device does not wait for the mark behind the kernels that read what its blocks held before."""
-    rewrite(patch, CudaCopier.wait, "self._to_device.wait(event)", "pass")
+    rewrite(patch, CudaCopier.wait, "mark.hold(self._to_device)", "pass")
 
 
 @caught_by("tests/cuda/test_offload.py::test_copies_of_a_store_that_breaks_off_end_before_the_pool_is_left")

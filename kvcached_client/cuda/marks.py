@@ -1,0 +1,154 @@
+"""Marks in an engine's streams behind which another process copies: numbers in a page that both have registered.
+
+A stream writes the number of a mark once the work before the mark is over, and a stream of the other process waits for
+the number. Where the engine dies before that, its number is never written: nothing is copied that may be unwritten.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from kvcached_client.cuda.device import Device
+from kvcached_client.cuda.driver import CudaFailure, Stream
+from kvcached_client.cuda.engine import EngineDevice
+from kvcached_client.errors import bad_value
+
+_WORD_BYTES: Final = 4
+#: Marks that may be ahead of the device at a time: each has a word of the page.
+MARKS_MAX: Final = mmap.PAGESIZE // _WORD_BYTES
+_NUMBERS: Final = 1 << 32
+
+_log: Final = logging.getLogger(__name__)
+
+
+class _Page:
+    """The page of marks, registered with a device."""
+
+    def __init__(self, device: Device, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, mmap.PAGESIZE)
+        self.words = memoryview(self._memory).cast("I")
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
+        self.registered = device.register(address, mmap.PAGESIZE)
+
+    def place(self, number: int) -> int:
+        """Where the device finds the word of a mark."""
+        return self.registered.device_address + number % MARKS_MAX * _WORD_BYTES
+
+
+class MarkWriter:
+    """The engine's side: makes marks. Any thread may call it.
+
+    Attributes:
+        descriptor: of the page, for the other process.
+    """
+
+    def __init__(self, owner: EngineDevice) -> None:
+        """A page of marks for streams of a device.
+
+        Raises:
+            CudaFailure: streams of this device write no values, or the driver refused another step.
+        """
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._last = 0
+        self.descriptor = os.memfd_create("kvcached-marks", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, mmap.PAGESIZE)
+            with owner.device.current():
+                self._page = _Page(owner.device, self.descriptor)
+                try:
+                    _try(owner.device, lambda stream: stream.write(self._page.place(0), 0))
+                except BaseException:
+                    self._page.registered.close()
+                    raise
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        for place in range(1, MARKS_MAX):  # as if a mark before the first one of each word were reached
+            self._page.words[place] = place - MARKS_MAX + _NUMBERS
+
+    def mark(self, stream: int) -> int:
+        """A mark behind all work that a stream has now; its number, never 0. Does not wait.
+
+        Args:
+            stream: the stream's handle; 0 is the default stream. It captures no graph.
+
+        Raises:
+            BadRequest: `MARKS_MAX` marks are ahead of the device.
+            CudaFailure: the driver refused.
+        """
+        device = self._owner.device
+        with self._lock:
+            number = self._last + 1
+            if not self._is_reached(number - MARKS_MAX):
+                raise bad_value(
+                    f"mark {number}: the device has not come to mark {number - MARKS_MAX}",
+                    "make one mark for all copies of a step, and wait for outcomes",
+                )
+            with device.current():
+                handle, place = device.driver.names.CUstream(stream), self._page.place(number)
+                device.driver.call("cuStreamWriteValue32", handle, place, number % _NUMBERS, 0)
+            self._last = number
+        return number
+
+    def close(self) -> None:
+        """Give the page up, once the device has come to all marks. Where it has failed, the page stays registered."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor < 0:
+            return
+        os.close(descriptor)
+        try:
+            with self._owner.device.current():
+                if not all(map(self._is_reached, range(max(1, self._last - MARKS_MAX + 1), self._last + 1))):
+                    self._owner.device.driver.call("cuCtxSynchronize")
+                self._page.registered.close()
+        except CudaFailure as error:
+            _log.warning("the page of marks is left, but not unregistered: %s", error)
+
+    def _is_reached(self, number: int) -> bool:
+        """Of the last `MARKS_MAX` marks, and of those that were never made."""
+        return self._page.words[number % MARKS_MAX] == number % _NUMBERS
+
+
+class MarkReader:
+    """The side of the process that copies. It has the page until it ends."""
+
+    def __init__(self, device: Device, descriptor: int) -> None:
+        """The device is current to this thread; the descriptor stays the caller's.
+
+        Raises:
+            CudaFailure: streams of this device wait for no values, or the driver refused another step.
+        """
+        self._page = _Page(device, descriptor)
+        _try(device, lambda stream: stream.wait_value(self._page.place(0), 0))
+
+    def mark(self, number: int) -> SharedMark:
+        """A mark that the engine has made."""
+        return SharedMark(self._page, number)
+
+
+class SharedMark:
+    """A mark of another process: a `Mark`."""
+
+    def __init__(self, page: _Page, number: int) -> None:
+        self._page = page
+        self._number = number
+
+    def hold(self, stream: Stream) -> None:
+        """See `Mark.hold`."""
+        stream.wait_value(self._page.place(self._number), self._number % _NUMBERS)
+
+
+def _try(device: Device, queue: Callable[[Stream], None]) -> None:
+    """Let a stream do what streams of some devices and drivers cannot."""
+    stream = device.make_stream()
+    try:
+        queue(stream)
+    finally:
+        stream.finish()
