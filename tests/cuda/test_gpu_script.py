@@ -27,7 +27,7 @@ def test_script_for_gpus_runs(library: Path, device: Path, tmp_path: Path) -> No
     environment = {
         **os.environ, **driver,
         "LD_LIBRARY_PATH": str(library.parent), "PYTHONPATH": str(CPU_TORCH), "PYTHON": sys.executable,
-        "GPU_MIB": "16", "GPU_ROUNDS": "10", "GPU_LIMIT_S": str(_TIMEOUT_S - 30),
+        "GPU_MIB": "16", "GPU_ROUNDS": "10", "GPU_FILLS": "5", "GPU_LIMIT_S": str(_TIMEOUT_S - 30),
     }  # fmt: skip
     done = subprocess.run(
         [str(ROOT / "tests/gpu/run.sh"), str(tmp_path)],
@@ -40,6 +40,9 @@ def test_script_for_gpus_runs(library: Path, device: Path, tmp_path: Path) -> No
     assert checks["batched_copy"]["as_of_12080"]
     assert checks["batched_copy"]["as_of_13000"]
     assert checks["crossover"]["triton_over_large"].startswith("no Triton")
+    copying = json.loads((tmp_path / "copying.json").read_text())
+    assert copying["ok"]
+    assert copying["ipc_after_death"]["bytes_kept"]
     graphs = json.loads((tmp_path / "graphs.json").read_text())
     assert graphs["ok"]
     assert not graphs["by_graph"]

@@ -11,7 +11,7 @@
 #
 # Results go to DIRECTORY (default build/gpu): a JSON file and a log of each step; the last lines say what failed.
 # GPU_LIMIT_S is when the script gives up (default 580 seconds), GPU_MIB how much memory the checks copy (default 1024),
-# GPU_ROUNDS the rounds of the benchmark (default 20).
+# GPU_ROUNDS the rounds of the benchmark (default 20), GPU_FILLS how busy an engine is before copies (default 1000).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -81,6 +81,7 @@ step() { # name, command: its stdout is a result, its stderr a log
 
 step doctor "$python" -m kvcached doctor --cuda --json
 step checks "$python" -m tests.gpu.checks --mib "${GPU_MIB:-1024}"
+step copying "$python" -m tests.gpu.copying --fills "${GPU_FILLS:-1000}"
 step graphs "$python" -m tests.gpu.graphs
 step cuda "$python" -m benchmarks cuda --json --rounds "${GPU_ROUNDS:-20}"
 step demo-tp1 "$python" -m kvcached demo --device cuda --tp 1 --json
