@@ -28,6 +28,7 @@ from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
 from kvcached_client.cuda.engine import EngineDevice
 from kvcached_client.cuda.host import OWN_PART_BYTES_MIN, HostPool, shard_ranges
+from kvcached_client.cuda.mapping import CudaBuffer
 from kvcached_client.cuda.streams import StreamFences
 from kvcached_client.types import KEY_SIZE_BYTES, TransferId
 
@@ -234,6 +235,19 @@ def missing(ordinal: int) -> str:
     return ""
 
 
+def elsewhere() -> str:
+    """What mapping memory raises in a process that does not see its device."""
+    with closing(Device(Driver())) as device, device.make_memory(1) as memory:
+        descriptor = memory.export()
+        try:
+            CudaBuffer(descriptor, 1, "GPU-00000000-0000-0000-0000-000000000000")
+        except CudaMissing as error:
+            return str(error)
+        finally:
+            os.close(descriptor)
+        return ""
+
+
 def stream_values() -> int:
     """A stream writes a value, another one waits for it before it copies; returns the value."""
     with rig() as made:
@@ -318,7 +332,7 @@ def beside_a_capture() -> list[Any]:
 PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     each.__name__: each
     for each in (
-        *(round_trip, layer_by_layer, corrupt, neighbours, failing, abandoned, shared, refused_export),
+        *(round_trip, layer_by_layer, corrupt, neighbours, failing, abandoned, shared, refused_export, elsewhere),
         *(too_much, missing, stream_values, both_directions, beside_a_capture, closed_in_a_copy),
     )
 }

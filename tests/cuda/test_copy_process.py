@@ -204,11 +204,16 @@ def test_device_that_fails_the_copies_does_not_fail_the_engine(node: Node, kind:
 
 
 def test_refused_shares_and_marks_are_errors_of_the_start(node: Node) -> None:
-    """Where the driver shares no allocation, or registers nothing, the start says so, and nothing is left."""
+    """Where the driver shares or registers nothing, or streams know no values, the start says so; nothing is left."""
     with node.engine(module=MODULE, argument="handles", leave=False, faults="refused_export=1") as engine:
         assert engine.ask("connect") == "CudaFailure: cuIpcGetMemHandle: CUDA_ERROR_NOT_PERMITTED"
         assert engine.ask("free") == "done"
+    with node.engine(module=MODULE, argument="descriptor", leave=False, faults="refused_values=1") as engine:
+        assert engine.ask("connect") == "CudaFailure: cuStreamWriteValue32: CUDA_ERROR_NOT_SUPPORTED"
+        assert engine.ask("free") == "done"
     with node.engine(module=MODULE, argument="descriptor", leave=False) as engine:
+        engine.ask("let FAKE_CUDA_FAULTS refused_values=1")
+        assert engine.ask("connect") == "DeviceError: cuStreamWaitValue32: CUDA_ERROR_NOT_SUPPORTED"
         engine.ask("let FAKE_CUDA_FAULTS refused_registration=1")
         assert engine.ask("connect") == "DeviceError: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
         engine.ask("let FAKE_CUDA_FAULTS refused_registration=@2")  # the host pool: copies are slower

@@ -40,6 +40,15 @@ def test_device_that_does_not_exist(run_program: RunProgram) -> None:
     assert run_program("missing", 3, devices=2).said.startswith("device 3 of 2 (")
 
 
+def test_pool_on_a_device_that_the_process_does_not_see(run_program: RunProgram) -> None:
+    """Memory of another device than this process's is refused by the device's UUID, with what to do."""
+    done = run_program("elsewhere")
+
+    assert "device GPU-00000000-0000-0000-0000-000000000000 is none of the 1 that this process sees" in done.said
+    assert "CUDA_VISIBLE_DEVICES" in done.said
+    assert done.granules == 0
+
+
 def test_machine_without_a_driver() -> None:
     """Without a driver the error says so, and what to check."""
     try:

@@ -51,6 +51,7 @@ def test_machine_that_can_do_everything(library: Path, device: Path) -> None:
     [
         ("refused_export=1", {"shared memory"}),
         ("out_of_memory=1", {"shared memory"}),
+        ("refused_values=1", {"stream values"}),
         ("refused_registration=1", {"shared memory", "host registration", "stream values"}),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda.test_pool import BLOCKS, SLOTS, OnDevice, ended, on_device, stored_prompts
+from tests.cuda_driver import trace
 from tests.line_process import LineProcess
 
 __all__ = ["on_device"]
@@ -87,6 +88,16 @@ def test_kernels_of_a_layer_wait_for_it_on_the_stream(on_device: OnDevice) -> No
         loaded = fetched(engine, range(PROMPTS // 2))
     assert set(loaded) == {"read loading True whole True wrong 0"}
     assert len(loaded) >= 4
+
+
+def test_host_waits_where_streams_cannot(on_device: OnDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose streams wait for no values, the host waits for each layer, and kernels see the same bytes."""
+    monkeypatch.setenv("FAKE_CUDA_FAULTS", "refused_values=1")
+    with stream_engine(on_device, "GatedEngine", delay_us=0) as engine:
+        engine.ask(f"serve {PROMPTS}")
+        loaded = fetched(engine, range(PROMPTS // 2))
+    assert set(loaded) == {"read loading True whole True wrong 0"}
+    assert trace.ran(trace.read(on_device.trace_path), "wait value") == []
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("GatedEngine", False), ("NoGates", True)])

@@ -37,6 +37,15 @@ def test_fault_at_a_chance_strikes_once(start_driver: StartDriver) -> None:
     assert outcomes(start_driver(faults="out_of_memory=@3"), 6) == [False, False, True, False, False, False]
 
 
+def test_refused_values(start_driver: StartDriver) -> None:
+    """A device whose streams neither write values nor wait for them says so, and does everything else."""
+    driver = start_driver(faults="refused_values=1")
+    stream, address = driver.stream(), driver.map(driver.create())
+    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2", "cuStreamWriteValue64_v2"):
+        assert driver.attempt(name, stream, address, 0, 0) == "CUDA_ERROR_NOT_SUPPORTED"
+    driver.finish(stream)
+
+
 def test_failed_launch_stays(start_driver: StartDriver, tmp_path: Path) -> None:
     """After a launch failed, its stream does nothing more and every call in the context fails, even after a release."""
     driver = start_driver(faults="launch_failure=@2")

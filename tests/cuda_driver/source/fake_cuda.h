@@ -95,6 +95,7 @@ typedef enum {
     FAULT_REFUSED_REGISTRATION,
     FAULT_IGNORED_HINT,
     FAULT_DEVICE_LOST,
+    FAULT_REFUSED_VALUES,
     FAULT_COUNT
 } Fault;
 // Fixed numbers: the same seed must draw the same in every version.

@@ -7,6 +7,7 @@
 
 static const char *const NAMES[FAULT_COUNT] = {
     "out_of_memory", "launch_failure", "refused_export", "refused_registration", "ignored_hint", "device_lost",
+    "refused_values",
 };
 
 static struct {

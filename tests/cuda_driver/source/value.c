@@ -18,6 +18,7 @@ typedef struct {
 
 static CUresult check(uintptr_t address, unsigned bits, uint64_t *serials) {
     Side side;
+    if (fault_strikes(FAULT_REFUSED_VALUES)) return refuse(CUDA_ERROR_NOT_SUPPORTED, "value refused by seed");
     HostRegion *host = host_region_at(address);
     if (address % (bits / 8) != 0)
         return refuse(CUDA_ERROR_INVALID_VALUE, "the address of a value of %u bits is not aligned", bits);
