@@ -165,6 +165,11 @@ class Engine:
         self.begin_load(name, blocks)
         return self.loaded()
 
+    def serve(self, name: str, blocks: int) -> str:
+        """Load what is hit of a prompt, or store it where nothing is."""
+        found = self.load(name, blocks)
+        return self.store(name, blocks) if found == "0" else found
+
     def loaded(self) -> str:
         """The end of a load, as `load` tells it."""
         outcome, order = self.outcome(), self._loading

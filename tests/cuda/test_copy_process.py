@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -241,3 +243,48 @@ def test_page_of_marks_is_given_up_after_the_last_mark(node: Node) -> None:
         assert engine.ask("connect") == "done"
         assert engine.ask("load a 6") == "0"
     assert broken_rules(node) == []
+
+
+NAMES = "abcd"
+#: How a request may end when somebody was killed, or the copy process's device has failed.
+ENDINGS = ("the copy process has ended", "Stale", "DaemonUnreachable")
+
+
+def serve_until_death(engine: LineProcess, chance: random.Random) -> None:
+    """Requests until one of them fails; what they find is right."""
+    for _ in range(20):
+        try:
+            said = engine.ask(f"serve {chance.choice(NAMES)} {BLOCKS}")
+        except BrokenPipeError:
+            return
+        if said not in {"stored", WHOLE}:
+            assert said == "" or said.startswith(ENDINGS), said
+            return
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("node", range(1, 4), indirect=True)
+def test_no_byte_is_wrong_whoever_is_killed(node: Node, request: pytest.FixtureRequest) -> None:
+    """SIGKILL of engine or copy process at random instants of copies, on a device that fails: each hit is right."""
+    chance = random.Random(request.node.name)
+    for _ in range(12):
+        driver = {"seed": chance.randrange(1 << 16), "delay_us": chance.choice((0, 2_000, 20_000))}
+        with node.engine(module=MODULE, argument=chance.choice(KINDS), leave=False, **driver) as engine:
+            errors = ("launch_failure=0", f"launch_failure=@{chance.randint(1, 6)}", "refused_registration=@2")
+            engine.ask(f"let FAKE_CUDA_FAULTS {chance.choice(errors)}")
+            assert engine.ask("connect") == "done"
+            copies = int(engine.ask("pid"))
+            victim = chance.choice((copies, engine.process.pid))
+            killer = threading.Timer(chance.random() / 2, os.kill, (victim, signal.SIGKILL))
+            killer.start()
+            serve_until_death(engine, chance)
+            killer.cancel()
+            killer.join()
+        wait_until(lambda pid=copies: is_dead(pid))  # type: ignore[misc]
+        seconds_until(node.daemon.run_dir, nothing_held)
+    with engine_of(node, "descriptor") as engine:
+        for name in NAMES:
+            assert engine.ask(f"load {name} {BLOCKS}") in {"0", WHOLE}
+            assert engine.ask(f"serve {name} {BLOCKS}") in {"stored", WHOLE}
+    assert is_sound(node.running)
