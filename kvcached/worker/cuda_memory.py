@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -10,6 +11,7 @@ from kvcached.worker.messages import ERROR_SIZE_CHARS_MAX, HostRegistered, Worke
 from kvcached.worker.numa import stay_on_node
 from kvcached.worker.pool_memory import MemoryGone
 from kvcached_client.blocks.copy import Batch
+from kvcached_client.blocks.mapping import huge_pages
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.driver import CudaFailure, Driver
@@ -17,6 +19,8 @@ from kvcached_client.cuda.host import HostPool, shard_ranges
 
 #: What says nothing about the memory that was to be opened.
 _MAY_PASS: Final = frozenset({"CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"})
+
+_log: Final = logging.getLogger(__name__)
 
 
 class CudaMemory:
@@ -40,6 +44,7 @@ class CudaMemory:
         self._memory = _opened(self._device, descriptor, size_bytes)
         self.address = self._memory.address
         self._host: HostPool | None = None
+        _log.info("%s", _mechanisms(self._device))
         if host is None or config.host is None:
             self.copier = CudaCopier(self._device, range(0))
             return
@@ -58,6 +63,16 @@ class CudaMemory:
     def move(self, batch: Batch) -> None:
         """See `PoolMemory.move`."""
         self.copier.move(batch)
+
+
+def _mechanisms(device: Device) -> str:
+    """What this driver, device and kernel give, for the log; `kvcached doctor --cuda` tries more."""
+    pieces = "copies in batches" if device.driver.batches else "a call for each piece of a copy"
+    return (
+        f"device {device.uuid}, {device.name}, driver {device.driver.version}: {pieces}, "
+        f"{device.attribute('ASYNC_ENGINE_COUNT')} copy engines, memory node {device.host_node()}, "
+        f"huge pages of shared memory: {huge_pages()}"
+    )
 
 
 def _opened(device: Device, descriptor: int, size_bytes: int) -> DeviceMemory:

@@ -163,6 +163,14 @@ def test_registered_share_of_the_host_pool_is_told(on_device: OnDevice) -> None:
         on_device.await_worker()
 
 
+def test_worker_logs_what_its_device_gives(on_device: OnDevice) -> None:
+    """A worker's start is a line of its log with the device, its driver, and which mechanisms of copies they give."""
+    on_device.await_worker()
+    log = (on_device.daemon.run_dir / "worker-default-0.log").read_text()
+    (line,) = (each for each in log.splitlines() if "copy engines" in each)
+    assert ", Fake CUDA device 0, driver 13000: copies in batches, 3 copy engines, memory node 0, huge pages" in line
+
+
 @pytest.mark.parametrize("on_device", [{"faults": "refused_registration=1"}], indirect=True)
 def test_refused_registration_is_told_and_harmless(on_device: OnDevice) -> None:
     """Where the driver registers nothing, health and stats say why; the daemon is healthy, and blocks are copied."""
