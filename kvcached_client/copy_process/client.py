@@ -130,7 +130,7 @@ class CopyProcess:
                 captures no graph.
 
         Raises:
-            BadRequest: the tensors are on the CPU; or a thousand marks are ahead of the device.
+            BadRequest: the tensors are on the CPU; this is closed; or a thousand marks are ahead of the device.
             DeviceError: the device has failed. Close the copy process then: it waits for marks that never come.
         """
         if self._marks is None:

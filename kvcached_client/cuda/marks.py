@@ -80,11 +80,13 @@ class MarkWriter:
             stream: the stream's handle; 0 is the default stream. It captures no graph.
 
         Raises:
-            BadRequest: `MARKS_MAX` marks are ahead of the device.
+            BadRequest: `MARKS_MAX` marks are ahead of the device; or this is closed.
             CudaFailure: the driver refused.
         """
         device = self._owner.device
         with self._lock:
+            if self.descriptor < 0:
+                raise bad_value("a mark for a copy process that is closed", "start another one")
             number = self._last + 1
             if not self._is_reached(number - MARKS_MAX):
                 raise bad_value(
@@ -99,7 +101,8 @@ class MarkWriter:
 
     def close(self) -> None:
         """Give the page up, once the device has come to all marks. Where it has failed, the page stays registered."""
-        descriptor, self.descriptor = self.descriptor, -1
+        with self._lock:
+            descriptor, self.descriptor = self.descriptor, -1
         if descriptor < 0:
             return
         os.close(descriptor)

@@ -214,6 +214,13 @@ class Engine:
             self.stream.finish()
             return f"{made} {error.message}"
 
+    def mark(self) -> str:
+        """Make a mark."""
+        try:
+            return str(self._parts()[0].mark(self.stream.handle))
+        except BadRequest as error:
+            return error.message
+
     def mark_again(self, times: int) -> None:
         """Marks that the device reaches one after the other."""
         for _ in range(times):

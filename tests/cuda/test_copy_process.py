@@ -239,8 +239,9 @@ def test_page_of_marks_is_given_up_after_the_last_mark(node: Node) -> None:
     with engine_of(node, "descriptor") as engine:
         assert [engine.ask("compute_slowly"), engine.ask(f"begin_store a {BLOCKS}")] == ["done", "1"]
         assert engine.ask("leave") == "done"
+        assert engine.ask("mark") == "a mark for a copy process that is closed"
         assert engine.ask("kernels") == "[1]"
-        assert engine.ask("connect") == "done"
+        assert [engine.ask("connect"), engine.ask("mark")] == ["done", "1"]
         assert engine.ask("load a 6") == "0"
     assert broken_rules(node) == []
 
