@@ -91,10 +91,18 @@ class OffloadLayout:
 
 
 class Hold(NamedTuple):
-    """A lease, and the number of leading blocks that the host pool holds for it."""
+    """A lease.
+
+    Attributes:
+        lease: its id.
+        hit: leading blocks that the host pool holds for it.
+        filling: blocks behind these that other sessions were storing. A lease never gets them; to wait for them,
+            release it, `prefetch`, and acquire again.
+    """
 
     lease: LeaseId
     hit: int
+    filling: int = 0
 
 
 def new_instance() -> bytes:
@@ -218,7 +226,11 @@ class OffloadClient(EngineSession):
         prefill_tokens_per_s: float = 0.0,
         full: bool = False,
     ) -> PendingPrefetch:
-        """Bring a prompt's blocks from storage into the host pool, where `acquire` hits them. See `Client.prefetch`."""
+        """Bring a prompt's blocks into the host pool, where `acquire` hits them. See `Client.prefetch`.
+
+        First it waits for blocks that other sessions are storing, also where the daemon has no storage; at most as long
+        as the engine would compute them, which `prefill_tokens_per_s` tells. Then it asks storage for the rest.
+        """
         return PendingPrefetch(
             self._channel,
             0,
@@ -333,9 +345,11 @@ class OffloadClient(EngineSession):
             again = structs.replace(request, id=self._channel.next_id(), known=0)
             held = self._channel.ask(again, Held, (keys,))[0]
         prompts.note_all(keys)
-        if held.hit > blocks:
-            raise bad_reply(f"the daemon replied with a hit of {held.hit} blocks for {blocks} keys")
-        return Hold(LeaseId(held.lease), held.hit)
+        if held.hit + held.filling > blocks:
+            raise bad_reply(
+                f"the daemon replied with a hit of {held.hit} blocks, and {held.filling} behind it, for {blocks} keys"
+            )
+        return Hold(LeaseId(held.lease), held.hit, held.filling)
 
     def _load_prepared(self, request: PrepareLoad) -> PreparedLoad:
         reply, frames = self._receive_prepared(request, (), LoadPrepared)

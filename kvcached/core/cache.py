@@ -8,7 +8,7 @@ here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from kvcached.core.clearing import Clearings
 from kvcached.core.eviction.eviction_log import EvictionLog
@@ -28,18 +28,19 @@ from kvcached.core.messages import (
     WorkerDied,
 )
 from kvcached.core.namespaces import Generations, Namespaces, NamespaceSpec, PoolSpec, Trees
-from kvcached.core.offload import Offload, longest_hit
+from kvcached.core.offload import Offload
 from kvcached.core.pins import Pins
 from kvcached.core.session import OffloadSession, Sessions
 from kvcached.core.sleep import Sleeps
 from kvcached.core.slots.host_slots import HostPool, HostQuota, SlabAllocator
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.slots import DevicePool, SlotPool
-from kvcached.core.slots.states import SessionState, StorageState
+from kvcached.core.slots.states import SessionState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage import StorageSpec, StorageTier
 from kvcached.core.transfers.storage_copies import Candidates
 from kvcached.core.transfers.storage_state import Chain, Prefetch
+from kvcached.core.transfers.store_waits import longest_hit
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import WorkerTransfer
 from kvcached.core.transfers.worker_copies import WorkerCopies
@@ -211,7 +212,7 @@ class Cache:
         self.managed.settle()
         if self.sleeps.is_any_falling():
             self.sleeps.advance()
-        if self.storage.state is StorageState.READY:
+        if self.storage.is_active:
             self.storage.settle(lambda: self.trees)
 
     # --- requests that are no part's alone --------------------------------------------------------------------------
@@ -219,7 +220,7 @@ class Cache:
     def prefetch(
         self, session_id: SessionId, epoch: int, keys: bytes, tokens: int, rate: float, *, full: bool
     ) -> Prefetch:
-        """Begin to bring a prompt's blocks from storage into the host pool.
+        """Begin to bring a prompt's blocks into the host pool: from storage, and what other sessions are storing.
 
         Args:
             session_id: of the engine.
@@ -233,17 +234,18 @@ class Cache:
             Refusal: stale, or keys and tokens contradict each other.
         """
         session: ManagedSession | OffloadSession
+        own: Container[TransferId] = ()
         if session_id in self.offload.sessions:
             session = self.offload.sessions.active(session_id)
             limit = session.hit_limit(keys, tokens, full=full)
-            depth = longest_hit(session.tree, keys, limit)[1]
+            depth, own = longest_hit(session.tree, keys, limit).depth, session.transfers
         else:
             session = self.managed.session_at(session_id, epoch)
             limit = session.hit_limit(keys, tokens, full=full)
             run, depth = session.tree.match(keys, limit, session.pool.index)
             depth = session.tree.match_host(run, depth, keys, limit)[1]
         chain = Chain(session.tree, keys[: limit * KEY_SIZE], depth, session.block_size, rate)
-        return self.storage.prefetch(session_id, chain)
+        return self.storage.prefetch(session_id, chain, own)
 
     def pause(self, replica: str = "") -> None:
         """Start no copies for a replica; for "" none at all, those of engines in offload mode included.

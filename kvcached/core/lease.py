@@ -136,11 +136,13 @@ class OffloadLease(Lease):
     Attributes:
         tree, generation: of the namespace when it was acquired; the tree is a retired one after a clear.
         passed: blocks behind those that were offered and, by the write policy, not taken in. Nothing behind them is.
+        filling: blocks behind the hit that other sessions were storing when it was acquired.
     """
 
     tree: PrefixTree
     generation: int
     passed: int = 0
+    filling: int = 0
 
     @property
     def reached(self) -> int:

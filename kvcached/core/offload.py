@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvcached.core.index.host_tree import HOST, Piece
-from kvcached.core.index.run import KEY_SIZE, Run
-from kvcached.core.index.tree import PrefixTree
+from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.lease import Asked, OffloadLease
 from kvcached.core.messages import SessionEnded, SessionExpired, SlotsHandedOut, TransferKind
 from kvcached.core.namespaces import Namespaces, NamespaceSpec
@@ -22,6 +21,7 @@ from kvcached.core.slots.slots import SlotPool
 from kvcached.core.slots.states import SessionState, SlotState, TransferState
 from kvcached.core.transfers.engine_copies import EVERY_SHARD, EngineCopies, StorePlan, host_of
 from kvcached.core.transfers.prefix_locks import PrefixLocks
+from kvcached.core.transfers.store_waits import longest_hit
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import EngineTransfer
 from kvcached_client.types import LeaseId, SessionId, TransferId
@@ -162,7 +162,7 @@ class Offload:
     def match(self, session_id: SessionId, keys: bytes, tokens: int, *, full: bool) -> int:
         """How many leading blocks the host pool holds. Changes nothing."""
         session = self.sessions.active(session_id)
-        return longest_hit(session.tree, keys, session.hit_limit(keys, tokens, full=full))[1]
+        return longest_hit(session.tree, keys, session.hit_limit(keys, tokens, full=full)).depth
 
     def acquire(
         self, session_id: SessionId, request: str, keys: bytes, tokens: int, *, full: bool, priority: int = 0
@@ -179,7 +179,8 @@ class Offload:
             return held
         tree = session.tree
         limit = session.hit_limit(keys, tokens, full=full)
-        run, depth = longest_hit(tree, keys, limit)
+        found = longest_hit(tree, keys, limit)
+        run, depth = found.run, found.depth
         tree.lock(run, depth, HOST)
         if self._locks.waiting:
             self._locks.acquired(session.id, keys, limit)
@@ -196,6 +197,7 @@ class Offload:
             tree,
             session.namespace.generation,
             priority=priority,
+            filling=found.filling if self._copies.is_stored_by_another(session, found, tree, keys) else 0,
         )
         session.leases.add(lease)
         self._counters["acquires"] += 1
@@ -333,18 +335,3 @@ class Offload:
     def _check_room(self, session: OffloadSession) -> None:
         if len(session.transfers) >= TRANSFERS_PER_SESSION_MAX:
             raise Refusal(Why.TRANSFERS_FULL, transfers=len(session.transfers))
-
-
-def longest_hit(tree: PrefixTree, keys: bytes, limit: int) -> tuple[Run, int]:
-    """The longest prefix of a chain whose copies in the host pool are complete, up to `limit` blocks."""
-    run, depth = tree.match_host(tree.root, 0, keys, limit)
-    pool = host_of(tree)
-    if pool.counts[SlotState.FILLING]:
-        whole = 0
-        for first, count in pairs(tree.path_slots(run, 0, depth, HOST)):
-            whole += count
-            if not pool.holds(first, count, SlotState.CACHED):
-                states = (pool.state_of(slot) is SlotState.CACHED for slot in range(first, first + count))
-                depth = whole - count + list(states).index(False)
-                break
-    return tree.resolve(run, depth), depth

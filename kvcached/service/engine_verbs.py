@@ -293,7 +293,7 @@ class OffloadVerbs:
         lease = self._core.acquire(
             group.session, request.request, keys, request.tokens, full=request.full, priority=request.priority
         )
-        return Answer(wire.Held(id=request.id, lease=lease.id, hit=lease.hit))
+        return Answer(wire.Held(id=request.id, lease=lease.id, hit=lease.hit, filling=lease.filling))
 
     def release(self, group: EngineGroup, request: wire.Release, frames: list[bytes]) -> Answer:
         """Give a lease back."""

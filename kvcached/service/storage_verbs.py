@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -29,6 +30,9 @@ from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
 
 STOP_DEADLINE_S: Final = 5.0
+#: How long a request waits for a store of another session where its engine has not said how fast it computes. A store
+#: takes milliseconds; one that takes longer than this is of an engine that hangs.
+STORE_PATIENCE_MS: Final = 1000
 #: What people are told of storage that is ready, but has taken none of the last blocks.
 READ_ONLY: Final = "read_only"
 
@@ -171,7 +175,7 @@ class StorageVerbs:
             session, request.epoch, frames[0], request.tokens, request.prefill_tokens_per_s,
             full=request.full,
         )  # fmt: skip
-        patience_ms = self._patience_ms(request)
+        patience_ms = self._patience_ms(request, found)
         if not patience_ms or self._pending.count(Wait.PREFETCH) >= WAITING_MAX[Wait.PREFETCH]:
             return _answer(request, found)
 
@@ -187,13 +191,18 @@ class StorageVerbs:
         reply = PendingReply(Wait.PREFETCH, request, respond, ask, session, found.id)
         return self._pending.wait(reply, patience_ms)
 
-    def _patience_ms(self, request: wire.Prefetch) -> int:
-        if request.stop == "best_effort" or self.storage is None:
+    def _patience_ms(self, request: wire.Prefetch, prefetch: Prefetch) -> int:
+        """How long a request waits: for a store of another session, and for storage."""
+        if request.stop == "best_effort":
             return 0
         if request.stop == "wait_complete":
             return request.deadline_ms
-        grown_ms = request.tokens * self.storage.timeout_us_per_token // 1000
-        return min(self.storage.timeout_ms + grown_ms, request.deadline_ms)
+        patience_ms = 0
+        if prefetch.state is PrefetchState.WAITING:
+            patience_ms += _store_patience_ms(request, prefetch)
+        if self.storage is not None:
+            patience_ms += self.storage.timeout_ms + request.tokens * self.storage.timeout_us_per_token // 1000
+        return min(patience_ms, request.deadline_ms)
 
     def _control(self, _: bytes, request: wire.StorageControl, __: list[bytes], respond: Respond) -> Answer | None:
         storage = self.storage
@@ -249,6 +258,14 @@ def _report(number: int, storage: StorageService | None) -> wire.StorageReport:
         capacity_bytes=capacity_bytes,
         counters={**storage.link.counters, "forgets_due": len(storage.link.due)},
     )
+
+
+def _store_patience_ms(request: wire.Prefetch, prefetch: Prefetch) -> int:
+    """No longer than the engine computes the same blocks: so a wait in vain at most doubles the time until they are."""
+    if not request.prefill_tokens_per_s:
+        return STORE_PATIENCE_MS
+    tokens = prefetch.filling * prefetch.chain.block_tokens
+    return math.ceil(min(tokens / request.prefill_tokens_per_s * 1000, request.deadline_ms))
 
 
 def _answer(request: wire.Prefetch, prefetch: Prefetch) -> Answer:

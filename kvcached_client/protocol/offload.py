@@ -162,6 +162,7 @@ class Held(Header, frozen=True, kw_only=True, tag="held"):
 
     lease: Id
     hit: Count  #: leading blocks that the host pool holds
+    filling: Count = 0  #: blocks behind the hit that other sessions were storing; `Prefetch` waits for them
 
 
 class LoadPrepared(Header, frozen=True, kw_only=True, tag="load_prepared"):

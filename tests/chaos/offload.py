@@ -93,7 +93,7 @@ class OffloadEngine:
             stop = random.choice(["best_effort", "timeout", "timeout"])
             result = self._client.prefetch(keys, tokens, stop=stop, deadline_ms=200, full=True)  # type: ignore[arg-type]
             self._report.counts["blocks fetched"] += result.fetched
-        lease, hit = self._client.acquire(name, keys, tokens, full=True, priority=random.choice([0, 0, 0, 1, -1]))
+        lease, hit, _ = self._client.acquire(name, keys, tokens, full=True, priority=random.choice([0, 0, 0, 1, -1]))
         self._report.note(f"{name} lease={lease} hit={hit}")
         self._report.counts["offload hit blocks"] += hit
         released = False

@@ -60,7 +60,7 @@ class Script:
             case Acquire() if self.knows_nothing and request.known:
                 return error_reply(request.id, request_error(ErrorCode.UNKNOWN_PREFIX, "forgotten", "send all")), []
             case Acquire():
-                return Held(id=request.id, lease=1, hit=2), []
+                return Held(id=request.id, lease=1, hit=2, filling=3), []
             case PrepareLoad():
                 return LoadPrepared(id=request.id, transfer=7, generation=3), [RANGE.pack(4, request.blocks)]
             case PrepareStore():
@@ -150,7 +150,7 @@ def test_daemon_of_another_protocol_version_is_refused(daemon: FakeDaemon, scrip
 
 def test_answers_say_which_blocks_lie_where(client: OffloadClient) -> None:
     """Slots come as one number for each block, pieces as depth and number of blocks."""
-    assert client.acquire("r", bytes(32), 33) == (1, 2)
+    assert client.acquire("r", bytes(80), 81) == (1, 2, 3)
     load, store = prepare_load(client), prepare_store(client)
     assert (load.transfer, load.generation, load.slots.tolist()) == (7, 3, [4, 5])
     assert (store.transfer, store.depth, store.pieces, store.slots.tolist()) == (8, 2, ((0, 2),), [6, 7])
@@ -237,12 +237,12 @@ def test_end_of_the_session_is_told_at_once(daemon: FakeDaemon, script: Script) 
 
 def test_requests_may_be_sent_before_the_first_answer_is_fetched(client: OffloadClient, daemon: FakeDaemon) -> None:
     """Several requests are out at once, and each gets its own answer, in whatever order they are fetched."""
-    acquire = client.begin_acquire("r", bytes(32), 33)
+    acquire = client.begin_acquire("r", bytes(80), 81)
     store = client.begin_prepare_store(LeaseId(1), 0, bytes(32))
     load = client.begin_prepare_load(LeaseId(1), 0, 2)
     assert load.result().slots.tolist() == [4, 5]
     assert store.result().depth == 2
-    assert acquire.result() == (1, 2)
+    assert acquire.result() == (1, 2, 3)
     kinds = [
         type(request) for request, _ in daemon.requests if isinstance(request, Acquire | PrepareLoad | PrepareStore)
     ]
@@ -255,9 +255,9 @@ def test_next_turn_sends_the_keys_behind_the_last_prompt(
     """A prompt that begins with an acquired one sends the keys behind that; all if the daemon has forgotten it."""
     keys = b"".join(number.to_bytes(KEY_SIZE_BYTES, "big") for number in range(1, 101))
     client.acquire("turn 1", keys[: 80 * KEY_SIZE_BYTES], 80 * 16)
-    assert client.acquire("turn 2", keys, 100 * 16) == (1, 2)
+    assert client.acquire("turn 2", keys, 100 * 16) == (1, 2, 3)
     script.knows_nothing = True
-    assert client.acquire("turn 2", keys, 100 * 16) == (1, 2)
+    assert client.acquire("turn 2", keys, 100 * 16) == (1, 2, 3)
     acquires = [(request.known, frames[0]) for request, frames in daemon.requests if isinstance(request, Acquire)]
     first, behind, last = keys[: 80 * KEY_SIZE_BYTES], keys[79 * KEY_SIZE_BYTES :], keys[-KEY_SIZE_BYTES:]
     assert acquires == [(0, first), (80, behind), (100, last), (0, keys)]
@@ -266,7 +266,7 @@ def test_next_turn_sends_the_keys_behind_the_last_prompt(
 def test_release_may_be_posted(client: OffloadClient, daemon: FakeDaemon) -> None:
     """A posted release asks for no answer, and later requests go on."""
     client.post_release(LeaseId(1))
-    assert client.acquire("r", bytes(32), 33) == (1, 2)
+    assert client.acquire("r", bytes(80), 81) == (1, 2, 3)
     (release,) = daemon.of(Release)
     assert isinstance(release, Release)
     assert (release.lease, release.reply) == (1, False)

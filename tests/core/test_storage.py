@@ -19,15 +19,17 @@ from kvcached.core.messages import (
 )
 from kvcached.core.slots.ranges import slot_count
 from kvcached.core.slots.states import PrefetchState, SlotState
+from kvcached.core.transfers.engine_copies import StorePlan
 from kvcached.core.transfers.prefetch import FETCH_BLOCKS_MAX, FETCHES_PER_CHAIN, PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
 from kvcached.core.transfers.storage_state import PrefetchEnd
 from kvcached_client.types import MissReason
-from tests.core.engine import EPOCH, TTL_MS, Engine, healthy
+from tests.core.engine import EPOCH, TTL_MS, Engine, healthy, keys_of
 from tests.core.host_tier import make_tiers
 from tests.core.offload_engine import OffloadEngine
 from tests.core.storage_world import StorageWorld
+from tests.core.tier_world import slots_of
 
 LONG = "abcdefghijklmnopqrstuvwxyz"
 
@@ -50,23 +52,28 @@ def new_world() -> Iterator[Callable[..., StorageWorld]]:
         world.check()
 
 
-def store(world: StorageWorld, engine: OffloadEngine, text: str) -> None:
-    """Compute a prompt, whose blocks are in the host pool then."""
+def storing(engine: OffloadEngine, text: str) -> StorePlan:
+    """An engine has computed a prompt, and is storing what the host pool lacks of it."""
     lease = engine.acquire(text)
     plan = engine.prepare(lease, text)
+    engine.release(lease)
+    return plan
+
+
+def stored(world: StorageWorld, engine: OffloadEngine, plan: StorePlan, text: str) -> None:
+    """Its shards have carried out a store."""
+    keys = b"".join(keys_of(text)[16 * piece.start : 16 * piece.end] for piece in plan.pieces)
+    tree = next(copy.tree for copy in engine.core.transfers if copy.id == plan.transfer)
+    world.wrote(tree, plan.generation, keys, slots_of(plan.slots))
+    engine.commit(plan.transfer)
+
+
+def store(world: StorageWorld, engine: OffloadEngine, text: str) -> None:
+    """Compute a prompt, whose blocks are in the host pool then."""
+    plan = storing(engine, text)
     if plan.transfer:
         world.take()
-        tree, keys = engine.core.namespaces.by_root[engine.spec.root].tree, b""
-        for piece in plan.pieces:
-            keys += tree.path_keys(lease.run, piece.start, piece.end)
-        slots = [
-            slot
-            for first, count in zip(plan.slots[::2], plan.slots[1::2], strict=True)
-            for slot in range(first, first + count)
-        ]
-        world.wrote(tree, plan.generation, keys, slots)
-        engine.commit(plan.transfer)
-    engine.release(lease)
+        stored(world, engine, plan, text)
 
 
 def forget(engine: OffloadEngine) -> None:
@@ -249,14 +256,14 @@ def test_two_requests_share_a_prefetch(new_world: Callable[..., StorageWorld]) -
 
 
 def test_blocks_that_are_being_stored_are_no_hit_of_a_prefetch(new_world: Callable[..., StorageWorld]) -> None:
-    """A prefetch begins where the hit ends, not behind what others store: should they fail, storage was asked."""
+    """A prefetch begins where the hit ends, not behind what others store: should they fail, storage is asked."""
     world = new_world(backup=BackupPolicy.NEVER)
     writer, reader = OffloadEngine(world.cache), OffloadEngine(world.cache)
     store(world, writer, "ab")
     plan = writer.prepare(writer.acquire("abcdef"), "abcdef")
     asked = world.prefetch(reader.session, "abcdef")
-    effects = world.take()
     writer.commit(plan.transfer, "failed")
+    effects = world.take()
     world.answer_all()
 
     assert [len(each.keys) // 16 for each in effects if isinstance(each, QueryStorage)] == [4]

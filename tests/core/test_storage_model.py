@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from kvcached.core.cache import Cache
 from kvcached.core.clearing import Clearings
-from kvcached.core.messages import StorageReady, StorageSuspended, Ticked
+from kvcached.core.messages import MembersDied, StorageReady, StorageSuspended, Ticked
 from kvcached.core.refusals import Refusal
 from kvcached.core.slots.states import StorageState
+from kvcached.core.transfers.engine_copies import StorePlan
 from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
@@ -22,7 +23,7 @@ from tests.core.history import Choose, History, Operation, play, play_drawn
 from tests.core.host_tier import make_tiers
 from tests.core.offload_engine import OffloadEngine, space
 from tests.core.storage_world import StorageWorld
-from tests.core.test_storage import store
+from tests.core.test_storage import store, stored, storing
 
 T = TypeVar("T")
 STEPS = 250
@@ -39,11 +40,15 @@ class StorageHistory(History):
         self.world = StorageWorld(self.cache)
         self.now_ms = 0
         self.engines = [Engine(self.cache, "a"), Engine(self.cache, "b")]
-        self.offload = [OffloadEngine(self.cache, space("m")), OffloadEngine(self.cache, space("n", per_slab=3))]
+        specs = [space("m"), space("m"), space("n", per_slab=3)]
+        self.offload = [OffloadEngine(self.cache, spec) for spec in specs]
+        self.stores: list[tuple[OffloadEngine, StorePlan, str]] = []
         self.clears = 0
         self.weighted = [
             (self.compute, 6),
             (self.compute_offload, 6),
+            (self.begin_store, 6),
+            (self.end_store, 6),
             (self.prefetch, 5),
             (self.answer, 12),
             (self.time, 4),
@@ -67,6 +72,8 @@ class StorageHistory(History):
     def end(self) -> None:
         """Storage answers everything, and nothing is under way."""
         self.cache.resume()
+        while self.stores:
+            self.end_store()
         self.world.answer_all()
         assert self.cache.storage.copies == []
         assert not self.cache.storage.prefetches.under_way
@@ -90,6 +97,27 @@ class StorageHistory(History):
 
     def compute_offload(self) -> None:
         store(self.world, self.one(self.offload), self.text())
+
+    def begin_store(self) -> None:
+        """A store of an engine takes a while."""
+        engine, text = self.one(self.offload), self.text()
+        plan = storing(engine, text)
+        if plan.transfer:
+            self.stores.append((engine, plan, text))
+
+    def end_store(self) -> None:
+        """It ends, well or not, or its engine dies with all of its stores."""
+        if not self.stores:
+            return
+        engine, plan, text = self.stores.pop(self.choose(len(self.stores)))
+        if (ending := self.choose(10)) > 2:
+            stored(self.world, engine, plan, text)
+        elif ending:
+            engine.commit(plan.transfer, "no memory")
+        else:
+            self.cache.handle(MembersDied(engine.session))
+            self.stores = [each for each in self.stores if each[0] is not engine]
+            self.offload[self.offload.index(engine)] = OffloadEngine(self.cache, engine.spec)
 
     def prefetch(self) -> None:
         if self.choose(2):
@@ -165,6 +193,7 @@ def test_storage_never_brings_another_block_over_long_histories() -> None:
     assert {name for name, count in seen.items() if count} >= {
         "prefetched_blocks", "backed_up_blocks", "backup_failed_blocks", "prefetch_failed_blocks", "prefetches_cleared",
         "prefetches_failed", "prefetches_stopped", "prefetches_unavailable", "prefetches_below_threshold",
+        "prefetches_stored", "store_waits",
     }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.blocks.transfers import BlockJob, JobSpan
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, Driver
-from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
+from kvcached_client.offload import Hold, OffloadClient, OffloadLayout, new_instance
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.types import TransferId
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
@@ -94,7 +94,7 @@ class Worker:
 
     def store(self, name: str, blocks: int) -> str:
         """A step computes blocks, the next one orders their store; whether that went well."""
-        lease, hit = self._acquire(name, blocks)
+        lease, hit, _ = self._acquire(name, blocks)
         plan = self.client.prepare_store(lease, hit, keys_of(name, blocks)[16 * hit :])
         self.client.release(lease)
         wanted = range(plan.pieces[0].start, plan.pieces[0].start + plan.pieces[0].blocks)
@@ -109,7 +109,7 @@ class Worker:
 
     def load(self, name: str, blocks: int) -> str:
         """Blocks of a request that was preempted, whose step still writes them, are loaded into: what is there then."""
-        lease, hit = self._acquire(name, blocks)
+        lease, hit, _ = self._acquire(name, blocks)
         if not hit:
             return "no hit"
         plan = self.client.prepare_load(lease, 0, hit)
@@ -148,7 +148,7 @@ class Worker:
         with self._changed:
             assert self._changed.wait_for(what, 20)
 
-    def _acquire(self, name: str, blocks: int) -> tuple[Any, int]:
+    def _acquire(self, name: str, blocks: int) -> Hold:
         return self.client.acquire(os.urandom(8).hex(), keys_of(name, blocks), blocks * TOKENS, full=True)
 
     def _job(self, plan: Any, name: str, blocks: range) -> BlockJob:

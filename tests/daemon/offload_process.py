@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedStore
+from kvcached_client.offload import Hold, OffloadClient, OffloadLayout, PreparedStore
 from kvcached_client.offload_shard import BlockJob, JobSpan, OffloadShard
 from kvcached_client.transport.attach import SessionGrant
-from kvcached_client.types import LeaseId, TransferId
+from kvcached_client.types import TransferId
 from tests.client.offload_rig import HostTensor
 from tests.line_process import outcome, say
 
@@ -99,14 +99,14 @@ class Scheduler:
     def hit(self, name: str, blocks: int) -> int:
         return self.client.match(keys_of(name, blocks), blocks * BLOCK_SIZE, full=True)
 
-    def acquire(self, name: str, blocks: int) -> tuple[LeaseId, int]:
+    def acquire(self, name: str, blocks: int) -> Hold:
         self._requests += 1
         request = f"request {self._requests}"
         return self.client.acquire(request, keys_of(name, blocks), blocks * BLOCK_SIZE, full=True)
 
     def prepare_store(self, name: str, blocks: int) -> tuple[PreparedStore, Order]:
         """A store of what a prompt lacks, which is one piece here."""
-        lease, hit = self.acquire(name, blocks)
+        lease, hit, _ = self.acquire(name, blocks)
         plan = self.client.prepare_store(lease, hit, keys_of(name, blocks)[16 * hit :])
         self.client.release(lease)
         start = plan.pieces[0].start if plan.pieces else hit
@@ -114,7 +114,7 @@ class Scheduler:
 
     def prepare_load(self, name: str, blocks: int) -> Order:
         """A load of all that is hit of a prompt."""
-        lease, hit = self.acquire(name, blocks)
+        lease, hit, _ = self.acquire(name, blocks)
         plan = self.client.prepare_load(lease, 0, hit)
         self.client.release(lease)
         return Order(plan.transfer, plan.generation, name, 0, plan.slots.tolist())

@@ -345,7 +345,7 @@ def test_engine_settles_what_a_daemon_granted_too_late(daemon: RunningDaemon) ->
     """What a daemon that was stopped grants when it goes on, to calls that have failed, is given back by settling."""
     with engine_on(daemon, deadline_ms=500) as engine:
         client = engine.scheduler.client
-        lease, _ = engine.scheduler.acquire("a", 4)
+        lease, *_ = engine.scheduler.acquire("a", 4)
         daemon.process.send_signal(signal.SIGSTOP)
         with pytest.raises(DeadlineExceeded):
             client.prepare_store(lease, 0, keys_of("a", 4))

@@ -6,9 +6,10 @@ import pytest
 
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.namespaces import Namespace, Namespaces
-from kvcached.core.offload import Offload, longest_hit
+from kvcached.core.offload import Offload
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.engine_copies import EngineCopies
+from kvcached.core.transfers.store_waits import longest_hit
 from kvcached.core.transfers.table import TransferTable
 from kvcached.service.engine_verbs import OffloadVerbs
 from kvcached.service.offload_admission import OffloadAdmission

@@ -12,12 +12,12 @@ from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import TransferKind
-from kvcached.core.offload import longest_hit
 from kvcached.core.slots.ranges import pairs
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.engine_copies import host_of
 from kvcached.core.transfers.loads import LOAD_BLOCKS_MAX
+from kvcached.core.transfers.store_waits import longest_hit
 from kvcached_client.types import PROGRESS_SLOTS, MissReason
 
 
@@ -59,7 +59,7 @@ def explain(cache: Cache, tree: PrefixTree, pool: DevicePool | None, keys: bytes
 def _held(tree: PrefixTree, pool: DevicePool | None, keys: bytes, limit: int) -> tuple[int, int]:
     """How far the device pool has a prompt, and how far that and the host pool have it."""
     if pool is None:
-        return 0, longest_hit(tree, keys, limit)[1]
+        return 0, longest_hit(tree, keys, limit).depth
     run, depth = tree.match(keys, limit, pool.index)
     return depth, depth if tree.host is None else tree.match_host(run, depth, keys, limit)[1]
 

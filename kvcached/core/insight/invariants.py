@@ -23,8 +23,9 @@ from kvcached.core.pins import Held
 from kvcached.core.session import OffloadSession
 from kvcached.core.slots.ranges import Ranges, has_holes, no_ranges, pairs, slot_count, without_holes
 from kvcached.core.slots.slots import DevicePool, SlotPool
-from kvcached.core.slots.states import NO_MEMORY, SessionState, SlotState, TransferState
+from kvcached.core.slots.states import NO_MEMORY, PrefetchState, SessionState, SlotState, TransferState
 from kvcached.core.transfers.prefix_locks import PrefixLock
+from kvcached.core.transfers.store_waits import NO_STORE
 from kvcached.core.transfers.transfer import EngineTransfer, ShardTransfer, Transfer, WorkerTransfer
 from kvcached_client.types import FenceSequence
 
@@ -56,6 +57,7 @@ def _violations(cache: Cache) -> Iterator[str]:
     yield from check_counts(cache)
     yield from _slabs(cache)
     yield from _namespaces(cache)
+    yield from _store_waits(cache)
     for tree in cache.trees:
         runs = list(tree.runs())
         yield from _tree_shape(tree, runs)
@@ -113,6 +115,19 @@ def _namespaces(cache: Cache) -> Iterator[str]:
     for root, namespace in cache.offload.namespaces.by_root.items():
         if namespace.sessions != actual[root]:
             yield f"namespace {root[:4].hex()} counts {namespace.sessions} sessions, there are {actual[root]}"
+
+
+def _store_waits(cache: Cache) -> Iterator[str]:
+    """(7) A prefetch waits for a store before it asks storage, holds nothing, and is not forgotten."""
+    prefetches = cache.storage.prefetches
+    for number, prefetch in prefetches.under_way.items():
+        is_waiting = prefetch.state is PrefetchState.WAITING
+        if is_waiting != (number in prefetches.waiting) or is_waiting != (prefetch.store is not NO_STORE):
+            yield f"prefetch {number} is {prefetch.state}, and waits for store {prefetch.store}"
+        if is_waiting and (prefetch.copies or prefetch.arrived):
+            yield f"prefetch {number} waits for a store, and has slots"
+    for number in prefetches.waiting.keys() - prefetches.under_way.keys():
+        yield f"prefetch {number} waits for a store, and is over"
 
 
 def _tree_shape(tree: PrefixTree, runs: list[Run]) -> Iterator[str]:

@@ -166,6 +166,7 @@ STORAGE_TRANSITIONS: frozenset[tuple[StorageState, StorageState]] = frozenset(
 class PrefetchState(StrEnum):
     """Where a prefetch is."""
 
+    WAITING = "waiting"  #: storage was not asked yet; somebody's store may bring its next block
     ASKING = "asking"  #: storage looks up which blocks it has
     FETCHING = "fetching"  #: copies are under way
     OVER = "over"  #: nothing is under way, and nothing will be
@@ -173,6 +174,8 @@ class PrefetchState(StrEnum):
 
 PREFETCH_TRANSITIONS: frozenset[tuple[PrefetchState, PrefetchState]] = frozenset(
     {
+        (PrefetchState.WAITING, PrefetchState.ASKING),  # no store brings its next block
+        (PrefetchState.WAITING, PrefetchState.OVER),  # everything is there, nobody waits, or there is no storage
         (PrefetchState.ASKING, PrefetchState.FETCHING),  # enough of it is there
         (PrefetchState.ASKING, PrefetchState.OVER),  # too little is, or it is not worth it, or storage was lost
         (PrefetchState.FETCHING, PrefetchState.ASKING),  # all that was asked for has come: what comes behind it?

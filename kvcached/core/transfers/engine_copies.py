@@ -16,6 +16,7 @@ from kvcached.core.session import OffloadSession
 from kvcached.core.slots.ranges import Ranges, no_ranges, slot_count
 from kvcached.core.slots.slots import SlotPool
 from kvcached.core.slots.states import SlotState, TransferState
+from kvcached.core.transfers.store_waits import NO_STORE, Hit, store_behind
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import EngineTransfer
 from kvcached_client.types import MissReason, ShardIndex, TransferId, WritePolicy
@@ -103,6 +104,10 @@ class EngineCopies:
     def all(self) -> list[EngineTransfer]:
         """Those of all sessions."""
         return list(self._table.engine.values())
+
+    def is_stored_by_another(self, session: OffloadSession, hit: Hit, tree: PrefixTree, keys: bytes) -> bool:
+        """Whether a store of another session writes the first block behind a hit."""
+        return store_behind(hit, tree, keys, self._table.engine.values(), session.transfers) is not NO_STORE
 
     def wanted(self, lease: OffloadLease, keys: bytes) -> int:
         """How many leading blocks of an offer the write policy has copied.

@@ -1,15 +1,15 @@
-"""Blocks of a chain from storage into the host pool: asked for, reserved as far as there are hits, fetched in pieces.
+"""Blocks of a chain into the host pool: first those that others are storing, then those that storage has.
 
-A prefetch asks storage which of the next blocks it has, reserves slots for those and no others, and fetches them in
+A prefetch waits for stores of other sessions under way, as long as one of them writes its next block. Then it asks
+storage which of the next blocks it has, reserves slots for those and no others, and fetches them in
 batches, several at a time. What has come enters the index in the order of the chain. What the index has of the chain is
 locked meanwhile, and until whoever asked has acquired it. Whoever waits may stop waiting at any time: copies that were
-begun end by themselves, and what they bring is kept. Whether a fetch is quicker than computing is learned from earlier
-fetches.
+begun end by themselves, and what they bring is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from kvcached.core.index.host_tree import HOST, Piece
@@ -18,65 +18,14 @@ from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import PrefetchOver, QueryStorage, StartFetch, TransferKind, span_of
 from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, section, slot_count
 from kvcached.core.slots.states import PrefetchState, SlotState, TransferState
+from kvcached.core.transfers.fetch_estimate import FetchEstimate
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage_copies import mark_backed
 from kvcached.core.transfers.storage_state import Chain, Prefetch, PrefetchEnd
+from kvcached.core.transfers.store_waits import NO_STORE, longest_hit, store_behind
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import StorageTransfer
 from kvcached_client.types import TransferId
-
-#: What an observation weighs beside the next one.
-_DECAY = 0.9
-#: Refusals in a row after which one fetch is made anyway, lest an estimate of bad times stays for ever.
-_REFUSALS_MAX = 32
-
-
-class FetchEstimate:
-    """Duration = latency + blocks x time per block: a least-squares line in which old fetches fade."""
-
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-        self._refusals = 0
-
-    def observe(self, blocks: int, took_us: int) -> None:
-        """So many blocks came together, and took so long."""
-        if blocks <= 0 or took_us < 0:
-            return
-        for name, value in (
-            ("_weight", 1),
-            ("_x", blocks),
-            ("_y", took_us),
-            ("_xx", blocks**2),
-            ("_xy", blocks * took_us),
-        ):
-            setattr(self, name, getattr(self, name) * _DECAY + value)
-
-    def predict_us(self, blocks: int) -> float | None:
-        """How long so many blocks will take; None where none has been fetched yet."""
-        if not self._weight:
-            return None
-        spread = self._weight * self._xx - self._x**2
-        per_block = (self._weight * self._xy - self._x * self._y) / spread if spread > 1e-6 * self._xx else -1.0
-        latency = (self._y - per_block * self._x) / self._weight
-        if per_block < 0 or latency < 0:  # sizes too alike, or too noisy: a line through the origin
-            per_block, latency = self._y / self._x, 0.0
-        return latency + per_block * blocks
-
-    def is_worth_it(self, blocks: int, tokens: int, prefill_tokens_per_s: float) -> bool:
-        """Whether a fetch of blocks is predicted to end before their tokens would be computed.
-
-        True where the engine has not said how fast it computes, where nothing is known, and once in a while.
-        """
-        predicted_us = self.predict_us(blocks)
-        if not prefill_tokens_per_s or predicted_us is None or predicted_us <= tokens / prefill_tokens_per_s * 1e6:
-            self._refusals = 0
-            return True
-        self._refusals += 1
-        if self._refusals > _REFUSALS_MAX:
-            self._refusals = 0
-            return True
-        return False
-
 
 #: Chains under way, of all engines.
 PREFETCHES_MAX = 256
@@ -113,6 +62,7 @@ class Prefetches:
 
     Attributes:
         under_way: by id.
+        waiting: those of them that wait for a store.
         copies: prefetches by the copies of them that are under way.
         estimate: how long fetches take.
     """
@@ -125,6 +75,7 @@ class Prefetches:
         locks: PrefixLocks,
     ) -> None:
         self.under_way: dict[int, Prefetch] = {}
+        self.waiting: dict[int, Prefetch] = {}
         self.copies: dict[TransferId, Prefetch] = {}
         self.estimate = FetchEstimate()
         self._limits = limits
@@ -138,16 +89,20 @@ class Prefetches:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def find(self, chain: Chain) -> Prefetch | None:
-        """One that fetches the same blocks already."""
+    def find(self, chain: Chain, own: Container[TransferId]) -> Prefetch | None:
+        """One that brings the same blocks already, and does not wait for one of the stores `own`."""
         for each in self.under_way.values():
-            if not each.stopping and each.chain.tree is chain.tree and each.chain.keys == chain.keys:
+            is_same = each.chain.tree is chain.tree and each.chain.keys == chain.keys
+            if is_same and not each.stopping and not (each.id in self.waiting and each.store in own):
                 return each
         return None
 
-    def begin(self, prefetch: Prefetch) -> None:
-        """Ask storage, or say at once why not."""
-        if prefetch.chain.limit - prefetch.next < max(self._limits.threshold_blocks, 1):
+    def begin(self, prefetch: Prefetch, *, may_ask: bool) -> None:
+        """Wait for a store, or ask storage if that may be asked; or say at once why neither."""
+        is_stored = self._look(prefetch)
+        if not is_stored and not may_ask:
+            prefetch.over(PrefetchEnd.UNAVAILABLE)
+        elif not is_stored and self._is_too_little(prefetch):
             self._refuse(prefetch, PrefetchEnd.NOTHING)
         elif len(self.under_way) >= PREFETCHES_MAX:
             self._refuse(prefetch, PrefetchEnd.RATE_LIMITED)
@@ -155,12 +110,35 @@ class Prefetches:
             self.under_way[prefetch.id] = prefetch
             chain = prefetch.chain
             self._locks.begin(prefetch.id, chain.tree, chain.keys, chain.known(chain.limit))
-            self._ask(prefetch)
+            if is_stored:
+                self.waiting[prefetch.id] = prefetch
+                self._counters["store_waits"] += 1
+            else:
+                self._ask(prefetch)
 
     def stop(self, prefetch: Prefetch) -> None:
-        """Begin no more copies for it."""
+        """Begin no more copies for it, and wait for no store."""
         prefetch.stop()
-        self._go_on(prefetch, PrefetchEnd.STOPPED)
+        if prefetch.id in self.waiting:
+            self._over(prefetch, PrefetchEnd.STOPPED)
+        else:
+            self._go_on(prefetch, PrefetchEnd.STOPPED)
+
+    def halt(self) -> None:
+        """Storage cannot be used: begin no more copies. Those that wait for stores go on."""
+        for prefetch in self._asking():
+            self.stop(prefetch)
+
+    def look_again(self, *, may_ask: bool) -> None:
+        """Go on with those whose store has ended, and end those whose namespace was cleared.
+
+        Call it after whatever may have ended a store or cleared a namespace.
+        """
+        for prefetch in list(self.waiting.values()):
+            if not self._is_current(prefetch):
+                self._over(prefetch, PrefetchEnd.CLEARED)
+            elif prefetch.store not in self._table.engine:
+                self._go_behind_store(prefetch, may_ask=may_ask)
 
     def tick(self, now_ms: int) -> None:
         """Time has passed."""
@@ -210,12 +188,47 @@ class Prefetches:
             prefetch = self.copies.pop(transfer)
             copy = self._close(prefetch, transfer, 0)
             _free(copy.tree, copy.host, "storage was lost")
-        for prefetch in list(self.under_way.values()):
+        for prefetch in self._asking():
             self._over(prefetch, PrefetchEnd.UNAVAILABLE)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
+    def _asking(self) -> list[Prefetch]:
+        """Those that wait for no store."""
+        return [prefetch for number, prefetch in self.under_way.items() if number not in self.waiting]
+
+    def _is_too_little(self, prefetch: Prefetch) -> bool:
+        return prefetch.chain.limit - prefetch.next < max(self._limits.threshold_blocks, 1)
+
+    def _look(self, prefetch: Prefetch) -> bool:
+        """How much of the chain of an engine in offload mode is there; whether a store of another brings what follows.
+
+        A hit in a device pool needs no wait: loads begin behind the stores that they need.
+        """
+        chain = prefetch.chain
+        if chain.tree.pools:
+            return False
+        hit = longest_hit(chain.tree, chain.keys, chain.limit)
+        store = store_behind(hit, chain.tree, chain.keys, self._table.engine.values(), prefetch.own)
+        prefetch.reach(hit.depth)
+        prefetch.wait_for(store, hit.filling)
+        return store is not NO_STORE
+
+    def _go_behind_store(self, prefetch: Prefetch, *, may_ask: bool) -> None:
+        """The store that a prefetch waited for is over, well or not."""
+        before, chain = prefetch.next, prefetch.chain
+        is_stored = self._look(prefetch)
+        self._locks.extend(prefetch.id, chain.known(chain.limit))
+        if is_stored:
+            return
+        del self.waiting[prefetch.id]
+        if may_ask and not self._table.paused and not self._is_too_little(prefetch):
+            self._ask(prefetch)
+        else:
+            self._over(prefetch, PrefetchEnd.STORED if prefetch.next > before else PrefetchEnd.FAILED)
+
     def _ask(self, prefetch: Prefetch) -> None:
+        prefetch.enter(PrefetchState.ASKING)
         keys = prefetch.ask(QUERY_BLOCKS_MAX)
         self._effects.append(QueryStorage(prefetch.id, prefetch.namespace, prefetch.generation, keys))
 
@@ -273,7 +286,6 @@ class Prefetches:
         elif prefetch.inserted < prefetch.next:
             self._over(prefetch, PrefetchEnd.FAILED)
         elif prefetch.asked == QUERY_BLOCKS_MAX and prefetch.next < prefetch.chain.limit:
-            prefetch.enter(PrefetchState.ASKING)
             self._ask(prefetch)
         else:
             self._over(prefetch, end)
@@ -323,6 +335,7 @@ class Prefetches:
             _free(prefetch.chain.tree, arrival.slots, f"end of prefetch {prefetch.id}")
         prefetch.arrived.clear()
         del self.under_way[prefetch.id]
+        self.waiting.pop(prefetch.id, None)
         self._locks.hand_over(prefetch.id)
         self._refuse(prefetch, end)
 

@@ -5,7 +5,7 @@ Nothing here waits, and nothing else in the core depends on it: without storage 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from kvcached.core.index.tree import PrefixTree
@@ -25,7 +25,7 @@ from kvcached.core.transfers.storage_copies import BackupPolicy, Backups, Candid
 from kvcached.core.transfers.storage_state import Chain, Prefetch, PrefetchEnd
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import StorageTransfer
-from kvcached_client.types import SessionId
+from kvcached_client.types import SessionId, TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,11 @@ class StorageTier:
         self.state = follow(STORAGE_TRANSITIONS, self.state, state, "storage")
 
     @property
+    def is_active(self) -> bool:
+        """Whether there may be something to settle."""
+        return self.state is StorageState.READY or bool(self.prefetches.waiting)
+
+    @property
     def copies(self) -> list[StorageTransfer]:
         """Those under way."""
         return [*self._table.backups.values(), *self._table.fetches.values()]
@@ -99,23 +104,28 @@ class StorageTier:
             each.chain.tree is tree and bool(each.arrived) for each in prefetches
         )
 
-    def prefetch(self, session: SessionId, chain: Chain) -> Prefetch:
-        """Begin to fetch blocks of a chain, or join whoever fetches up to there already.
+    def prefetch(self, session: SessionId, chain: Chain, own: Container[TransferId] = ()) -> Prefetch:
+        """Begin to bring blocks of a chain, or join whoever brings the same already.
 
         What there is of the chain by the end is locked until the session has acquired it.
+
+        Args:
+            session: who asks.
+            chain: the blocks.
+            own: stores of the session; those of other sessions are waited for.
         """
-        known = self.prefetches.find(chain)
+        known = self.prefetches.find(chain, own)
         if known is not None:
             self.locks.join(known.id, session)
             return known
         self._last_prefetch += 1
         generation = self._generation(chain.tree)
-        prefetch = Prefetch(self._last_prefetch, chain, chain.tree.namespace, generation or 0)
-        if self.state is StorageState.READY and not self._table.paused and generation is not None:
-            self.prefetches.begin(prefetch)
-            self.locks.join(prefetch.id, session)
-        else:
+        prefetch = Prefetch(self._last_prefetch, chain, chain.tree.namespace, generation or 0, own=own)
+        if self._table.paused or generation is None:
             prefetch.over(PrefetchEnd.UNAVAILABLE)
+        else:
+            self.prefetches.begin(prefetch, may_ask=self.state is StorageState.READY)
+            self.locks.join(prefetch.id, session)
         return prefetch
 
     def handle(self, event: StorageEvent) -> None:
@@ -148,8 +158,11 @@ class StorageTier:
         self.locks.tick(now_ms)
 
     def settle(self, trees: Callable[[], Iterable[PrefixTree]]) -> None:
-        """Start what may be started, where storage can be used. `trees` tells what there is, where that is asked."""
-        if not self._table.paused and self._spec.backup is not BackupPolicy.NEVER:
+        """Start what may be started. `trees` tells what there is, where that is asked."""
+        is_ready = self.state is StorageState.READY
+        if self.prefetches.waiting:
+            self.prefetches.look_again(may_ask=is_ready)
+        if is_ready and not self._table.paused and self._spec.backup is not BackupPolicy.NEVER:
             self.backups.start(trees, self._spec.watermark_percent)
 
     def _go(self, state: StorageState) -> None:
@@ -161,5 +174,4 @@ class StorageTier:
         self._go(state)
         self.backups.candidates.admit(BackupPolicy.NEVER)
         self.backups.candidates.skip_all()
-        for prefetch in list(self.prefetches.under_way.values()):
-            self.prefetches.stop(prefetch)
+        self.prefetches.halt()

@@ -6,6 +6,7 @@ when it is there and proven, so no request ever waits for storage unless it aske
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.states import PREFETCH_TRANSITIONS, PrefetchState, follow
+from kvcached.core.transfers.store_waits import NO_STORE
 from kvcached.core.transfers.transfer import StorageTransfer
 from kvcached_client.types import TransferId
 
@@ -22,13 +24,14 @@ class PrefetchEnd(StrEnum):
     """Why a prefetch is over."""
 
     FETCHED = "fetched"  #: all that storage had has come
+    STORED = "stored"  #: a store of somebody else that it waited for has ended, and storage was not asked for more
     NOTHING = "nothing"  #: the host pool has everything, or storage nothing
     BELOW_THRESHOLD = "below_threshold"  #: fewer blocks than are worth a fetch
     RECOMPUTE = "recompute"  #: the engine is predicted to compute them sooner
     RATE_LIMITED = "rate_limited"  #: other prefetches have used up the bytes of this second
     NO_ROOM = "no_room"  #: the host pool had no slots for the rest
     STOPPED = "stopped"  #: whoever asked for it did not wait for the rest
-    FAILED = "failed"  #: a block was not there after all, or was not what had been stored
+    FAILED = "failed"  #: a block was not there after all, was not what had been stored, or its store has failed
     CLEARED = "cleared"  #: the namespace was cleared meanwhile
     UNAVAILABLE = "unavailable"  #: there is no storage, or none that works
 
@@ -90,6 +93,9 @@ class Prefetch:
         asked: how many blocks the present question is about.
         began_us, began_at: when the present fetch began, and with which block.
         stopping: no more copies are begun.
+        own: stores of the session that asked, for which it does not wait.
+        store: the store that it waits for.
+        filling: blocks behind the hit that stores are writing.
     """
 
     id: int
@@ -99,7 +105,7 @@ class Prefetch:
     inserted: int = field(init=False)
     next: int = field(init=False)
     found: int = field(init=False)
-    state: PrefetchState = field(default=PrefetchState.ASKING, kw_only=True)
+    state: PrefetchState = field(default=PrefetchState.WAITING, kw_only=True)
     end: PrefetchEnd = PrefetchEnd.FETCHED
     copies: dict[TransferId, StorageTransfer] = field(default_factory=dict)
     arrived: dict[int, Arrival] = field(default_factory=dict)
@@ -108,6 +114,9 @@ class Prefetch:
     began_us: int = 0
     began_at: int = 0
     stopping: bool = False
+    own: Container[TransferId] = field(default=(), kw_only=True)
+    store: TransferId = field(default=NO_STORE, init=False)
+    filling: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.inserted = self.next = self.found = self.chain.start
@@ -115,6 +124,14 @@ class Prefetch:
     def enter(self, state: PrefetchState) -> None:
         """Go along an edge of `PREFETCH_TRANSITIONS`."""
         self.state = follow(PREFETCH_TRANSITIONS, self.state, state, f"prefetch {self.id}")
+
+    def wait_for(self, store: TransferId, filling: int) -> None:
+        """Its next block comes with a store; stores are writing so many blocks."""
+        self.store, self.filling = store, filling
+
+    def reach(self, depth: int) -> None:
+        """So much of the chain is there, before storage is asked for the rest."""
+        self.inserted = self.next = self.found = depth
 
     def ask(self, blocks: int) -> bytes:
         """The keys of its next blocks, at most so many, which storage is asked about."""
