@@ -83,6 +83,7 @@ class Checks:
         self._daemon.pins.look()
         self._daemon.policies.look()
         self._daemon.prefetches.look()
+        self._daemon.store_waits.look()
         self._look_at_generations(cache)
         state = _state(cache)
         if state == self._state:

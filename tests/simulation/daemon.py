@@ -37,6 +37,7 @@ from tests.simulation.restart import generations_of, headers_of, policies_of, ta
 from tests.simulation.scheduler import MS, Broken
 from tests.simulation.sleeping import SimulatedHolder, SleepPromises
 from tests.simulation.storage_tier import StorageOfDaemon
+from tests.simulation.store_wait_promises import StoreWaitPromises
 from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.workers import SimulatedWorkers, WorkerShard
 
@@ -136,6 +137,7 @@ class Daemon:
         self.promises = Promises(self.cache, world.renewed, world.editions)
         self.pins = PinPromises(self.cache, self.now_ms, plan.pin_quota_percent)
         self.prefetches = PrefetchPromises(self.cache)
+        self.store_waits = StoreWaitPromises(self.cache)
         self.sleeps = SleepPromises(world, self)
         self.policies = PolicyPromises(self.cache, world.policies, plan.namespaces_policy)
         self.promises.found(replicas)

@@ -34,6 +34,7 @@ from kvcached_client.types import KEY_SIZE_BYTES, NO_FENCE, ShardIndex, Transfer
 from tests.simulation.mistake import Mistake
 from tests.simulation.sleep_mistakes import SLEEP_MISTAKES
 from tests.simulation.storage_mistakes import STORAGE_MISTAKES
+from tests.simulation.store_wait_mistakes import STORE_WAIT_MISTAKES
 
 
 def _pool_given_away(patch: pytest.MonkeyPatch) -> None:
@@ -257,4 +258,5 @@ MISTAKES = [
     Mistake("known prompts mixed up", _known_prompts_mixed_up, (0, 2)),
     *SLEEP_MISTAKES,
     *STORAGE_MISTAKES,
+    *STORE_WAIT_MISTAKES,
 ]

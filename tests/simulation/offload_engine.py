@@ -26,7 +26,7 @@ from tests.simulation.engine import Engine, EngineSession, run_on
 from tests.simulation.line import Line, attempt, is_not_written_down
 from tests.simulation.memory import Holder
 from tests.simulation.offload_shard import Copy, Shard
-from tests.simulation.prefetching import prefetch
+from tests.simulation.prefetching import prefetch, wait_for_stores
 from tests.simulation.process import every
 from tests.simulation.scheduler import Broken
 
@@ -70,6 +70,7 @@ class _Lease:
     hit: int
     depth: int
     floor: int  #: the generation that its hit may not be older than
+    filling: int  #: blocks behind the hit that others were storing
 
 
 class OffloadEngine(Engine):
@@ -175,6 +176,8 @@ class OffloadEngine(Engine):
         if chance.happens(0.06 if self.world.reboots else 0.02):
             await self._clear(session)
         lease = await self._acquire(session, keys, tokens)
+        if lease.filling and chance.happens(0.8):
+            lease = await self._wait_for_stores(session, lease, tokens)
         try:
             copies = await self._use(session, lease)
             if chance.happens(0.5):
@@ -207,7 +210,14 @@ class OffloadEngine(Engine):
             else:
                 session.prompts.add(keys[-KEY_SIZE_BYTES:])
                 self.world.seen["prompt acquired behind a known one"] += known > 0
-                return _Lease(LeaseId(held.lease), keys, held.hit, held.hit, floor)
+                return _Lease(LeaseId(held.lease), keys, held.hit, held.hit, floor, held.filling)
+
+    async def _wait_for_stores(self, session: OffloadSession, lease: _Lease, tokens: int) -> _Lease:
+        """Give the lease back, wait until others have stored what is behind its hit, and acquire again."""
+        self.world.seen["store of another engine waited for"] += 1
+        await self._drop(session, lease)
+        await wait_for_stores(self.world, session, lease.keys, tokens)
+        return await self._acquire(session, lease.keys, tokens)
 
     async def _use(self, session: OffloadSession, lease: _Lease) -> list[Copy]:
         """Load the hit, compute the rest, and store it in some pieces."""

@@ -49,6 +49,25 @@ async def prefetch(
     await _asked(world, session, request, keys, patience_us=PATIENCE_US + deadline_ms * MS)
 
 
+async def wait_for_stores(world: World, session: EngineSession, keys: bytes, tokens: int) -> None:
+    """Until others have stored blocks of a prompt, or for some time.
+
+    Raises:
+        Stale: the session is over.
+    """
+    deadline_ms = world.chance.among(_DEADLINES_MS[1:])
+    request = wire.Prefetch(
+        id=session.line.next_id(),
+        epoch=session.epoch,
+        tokens=tokens,
+        full=True,
+        stop=world.chance.among(_STOPS[1:]),
+        deadline_ms=deadline_ms,
+        prefill_tokens_per_s=world.chance.among(_RATES),
+    )
+    await _asked(world, session, request, keys, patience_us=PATIENCE_US + deadline_ms * MS)
+
+
 async def _forgotten(world: World, session: EngineSession, request: wire.Prefetch, keys: bytes) -> None:
     try:
         await _asked(world, session, request, keys, patience_us=PATIENCE_US)
