@@ -41,6 +41,7 @@ class _Request:
     num_computed_tokens: int
     block_hashes: list[bytes]
     block_ids: list[int]
+    max_tokens: int = 16
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
     kv_transfer_params: dict[str, Any] | None = None

@@ -216,6 +216,8 @@ class OffloadEngine(Engine):
         """Give the lease back, wait until others have stored what is behind its hit, and acquire again."""
         self.world.seen["store of another engine waited for"] += 1
         await self._drop(session, lease)
+        if self.world.chance.happens(0.1):
+            self.scheduler.start(attempt(self._clear(session)))
         await wait_for_stores(self.world, session, lease.keys, tokens)
         return await self._acquire(session, lease.keys, tokens)
 

@@ -20,7 +20,7 @@ STEPS = 2800
 #: In every run of the tests.
 SEEDS = (0, 1)
 #: In those of `make full`: together with the others they show what is `EXPECTED`.
-MORE_SEEDS = (9, 24, 26, 31, 35, 71)
+MORE_SEEDS = (9, 24, 26, 31, 34, 35, 49, 58, 71)
 #: In those of `make slow`.
 SLOW_SEEDS = range(100, 125)
 SLOW_STEPS = 7000
@@ -130,8 +130,10 @@ EXPECTED = (
     "pinned blocks",
     "prompt acquired behind a known one",
     "prefetch without an answer",
+    "prefetch: failed",
     "prefetch: fetched",
     "prefetch: nothing",
+    "prefetch: stored",
     "prefetch: unavailable",
     "prefetch: waiting",
     "refusal: clearing",
@@ -147,6 +149,7 @@ EXPECTED = (
     "session found to be over",
     "session taken over",
     "storage call that failed",
+    "store of another engine waited for",
     "storage order that hangs",
     "storage order: Forget",
     "storage order: Ping",

@@ -49,6 +49,7 @@ class FakeRequest:
         self.request_id = request_id
         self.tokens = list(tokens)
         self.num_prompt_tokens = len(self.tokens)
+        self.max_tokens = 16
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.skip_reading_prefix_cache = skip_reading

@@ -1,6 +1,7 @@
-"""The interface of the session's client that the daemon's thread uses, and seeks that wait for blocks from storage.
+"""The interface of the session's client that the daemon's thread uses, and seeks that wait for blocks.
 
-A daemon without storage is asked for blocks only every few seconds.
+A seek waits for blocks from storage before it acquires; a daemon without storage is asked only every few seconds. A
+seek that has acquired, and was told of blocks that another engine is storing, waits for these, and acquires again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvcached_client.vllm.settings import PrefetchMode
 
 #: Seeks that may wait at once. A daemon accepts no more than this from all engines; further seeks go without storage.
 FETCHES_MAX: Final = 256
-#: How long a request waits for storage at most, whatever the daemon's configuration says.
+#: How long a request waits for one prefetch at most, whatever the daemon's configuration says.
 FETCH_MS_MAX: Final = 60_000
 #: How long a daemon whose storage is missing or broken is not asked again.
 UNAVAILABLE_S: Final = 5.0
@@ -45,7 +46,7 @@ class Fetch(NamedTuple):
 
 
 class Fetches:
-    """Seeks that wait for storage, the oldest first.
+    """Seeks that wait for storage or for stores of other engines, the oldest first.
 
     Args:
         mode: see `PrefetchMode`.
@@ -57,24 +58,40 @@ class Fetches:
         self._clock = clock
         self._waiting: list[Fetch] = []
         self._not_before = 0.0
+        #: The hits behind which seeks have waited for stores, by ticket.
+        self._hits: dict[int, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def are_wanted(self, seek: Seek) -> bool:
-        """Whether to ask storage before a seek."""
+    def are_wanted(self, seek: Seek, hold: Hold | None) -> bool:
+        """Whether a seek waits: for storage, or if it has a hit, for what others are storing behind that.
+
+        It waits for stores again only if its last wait for them has brought something. The daemon ends such a wait when
+        vLLM would have computed the same blocks.
+        """
         is_on = self._mode != "off" and seek.prefetch != "off"
-        is_possible = len(self._waiting) < FETCHES_MAX and self._clock() >= self._not_before
-        return is_on and seek.load and is_possible
+        if not (is_on and seek.load and len(self._waiting) < FETCHES_MAX):
+            return False
+        if hold is None:
+            return self._clock() >= self._not_before
+        is_new = hold.hit > self._hits.get(seek.ticket, -1)
+        return hold.filling > 0 and is_new and self.stop_of(seek) != "best_effort"
 
     def stop_of(self, seek: Seek) -> StopPolicy:
         """How long a wanted seek waits."""
         mode = seek.prefetch or self._mode
         return "timeout" if mode == "off" else mode
 
-    def add(self, seek: Seek, pending: PendingFetch) -> None:
+    def add(self, seek: Seek, pending: PendingFetch, hold: Hold | None) -> None:
         """Let a seek wait for its prefetch."""
         self._waiting.append(Fetch(seek, pending))
+        if hold is not None:
+            self._hits[seek.ticket] = hold.hit
+
+    def answered(self, ticket: int) -> None:
+        """A seek has its event."""
+        self._hits.pop(ticket, None)
 
     def take_over(self) -> Fetch | None:
         """Remove and return one whose prefetch is over. Raises KvcachedError if the daemon is gone."""
@@ -168,7 +185,7 @@ def begin_acquire(seek: Seek, client: Client) -> Pending[Hold]:
 
 
 def begin_fetch(seek: Seek, client: Client, *, stop: StopPolicy) -> PendingFetch:
-    """Ask storage for a seek's blocks."""
+    """Ask for a seek's blocks that are in storage, or are being stored."""
     return client.begin_prefetch(
         seek.keys,
         seek.tokens,

@@ -11,8 +11,7 @@ The scheduler puts commands in and takes events out (`CommandInbox`). Rules:
   for a lost session are dropped, but its offers get their event; its seeks are carried out on the next session.
 * After a session that worked, the thread connects again at once; otherwise after a pause that grows.
 * A daemon that misses a deadline keeps the session, but gets no new seeks and offers until a pause is over.
-* A seek that waits for blocks from storage delays no other command. If the daemon sends nothing while seeks wait, it
-  is asked whether it still replies.
+* A seek that waits for blocks delays no other command. A daemon that is silent meanwhile is asked whether it replies.
 * A clear that failed is repeated before the next seek.
 """
 
@@ -238,20 +237,23 @@ class DaemonThread(CommandInbox):
 
     def _say(self, answer: Found | NotFound | Planned | Unplanned) -> None:
         self._unanswered.pop(answer.ticket, None)
+        self._fetches.answered(answer.ticket)
         self._events.append(answer)
 
     # --- the thread: commands ---------------------------------------------------------------------------------------
 
-    def _begin_fetch(self, seek: Seek) -> bool:
-        """Ask storage before a seek, if that is wanted; returns whether it was asked."""
-        if not (self._fetches.are_wanted(seek) and self._make_up_clear()):
+    def _begin_fetch(self, seek: Seek, hold: Hold | None = None) -> bool:
+        """Let a seek wait, if that is wanted, for storage or behind its hit; then the hit's lease is given back."""
+        if not (self._fetches.are_wanted(seek, hold) and self._make_up_clear()):
             return False
         pending = self._call(partial(begin_fetch, seek, stop=self._fetches.stop_of(seek)), is_proof=False)
         if pending is None:
             return False
-        self._fetches.add(seek, pending)
-        del self._unanswered[seek.ticket]
+        self._fetches.add(seek, pending, hold)
+        self._unanswered.pop(seek.ticket, None)
         self._events.append(Fetching(seek.ticket, FETCH_MS_MAX / 1000))
+        if hold is not None:  # only now, because the prefetch locks the hit
+            self._call(lambda client: client.post_release(hold.lease), is_proof=False)
         return True
 
     def _take_fetched(self) -> list[Seek]:
@@ -286,6 +288,8 @@ class DaemonThread(CommandInbox):
             hold = self._answer(asked)
             if seek is acquiring[0][0]:
                 self._answers.observe(self._clock() - self._asked_at)
+            if hold is not None and self._begin_fetch(seek, hold):
+                continue
             if self._client is None:
                 unanswered.append(seek)
             elif hold is None:

@@ -27,6 +27,10 @@ class Request(Protocol):
         """Tokens of the prompt."""
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens of output at most."""
+
+    @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV is computed once all scheduled steps are over."""
 

@@ -1,0 +1,49 @@
+"""Prompts that one server has just computed, or is computing, at another server on the same daemon."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.cache_daemon import CacheDaemon
+from tests.vllm.completions import BLOCK_SIZE, Completion
+from tests.vllm.conftest import Prompts
+from tests.vllm.server import VllmServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+#: Tokens behind the full blocks of a prompt, so that every full block may be a hit.
+REST = 7
+#: Full blocks of the prompts that are handed over, one after the other.
+SIZES = (1, 2, 3, 5, 8, 12, 17, 24, 33, 47, 60, 4)
+#: Prompts that are handed over at the same time.
+AT_ONCE = 4
+
+
+def some_prompt(prompt: Prompts, blocks: int, name: object) -> list[int]:
+    return [*prompt(blocks, name), *range(3, 3 + REST)]
+
+
+def handed_over(prefill: VllmServer, decode: VllmServer, tokens: list[int]) -> Completion:
+    """As proxies for prefill and decode servers do it: one token of the first, then the whole request to the second."""
+    prefill.complete(tokens, tokens=1)
+    return decode.complete(tokens)
+
+
+def test_prefill_that_is_handed_over_is_a_whole_hit(
+    server: VllmServer, other: VllmServer, reference: VllmServer, daemon: CacheDaemon, prompt: Prompts
+) -> None:
+    """A prompt that the prefill server has answered is not computed by the decode server, however soon it gets it.
+
+    All its full blocks are hits, and outputs are those of a server without a cache, of 36 prompts one by one.
+    """
+    missed = {}
+    for turn in range(3):
+        for blocks in SIZES:
+            tokens = some_prompt(prompt, blocks, (turn, blocks))
+            answer, expected = handed_over(server, other, tokens), handed_over(reference, reference, tokens)
+            assert answer.tokens == expected.tokens
+            if answer.cached_tokens == expected.cached_tokens:
+                assert answer == expected
+            else:
+                missed[turn, blocks] = answer.cached_tokens // BLOCK_SIZE
+    assert missed == {}
