@@ -9,7 +9,17 @@ from kvcached_client.offload import Hold
 from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.types import LeaseId
 from kvcached_client.vllm.daemon.client import FETCH_MS_MAX, UNAVAILABLE_S
-from kvcached_client.vllm.daemon.commands import Connected, Event, Fetching, Found, Lost, NotFound, Offer, Seek
+from kvcached_client.vllm.daemon.commands import (
+    Connected,
+    Event,
+    Fetching,
+    Found,
+    Lost,
+    NotFound,
+    Offer,
+    Release,
+    Seek,
+)
 from kvcached_client.vllm.scheduling.store_queue import PREFILL_TOKENS
 from kvcached_client.vllm.settings import PrefetchMode
 from tests.vllm_connector.link_rig import (
@@ -161,6 +171,27 @@ def test_silence_about_storage_does_not_hold_for_stores(fetching_rig: LinkRig) -
 
     assert fetching_rig.wait(1) == [Fetching(1, WAITS)]
     assert client.calls[0][0] == "acquire"
+
+
+def test_prefill_for_another_engine_ends_when_its_offers_are_planned() -> None:
+    """A prefill of several steps has made its last offer, and knows the reply, before its response leaves vLLM."""
+    rig = Rig()
+    request = rig.arrive("r", 4 * BLOCK + 1)
+    request.max_tokens = PREFILL_TOKENS
+    rig.found(0)
+    rig.matched(request)
+    blocks = rig.start(request, 0, 2 * BLOCK)
+    blocks += (added := rig.blocks(3))
+    rig.run(request, 2 * BLOCK + 1, added=added)  # as with asynchronous scheduling: the first reply has not come yet
+    rig.plan()
+
+    def answer(_: float) -> None:
+        rig.plan()
+
+    rig.link.during_wait = answer
+    rig.finish(request, blocks)
+
+    assert (len(rig.link.waits), rig.link.taken(Offer), len(rig.link.taken(Release))) == (1, [], 1)
 
 
 @pytest.mark.parametrize(("max_tokens", "hurries"), [(PREFILL_TOKENS, True), (16, False)])

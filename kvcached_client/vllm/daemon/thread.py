@@ -246,8 +246,8 @@ class DaemonThread(CommandInbox):
         """Let a seek wait, if that is wanted, for storage or behind its hit; then the hit's lease is given back."""
         if not (self._fetches.are_wanted(seek, hold) and self._make_up_clear()):
             return False
-        pending = self._call(partial(begin_fetch, seek, stop=self._fetches.stop_of(seek)), is_proof=False)
-        if pending is None:
+        ask = partial(begin_fetch, seek, stop=self._fetches.stop_of(seek))
+        if (pending := self._call(ask, is_proof=False)) is None:
             return False
         self._fetches.add(seek, pending, hold)
         self._unanswered.pop(seek.ticket, None)

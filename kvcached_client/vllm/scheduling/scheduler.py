@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kvcached_client.blocks.transfers import BlockJob
-from kvcached_client.types import TransferId
 from kvcached_client.vllm.daemon.commands import (
     Connected,
     DropLoad,
@@ -35,8 +33,9 @@ from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, Stor
 from kvcached_client.vllm.scheduling.announcements import Announcements
 from kvcached_client.vllm.scheduling.chains import Chains
 from kvcached_client.vllm.scheduling.leases import Leases
+from kvcached_client.vllm.scheduling.loads import OrderedLoad
 from kvcached_client.vllm.scheduling.request_state import BlockPool, Request, RequestState, Step
-from kvcached_client.vllm.scheduling.store_queue import StoreQueue
+from kvcached_client.vllm.scheduling.store_queue import PREFILL_TOKENS, StoreQueue
 from kvcached_client.vllm.scheduling.stores import Stores
 from kvcached_client.vllm.scheduling.waiting import Patience, PrefillMeter, prompt_tokens
 from kvcached_client.vllm.scheduling.wishes import WishLog, read_wishes
@@ -46,24 +45,6 @@ from kvcached_client.vllm.scheduling.wishes import WishLog, read_wishes
 GENERATED_BLOCKS_PER_OFFER: Final = 4
 #: How long `reset` waits for the daemon.
 RESET_S_MAX: Final = 2.0
-
-
-@dataclass(slots=True)
-class _Loading:
-    """A load that workers were ordered to make: its blocks, and the depth from which on they are bad."""
-
-    session: int
-    transfer: TransferId
-    start: int  #: depth of the first block
-    blocks: tuple[int, ...]
-    bad_from: int | None = None  #: depth of the first block that is bad
-
-    def note_bad(self, block_ids: Collection[int]) -> None:
-        """Note bad blocks; some may belong to other loads."""
-        for depth, block in enumerate(self.blocks, self.start):
-            if block in block_ids:
-                self.bad_from = depth if self.bad_from is None else min(self.bad_from, depth)
-                return
 
 
 class SchedulerSide:
@@ -113,7 +94,7 @@ class SchedulerSide:
         self._store_queue = StoreQueue(link, self._leases, Stores(pool, shards), chains)
         self._new_loads: list[LoadOrder] = []
         #: Loads in flight, by request.
-        self._loading: dict[str, _Loading] = {}
+        self._loading: dict[str, OrderedLoad] = {}
 
     # --- hooks: admission -------------------------------------------------------------------------------------------
 
@@ -165,7 +146,7 @@ class SchedulerSide:
         loaded = [block for _, run in runs for block in run]
         job = BlockJob(load.transfer, load.generation, tuple(spans))
         self._new_loads.append(LoadOrder(tracked.session, request.request_id, job))
-        self._loading[request.request_id] = _Loading(tracked.session, load.transfer, start, tuple(loaded))
+        self._loading[request.request_id] = OrderedLoad(tracked.session, load.transfer, start, tuple(loaded))
         tracked.load = None
         tracked.wants_load = False
 
@@ -226,9 +207,12 @@ class SchedulerSide:
         Returns:
             What was accepted and refused of the request's wishes, for the response; None if it had none.
         """
-        tracked = self._by_id.pop(request.request_id, None)
+        tracked = self._by_id.get(request.request_id)
         if tracked is None:
             return None
+        if request.max_tokens == PREFILL_TOKENS:
+            self._await_offers(tracked)
+        del self._by_id[request.request_id]
         self._leases.drop_load(tracked)
         tracked.block_ids = list(block_ids)
         if tracked.wishes.share:
@@ -362,6 +346,15 @@ class SchedulerSide:
         if full >= tracked.due + units * self._chains.unit_blocks:
             tracked.due = full
             self._store_queue.advance(tracked)
+
+    def _await_offers(self, tracked: RequestState) -> None:
+        """Make the last offers of a prefill for another engine before its response leaves, and wait for the replies.
+
+        Then the daemon knows of its blocks when that engine asks for them.
+        """
+        self._take_events()
+        while tracked.ticket and self._patience.wait(is_fetching=False):
+            self._take_events()
 
     def _note_late(self, tracked: RequestState) -> None:
         """Count a request that is computed without waiting longer; each request counts once."""
