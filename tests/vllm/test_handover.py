@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.vllm.cache_daemon import CacheDaemon
@@ -15,8 +17,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 REST = 7
 #: Full blocks of the prompts that are handed over, one after the other.
 SIZES = (1, 2, 3, 5, 8, 12, 17, 24, 33, 47, 60, 4)
-#: Prompts that are handed over at the same time.
-AT_ONCE = 4
+#: Prompts that both servers get at nearly the same time.
+TWINS = 6
 
 
 def some_prompt(prompt: Prompts, blocks: int, name: object) -> list[int]:
@@ -47,3 +49,21 @@ def test_prefill_that_is_handed_over_is_a_whole_hit(
             else:
                 missed[turn, blocks] = answer.cached_tokens // BLOCK_SIZE
     assert missed == {}
+
+
+def test_prompt_that_two_servers_get_at_nearly_the_same_time(
+    server: VllmServer, other: VllmServer, reference: VllmServer, daemon: CacheDaemon, prompt: Prompts
+) -> None:
+    """Two servers that compute and store the same prompt, whichever waits for the other, answer as one without cache.
+
+    Nothing of them is left behind, and no block is stored twice.
+    """
+    stored = daemon.count("stored_blocks")
+    for number in range(TWINS):
+        tokens = some_prompt(prompt, 33, number)
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda each, tokens=tokens: each.complete(tokens), (server, other)))
+        expected = reference.complete(tokens)
+        assert [answer.tokens for answer in answers] == [expected.tokens] * 2
+    daemon.until_idle()
+    assert daemon.count("stored_blocks") - stored == TWINS * 33
