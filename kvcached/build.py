@@ -8,7 +8,8 @@ from kvcached.config.replica import ReplicaConfig
 from kvcached.config.schema import Config
 from kvcached.config.tables import HostConfig
 from kvcached.core.cache import Cache
-from kvcached.core.namespaces import Generations, PoolSpec
+from kvcached.core.generations import Generations
+from kvcached.core.namespaces import PoolSpec
 from kvcached.core.slots.host_slots import HostQuota, QuotaRule
 from kvcached.recovery.generations import Generation
 from kvcached.storage_start import storage_spec
@@ -43,6 +44,7 @@ def build_cache(
         generations=all_generations,
         host_quota=host_quota(config.host),
         offload_write_policy=WritePolicy(config.offload.write_policy if config.offload else "write_through"),
+        announces=config.events is not None,
     )
 
 
@@ -70,4 +72,5 @@ def _pool_spec(config: Config, replica: ReplicaConfig, generation: Generation, w
         load_quota=replica.load_quota_blocks,
         write_policy=write_policy,
         eviction_policy=replica.eviction_policy,
+        generation=generation.number,
     )

@@ -27,8 +27,9 @@ from kvcached.build import build_cache
 from kvcached.config.machine import LimitTooLow, memory_needed, raise_limits
 from kvcached.config.schema import Config
 from kvcached.core.cache import Cache
+from kvcached.core.generations import Edition, Generations
 from kvcached.core.messages import Ticked
-from kvcached.core.namespaces import Edition, Generations
+from kvcached.events_start import start_events
 from kvcached.garbage import only_young
 from kvcached.memory.available import NotEnoughMemory, check_available
 from kvcached.memory.host_pool import HostHeaders, HostMemory
@@ -187,6 +188,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
             service.wait_for_device(name)
         news.tell_to(service)
         is_takeover = inheritance.is_kept or any(each.is_kept for each in replicas)
+        await start_events(config, cache, service, parts)
         await start_storage(config, host, service, epoch, record, parts, is_takeover=is_takeover)
         _open_sockets(config, service, attach, parts)
         _open_http(config, service, attach, parts, is_takeover=is_takeover)

@@ -21,6 +21,7 @@ _QUICK = frozenset(
         "config",
         "core",
         "cuda_driver",
+        "events",
         "keys",
         "monitoring",
         "project",

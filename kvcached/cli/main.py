@@ -15,6 +15,7 @@ import click
 
 from kvcached import VERSION, is_core_compiled
 from kvcached.cli.control import clear, drain, pause, pin, resume, set_policy, set_weights, sleep, storage, unpin, wake
+from kvcached.cli.events import events
 from kvcached.cli.explain import explain
 from kvcached.cli.options import (
     EPILOG,
@@ -59,6 +60,7 @@ SECTIONS: Final = {
         "tree": "Show the index: runs of blocks and their copies.",
         "inspect": "Show where one block is, and which requests hold it.",
         "explain": "Say why a prompt missed.",
+        "events": "Follow what the daemon tells routers.",
         "check": "Run the invariant checker on the live daemon.",
         "version": "Print the version.",
     },
@@ -116,7 +118,7 @@ def main() -> None:
 
 
 for _command in (
-    *(init, check_config, capacity, doctor, serve, supervise, top, explain, pin, unpin),
+    *(init, check_config, capacity, doctor, serve, supervise, top, explain, events, pin, unpin),
     *(clear, set_weights, set_policy, storage, pause, drain, resume, sleep, wake),
 ):
     main.add_command(_command)

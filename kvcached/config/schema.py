@@ -19,10 +19,18 @@ from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_
 from pydantic.functional_validators import AfterValidator
 
 from kvcached.config.access import AccessConfig
+from kvcached.config.events import EventsConfig
 from kvcached.config.problems import ConfigError, Places, key_lines, mistake, problems_of
 from kvcached.config.replica import FilePath, ReplicaConfig
 from kvcached.config.sources import overlay_environment, read_config_file
-from kvcached.config.tables import HostConfig, HttpConfig, OffloadConfig, StorageConfig, Table, WritePolicyName
+from kvcached.config.tables import (
+    HostConfig,
+    HttpConfig,
+    OffloadConfig,
+    StorageConfig,
+    Table,
+    WritePolicyName,
+)
 from kvcached_client.transport.run_dir import SOCKET_PATH_BYTES_MAX, default_run_dir
 
 REPLICAS_MAX: Final = 64
@@ -135,6 +143,9 @@ class Config(Table):
     )
     access: AccessConfig = Field(
         default_factory=AccessConfig, description="What users other than the daemon's own may do."
+    )
+    events: EventsConfig | None = Field(
+        default=None, description="KV cache events for routers; without this table none are published."
     )
     replica: Annotated[tuple[ReplicaConfig, ...], AfterValidator(_not_too_many)] = Field(
         default=(),

@@ -12,6 +12,9 @@ from collections.abc import Container, Iterable
 
 from kvcached.core.clearing import Clearings
 from kvcached.core.eviction.eviction_log import EvictionLog
+from kvcached.core.generations import Generations
+from kvcached.core.index import announcements
+from kvcached.core.index.announcements import Announcements
 from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import ManagedLease
@@ -27,11 +30,12 @@ from kvcached.core.messages import (
     Ticked,
     WorkerDied,
 )
-from kvcached.core.namespaces import Generations, Namespaces, NamespaceSpec, PoolSpec, Trees
+from kvcached.core.namespaces import Namespaces, NamespaceSpec, PoolSpec, Trees
 from kvcached.core.offload import Offload
 from kvcached.core.pins import Pins
 from kvcached.core.session import OffloadSession, Sessions
 from kvcached.core.sleep import Sleeps
+from kvcached.core.slots.announced import Announced
 from kvcached.core.slots.host_slots import HostPool, HostQuota, SlabAllocator
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.slots import DevicePool, SlotPool
@@ -61,6 +65,7 @@ class Cache:
         offload: sessions of engines in offload mode, what they ask for, and their namespaces.
         worker_copies: copies between device pools and the host pool, which workers make.
         effects: what the world is asked to do; the service takes them after each call.
+        index_changes: what routers are told, in order; empty where nobody tells them.
         header_changes: what is to be written beside the slots of device pools, in order, before any effect and reply.
         counters: totals since the start, by name.
         eviction_log: what left the trees lately.
@@ -87,6 +92,7 @@ class Cache:
         generations: Generations | None = None,
         host_quota: HostQuota | None = None,
         offload_write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        announces: bool = False,
     ) -> None:
         self.epoch = epoch
         self.session_ttl_ms = session_ttl_ms
@@ -108,7 +114,9 @@ class Cache:
             host_slabs, self.effects, host_eviction_policy, host_quota, self.counters,
             self._make_room, self._evict_slabs,
         )  # fmt: skip
-        trees = Trees(allocator, self.counters, self.eviction_log, waiting)
+        announced = Announcements(is_wanted=announces)
+        self.index_changes = announced.changes
+        trees = Trees(allocator, self.counters, self.eviction_log, waiting, announced)
         namespaces = Namespaces(trees, namespaces_max, locks, self.generations, self.pins, offload_write_policy)
         self.offload = Offload(namespaces, session_ttl_ms, table, locks)
         pool_trees = trees.of_pools(pools, epoch, self.header_changes)
@@ -142,6 +150,10 @@ class Cache:
     def trees(self) -> list[PrefixTree]:
         """Every tree once, those of offload engines last."""
         return [*dict.fromkeys(self.managed.trees.values()), *self.offload.namespaces.trees]
+
+    def announced(self) -> list[Announced]:
+        """What routers know of every namespace, pool by pool."""
+        return [each for tree in self.trees for each in announcements.tiers(tree)]
 
     def tree_of(self, replica: str) -> PrefixTree:
         """The index that a replica's pool is in."""

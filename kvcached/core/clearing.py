@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvcached.core.index import announcements
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import ClearingEnded
@@ -25,6 +26,7 @@ _CAUSE = "namespace cleared"
 class _Clearing:
     tree: PrefixTree
     namespace: bytes
+    generation: int
 
 
 class Clearings:
@@ -60,12 +62,13 @@ class Clearings:
         self._locks = locks
         self.under_way: list[_Clearing] = []
 
-    def begin(self, tree: PrefixTree, namespace: bytes) -> None:
+    def begin(self, tree: PrefixTree, namespace: bytes, generation: int = 0) -> None:
         """Clear the namespace of a tree; `ClearingEnded` follows when all copies under way have ended.
 
         Args:
             tree: of replicas, and not being cleared.
             namespace: root of the keys from then on.
+            generation: that begins then.
         """
         for pool in tree.pools:
             pool.begin_clear()
@@ -77,7 +80,7 @@ class Clearings:
                 session.forget_unstored()
         for pool in tree.pools:
             self._worker_copies.fail_queued(pool, f"the namespace of {pool.name} is being cleared")
-        self.under_way.append(_Clearing(tree, namespace))
+        self.under_way.append(_Clearing(tree, namespace, generation))
 
     def advance(self) -> None:
         """Finish what nothing is under way for any more."""
@@ -85,14 +88,15 @@ class Clearings:
             is_copied = any(each.tree is clearing.tree for each in self._worker_copies.table.worker.values())
             if not is_copied and not self._storage.holds(clearing.tree):
                 self.under_way.remove(clearing)
-                self._finish(clearing.tree, clearing.namespace)
+                self._finish(clearing.tree, clearing.namespace, clearing.generation)
 
-    def _finish(self, tree: PrefixTree, namespace: bytes) -> None:
+    def _finish(self, tree: PrefixTree, namespace: bytes, generation: int) -> None:
         blocks = sum(run.length for run in tree.runs())
         if tree.listener is not None:
             tree.listener.cleared(tree.namespace, 0)
         self._worker_copies.pins.drop(tree)
         self._locks.drop(tree)
+        announcements.renew(tree, namespace, generation)
         tree.rename(namespace)  # first, so that who asks for what went now is told why it did
         for pool in tree.pools:
             pool.forget_unstored()

@@ -278,7 +278,7 @@ class Managed:
         elif adopted:
             first, known = lease.depth + duplicates, duplicates * KEY_SIZE
             before = (tree.path_keys(run, lease.depth - 1, lease.depth) if lease.depth else b"") + keys[:known]
-            pool.header_changes.append(BlocksCached(pool.name, first, before[-KEY_SIZE:], keys[known:], adopted))
+            pool.note_cached(BlocksCached(pool.name, first, before[-KEY_SIZE:], keys[known:], adopted))
             if stores:
                 session.counters["stores_forgotten"] += pool.note_unstored(run, depth)
         if duplicates:

@@ -114,7 +114,7 @@ class ManagedSession(Session):
         self.holds = [hold for hold in self.holds if hold.fence > fence]
         for hold in done:
             if hold.suspect < hold.depth:
-                self.pool.header_changes.append(self.tree.cached_blocks(hold.run, hold.suspect, hold.depth, self.pool))
+                self.pool.note_cached(self.tree.cached_blocks(hold.run, hold.suspect, hold.depth, self.pool))
             self.pool.move(hold.slots, SlotState.FENCED, SlotState.FREE, f"fence {hold.fence} of session {self.id}")
             self._unlock(hold.run, hold.depth)
             for run, depth in hold.unstored.items():

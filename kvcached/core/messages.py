@@ -208,6 +208,51 @@ class BlocksUncached(NamedTuple):
 #: core has decided on since: a header that still names a block when somebody writes its slot would name wrong bytes.
 HeaderChange = BlocksCached | BlocksUncached
 
+
+class Tier(NamedTuple):
+    """What of a namespace lies in one pool, as routers hear of it.
+
+    Attributes:
+        namespace: root of the keys.
+        generation: of the namespace.
+        label: what people call the namespace: as an engine has declared it, or the name of its first replica.
+        replica: of a device pool; "" for the host pool.
+        rank: place of the device pool among those of its namespace; None for the host pool.
+        block_size: tokens per block.
+    """
+
+    namespace: bytes
+    generation: int
+    label: str
+    replica: str
+    rank: int | None
+    block_size: int
+
+
+class BlocksStored(NamedTuple):
+    """Consecutive blocks of one chain are complete in a tier, where anybody can find them."""
+
+    tier: Tier
+    parent: bytes  #: key of the block before them; empty for the first of a chain
+    keys: bytes
+
+
+class BlocksRemoved(NamedTuple):
+    """These blocks have left a tier."""
+
+    tier: Tier
+    keys: bytes
+
+
+class AllRemoved(NamedTuple):
+    """Every block has left a tier: its namespace was cleared, or is forgotten."""
+
+    tier: Tier
+
+
+#: What routers are told, in order.
+IndexChange = BlocksStored | BlocksRemoved | AllRemoved
+
 #: What the core may ask for.
 Effect = (
     SessionExpired

@@ -8,13 +8,14 @@ others need its memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
 
 from kvcached.core.eviction.by_priority import make_policy
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
+from kvcached.core.generations import Generations
+from kvcached.core.index import announcements
+from kvcached.core.index.announcements import Announcements
 from kvcached.core.index.tree import Listener, PrefixTree
 from kvcached.core.messages import HeaderChange
 from kvcached.core.pins import Pins
@@ -24,9 +25,6 @@ from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached_client.types import MissReason, WritePolicy
-
-#: Namespaces whose editions are remembered. Far more than there are at a time; one beyond that begins a new generation.
-EDITIONS_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,7 @@ class PoolSpec:
         watermark, load_threshold, load_quota: see `DevicePool`.
         write_policy: the same for a whole namespace.
         eviction_policy: of this pool; see `kvcached.core.eviction.policies`.
+        generation: of the namespace.
     """
 
     name: str
@@ -51,6 +50,7 @@ class PoolSpec:
     load_quota: int | None = None
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     eviction_policy: str = "lru"
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,77 +87,6 @@ class Namespace:
     tree: PrefixTree
     generation: int = 0
     sessions: int = 0
-
-
-class Edition(NamedTuple):
-    """What a namespace holds at present.
-
-    Attributes:
-        generation: another one after each clear.
-        weights_version: as it was set; "" = what the configuration says.
-    """
-
-    generation: int
-    weights_version: str = ""
-
-
-class Generations:
-    """The editions of all namespaces, by root: which generation each is in, a number that no two contents ever share.
-
-    Storage keeps blocks for longer than the daemon, its memory and the machine's boot last. A number that was used
-    before would bring back the blocks that were stored under it, which may be those of older weights. So the numbers of
-    one life of the daemon begin where no earlier life has been (`first`), and only go up.
-
-    Args:
-        first: larger than any generation of an earlier life.
-        editions: those of earlier lives.
-
-    Attributes:
-        version: grows whenever an edition changes.
-    """
-
-    def __init__(self, first: int = 0, editions: Mapping[bytes, Edition] | None = None) -> None:
-        self.version = 0
-        self._next = first
-        self._editions: dict[bytes, Edition] = dict(editions or {})
-
-    @property
-    def editions(self) -> Mapping[bytes, Edition]:
-        """All that are remembered; the one asked for last comes last."""
-        return self._editions
-
-    def of(self, root: bytes) -> int:
-        """The generation of a namespace; one that was not known, or whose record was lost, begins a new one."""
-        edition = self._editions.get(root)
-        if edition is None:
-            return self.renew(root)
-        self._put(root, edition)
-        return edition.generation
-
-    def renew(self, root: bytes) -> int:
-        """Begin a new generation of a namespace whose root stays the same."""
-        before = self._editions.get(root, Edition(-1))
-        edition = before._replace(generation=self.fresh(before.generation))
-        self.replace(root, root, edition)
-        return edition.generation
-
-    def replace(self, before: bytes, root: bytes, edition: Edition) -> None:
-        """A namespace has another edition, and maybe another root: the roots of replicas tell the generation."""
-        self._editions.pop(before, None)
-        self._put(root, edition)
-        self.version += 1
-
-    def fresh(self, before: int) -> int:
-        """A number for the generation after `before`, used by no namespace so far."""
-        number = max(self._next, before + 1)
-        self._next = number + 1
-        return number
-
-    def _put(self, root: bytes, edition: Edition) -> None:
-        self._editions.pop(root, None)
-        self._editions[root] = edition
-        while len(self._editions) > EDITIONS_MAX:
-            del self._editions[next(iter(self._editions))]
 
 
 class Namespaces:
@@ -232,12 +161,12 @@ class Namespaces:
 
     def clear(self, namespace: Namespace) -> int:
         """Begin a new generation: nothing stored before is matched again. Returns how many blocks that is."""
-        self._let_go(namespace.tree)
         blocks = namespace.host.counts[SlotState.CACHED]
         self._trees.listener.cleared(namespace.spec.root, namespace.generation)
-        self.retired.append(namespace.tree)
+        self._retire(namespace.tree)
         namespace.generation = self._generations.renew(namespace.spec.root)
-        namespace.host, namespace.tree = self._trees.of_host(namespace.spec, namespace.tree.write_policy)
+        policy = namespace.tree.write_policy
+        namespace.host, namespace.tree = self._trees.of_host(namespace.spec, policy, namespace.generation)
         self._trees.counters["cleared_blocks"] += blocks
         self.drop_retired()
         self.version += 1
@@ -246,6 +175,11 @@ class Namespaces:
     def _let_go(self, tree: PrefixTree) -> None:
         self._locks.drop(tree)
         self._pins.drop(tree)
+
+    def _retire(self, tree: PrefixTree) -> None:
+        self._let_go(tree)
+        announcements.end(tree)
+        self.retired.append(tree)
 
     def drop_retired(self) -> None:
         """Drop of retired trees what nothing holds any longer."""
@@ -262,14 +196,16 @@ class Namespaces:
             if not idle:
                 raise Refusal(Why.NAMESPACES_FULL, namespaces=len(self.by_root))
             self._forget(idle[0])
-        host, tree = self._trees.of_host(spec, self.write_policy)
+        generation = self._generations.of(spec.root)
+        host, tree = self._trees.of_host(spec, self.write_policy, generation)
         self.version += 1
-        return Namespace(spec, host, tree, self._generations.of(spec.root))
+        return Namespace(spec, host, tree, generation)
 
     def restore(self, spec: NamespaceSpec, write_policy: WritePolicy = WritePolicy.WRITE_THROUGH) -> Namespace:
         """A namespace from before a restart, at the generation that it had, without slabs; it may be above `most`."""
-        host, tree = self._trees.of_host(spec, write_policy)
-        namespace = self.by_root[spec.root] = Namespace(spec, host, tree, self._generations.of(spec.root))
+        generation = self._generations.of(spec.root)
+        host, tree = self._trees.of_host(spec, write_policy, generation)
+        namespace = self.by_root[spec.root] = Namespace(spec, host, tree, generation)
         return namespace
 
     def generation_of(self, tree: PrefixTree) -> int | None:
@@ -282,11 +218,10 @@ class Namespaces:
         return next((namespace.generation for namespace in self.by_root.values() if namespace.tree is tree), None)
 
     def _forget(self, namespace: Namespace) -> None:
-        self._let_go(namespace.tree)
+        self._retire(namespace.tree)
         self.version += 1
         del self.by_root[namespace.spec.root]
         namespace.tree.shed_host(f"namespace {namespace.spec.label!r} forgotten")
-        self.retired.append(namespace.tree)
         self.drop_retired()
 
     def _idle(self) -> list[Namespace]:
@@ -325,20 +260,29 @@ class Trees:
         counters: of the cache.
         eviction_log: where trees note what leaves them.
         listener: of every tree.
+        announcements: what routers are told of every tree.
     """
 
     def __init__(
-        self, allocator: SlabAllocator, counters: Counter[str], eviction_log: EvictionLog, listener: Listener
+        self,
+        allocator: SlabAllocator,
+        counters: Counter[str],
+        eviction_log: EvictionLog,
+        listener: Listener,
+        announcements: Announcements,
     ) -> None:
         self.allocator = allocator
         self.counters = counters
         self.listener = listener
         self._eviction_log = eviction_log
+        self._announcements = announcements
 
-    def of_host(self, spec: NamespaceSpec, policy: WritePolicy) -> tuple[HostPool, PrefixTree]:
+    def of_host(self, spec: NamespaceSpec, policy: WritePolicy, generation: int) -> tuple[HostPool, PrefixTree]:
         """One of engines in offload mode, which is in the host pool only."""
         host = HostPool(self.allocator, spec.host_slots_per_slab, spec.root, [spec.label])
-        return host, self._build([], [], host, spec.root, policy)
+        tree = self._build([], [], host, spec.root, policy)
+        self._announcements.begin(tree, spec.label, generation, spec.block_size)
+        return host, tree
 
     def of_pools(self, pools: list[PoolSpec], epoch: int, header_changes: list[HeaderChange]) -> list[PrefixTree]:
         """One for each namespace of replicas, whose pools begin at this epoch.
@@ -371,7 +315,9 @@ class Trees:
             labels = [spec.name for spec in specs]
             host = HostPool(self.allocator, first.host_slots_per_slab, first.namespace, labels)
         policies = [make_policy(spec.eviction_policy, spec.slots) for spec in specs]
-        return self._build(pools, policies, host, first.namespace, first.write_policy)
+        tree = self._build(pools, policies, host, first.namespace, first.write_policy)
+        self._announcements.begin(tree, first.name, first.generation, first.block_size)
+        return tree
 
     def _build(
         self,

@@ -22,7 +22,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 import msgspec
 
 from kvcached.config.replica import ReplicaConfig
-from kvcached.core.namespaces import Edition
+from kvcached.core.generations import Edition
 from kvcached.recovery.state_file import Count, Hex, Ledger, NamespaceRecord, ReplicaRecord
 from kvcached_client.types import WritePolicy
 

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from kvcached.core.cache import Cache
+from kvcached.core.generations import Edition
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import ClearingEnded
-from kvcached.core.namespaces import Edition
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import DaemonState
 from kvcached.service.admission import DrainState
@@ -373,7 +373,7 @@ class Clears:
         namespace = replica.root_of(generation, weights_version)
         clear = _Clear(target.replicas, generation, weights_version, namespace)
         self._under_way.append(clear)
-        self._cache.clearings.begin(target.tree, namespace)
+        self._cache.clearings.begin(target.tree, namespace, generation)
         return clear
 
     def _answer(self, connection: bytes, request: _ClearRequest, clear: _Clear, respond: Respond) -> Answer | None:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from time import perf_counter_ns
-from typing import Any, Protocol, get_args
+from typing import get_args
 
 from kvcached.core.cache import Cache
 from kvcached.core.messages import (
@@ -49,7 +49,7 @@ from kvcached.service.pending import Answer, Later, LateVerb, PendingReplies, Re
 from kvcached.service.refusals import REFUSED, in_words, internal_error
 from kvcached.service.replica import Replica
 from kvcached.service.report_verbs import ReportVerbs
-from kvcached.service.sessions import EngineGroups, FoundSession, Peer
+from kvcached.service.sessions import EngineGroups, FoundSession, Peer, PeerWatch
 from kvcached.service.sleep_verbs import SleepVerbs
 from kvcached.service.state_writer import DeviceBlocks, Headers, HostClaims, StatePlace, StateWriter
 from kvcached.service.storage_verbs import StorageVerbs
@@ -79,18 +79,13 @@ _KEPT = frozenset({
 })  # fmt: skip
 
 
-class PeerWatch(Protocol):
-    """Watches processes for their death."""
-
-    def watch(self, peer: Any) -> None:  # noqa: ANN401 - as below
-        """Tell of a process's death, until it is forgotten."""
-
-    def forget(self, peer: Any) -> None:  # noqa: ANN401 - the same peers that it brought, whatever class they have
-        """Stop watching a process that is in no session."""
-
-
 class Service:
-    """Requests and events of one daemon. `request_times` and `copy_times` say how long both take."""
+    """Requests and events of one daemon. `request_times` and `copy_times` say how long both take.
+
+    Attributes:
+        watch: watches processes; set once there is somebody who does.
+        index_changed: called when the core has something for routers.
+    """
 
     def __init__(
         self,
@@ -151,6 +146,7 @@ class Service:
             cache, self._replicas, self._offload_admission.info(), now_ms, self._drain_state, self._engine_pools
         )
         self.watch: PeerWatch | None = None
+        self.index_changed: Callable[[], None] = lambda: None
         self._verbs: dict[type[wire.Header], Verb] = {
             **engines.by_type,
             **reports.by_type,
@@ -296,6 +292,8 @@ class Service:
                 self._pending.look(Wait.SLOTS)
                 self.carry_out()
                 self._pending.look(Wait.CLEAR, Wait.OPERATOR, Wait.POOL, Wait.STOP)
+            if self._cache.index_changes:
+                self.index_changed()
         except Exception:
             log.exception("internal error between two requests")
             self.count("errors_internal")

@@ -47,6 +47,16 @@ class Peer(Protocol):
         """Whether two living peers are known to be the same process."""
 
 
+class PeerWatch(Protocol):
+    """Watches processes for their death."""
+
+    def watch(self, peer: Any) -> None:  # noqa: ANN401 - as below
+        """Tell of a process's death, until it is forgotten."""
+
+    def forget(self, peer: Any) -> None:  # noqa: ANN401 - the same peers that it brought, whatever class they have
+        """Stop watching a process that is in no session."""
+
+
 class KeptAnswers:
     """The last answers of one session: a retry has one effect and gets the same answer.
 

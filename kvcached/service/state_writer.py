@@ -18,8 +18,8 @@ import numpy.typing as npt
 from msgspec import structs
 
 from kvcached.core.cache import Cache
+from kvcached.core.generations import Generations
 from kvcached.core.messages import BlocksUncached, Event, SlabAllocated, SlotsHandedOut, StorageReady
-from kvcached.core.namespaces import Generations
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.states import NO_MEMORY
 from kvcached.recovery.generations import EditionRecord, Record, RecordWriter

@@ -33,6 +33,8 @@ COMMAND_SIZE_BYTES_MAX: Final = 1024
 #: Of a PING, to be sent back.
 _PING_CONTEXT_BYTES_MAX: Final = 16
 _PING_TTL_BYTES: Final = 2
+#: Subscribers of ZMTP 3.0 send messages instead, whose first byte is 1 or 0.
+_SUBSCRIPTIONS: Final = frozenset({b"SUBSCRIBE", b"CANCEL"})
 
 #: A longer frame that is not whole yet is gathered in pieces: a copy of it all at once would take a millisecond.
 _GATHERED_BYTES_MIN: Final = 64 * 1024
@@ -49,10 +51,12 @@ class Role(NamedTuple):
     Attributes:
         peers: types of sockets that it talks to.
         ready: the command that ends its part of the handshake.
+        answers: it sends this command when it has the peer's.
     """
 
     peers: tuple[bytes, ...]
     ready: bytes
+    answers: bool
 
 
 class Message(NamedTuple):
@@ -87,14 +91,30 @@ def _property(name: bytes, value: bytes) -> bytes:
     return bytes((len(name),)) + name + _PROPERTY_SIZE.pack(len(value)) + value
 
 
-def _role(name: bytes, *peers: bytes) -> Role:
-    return Role(peers, _command(b"READY", _property(b"Socket-Type", name) + _property(b"Identity", b"")))
+def _role(name: bytes, *peers: bytes, answers: bool = False) -> Role:
+    ready = _command(b"READY", _property(b"Socket-Type", name) + _property(b"Identity", b""))
+    return Role(peers, ready, answers)
 
 
 #: The daemon, which answers a client's READY, ...
-ROUTER: Final = _role(b"ROUTER", b"DEALER", b"ROUTER", b"REQ")
+ROUTER: Final = _role(b"ROUTER", b"DEALER", b"ROUTER", b"REQ", answers=True)
 #: ... and a client, which sends its own without waiting.
 DEALER: Final = _role(b"DEALER", b"ROUTER")
+#: The daemon as a source of events, and who listens to them.
+PUBLISHER: Final = _role(b"PUB", b"SUB", b"XSUB", answers=True)
+SUBSCRIBER: Final = _role(b"SUB", b"PUB", b"XPUB")
+
+
+def subscribe(topic: bytes) -> bytes:
+    """The command of a subscriber that wants messages whose first part begins with `topic`."""
+    return _command(b"SUBSCRIBE", topic)
+
+
+class Subscription(NamedTuple):
+    """What a subscriber has said: that it wants messages of a topic, or does not any more."""
+
+    topic: bytes
+    is_wanted: bool
 
 
 class ProtocolViolation(Exception):
@@ -111,13 +131,14 @@ class Reader:
         is_ready: the handshake is over.
         violation: why the connection is over; nothing is read after it.
         commands: what has to be sent to the peer beside replies.
+        subscriptions: what a subscriber has said since somebody last took it from here; of a publisher's end.
         has_more: another `read` may find messages without further bytes.
     """
 
     __slots__ = (
         "_gathered", "_gathered_flags", "_greeted", "_is_refused", "_missing_bytes", "_needed", "_parts",
         "_parts_bytes", "_rest", "_role", "_skip_bytes", "_skipped_bytes", "_skipped_parts", "commands", "has_more",
-        "is_ready", "violation",
+        "is_ready", "subscriptions", "violation",
     )  # fmt: skip
 
     def __init__(self, role: Role = ROUTER) -> None:
@@ -125,6 +146,7 @@ class Reader:
         self.is_ready = False
         self.violation: ProtocolViolation | None = None
         self.commands: list[bytes] = []
+        self.subscriptions: list[Subscription] = []
         self.has_more = False
         self._greeted = False
         self._rest = bytearray()  #: received, not parsed
@@ -307,10 +329,12 @@ class Reader:
             if kind not in self._role.peers:
                 raise ProtocolViolation(f"a socket of type {kind!r}; use {self._role.peers[0].decode()}")
             self.is_ready = True
-            if self._role is ROUTER:
-                self.commands.append(ROUTER.ready)
+            if self._role.answers:
+                self.commands.append(self._role.ready)
         elif self.is_ready and name == b"PING" and 0 <= len(body) - _PING_TTL_BYTES <= _PING_CONTEXT_BYTES_MAX:
             self.commands.append(_command(b"PONG", body[_PING_TTL_BYTES:]))
+        elif self.is_ready and self._role is PUBLISHER and name in _SUBSCRIPTIONS:
+            self.subscriptions.append(Subscription(bytes(body), name == b"SUBSCRIBE"))
         elif not self.is_ready or name != b"PONG":
             raise ProtocolViolation(f"command {name!r}")
 

@@ -11,6 +11,9 @@ from kvcached_client.errors import bad_value
 RUN_DIR_VARIABLE: Final = "KVCACHED_RUN_DIR"
 ATTACH_SOCKET_NAME: Final = "attach.sock"
 RPC_SOCKET_NAME: Final = "rpc.sock"
+#: Of KV cache events, unless the configuration puts them elsewhere.
+EVENTS_SOCKET_NAME: Final = "events.sock"
+REPLAY_SOCKET_NAME: Final = "replay.sock"
 #: Locked by the daemon that uses the directory.
 LOCK_NAME: Final = "daemon.lock"
 #: sizeof(sockaddr_un.sun_path) on Linux is 108, the closing zero included.

@@ -9,11 +9,19 @@ from pydantic import BaseModel, ValidationError
 
 from kvcached.build import host_quota as daemon_quota
 from kvcached.config.access import AccessConfig, EngineAccess
+from kvcached.config.events import EventsConfig
 from kvcached.config.problems import ConfigError, Problem, key_lines
 from kvcached.config.replica import GroupConfig, ReplicaConfig
 from kvcached.config.report import as_toml, figures_of
 from kvcached.config.schema import REPLICAS_MAX, Config, load_config
-from kvcached.config.tables import HostConfig, HttpConfig, NamespaceQuota, OffloadConfig, QuotaConfig, StorageConfig
+from kvcached.config.tables import (
+    HostConfig,
+    HttpConfig,
+    NamespaceQuota,
+    OffloadConfig,
+    QuotaConfig,
+    StorageConfig,
+)
 from kvcached_client.blocks.layout import KvGroup, PageOrder
 from tests.config.reference import rows
 
@@ -474,6 +482,7 @@ def test_config_documentation_has_every_key() -> None:
         AccessConfig,
         EngineAccess,
         HttpConfig,
+        EventsConfig,
         ReplicaConfig,
         GroupConfig,
     ]
@@ -481,6 +490,25 @@ def test_config_documentation_has_every_key() -> None:
     expected = [row for model in models for row in rows(model)]
 
     assert [line for line in text.splitlines() if line.startswith("| `")] == expected
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["ipc:///run/kvcached/events.sock", "tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://localhost:5557"],
+)
+def test_events_may_be_published_on_this_machine(endpoint: str) -> None:
+    """A path, and a port of the loopback interface, are endpoints."""
+    assert EventsConfig(endpoint=endpoint, replay_endpoint=endpoint).endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["ipc://relative.sock", "ipc:///" + "x" * 120, "tcp://0.0.0.0:5557", "tcp://*:5557", "tcp://127.0.0.1", "x", ""],
+)
+def test_events_are_not_published_elsewhere(endpoint: str) -> None:
+    """Ports that other machines reach, and what is no endpoint, are refused."""
+    with pytest.raises(ValidationError, match="endpoint"):
+        EventsConfig(endpoint=endpoint)
 
 
 def test_key_lines_know_tables_arrays_and_keys() -> None:

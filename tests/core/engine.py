@@ -88,7 +88,7 @@ class Engine:
 def make_cache(slots: int = 16, names: str = "a") -> Cache:
     """A cache of pools with one-letter names in one namespace."""
     specs = [PoolSpec(name, b"namespace", BLOCK_SIZE, slots) for name in names]
-    return Cache(specs, epoch=EPOCH, session_ttl_ms=TTL_MS)
+    return Cache(specs, epoch=EPOCH, session_ttl_ms=TTL_MS, announces=True)
 
 
 def states(cache: Cache, replica: str = "a") -> tuple[int, ...]:

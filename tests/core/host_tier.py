@@ -51,6 +51,7 @@ def make_tiers(
         namespaces_max=spaces,
         storage=storage,
         host_quota=host_quota,
+        announces=True,
     )
 
 

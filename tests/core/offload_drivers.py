@@ -24,7 +24,9 @@ class OffloadDriver(History):
     def __init__(self, choose: Choose) -> None:
         super().__init__(choose)
         self.slabs = (3, 4, 6)[choose(3)]
-        self.cache = Cache([], epoch=7, session_ttl_ms=TTL_MS, host_slabs=self.slabs, namespaces_max=SPACES_MAX)
+        self.cache = Cache(
+            [], epoch=7, session_ttl_ms=TTL_MS, host_slabs=self.slabs, namespaces_max=SPACES_MAX, announces=True
+        )
         self.players = OffloadPlayers(choose, self.cache, SlabMemory(SHARDS))
         self.weighted = [*self.players.weighted, (self.players.tick, 6), (self.players.heartbeat, 20)]
 

@@ -19,7 +19,7 @@ SHARDS = 2
 
 def make_offload(*, slabs: int = 4, spaces: int = 2) -> Cache:
     """A cache for engines in offload mode only."""
-    return Cache([], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=slabs, namespaces_max=spaces)
+    return Cache([], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=slabs, namespaces_max=spaces, announces=True)
 
 
 def space(letter: str = "m", per_slab: int = 4, shards: int = SHARDS) -> NamespaceSpec:

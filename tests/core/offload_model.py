@@ -223,6 +223,10 @@ class OffloadPlayers(OffloadWorld):
             assert (plan.transfer, plan.depth, plan.pieces) == (0, end, [])
             self.done["store for a cleared namespace"] += 1
             return
+        if self.core.paused:
+            assert (plan.transfer, plan.depth, plan.pieces) == (0, start, [])
+            self.done["store while paused"] += 1
+            return
         self._check_plan(held, plan, start, end)
         held.depth = plan.depth
         if plan.transfer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcached.core.namespaces import EDITIONS_MAX, Edition, Generations
+from kvcached.core.generations import EDITIONS_MAX, Edition, Generations
 
 ROOT, OTHER = b"r" * 32, b"o" * 32
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached.core.cache import Cache
+from kvcached.core.generations import Edition, Generations
 from kvcached.core.insight.invariants import check
 from kvcached.core.messages import MembersDied, TransferKind
-from kvcached.core.namespaces import Edition, Generations, NamespaceSpec, PoolSpec
+from kvcached.core.namespaces import NamespaceSpec, PoolSpec
 from kvcached.core.restart.restore import Claims, RestoredCache, StoredBlocks, no_blocks, restore
 from kvcached.core.slots.ranges import no_ranges, pairs
 from kvcached.core.slots.states import SessionState, SlotState
@@ -60,7 +61,9 @@ def revived(
 ) -> tuple[Cache, RestoredCache]:
     """A cache whose one namespace has been found again."""
     generations = Generations(0, {SPEC.root: Edition(generation)})
-    cache = Cache([], epoch=7, session_ttl_ms=1000, host_slabs=SLABS, namespaces_max=2, generations=generations)
+    cache = Cache(
+        [], epoch=7, session_ttl_ms=1000, host_slabs=SLABS, namespaces_max=2, generations=generations, announces=True
+    )
     revival = RestoredCache(cache)
     revival.namespace(SPEC, list(range(SLABS)) if slabs is None else slabs, found, claims or {})
     assert claims or check(cache) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvcached.core.cache import Cache
-from kvcached.core.namespaces import Edition, Generations
+from kvcached.core.generations import Edition, Generations
 from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy

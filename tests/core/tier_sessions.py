@@ -71,6 +71,7 @@ class TierSessions(History):
             session_ttl_ms=1000,
             host_slabs=2 + choose(2) + namespaces_max,
             namespaces_max=namespaces_max,
+            announces=True,
         )
         self.world = World(self.cache, per_slab)
         self.accounts = Accounts(self.cache, self.world)

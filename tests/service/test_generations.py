@@ -9,7 +9,7 @@ import pytest
 
 from kvcached.config.replica import ReplicaConfig
 from kvcached.config.schema import load_config
-from kvcached.core.namespaces import Edition
+from kvcached.core.generations import Edition
 from kvcached.recovery.generations import EditionRecord, Generation, Record, editions_of, first_of, generation_of
 from kvcached.recovery.state_file import Ledger, NamespaceRecord, ReplicaRecord, boot_id
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from kvcached.core.generations import Edition, Generations
 from kvcached.core.messages import StorageReady
-from kvcached.core.namespaces import Edition, Generations
 from kvcached.recovery.generations import EditionRecord, Record
 from kvcached.service.state_writer import WRITE_DEADLINE_S, Recorder
 from kvcached_client.errors import ErrorCode

@@ -132,6 +132,7 @@ class Daemon:
             storage=plan.storage,
             generations=all_generations,
             offload_write_policy=plan.namespaces_policy,
+            announces=True,
         )
         replicas = [self._replica(name, generations[name]) for name in plan.replicas]
         self.promises = Promises(self.cache, world.renewed, world.editions)
@@ -157,6 +158,7 @@ class Daemon:
             later=self.loop.call_later,
         )
         self.service.watch = self
+        self.service.index_changed = self.cache.index_changes.clear  # nobody listens: the checks compare what was told
         self.unanswered: dict[int, _Delivery] = {}
         self._deliveries = 0
         self._answers: dict[tuple[bytes, type[wire.Header], int], _Known] = {}

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from kvcached.core.namespaces import Edition, Generations
+from kvcached.core.generations import Edition, Generations
 from kvcached.memory.header_table import HeaderTable
 from kvcached.memory.host_pool import HostHeaders
 from kvcached.process.identity import ProcessIdentity

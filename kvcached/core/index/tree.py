@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
-from kvcached.core.index.host_tree import HOST, HostTree
+from kvcached.core.index.host_tree import HOST, HostTree, Piece
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.run_tree import resident
 from kvcached.core.messages import BlocksCached
@@ -150,6 +150,17 @@ class PrefixTree(HostTree):
         slots = self.path_slots(run, start, depth, pool.index)
         first = KEY_SIZE if start else 0
         return BlocksCached(pool.name, start, keys[:first], keys[first:], slots)
+
+    def announce_host(self, run: Run, pieces: list[Piece]) -> None:
+        """The host copies of these blocks of the path to `run` are complete: routers are told."""
+        announced = self._host.announced
+        if announced is None:
+            return
+        for start, end in pieces:
+            keys = self.path_keys(run, max(start - 1, 0), end)
+            slots = self.path_slots(run, start, end, HOST)
+            parent = keys[:KEY_SIZE] if start else b""
+            announced.add(parent, keys[len(parent) :], slots)
 
     # --- slabs of the host pool -------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.tree import PrefixTree
+from kvcached.core.insight.findable import misinformed
 from kvcached.core.lease import FenceHold, Lease
 from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import TransferKind
@@ -79,6 +80,7 @@ def _violations(cache: Cache) -> Iterator[str]:
                 tree, runs, pool, pool.index, [*leases, *holds, *_ends(held), *cache.pins.held(tree, pool)]
             )
             yield from _candidates(runs, pool, pool.index)
+        yield from misinformed(cache, tree, runs)
         if tree.host is not None:
             copies = [each for each in cache.offload.transfers if each.tree is tree]
             yield from _engine_transfers(copies)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached.core.cache import Cache
+from kvcached.core.index import announcements
 from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.run_tree import resident
@@ -82,6 +83,7 @@ class RestoredCache:
         """
         tree, pool = self._cache.tree_of(name), self._cache.pools[name]
         used = restore_device(tree, pool, found, _CAUSE)
+        announcements.inherit(tree, pool)
         self.device_blocks += slot_count(used)
         return used
 
@@ -126,6 +128,7 @@ class RestoredCache:
             self._claimed.setdefault(owner, []).append((host, ranges))
             set_aside.extend(ranges)
         self.blocks += restore(tree, host, slabs, found, set_aside, _CAUSE)
+        announcements.inherit(tree, host)
 
 
 def restore(

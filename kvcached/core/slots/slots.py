@@ -10,7 +10,8 @@ from collections import deque
 from typing import NamedTuple
 
 from kvcached.core.index.run import Run
-from kvcached.core.messages import BlocksUncached, HeaderChange
+from kvcached.core.messages import BlocksCached, BlocksUncached, HeaderChange
+from kvcached.core.slots.announced import Announced
 from kvcached.core.slots.ranges import FreeRanges, Ranges, cut, join, one_range, pairs, slot_count
 from kvcached.core.slots.states import POOL_TRANSITIONS, SLOT_TRANSITIONS, PoolState, SlotState, follow
 
@@ -96,6 +97,7 @@ class SlotPool:
         protected: blocks of the index in this pool that eviction cannot have.
         clock: logical time of last use; grows with every touch.
         journal: what happened to slots.
+        announced: the blocks that routers know of; None where nobody tells them.
     """
 
     __slots__ = (
@@ -103,6 +105,7 @@ class SlotPool:
         "_pattern_length",
         "_patterns",
         "_states",
+        "announced",
         "clock",
         "counts",
         "journal",
@@ -116,6 +119,7 @@ class SlotPool:
         self.slots = slots
         self.clock = 0
         self.journal = Journal()
+        self.announced: Announced | None = None
         self._pattern_length = min(slots, _PATTERN_LENGTH_MAX)
         self._patterns = tuple(bytes([state]) * self._pattern_length for state in SlotState)
         self._set_all(initial)
@@ -126,6 +130,10 @@ class SlotPool:
         self.counts[state] = self.slots
         self._states = bytearray([state]) * self.slots
         self._free = FreeRanges(self.slots, empty=state is not SlotState.FREE)
+
+    def announce(self, announced: Announced | None) -> None:
+        """Tell routers of its blocks from now on; None: of none any more."""
+        self.announced = announced
 
     @property
     def free(self) -> int:
@@ -198,6 +206,8 @@ class SlotPool:
         self.journal.record(cause, source, target, copy)
         if source is SlotState.CACHED:
             self._left_cached(copy)
+            if self.announced is not None:
+                self.announced.remove(copy)
 
     def _left_cached(self, ranges: Ranges[int]) -> None:
         """Slots have left CACHED. The headers of host blocks are written by who writes the blocks: nothing is to do."""
@@ -305,6 +315,12 @@ class DevicePool(SlotPool):
     def copies(self) -> bool:
         """Whether copies may be started."""
         return self.healthy and not (self.paused or self.clearing or self.frozen)
+
+    def note_cached(self, blocks: BlocksCached) -> None:
+        """All bytes of these blocks are there: anybody may find them."""
+        self.header_changes.append(blocks)
+        if self.announced is not None:
+            self.announced.add(blocks.parent, blocks.keys, blocks.slots)
 
     def _left_cached(self, ranges: Ranges[int]) -> None:
         self.header_changes.append(BlocksUncached(self.name, ranges))

@@ -144,7 +144,7 @@ class Loads:
             pool.move(missing, SlotState.FILLING, SlotState.FREE, cause)
             pool.move(arrived, SlotState.FILLING, SlotState.CACHED, cause)
             if good:
-                pool.header_changes.append(tree.cached_blocks(load.run, load.start, load.start + good, pool))
+                pool.note_cached(tree.cached_blocks(load.run, load.start, load.start + good, pool))
             self._table.counters["loaded_blocks"] += good
         self._table.counters["load_failed_blocks"] += load.blocks - good
         self._table.drop_corrupt(load)

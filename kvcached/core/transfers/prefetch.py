@@ -376,6 +376,7 @@ def _insert(chain: Chain, start: int, ranges: Ranges[int]) -> int:
             mine = section(ranges, first - start, piece.end - start)
             host.move(mine, SlotState.FILLING, SlotState.CACHED, "fetched")
             tree.put_host(run, [Piece(first, piece.end)], mine)
+            tree.announce_host(run, [Piece(first, piece.end)])
             taken, at = taken + piece.end - first, piece.end
     append(left, section(ranges, at - start, count))
     host.move(left, SlotState.FILLING, SlotState.FREE, "stored meanwhile")

@@ -128,6 +128,8 @@ class TransferTable:
         if not good:
             tree.punch_host(store.run, store.pieces)
         tree.members[HOST].move(store.host, SlotState.FILLING, target, f"end of store {store.id}")
+        if good:
+            tree.announce_host(store.run, store.pieces)
         if good and tree.listener is not None:
             tree.listener.stored(tree, store.run, store.end)
 

@@ -1,0 +1,80 @@
+"""Which generation of each namespace is the present one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+#: Namespaces whose editions are remembered. Far more than there are at a time; one beyond that begins a new generation.
+EDITIONS_MAX: Final = 1024
+
+
+class Edition(NamedTuple):
+    """What a namespace holds at present.
+
+    Attributes:
+        generation: another one after each clear.
+        weights_version: as it was set; "" = what the configuration says.
+    """
+
+    generation: int
+    weights_version: str = ""
+
+
+class Generations:
+    """The editions of all namespaces, by root: which generation each is in, a number that no two contents ever share.
+
+    Storage keeps blocks for longer than the daemon, its memory and the machine's boot last. A number that was used
+    before would bring back the blocks that were stored under it, which may be those of older weights. So the numbers of
+    one life of the daemon begin where no earlier life has been (`first`), and only go up.
+
+    Args:
+        first: larger than any generation of an earlier life.
+        editions: those of earlier lives.
+
+    Attributes:
+        version: grows whenever an edition changes.
+    """
+
+    def __init__(self, first: int = 0, editions: Mapping[bytes, Edition] | None = None) -> None:
+        self.version = 0
+        self._next = first
+        self._editions: dict[bytes, Edition] = dict(editions or {})
+
+    @property
+    def editions(self) -> Mapping[bytes, Edition]:
+        """All that are remembered; the one asked for last comes last."""
+        return self._editions
+
+    def of(self, root: bytes) -> int:
+        """The generation of a namespace; one that was not known, or whose record was lost, begins a new one."""
+        edition = self._editions.get(root)
+        if edition is None:
+            return self.renew(root)
+        self._put(root, edition)
+        return edition.generation
+
+    def renew(self, root: bytes) -> int:
+        """Begin a new generation of a namespace whose root stays the same."""
+        before = self._editions.get(root, Edition(-1))
+        edition = before._replace(generation=self.fresh(before.generation))
+        self.replace(root, root, edition)
+        return edition.generation
+
+    def replace(self, before: bytes, root: bytes, edition: Edition) -> None:
+        """A namespace has another edition, and maybe another root: the roots of replicas tell the generation."""
+        self._editions.pop(before, None)
+        self._put(root, edition)
+        self.version += 1
+
+    def fresh(self, before: int) -> int:
+        """A number for the generation after `before`, used by no namespace so far."""
+        number = max(self._next, before + 1)
+        self._next = number + 1
+        return number
+
+    def _put(self, root: bytes, edition: Edition) -> None:
+        self._editions.pop(root, None)
+        self._editions[root] = edition
+        while len(self._editions) > EDITIONS_MAX:
+            del self._editions[next(iter(self._editions))]

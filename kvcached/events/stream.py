@@ -1,0 +1,186 @@
+"""The stream of events: numbered batches, those that may be asked for again, and snapshots. No I/O.
+
+Numbers go up by one, and a restart begins far above all numbers of before, so that a subscriber sees every gap. One
+that has missed something asks for it again; what is not kept any more, a snapshot replaces:
+
+    begin, number n ── pieces, as the index is while each is sent ── end ── then all batches behind n, in order
+
+A piece may hold more than was there at n, or less. Every block that differs has an event behind n, and the last one
+about a block is right. So the subscriber is exact after the batches that were published until the end of the snapshot,
+and nobody has to stop, or copy the index.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange
+from kvcached.core.slots.announced import Announced
+from kvcached.events.wire import EventBatch, encode_batch, events_of
+from kvcached_client.types import KEY_SIZE_BYTES
+
+#: Keys of one event at most: 300 KB, which a slow subscriber may have to wait for.
+KEYS_PER_EVENT_MAX: Final = 16_384
+#: Slots of a pool that one piece of a snapshot looks at: some 100 us.
+SLOTS_PER_PIECE: Final = 2048
+#: Of a batch beside its payload: a tuple, a number, places in a deque.
+_BATCH_OVERHEAD_BYTES: Final = 200
+#: Numbers of one millisecond, in which an epoch is: far more batches than are ever published in it.
+_NUMBERS_PER_MS: Final = 256
+
+
+class Batch(NamedTuple):
+    """A message: its topic, its number, and the packed events."""
+
+    topic: bytes
+    number: int
+    payload: bytes
+
+
+class EventStream:
+    """Numbers what the core says, and remembers some of it.
+
+    Args:
+        changes: of the core; taken from there.
+        tiers: what routers know of, at present.
+        topic: what every topic begins with; the namespace's label follows.
+        epoch: of this daemon.
+        buffer_bytes: of batches that can be asked for again.
+        now_s: seconds since 1970.
+
+    Attributes:
+        last: the batch that was published last. The first one of a daemon is empty.
+    """
+
+    def __init__(
+        self,
+        changes: list[IndexChange],
+        tiers: Callable[[], list[Announced]],
+        *,
+        topic: str,
+        epoch: int,
+        buffer_bytes: int,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._changes = changes
+        self._tiers = tiers
+        self._topic = topic
+        self._now_s = now_s
+        self._buffer_bytes = buffer_bytes
+        self._held_bytes = 0
+        self._kept: deque[Batch] = deque()
+        self._next = epoch * _NUMBERS_PER_MS
+        self.last = self._publish(topic, [], None)
+
+    def flush(self) -> list[Batch]:
+        """What has changed since the last time: a batch for each tier, more where there is much."""
+        if not self._changes:
+            return []
+        changes = self._changes[:]
+        self._changes.clear()
+        by_tier: dict[tuple[bytes, int | None], list[IndexChange]] = {}
+        for change in changes:
+            by_tier.setdefault((change.tier.namespace, change.tier.rank), []).append(change)
+        return [
+            self._publish(self._topic + part[0].tier.label, part, part[0].tier.rank)
+            for each in by_tier.values()
+            for part in _parts(_merged(each))
+        ]
+
+    def replay(self, start: int) -> Iterator[Batch]:
+        """The batches from a number on that are kept; each is looked up when it is taken."""
+        number = max(start, self._kept[0].number)
+        while number < self._next:
+            number = max(number, self._kept[0].number)  # it may have been dropped meanwhile
+            yield self._kept[number - self._kept[0].number]
+            number += 1
+
+    def snapshot(self) -> Iterator[Batch]:
+        """All blocks that routers should know of: an empty batch, whose number is the snapshot's, then pieces.
+
+        What has changed before is published first, by the caller. A piece shows the index when it is taken.
+        """
+        number = self._next - 1
+        yield Batch(b"", number, b"")
+        for announced in self._tiers():
+            slot = announced.next_known(0)
+            while slot >= 0:
+                stored = announced.section(slot, SLOTS_PER_PIECE)
+                if stored:
+                    yield self._batch(number, self._topic + stored[0].tier.label, stored, stored[0].tier.rank)
+                slot = announced.next_known(slot + SLOTS_PER_PIECE)
+
+    def _publish(self, topic: str, changes: list[IndexChange], rank: int | None) -> Batch:
+        batch = self._batch(self._next, topic, changes, rank)
+        self._next += 1
+        self._kept.append(batch)
+        self._held_bytes += len(batch.payload) + _BATCH_OVERHEAD_BYTES
+        while self._held_bytes > self._buffer_bytes and len(self._kept) > 1:
+            self._held_bytes -= len(self._kept.popleft().payload) + _BATCH_OVERHEAD_BYTES
+        self.last = batch
+        return batch
+
+    def _batch(self, number: int, topic: str, changes: Sequence[IndexChange], rank: int | None) -> Batch:
+        return Batch(topic.encode(), number, encode_batch(EventBatch(self._now_s(), events_of(changes), rank)))
+
+
+def _merged(changes: list[IndexChange]) -> list[IndexChange]:
+    """The same with neighbours as one: blocks that are removed, and blocks that continue a chain."""
+    merged: list[IndexChange] = []
+    same: list[IndexChange] = []
+    for change in changes:
+        if same and not _continues(same[-1], change):
+            merged.append(_joined(same))
+            same = []
+        same.append(change)
+    merged.append(_joined(same))
+    return merged
+
+
+def _continues(before: IndexChange, change: IndexChange) -> bool:
+    if before.tier != change.tier:
+        return False
+    if isinstance(before, BlocksStored) and isinstance(change, BlocksStored):
+        return change.parent == before.keys[-KEY_SIZE_BYTES:]
+    return isinstance(before, BlocksRemoved) and isinstance(change, BlocksRemoved)
+
+
+def _joined(changes: list[IndexChange]) -> IndexChange:
+    first = changes[0]
+    if len(changes) == 1 or isinstance(first, AllRemoved):
+        return first
+    return first._replace(keys=b"".join(each.keys for each in changes if not isinstance(each, AllRemoved)))
+
+
+def _parts(changes: list[IndexChange]) -> Iterator[list[IndexChange]]:
+    """The changes in portions of `KEYS_PER_EVENT_MAX` keys at most."""
+    part: list[IndexChange] = []
+    room = KEYS_PER_EVENT_MAX
+    for change in changes:
+        for piece in _pieces(change):
+            size = _size(piece)
+            if size > room:
+                yield part
+                part, room = [], KEYS_PER_EVENT_MAX
+            part.append(piece)
+            room -= size
+    yield part
+
+
+def _size(change: IndexChange) -> int:
+    return 1 if isinstance(change, AllRemoved) else len(change.keys) // KEY_SIZE_BYTES
+
+
+def _pieces(change: IndexChange) -> Iterator[IndexChange]:
+    """A change in pieces that fit a batch each."""
+    if isinstance(change, AllRemoved) or _size(change) <= KEYS_PER_EVENT_MAX:
+        yield change
+        return
+    step = KEYS_PER_EVENT_MAX * KEY_SIZE_BYTES
+    for at in range(0, len(change.keys), step):
+        piece = change._replace(keys=change.keys[at : at + step])
+        if at and isinstance(piece, BlocksStored):
+            piece = piece._replace(parent=change.keys[at - KEY_SIZE_BYTES : at])
+        yield piece

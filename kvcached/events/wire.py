@@ -1,0 +1,129 @@
+"""The messages that routers read: vLLM's batches of events, with the namespace in each event. `docs/events.md`.
+
+A batch is an array ``[ts, events, data_parallel_rank]``, an event a map with the key ``type``, as in vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvcached.core.messages import AllRemoved, BlocksRemoved, IndexChange, Tier
+from kvcached_client.types import KEY_SIZE_BYTES
+
+#: vLLM's names of media. A device pool is told as GPU on every device, for routers know no other name of it.
+MEDIUM_DEVICE: Final = "GPU"
+MEDIUM_HOST: Final = "CPU"
+
+#: A key as MessagePack's bin 8. Keys that are one item each are copied seven times as fast as their bytes.
+_ROW: Final = np.dtype([("head", ">u2"), ("key", f"V{KEY_SIZE_BYTES}")])
+_HASH_HEAD: Final = 0xC400 + KEY_SIZE_BYTES
+_ARRAY_HEAD: Final = b"\xdd"  #: its array 32
+
+
+class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, gc=False):
+    """vLLM's event of the same name; `namespace` and `generation` are this daemon's own.
+
+    Attributes:
+        block_hashes: keys, an array of bytes.
+        parent_block_hash: key of the block before them.
+        token_ids: none, because the daemon is not told of tokens.
+        block_size: tokens per block.
+        lora_id, lora_name: not known: they are part of the keys.
+        medium: the tier.
+        namespace: root of the keys, as hex digits.
+        generation: of the namespace.
+    """
+
+    block_hashes: msgspec.Raw
+    parent_block_hash: bytes | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    namespace: str = ""
+    generation: int = 0
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, gc=False):
+    """vLLM's event of the same name."""
+
+    block_hashes: msgspec.Raw
+    medium: str | None
+    namespace: str = ""
+    generation: int = 0
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, gc=False):
+    """vLLM's event of the same name: every block of the batch's topic and rank is gone."""
+
+    namespace: str = ""
+    generation: int = 0
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Events of one tier of one namespace.
+
+    Attributes:
+        ts: when they were published, in seconds since 1970.
+        events: in order.
+        data_parallel_rank: the replica's place in its namespace; None for host memory, which all replicas share.
+    """
+
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int | None = None
+
+
+encode_batch: Final = msgspec.msgpack.Encoder().encode
+decode_batch: Final = msgspec.msgpack.Decoder(EventBatch).decode
+_decode_hashes: Final = msgspec.msgpack.Decoder(list[bytes]).decode
+
+
+def events_of(changes: Sequence[IndexChange]) -> list[Event]:
+    """Changes of the index as routers read them. All keys are packed together, which is most of the work."""
+    rows = packed_keys(b"".join(change.keys for change in changes if not isinstance(change, AllRemoved)))
+    events: list[Event] = []
+    at, tier, namespace, generation, medium = 0, None, "", 0, ""
+    for change in changes:
+        if change.tier is not tier:
+            tier = change.tier
+            namespace, generation, medium = tier.namespace.hex(), tier.generation, medium_of(tier)
+        if isinstance(change, AllRemoved):
+            events.append(AllBlocksCleared(namespace, generation))
+            continue
+        count = len(change.keys) // KEY_SIZE_BYTES
+        end = at + count * _ROW.itemsize
+        hashes = msgspec.Raw(_ARRAY_HEAD + count.to_bytes(4, "big") + rows[at:end])
+        at = end
+        if isinstance(change, BlocksRemoved):
+            events.append(BlockRemoved(hashes, medium, namespace, generation))
+            continue
+        parent = change.parent or None
+        events.append(BlockStored(hashes, parent, (), tier.block_size, None, medium, None, namespace, generation))
+    return events
+
+
+def medium_of(tier: Tier) -> str:
+    """VLLM's name of a tier."""
+    return MEDIUM_HOST if tier.rank is None else MEDIUM_DEVICE
+
+
+def packed_keys(keys: bytes) -> bytes:
+    """Keys as MessagePack's bytes, back to back: a list of them for msgspec would cost ten times as much."""
+    rows = np.empty(len(keys) // KEY_SIZE_BYTES, _ROW)
+    rows["head"] = _HASH_HEAD
+    rows["key"] = np.frombuffer(keys, _ROW["key"])
+    return rows.tobytes()
+
+
+def hashes_of(event: BlockStored | BlockRemoved) -> list[bytes]:
+    """The keys of an event, one by one."""
+    return _decode_hashes(event.block_hashes)

@@ -1,0 +1,85 @@
+"""Routers that follow the events of the index are exact, whatever they have missed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcached.core.transfers import loads, stores
+from kvcached.events import stream
+from tests.core.history import Choose, History, Operation, play, play_drawn
+from tests.core.offload_drivers import MixedDriver, OffloadDriver
+from tests.core.test_storage_model import StorageHistory
+from tests.events.followers import Followers
+
+STEPS = 300
+SEEN = {"replays", "snapshots", "pieces", "exact", "AllRemoved", "BlocksStored", "BlocksRemoved"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pieces() -> Iterator[None]:
+    """Short copies, and snapshots of many pieces, between which much happens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stores, "STORE_BLOCKS_MAX", 3)
+        patch.setattr(loads, "LOAD_BLOCKS_MAX", 2)
+        patch.setattr(stream, "SLOTS_PER_PIECE", 5)
+        patch.setattr(stream, "KEYS_PER_EVENT_MAX", 6)
+        yield
+
+
+def followed(kind: type[History]) -> Callable[[Choose], History]:
+    """A history with routers beside it."""
+    base: Any = kind
+
+    class Followed(base):  # type: ignore[misc]
+        def __init__(self, choose: Choose) -> None:
+            super().__init__(choose)
+            self.followers = Followers(choose, self.cache)
+            self.told: Counter[str] = Counter()
+
+        def do(self, operation: Operation) -> None:
+            super().do(operation)
+            self.told.update(type(change).__name__ for change in self.cache.index_changes)
+            self.followers.step()
+
+        def end(self) -> None:
+            super().end()
+            self.followers.end()
+
+        def seen(self) -> Counter[str]:
+            seen: Counter[str] = super().seen()
+            return seen + self.followers.seen() + self.told
+
+    return Followed
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        (MixedDriver, 0),
+        (OffloadDriver, 0),
+        (StorageHistory, 13),  # in which storage brings blocks
+        *(
+            pytest.param(kind, seed, marks=pytest.mark.full)
+            for kind in (MixedDriver, OffloadDriver, StorageHistory)
+            for seed in range(20, 25)
+        ),
+    ],
+)
+def test_snapshot_and_events_make_the_index(kind: type[History], seed: int) -> None:
+    """After any history, whoever has a snapshot and the events behind it knows exactly the daemon's index."""
+    seen = play(followed(kind), [seed], STEPS)
+
+    assert {name for name, count in seen.items() if count} >= SEEN
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_snapshot_and_events_make_the_index_after_any_short_history(data: st.DataObject) -> None:
+    """The same for any short history; a failing one is shrunk to its shortest form."""
+    play_drawn(followed(MixedDriver), data, 25)

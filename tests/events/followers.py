@@ -1,0 +1,153 @@
+"""Routers beside a model of the core: they lose messages and connections, and have to be exact all the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from kvcached.core.cache import Cache
+from kvcached.core.insight.findable import findable
+from kvcached.events.stream import Batch, EventStream
+from tests.core.history import Choose
+from tests.events.router import Index, Tier
+
+#: So few that most gaps are longer than what is kept.
+BUFFER_BYTES = 1000
+
+
+def right_index(cache: Cache) -> dict[Tier, set[bytes]]:
+    """What a router has to know, read from the trees."""
+    index: dict[Tier, set[bytes]] = {}
+    for tree in cache.trees:
+        runs = list(tree.runs())
+        for place, pool in enumerate(tree.members):
+            if pool.announced is not None:
+                rank = place if place < len(tree.pools) else None
+                keys = set(findable(cache, tree, runs, pool).values())
+                index.setdefault((tree.namespace.hex(), rank), set()).update(keys)
+    return {tier: keys for tier, keys in index.items() if keys}
+
+
+class Follower(Index):
+    """A router as `docs/events.md` describes it, whose connection breaks, and whose snapshots take long."""
+
+    def __init__(self, stream: EventStream) -> None:
+        super().__init__()
+        self._stream = stream
+        self.is_connected = False
+        self.last = -1
+        self.snapshot: Iterator[Batch] | None = None
+        self.seen: Counter[str] = Counter()
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether it believes that it has everything that was published."""
+        return self.snapshot is None and self.last == self._stream.last.number
+
+    def connect(self) -> None:
+        """A new subscriber is sent the last batch."""
+        self.is_connected = True
+        self.hear(self._stream.last)
+
+    def disconnect(self, *, is_killed: bool) -> None:
+        """It hears nothing more; where it is killed it has forgotten everything, and else a half-taken snapshot."""
+        self.is_connected = False
+        if is_killed or self.snapshot is not None:
+            self.last, self.snapshot = -1, None
+
+    def hear(self, batch: Batch) -> None:
+        """A batch is published, and reaches it where it is connected."""
+        if not self.is_connected or self.snapshot is not None or batch.number <= self.last:
+            return
+        if batch.number == self.last + 1:
+            self.apply(batch.payload)
+            self.last = batch.number
+        elif not self.replay():
+            self.begin_snapshot()
+
+    def replay(self) -> bool:
+        """Ask for what is missing; False where it is not kept."""
+        self.seen["replays"] += 1
+        for batch in self._stream.replay(self.last + 1) if self.last >= 0 else ():
+            if batch.number != self.last + 1:
+                return False
+            self.apply(batch.payload)
+            self.last = batch.number
+        return self.last == self._stream.last.number
+
+    def begin_snapshot(self) -> None:
+        """Ask for the index, as it is from now on."""
+        self.seen["snapshots"] += 1
+        self.blocks.clear()
+        self.snapshot = self._stream.snapshot()
+        self.last = next(self.snapshot).number
+
+    def go_on(self) -> None:
+        """Take the next piece of the snapshot; behind the last one, what was published since it began."""
+        if self.snapshot is None:
+            return
+        piece = next(self.snapshot, None)
+        if piece is not None:
+            self.seen["pieces"] += 1
+            self.apply(piece.payload)
+            return
+        self.snapshot = None
+        if not self.replay():
+            self.begin_snapshot()
+
+
+class Followers:
+    """Two routers of a cache, and what happens to them."""
+
+    def __init__(self, choose: Choose, cache: Cache) -> None:
+        self._choose = choose
+        self._cache = cache
+        self.stream = EventStream(
+            cache.index_changes, cache.announced, topic="", epoch=7, buffer_bytes=BUFFER_BYTES, now_s=lambda: 0.0
+        )
+        self.all = [Follower(self.stream), Follower(self.stream)]
+
+    def step(self) -> None:
+        """Publish, or not; somebody connects, or loses the connection; snapshots go on."""
+        if self._choose(2):
+            self.publish()
+        for follower in self.all:
+            if not self._choose(8):
+                follower.disconnect(is_killed=not self._choose(3))
+            elif not follower.is_connected and not self._choose(6):
+                self.publish()
+                follower.connect()
+            if self._choose(2):
+                self.publish()
+                follower.go_on()
+        self.check()
+
+    def publish(self) -> None:
+        """What the core has said goes to everybody who is connected."""
+        for batch in self.stream.flush():
+            for follower in self.all:
+                follower.hear(batch)
+
+    def check(self) -> None:
+        """Who has everything that was published is exact, if that is everything that has happened."""
+        if self._cache.index_changes:
+            return
+        for follower in self.all:
+            if follower.is_up_to_date:
+                follower.seen["exact"] += 1
+                assert follower.solid() == right_index(self._cache)
+
+    def end(self) -> None:
+        """Everybody connects, and is exact."""
+        self.publish()
+        for follower in self.all:
+            follower.disconnect(is_killed=False)
+            follower.connect()
+            while follower.snapshot is not None:
+                follower.go_on()
+            assert follower.is_up_to_date
+        self.check()
+
+    def seen(self) -> Counter[str]:
+        """What has happened to them."""
+        return self.all[0].seen + self.all[1].seen

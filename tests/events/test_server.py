@@ -1,0 +1,180 @@
+"""The sockets, with libzmq at the other end."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvcached.events import server
+from kvcached.events.server import Endpoints
+from kvcached_client.protocol.zmtp import GREETING, SUBSCRIBER, subscribe
+from tests.events.publisher import TIMEOUT_MS, Publisher
+from tests.events.router import END, Router
+
+
+@pytest.fixture
+def router(publisher: Publisher) -> Iterator[Router]:
+    """A router that follows it."""
+    router = Router(*publisher.endpoints, timeout_ms=TIMEOUT_MS)
+    yield router
+    router.close()
+
+
+def held(router: Router) -> int:
+    return len(router.blocks.get((b"root".hex(), None), ()))
+
+
+def follow(router: Router, publisher: Publisher) -> None:
+    """Take in batches until the router has the last one."""
+    while router.last < publisher.server._stream.last.number:
+        assert router.take(TIMEOUT_MS)
+
+
+def test_subscriber_of_libzmq_gets_batches_in_order(publisher: Publisher, router: Router) -> None:
+    """A SUB socket of libzmq gets every batch from its subscription on, and a snapshot of what was before."""
+    publisher.store(3)
+    follow(router, publisher)
+    assert (held(router), router.seen) == (3, {"gaps": 1, "snapshots": 1})
+
+    for _ in range(20):
+        publisher.store(2)
+    follow(router, publisher)
+
+    assert (held(router), router.seen) == (43, {"gaps": 1, "snapshots": 1})
+
+
+def test_new_subscriber_gets_the_last_batch(publisher: Publisher, router: Router) -> None:
+    """A subscriber that comes back, or comes late, is sent the last batch at once: its number tells what it missed."""
+    publisher.store()
+    assert router.take(TIMEOUT_MS)
+
+
+def test_other_topics_are_left_out(publisher: Publisher) -> None:
+    """A subscriber gets the topics that begin with what it has subscribed to."""
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.SUB) as other, context.socket(zmq.SUB) as own:
+        publisher.store()
+        for sub, topic in ((other, b"another model"), (own, b"mod")):
+            sub.subscribe(topic)
+            sub.connect(publisher.endpoints.events)
+            sub.linger = 0
+        assert own.poll(TIMEOUT_MS)
+        publisher.store()
+        assert [own.recv_multipart()[0] for _ in range(2)] == [b"model", b"model"]
+        assert not other.poll(0)
+
+
+@pytest.mark.parametrize("kind", [zmq.REQ, zmq.DEALER])
+def test_replay_is_that_of_vllm(publisher: Publisher, kind: int) -> None:
+    """A request for a number gets the batches from it on, and -1 behind them; one of nothing gets the end alone."""
+    for _ in range(3):
+        publisher.store()
+    last = publisher.server._stream.last.number
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(kind) as asker:
+        asker.linger = 0
+        asker.connect(publisher.endpoints.replay)
+        lead = [] if kind == zmq.REQ else [b""]
+        asker.send_multipart([*lead, (last - 1).to_bytes(8, "big")])
+        answers: list[list[bytes]] = []
+        while not answers or (kind == zmq.DEALER and answers[-1][-2] != END):
+            assert asker.poll(TIMEOUT_MS)
+            answers.append(asker.recv_multipart())
+        numbers = [int.from_bytes(answer[-2], "big", signed=True) for answer in answers]
+        assert numbers == ([last - 1] if kind == zmq.REQ else [last - 1, last, -1])
+        assert answers[0][-3] == b"model"
+
+
+def test_request_of_nonsense_gets_the_end(publisher: Publisher) -> None:
+    """Every request is answered: one that means nothing by the end alone."""
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.DEALER) as asker:
+        asker.linger = 0
+        asker.connect(publisher.endpoints.replay)
+        for parts in ([b"", b"what?"], [b"", b"a", b"b", b"c"], [b""]):
+            asker.send_multipart(parts)
+            assert asker.poll(TIMEOUT_MS)
+            assert asker.recv_multipart() == [b"", b"", END, b""]
+
+
+def test_stalled_subscriber_costs_a_bounded_buffer_and_hears_of_its_gap(publisher: Publisher, router: Router) -> None:
+    """What a subscriber does not read is dropped beyond a limit; when it reads again it hears of its gap."""
+    with socket.socket(socket.AF_UNIX) as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.connect(publisher.endpoints.events.removeprefix("ipc://"))
+        stalled.settimeout(TIMEOUT_MS / 1000)
+        stalled.sendall(GREETING + SUBSCRIBER.ready + subscribe(b""))
+        publisher.store()
+        follow(router, publisher)
+        for _ in range(120):
+            publisher.store(1000)
+        waiting = max(
+            peer._transport.get_write_buffer_size()
+            for peer in publisher.server._subscribers
+            if peer._transport is not None
+        )
+        assert waiting <= server.UNREAD_BYTES_MAX + 200_000
+        follow(router, publisher)
+        last = publisher.server._stream.last.number.to_bytes(8, "big")
+        received = bytearray()
+        while last not in received[-400_000:]:
+            received += stalled.recv(1 << 20)
+        assert len(received) < 4 * server.UNREAD_BYTES_MAX
+
+
+def test_peers_that_do_not_speak_the_protocol_are_cut_off(publisher: Publisher) -> None:
+    """Who sends something else, or a message that is too large, loses the connection; others do not notice."""
+    too_large = GREETING + SUBSCRIBER.ready + b"\x02" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)
+    for data in (b"GET / HTTP/1.1\r\n\r\n", too_large):
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(TIMEOUT_MS / 1000)
+            peer.connect(publisher.endpoints.events.removeprefix("ipc://"))
+            try:
+                peer.sendall(data)
+                while peer.recv(4096):
+                    pass
+            except ConnectionError:
+                pass
+    publisher.store()
+
+
+def test_connections_have_a_limit(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its limit a socket refuses connections; when one ends there is room again."""
+    monkeypatch.setattr(server, "CONNECTIONS_MAX", 2)
+    path = publisher.endpoints.replay.removeprefix("ipc://")
+    peers = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+    try:
+        for peer in peers:
+            peer.settimeout(TIMEOUT_MS / 1000)
+            peer.connect(path)
+        assert [bool(peer.recv(64)) for peer in peers] == [True, True, False, False]
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+def test_file_in_the_way_is_named(tmp_path: Path) -> None:
+    """A file that is no socket is left alone, and the error names it."""
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(OSError, match="is no socket"):
+        server._bound(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_endpoint_of_the_machine(tmp_path: Path) -> None:
+    """Both sockets can be ports of the loopback interface."""
+    ports = []
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    publisher = Publisher(tmp_path, Endpoints(*(f"tcp://127.0.0.1:{port}" for port in ports)))
+    router = Router(*publisher.endpoints, timeout_ms=TIMEOUT_MS)
+    try:
+        publisher.store(5)
+        follow(router, publisher)
+        assert held(router) == 5
+    finally:
+        router.close()
+        publisher.close()

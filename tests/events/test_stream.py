@@ -1,0 +1,101 @@
+"""Batches and their numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcached.core.messages import BlocksRemoved, BlocksStored, IndexChange, Tier
+from kvcached.events import stream, wire
+from kvcached.events.stream import EventStream
+
+EPOCH = 1_800_000_000_000
+TIER = Tier(b"root", 3, "model", "a", 0, 16)
+HOST = TIER._replace(replica="", rank=None)
+
+
+def keys(count: int, first: int = 0) -> bytes:
+    return b"".join(number.to_bytes(16, "big") for number in range(first, first + count))
+
+
+def make_stream(changes: list[IndexChange], epoch: int = EPOCH, buffer_bytes: int = 1 << 20) -> EventStream:
+    return EventStream(changes, list, topic="kv@n@", epoch=epoch, buffer_bytes=buffer_bytes, now_s=lambda: 1.0)
+
+
+def test_numbers_go_up_by_one_and_a_restart_begins_above_them() -> None:
+    """Batches have consecutive numbers; a later daemon's first one is above them, below 2^53."""
+    changes: list[IndexChange] = []
+    first = make_stream(changes)
+    numbers = [first.last.number]
+    for _ in range(3):
+        changes.append(BlocksRemoved(TIER, keys(1)))
+        numbers += [batch.number for batch in first.flush()]
+
+    assert numbers == list(range(numbers[0], numbers[0] + 4))
+    assert numbers[-1] < make_stream([], EPOCH + 1).last.number < 1 << 53
+
+
+def test_one_flush_makes_a_batch_for_each_tier() -> None:
+    """What has happened since the last flush is one batch a tier, with the namespace's label in its topic."""
+    changes: list[IndexChange] = [
+        BlocksStored(TIER, b"", keys(2)),
+        BlocksStored(HOST, b"", keys(2)),
+        BlocksStored(TIER, keys(1, 1), keys(2, 2)),
+        BlocksRemoved(HOST, keys(1)),
+        BlocksRemoved(HOST, keys(1, 1)),
+    ]
+
+    batches = make_stream(changes).flush()
+
+    device, host = [wire.decode_batch(batch.payload) for batch in batches]
+    assert {batch.topic for batch in batches} == {b"kv@n@model"}
+    assert (device.data_parallel_rank, host.data_parallel_rank) == (0, None)
+    assert [wire.hashes_of(event) for event in device.events if isinstance(event, wire.BlockStored)] == [
+        [keys(1, number) for number in range(4)]
+    ]
+    assert [type(event).__name__ for event in host.events] == ["BlockStored", "BlockRemoved"]
+    assert changes == []
+
+
+def test_large_changes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch has more keys than its limit, and the pieces of a chain follow each other."""
+    monkeypatch.setattr(stream, "KEYS_PER_EVENT_MAX", 4)
+
+    batches = make_stream([BlocksStored(TIER, b"", keys(3)), BlocksStored(TIER, b"", keys(10))]).flush()
+
+    found = [wire.decode_batch(batch.payload).events for batch in batches]
+    sizes = [
+        [len(wire.hashes_of(event)) for event in events if isinstance(event, wire.BlockStored)] for events in found
+    ]
+    assert sizes == [[3], [4], [4], [2]]
+    assert [getattr(events[0], "parent_block_hash") for events in found] == [None, None, keys(1, 3), keys(1, 7)]  # noqa: B009
+
+
+def test_buffer_is_bounded() -> None:
+    """What can be asked for again takes no more than the buffer has; the oldest batches go first."""
+    changes: list[IndexChange] = []
+    events = make_stream(changes, buffer_bytes=4096)
+    for _ in range(100):
+        changes.append(BlocksRemoved(TIER, keys(10)))
+        events.flush()
+
+    kept = list(events.replay(0))
+
+    assert sum(len(batch.payload) for batch in kept) <= 4096
+    assert [batch.number for batch in kept] == list(range(events.last.number - len(kept) + 1, events.last.number + 1))
+    assert len(kept) > 3
+
+
+def test_replay_goes_on_where_batches_are_dropped_meanwhile() -> None:
+    """A replay that takes long leaves out what is dropped while it goes on: the numbers say so."""
+    changes: list[IndexChange] = []
+    events = make_stream(changes, buffer_bytes=2048)
+    replay = events.replay(0)
+    first = next(replay).number
+    for _ in range(50):
+        changes.append(BlocksRemoved(TIER, keys(10)))
+        events.flush()
+
+    numbers = [batch.number for batch in replay]
+
+    assert numbers[0] > first + 1
+    assert numbers[-1] == events.last.number

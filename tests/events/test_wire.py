@@ -1,0 +1,113 @@
+"""The messages are vLLM's: its own definitions read them, and so does a decoder that knows nothing of this project."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange, Tier
+from kvcached.events import wire
+
+HOST = Tier(b"\xaa" * 32, 7, "model bfloat16 tp1", "", None, 16)
+DEVICE = HOST._replace(replica="a", rank=1)
+KEYS = [bytes([number]) * 16 for number in range(3)]
+
+
+# What vLLM 0.32 has in vllm/distributed/kv_events.py, field by field.
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+class BlockStored(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    pass
+
+
+class KVEventBatch(EventBatch):
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+def packed(tier: Tier) -> bytes:
+    """A batch of one event of each kind."""
+    changes: list[IndexChange] = [
+        BlocksStored(tier, KEYS[0], b"".join(KEYS[1:])),
+        BlocksRemoved(tier, KEYS[2]),
+        BlocksStored(tier, b"", KEYS[0]),
+        AllRemoved(tier),
+    ]
+    return wire.encode_batch(wire.EventBatch(1.5, wire.events_of(changes), tier.rank))
+
+
+def check(batch: Any, medium: str, rank: int | None) -> None:
+    """The batch has the four events, as an object of vLLM's classes."""
+    stored, removed, first, cleared = batch.events
+    assert (batch.ts, batch.data_parallel_rank) == (1.5, rank)
+    assert (stored.block_hashes, stored.parent_block_hash, stored.token_ids) == (KEYS[1:], KEYS[0], [])
+    assert (stored.block_size, stored.medium, stored.lora_id, stored.lora_name) == (16, medium, None, None)
+    assert (removed.block_hashes, removed.medium) == (KEYS[2:], medium)
+    assert first.parent_block_hash is None
+    assert type(cleared).__name__ == "AllBlocksCleared"
+
+
+@pytest.mark.parametrize(("tier", "medium"), [(HOST, "CPU"), (DEVICE, "GPU")])
+def test_definitions_of_vllm_read_the_events(tier: Tier, medium: str) -> None:
+    """A copy of the definitions of vLLM 0.32 reads every event, and passes over the fields that it does not know."""
+    check(msgspec.msgpack.decode(packed(tier), type=KVEventBatch), medium, tier.rank)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("tier", "medium"), [(HOST, "CPU"), (DEVICE, "GPU")])
+def test_installed_vllm_reads_the_events(tier: Tier, medium: str) -> None:
+    """The definitions of the vLLM that is installed read every event."""
+    events = pytest.importorskip("vllm.distributed.kv_events")
+    check(msgspec.msgpack.decode(packed(tier), type=events.KVEventBatch), medium, tier.rank)
+
+
+def test_events_name_their_namespace() -> None:
+    """Each event has the namespace's root and generation; a batch has three items, whatever the rank."""
+    batch: list[Any] = msgspec.msgpack.decode(packed(HOST))
+
+    assert len(batch) == 3
+    assert {(event["namespace"], event["generation"]) for event in batch[1]} == {("aa" * 32, 7)}
+    assert [event["type"] for event in batch[1]] == ["BlockStored", "BlockRemoved", "BlockStored", "AllBlocksCleared"]
+
+
+def test_own_definitions_read_the_events_back() -> None:
+    """What was encoded is decoded to the same keys."""
+    batch = wire.decode_batch(packed(HOST))
+
+    (stored, *_) = batch.events
+    assert isinstance(stored, wire.BlockStored)
+    assert wire.hashes_of(stored) == KEYS[1:]
