@@ -1,0 +1,203 @@
+"""Routers that are killed, late and stalled, beside real daemons that are killed, too."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcached_client import Admin, Client, Lease
+from kvcached_client.protocol.zmtp import GREETING, SUBSCRIBER, subscribe
+from tests.daemon.conftest import CONFIG, started
+from tests.daemon.supervised import Supervised, supervised
+from tests.daemon.test_kill_loop import BLOCKS, Engine
+from tests.events.router import Router, Tier
+from tests.project.daemon_process import clean_environment
+from tests.project.source_tree import ROOT
+
+SLOTS = 64
+HOST = "[events]\nbuffer_bytes = 65536\n[host]\nsize_bytes = 4194304\nslab_bytes = 262144\n"
+EVENTS_CONFIG = HOST + CONFIG.replace("slots = 16", f"slots = {SLOTS}").replace(
+    "heartbeat_interval_ms = 100\nsession_ttl_ms = 600\n", ""
+)
+ROUNDS = 12
+QUIET_MS = 300
+
+
+class RouterProcess:
+    """A router in a process of its own, which prints its index when it is asked."""
+
+    def __init__(self, run_dir: Path) -> None:
+        arguments = [sys.executable, "-m", "tests.daemon.router_process", str(run_dir)]
+        self.process = subprocess.Popen(
+            arguments, cwd=ROOT, env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def index(self) -> tuple[dict[Tier, set[bytes]], dict[str, int]]:
+        """What it knows once it hears nothing more, and what it has been through."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("?\n")
+        self.process.stdin.flush()
+        tiers, seen = json.loads(self.process.stdout.readline())
+        return {(name, rank): {bytes.fromhex(key) for key in keys} for name, rank, keys in tiers}, seen
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def daemon_config() -> str:
+    """With events, whose keys come first."""
+    head, _, rest = EVENTS_CONFIG.partition("[[replica]]")
+    return f"{head}[[replica]]{rest}"
+
+
+def right_index(run_dir: Path, keys: set[bytes]) -> dict[Tier, set[bytes]]:
+    """Where each of these blocks is, as the daemon says one by one."""
+    index: dict[Tier, set[bytes]] = {}
+    with Admin.connect(run_dir, deadline_ms=20_000) as admin:
+        assert admin.check().violations == ()
+        namespace = admin.describe().replicas[0].namespace
+        for key in keys:
+            for place in admin.inspect(key).places:
+                if place.state == "cached":
+                    index.setdefault((namespace, None if place.tier == "host" else 0), set()).add(key)
+    return index
+
+
+def serve(engine: Engine, chance: random.Random, requests: int, keys: set[bytes]) -> None:
+    """Prompts of long ago and new ones, in a pool and a host pool that hold a part of them."""
+    for _ in range(requests):
+        number = chance.randrange(60)
+        keys.update(bytes(engine.chain(number).key_range(depth, depth + 1)) for depth in range(BLOCKS))
+        engine.compute(number)
+
+
+@pytest.mark.timeout(300)
+def test_routers_are_exact_whoever_is_killed(tmp_path: Path, daemon_config: str) -> None:
+    """Routers that are killed and started at random, under load, eviction and kills of the daemon, hold its index."""
+    chance, keys = random.Random(3), set[bytes]()
+    with supervised(tmp_path, daemon_config, pause_min_s=0.01, pause_max_s=0.01) as daemon:
+        engine = Engine(daemon.run_dir, Counter())
+        routers = [RouterProcess(daemon.run_dir) for _ in range(3)]
+        seen: Counter[str] = Counter()
+        try:
+            for number in range(ROUNDS):
+                serve(engine, chance, 20, keys)
+                place = chance.randrange(len(routers))
+                if chance.randrange(2):
+                    routers[place].kill()
+                serve(engine, chance, 10, keys)
+                if routers[place].process.poll() is not None:
+                    routers[place] = RouterProcess(daemon.run_dir)
+                if number % 4 == 3:
+                    engine = kill_daemon(daemon, engine)
+                serve(engine, chance, 10, keys)
+                with Admin.connect(daemon.run_dir, deadline_ms=20_000) as admin:
+                    assert admin.pause(deadline_ms=10_000).under_way == 0
+                right = right_index(daemon.run_dir, keys)
+                for router in routers:
+                    index, events = router.index()
+                    assert index.keys() == right.keys()
+                    assert {tier: index[tier] ^ right[tier] for tier in right} == {tier: set() for tier in right}
+                    seen.update(events)
+                with Admin.connect(daemon.run_dir, deadline_ms=20_000) as admin:
+                    admin.resume()
+        finally:
+            engine.parts.close()
+            for router in routers:
+                router.kill()
+    assert seen["snapshots"] > ROUNDS
+    assert seen["gaps"] > seen["snapshots"] / 2
+
+
+def kill_daemon(daemon: Supervised, engine: Engine) -> Engine:
+    """The next daemon has the blocks of the last one; so has the next engine."""
+    daemon.kill()
+    engine.parts.close()
+    daemon.await_ready()
+    return Engine(daemon.run_dir, Counter())
+
+
+@pytest.fixture
+def running(tmp_path: Path, daemon_config: str) -> Iterator[Path]:
+    """The run directory of a daemon with events."""
+    with started(tmp_path, daemon_config) as daemon:
+        yield daemon.run_dir
+
+
+def store(client: Client, number: int) -> Lease:
+    with client.acquire(f"r{number}", client.chain(range(number * 100, number * 100 + 16))) as lease:
+        lease.finish(computed_tokens=16)
+    return lease
+
+
+def test_stalled_subscribers_delay_nobody(running: Path) -> None:
+    """Subscribers that never read do not keep requests from being answered, nor another subscriber from its events."""
+    router = Router.of(running)
+    stalled = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+    try:
+        for each in stalled:
+            each.connect(str(running / "events.sock"))
+            each.sendall(GREETING + SUBSCRIBER.ready + subscribe(b""))
+        with Client.connect(running) as client:
+            for number in range(400):
+                store(client, number)
+        while router.take(QUIET_MS):
+            pass
+        assert sum(map(len, router.solid().values())) > SLOTS
+    finally:
+        router.close()
+        for each in stalled:
+            each.close()
+
+
+def test_clear_is_told_as_one_event(running: Path) -> None:
+    """`kvcached clear` and new weights are told for each tier as all cleared, with the next generation behind it."""
+    router = Router.of(running)
+    with Client.connect(running) as client:
+        store(client, 1)
+        while router.take(QUIET_MS):
+            pass
+        assert len(router.solid()) == 2
+        with Admin.connect(running, deadline_ms=20_000) as admin:
+            admin.set_weights("default", "v2")
+        while router.take(QUIET_MS):
+            pass
+        assert router.solid() == {}
+    router.close()
+
+
+def test_command_prints_a_line_per_event(running: Path) -> None:
+    """`kvcached events` prints each event as it comes, with --json as a JSON object, and ends with the daemon."""
+    arguments = [sys.executable, "-m", "kvcached", "events", "--run-dir", str(running), "--json"]
+    with subprocess.Popen(arguments, cwd=ROOT, env=clean_environment(), stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        with Client.connect(running) as client:
+            store(client, 1)
+            lines = [json.loads(command.stdout.readline())]
+            store(client, 2)
+            while len(lines) < 2 or lines[-1]["medium"] != "CPU":
+                lines.append(json.loads(command.stdout.readline()))
+        command.send_signal(signal.SIGINT)
+    assert {line["type"] for line in lines} == {"BlockStored"}
+    assert all(len(line["block_hashes"][0]) == 32 for line in lines)
+
+
+def test_command_says_where_events_are_configured(tmp_path: Path) -> None:
+    """Without events, `kvcached events` ends with 4 and names the table."""
+    with started(tmp_path) as daemon:
+        arguments = [sys.executable, "-m", "kvcached", "events", "--run-dir", str(daemon.run_dir)]
+        done = subprocess.run(arguments, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 4
+    assert "[events]" in done.stderr
