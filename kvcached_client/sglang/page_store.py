@@ -88,7 +88,7 @@ class PageStore:
         with self._copier.guarded() as session:
             if session is None:
                 return 0
-            with session.lease(chain.keys, chain.pages * self._page_size, full=True) as (lease, hit):
+            with session.lease(chain.keys, chain.pages * self._page_size, full=True) as (lease, hit, _):
                 count = hit - chain.prefix
                 if count <= 0:
                     return 0
@@ -105,7 +105,7 @@ class PageStore:
         with self._copier.guarded() as session:
             if session is None:
                 return 0
-            with session.lease(chain.keys, chain.pages * self._page_size, full=True) as (lease, hit):
+            with session.lease(chain.keys, chain.pages * self._page_size, full=True) as (lease, hit, _):
                 depth = hit
                 while chain.prefix <= depth < chain.pages:
                     with session.turn:
