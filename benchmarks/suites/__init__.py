@@ -12,6 +12,7 @@ from benchmarks.result import Result
 SUITES: Final[dict[str, str]] = {
     "copy": "benchmarks.suites.copy",
     "cuda": "benchmarks.suites.cuda",
+    "events": "benchmarks.suites.events",
     "faults": "benchmarks.suites.faults",
     "floods": "benchmarks.suites.floods",
     "hash": "benchmarks.suites.block_keys",

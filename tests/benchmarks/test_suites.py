@@ -13,7 +13,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.result import Result
 from benchmarks.shapes import ADVERSARIAL, CHAT, LONG_PROMPT_BLOCKS, TRACE, Shape
-from benchmarks.suites import index, request
+from benchmarks.suites import events, index, request
 
 _PROMISED = {"match_128k_{}_us", "bytes_per_block_{}", "request_8k_{}_us", "evict_8192_{}_us"}
 _WITH_HOST = {"match_128k_{}_host_us", "bytes_per_block_{}_write_through", "request_8k_{}_write_through_us"}
@@ -97,6 +97,21 @@ def test_rpc_suite_measures_a_real_daemon(capsys: pytest.CaptureFixture[str]) ->
         low, middle, high = (lines[f"{case}_over_echo{part}_ratio"]["value"] for part in ("_p10", "", "_p90"))
         assert low <= middle <= high
     assert {name for name in lines if re.fullmatch(r"\w+_us", name)} == {"acquire_us", "echo_us", "wire_us"}
+
+
+def test_events_suite_measures_two_daemons(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each case has the ratio of a daemon with subscribers to one without, with its spread, and of processor time."""
+    monkeypatch.setattr(events, "_PAIRS_PER_ROUND", 1)
+    main(["events", "--json", "--rounds", "10"])
+    lines = _lines(capsys.readouterr().out)
+    assert lines["cached_ratio"]["target"] == "value <= 1.02"
+    for case in ("cached", "half", "new"):
+        assert (
+            lines[f"{case}_p10_ratio"]["value"]
+            <= lines[f"{case}_ratio"]["value"]
+            <= lines[f"{case}_p90_ratio"]["value"]
+        )
+        assert lines[f"{case}_us"]["value"] > 0
 
 
 def test_request_suite_measures_whole_requests(
