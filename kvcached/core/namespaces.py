@@ -161,6 +161,7 @@ class Namespaces:
 
     def clear(self, namespace: Namespace) -> int:
         """Begin a new generation: nothing stored before is matched again. Returns how many blocks that is."""
+        self._let_go(namespace.tree)
         blocks = namespace.host.counts[SlotState.CACHED]
         self._trees.listener.cleared(namespace.spec.root, namespace.generation)
         self._retire(namespace.tree)
@@ -177,7 +178,6 @@ class Namespaces:
         self._pins.drop(tree)
 
     def _retire(self, tree: PrefixTree) -> None:
-        self._let_go(tree)
         announcements.end(tree)
         self.retired.append(tree)
 
@@ -218,6 +218,7 @@ class Namespaces:
         return next((namespace.generation for namespace in self.by_root.values() if namespace.tree is tree), None)
 
     def _forget(self, namespace: Namespace) -> None:
+        self._let_go(namespace.tree)
         self._retire(namespace.tree)
         self.version += 1
         del self.by_root[namespace.spec.root]
