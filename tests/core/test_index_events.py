@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -59,21 +59,20 @@ def followed(kind: type[History]) -> Callable[[Choose], History]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "seed"),
+    ("kind", "seeds"),
     [
-        (MixedDriver, 0),
-        (OffloadDriver, 0),
-        (StorageHistory, 13),  # in which storage brings blocks
+        pytest.param(MixedDriver, [0], id="MixedDriver"),
+        pytest.param(OffloadDriver, [0], id="OffloadDriver"),
+        pytest.param(StorageHistory, [13], id="StorageHistory"),  # in which storage brings blocks
         *(
-            pytest.param(kind, seed, marks=pytest.mark.full)
+            pytest.param(kind, range(20, 25), id=f"{kind.__name__}, more", marks=pytest.mark.full)
             for kind in (MixedDriver, OffloadDriver, StorageHistory)
-            for seed in range(20, 25)
         ),
     ],
 )
-def test_snapshot_and_events_make_the_index(kind: type[History], seed: int) -> None:
+def test_snapshot_and_events_make_the_index(kind: type[History], seeds: Iterable[int]) -> None:
     """After any history, whoever has a snapshot and the events behind it knows exactly the daemon's index."""
-    seen = play(followed(kind), [seed], STEPS)
+    seen = play(followed(kind), seeds, STEPS)
 
     assert {name for name, count in seen.items() if count} >= SEEN
 

@@ -14,7 +14,7 @@ from tests.mutants.mutant import caught_by, rewrite
 _FOLLOWED = "tests/core/test_index_events.py::test_snapshot_and_events_make_the_index"
 
 
-@caught_by(f"{_FOLLOWED}[OffloadDriver-0]")
+@caught_by(f"{_FOLLOWED}[OffloadDriver]")
 def snapshot_numbered_too_late(patch: pytest.MonkeyPatch) -> None:
     """A snapshot has the number of the next batch, so that this batch is never applied to it."""
     rewrite(patch, EventStream.snapshot, "self._next - 1", "self._next")
@@ -26,19 +26,19 @@ def removed_blocks_not_told(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, Announced.remove, "elif told:", "elif not count:")
 
 
-@caught_by(f"{_FOLLOWED}[MixedDriver-0]")
+@caught_by(f"{_FOLLOWED}[MixedDriver]")
 def later_blocks_not_told(patch: pytest.MonkeyPatch) -> None:
     """Routers are not told of what is committed or loaded behind the first block of a chain."""
     rewrite(patch, DevicePool.note_cached, "self.announced is not None", "self.announced and not blocks.depth")
 
 
-@caught_by(f"{_FOLLOWED}[StorageHistory-13]")
+@caught_by(f"{_FOLLOWED}[StorageHistory]")
 def fetched_blocks_not_told(patch: pytest.MonkeyPatch) -> None:
     """Routers are not told of blocks that storage has brought."""
     rewrite(patch, prefetch._insert, "tree.announce_host(run, [Piece(first, piece.end)])", "pass")
 
 
-@caught_by(f"{_FOLLOWED}[OffloadDriver-0]")
+@caught_by(f"{_FOLLOWED}[OffloadDriver]")
 def stored_blocks_told_too_early(patch: pytest.MonkeyPatch) -> None:
     """Routers are told of blocks whose copy has failed."""
     rewrite(patch, TransferTable.end_store, "if good:\n", "if store.blocks:\n")
