@@ -11,7 +11,16 @@ import pytest
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import zmtp
 from kvcached_client.protocol.engine import FRAME_COUNT_MAX, FRAME_SIZE_BYTES_MAX, MESSAGE_SIZE_BYTES_MAX
-from kvcached_client.protocol.zmtp import GREETING, Message, Reader, encode_message
+from kvcached_client.protocol.zmtp import (
+    GREETING,
+    PUBLISHER,
+    SUBSCRIBER,
+    Message,
+    Reader,
+    Subscription,
+    encode_message,
+    subscribe,
+)
 from tests.rpc.raw_peer import READY, frame
 
 MESSAGES_MAX = 1 << 20
@@ -36,6 +45,20 @@ def read_all(reader: Reader, data: bytes) -> list[Message]:
     while reader.has_more:
         messages += reader.read(b"", MESSAGES_MAX)
     return messages
+
+
+def test_publisher_hears_what_subscribers_want() -> None:
+    """Subscriptions are commands of a subscriber; a socket that does not publish ends a connection that sends them."""
+    cancel = subscribe(b"a").replace(b"\x09SUBSCRIBE", b"\x06CANCEL").replace(b"\x04\x0b", b"\x04\x08")
+    publisher = Reader(PUBLISHER)
+
+    assert publisher.read(GREETING + SUBSCRIBER.ready + subscribe(b"a") + subscribe(b"") + cancel, 1) == []
+
+    assert publisher.commands == [PUBLISHER.ready]
+    assert publisher.subscriptions == [Subscription(b"a", True), Subscription(b"", True), Subscription(b"a", False)]
+    router = ready()
+    router.read(subscribe(b"a"), 1)
+    assert router.violation is not None
 
 
 @pytest.mark.parametrize("seed", range(20))
