@@ -24,8 +24,9 @@ from kvcached_client.types import KEY_SIZE_BYTES
 
 #: After a failure, before the daemon is tried again.
 RETRY_S: Final = 5.0
-#: How long storage is waited for at most, whatever the daemon's configuration says.
-FETCH_MS: Final = 10_000
+#: How long storage is waited for at most, whatever the daemon's configuration says. SGLang ends itself if its threads
+#: are busy for ten seconds when it drops its pages.
+FETCH_MS: Final = 5_000
 _names: Final = itertools.count(1)
 
 

@@ -29,6 +29,8 @@ SglangObject: TypeAlias = Any
 #: The pool that a model with full or latent attention has; others are beside it.
 _POOL: Final = "kv"
 _SECRET_BYTES: Final = 32
+#: When SGLang drops its pages, it ends itself if one of its threads is busy for ten seconds.
+_DEADLINE_MS_MAX: Final = 5000
 #: Version of SGLang that the tests run.
 _TESTED: Final = "0.5.23"
 _log: Final = logging.getLogger("sglang.kvcached")
@@ -211,8 +213,11 @@ def _settings_of(extra: dict[str, Any]) -> Settings:
         settings = msgspec.convert(extra.get("kvcached", {}), Settings)
     except msgspec.ValidationError as error:
         raise ValueError(f"--hicache-storage-backend-extra-config, kvcached: {error}") from error
-    if settings.deadline_ms < 1:
-        raise ValueError(f"--hicache-storage-backend-extra-config, kvcached: deadline_ms is {settings.deadline_ms}")
+    if not 1 <= settings.deadline_ms <= _DEADLINE_MS_MAX:
+        raise ValueError(
+            f"--hicache-storage-backend-extra-config, kvcached: deadline_ms is {settings.deadline_ms}; "
+            f"give 1 to {_DEADLINE_MS_MAX}"
+        )
     return settings
 
 
