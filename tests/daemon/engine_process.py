@@ -7,7 +7,7 @@ import select
 import sys
 
 from kvcached_client import Client, map_pool
-from tests.line_process import say
+from tests.line_process import outcome, say
 
 BLOCKS = 4
 
@@ -26,6 +26,8 @@ def main() -> None:
                 pages[lease.block_table] = 7
                 lease.commit(chain.token_count)
                 say("written")
+            case "rejoin":
+                say(outcome(client.rejoin))
             case "fork":
                 engine = os.pidfd_open(os.getpid())
                 child = os.fork()

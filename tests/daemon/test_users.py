@@ -137,17 +137,21 @@ def test_engine_gets_only_the_namespaces_that_it_may_use(place: Path) -> None:
 
 
 def test_engine_of_another_user_goes_on_after_a_restart(place: Path) -> None:
-    """The next daemon waits for an engine of another user as for its own: its slots are free once it is dead."""
+    """The next daemon keeps the slots of an engine of another user, lets it rejoin, and frees them once it is dead."""
     with supervised(place, CONFIG + HOST + ACCESS) as daemon:
         with engine_on(daemon.run_dir, ENGINE) as engine:
             assert engine.hear() == "holds 4"
             daemon.kill_and_wait()
             assert free_slots(daemon.run_dir) < 16
             assert "1 living engines" in daemon.log
+            assert (engine.ask("rejoin"), engine.ask("write")) == ("done", "written")
+            daemon.kill_and_wait()
+            assert free_slots(daemon.run_dir) < 16
             engine.process.kill()
             with Admin.connect(daemon.run_dir) as own:
                 assert no_session_within(own, 1.0)
-        assert free_slots(daemon.run_dir) == 16
+                (pool,) = own.stats().pools
+        assert (pool.states["free"], pool.states["cached"], pool.states["quarantined"]) == (12, 4, 0)
 
 
 ROOT_ENGINE = '[[access.engine]]\nusers = ["root"]\n'
