@@ -42,7 +42,7 @@ _KINDS: Final = ("descriptor", "handles")
 _PAGE_BYTES: Final = 64 << 10
 _LAYER_BYTES: Final = BLOCKS * _PAGE_BYTES
 _PROMPT_BLOCKS: Final = 12
-_ROUNDS: Final = 12
+_ROUNDS: Final = 6
 #: What the engine's stream does before it writes blocks, so that a copy that does not wait comes too early.
 _BUSY_BYTES: Final = 32 << 20
 _JUNK: Final = 0xEE
