@@ -94,6 +94,7 @@ TOTALS: Final = (
         ("outcome",),
     ),
     _plain("joined_loads", "joined_loads", "Requests that waited for a load that another request had started."),
+    _plain("store_waits", "store_waits", "Prefetches that waited for blocks that another session was storing."),
     Total(
         "kvcached_forgotten_paths",
         "Paths that were dropped from the queue for the host pool, or for storage, because it was too long.",

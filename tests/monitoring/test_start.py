@@ -14,6 +14,7 @@ import pytest
 
 from kvcached.config.schema import Config, load_config
 from kvcached.daemon import _open_http
+from kvcached.process.access import Access
 from tests.service.office import Office
 
 HOST = '[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[offload]\n'
@@ -24,6 +25,7 @@ class NoAttach:
 
     def __init__(self) -> None:
         self.refusals: dict[Any, int] = {}
+        self.access = Access()
 
 
 @pytest.fixture
