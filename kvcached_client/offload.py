@@ -10,12 +10,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 from msgspec import structs
 
+from kvcached_client.blocks.host_layout import OffloadLayout
 from kvcached_client.errors import DeadlineExceeded, ErrorCode, Refused, RequestError, bad_reply
 from kvcached_client.failpoints import failpoint
 from kvcached_client.prefetch import PendingPrefetch
@@ -45,7 +45,16 @@ from kvcached_client.protocol.engine import (
     TransferDone,
     WelcomeOffload,
 )
-from kvcached_client.protocol.grants import Offered, Piece, PreparedLoad, PreparedStore, slots_of, store_of, stores_of
+from kvcached_client.protocol.grants import (
+    Hold,
+    Offered,
+    Piece,
+    PreparedLoad,
+    PreparedStore,
+    slots_of,
+    store_of,
+    stores_of,
+)
 from kvcached_client.protocol.offload import CopyKind
 from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.prompts import keys_behind
@@ -69,40 +78,6 @@ P = TypeVar("P", LoadPrepared, StorePrepared, StoresPrepared)
 _Prepare = PrepareLoad | PrepareStore | PrepareStores
 
 _log: Final = logging.getLogger("kvcached_client")
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadLayout:
-    """The shape of an engine's blocks, as far as the daemon must know it.
-
-    Attributes:
-        block_size: tokens in a block.
-        shards: number of processes; each holds a part of every block.
-        block_bytes: bytes of one block on one shard, all layers.
-        fingerprint: 16 bytes that two engines share only if the bytes of a block mean the same to both.
-        replicated: every shard holds the same bytes (latent attention), so the daemon keeps them only once.
-    """
-
-    block_size: int
-    shards: int
-    block_bytes: int
-    fingerprint: bytes
-    replicated: bool = False
-
-
-class Hold(NamedTuple):
-    """A lease.
-
-    Attributes:
-        lease: its id.
-        hit: leading blocks that the host pool holds for it.
-        filling: blocks behind these that other sessions were storing. A lease never gets them; to wait for them,
-            release it, `prefetch`, and acquire again.
-    """
-
-    lease: LeaseId
-    hit: int
-    filling: int = 0
 
 
 def new_instance() -> bytes:

@@ -16,6 +16,7 @@ A block's bytes are contiguous: its pages back to back, in the order of the laye
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Final
 
@@ -154,3 +155,22 @@ class HostGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 f"slot {slot}, shard {shard}: the host pool has {self.slots} slots on {self.shards} shards"
             )
         return divmod(slot, self.slots_per_slab)
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadLayout:
+    """The shape of an engine's blocks, as far as the daemon must know it.
+
+    Attributes:
+        block_size: tokens in a block.
+        shards: number of processes; each holds a part of every block.
+        block_bytes: bytes of one block on one shard, all layers.
+        fingerprint: 16 bytes that two engines share only if the bytes of a block mean the same to both.
+        replicated: every shard holds the same bytes (latent attention), so the daemon keeps them only once.
+    """
+
+    block_size: int
+    shards: int
+    block_bytes: int
+    fingerprint: bytes
+    replicated: bool = False

@@ -49,6 +49,21 @@ class PreparedLoad(NamedTuple):
     slots: npt.NDArray[np.int32]
 
 
+class Hold(NamedTuple):
+    """A lease.
+
+    Attributes:
+        lease: its id.
+        hit: leading blocks that the host pool holds for it.
+        filling: blocks behind these that other sessions were storing. A lease never gets them; to wait for them,
+            release it, `prefetch`, and acquire again.
+    """
+
+    lease: LeaseId
+    hit: int
+    filling: int = 0
+
+
 class Piece(NamedTuple):
     """Consecutive blocks of a chain: the depth of the first, and their number."""
 

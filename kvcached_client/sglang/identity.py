@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from kvcached_client.engines.weights import FindSnapshot, WeightReader, model_files
 from kvcached_client.vllm.identity import CONFIG_IGNORED, MADE_UP, has_scaled_rope
 from kvcached_client.vllm.settings import minor_version
-from kvcached_client.weights import FindSnapshot, WeightReader, model_files
 
 #: SGLang is untyped here.
 SglangObject: TypeAlias = Any

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvcached_client.blocks.transfers import BlockJob, Indices, JobSpan
+from kvcached_client.engines.one_process import OneProcessEngine, OneProcessSession
 from kvcached_client.offload import PreparedStore
-from kvcached_client.one_process import OneProcessEngine, OneProcessSession
 from kvcached_client.types import KEY_SIZE_BYTES
 
 _log: Final = logging.getLogger("sglang.kvcached")

@@ -16,12 +16,12 @@ import msgspec
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.runtime_context import get_context, process_model_config
 
-from kvcached_client.one_process import EngineIdentity, OneProcessEngine
+from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine
+from kvcached_client.engines.weights import WeightReader, default_notes_folder, find_snapshot
 from kvcached_client.sglang import hooks
 from kvcached_client.sglang.host_pages import pages_of
 from kvcached_client.sglang.identity import ModelDescription
 from kvcached_client.sglang.page_store import Chain, PageStore, chain_of
-from kvcached_client.weights import WeightReader, default_notes_folder, find_snapshot
 
 #: SGLang is untyped here.
 SglangObject: TypeAlias = Any

@@ -19,9 +19,9 @@ import transformers
 from transformers.cache_utils import DynamicCache
 
 from kvcached_client.blocks.transfers import BlockJob, Indices, JobSpan
+from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine, OneProcessSession
 from kvcached_client.keys import KeyChain
 from kvcached_client.offload import Piece, PreparedStore
-from kvcached_client.one_process import EngineIdentity, OneProcessEngine, OneProcessSession
 from kvcached_client.transformers.model import Model, identity, kv_tensors
 from kvcached_client.transformers.staging import Staging, cache_of
 

@@ -27,6 +27,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.engines.weights import WeightReader, default_notes_folder, find_snapshot
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.tensors import OtherMemory, current_stream
 from kvcached_client.vllm.cache_events import cache_events, publishes_events
@@ -55,7 +56,6 @@ from kvcached_client.vllm.settings import (
     read_settings,
 )
 from kvcached_client.vllm.worker import WorkerSide, marks_of
-from kvcached_client.weights import WeightReader, default_notes_folder, find_snapshot
 
 #: vLLM is untyped here.
 VllmObject: TypeAlias = Any

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
 from kvcached_client.blocks.engine_table import EngineTable
+from kvcached_client.engines.weights import ReadingStopped
 from kvcached_client.offload import OffloadLayout
 from kvcached_client.protocol.attach import ClaimPool
 from kvcached_client.protocol.offload import offload_root
@@ -17,7 +18,6 @@ from kvcached_client.vllm.identity import Identity
 from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
 from kvcached_client.vllm.scheduling.request_state import Step, WatchedPool
 from kvcached_client.vllm.settings import Settings
-from kvcached_client.weights import ReadingStopped
 
 _PERSON: Final = b"kvcached device1"
 

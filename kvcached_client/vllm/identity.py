@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvcached_client.engines.weights import FindSnapshot, ModelFile, WeightReader, model_files
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
 from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, minor_version
-from kvcached_client.weights import FindSnapshot, ModelFile, WeightReader, model_files
 
 _PERSON: Final = b"kvcached vllm 2"
 #: Weights of this load format are made from a seed.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client import weights
+from kvcached_client.engines import weights
+from kvcached_client.engines.weights import WeightReader
 from kvcached_client.vllm import interface
 from kvcached_client.vllm.scheduling.announcements import Announcements
 from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
@@ -12,7 +13,6 @@ from kvcached_client.vllm.scheduling.store_queue import StoreQueue
 from kvcached_client.vllm.scheduling.stores import Stores
 from kvcached_client.vllm.scheduling.wishes import _Found
 from kvcached_client.vllm.worker import WorkerSide
-from kvcached_client.weights import WeightReader
 from tests.mutants.mutant import caught_by, rewrite
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client.one_process import OneProcessEngine
+from kvcached_client.engines.one_process import OneProcessEngine
 from kvcached_client.sglang import hooks
 from kvcached_client.sglang.identity import ModelDescription
 from kvcached_client.sglang.page_store import PageStore

@@ -17,7 +17,7 @@ SHIPPED = ("kvcached", "kvcached_client")
 HOSTS = {
     "kvcached_client/vllm/": {"vllm"},
     "kvcached_client/sglang/": {"sglang"},
-    "kvcached_client/weights.py": {"huggingface_hub"},
+    "kvcached_client/engines/weights.py": {"huggingface_hub"},
 }
 DISTRIBUTIONS = {"zmq": "pyzmq", "kvcached_client": "kvcached-client", "pydantic_core": "pydantic"}
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvcached_client.engines.weights import ModelFile, WeightReader
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
 from kvcached_client.vllm.identity import EngineDescription, Identity
-from kvcached_client.weights import ModelFile, WeightReader
 from tests.vllm_connector.configs import cache_config, vllm_config
 
 

@@ -167,8 +167,9 @@ class DaemonThread(CommandInbox):
             self._lose("a heartbeat said so")
         if commands:
             self._carry_out(commands)
-        elif not self._is_settled:
-            self._settle()
+        elif not self._is_settled:  # no other call gives back what the daemon granted after a deadline
+            self._is_settled = True  # a missed deadline resets it
+            self._call(lambda client: client.settle())
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         """Send all seeks and offers, then wait for the replies."""
@@ -319,11 +320,6 @@ class DaemonThread(CommandInbox):
             if isinstance(plan, RequestError):
                 self._tell_refusal(plan)
             self._say(Planned(offer.ticket, plan) if isinstance(plan, PreparedStore) else Unplanned(offer.ticket))
-
-    def _settle(self) -> None:
-        """Give back what the daemon granted after a deadline, since no other call does it."""
-        self._is_settled = True
-        self._call(lambda client: client.settle())  # a missed deadline resets `_is_settled`
 
     def _make_up_clear(self) -> bool:
         """Make a clear that is still owed; returns whether none is owed any more."""

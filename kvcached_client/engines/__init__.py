@@ -1,0 +1,1 @@
+"""What the connectors of several engines use: the session of an engine in one process, digests of weight files."""
