@@ -30,7 +30,7 @@ SglangObject: TypeAlias = Any
 _POOL: Final = "kv"
 _SECRET_BYTES: Final = 32
 #: When SGLang drops its pages, it ends itself if one of its threads is busy for ten seconds.
-_DEADLINE_MS_MAX: Final = 5000
+_DEADLINE_MS_MAX: Final = 2000
 #: Version of SGLang that the tests run.
 _TESTED: Final = "0.5.23"
 _log: Final = logging.getLogger("sglang.kvcached")

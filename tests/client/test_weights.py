@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from kvcached_client import weights
+from kvcached_client.engines import weights
 from kvcached_client.engines.weights import ModelFile, ReadingStopped, WeightReader, default_notes_folder, model_files
 
 LATER_NS = time.time_ns() + 3_600_000_000_000

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcached_client import one_process, weights
+from kvcached_client.engines import one_process, weights
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX
 from kvcached_client.sglang import hooks
@@ -265,7 +265,7 @@ def test_no_room_is_told(make: Make, tmp_path: Path) -> None:
         ({}, '"interface_v1": 1'),
         ({"interface_v1": 1, "kvcached": {"runs": "x"}}, "unknown field `runs`"),
         ({"interface_v1": 1, "kvcached": {"deadline_ms": 0}}, "deadline_ms is 0"),
-        ({"interface_v1": 1, "kvcached": {"deadline_ms": 5001}}, "give 1 to 5000"),
+        ({"interface_v1": 1, "kvcached": {"deadline_ms": 2001}}, "give 1 to 2000"),
     ],
 )
 def test_configurations_that_cannot_work_are_refused(make: Make, extra: dict[str, Any], words: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from kvcached_client import one_process
+from kvcached_client.engines import one_process
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.transformers import PromptCache, staging
 from tests.project.daemon_process import running_daemon
