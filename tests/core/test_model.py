@@ -12,7 +12,7 @@ from tests.core.history import play_drawn
 from tests.core.model import Driver
 
 #: The quick run plays some of them.
-SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 10))]
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 10))]
 STEPS_PER_SEED = 10_500
 
 
