@@ -9,7 +9,9 @@ survives.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -83,14 +85,15 @@ def run_tests(tests: Iterable[str], *options: str, mutant: Mutant | None = None)
     if mutant is not None:
         environment[VARIABLE] = mutant.address
         environment["PYTHONPATH"] += os.pathsep + str(EVERY_PROCESS)
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", *options, *tests],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        timeout=None if mutant is None else TEST_SECONDS_MAX,
-        check=False,
-    ).returncode
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", *options, *tests]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as running:
+        try:
+            return running.wait(None if mutant is None else TEST_SECONDS_MAX)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what a test that hangs has started would go on
+                os.killpg(running.pid, signal.SIGKILL)
 
 
 def outcome(mutant: Mutant) -> str:
