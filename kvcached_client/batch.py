@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, Unpack
 
 from kvcached_client.keys import KeyChain
-from kvcached_client.lease import CachePolicy, Lease
+from kvcached_client.lease import Lease, LeaseOptions
 from kvcached_client.transport.steps import BatchedCall, Steps
 from kvcached_client.types import NO_FENCE, FenceSequence
 
@@ -46,17 +46,11 @@ class CallBatch:
         self,
         request: str,
         chain: KeyChain,
-        *,
-        reserve_tokens: int = 0,
-        cache: CachePolicy = "all",
-        full: bool = False,
-        priority: int = 0,
+        **options: Unpack[LeaseOptions],
     ) -> BatchedCall[Lease]:
-        """Begin `Client.acquire`."""
+        """Begin `Client.acquire`, with its options."""
         self._make_room()
-        call = BatchedCall(
-            self._acquiring(request, chain, reserve_tokens=reserve_tokens, cache=cache, full=full, priority=priority)
-        )
+        call = BatchedCall(self._acquiring(request, chain, **options))
         self._calls.append((call, True))
         return call
 

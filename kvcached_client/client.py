@@ -307,6 +307,7 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
         request: str,
         chain: KeyChain,
         *,
+        prompt_tokens: int | None = None,
         reserve_tokens: int = 0,
         cache: CachePolicy = "all",
         full: bool = False,
@@ -325,6 +326,8 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
         Args:
             request: the engine's own id of the request, at most 256 characters.
             chain: the prompt: the tokens that the chain holds now. Extend the chain with the output later.
+            prompt_tokens: how many of them are the prompt, if the chain holds output as well, as after a preemption.
+                Only `cache` looks at it.
             reserve_tokens: output tokens that get slots from the start.
             cache: which blocks `commit` and `finish` make findable: "all", "prompt" (none with output), "nothing".
             full: also use the block with the prompt's last token if it is cached; nothing is left to compute then.
@@ -335,10 +338,10 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
             BadRequest: the prompt is longer than a message may be, or empty (also with ``failures="miss"``).
             RequestError, TransportError: see `kvcached_client.errors`.
         """
-        steps = self._acquiring(
-            request, chain, reserve_tokens=reserve_tokens, cache=cache, full=full, priority=priority
+        options = LeaseOptions(
+            prompt_tokens=prompt_tokens, reserve_tokens=reserve_tokens, cache=cache, full=full, priority=priority
         )
-        return complete(steps)
+        return complete(self._acquiring(request, chain, **options))
 
     def batch(self) -> CallBatch:
         """Begin a batch: the calls of a scheduler step in one round trip. Use it in a ``with`` statement."""

@@ -30,6 +30,7 @@ L = TypeVar("L", bound=LeaseSteps)
 class LeaseOptions(TypedDict, total=False):
     """The options of `Client.acquire`."""
 
+    prompt_tokens: int | None
     reserve_tokens: int
     cache: CachePolicy
     full: bool
@@ -138,6 +139,7 @@ def acquiring(
     chain: KeyChain,
     reserve: Reserve | None,
     *,
+    prompt_tokens: int | None = None,
     reserve_tokens: int = 0,
     cache: CachePolicy = "all",
     full: bool = False,
@@ -145,10 +147,11 @@ def acquiring(
 ) -> Steps[L]:
     """`Client.acquire`, in steps. The prompt is what the chain holds at the first one; `make` is the lease's class."""
     tokens, key_count = chain.token_count, chain.block_count
-    _check_prompt(tokens, reserve_tokens, cache, priority)
+    _check_prompt(tokens, prompt_tokens, reserve_tokens, cache, priority)
     prompt_blocks = blocks_of(tokens, chain.block_size)
     more = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
-    cacheable_blocks = {"all": None, "prompt": key_count, "nothing": 0}[cache]
+    own_blocks = key_count if prompt_tokens is None else prompt_tokens // chain.block_size
+    cacheable_blocks = {"all": None, "prompt": own_blocks, "nothing": 0}[cache]
 
     def attempt(deadline_ns: int) -> Steps[Grant]:
         request = Acquire(
@@ -182,7 +185,12 @@ def acquiring(
     return lease
 
 
-def _check_prompt(tokens: int, reserve_tokens: int, cache: str, priority: int) -> None:
+def _check_prompt(tokens: int, prompt_tokens: int | None, reserve_tokens: int, cache: str, priority: int) -> None:
+    if prompt_tokens is not None and not 1 <= prompt_tokens <= tokens:
+        raise bad_value(
+            f"{prompt_tokens} tokens of the prompt, but the chain holds {tokens}",
+            "prompt_tokens says how many of the chain's tokens are the prompt, at least one",
+        )
     is_valued = PRIORITY_MIN <= priority <= PRIORITY_MAX
     if tokens < 1 or reserve_tokens < 0 or cache not in _CACHE_POLICIES or not is_valued:
         raise bad_value(

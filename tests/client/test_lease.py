@@ -140,6 +140,23 @@ def test_commit_of_duplicates_keeps_the_block_table(daemon: FakeDaemon, connect:
     assert (lease.depth, lease.block_table.tolist()) == (2, before)
 
 
+@pytest.mark.parametrize(("prompt_tokens", "depth"), [(None, 4), (16, 4), (11, 2), (1, 0)])
+def test_output_of_an_earlier_lease_is_no_prompt(connect: Connect, prompt_tokens: int | None, depth: int) -> None:
+    """Of a chain with output, ``cache="prompt"`` makes the blocks findable that hold nothing but the prompt."""
+    client = connect()
+    lease = client.acquire("again", client.chain(range(16)), cache="prompt", prompt_tokens=prompt_tokens)
+    lease.commit(16)
+    assert lease.depth == depth
+
+
+@pytest.mark.parametrize("prompt_tokens", [0, -1, 17])
+def test_prompt_is_part_of_the_chain(connect: Connect, prompt_tokens: int) -> None:
+    """A prompt that is empty, or longer than the chain, is a mistake of the caller."""
+    client = connect(failures="miss")
+    with pytest.raises(BadRequest, match="the chain holds 16"):
+        client.acquire("r", client.chain(range(16)), prompt_tokens=prompt_tokens)
+
+
 @pytest.mark.parametrize(
     ("cache", "committed"), [("all", [(0, 4)]), ("prompt", [(0, 2)]), ("nothing", [])], ids=["all", "prompt", "nothing"]
 )
