@@ -11,7 +11,7 @@ import pytest
 
 from kvcached.process.access import Access, Users
 from kvcached.server import attach as server_module
-from kvcached.server import connections
+from kvcached.server import connections, listener
 from kvcached_client.errors import ErrorCode, Fault
 from kvcached_client.protocol.attach import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
@@ -144,8 +144,9 @@ def test_server_refuses_oversize_messages(run: RunLoop, run_dir: str) -> None:
 JOIN_NAMES = 17
 
 
-def test_server_leaks_no_descriptor(run: RunLoop, run_dir: str) -> None:
+def test_server_leaks_no_descriptor(run: RunLoop, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand bad messages with up to four descriptors each leave none of them open."""
+    monkeypatch.setattr(listener, "FAULT_PAUSE_S", 0.0)  # after each fault, which would take a minute in all
 
     async def main() -> None:
         chance = random.Random(5)
