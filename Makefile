@@ -4,8 +4,8 @@
 #   make test    the default test suite
 #
 # make test-all runs every test: full (what the default suite leaves out), slow (tests that take long, or measure time),
-# compiled (the core's tests on a compiled core), mutants (mistakes that tests must catch) and vllm (real vLLM servers on
-# the daemon). make sglang runs real SGLang processes on the daemon, in an environment of 3 GB.
+# compiled (the core's tests on a compiled core), mutants (mistakes that tests must catch), vllm and sglang (real vLLM
+# servers and real SGLang processes on the daemon, in environments of 2 and 3 GB).
 #
 # Others: make env (.venv, which these make first), lock (newer versions of what is in it), lint, format, bench
 # (benchmarks), vllm-env (what real vLLM servers run in), bench-vllm (figures with real vLLMs), replay (recorded
@@ -75,7 +75,7 @@ demo: env
 test: env
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-test-all: test full compiled mutants slow vllm
+test-all: test full compiled mutants slow vllm sglang
 
 full: env
 	@$(BIN)/python -m pytest -m "full and not slow and not vllm and not sglang" --numprocesses auto --maxprocesses 4 --dist loadfile
