@@ -13,6 +13,8 @@ from tests.daemon.conftest import CONFIG
 from tests.daemon.supervised import Supervised, supervised
 
 DEADLINE_MS = 10_000
+#: With room for all blocks of all requests: which of them would be evicted depends on which task ends first.
+ROOMY = CONFIG.replace("slots = 16", "slots = 64")
 
 
 async def serve(client: AsyncClient, number: int) -> int:
@@ -34,7 +36,7 @@ def test_tasks_beside_each_other_serve_requests(tmp_path: Path) -> None:
             warm = await asyncio.gather(*(serve(client, number) for number in range(3, 6)))
             return cold, warm, await client.match(client.chain([2] * 8 + [105] * 12), full=True)
 
-    with supervised(tmp_path, CONFIG) as running:
+    with supervised(tmp_path, ROOMY) as running:
         cold, warm, found = asyncio.run(work(running.run_dir))
         with Client.connect(running.run_dir, deadline_ms=DEADLINE_MS) as after:  # the session has ended
             report = after.stats()
