@@ -34,8 +34,8 @@ def hold_store(run_dir: str) -> OffloadClient:
         deadline_ms=_DEADLINE_MS,
     )
     keys = b"".join(number.to_bytes(KEY_SIZE_BYTES, "little") for number in range(1, BLOCKS + 1))
-    lease, hit, _ = client.acquire("held", keys, BLOCKS * BLOCK_SIZE, full=True)
-    client.prepare_store(lease, hit, keys[KEY_SIZE_BYTES * hit :])
+    hold = client.acquire("held", keys, BLOCKS * BLOCK_SIZE, full=True)
+    client.prepare_store(hold.lease, hold.hit, keys[KEY_SIZE_BYTES * hold.hit :])
     return client
 
 

@@ -134,9 +134,9 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
 
     def serve(self, name: str, chain: KeyChain) -> int:
         """See `Engine`."""
-        hold = self.client.acquire(name, chain.keys, chain.token_count)
-        if hold.hit:
-            self._done("load", self.client.prepare_load(hold.lease, 0, hold.hit).transfer)
+        hold = self.client.acquire(name, chain.keys, chain.token_count, load_from=0)
+        if hold.load is not None:
+            self._done("load", hold.load.transfer)
         if chain.block_count > hold.hit:
             store = self.client.prepare_store(hold.lease, hold.hit, chain.key_range(hold.hit, chain.block_count))
             if store.transfer:
@@ -146,10 +146,11 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
 
     def serve_pipelined(self, name: str, chain: KeyChain) -> None:
         """The same in three round trips: calls that do not need each other's answers are under way together."""
-        hold = self.client.acquire(name, chain.keys, chain.token_count)
-        load = self.client.begin_prepare_load(hold.lease, 0, hold.hit)
+        hold = self.client.acquire(name, chain.keys, chain.token_count, load_from=0)
+        if hold.load is None:
+            raise RuntimeError(f"no load of a hit of {hold.hit} blocks was announced")
         store = self.client.begin_prepare_store(hold.lease, hold.hit, chain.key_range(hold.hit, chain.block_count))
-        reports = self._report("load", load.result().transfer), self._report("store", store.result().transfer)
+        reports = self._report("load", hold.load.transfer), self._report("store", store.result().transfer)
         for report in reports:
             self.channel.send(report)
         self.client.post_release(hold.lease)

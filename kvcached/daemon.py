@@ -52,7 +52,7 @@ from kvcached.recovery.watchdog import Pings
 from kvcached.replica_start import Holder, News, new_replica, new_workers, verify
 from kvcached.server.attach import AttachServer
 from kvcached.server.rpc import RpcServer
-from kvcached.service.offload_admission import HostShare
+from kvcached.service.offload.admission import HostShare
 from kvcached.service.replica import Replica
 from kvcached.service.service import Service
 from kvcached.service.state_writer import StatePlace

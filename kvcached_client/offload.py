@@ -16,7 +16,7 @@ from typing import Final, Self, TypeVar
 from msgspec import structs
 
 from kvcached_client.blocks.host_layout import OffloadLayout
-from kvcached_client.errors import DeadlineExceeded, ErrorCode, Refused, RequestError, bad_reply
+from kvcached_client.errors import DeadlineExceeded, ErrorCode, Refused, RequestError
 from kvcached_client.failpoints import failpoint
 from kvcached_client.prefetch import PendingPrefetch
 from kvcached_client.protocol.engine import (
@@ -51,6 +51,7 @@ from kvcached_client.protocol.grants import (
     Piece,
     PreparedLoad,
     PreparedStore,
+    hold_of,
     slots_of,
     store_of,
     stores_of,
@@ -171,7 +172,14 @@ class OffloadClient(EngineSession):
         return self._channel.ask(request, Matched, (keys,))[0].host
 
     def begin_acquire(
-        self, request: str, keys: bytes, tokens: int, *, full: bool = False, priority: int = 0
+        self,
+        request: str,
+        keys: bytes,
+        tokens: int,
+        *,
+        full: bool = False,
+        priority: int = 0,
+        load_from: int | None = None,
     ) -> PendingReply[Hold]:
         """Lock the longest prefix of a prompt that the host pool holds. A repeated call gets the same lease.
 
@@ -181,10 +189,18 @@ class OffloadClient(EngineSession):
             tokens: length of the prompt. At least its last token is left to compute, unless `full`.
             full: also use the block with the last token.
             priority: -8 to 7; blocks that only requests of lower priority use are evicted first.
+            load_from: also `prepare_load`, from this depth to the end of the hit, where possible: see `Hold.load`.
         """
         request_id, known = self._channel.next_id(), self._channel.prompts.known_blocks(keys)
         asked = Acquire(
-            id=request_id, epoch=self.epoch, request=request, tokens=tokens, full=full, priority=priority, known=known
+            id=request_id,
+            epoch=self.epoch,
+            request=request,
+            tokens=tokens,
+            full=full,
+            priority=priority,
+            known=known,
+            load_from=load_from,
         )
         self._channel.send(asked, (keys_behind(keys, known),))
         return PendingReply(partial(self._held, asked, keys))
@@ -310,21 +326,17 @@ class OffloadClient(EngineSession):
         return self._channel.ask(request, Cleared)[0].generation
 
     def _held(self, request: Acquire, keys: bytes) -> Hold:
-        blocks, prompts = len(keys) // KEY_SIZE_BYTES, self._channel.prompts
+        prompts = self._channel.prompts
         try:
-            held = self._channel.receive(request, Held)[0]
+            held, frames = self._channel.receive(request, Held)
         except Refused as error:
             if error.code is not ErrorCode.UNKNOWN_PREFIX:
                 raise
             prompts.forget(keys_behind(keys, request.known)[:KEY_SIZE_BYTES])
             again = structs.replace(request, id=self._channel.next_id(), known=0)
-            held = self._channel.ask(again, Held, (keys,))[0]
+            held, frames = self._channel.ask(again, Held, (keys,))
         prompts.note_all(keys)
-        if held.hit + held.filling > blocks:
-            raise bad_reply(
-                f"the daemon replied with a hit of {held.hit} blocks, and {held.filling} behind it, for {blocks} keys"
-            )
-        return Hold(LeaseId(held.lease), held.hit, held.filling)
+        return hold_of(held, frames, len(keys) // KEY_SIZE_BYTES, request.load_from)
 
     def _load_prepared(self, request: PrepareLoad) -> PreparedLoad:
         reply, frames = self._receive_prepared(request, (), LoadPrepared)

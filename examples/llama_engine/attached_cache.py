@@ -166,13 +166,17 @@ class AttachedLease:
         link, chain = self._cache.link, self._chain
         link.reconnect()
         self._session = link.session
-        hold = link.ask(self._session, lambda client: client.acquire(request, chain.keys, chain.token_count))
+        hold = link.ask(
+            self._session, lambda client: client.acquire(request, chain.keys, chain.token_count, load_from=0)
+        )
         if hold is None:
             return
         self._lease, self._depth = hold.lease, hold.hit
         if not hold.hit:
             return
-        plan = link.ask(self._session, lambda client: client.prepare_load(hold.lease, 0, hold.hit))
+        plan = hold.load
+        if plan is None:
+            plan = link.ask(self._session, lambda client: client.prepare_load(hold.lease, 0, hold.hit))
         if plan is not None:
             self.hit_blocks, self._is_loading = hold.hit, True
             self._cache.copies.load(plan, chain, self._table, self._on_loaded)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import Grant
 from kvcached.core.slots.ranges import Ranges, append, chained, cut, no_ranges
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, TransferId
+
+#: Instead of the id of a transfer that there is not.
+NO_TRANSFER: Final = TransferId(0)
 
 
 class Asked(NamedTuple):
@@ -20,6 +23,7 @@ class Asked(NamedTuple):
     last_key: bytes
     reserve: int
     full: bool
+    load_from: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -137,12 +141,18 @@ class OffloadLease(Lease):
         tree, generation: of the namespace when it was acquired; the tree is a retired one after a clear.
         passed: blocks behind those that were offered and, by the write policy, not taken in. Nothing behind them is.
         filling: blocks behind the hit that other sessions were storing when it was acquired.
+        load: the load that its acquire has announced; 0 for none.
     """
 
     tree: PrefixTree
     generation: int
     passed: int = 0
     filling: int = 0
+    load: TransferId = NO_TRANSFER
+
+    def load_with(self, transfer: TransferId) -> None:
+        """Its acquire announces this load, too."""
+        self.load = transfer
 
     @property
     def reached(self) -> int:

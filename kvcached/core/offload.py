@@ -33,7 +33,7 @@ _OVER = "the session is over"
 
 
 class LoadPlan(NamedTuple):
-    """Answer to `prepare_load`: where the blocks lie."""
+    """A load that is announced: where the blocks lie."""
 
     transfer: TransferId
     generation: int
@@ -165,15 +165,26 @@ class Offload:
         return longest_hit(session.tree, keys, session.hit_limit(keys, tokens, full=full)).depth
 
     def acquire(
-        self, session_id: SessionId, request: str, keys: bytes, tokens: int, *, full: bool, priority: int = 0
+        self,
+        session_id: SessionId,
+        request: str,
+        keys: bytes,
+        tokens: int,
+        *,
+        full: bool,
+        priority: int = 0,
+        load_from: int | None = None,
     ) -> OffloadLease:
         """Lock the longest prefix that the host pool holds complete. Asking again gives the same lease.
+
+        With `load_from`, a load of the hit's blocks from that depth on is announced, too, as by `prepare_load`; but
+        not if others are storing blocks behind the hit: the engine may rather wait for these.
 
         Raises:
             Refusal: over a limit, or another request under a live request's id.
         """
         session = self.sessions.active(session_id)
-        asked = Asked(tokens, len(keys) // KEY_SIZE, keys[-KEY_SIZE:], 0, full)
+        asked = Asked(tokens, len(keys) // KEY_SIZE, keys[-KEY_SIZE:], 0, full, load_from)
         held = session.leases.granted(request, asked)
         if held is not None:
             return held
@@ -200,6 +211,8 @@ class Offload:
             filling=found.filling if self._copies.is_stored_by_another(session, found, tree, keys) else 0,
         )
         session.leases.add(lease)
+        if load_from is not None and load_from < depth and not lease.filling and self._may_copy(session):
+            lease.load_with(self._start_load(session, lease, load_from, depth).id)
         self._counters["acquires"] += 1
         self._counters["host_hit_blocks"] += depth
         self._counters["missed_blocks"] += len(keys) // KEY_SIZE - depth
@@ -227,14 +240,13 @@ class Offload:
         if self.paused:
             raise Refusal(Why.COPIES_PAUSED)
         self._check_room(session)
-        tree, run = lease.tree, lease.tree.resolve(lease.run, start + blocks)
-        slots = tree.path_slots(run, start, start + blocks, HOST)
-        host = host_of(tree)
-        if not all(host.holds(first, count, SlotState.CACHED) for first, count in pairs(slots)):
-            raise Refusal(Why.HIT_CORRUPT, lease=lease.id)
-        piece = Piece(start, start + blocks)
-        copy = self._copies.start(session, TransferKind.LOAD, tree, run, [piece], slots)
-        return LoadPlan(copy.id, lease.generation, slots)
+        copy = self._start_load(session, lease, start, start + blocks)
+        return LoadPlan(copy.id, lease.generation, copy.host)
+
+    def announced_load(self, session_id: SessionId, lease: OffloadLease) -> LoadPlan | None:
+        """The load that a lease's acquire has announced; None if there is none, or it is over."""
+        copy = self.sessions.active(session_id).transfers.get(lease.load)
+        return None if copy is None else LoadPlan(copy.id, lease.generation, copy.host)
 
     def transfer_done(
         self,
@@ -331,6 +343,22 @@ class Offload:
         if not EVERY_SHARD <= shard < session.namespace.spec.shards:
             raise Refusal(Why.WRONG_SHARD, shard=shard, shards=session.namespace.spec.shards, transfer=transfer)
         return session, copy
+
+    def _start_load(self, session: OffloadSession, lease: OffloadLease, start: int, end: int) -> EngineTransfer:
+        """Announce that a session's shards will read blocks of a lease's hit.
+
+        Raises:
+            Refusal: some of the blocks proved bad meanwhile.
+        """
+        tree, run = lease.tree, lease.tree.resolve(lease.run, end)
+        slots = tree.path_slots(run, start, end, HOST)
+        host = host_of(tree)
+        if not all(host.holds(first, count, SlotState.CACHED) for first, count in pairs(slots)):
+            raise Refusal(Why.HIT_CORRUPT, lease=lease.id)
+        return self._copies.start(session, TransferKind.LOAD, tree, run, [Piece(start, end)], slots)
+
+    def _may_copy(self, session: OffloadSession) -> bool:
+        return not self.paused and len(session.transfers) < TRANSFERS_PER_SESSION_MAX
 
     def _check_room(self, session: OffloadSession) -> None:
         if len(session.transfers) >= TRANSFERS_PER_SESSION_MAX:

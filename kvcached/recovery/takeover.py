@@ -43,7 +43,7 @@ from kvcached.recovery.state_file import (
     SessionRecord,
     read_ledger,
 )
-from kvcached.service.offload_admission import Shape
+from kvcached.service.offload.admission import Shape
 from kvcached.service.replica import Replica
 from kvcached.service.sessions import FoundSession, Peer
 from kvcached_client.blocks.header import NAMESPACE_BYTES, HeaderKind

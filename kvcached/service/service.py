@@ -42,9 +42,10 @@ from kvcached.process.access import Grants
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.service.admin_verbs import AdminVerbs, Clears, Left
 from kvcached.service.admission import Admission, DrainState
-from kvcached.service.engine_verbs import EngineVerbs, OffloadVerbs
+from kvcached.service.engine_verbs import EngineVerbs
 from kvcached.service.health import HealthRequests, HostMemoryCheck
-from kvcached.service.offload_admission import HostShare, OffloadAdmission, Shape
+from kvcached.service.offload.admission import HostShare, OffloadAdmission, Shape
+from kvcached.service.offload.verbs import OffloadVerbs
 from kvcached.service.pending import Answer, Later, LateVerb, PendingReplies, Respond, Verb, Wait, later
 from kvcached.service.refusals import REFUSED, in_words, internal_error
 from kvcached.service.replica import Replica

@@ -32,7 +32,7 @@ from kvcached.recovery.state_file import (
     ReplicaRecord,
     SessionRecord,
 )
-from kvcached.service.offload_admission import OffloadAdmission
+from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.pending import Later, Timer
 from kvcached.service.replica import Replica
 from kvcached.service.sessions import EngineGroup, EngineGroups

@@ -19,7 +19,7 @@ from kvcached.core.messages import (
 from kvcached.core.slots.states import PrefetchState
 from kvcached.core.transfers.storage_state import Prefetch
 from kvcached.monitoring.timing import CopyTimes
-from kvcached.service.offload_admission import OffloadAdmission
+from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.pending import WAITING_MAX, Answer, LateVerb, PendingReplies, PendingReply, Respond, Wait
 from kvcached.service.replica import Replica
 from kvcached.service.sessions import EngineGroups

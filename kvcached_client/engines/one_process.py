@@ -64,10 +64,10 @@ class OneProcessSession:
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     @contextlib.contextmanager
-    def lease(self, keys: bytes, tokens: int, *, full: bool) -> Iterator[Hold]:
+    def lease(self, keys: bytes, tokens: int, *, full: bool, load_from: int | None = None) -> Iterator[Hold]:
         """A lease on a chain, and how many of its blocks are stored. See `OffloadClient.begin_acquire`."""
         with self.turn:
-            hold = self.client.acquire(str(next(_names)), keys, tokens, full=full)
+            hold = self.client.acquire(str(next(_names)), keys, tokens, full=full, load_from=load_from)
         try:
             yield hold
         finally:

@@ -118,12 +118,13 @@ def check_reply_frames(reply: Header, frames: Sequence[bytes]) -> None:
     Raises:
         BadRequest: `bad_frames`.
     """
-    kinds = reply.frames
+    kinds, counts = reply.frames, reply.frame_counts or (len(reply.frames),)
     is_ragged = any(len(frame) % kind.item_bytes for frame, kind in zip(frames, kinds, strict=False))
-    if is_ragged or len(frames) != len(kinds):
+    if is_ragged or len(frames) not in counts:
         sizes = ", ".join(str(len(frame)) for frame in frames) or "no"
+        expected = " or ".join(map(str, counts))
         raise bad_reply(
-            f"{type(reply).__name__} with {len(frames)} frames ({sizes} bytes) instead of {len(kinds)}",
+            f"{type(reply).__name__} with {len(frames)} frames ({sizes} bytes) instead of {expected}",
             ErrorCode.BAD_FRAMES,
         )
 

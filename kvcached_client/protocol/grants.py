@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvcached_client.blocks.block_table import SlotRanges
 from kvcached_client.errors import RequestError, bad_reply, bad_value, request_error
-from kvcached_client.protocol.engine import INTEGER_MAX, Acquired, LoadTicket, StorePrepared, StoresPrepared
+from kvcached_client.protocol.engine import INTEGER_MAX, Acquired, Held, LoadTicket, StorePrepared, StoresPrepared
 from kvcached_client.types import FenceSequence, LeaseId, TransferId, unpack_ranges
 
 Slots = npt.NDArray[np.int32]
@@ -57,11 +57,14 @@ class Hold(NamedTuple):
         hit: leading blocks that the host pool holds for it.
         filling: blocks behind these that other sessions were storing. A lease never gets them; to wait for them,
             release it, `prefetch`, and acquire again.
+        load: the load of the hit's blocks from `load_from` on. None if it was not asked for, if there are no such
+            blocks, if others are storing blocks behind the hit, or if the daemon starts no copies now.
     """
 
     lease: LeaseId
     hit: int
     filling: int = 0
+    load: PreparedLoad | None = None
 
 
 class Piece(NamedTuple):
@@ -116,6 +119,25 @@ def grant_of(reply: Acquired, frames: list[bytes], blocks: int) -> Grant:
     if reply.hit or frames[0]:
         slots = ranges_of(frames[0], reply.hit) + slots
     return Grant(LeaseId(reply.lease), reply.hit, reply.ready, reply.loads, slots)
+
+
+def hold_of(held: Held, frames: list[bytes], blocks: int, load_from: int | None) -> Hold:
+    """The lease in a reply to `Acquire` in offload mode.
+
+    Raises:
+        BadRequest: the reply contradicts itself, or is not for `blocks` blocks or this load.
+    """
+    if held.hit + held.filling > blocks:
+        raise bad_reply(
+            f"the daemon replied with a hit of {held.hit} blocks, and {held.filling} behind it, for {blocks} keys"
+        )
+    lease = LeaseId(held.lease)
+    if not held.transfer and not frames:
+        return Hold(lease, held.hit, held.filling)
+    if load_from is None or load_from >= held.hit or not held.transfer or not frames:
+        raise bad_reply(f"the daemon announced load {held.transfer} from {load_from} on, for a hit of {held.hit}")
+    slots = slots_of(frames[0], held.hit - load_from)
+    return Hold(lease, held.hit, held.filling, PreparedLoad(TransferId(held.transfer), held.generation, slots))
 
 
 def check_fence(fence: FenceSequence) -> FenceSequence:

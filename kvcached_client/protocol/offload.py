@@ -158,11 +158,16 @@ class WelcomeOffload(Header, frozen=True, kw_only=True, tag="welcome_offload"):
 
 
 class Held(Header, frozen=True, kw_only=True, tag="held"):
-    """Answer to `Acquire` in offload mode."""
+    """Answer to `Acquire` in offload mode. Frames: none, or if a load was announced, the host slots of its blocks."""
+
+    frames = (RANGES,)
+    frame_counts = (0, 1)
 
     lease: Id
     hit: Count  #: leading blocks that the host pool holds
     filling: Count = 0  #: blocks behind the hit that other sessions were storing; `Prefetch` waits for them
+    transfer: Id = 0  #: the announced load, of the hit's blocks from `load_from` on; 0 = there is none
+    generation: Id = 0  #: of the load: the generation in the blocks' headers
 
 
 class LoadPrepared(Header, frozen=True, kw_only=True, tag="load_prepared"):

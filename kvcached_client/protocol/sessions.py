@@ -68,7 +68,7 @@ class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
     If the session has acquired a prompt that this one continues, only the keys behind that prompt need to be sent. If
     the daemon has forgotten the prompt, it replies with `unknown_prefix`.
 
-    In offload mode no slots are reserved, and the reply is `Held`.
+    In offload mode no slots are reserved, the reply is `Held`, and `load_from` also announces a load, as `PrepareLoad`.
     """
 
     frames = (KEYS,)
@@ -81,6 +81,7 @@ class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
     priority: Priority = 0  #: blocks that only requests of lower priority use are evicted first
     #: blocks of an earlier acquire's prompt, whose last key is the first of the frame; 0: the frame holds all keys
     known: Count = 0
+    load_from: Count | None = None  #: offload mode: also announce a load of the hit's blocks from this depth on
 
 
 class Allocate(Header, frozen=True, kw_only=True, tag="allocate"):
@@ -114,6 +115,7 @@ class Release(Header, frozen=True, kw_only=True, tag="release"):
     start: Count = 0
     fence: Id = 0
     reply: bool = True  #: false: one-way, no reply is sent
+    call_off: Id = 0  #: offload mode: an announced load, which no shard has begun and none will
 
 
 class Load(Header, frozen=True, kw_only=True, tag="load"):

@@ -88,12 +88,15 @@ class PageStore:
         with self._copier.guarded() as session:
             if session is None:
                 return 0
-            with session.lease(chain.keys, chain.pages * self._page_size, full=True) as (lease, hit, _):
-                count = hit - chain.prefix
+            tokens = chain.pages * self._page_size
+            with session.lease(chain.keys, tokens, full=True, load_from=chain.prefix) as hold:
+                count = hold.hit - chain.prefix
                 if count <= 0:
                     return 0
-                with session.turn:
-                    plan = session.client.prepare_load(lease, chain.prefix, count)
+                plan = hold.load
+                if plan is None:
+                    with session.turn:
+                        plan = session.client.prepare_load(hold.lease, chain.prefix, count)
                 span = chain.span(chain.prefix, np.array(places[:count]), plan.slots)
                 bad = session.shard.load(BlockJob(plan.transfer, plan.generation, (span,), chain.prefix))
                 return min(bad, default=count)
@@ -105,7 +108,7 @@ class PageStore:
         with self._copier.guarded() as session:
             if session is None:
                 return 0
-            with session.lease(chain.keys, chain.pages * self._page_size, full=True) as (lease, hit, _):
+            with session.lease(chain.keys, chain.pages * self._page_size, full=True) as (lease, hit, _, _):
                 depth = hit
                 while chain.prefix <= depth < chain.pages:
                     with session.turn:

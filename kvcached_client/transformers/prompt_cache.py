@@ -132,7 +132,7 @@ class PromptCache:
         """The stored beginning of a prompt, some blocks at a time."""
         chain = KeyChain(self._keyspace, self._block_size, tokens)
         session.fetch(chain.keys, len(tokens))
-        with session.lease(chain.keys, len(tokens), full=False) as (lease, hit, _):
+        with session.lease(chain.keys, len(tokens), full=False) as (lease, hit, _, _):
             for start in range(0, hit, self._staging.blocks):
                 count = min(self._staging.blocks, hit - start)
                 plan = session.client.prepare_load(lease, start, count)
@@ -147,7 +147,7 @@ class PromptCache:
     def _stored(self, session: OneProcessSession, tokens: Sequence[int], cache: DynamicCache) -> Iterator[int]:
         """Store a sequence some blocks at a time; how many are stored, after each time."""
         chain = KeyChain(self._keyspace, self._block_size, tokens)
-        with session.lease(chain.keys, len(tokens), full=True) as (lease, hit, _):
+        with session.lease(chain.keys, len(tokens), full=True) as (lease, hit, _, _):
             yield (depth := hit)
             while depth < chain.block_count:
                 stop = min(depth + self._staging.blocks, chain.block_count)

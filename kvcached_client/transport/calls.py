@@ -30,7 +30,7 @@ from kvcached_client.protocol.engine import (
     salvage_id,
 )
 from kvcached_client.protocol.fields import check_frames, check_reply_frames
-from kvcached_client.types import LeaseId, RequestId
+from kvcached_client.types import LeaseId, RequestId, TransferId
 
 #: With more requests pending, the daemon is lost. ZeroMQ's own queues are as short.
 PENDING_MAX: Final = 1024
@@ -43,6 +43,13 @@ class Answer(NamedTuple):
 
     reply: Reply
     frames: list[bytes]
+
+
+class Orphan(NamedTuple):
+    """A lease that was granted too late, and the load that was announced with it; 0 for none."""
+
+    lease: LeaseId
+    load: TransferId
 
 
 class _GivenUp(NamedTuple):
@@ -65,8 +72,8 @@ class PendingCalls:
         self._answers: dict[RequestId, Answer | RequestError] = {}
         #: Abandoned acquires by id, whose grants may still arrive. The oldest are forgotten first.
         self._abandoned: dict[RequestId, _GivenUp] = {}
-        #: Leases granted to abandoned acquires, with the acquires' names.
-        self._orphans: dict[LeaseId, str] = {}
+        #: What was granted to abandoned acquires by lease, with the acquires' names.
+        self._orphans: dict[LeaseId, tuple[Orphan, str]] = {}
         #: Messages without a pending request: late, duplicate, or unexpected.
         self.unpaired_count = 0
 
@@ -132,9 +139,9 @@ class PendingCalls:
             return request_id
         self.unpaired_count += 1
         given_up = self._abandoned.pop(request_id, None)
-        lease = _granted(answer)
-        if given_up is not None and lease is not None and lease != given_up.repeated:
-            self._orphans[lease] = given_up.name
+        granted = _granted(answer)
+        if given_up is not None and granted is not None and granted.lease != given_up.repeated:
+            self._orphans[granted.lease] = granted, given_up.name
         return None
 
     def take(self, request_id: RequestId) -> Answer | None:
@@ -146,9 +153,9 @@ class PendingCalls:
         answer = self._answers.pop(request_id, None)
         if answer is None:
             return None
-        name, lease = self._forget(request_id), _granted(answer)
-        if name is not None and lease is not None:
-            self._adopt(name, lease)
+        name, granted = self._forget(request_id), _granted(answer)
+        if name is not None and granted is not None:
+            self._adopt(name, granted.lease)
         if isinstance(answer, RequestError):
             raise answer
         return answer
@@ -156,11 +163,11 @@ class PendingCalls:
     def abandon(self, request_id: RequestId) -> None:
         """Stop waiting for a reply. The late grant of a pending acquire becomes an orphan."""
         name = self._forget(request_id)
-        lease = _granted(self._answers.pop(request_id, None))
+        granted = _granted(self._answers.pop(request_id, None))
         if name is None:
             return
-        if lease is not None:
-            self._orphans[lease] = name
+        if granted is not None:
+            self._orphans[granted.lease] = granted, name
             return
         while len(self._abandoned) >= ABANDONED_MAX:
             del self._abandoned[next(iter(self._abandoned))]
@@ -177,10 +184,10 @@ class PendingCalls:
             self.abandon(request_id)
         return passed
 
-    def orphans(self) -> list[LeaseId]:
+    def orphans(self) -> list[Orphan]:
         """Leases that were granted too late. The caller releases each, then drops it."""
         asked_again = set(self._acquire_names.values())
-        return [lease for lease, name in self._orphans.items() if name not in asked_again]
+        return [orphan for orphan, name in self._orphans.values() if name not in asked_again]
 
     def drop_orphan(self, lease: LeaseId) -> None:
         """Forget an orphan whose release was sent."""
@@ -205,9 +212,14 @@ def _encode(request: Request) -> bytes:
         raise bad_value(f"{type(request).__name__}: {error}", "see the fields in docs/protocol.md") from None
 
 
-def _granted(answer: Answer | RequestError | None) -> LeaseId | None:
-    if isinstance(answer, Answer) and isinstance(answer.reply, (Acquired, Held)):
-        return LeaseId(answer.reply.lease)
+def _granted(answer: Answer | RequestError | None) -> Orphan | None:
+    """What nobody would hold if the reply were dropped."""
+    if isinstance(answer, Answer):
+        reply = answer.reply
+        if isinstance(reply, Acquired):
+            return Orphan(LeaseId(reply.lease), TransferId(0))
+        if isinstance(reply, Held):
+            return Orphan(LeaseId(reply.lease), TransferId(reply.transfer))
     return None
 
 

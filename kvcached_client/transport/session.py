@@ -110,8 +110,8 @@ class SessionChannel(Channel):
 
     def give_back_late(self) -> None:
         """Release leases that were granted after the caller had stopped waiting, as far as their replies were read."""
-        for lease in self._calls.orphans():
-            if not self.post(Release(id=self.next_id(), epoch=self.epoch, lease=lease, reply=False)):
+        for lease, load in self._calls.orphans():
+            if not self.post(Release(id=self.next_id(), epoch=self.epoch, lease=lease, call_off=load, reply=False)):
                 break
             self._calls.drop_orphan(lease)
 

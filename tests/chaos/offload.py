@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import DaemonFailure, ErrorCode, NoCapacity, Refused, RequestError, Stale, TransportError
-from kvcached_client.offload import OffloadClient, OffloadLayout
+from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedLoad
 from kvcached_client.offload_shard import BlockJob, JobSpan, OffloadShard
-from kvcached_client.types import KEY_SIZE_BYTES
+from kvcached_client.types import KEY_SIZE_BYTES, LeaseId
 from tests.chaos.oracle import POISON, Item, compare, page
 from tests.chaos.prompts import BLOCK_SIZE, BLOCKS_MAX, some_prompt
 from tests.chaos.reporting import Report
@@ -93,12 +93,15 @@ class OffloadEngine:
             stop = random.choice(["best_effort", "timeout", "timeout"])
             result = self._client.prefetch(keys, tokens, stop=stop, deadline_ms=200, full=True)  # type: ignore[arg-type]
             self._report.counts["blocks fetched"] += result.fetched
-        lease, hit, _ = self._client.acquire(name, keys, tokens, full=True, priority=random.choice([0, 0, 0, 1, -1]))
+        load_from, priority = random.choice([None, 0, 0, 1, 3]), random.choice([0, 0, 0, 1, -1])
+        lease, hit, _, load = self._client.acquire(
+            name, keys, tokens, full=True, priority=priority, load_from=load_from
+        )
         self._report.note(f"{name} lease={lease} hit={hit}")
         self._report.counts["offload hit blocks"] += hit
         released = False
         try:
-            good = self._load(name, lease, keys, hit) if hit else 0
+            good = self._load(name, lease, keys, hit, load) if hit else 0
             if random.random() < 0.1:
                 self._client.release(lease)
                 released = True
@@ -119,10 +122,14 @@ class OffloadEngine:
             except DaemonFailure as error:  # cleared, but storage could not be told: it is away
                 self._report.note(f"cleared, and: {error}")
 
-    def _load(self, name: str, lease: int, keys: bytes, hit: int) -> int:
+    def _load(self, name: str, lease: LeaseId, keys: bytes, hit: int, plan: PreparedLoad | None) -> int:
         random = self._random
-        start = random.choice([0, 0, random.randrange(hit)])
-        plan = self._client.prepare_load(lease, start, hit - start)  # type: ignore[arg-type]
+        if plan is None:
+            start = random.choice([0, 0, random.randrange(hit)])
+            plan = self._client.prepare_load(lease, start, hit - start)
+        else:
+            start = hit - len(plan.slots)
+            self._report.counts["loads announced by an acquire"] += 1
         if random.random() < 0.03:
             self._client.cancel_load(plan.transfer)
             return 0

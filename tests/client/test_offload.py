@@ -48,6 +48,7 @@ class Script:
         self.heartbeat_interval_ms = 60_000
         self.version = 1
         self.knows_nothing = False
+        self.load_blocks = 2  #: of the load that an acquire announces
         self.outcomes_max = 64
 
     def __call__(self, request: Any, frames: list[bytes]) -> Any:  # noqa: PLR0911 - by verb
@@ -60,7 +61,7 @@ class Script:
             case Acquire() if self.knows_nothing and request.known:
                 return error_reply(request.id, request_error(ErrorCode.UNKNOWN_PREFIX, "forgotten", "send all")), []
             case Acquire():
-                return Held(id=request.id, lease=1, hit=2, filling=3), []
+                return self._held(request)
             case PrepareLoad():
                 return LoadPrepared(id=request.id, transfer=7, generation=3), [RANGE.pack(4, request.blocks)]
             case PrepareStore():
@@ -73,6 +74,11 @@ class Script:
             case Pin():
                 return Pinned(id=request.id, device=0, host=2), []
         return None
+
+    def _held(self, request: Acquire) -> Any:
+        if request.load_from is None:
+            return Held(id=request.id, lease=1, hit=2, filling=3), []
+        return Held(id=request.id, lease=1, hit=2, transfer=7, generation=3), [RANGE.pack(4, self.load_blocks)]
 
     def _stores(self, request: PrepareStores) -> Any:
         """Every other offer is refused; the others get a piece of their blocks each, and slots behind each other."""
@@ -150,10 +156,39 @@ def test_daemon_of_another_protocol_version_is_refused(daemon: FakeDaemon, scrip
 
 def test_answers_say_which_blocks_lie_where(client: OffloadClient) -> None:
     """Slots come as one number for each block, pieces as depth and number of blocks."""
-    assert client.acquire("r", bytes(80), 81) == (1, 2, 3)
+    assert client.acquire("r", bytes(80), 81) == (1, 2, 3, None)
     load, store = prepare_load(client), prepare_store(client)
     assert (load.transfer, load.generation, load.slots.tolist()) == (7, 3, [4, 5])
     assert (store.transfer, store.depth, store.pieces, store.slots.tolist()) == (8, 2, ((0, 2),), [6, 7])
+
+
+def test_acquire_brings_its_load(client: OffloadClient) -> None:
+    """With `load_from`, the lease comes with the slots of the hit's blocks."""
+    hold = client.acquire("r", bytes(80), 81, load_from=0)
+    assert hold.load is not None
+    assert (hold.hit, hold.load.transfer, hold.load.generation, hold.load.slots.tolist()) == (2, 7, 3, [4, 5])
+
+
+def test_load_of_other_blocks_is_refused(client: OffloadClient, script: Script) -> None:
+    """A reply whose load is not of the hit's blocks from `load_from` on is not used."""
+    script.load_blocks = 3
+    with pytest.raises(BadRequest, match="3 slots for 2 blocks"):
+        client.acquire("r", bytes(80), 81, load_from=0)
+    with pytest.raises(BadRequest, match="load 7 from 2 on, for a hit of 2"):
+        client.acquire("r", bytes(80), 81, load_from=2)
+
+
+def test_load_of_an_acquire_that_was_granted_too_late_is_called_off(client: OffloadClient, daemon: FakeDaemon) -> None:
+    """Nobody reads the slots of a lease that nobody holds: its release says so."""
+    daemon.replies_together = 2
+    with missed_deadline(client):
+        client.acquire("r", bytes(80), 81, load_from=0)
+    client.settle()
+    daemon.replies_together = 1
+    client.acquire("other", bytes(80), 81)  # comes behind the release
+    (release,) = daemon.of(Release)
+    assert isinstance(release, Release)
+    assert (release.lease, release.call_off, release.reply) == (1, 7, False)
 
 
 def test_copies_that_were_granted_too_late_are_called_off(
@@ -242,7 +277,7 @@ def test_requests_may_be_sent_before_the_first_answer_is_fetched(client: Offload
     load = client.begin_prepare_load(LeaseId(1), 0, 2)
     assert load.result().slots.tolist() == [4, 5]
     assert store.result().depth == 2
-    assert acquire.result() == (1, 2, 3)
+    assert acquire.result() == (1, 2, 3, None)
     kinds = [
         type(request) for request, _ in daemon.requests if isinstance(request, Acquire | PrepareLoad | PrepareStore)
     ]
@@ -255,9 +290,9 @@ def test_next_turn_sends_the_keys_behind_the_last_prompt(
     """A prompt that begins with an acquired one sends the keys behind that; all if the daemon has forgotten it."""
     keys = b"".join(number.to_bytes(KEY_SIZE_BYTES, "big") for number in range(1, 101))
     client.acquire("turn 1", keys[: 80 * KEY_SIZE_BYTES], 80 * 16)
-    assert client.acquire("turn 2", keys, 100 * 16) == (1, 2, 3)
+    assert client.acquire("turn 2", keys, 100 * 16) == (1, 2, 3, None)
     script.knows_nothing = True
-    assert client.acquire("turn 2", keys, 100 * 16) == (1, 2, 3)
+    assert client.acquire("turn 2", keys, 100 * 16) == (1, 2, 3, None)
     acquires = [(request.known, frames[0]) for request, frames in daemon.requests if isinstance(request, Acquire)]
     first, behind, last = keys[: 80 * KEY_SIZE_BYTES], keys[79 * KEY_SIZE_BYTES :], keys[-KEY_SIZE_BYTES:]
     assert acquires == [(0, first), (80, behind), (100, last), (0, keys)]
@@ -266,7 +301,7 @@ def test_next_turn_sends_the_keys_behind_the_last_prompt(
 def test_release_may_be_posted(client: OffloadClient, daemon: FakeDaemon) -> None:
     """A posted release asks for no answer, and later requests go on."""
     client.post_release(LeaseId(1))
-    assert client.acquire("r", bytes(80), 81) == (1, 2, 3)
+    assert client.acquire("r", bytes(80), 81) == (1, 2, 3, None)
     (release,) = daemon.of(Release)
     assert isinstance(release, Release)
     assert (release.lease, release.reply) == (1, False)

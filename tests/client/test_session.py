@@ -101,7 +101,7 @@ def test_session_late_grant_is_an_orphan() -> None:
     session.send(request, (KEY,), deadline_ns=10)
     session.expire(10)
     session.receive(reply(Acquired(id=request.id, lease=7, hit=0, ready=0), b"", b""))
-    assert session.orphans() == session.orphans() == [7]
+    assert session.orphans() == session.orphans() == [(7, 0)]
     session.drop_orphan(LeaseId(7))
     assert session.orphans() == []
 
@@ -113,7 +113,7 @@ def test_session_grant_that_came_before_abandoning_is_an_orphan() -> None:
     session.send(request, (KEY,), deadline_ns=10)
     session.receive(reply(Acquired(id=request.id, lease=7, hit=0, ready=0), b"", b""))
     session.abandon(RequestId(request.id))
-    assert session.orphans() == [7]
+    assert session.orphans() == [(7, 0)]
 
 
 def test_session_late_grant_is_no_orphan_when_asked_for_again() -> None:
@@ -144,7 +144,7 @@ def test_session_grant_that_comes_after_its_repetitions_is_no_orphan() -> None:
     session.receive(reply(Acquired(id=first.id, lease=7, hit=0, ready=0), b"", b""))
     assert session.orphans() == []
     session.receive(reply(Acquired(id=second.id, lease=6, hit=0, ready=0), b"", b""))
-    assert session.orphans() == [6]
+    assert session.orphans() == [(6, 0)]
 
 
 def test_session_late_grant_is_an_orphan_when_its_repetition_is_refused() -> None:
@@ -161,7 +161,7 @@ def test_session_late_grant_is_an_orphan_when_its_repetition_is_refused() -> Non
     session.receive(reply(conflict))
     assert session.orphans() == []
     assert session.take(RequestId(second.id)) == Answer(conflict, [])
-    assert session.orphans() == [7]
+    assert session.orphans() == [(7, 0)]
 
 
 def test_session_request_can_be_sent_again_after_it_was_abandoned() -> None:

@@ -55,7 +55,7 @@ class HeldLease:
     id: LeaseId
     request: str
     chain: list[bytes]
-    asked: tuple[int, int, bool]
+    asked: tuple[int, int, bool, int | None]
     edition: Edition
     slots: list[int]
     depth: int

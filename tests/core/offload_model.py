@@ -161,7 +161,8 @@ class OffloadPlayers(OffloadWorld):
         slots = self._index().expect_hit(edition, chain[:limit])
         assert self.core.match(player.id, b"".join(chain), tokens, full=full) == len(slots)
         self.requests += 1
-        asked = (tokens, len(chain), full)
+        load_from = (None, 0, 1)[self.choose(3)]
+        asked = (tokens, len(chain), full, load_from)
         held = HeldLease(LeaseId(0), f"r{self.requests}", chain, asked, edition, slots, len(slots))
         lease = self._ask(player, held)
         assert (lease.hit, lease.depth, lease.generation) == (len(slots), len(slots), edition[1])
@@ -169,6 +170,19 @@ class OffloadPlayers(OffloadWorld):
         assert not any(lease.id in other.leases for other in self.players.values())
         player.leases[lease.id] = held
         self.accounts.due.update(acquires=1, host_hit_blocks=lease.hit, missed_blocks=len(chain) - lease.hit)
+        self._expect_load(player, held, lease, load_from)
+
+    def _expect_load(self, player: Player, held: HeldLease, lease: OffloadLease, load_from: int | None) -> None:
+        """An acquire announces the load that it was asked for, unless its engine may rather wait for stores."""
+        plan = self.core.announced_load(player.id, lease)
+        if load_from is None or load_from >= held.hit or lease.filling or self.core.paused:
+            assert plan is None
+            return
+        assert plan is not None
+        assert (slots_of(plan.slots), plan.generation) == (held.slots[load_from:], held.edition[1])
+        blocks = list(zip(held.chain, held.slots, strict=False))[load_from:]
+        self._starts(player, Job(plan.transfer, False, held.edition, player.spec, blocks, self._shards(player)))
+        self.done["load announced by an acquire"] += 1
 
     def acquire_again(self) -> None:
         """A retry gets the same lease; a request that goes on storing already is no retry."""
@@ -182,8 +196,9 @@ class OffloadPlayers(OffloadWorld):
             assert self._ask(player, held).id == held.id
 
     def _ask(self, player: Player, held: HeldLease) -> OffloadLease:
-        tokens, blocks, full = held.asked
-        return self.core.acquire(player.id, held.request, b"".join(held.chain[:blocks]), tokens, full=full)
+        tokens, blocks, full, load_from = held.asked
+        keys = b"".join(held.chain[:blocks])
+        return self.core.acquire(player.id, held.request, keys, tokens, full=full, load_from=load_from)
 
     def release(self) -> None:
         if (picked := self._lease()) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.messages import TransferKind
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.engine_copies import EVERY_SHARD
+from kvcached_client.errors import ErrorCode
 from kvcached_client.types import LeaseId, SessionId, TransferId
 from tests.core.engine import keys_of, refused
 from tests.core.offload_engine import OffloadEngine, space
@@ -256,6 +258,35 @@ def test_load_names_the_slots_of_its_blocks(engine: OffloadEngine) -> None:
     load = engine.load(engine.acquire("abcd"), 1, 2)
 
     assert slots_of(load.slots) == slots[1:3]
+
+
+def test_acquire_announces_the_load_that_it_is_asked_for(cache: Cache, engine: OffloadEngine) -> None:
+    """The load has the hit's blocks from a depth on, and a retry gets the same one as long as it is under way."""
+    slots, keys = engine.store("abcd"), keys_of("abcd")
+    ask = partial(cache.offload.acquire, engine.session, "r", keys, 16, full=True, load_from=1)
+    lease = ask()
+    load = cache.offload.announced_load(engine.session, lease)
+
+    assert load is not None
+    assert (slots_of(load.slots), load.generation) == (slots[1:], lease.generation)
+    assert ask() is lease
+    with refused(ErrorCode.REQUEST_CONFLICT):
+        cache.offload.acquire(engine.session, "r", keys, 16, full=True)
+    engine.complete(load.transfer)
+    assert cache.offload.announced_load(engine.session, ask()) is None
+    assert cache.counters["loaded_blocks"] == 3
+
+
+@pytest.mark.parametrize(("prompt", "load_from"), [("xy", 0), ("abcd", 4), ("abcd", 5), ("abcd", None)])
+def test_acquire_announces_no_load_of_no_blocks(
+    cache: Cache, engine: OffloadEngine, prompt: str, load_from: int | None
+) -> None:
+    """Without a hit behind `load_from`, or without `load_from`, there is nothing to load, and a lease all the same."""
+    engine.store("abcd")
+    lease = cache.offload.acquire(engine.session, "r", keys_of(prompt), 16, full=True, load_from=load_from)
+
+    assert cache.offload.announced_load(engine.session, lease) is None
+    assert cache.offload.transfers == []
 
 
 def test_slots_of_a_load_are_read_undisturbed_after_the_release(cache: Cache, engine: OffloadEngine) -> None:

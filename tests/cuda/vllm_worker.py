@@ -94,7 +94,7 @@ class Worker:
 
     def store(self, name: str, blocks: int) -> str:
         """A step computes blocks, the next one orders their store; whether that went well."""
-        lease, hit, _ = self._acquire(name, blocks)
+        lease, hit, _, _ = self._acquire(name, blocks)
         plan = self.client.prepare_store(lease, hit, keys_of(name, blocks)[16 * hit :])
         self.client.release(lease)
         wanted = range(plan.pieces[0].start, plan.pieces[0].start + plan.pieces[0].blocks)
@@ -109,7 +109,7 @@ class Worker:
 
     def load(self, name: str, blocks: int) -> str:
         """Blocks of a request that was preempted, whose step still writes them, are loaded into: what is there then."""
-        lease, hit, _ = self._acquire(name, blocks)
+        lease, hit, _, _ = self._acquire(name, blocks)
         if not hit:
             return "no hit"
         plan = self.client.prepare_load(lease, 0, hit)

@@ -106,7 +106,7 @@ class Scheduler:
 
     def prepare_store(self, name: str, blocks: int) -> tuple[PreparedStore, Order]:
         """A store of what a prompt lacks, which is one piece here."""
-        lease, hit, _ = self.acquire(name, blocks)
+        lease, hit, _, _ = self.acquire(name, blocks)
         plan = self.client.prepare_store(lease, hit, keys_of(name, blocks)[16 * hit :])
         self.client.release(lease)
         start = plan.pieces[0].start if plan.pieces else hit
@@ -114,7 +114,7 @@ class Scheduler:
 
     def prepare_load(self, name: str, blocks: int) -> Order:
         """A load of all that is hit of a prompt."""
-        lease, hit, _ = self.acquire(name, blocks)
+        lease, hit, _, _ = self.acquire(name, blocks)
         plan = self.client.prepare_load(lease, 0, hit)
         self.client.release(lease)
         return Order(plan.transfer, plan.generation, name, 0, plan.slots.tolist())

@@ -11,8 +11,8 @@ from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.engine_copies import EngineCopies
 from kvcached.core.transfers.store_waits import longest_hit
 from kvcached.core.transfers.table import TransferTable
-from kvcached.service.engine_verbs import OffloadVerbs
-from kvcached.service.offload_admission import OffloadAdmission
+from kvcached.service.offload.admission import OffloadAdmission
+from kvcached.service.offload.verbs import OffloadVerbs
 from kvcached.service.sessions import EngineGroup
 from kvcached_client.blocks import transfers
 from kvcached_client.copy_process import main as copy_process

@@ -8,7 +8,7 @@ from kvcached.service.admin_verbs import Clears
 from kvcached.service.admission import Admission
 from kvcached.service.engine_verbs import EngineVerbs
 from kvcached.service.known_prompts import KnownPrompts
-from kvcached.service.offload_admission import OffloadAdmission
+from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.pending import PendingReplies
 from kvcached.service.service import Service
 from kvcached.service.sleep_verbs import SleepVerbs

@@ -157,6 +157,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
         [],
     ),
     "held": (Held(id=3, lease=9, hit=2, filling=3), []),
+    "held-load": (Held(id=40, lease=9, hit=3, transfer=301, generation=2), [SLOTS[:8]]),
     "load_prepared": (LoadPrepared(id=20, transfer=301, generation=2), [SLOTS[:8]]),
     "store_prepared": (StorePrepared(id=21, transfer=300, depth=4, generation=2), [SLOTS, SLOTS]),
     "stores_prepared": (

@@ -139,13 +139,14 @@ def test_whole_number_is_taken_for_a_fraction() -> None:
 
 @pytest.mark.parametrize("name", sorted(REQUEST_HEADERS))
 def test_every_integer_field_refuses_floats_booleans_and_text(name: str) -> None:
-    """1.0, true and "1" are no integers, in any field of any verb; and only a shard may be -1."""
+    """1.0, true and "1" are no integers, in any field of any verb; only a shard may be -1, only `load_from` nothing."""
     fields = msgpack.unpackb(REQUEST_HEADERS[name])
     integers = [field for field, value in fields.items() if type(value) is int]
     assert "id" in integers
     for field in integers:
         below = {"shard": -2, "priority": PRIORITY_MIN - 1}.get(field, -1)
-        for value in (1.0, True, "1", None, below, 1 << 63):
+        nothing = () if field == "load_from" else (None,)
+        for value in (1.0, True, "1", below, 1 << 63, *nothing):
             assert refused(msgpack.packb({**fields, field: value})).code == ErrorCode.MALFORMED
 
 
@@ -289,7 +290,8 @@ def test_any_frames_are_refused_or_fit(kind: type[Any], frames: list[bytes]) -> 
         (Loaded(id=1, hit=1), [bytes(8), b""]),
         (Loaded(id=1, hit=1), [bytes(7)]),
         (SlotsAvailable(id=1, available=1), [b""]),
-        (Held(id=1, lease=1, hit=1), [bytes(8)]),
+        (Held(id=1, lease=1, hit=1), [bytes(8), bytes(8)]),
+        (Held(id=1, lease=1, hit=1), [bytes(7)]),
         (LoadPrepared(id=1, transfer=1, generation=0), []),
         (LoadPrepared(id=1, transfer=1, generation=0), [bytes(4)]),
         (StorePrepared(id=1, transfer=1, depth=1, generation=0), [bytes(8)]),
@@ -314,7 +316,7 @@ def test_any_reply_frames_are_refused_or_fit(name: str, frames: list[bytes]) -> 
         check_reply_frames(reply, frames)
     except BadRequest:
         return
-    assert len(frames) == len(reply.frames)
+    assert len(frames) in (reply.frame_counts or (len(reply.frames),))
     assert isinstance(reply, TreeReport) or all(len(frame) % 8 == 0 for frame in frames)
 
 

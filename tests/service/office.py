@@ -14,7 +14,7 @@ from kvcached.core.namespaces import PoolSpec
 from kvcached.core.slots.states import SlotState
 from kvcached.process.access import Grants
 from kvcached.process.identity import ProcessIdentity
-from kvcached.service.offload_admission import HostShare
+from kvcached.service.offload.admission import HostShare
 from kvcached.service.pending import Answer
 from kvcached.service.replica import HeldMemory, Replica, Settled
 from kvcached.service.service import Service

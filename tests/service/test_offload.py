@@ -59,10 +59,10 @@ def test_hello_refuses_what_does_not_fit(office: OffloadOffice, fields: dict[str
 def test_hello_refuses_more_blocks_than_slots_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that the pool would hold more than a slot number can tell are refused."""
     office = OffloadOffice()
-    monkeypatch.setattr("kvcached.service.offload_admission.SLOTS_MAX", 31)
+    monkeypatch.setattr("kvcached.service.offload.admission.SLOTS_MAX", 31)
 
     assert office.error(office.hello_offload(FakePeer(1))) is ErrorCode.WRONG_LAYOUT
-    monkeypatch.setattr("kvcached.service.offload_admission.SLOTS_MAX", 32)
+    monkeypatch.setattr("kvcached.service.offload.admission.SLOTS_MAX", 32)
     office.attach(FakePeer(1))
 
 
@@ -196,6 +196,25 @@ def test_a_block_goes_to_the_host_pool_and_back(office: OffloadOffice) -> None:
     for lease in (held, again):
         office.expect(wire.Released, wire.Release(id=office.next_id(), epoch=EPOCH, lease=lease.lease))
     assert office.cache.offload.transfers == []
+
+
+def test_acquire_may_announce_its_load(office: OffloadOffice) -> None:
+    """One request locks a hit and names its slots; a release may call that load off."""
+    welcome = office.attach(FakePeer(1))
+    first = office.acquire_blocks(3)
+    plan = office.expect(wire.StorePrepared, office.prepare_store(first.lease), key_chain(3))
+    for shard in range(2):
+        office.expect(wire.Settled, office.transfer_done(welcome, plan.transfer, shard))
+    request = wire.Acquire(id=office.next_id(), epoch=EPOCH, request="again", tokens=12, full=True, load_from=1)
+    answer = office.ask(request, key_chain(3))
+    held, (slots,) = answer.header, answer.frames
+    assert isinstance(held, wire.Held)
+    assert (held.hit, held.generation, len(slots_in(slots))) == (3, plan.generation, 2)
+    assert [copy.id for copy in office.cache.offload.transfers] == [held.transfer]
+    release = wire.Release(id=office.next_id(), epoch=EPOCH, lease=held.lease, call_off=held.transfer)
+    office.expect(wire.Released, release)
+    assert office.cache.offload.transfers == []
+    assert office.cache.counters["load_called_off_blocks"] == 2
 
 
 def test_offers_of_several_leases_are_served_one_by_one(office: OffloadOffice) -> None:

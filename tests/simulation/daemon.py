@@ -16,7 +16,7 @@ from kvcached.core.messages import Ticked
 from kvcached.core.slots.states import SessionState, SlotState
 from kvcached.recovery.generations import Generation
 from kvcached.server.decoding import decode
-from kvcached.service.offload_admission import HostShare
+from kvcached.service.offload.admission import HostShare
 from kvcached.service.pending import Answer
 from kvcached.service.replica import Replica
 from kvcached.service.service import Service

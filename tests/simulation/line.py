@@ -25,8 +25,8 @@ from kvcached_client.protocol.engine import (
     decode_reply,
     raise_for_error,
 )
-from kvcached_client.transport.calls import Answer, PendingCalls
-from kvcached_client.types import LeaseId, RequestId
+from kvcached_client.transport.calls import Answer, Orphan, PendingCalls
+from kvcached_client.types import LeaseId, RequestId, TransferId
 from tests.simulation.process import Outcome, Process
 from tests.simulation.scheduler import MS, Broken
 
@@ -68,7 +68,7 @@ class Line:
         self._waiting: dict[RequestId, Outcome[Answer]] = {}
         self._tries: dict[RequestId, int] = {}
         self._granted: set[LeaseId] = set()
-        self._strays: list[LeaseId] = []
+        self._strays: list[Orphan] = []
         self._returned: set[LeaseId] = set()
 
     def close(self) -> None:
@@ -158,11 +158,12 @@ class Line:
                 outcome.fail(DeadlineExceeded(f"lease {answer.reply.lease} is on its way back"))
             else:
                 outcome.set(answer)
-        for lease in self.session.orphans():
+        for lease, load in self.session.orphans():
             self.session.drop_orphan(lease)
             self._granted.add(lease)
             self._world.seen["lease granted too late"] += 1
-            self._process.start(self._give_back(lease))
+            self._world.seen["lease with a load granted too late"] += bool(load)
+            self._process.start(self._give_back(lease, load))
         self._give_back_strays()
 
     def _note_grant(self, answer: Answer) -> None:
@@ -178,23 +179,24 @@ class Line:
         self._world.seen["reply that nobody waits for"] += 1
         reply = decode_reply(parts[0])
         if isinstance(reply, Acquired | Held):
-            self._strays.append(LeaseId(reply.lease))
+            load = reply.transfer if isinstance(reply, Held) else 0
+            self._strays.append(Orphan(LeaseId(reply.lease), TransferId(load)))
 
     def _give_back_strays(self) -> None:
         """Once no acquire is under way that may get the same lease."""
         if self.session._acquire_names:
             return
-        for lease in self._strays:
+        for lease, load in self._strays:
             if lease not in self._granted and lease not in self.session._orphans:
                 self._granted.add(lease)
                 self._world.seen["lease granted to a doubled request"] += 1
-                self._process.start(self._give_back(lease))
+                self._process.start(self._give_back(lease, load))
         self._strays.clear()
 
-    async def _give_back(self, lease: LeaseId) -> None:
+    async def _give_back(self, lease: LeaseId, load: TransferId) -> None:
         self._returned.add(lease)
         self.on_give_back(lease)
-        release = Release(id=self.next_id(), epoch=self.epoch, lease=lease)
+        release = Release(id=self.next_id(), epoch=self.epoch, lease=lease, call_off=load)
         try:
             await attempt(self.ask(release, Released, tries=20))
         except Refused as error:  # two acquires of one name were given up, and both got this lease

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvcached_client.errors import (
     DaemonFailure,
@@ -61,6 +61,15 @@ class OffloadSession(EngineSession):
         return "session", self.welcome.daemon_epoch, self.number
 
 
+class _Announced(NamedTuple):
+    """A load that no shard knows yet: blocks of a hit from a depth on."""
+
+    transfer: int
+    generation: int
+    start: int
+    slots: list[int]
+
+
 @dataclass
 class _Lease:
     """What a request holds; `depth` is where its next store starts."""
@@ -71,6 +80,7 @@ class _Lease:
     depth: int
     floor: int  #: the generation that its hit may not be older than
     filling: int  #: blocks behind the hit that others were storing
+    load: _Announced | None  #: what the acquire has announced, until the shards are told
 
 
 class OffloadEngine(Engine):
@@ -189,16 +199,23 @@ class OffloadEngine(Engine):
 
     async def _acquire(self, session: OffloadSession, keys: bytes, tokens: int) -> _Lease:
         name, full, tries = self.next_name(), self.world.chance.happens(0.5), 3
+        load_from = self.world.chance.among((None, 0, 0, 1))
         floor = self.world.generations[self._model.shape.root]
         await prefetch(self.world, self.scheduler, session, keys, tokens, full=full)
         known = session.known_blocks(keys)
         while True:
             asked = wire.Acquire(
-                id=session.line.next_id(), epoch=session.epoch, request=name, tokens=tokens, full=full, known=known
+                id=session.line.next_id(),
+                epoch=session.epoch,
+                request=name,
+                tokens=tokens,
+                full=full,
+                known=known,
+                load_from=load_from,
             )
             frame, most = keys_behind(keys, known), self.world.chance.number(1, 2)
             try:
-                held, _ = await session.line.ask(asked, wire.Held, (frame,), tries=most)
+                held, frames = await session.line.ask(asked, wire.Held, (frame,), tries=most)
             except Refused as error:
                 if error.code != ErrorCode.UNKNOWN_PREFIX or not known:
                     raise
@@ -210,7 +227,17 @@ class OffloadEngine(Engine):
             else:
                 session.prompts.add(keys[-KEY_SIZE_BYTES:])
                 self.world.seen["prompt acquired behind a known one"] += known > 0
-                return _Lease(LeaseId(held.lease), keys, held.hit, held.hit, floor, held.filling)
+                load = self._announced(held, frames, load_from)
+                return _Lease(LeaseId(held.lease), keys, held.hit, held.hit, floor, held.filling, load)
+
+    def _announced(self, held: wire.Held, frames: list[bytes], load_from: int | None) -> _Announced | None:
+        if not held.transfer:
+            return None
+        slots = expand(frames[0])
+        if load_from is None or held.filling or len(slots) != held.hit - load_from:
+            raise Broken(f"asked to load from {load_from} on, the daemon announces {len(slots)} blocks: {held}")
+        self.world.seen["load announced by an acquire"] += 1
+        return _Announced(held.transfer, held.generation, load_from, slots)
 
     async def _wait_for_stores(self, session: OffloadSession, lease: _Lease, tokens: int) -> _Lease:
         """Give the lease back, wait until others have stored what is behind its hit, and acquire again."""
@@ -235,6 +262,22 @@ class OffloadEngine(Engine):
         return copies
 
     async def _load(self, session: OffloadSession, lease: _Lease) -> None:
+        load, lease.load = lease.load or await self._prepared(session, lease), None
+        if load is None:
+            return
+        if load.generation < lease.floor:
+            raise Broken(f"a load of generation {load.generation}, though {lease.floor} had begun before it was asked")
+        keys = lease.keys[load.start * KEY_SIZE_BYTES :]
+        parent = lease.keys[(load.start - 1) * KEY_SIZE_BYTES : load.start * KEY_SIZE_BYTES] if load.start else b""
+        blocks = host_blocks(keys, load.slots, depth=load.start, parent=parent)
+        copy = Copy(load.transfer, load.generation, blocks, (*session.holder,), is_store=False)
+        if self.world.chance.happens(0.05):
+            await self._call_off(session, copy.transfer, is_store=False)
+            return
+        self._hand_out(session, copy)
+        await copy.done
+
+    async def _prepared(self, session: OffloadSession, lease: _Lease) -> _Announced | None:
         request = wire.PrepareLoad(
             id=session.line.next_id(), epoch=session.epoch, lease=lease.id, start=0, blocks=lease.hit
         )
@@ -243,16 +286,8 @@ class OffloadEngine(Engine):
         except (Refused, DaemonFailure) as error:
             if error.code not in _NOT_LOADED:
                 raise
-            return
-        if reply.generation < lease.floor:
-            raise Broken(f"a load of generation {reply.generation}, though {lease.floor} had begun before it was asked")
-        blocks = host_blocks(lease.keys, expand(frames[0]), depth=0, parent=b"")
-        copy = Copy(reply.transfer, reply.generation, blocks, (*session.holder,), is_store=False)
-        if self.world.chance.happens(0.05):
-            await self._call_off(session, copy.transfer, is_store=False)
-            return
-        self._hand_out(session, copy)
-        await copy.done
+            return None
+        return _Announced(reply.transfer, reply.generation, 0, expand(frames[0]))
 
     async def _store(self, session: OffloadSession, lease: _Lease, stop: int) -> list[Copy]:
         keys = lease.keys[lease.depth * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]
@@ -300,7 +335,8 @@ class OffloadEngine(Engine):
 
     async def _drop(self, session: OffloadSession, lease: _Lease) -> None:
         """Give a lease back; asked again for as long as nobody answers."""
-        request = wire.Release(id=session.line.next_id(), epoch=session.epoch, lease=lease.id)
+        load = 0 if lease.load is None else lease.load.transfer
+        request = wire.Release(id=session.line.next_id(), epoch=session.epoch, lease=lease.id, call_off=load)
         await attempt(session.line.ask(request, wire.Released, tries=20))
 
     async def _clear(self, session: OffloadSession) -> None:

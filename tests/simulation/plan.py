@@ -9,7 +9,7 @@ from kvcached.core.namespaces import PoolSpec
 from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
-from kvcached.service.offload_admission import HostShare, _space
+from kvcached.service.offload.admission import HostShare, _space
 from kvcached_client.blocks.host_layout import PAGE_BYTES, HostGeometry
 from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.protocol import engine as wire

@@ -29,6 +29,8 @@ class StoreWaitPromises:
         for number, prefetch in waiting.items():
             if self._cache.offload.namespaces.generation_of(prefetch.chain.tree) is None:
                 raise Broken(f"prefetch {number} waits for a store in a namespace that was cleared")
+            if _stored(prefetch) < prefetch.next and prefetch.store in stores:
+                continue  # a block before was found bad meanwhile: the wait ends with the store all the same
             slot, store = _next_slot(prefetch), stores.get(prefetch.store)
             if slot is None or store is None or place_of(store.host, slot) is None:
                 raise Broken(f"prefetch {number} waits for store {prefetch.store}, which does not bring its next block")

@@ -122,7 +122,10 @@ class ScriptedClient:
         for _ in range(count):
             assert self._called.acquire(timeout=10), f"only {self.calls}"
 
-    def begin_acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False, priority: int = 0) -> Any:
+    def begin_acquire(
+        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, load_from: int | None
+    ) -> Any:
+        assert load_from == (None if full else 0)
         return self._begin("acquire", request, keys, tokens, full, *([priority] if priority else []))
 
     def pin(self, keys: bytes, *, ttl_ms: int) -> Any:

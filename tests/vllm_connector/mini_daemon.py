@@ -139,10 +139,15 @@ class MiniClient:
         session = self.daemon.core.sessions.get(self.id)
         return not self.daemon.is_dead and session is not None and session.state is SessionState.ACTIVE
 
-    def acquire(self, request: str, keys: bytes, tokens: int, *, full: bool = False, priority: int = 0) -> Hold:
+    def acquire(
+        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, load_from: int | None
+    ) -> Hold:
         self._check()
-        lease = self.daemon.core.acquire(self.id, request, keys, tokens, full=full, priority=priority)
-        return Hold(lease.id, lease.hit)
+        core = self.daemon.core
+        lease = core.acquire(self.id, request, keys, tokens, full=full, priority=priority, load_from=load_from)
+        plan = core.announced_load(self.id, lease)
+        load = None if plan is None else PreparedLoad(plan.transfer, plan.generation, _slots(plan.slots))
+        return Hold(lease.id, lease.hit, load=load)
 
     def begin_prefetch(
         self,
@@ -161,9 +166,9 @@ class MiniClient:
         return True
 
     def begin_acquire(
-        self, request: str, keys: bytes, tokens: int, *, full: bool = False, priority: int = 0
+        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, load_from: int | None
     ) -> MiniAsked:
-        return MiniAsked(lambda: self.acquire(request, keys, tokens, full=full, priority=priority))
+        return MiniAsked(lambda: self.acquire(request, keys, tokens, full=full, priority=priority, load_from=load_from))
 
     def begin_prepare_load(self, lease: LeaseId, start: int, blocks: int) -> MiniAsked:
         return MiniAsked(lambda: self.prepare_load(lease, start, blocks))

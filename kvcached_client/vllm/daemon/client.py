@@ -131,9 +131,9 @@ class Client(Protocol):
         """Whether the session still exists, as far as is known."""
 
     def begin_acquire(
-        self, request: str, keys: bytes, tokens: int, *, full: bool = False, priority: int = 0
+        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, load_from: int | None
     ) -> Pending[Hold]:
-        """Lock the cached prefix of a prompt."""
+        """Lock the cached prefix of a prompt, and ask for the slots of its blocks from `load_from` on."""
 
     def begin_prefetch(
         self,
@@ -180,8 +180,15 @@ class Client(Protocol):
 
 
 def begin_acquire(seek: Seek, client: Client) -> Pending[Hold]:
-    """Send a seek."""
-    return client.begin_acquire(seek.name, seek.keys, seek.tokens, full=not seek.load, priority=seek.priority)
+    """Send a seek, which loads its whole hit."""
+    return client.begin_acquire(
+        seek.name,
+        seek.keys,
+        seek.tokens,
+        full=not seek.load,
+        priority=seek.priority,
+        load_from=0 if seek.load else None,
+    )
 
 
 def begin_fetch(seek: Seek, client: Client, *, stop: StopPolicy) -> PendingFetch:
@@ -196,5 +203,5 @@ def begin_fetch(seek: Seek, client: Client, *, stop: StopPolicy) -> PendingFetch
 
 
 def begin_load(hold: Hold, client: Client) -> Pending[PreparedLoad]:
-    """Ask for the slots of a whole hit."""
+    """Ask for the slots of a whole hit that came without them."""
     return client.begin_prepare_load(hold.lease, 0, hold.hit)

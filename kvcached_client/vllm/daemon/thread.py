@@ -295,10 +295,10 @@ class DaemonThread(CommandInbox):
                 unanswered.append(seek)
             elif hold is None:
                 self._refuse(seek)
-            elif hold.hit and seek.load:
+            elif hold.hit and seek.load and hold.load is None:
                 loading.append((seek, hold, self._call(partial(begin_load, hold), is_proof=False)))
             else:
-                self._say(Found(seek.ticket, self._number, hold.lease, hold.hit, None))
+                self._say(Found(seek.ticket, self._number, hold.lease, hold.hit, hold.load))
         for seek, hold, asked_load in loading:
             load = self._answer(asked_load)
             if self._client is None:

@@ -1,0 +1,1 @@
+"""Engines in offload mode: their sessions, and their requests."""
