@@ -19,6 +19,7 @@ from kvcached_client.copy_process import main as copy_process
 from kvcached_client.copy_process.client import CopyProcess
 from kvcached_client.cuda import copier, device
 from kvcached_client.cuda.copier import CudaCopier
+from kvcached_client.transport.session import SessionChannel
 from tests.mutants.mutant import caught_by, rewrite
 
 _DEATHS = "tests/copy_process/test_deaths.py::"
@@ -63,6 +64,24 @@ def store_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
 def inherited_block_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     """What an earlier daemon has stored is trusted, and what a live process has just written is compared."""
     rewrite(patch, transfers._doubted, "epoch != trusted_epoch", "epoch == trusted_epoch")
+
+
+@caught_by("tests/client/test_offload.py::test_load_of_an_acquire_that_was_granted_too_late_is_called_off")
+def late_load_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """A lease that was granted too late is released, and the load that came with it stays for the session's life."""
+    rewrite(patch, SessionChannel.give_back_late, "call_off=load", "call_off=0")
+
+
+@caught_by("tests/core/test_offload.py::test_acquire_announces_no_load_of_no_blocks")
+def load_of_no_blocks_announced(patch: pytest.MonkeyPatch) -> None:
+    """An acquire announces a load though there is nothing to load."""
+    rewrite(patch, Offload.acquire, "load_from < depth", "load_from <= depth")
+
+
+@caught_by("tests/service/test_offload.py::test_acquire_may_announce_its_load")
+def load_is_not_called_off(patch: pytest.MonkeyPatch) -> None:
+    """A release calls no load off."""
+    rewrite(patch, OffloadVerbs.release, "if request.call_off:", "if False:")
 
 
 @caught_by("tests/service/test_offload.py::test_offers_of_several_leases_are_served_one_by_one")
@@ -172,7 +191,7 @@ def offload_load_not_pinned(patch: pytest.MonkeyPatch) -> None:
 def offload_load_of_slots_being_written(patch: pytest.MonkeyPatch) -> None:
     """A load is given slots whose blocks were dropped, or are being written again."""
     cached = "all(host.holds(first, count, SlotState.CACHED) for first, count in pairs(slots))"
-    rewrite(patch, Offload.prepare_load, cached, "True")
+    rewrite(patch, Offload._start_load, cached, "True")
 
 
 @caught_by("tests/service/test_offload_endings.py::test_slots_of_a_replaced_session_wait_for_each_of_its_shards")
