@@ -32,6 +32,7 @@ from kvcached.cli.options import (
 from kvcached.cli.serve import capacity, check_config, serve, supervise
 from kvcached.cli.set_up import doctor, init
 from kvcached.cli.top import top
+from kvcached.cli.what_if import what_if
 
 __all__ = ["ExitCode", "main"]
 
@@ -60,6 +61,7 @@ SECTIONS: Final = {
         "tree": "Show the index: runs of blocks and their copies.",
         "inspect": "Show where one block is, and which requests hold it.",
         "explain": "Say why a prompt missed.",
+        "what-if": "Estimate the hits of a larger or smaller host pool.",
         "events": "Follow what the daemon tells routers.",
         "check": "Run the invariant checker on the live daemon.",
         "version": "Print the version.",
@@ -118,7 +120,7 @@ def main() -> None:
 
 
 for _command in (
-    *(init, check_config, capacity, doctor, serve, supervise, top, explain, events, pin, unpin),
+    *(init, check_config, capacity, doctor, serve, supervise, top, explain, what_if, events, pin, unpin),
     *(clear, set_weights, set_policy, storage, pause, drain, resume, sleep, wake),
 ):
     main.add_command(_command)

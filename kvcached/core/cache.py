@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable
 
 from kvcached.core.clearing import Clearings
 from kvcached.core.eviction.eviction_log import EvictionLog
+from kvcached.core.eviction.reuse import PENDING_BLOCKS, ReuseSample
 from kvcached.core.generations import Generations
 from kvcached.core.index import announcements
 from kvcached.core.index.announcements import Announcements
@@ -116,7 +117,8 @@ class Cache:
         )  # fmt: skip
         announced = Announcements(is_wanted=announces)
         self.index_changes = announced.changes
-        trees = Trees(allocator, self.counters, self.eviction_log, waiting, announced)
+        self._reuse = ReuseSample(host_slabs) if host_slabs else None
+        trees = Trees(allocator, self.counters, self.eviction_log, waiting, announced, self._reuse)
         namespaces = Namespaces(trees, namespaces_max, locks, self.generations, self.pins, offload_write_policy)
         self.offload = Offload(namespaces, session_ttl_ms, table, locks)
         pool_trees = trees.of_pools(pools, epoch, self.header_changes)
@@ -226,6 +228,8 @@ class Cache:
             self.sleeps.advance()
         if self.storage.is_active:
             self.storage.settle(lambda: self.trees)
+        if self._reuse is not None and self._reuse.pending_blocks >= PENDING_BLOCKS:
+            self._reuse.look()
 
     # --- requests that are no part's alone --------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvcached.core.eviction.by_priority import make_policy
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
+from kvcached.core.eviction.reuse import ReuseSample
 from kvcached.core.generations import Generations
 from kvcached.core.index import announcements
 from kvcached.core.index.announcements import Announcements
@@ -262,6 +263,7 @@ class Trees:
         eviction_log: where trees note what leaves them.
         listener: of every tree.
         announcements: what routers are told of every tree.
+        reuse: what the blocks of every tree are sampled for; None without a host pool.
     """
 
     def __init__(
@@ -271,12 +273,14 @@ class Trees:
         eviction_log: EvictionLog,
         listener: Listener,
         announcements: Announcements,
+        reuse: ReuseSample | None,
     ) -> None:
         self.allocator = allocator
         self.counters = counters
         self.listener = listener
         self._eviction_log = eviction_log
         self._announcements = announcements
+        self._reuse = reuse
 
     def of_host(self, spec: NamespaceSpec, policy: WritePolicy, generation: int) -> tuple[HostPool, PrefixTree]:
         """One of engines in offload mode, which is in the host pool only."""
@@ -338,4 +342,5 @@ class Trees:
             eviction_log=self._eviction_log,
             write_policy=write_policy,
             listener=self.listener,
+            reuse=None if self._reuse is None or host is None else self._reuse.of_tree(host.slots_per_slab),
         )

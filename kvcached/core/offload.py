@@ -213,6 +213,8 @@ class Offload:
         session.leases.add(lease)
         if load_from is not None and load_from < depth and not lease.filling and self._may_copy(session):
             lease.load_with(self._start_load(session, lease, load_from, depth).id)
+        if tree.reuse is not None:
+            tree.reuse.asked(keys)
         self._counters["acquires"] += 1
         self._counters["host_hit_blocks"] += depth
         self._counters["missed_blocks"] += len(keys) // KEY_SIZE - depth
@@ -310,6 +312,8 @@ class Offload:
         if not wanted and keys:
             return self._copies.pass_over(lease, keys)
         self._check_room(session)
+        if lease.tree.reuse is not None:
+            lease.tree.reuse.stored(keys)
         plan = self._copies.plan_store(session, lease, keys[: wanted * KEY_SIZE])
         if plan.depth < start + wanted or wanted == len(keys) // KEY_SIZE:
             return plan

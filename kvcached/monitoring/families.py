@@ -201,6 +201,17 @@ def _host_pool(snapshot: Snapshot) -> Iterator[Metric]:
     yield each("host_pinned_blocks", "Blocks that pins keep in the host pool.", "pinned")
     yield each("host_sessions", "Sessions of engines in offload mode.", "sessions")
     yield each("host_leases", "Requests of engines in offload mode that hold blocks.", "leases")
+    yield each("host_asked_blocks", "Blocks of prompts that the estimates are of, the latest ones.", "asked_blocks")
+    yield _gauge(
+        "host_hit_ratio_estimate",
+        "Part of these blocks that a host pool of `size` times the size would hit.",
+        [
+            ((*_names(host), f"{size:g}"), ratio)
+            for host in hosts
+            for size, ratio in ((each.size_ratio, each.hit_ratio) for each in host.hit_estimates)
+        ],
+        (*labels, "size"),
+    )
     yield each("host_generation", "Generation of a namespace; it changes when the namespace is cleared.", "generation")
 
 

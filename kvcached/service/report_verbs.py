@@ -11,6 +11,7 @@ from typing import Final
 
 from kvcached import VERSION
 from kvcached.core.cache import Cache
+from kvcached.core.eviction.reuse import SIZE_RATIOS
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.insight.explain import explain
 from kvcached.core.insight.invariants import check
@@ -86,7 +87,8 @@ class ReportVerbs:
     def _stats(self, _: bytes, request: wire.Stats, __: list[bytes]) -> Answer:
         uptime_ms = self._now_ms() - self._started_ms
         state, pools = self._drain_state.state, self._engine_pools
-        return Answer(stats_report(request.id, self._cache, self._replicas, uptime_ms, state, pools))
+        host_bytes = _host_pool_bytes(self._replicas, self._offload)
+        return Answer(stats_report(request.id, self._cache, self._replicas, uptime_ms, state, pools, host_bytes))
 
     def _check(self, _: bytes, request: wire.Check, __: list[bytes]) -> Answer:
         violations = tuple(check(self._cache))
@@ -143,6 +145,7 @@ def stats_report(
     uptime_ms: int,
     state: DaemonState,
     engine_pools: EnginePools,
+    host_pool_bytes: int,
 ) -> wire.StatsReport:
     """Counters and gauges of every pool."""
     return wire.StatsReport(
@@ -158,6 +161,7 @@ def stats_report(
         hosts=tuple(_host_stats(cache, tree, tree.host, replicas) for tree in cache.trees if tree.host is not None),
         engine_pools=engine_pools.stats(),
         device_memory_bytes=engine_pools.limit_bytes,
+        host_pool_bytes=host_pool_bytes,
         transfers=_transfer_counts(cache),
         counters=dict(sorted(cache.counters.items())),
     )
@@ -199,7 +203,16 @@ def _host_stats(cache: Cache, tree: PrefixTree, host: HostPool, replicas: Replic
         write_policy=tree.write_policy,
         pinned=cache.pins.blocks(tree, None),
         states=_states(host, _HOST_STATES),
+        asked_blocks=0 if tree.reuse is None else round(tree.reuse.asked_blocks),
+        hit_estimates=() if tree.reuse is None else tuple(map(wire.HitEstimate, SIZE_RATIOS, tree.reuse.hit_ratios())),
     )
+
+
+def _host_pool_bytes(replicas: Replicas, offload: wire.OffloadInfo | None) -> int:
+    if offload is not None:
+        return offload.slabs * offload.slab_bytes
+    geometries = (replica.host_geometry for replica in replicas.values())
+    return next((each.slabs * each.slab_bytes for each in geometries if each is not None), 0)
 
 
 def _generation(tree: PrefixTree, space: Namespace | None, replicas: Replicas) -> int:

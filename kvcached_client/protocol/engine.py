@@ -100,6 +100,7 @@ from kvcached_client.protocol.reports import (
     Health,
     HealthPart,
     HealthReport,
+    HitEstimate,
     HostRegistration,
     HostStats,
     Inspect,

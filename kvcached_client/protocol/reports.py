@@ -68,6 +68,13 @@ class Explain(Header, frozen=True, kw_only=True, tag="explain"):
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
+class HitEstimate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The part of asked blocks that a host pool of another size would hit."""
+
+    size_ratio: float  #: the size, as a multiple of the host pool's
+    hit_ratio: float  #: 0 to 1
+
+
 class HostStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The states of one namespace's host slots; they add up to `slots`."""
 
@@ -82,6 +89,8 @@ class HostStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     write_policy: str
     pinned: int  #: blocks that pins keep here
     states: dict[str, int]
+    asked_blocks: int = 0  #: blocks of prompts that the estimates are of: the latest ones
+    hit_estimates: tuple[HitEstimate, ...] = ()  #: smaller sizes first; none while too few blocks were sampled
 
 
 class HostRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -140,6 +149,7 @@ class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):
     hosts: tuple[HostStats, ...]
     engine_pools: tuple[EnginePoolStats, ...] = ()
     device_memory_bytes: int = 0  #: the limit of all engine pools
+    host_pool_bytes: int = 0  #: size of the host pool
     transfers: dict[str, int]  #: queued and running transfers, by kind
     counters: dict[str, int]
 

@@ -18,6 +18,7 @@ from kvcached_client.protocol.engine import (
     Description,
     HealthPart,
     HealthReport,
+    HitEstimate,
     HostRegistration,
     HostStats,
     InspectReport,
@@ -214,6 +215,42 @@ def test_cli_shows_the_host_pool_before_anybody_has_any_of_it(admin: FakeAdmin) 
 
     assert "\nhost pool\n" in run("stats").stdout
     assert "  free slabs:     4\n" in run("stats").stdout
+
+
+def test_cli_what_if_shows_sizes_beside_that_of_the_pool(admin: FakeAdmin) -> None:
+    """Each namespace has a table of sizes, hits and differences; one without estimates says so."""
+    stats, (host,) = REPLIES["stats"], REPLIES["stats"].hosts
+    known = msgspec.structs.replace(
+        host, asked_blocks=12_345, hit_estimates=(HitEstimate(0.5, 0.25), HitEstimate(1.0, 0.5), HitEstimate(4.0, 0.75))
+    )
+    other = msgspec.structs.replace(host, namespace="ff" * 8, replicas=(), label="offload")
+    admin.reply = msgspec.structs.replace(stats, hosts=(known, other), host_pool_bytes=3 << 30)
+
+    lines = [" ".join(line.split()) for line in run("what-if").stdout.splitlines()]
+    assert lines[:5] == [
+        "0123456789abcdef (default, second), 12,345 blocks",
+        "host pool hits difference",
+        "1.5 GiB 25% -25 points",
+        "3.0 GiB 50% its size now",
+        "12.0 GiB 75% +25 points",
+    ]
+    assert " ".join(lines[5:]).startswith(f"{'ff' * 8} (offload): too few of its blocks were sampled")
+    printed = json.loads(run("what-if", "--json").stdout)
+    assert printed["host_pool_bytes"] == 3 << 30
+    assert printed["namespaces"][0]["estimates"][2] == {"size_bytes": 12 << 30, "hit_ratio": 0.75}
+    assert printed["namespaces"][1] == {
+        "namespace": "ff" * 8,
+        "name": "offload",
+        "asked_blocks": 0,
+        "estimates": [],
+    }
+
+
+@pytest.mark.parametrize(("pool_bytes", "words"), [(0, "no host pool: a [host] table"), (1, "no engine has used")])
+def test_cli_what_if_without_namespaces_says_why(pool_bytes: int, words: str, admin: FakeAdmin) -> None:
+    """Without a host pool, or before its first engine, there is a sentence instead of a table."""
+    admin.reply = msgspec.structs.replace(REPLIES["stats"], hosts=(), host_pool_bytes=pool_bytes)
+    assert words in run("what-if").stdout
 
 
 @pytest.mark.parametrize("command", ["stats", "describe"])

@@ -32,6 +32,7 @@ NESTED: dict[str, type[msgspec.Struct]] = {
         protocol.StoreOutcome,
         protocol.PoolStats,
         protocol.HostRegistration,
+        protocol.HitEstimate,
         protocol.HostStats,
         protocol.EnginePoolStats,
         protocol.HealthPart,

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
+from kvcached.core.eviction.reuse import TreeReuse
 from kvcached.core.index.host_tree import HOST, HostTree, Piece
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.run_tree import resident
@@ -56,6 +57,7 @@ class PrefixTree(HostTree):
         pools: the device pools; a pool's `index` is its place here.
         write_policy: when blocks are copied to the host pool.
         listener: told of host copies that have come, and of hits; None if nobody asks.
+        reuse: told of blocks that requests ask for and engines store; None without a host pool.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class PrefixTree(HostTree):
         eviction_log: EvictionLog | None = None,
         write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
         listener: Listener | None = None,
+        reuse: TreeReuse | None = None,
     ) -> None:
         super().__init__(pools, policies, host, counters, namespace=namespace, eviction_log=eviction_log)
         self.pools = pools
         self.listener = listener
+        self.reuse = reuse
         self.write_policy = write_policy
 
     def set_write_policy(self, policy: WritePolicy) -> None:
