@@ -78,8 +78,19 @@ INDICES: Final = FrameKind("block indices", 4, 4 * BLOCKS_PER_MESSAGE_MAX)
 NODES: Final = FrameKind("tree nodes", 1)
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op", gc=False):
-    """The start of every request and reply: an id that pairs the two. The client chooses it, and uses each id once."""
+class Header(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="op",
+    gc=False,
+    omit_defaults=True,
+):
+    """The start of every request and reply: an id that pairs the two. The client chooses it, and uses each id once.
+
+    Fields with their default are left out: so a peer of an earlier release reads a message that uses nothing new.
+    """
 
     frames: ClassVar[tuple[FrameKind, ...]] = ()  #: the frames after the header
     frame_counts: ClassVar[tuple[int, ...]] = ()  #: how many of them there may be; empty = always all

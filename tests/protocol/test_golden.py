@@ -234,6 +234,22 @@ def test_golden_reply_decodes_and_encodes(name: str) -> None:
     check_reply_frames(reply, stored_frames)
 
 
+@pytest.mark.parametrize("name", RPC)
+def test_default_that_is_sent_is_the_same_as_one_that_is_left_out(name: str) -> None:
+    """A message is shortest without its defaults, and means the same with them."""
+    message = RPC[name][0]
+    fields = msgspec.structs.fields(type(message))
+    full = msgpack.unpackb(parts_of(name)[0]) | {
+        field.encode_name: msgspec.to_builtins(getattr(message, field.name), builtin_types=(bytes,)) for field in fields
+    }
+    decode = decode_request if name in REQUESTS else decode_reply
+    assert decode(msgpack.packb(full)) == message
+    defaults = {
+        field.encode_name for field in fields if not field.required and field.default == getattr(message, field.name)
+    }
+    assert defaults.isdisjoint(msgpack.unpackb(parts_of(name)[0]))
+
+
 @pytest.mark.parametrize("name", ATTACH)
 def test_golden_attach_message_decodes_and_encodes(name: str) -> None:
     """The stored bytes are this attach message, and this attach message is the stored bytes."""
