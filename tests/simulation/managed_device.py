@@ -191,7 +191,7 @@ class Device:
         for shard in session.shards:
             shard.memory.unwritten.update(slot for slot in slots if shard.pending[slot])
             spans = [shard.memory.block(slot) for slot in slots]
-            if fence <= session.signalled:
+            if fence <= shard.fence:  # its process may be stopped, with nothing left to write
                 shard.memory.give_up_spans(session.works.holder, spans)
             else:
 
@@ -204,7 +204,7 @@ class Device:
         """Nothing of the lease with that first name is written any more, once the fence has signalled."""
         holder: Holder = (*session.works.holder, name)
         for shard in session.shards:
-            if fence <= session.signalled:
+            if fence <= shard.fence:  # its process may be stopped, with nothing left to write
                 shard.memory.give_up(holder)
             else:
                 session.works.ending.add(name)
@@ -215,13 +215,16 @@ class Device:
                 shard.queue.put(stop)
 
     def end_others(self, session: ManagedSession) -> None:
-        """Nothing was ever written for leases, or in slots of a lease, that the engine has not heard of."""
+        """Nothing was ever written for leases, or in slots of a lease, that the engine has not heard of.
+
+        Slots of a hit are only read, until the engine has heard that they are its own in place of a load that failed.
+        """
         names = session.works.ending.union(lease.first_name for lease in session.held.values())
         for shard in session.shards:
             memory = shard.memory
             memory.give_up_others(session.works.holder, names)
             for lease in session.held.values():
-                unheard = set(range(self._world.plan.slots)).difference(lease.table)
+                unheard = set(range(self._world.plan.slots)).difference(lease.table[lease.hit :])
                 spans = (memory.block(slot) for slot in unheard)
                 memory.give_up_spans((*session.works.holder, lease.first_name), spans)
 
