@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
-from benchmarks import eviction_command, replay_command
+from benchmarks import eviction_command, replay_command, soak_command
 from benchmarks.result import Result
 from benchmarks.suites import DEFAULT_SUITES, SUITES, load_suite
 from benchmarks.timing import ROUNDS_DEFAULT, ROUNDS_MIN
@@ -27,10 +27,15 @@ def main(arguments: list[str] | None = None) -> None:
         eviction = eviction_command.parse(given[1:])
         _print(eviction_command.run(eviction), as_json=eviction.json)
         return
+    if given[:1] == [soak_command.NAME]:
+        soak = soak_command.parse(given[1:])
+        _print(soak_command.run(soak), as_json=soak.json)
+        return
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure kvcached against its targets.",
-        epilog=f"Other commands, for recorded requests: {replay_command.NAME} --help, {eviction_command.NAME} --help.",
+        epilog=f"Other commands: {replay_command.NAME} --help, {eviction_command.NAME} --help (for recorded requests), "
+        f"{soak_command.NAME} --help.",
     )
     parser.add_argument(
         "suites",
