@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Final, Generic, NamedTuple, TypeVar
 
-import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Sample
 
+from kvcached.monitoring.assets import load_assets
 from kvcached.monitoring.families import Snapshot, families
+from kvcached.monitoring.status import status_json
+from kvcached.monitoring.tree import tree_json
 from kvcached.server.http import Page
 from kvcached.service.pending import Answer
 from kvcached.service.service import Service
@@ -25,6 +26,10 @@ from kvcached_client.protocol import engine as wire
 _PEER: Final = b"http"
 #: A page of metrics is not made anew in this time, so that the cost is bounded however many ask.
 METRICS_S_MIN: Final = 0.25
+#: The same of `/status.json`, which a status page asks for once a second.
+STATUS_S_MIN: Final = 0.25
+#: The same of `/tree.json`, which looks at thousands of runs.
+TREE_S_MIN: Final = 2.0
 #: The same of a health check, which takes slots and work of workers.
 HEALTH_S_MIN: Final = 1.0
 #: Samples that are written in one turn, some tenths of a millisecond. Requests of engines go between two turns.
@@ -75,7 +80,7 @@ class HostSize(NamedTuple):
 
 
 class DaemonPages:
-    """Liveness, readiness, metrics and statistics of one daemon.
+    """Liveness, readiness, metrics, figures and the status page of one daemon.
 
     Args:
         service: of the daemon.
@@ -89,18 +94,25 @@ class DaemonPages:
         self._attach_refusals = attach_refusals
         self._health = Shared(self._check, HEALTH_S_MIN)
         self._texts = {name: Shared(partial(self._render, name), METRICS_S_MIN) for name in _FORMATS}
+        self._figures = Shared(self._make_status, STATUS_S_MIN)
+        self._tree = Shared(partial(tree_json, service.reports), TREE_S_MIN)
+        self._assets = load_assets()
         self._pages: dict[str, Callable[[str], Awaitable[Page]]] = {
             "/livez": self._livez,
             "/readyz": self._readyz,
             "/metrics": self._metrics,
-            "/status.json": self._status,
+            "/status.json": partial(_json, self._figures),
+            "/tree.json": partial(_json, self._tree),
         }
 
     async def get(self, path: str, accept: str) -> Page:
         """The page at a path."""
+        if path in self._assets:
+            return self._assets[path]
         page = self._pages.get(path)
         if page is None:
-            return Page(HTTPStatus.NOT_FOUND, f"there is nothing here, only {', '.join(self._pages)}\n".encode())
+            known = ", ".join(("/", *self._pages))
+            return Page(HTTPStatus.NOT_FOUND, f"there is nothing here, only {known}\n".encode())
         return await page(accept)
 
     async def _livez(self, _: str) -> Page:
@@ -121,10 +133,8 @@ class DaemonPages:
         _, content_type = _FORMATS[name]
         return Page(HTTPStatus.OK, await self._texts[name].get(), content_type)
 
-    async def _status(self, _: str) -> Page:
-        fields = msgspec.to_builtins(self._ask(wire.StatsReport, wire.Stats(id=0)))
-        report = {name: value for name, value in fields.items() if name not in {"op", "id"}}
-        return Page(HTTPStatus.OK, json.dumps(report).encode() + b"\n", "application/json")
+    async def _make_status(self) -> bytes:
+        return status_json(self._snapshot())
 
     async def _check(self) -> wire.HealthReport | wire.ErrorReply:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -165,6 +175,10 @@ class DaemonPages:
         if not isinstance(answer.header, kind):
             raise TypeError(f"the answer to {type(request).__name__} is {answer.header}")
         return answer.header
+
+
+async def _json(shared: Shared[bytes], _: str) -> Page:
+    return Page(HTTPStatus.OK, await shared.get(), "application/json", (("cache-control", "no-store"),))
 
 
 class _Part:

@@ -7,6 +7,7 @@ until the answer is read, and connections accepted in a time. A peer beyond a bo
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import socket
@@ -48,6 +49,7 @@ class Page(NamedTuple):
     status: HTTPStatus
     body: bytes
     content_type: str = _TEXT
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 class Pages(Protocol):
@@ -173,6 +175,9 @@ class HttpServer:
         if request.method not in {b"GET", b"HEAD"}:
             return _refusal(HTTPStatus.METHOD_NOT_ALLOWED, "there is GET, and HEAD")
         path = request.target.partition(b"?")[0].decode("latin-1")
+        hosts = [value.decode("latin-1") for name, value in request.headers if name == b"host"]
+        if not isinstance(self._place, str) and not all(map(_is_this_machine, hosts)):
+            return _refusal(HTTPStatus.MISDIRECTED_REQUEST, "ask for this address by its number, or as localhost")
         accept = b",".join(value for name, value in request.headers if name == b"accept")
         try:
             return await self._pages.get(path, accept.decode("latin-1"))
@@ -187,6 +192,8 @@ class HttpServer:
             ("content-type", page.content_type),
             ("content-length", str(len(page.body))),
             ("connection", "close"),
+            ("x-content-type-options", "nosniff"),
+            *page.headers,
         ]
         if page.status is HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append(("allow", "GET, HEAD"))
@@ -201,6 +208,20 @@ class HttpServer:
 
 def _refusal(status: HTTPStatus, why: str) -> Page:
     return Page(status, f"{why}\n".encode())
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether a header ``Host`` names an address, or localhost.
+
+    Any other name may be that of a page on the internet whose owner has let it point here: the browser that shows the
+    page would let it read what is answered.
+    """
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name.lower() == "localhost" or name.lower().endswith(".localhost")
+    return True
 
 
 def _is_peers(error: BaseException) -> bool:

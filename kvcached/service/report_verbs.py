@@ -6,8 +6,8 @@ import hashlib
 import os
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, NamedTuple
 
 from kvcached import VERSION
 from kvcached.core.cache import Cache
@@ -15,6 +15,7 @@ from kvcached.core.eviction.reuse import SIZE_RATIOS
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.insight.explain import explain
 from kvcached.core.insight.invariants import check
+from kvcached.core.insight.picture import TreePicture, draw
 from kvcached.core.insight.snapshot import RunView, block_count, find, survey, trees_of
 from kvcached.core.messages import TransferKind
 from kvcached.core.namespaces import Namespace
@@ -45,6 +46,14 @@ _HOST_STATES: Final = (
 Replicas = Mapping[str, Replica]
 
 
+class TreeTitle(NamedTuple):
+    """What people call a tree: its namespace's first digits, its label in offload mode, the replicas that share it."""
+
+    namespace: str
+    label: str
+    replicas: tuple[str, ...]
+
+
 class ReportVerbs:
     """Answers requests from the present state.
 
@@ -56,6 +65,7 @@ class ReportVerbs:
 
     Attributes:
         by_type: the method that serves each kind of request.
+        shown: names of the blocks that reports have shown.
     """
 
     def __init__(
@@ -74,7 +84,7 @@ class ReportVerbs:
         self._drain_state = drain_state
         self._engine_pools = engine_pools
         self._started_ms = now_ms()
-        self._shown = ShownKeys()
+        self.shown = ShownKeys()
         self.by_type: dict[type[wire.Header], Verb] = {
             wire.Stats: self._stats,
             wire.Check: self._check,
@@ -83,6 +93,19 @@ class ReportVerbs:
             wire.Inspect: self._inspect,
             wire.Explain: self._explain,
         }
+
+    def draw(self) -> Iterator[list[TreePicture] | None]:
+        """None after each step of a picture of the index, then the picture."""
+        return draw(self._cache)
+
+    def title_of(self, tree: PrefixTree) -> TreeTitle:
+        """What people call a tree."""
+        space = _space_of(self._cache, tree)
+        return TreeTitle(
+            _namespace(self._cache, tree, self._replicas)[:NAMESPACE_SHOWN_BYTES].hex(),
+            "" if space is None else space.spec.label,
+            tuple(pool.name for pool in tree.pools),
+        )
 
     def _stats(self, _: bytes, request: wire.Stats, __: list[bytes]) -> Answer:
         uptime_ms = self._now_ms() - self._started_ms
@@ -100,11 +123,11 @@ class ReportVerbs:
 
     def _tree(self, _: bytes, request: wire.Tree, __: list[bytes]) -> Answer:
         check_replica(request.replica, self._replicas)
-        report, nodes = tree_report(request, self._cache, self._replicas, self._shown)
+        report, nodes = tree_report(request, self._cache, self._replicas, self.shown)
         return Answer(report, (nodes,))
 
     def _inspect(self, _: bytes, request: wire.Inspect, __: list[bytes]) -> Answer:
-        return Answer(inspect_report(request, self._cache, self._replicas, self._shown))
+        return Answer(inspect_report(request, self._cache, self._replicas, self.shown))
 
     def _explain(self, _: bytes, request: wire.Explain, frames: list[bytes]) -> Answer:
         check_replica(request.replica, self._replicas)

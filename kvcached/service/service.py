@@ -84,6 +84,7 @@ class Service:
     """Requests and events of one daemon. `request_times` and `copy_times` say how long both take.
 
     Attributes:
+        reports: what only reads the daemon's state.
         watch: watches processes; set once there is somebody who does.
         index_changed: called when the core has something for routers.
     """
@@ -143,14 +144,14 @@ class Service:
         self._sleeps = SleepVerbs(
             cache, self._replicas, self._groups, self._pending, now_ms, carry_out=self.carry_out, settle=self._settle
         )
-        reports = ReportVerbs(
+        self.reports = ReportVerbs(
             cache, self._replicas, self._offload_admission.info(), now_ms, self._drain_state, self._engine_pools
         )
         self.watch: PeerWatch | None = None
         self.index_changed: Callable[[], None] = lambda: None
         self._verbs: dict[type[wire.Header], Verb] = {
             **engines.by_type,
-            **reports.by_type,
+            **self.reports.by_type,
             **self._admin.by_type,
         }
         self._late_verbs: dict[type[wire.Header], LateVerb] = {

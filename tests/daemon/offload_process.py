@@ -82,7 +82,13 @@ class Scheduler:
     """One engine's session. Its leases are released at once: copies under way go on."""
 
     def __init__(
-        self, run_dir: Path | str, instance: bytes, shards: int, page_bytes: int, deadline_ms: int = DEADLINE_MS
+        self,
+        run_dir: Path | str,
+        instance: bytes,
+        shards: int,
+        page_bytes: int,
+        deadline_ms: int = DEADLINE_MS,
+        label: str = "tiny",
     ) -> None:
         pages = ShardMemory(0, page_bytes).pages
         self.client = OffloadClient.connect(
@@ -90,7 +96,7 @@ class Scheduler:
             engine="test engine",
             instance=instance,
             keyspace=b"k" * 32,
-            label="tiny",
+            label=label,
             layout=OffloadLayout(BLOCK_SIZE, shards, pages.block_bytes, pages.fingerprint),
             deadline_ms=deadline_ms,
         )

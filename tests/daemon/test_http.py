@@ -129,7 +129,7 @@ def test_metrics_of_storage(tmp_path: Path, path: Path) -> None:
 
 
 def test_pages_say_what_the_commands_say(daemon: RunningDaemon, path: Path) -> None:
-    """/livez and /readyz are 200, and /status.json has the fields and the state of `kvcached stats --json`."""
+    """/livez and /readyz are 200, and /status.json tells all that `kvcached stats --json` does, and more."""
     assert get(path, "/livez") == (HTTPStatus.OK, "ok\n")
     status, text = get(path, "/readyz")
     assert (status, text.splitlines()[:2]) == (HTTPStatus.OK, ["ok default/acquire", "ok default/workers"])
@@ -139,7 +139,9 @@ def test_pages_say_what_the_commands_say(daemon: RunningDaemon, path: Path) -> N
     for moved in ("counters", "uptime_ms"):
         assert told.pop(moved)
         assert served.pop(moved)
-    assert told == served
+    assert told == {name: served.get(name) for name in told}
+    assert served["storage"] is None
+    assert served["replicas"][0]["block_bytes"] == BLOCK_BYTES
 
 
 def test_readyz_fails_while_a_worker_is_stopped(daemon: RunningDaemon, path: Path) -> None:
@@ -175,11 +177,12 @@ def opened(path: Path, data: bytes) -> socket.socket:
         (b"", 200),  # half-open
         (b"GET /metrics HTTP/1.1\r\nHo", 200),  # a header that does not end
         (GET, 200),  # answers that nobody reads
+        (GET.replace(b"metrics", b"tree.json"), 200),
         (b"GET /metrics HTTP/1.1\r\nX: " + b"a" * 100_000, 50),
         (b"\x16\x03\x01 no HTTP\r\n\r\n", 200),
         (GET.replace(b"GET", b"PUT"), 200),
     ],
-    ids=["silent", "slow", "unread", "oversized", "garbage", "method"],
+    ids=["silent", "slow", "unread", "unread tree", "oversized", "garbage", "method"],
 )
 def test_bad_peers_cost_an_engine_nothing(data: bytes, count: int, daemon: RunningDaemon, path: Path) -> None:
     """While hundreds of connections misbehave, an engine's requests go on; afterwards no descriptor is left."""

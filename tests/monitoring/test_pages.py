@@ -138,20 +138,24 @@ def test_engines_get_a_turn_while_metrics_are_written(office: Office) -> None:
     assert run(main()) > 100
 
 
-def test_status_is_the_report_of_stats(office: Office) -> None:
+def test_status_has_the_report_of_stats(office: Office) -> None:
     """/status.json has the fields of `kvcached stats --json`."""
     page = get(office, "/status.json")
     report = office.expect(wire.StatsReport, wire.Stats(id=office.next_id()))
     fields = {name: msgspec.to_builtins(getattr(report, name)) for name in report.__struct_fields__ if name != "id"}
     fields["counters"]["requests"] -= 1
+    served = json.loads(page.body)
 
     assert page.content_type == "application/json"
-    assert json.loads(page.body) == json.loads(json.dumps(fields))
+    assert {name: served[name] for name in fields} == json.loads(json.dumps(fields)) | {
+        "counters": fields["counters"] | {"requests": served["counters"]["requests"]}
+    }
+    assert 0 < served["counters"]["requests"] <= fields["counters"]["requests"]
 
 
 def test_other_paths_name_those_that_there_are(office: Office) -> None:
     """An unknown path is not found, and the answer lists the known ones."""
-    page = get(office, "/")
+    page = get(office, "/page/none.js")
 
     assert page.status == HTTPStatus.NOT_FOUND
-    assert page.body == b"there is nothing here, only /livez, /readyz, /metrics, /status.json\n"
+    assert page.body == b"there is nothing here, only /, /livez, /readyz, /metrics, /status.json, /tree.json\n"

@@ -41,6 +41,8 @@ class FakePages:
                 await self.released.wait()
             case "/large":
                 return Page(HTTPStatus.OK, b"x" * (8 << 20))
+            case "/policy":
+                return Page(HTTPStatus.OK, b"", headers=(("content-security-policy", "default-src 'none'"),))
             case "/broken":
                 raise ValueError("a bug")
         return Page(HTTPStatus.OK, b"hello\n")
@@ -125,9 +127,51 @@ def test_tcp_is_served_on_both_families() -> None:
                 port = free.getsockname()[1]
             async with serving((host, port)):
                 reader, writer = await asyncio.open_connection(host, port)
-                writer.write(GET)
+                writer.write(GET.replace(b"here", f"[{host}]:{port}".encode() if ":" in host else host.encode()))
                 assert status_of(await reader.read()) == HTTPStatus.OK
                 writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", HTTPStatus.OK),
+        ("[::1]:9410", HTTPStatus.OK),
+        ("localhost:8080", HTTPStatus.OK),
+        ("monitor.LOCALHOST", HTTPStatus.OK),
+        ("rebound.example:9410", HTTPStatus.MISDIRECTED_REQUEST),
+        ("localhost.example", HTTPStatus.MISDIRECTED_REQUEST),
+        ("127.0.0.1.example", HTTPStatus.MISDIRECTED_REQUEST),
+        ("", HTTPStatus.MISDIRECTED_REQUEST),
+    ],
+)
+def test_port_is_served_under_its_own_names_alone(host: str, status: HTTPStatus) -> None:
+    """A page of the internet whose name has been made to point here is refused, so that its scripts read nothing."""
+
+    async def main() -> None:
+        with closing(socket.create_server(("127.0.0.1", 0))) as free:
+            port = free.getsockname()[1]
+        async with serving(("127.0.0.1", port)) as pages:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(GET.replace(b"here", host.encode()))
+            assert status_of(await reader.read()) == status
+            assert len(pages.asked) == (status == HTTPStatus.OK)
+            writer.close()
+
+    run(main())
+
+
+def test_page_comes_with_its_headers(path: str) -> None:
+    """A page's own headers are sent, and each answer says that its type is not to be guessed."""
+
+    async def main() -> None:
+        async with serving(path):
+            answer = await ask(path, GET.replace(b"/page", b"/policy"))
+            assert b"\r\ncontent-security-policy: default-src 'none'\r\n" in answer
+            for target in (b"/page", b"/broken"):
+                assert b"\r\nx-content-type-options: nosniff\r\n" in await ask(path, GET.replace(b"/page", target))
 
     run(main())
 
