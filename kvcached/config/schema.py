@@ -139,7 +139,8 @@ class Config(Table):
         default=None, description="The tier below the host pool; without this table there is no storage."
     )
     http: HttpConfig | None = Field(
-        default=None, description="Metrics and health over HTTP; without this table nothing listens for HTTP."
+        default=None,
+        description="Status page, metrics and health over HTTP; without this table nothing listens for HTTP.",
     )
     access: AccessConfig = Field(
         default_factory=AccessConfig, description="What users other than the daemon's own may do."

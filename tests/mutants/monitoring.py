@@ -7,10 +7,12 @@ from ipaddress import IPv4Address
 
 import pytest
 
-from kvcached.monitoring import families, pages
+from kvcached.core.insight import picture
+from kvcached.monitoring import assets, families, pages, tree
 from kvcached.monitoring.counters import Total
 from kvcached.monitoring.pages import DaemonPages, Shared
 from kvcached.monitoring.timing import CopyTimes, RequestTimes
+from kvcached.server import http
 from kvcached.server.connections import Connections
 from kvcached.server.http import HttpServer
 from kvcached.service.service import Service
@@ -111,3 +113,33 @@ def request_not_timed(patch: pytest.MonkeyPatch) -> None:
 def copy_of_a_dead_engine_under_way_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Copies of engines that have died are counted as under way until the daemon ends."""
     patch.setattr(CopyTimes, "session_over", lambda *_: None)
+
+
+@caught_by("tests/rpc/test_http.py::test_port_is_served_under_its_own_names_alone")
+def pages_for_websites(patch: pytest.MonkeyPatch) -> None:
+    """A website whose name points to this machine reads the pages in a visitor's browser."""
+    patch.setattr(http, "_is_this_machine", lambda _: True)
+
+
+@caught_by("tests/monitoring/test_status_page.py::test_page_is_served_with_a_strict_policy")
+def status_page_without_a_policy(patch: pytest.MonkeyPatch) -> None:
+    """A browser runs whatever a mistake in the status page puts into it."""
+    patch.setattr(assets, "_HEADERS", (("content-security-policy", "default-src *"),))
+
+
+@caught_by("tests/monitoring/test_status_page.py::test_tree_shows_no_key")
+def keys_in_the_tree(patch: pytest.MonkeyPatch) -> None:
+    """Whoever reads the status page can acquire the blocks that it shows."""
+    rewrite(patch, tree._run, "reports.shown.name_of(run.key).hex()", "run.key.hex()")
+
+
+@caught_by("tests/service/test_picture.py::test_runs_that_are_looked_at_are_bounded")
+def picture_of_everything(patch: pytest.MonkeyPatch) -> None:
+    """A picture of the index looks at every run, however many there are."""
+    patch.setattr(picture, "_shares", lambda trees: {each: each.run_count for each in trees})
+
+
+@caught_by("tests/service/test_picture.py::test_index_may_change_between_steps")
+def picture_of_what_has_gone(patch: pytest.MonkeyPatch) -> None:
+    """The picture shows runs that have left the index since they were looked at."""
+    rewrite(patch, picture._show, " or (at.parent.children or {}).get(at.first_key) is not at", "")
