@@ -134,7 +134,7 @@ class DaemonPages:
         return Page(HTTPStatus.OK, await self._texts[name].get(), content_type)
 
     async def _make_status(self) -> bytes:
-        return status_json(self._snapshot())
+        return status_json(self._snapshot(), *self._service.reports.sessions())
 
     async def _check(self) -> wire.HealthReport | wire.ErrorReply:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()

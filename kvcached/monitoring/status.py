@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
+from kvcached.core.insight.sessions import SessionView
 from kvcached.monitoring.families import Snapshot
 from kvcached.monitoring.timing import REQUEST_BOUNDS_NS, CopyTimes, RequestTimes
 
-_NS_PER_S = 1_000_000_000
+_NS_PER_S: Final = 1_000_000_000
+_MS_PER_S: Final = 1000
 
 
 class ReplicaFigures(msgspec.Struct, frozen=True):
@@ -40,12 +44,26 @@ class CopyFigures(msgspec.Struct, frozen=True):
     seconds: float  #: of those that have ended
 
 
-def status_json(snapshot: Snapshot) -> bytes:
+class SessionFigures(msgspec.Struct, frozen=True):
+    """A session. For what a field means, see `kvcached.core.insight.sessions`."""
+
+    id: int
+    where: str
+    is_offload: bool
+    state: str
+    leases: int
+    copies: int
+    set_aside: int
+    silent_s: float
+
+
+def status_json(snapshot: Snapshot, sessions: list[SessionView], now_ms: int) -> bytes:
     """The fields of `kvcached stats --json`, and what the status page shows beside them."""
     stats, storage = snapshot.stats, snapshot.storage
     fields = {name: getattr(stats, name) for name in stats.__struct_fields__ if name != "id"}
     fields |= {
         "version": snapshot.description.version,
+        "session_list": [SessionFigures(*each[:-1], (now_ms - each.heard_ms) / _MS_PER_S) for each in sessions],
         "replicas": [
             ReplicaFigures(
                 each.name,

@@ -16,6 +16,7 @@ from kvcached.core.index.tree import PrefixTree
 from kvcached.core.insight.explain import explain
 from kvcached.core.insight.invariants import check
 from kvcached.core.insight.picture import TreePicture, draw
+from kvcached.core.insight.sessions import SessionView, shown_sessions
 from kvcached.core.insight.snapshot import RunView, block_count, find, survey, trees_of
 from kvcached.core.messages import TransferKind
 from kvcached.core.namespaces import Namespace
@@ -97,6 +98,10 @@ class ReportVerbs:
     def draw(self) -> Iterator[list[TreePicture] | None]:
         """None after each step of a picture of the index, then the picture."""
         return draw(self._cache)
+
+    def sessions(self) -> tuple[list[SessionView], int]:
+        """The sessions, and the time."""
+        return shown_sessions(self._cache), self._now_ms()
 
     def title_of(self, tree: PrefixTree) -> TreeTitle:
         """What people call a tree."""

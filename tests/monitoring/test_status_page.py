@@ -6,15 +6,17 @@ import asyncio
 import json
 import re
 from collections.abc import Coroutine
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import pytest
 
-from kvcached.core.insight import picture
+from kvcached.core.insight.picture import Bounds, draw
 from kvcached.monitoring import pages as pages_module
 from kvcached.monitoring.assets import load_assets
 from kvcached.server.http import Page
+from kvcached.service import report_verbs
 from kvcached_client.protocol import engine as wire
 from tests.monitoring.registry import SLABS, pages_of
 from tests.service.office import FakePeer, Office, key_chain
@@ -109,6 +111,8 @@ def test_status_tells_what_the_page_shows(office: Office) -> None:
     office.workers["a"].end_all()
     status = read(office, "/status.json")
 
+    (session,) = status["session_list"]
+    assert (session["where"], session["state"], session["leases"], session["set_aside"]) == ("a", "active", 0, 0)
     (replica,) = status["replicas"]
     assert (replica["name"], replica["model"], replica["shards"], replica["block_size"]) == ("a", "tiny", 2, 4)
     assert status["host_pool"]["slabs"] == SLABS
@@ -177,7 +181,7 @@ def test_tree_shows_no_key(office: Office) -> None:
 
 def test_engines_get_a_turn_while_the_tree_is_drawn(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two steps of the picture, the event loop serves whoever has asked something."""
-    monkeypatch.setattr(picture, "RUNS_PER_STEP", 1)
+    monkeypatch.setattr(report_verbs, "draw", partial(draw, bounds=Bounds(per_step=1)))
 
     async def main() -> int:
         page = asyncio.create_task(pages_of(office).get("/tree.json", ""))

@@ -136,7 +136,7 @@ def keys_in_the_tree(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/service/test_picture.py::test_runs_that_are_looked_at_are_bounded")
 def picture_of_everything(patch: pytest.MonkeyPatch) -> None:
     """A picture of the index looks at every run, however many there are."""
-    patch.setattr(picture, "_shares", lambda trees: {each: each.run_count for each in trees})
+    patch.setattr(picture, "_shares", lambda trees, _: {each: each.run_count for each in trees})
 
 
 @caught_by("tests/service/test_picture.py::test_index_may_change_between_steps")

@@ -7,9 +7,11 @@ import random
 import pytest
 
 from kvcached.core.cache import Cache
+from kvcached.core.eviction.lru import LeastRecentlyUsed
 from kvcached.core.index.run import Run
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.insight import picture
-from kvcached.core.insight.picture import TreePicture, draw
+from kvcached.core.insight.picture import BOUNDS, Bounds, TreePicture, draw
 from tests.service.office import FakePeer, Office, key_chain
 
 
@@ -25,22 +27,20 @@ def store(office: Office, *parts: tuple[int, int]) -> None:
     office.store(b"".join(key_chain(blocks, seed) for blocks, seed in parts))
 
 
-def drawn(cache: Cache) -> list[TreePicture]:
-    for found in draw(cache):
+def drawn(cache: Cache, bounds: Bounds = BOUNDS) -> list[TreePicture]:
+    for found in draw(cache, bounds):
         if found is not None:
             return found
     raise AssertionError("no picture")
 
 
-def test_small_runs_that_were_used_last_are_shown(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_runs_that_were_used_last_are_shown(office: Office) -> None:
     """A picture has the largest runs and those that were used last; of the others it counts runs and blocks."""
-    monkeypatch.setattr(picture, "LARGEST_SHOWN", 2)
-    monkeypatch.setattr(picture, "LATEST_SHOWN", 2)
     store(office, (2, 0), (5, 1))
     store(office, (2, 0), (3, 2))
     store(office, (2, 0), (1, 3))
 
-    (tree,) = drawn(office.cache)
+    (tree,) = drawn(office.cache, Bounds(largest=2, latest=2))
     assert [(run.above, run.blocks, run.below) for run in tree.shown] == [(-1, 2, 9), (0, 5, 0), (0, 1, 0)]
     assert tree.shown[0].children == 3
     assert [run.idle == 0 for run in tree.shown] == [True, False, True]
@@ -60,31 +60,29 @@ def test_use_below_is_use(office: Office) -> None:
     assert idle[2, 3] > 0
 
 
-def test_runs_that_are_looked_at_are_bounded(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_are_looked_at_are_bounded(office: Office) -> None:
     """Of a large index some runs are looked at, the newest continuations first; the picture says how many."""
     for seed in range(6):
         store(office, (1, seed))
-    monkeypatch.setattr(picture, "RUNS_LOOKED_MAX", 4)
 
-    (tree,) = drawn(office.cache)
+    (tree,) = drawn(office.cache, Bounds(looked=4))
     assert (tree.tree.run_count, tree.chains, tree.looked, len(tree.shown)) == (6, 6, 4, 4)
     newest = {key_chain(1, seed) for seed in range(2, 6)}
     assert {run.key for run in tree.shown} == newest
 
 
-def test_small_trees_are_looked_at_whole_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_trees_are_looked_at_whole_beside_a_large_one() -> None:
     """A tree gets what smaller ones leave, so that a large one hides none of them."""
-    monkeypatch.setattr(picture, "RUNS_LOOKED_MAX", 10)
-    counts = {"large": 1000, "small": 2, "middle": 6}
-    trees = [type("Tree", (), {"run_count": count})() for count in counts.values()]
+    trees = [PrefixTree([], [LeastRecentlyUsed()]) for _ in range(3)]
+    for tree, runs in zip(trees, (1000, 2, 6), strict=True):
+        tree.run_count = runs
 
-    shares = picture._shares(trees)
+    shares = picture._shares(trees, 10)
     assert [shares[tree] for tree in trees] == [4, 2, 4]
 
 
-def test_index_may_change_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_may_change_between_steps() -> None:
     """While runs are split, grow and leave, the picture still shows only runs that are there, each below its parent."""
-    monkeypatch.setattr(picture, "RUNS_PER_STEP", 1)
     assert sum(shown_while_it_changes(random.Random(seed)) for seed in range(60)) > 60
 
 
@@ -100,7 +98,7 @@ def shown_while_it_changes(choose: random.Random) -> int:
 
     for _ in range(6):
         change()
-    for found in draw(office.cache):
+    for found in draw(office.cache, Bounds(per_step=1)):
         if found is not None:
             (tree,) = found
             check(tree)

@@ -17,13 +17,23 @@ from kvcached.core.index.run import Run, Segment
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.slots.ranges import slot_count, without_holes
 
-#: Of all trees, for one picture. A run takes about a microsecond.
-RUNS_LOOKED_MAX: Final = 8192
-#: Of these, one step looks at so many.
-RUNS_PER_STEP: Final = 256
-#: A picture shows so many runs for their size, and so many for their use; with these the runs that lead to them.
-LARGEST_SHOWN: Final = 192
-LATEST_SHOWN: Final = 64
+
+class Bounds(NamedTuple):
+    """Of a picture.
+
+    Attributes:
+        looked: runs that are looked at, of all trees. A run takes two microseconds.
+        per_step: so many of them in one step.
+        largest, latest: runs that are shown for their size, and for their use; with them those that lead to them.
+    """
+
+    looked: int = 8192
+    per_step: int = 256
+    largest: int = 192
+    latest: int = 64
+
+
+BOUNDS: Final = Bounds()
 
 
 class ShownRun(NamedTuple):
@@ -83,25 +93,24 @@ class _Seen:
         self.idle = idle
 
 
-def draw(cache: Cache) -> Iterator[list[TreePicture] | None]:
+def draw(cache: Cache, bounds: Bounds = BOUNDS) -> Iterator[list[TreePicture] | None]:
     """None after each step, and the picture after the last one."""
-    looks = [_Look(tree, most) for tree, most in _shares(cache.trees).items()]
+    looks = [_Look(tree, most, bounds.per_step) for tree, most in _shares(cache.trees, bounds.looked).items()]
     for look in looks:
         yield from look.steps()
     every = [each for look in looks for each in look.seen]
-    chosen = nlargest(LARGEST_SHOWN, every, key=_total)
+    chosen = nlargest(bounds.largest, every, key=_total)
     yield None
-    chosen += nsmallest(LATEST_SHOWN, every, key=_idle)
+    chosen += nsmallest(bounds.latest, every, key=_idle)
     yield None
     by_run = {each.run: each for each in chosen}
     present = {look.tree: look for look in looks}
     yield [_picture(present[tree], by_run) for tree in cache.trees if tree in present]
 
 
-def _shares(trees: list[PrefixTree]) -> dict[PrefixTree, int]:
+def _shares(trees: list[PrefixTree], left: int) -> dict[PrefixTree, int]:
     """How many runs of each tree are looked at: small trees are looked at whole, the others get what is left."""
     shares: dict[PrefixTree, int] = {}
-    left = RUNS_LOOKED_MAX
     for place, tree in enumerate(sorted(trees, key=_run_count)):
         shares[tree] = min(tree.run_count, left // (len(trees) - place))
         left -= shares[tree]
@@ -111,11 +120,12 @@ def _shares(trees: list[PrefixTree]) -> dict[PrefixTree, int]:
 class _Look:
     """What was seen of a tree, of which up to `most` runs are looked at: parents before children."""
 
-    __slots__ = ("blocks", "most", "seen", "tree")
+    __slots__ = ("blocks", "most", "per_step", "seen", "tree")
 
-    def __init__(self, tree: PrefixTree, most: int) -> None:
+    def __init__(self, tree: PrefixTree, most: int, per_step: int) -> None:
         self.tree = tree
         self.most = most
+        self.per_step = per_step
         self.seen: list[_Seen] = []
         self.blocks = 0
 
@@ -128,14 +138,14 @@ class _Look:
             if run.parent is not None:
                 each = _Seen(run, above, _idle_of(self.tree, run))
                 self.seen.append(each)
-                if len(self.seen) % RUNS_PER_STEP == 0:
+                if len(self.seen) % self.per_step == 0:
                     yield
             if run.children:
                 newest = islice(reversed(run.children.values()), self.most - len(self.seen))
                 waiting.extend((child, each) for child in newest)
         for place in range(len(self.seen) - 1, -1, -1):
             self._add_up(self.seen[place])
-            if place % RUNS_PER_STEP == 0:
+            if place % self.per_step == 0:
                 yield
 
     def _add_up(self, each: _Seen) -> None:

@@ -123,6 +123,7 @@ function showTroubles(report) {
     if (pool.state !== "awake") states.unshift(words(pool.state));
     if (states.length) told.push(`replica ${pool.replica}: ${states.join(", ")}${pool.trouble ? `: ${pool.trouble}` : ""}`);
   }
+  if (report.offload_paused) told.push("copies of engines in offload mode are paused");
   const { storage } = report;
   if (storage && storage.state !== "ready") told.push(`storage: ${words(storage.state)}${storage.why ? `: ${storage.why}` : ""}`);
   const isTrouble = (name) => TROUBLES.includes(name) || name.startsWith("errors_");

@@ -1,7 +1,7 @@
 // The tables: memory, sessions and leases, workers, copies, storage, requests.
 
 import { byId, fillTable } from "./dom.js";
-import { bytes, count, latency, namespaceName, percent, plural, rate, words } from "./format.js";
+import { bytes, count, duration, latency, namespaceName, percent, rate, words } from "./format.js";
 import { quantile } from "./history.js";
 
 /** Rates and percentiles in tables are of this time. */
@@ -10,7 +10,7 @@ const WINDOW_S = 60;
 export function fillTables(history) {
   const { report } = history.latest;
   fillTiers(report);
-  fillEngines(report);
+  fillSessions(report);
   fillWorkers(report);
   fillCopies(report);
   fillStorage(report);
@@ -70,24 +70,20 @@ function fillTiers(report) {
   fillTable(byId("tiers"), [["pool"], [""], ["used", true], ...columns], rows, "no pools");
 }
 
-function fillEngines(report) {
-  const rows = report.pools.map((pool) => [
-    `replica ${pool.replica}`,
-    pool.session ? `session ${pool.session}` : "nobody",
-    count(pool.leases),
-    count((pool.states.leased ?? 0) + (pool.states.fenced ?? 0)),
-    pool.paused ? "copies paused" : words(pool.state),
+function fillSessions(report) {
+  const rows = report.session_list.map((each) => [
+    String(each.id),
+    `${each.is_offload ? "namespace" : "replica"} ${each.where}`,
+    count(each.leases),
+    each.is_offload ? count(each.copies) : "–",
+    count(each.set_aside),
+    duration(each.silent_s),
+    each.state,
   ]);
-  for (const host of report.hosts.filter((each) => !each.replicas.length)) {
-    const state = report.offload_paused ? "copies paused" : `writes by ${words(host.write_policy)}`;
-    const inUse = (host.states.filling ?? 0) + (host.states.quarantined ?? 0);
-    rows.push([`namespace ${namespaceName(host)}`, plural(host.sessions, "session"), count(host.leases), count(inUse), state]);
-  }
-  for (const kept of report.engine_pools) {
-    rows.push([`device memory of ${kept.name}`, kept.used ? "in use" : "kept for the next", "–", count(kept.named), "warm blocks"]);
-  }
-  const columns = [["where"], ["who"], ["leases", true], ["slots or blocks", true], ["state"]];
-  fillTable(byId("engines"), columns, rows, "no replica, and no engine in offload mode yet");
+  const left = report.sessions - rows.length;
+  if (rows.length && left > 0) rows.push([`+ ${count(left)}`, "more", "", "", "", "", ""]);
+  const figures = ["leases", "copies under way", "slots set aside", "silent for"].map((title) => [title, true]);
+  fillTable(byId("sessions-table"), [["session"], ["where"], ...figures, ["state"]], rows, "nobody has a session");
 }
 
 function fillWorkers(report) {
