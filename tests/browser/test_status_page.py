@@ -127,7 +127,7 @@ def test_page_shows_the_figures_of_the_status(page: Shown) -> None:
     memory = {row[0]: row for row in page.rows("tiers")}
     assert memory["device of chat"][3:6] == [f"{SLOTS}", f"{pool['states']['free']}", f"{pool['states']['cached']}"]
     assert page.rows("workers") == [["chat", "tiny-chat", "cpu", "1", "healthy", "0"]]
-    assert page.rows("sessions-table")[0][:3] == [str(pool["session"]), "replica chat", "3"]
+    assert page.rows("sessions-table")[0][:3] == ["replica chat", str(pool["session"]), "3"]
     storage = {row[0]: row[1] for row in page.rows("storage")}
     assert (storage["backend"], storage["state"]) == ("disk", "ready")
     assert storage["blocks"].replace(",", "") == str(told["storage"]["blocks"])
@@ -138,7 +138,7 @@ def test_page_shows_the_figures_of_the_status(page: Shown) -> None:
 
 def test_names_of_peers_are_text(page: Shown) -> None:
     """A namespace whose name is HTML is shown by this name, in the tables and in the tree, and nothing of it runs."""
-    assert f"namespace {HOSTILE}" in {row[1] for row in page.rows("sessions-table")}
+    assert f"namespace {HOSTILE}" in {row[0] for row in page.rows("sessions-table")}
     assert any(HOSTILE in str(box.get_attribute("aria-label")) for box in page.boxes())
     assert page.driver.title == "kvcached"
     assert page.driver.find_elements(By.CSS_SELECTOR, "img, main b, iframe, script:not([src])") == []

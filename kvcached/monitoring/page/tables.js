@@ -72,8 +72,8 @@ function fillTiers(report) {
 
 function fillSessions(report) {
   const rows = report.session_list.map((each) => [
-    String(each.id),
     `${each.is_offload ? "namespace" : "replica"} ${each.where}`,
+    String(each.id),
     count(each.leases),
     each.is_offload ? count(each.copies) : "–",
     count(each.set_aside),
@@ -81,9 +81,9 @@ function fillSessions(report) {
     each.state,
   ]);
   const left = report.sessions - rows.length;
-  if (rows.length && left > 0) rows.push([`+ ${count(left)}`, "more", "", "", "", "", ""]);
+  if (rows.length && left > 0) rows.push([`${count(left)} more`, "", "", "", "", "", ""]);
   const figures = ["leases", "copies under way", "slots set aside", "silent for"].map((title) => [title, true]);
-  fillTable(byId("sessions-table"), [["session"], ["where"], ...figures, ["state"]], rows, "nobody has a session");
+  fillTable(byId("sessions-table"), [["where"], ["session", true], ...figures, ["state"]], rows, "nobody has a session");
 }
 
 function fillWorkers(report) {

@@ -52,6 +52,7 @@ export class TreePicture {
     for (const [id, box] of this.boxes) if (!kept.has(id)) this.#drop(id, box);
     if (!kept.has(this.focused)) this.focused = top.id;
     for (const each of this.shown) this.#draw(each);
+    this.#order();
     this.place.style.height = `${ROW_PX * (1 + Math.max(...this.shown.map(({ level }) => level)))}px`;
     this.#crumbs();
     this.#tell(this.byId.get(this.focused) ?? top);
@@ -76,6 +77,16 @@ export class TreePicture {
       this.byId.set(rest.id, rest);
       this.shown.push({ node: rest, level: level + 1, left: at, width: part(hiddenTotal) });
     }
+  }
+
+  /** Readers of the screen read elements in their order: each box before those below it. */
+  #order() {
+    const active = document.activeElement;
+    this.shown.forEach(({ node }, number) => {
+      const [box, there] = [this.boxes.get(node.id), this.place.children[number]];
+      if (box !== there) this.place.insertBefore(box, there ?? null);
+    });
+    if (this.place.contains(active) && active !== document.activeElement) active.focus({ preventScroll: true });
   }
 
   #drop(id, box) {
