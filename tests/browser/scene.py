@@ -23,8 +23,8 @@ RUNNING, FORKS, TALKS_MAX = 3, 0.2, 80
 #: Anybody who may be an engine chooses its label.
 HOSTILE = "<img src=x onerror=\"document.title='pwned'\"><b>tiny</b>"
 CONFIG = """
-heartbeat_interval_ms = 100
-session_ttl_ms = 2000
+heartbeat_interval_ms = 500
+session_ttl_ms = 30_000
 
 [[replica]]
 name = "chat"
