@@ -50,12 +50,14 @@ async def tree_json(reports: ReportVerbs) -> bytes:
 
 def _drawn(reports: ReportVerbs, pictures: list[TreePicture]) -> Iterator[DrawnTree]:
     for picture in pictures:
-        tree, title = picture.tree, reports.title_of(picture.tree)
+        tree = picture.tree
+        namespace, label = reports.names_of(tree)
+        replicas = tuple(pool.name for pool in tree.pools)
         yield DrawnTree(
-            namespace=title.namespace,
-            label=title.label,
-            replicas=title.replicas,
-            pools=(*title.replicas, *([] if tree.host is None else [tree.host.name])),
+            namespace=namespace,
+            label=label,
+            replicas=replicas,
+            pools=(*replicas, *([] if tree.host is None else [tree.host.name])),
             runs=tree.run_count,
             chains=picture.chains,
             looked=picture.looked,

@@ -7,7 +7,7 @@ import os
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvcached import VERSION
 from kvcached.core.cache import Cache
@@ -45,14 +45,6 @@ _HOST_STATES: Final = (
 )
 
 Replicas = Mapping[str, Replica]
-
-
-class TreeTitle(NamedTuple):
-    """What people call a tree: its namespace's first digits, its label in offload mode, the replicas that share it."""
-
-    namespace: str
-    label: str
-    replicas: tuple[str, ...]
 
 
 class ReportVerbs:
@@ -103,14 +95,11 @@ class ReportVerbs:
         """The sessions, and the time."""
         return shown_sessions(self._cache), self._now_ms()
 
-    def title_of(self, tree: PrefixTree) -> TreeTitle:
-        """What people call a tree."""
+    def names_of(self, tree: PrefixTree) -> tuple[str, str]:
+        """The first digits of a tree's namespace, and its label in offload mode."""
         space = _space_of(self._cache, tree)
-        return TreeTitle(
-            _namespace(self._cache, tree, self._replicas)[:NAMESPACE_SHOWN_BYTES].hex(),
-            "" if space is None else space.spec.label,
-            tuple(pool.name for pool in tree.pools),
-        )
+        namespace = _namespace(self._cache, tree, self._replicas)[:NAMESPACE_SHOWN_BYTES].hex()
+        return namespace, "" if space is None else space.spec.label
 
     def _stats(self, _: bytes, request: wire.Stats, __: list[bytes]) -> Answer:
         uptime_ms = self._now_ms() - self._started_ms
