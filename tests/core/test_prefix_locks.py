@@ -110,6 +110,21 @@ def test_fetched_blocks_survive_until_the_acquire(new_world: MakeWorld) -> None:
     assert protected(engine) == 0
 
 
+def test_prefix_that_is_kept_already_needs_no_room(new_world: MakeWorld) -> None:
+    """A prefetch that is asked for again, before its requester has acquired, keeps the prefix, however long it is."""
+    world = new_world()
+    engine, other = OffloadEngine(world.cache), OffloadEngine(world.cache)
+    fill(world, engine, ASKED)
+    for _ in range(2):
+        world.prefetch(engine.session, ASKED + "ijkl")
+        world.check()
+        assert protected(engine) == len(ASKED) == 16 * LOCKED_PERCENT_MAX // 100
+        world.answer_all()
+    fill(world, other, "mnopqrst", "uvwxyz12")
+
+    assert engine.acquire(ASKED + "ijkl").hit == len(ASKED)
+
+
 def test_acquire_during_the_fetch_ends_the_wait(new_world: MakeWorld) -> None:
     """A requester that does not wait holds its hit by its lease; what comes later is locked for nobody."""
     world = new_world()

@@ -88,7 +88,7 @@ class PrefixLocks:
             return
         tree = lock.tree
         run, depth = tree.host_end(*known)
-        if depth <= lock.depth or not _has_room(tree, depth - lock.depth):
+        if depth <= lock.depth or not _has_room(tree, _unprotected(run, depth)):
             return
         before_run, before = lock.run, lock.depth
         tree.lock(run, depth, HOST)
@@ -149,6 +149,19 @@ class PrefixLocks:
             del self.waiting[session, lock.last_key]
         lock.tree.unlock_host(lock.run, lock.depth)
         lock.tree.drop_lost(lock.run)
+
+
+def _unprotected(run: Run, depth: int) -> int:
+    """How many blocks of the host pool's path ``[0, depth)`` no lock protects yet."""
+    count = 0
+    while run.parent is not None:
+        segment = run.segments[HOST]
+        if segment is not None:
+            count += max(min(depth - run.start, segment.length) - segment.protected, 0)
+            if segment.protected:  # then everything above is, too
+                break
+        run, depth = run.parent, run.start
+    return count
 
 
 def _has_room(tree: PrefixTree, more: int) -> bool:
