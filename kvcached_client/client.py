@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Self, Unpack, get_args
 
 from kvcached_client.admin import ReportCalls
@@ -32,6 +33,7 @@ from kvcached_client.protocol.grants import check_fence
 from kvcached_client.rejoin import Reserve, declare, rejoin
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.misses import Failures
+from kvcached_client.transport.patience import with_patience
 from kvcached_client.transport.session import EngineSession, SessionChannel, check_version, open_channel
 from kvcached_client.transport.steps import Steps, complete
 from kvcached_client.types import NO_FENCE, FenceSequence
@@ -68,7 +70,7 @@ class ClientSteps(EngineSession):
         heartbeat: bool = True,
         reserve_blocks: int = 0,
     ) -> Self:
-        """`Client.connect`, which blocks."""
+        """One attempt of `Client.connect`, which blocks."""
         if failures not in get_args(Failures):
             raise ValueError(f"failures is {failures!r}, not one of {', '.join(get_args(Failures))}")
         if deadline_ms < 1:
@@ -256,6 +258,7 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
         layout: Layout | None = None,
         heartbeat: bool = True,
         reserve_blocks: int = 0,
+        wait_s: float = 0.0,
     ) -> Self:
         """Open a session on a replica's pool.
 
@@ -272,16 +275,20 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
             heartbeat: send heartbeats from a thread. Without them the session expires; for tests and short tools.
             reserve_blocks: slots to hold in reserve. While the daemon is away, `acquire` and `allocate` take slots from
                 the reserve, and everything is computed. At all other times the pool is smaller by these slots.
+            wait_s: how long to wait for a daemon that is not there, does not reply, or is not ready: its workers are
+                being started again, it drains, or it is clearing the replica. What waiting does not mend is raised at
+                once. The last attempt is made when the time is over.
 
         Raises:
-            ValueError: `failures` is neither "raise" nor "miss", or `deadline_ms` is less than 1.
+            ValueError: `failures` is neither "raise" nor "miss", `deadline_ms` is less than 1, or `wait_s` negative.
             NoCapacity: there are fewer free slots than `reserve_blocks`.
             DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not reply.
             Refused: the replica is unknown; its layout is another one; another session holds the pool, maybe one of
                 this process that was not closed; or the socket in `run_dir` belongs to neither root nor this user.
             RequestError: see `kvcached_client.errors`.
         """
-        return cls.open(
+        attempt = partial(
+            cls.open,
             run_dir,
             replica=replica,
             deadline_ms=deadline_ms,
@@ -290,6 +297,7 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
             heartbeat=heartbeat,
             reserve_blocks=reserve_blocks,
         )
+        return with_patience(attempt, wait_s)
 
     def match(self, chain: KeyChain, *, full: bool = False) -> int:
         """How many leading blocks are cached, in the pool or in host memory. Reserves nothing.

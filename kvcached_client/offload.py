@@ -58,6 +58,7 @@ from kvcached_client.protocol.grants import (
 )
 from kvcached_client.protocol.offload import CopyKind
 from kvcached_client.protocol.sessions import StopPolicy
+from kvcached_client.transport.patience import with_patience
 from kvcached_client.transport.prompts import keys_behind
 from kvcached_client.transport.session import EngineSession, PendingReply, SessionChannel, open_channel, waiting
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
@@ -125,6 +126,7 @@ class OffloadClient(EngineSession):
         layout: OffloadLayout,
         deadline_ms: int = 1000,
         on_stale: Callable[[], None] | None = None,
+        wait_s: float = 0.0,
     ) -> Self:
         """Open a session in the namespace that `keyspace` and `layout` define.
 
@@ -137,34 +139,29 @@ class OffloadClient(EngineSession):
             layout: shape of a block.
             deadline_ms: limit for one call, and for each step of this one.
             on_stale: called by another thread when a heartbeat's reply says that the session is over.
+            wait_s: how long to wait for a daemon that is not there or not ready. See `Client.connect`.
 
         Raises:
+            ValueError: `wait_s` is negative.
             DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not reply.
             RequestError: see `kvcached_client.errors`; `unknown_replica` if the daemon does not serve offload mode.
         """
-        channel, member = open_channel(run_dir, deadline_ms=deadline_ms, failures="raise")
-        try:
-            hello = HelloOffload(
-                id=channel.next_id(),
-                version_min=PROTOCOL_VERSION_MIN,
-                version_max=PROTOCOL_VERSION,
-                member=member,
-                engine=engine,
-                instance=instance,
-                label=label,
-                keyspace=keyspace,
-                block_size=layout.block_size,
-                shards=layout.shards,
-                block_bytes=layout.block_bytes,
-                fingerprint=layout.fingerprint,
-                replicated=layout.replicated,
-            )
-            welcome, _ = channel.ask(hello, WelcomeOffload)
-            return cls(channel, welcome, on_stale)
-        except BaseException:
-            # The daemon may have opened the session, and would keep it as long as this process lives.
-            channel.hang_up()
-            raise
+        declared = HelloOffload(
+            id=0,
+            version_min=PROTOCOL_VERSION_MIN,
+            version_max=PROTOCOL_VERSION,
+            member=b"",
+            engine=engine,
+            instance=instance,
+            label=label,
+            keyspace=keyspace,
+            block_size=layout.block_size,
+            shards=layout.shards,
+            block_bytes=layout.block_bytes,
+            fingerprint=layout.fingerprint,
+            replicated=layout.replicated,
+        )
+        return with_patience(partial(cls._open, run_dir, declared, deadline_ms, on_stale), wait_s)
 
     def match(self, keys: bytes, tokens: int, *, full: bool = False) -> int:
         """How many leading blocks the host pool holds. Locks nothing."""
@@ -324,6 +321,25 @@ class OffloadClient(EngineSession):
         """Begin a new generation of the namespace: no engine finds what it holds now. Returns the generation."""
         request = Clear(id=self._channel.next_id(), epoch=self.epoch)
         return self._channel.ask(request, Cleared)[0].generation
+
+    @classmethod
+    def _open(
+        cls,
+        run_dir: str | os.PathLike[str] | None,
+        declared: HelloOffload,
+        deadline_ms: int,
+        on_stale: Callable[[], None] | None,
+    ) -> Self:
+        """One attempt of `connect`; `declared` lacks what each attempt has of its own."""
+        channel, member = open_channel(run_dir, deadline_ms=deadline_ms, failures="raise")
+        try:
+            hello = structs.replace(declared, id=channel.next_id(), member=member)
+            welcome, _ = channel.ask(hello, WelcomeOffload)
+            return cls(channel, welcome, on_stale)
+        except BaseException:
+            # The daemon may have opened the session, and would keep it as long as this process lives.
+            channel.hang_up()
+            raise
 
     def _held(self, request: Acquire, keys: bytes) -> Hold:
         prompts = self._channel.prompts

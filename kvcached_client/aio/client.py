@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Self, TypedDict, Unpack
+from typing import Self, TypedDict, TypeVar, Unpack
 
 from kvcached_client.aio.lease import AsyncLease
 from kvcached_client.aio.replies import Replies
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.client import ClientSteps
+from kvcached_client.errors import KvcachedError
 from kvcached_client.keys import KeyChain
 from kvcached_client.lease import LeaseOptions
 from kvcached_client.prefetch import PrefetchOptions, PrefetchResult, prefetching
 from kvcached_client.protocol.engine import Welcome
 from kvcached_client.transport.misses import Failures
+from kvcached_client.transport.patience import Patience
 from kvcached_client.transport.session import SessionChannel
+
+C = TypeVar("C", bound=ClientSteps)
 
 
 class ConnectOptions(TypedDict, total=False):
-    """The options of `Client.connect`."""
+    """The options of `Client.connect`, without `wait_s`."""
 
     replica: str
     deadline_ms: int
@@ -48,9 +54,19 @@ class AsyncClient(ClientSteps):
         self._replies: Replies | None = None  #: of the present channel, from the first call on
 
     @classmethod
-    async def connect(cls, run_dir: str | os.PathLike[str] | None = None, **options: Unpack[ConnectOptions]) -> Self:
-        """As `Client.connect`, in a thread of its own."""
-        return await asyncio.to_thread(partial(cls.open, run_dir, **options))
+    async def connect(
+        cls, run_dir: str | os.PathLike[str] | None = None, *, wait_s: float = 0.0, **options: Unpack[ConnectOptions]
+    ) -> Self:
+        """As `Client.connect`; each attempt is made in a thread of its own."""
+        patience = Patience(wait_s)
+        while True:
+            try:
+                return await _opened(partial(cls.open, run_dir, **options))
+            except KvcachedError as error:
+                pause_s = patience.pause_s(error)
+                if pause_s is None:
+                    raise
+            await asyncio.sleep(pause_s)
 
     async def match(self, chain: KeyChain, *, full: bool = False) -> int:
         """As `Client.match`."""
@@ -94,3 +110,21 @@ class AsyncClient(ClientSteps):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+async def _opened(attempt: Callable[[], C]) -> C:
+    """What an attempt to connect returns, made in a thread. If its task is cancelled, the session is closed."""
+    with_thread = ThreadPoolExecutor(max_workers=1)
+    opening = with_thread.submit(attempt)
+    with_thread.shutdown(wait=False)
+    try:
+        return await asyncio.wrap_future(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close_unwanted)  # now, or in the thread when the attempt is over
+        raise
+
+
+def _close_unwanted(opening: Future[C]) -> None:
+    """Close the client that nobody takes, if there is one: its session would keep the pool."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()

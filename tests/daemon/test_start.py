@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import pytest
 
 from kvcached.recovery.run_dir import EPOCH_MAX
 from kvcached.recovery.state_file import sealed
-from kvcached_client import Admin
+from kvcached_client import Admin, Client
 from tests.daemon.conftest import CONFIG, started
 from tests.daemon.starts import start
 from tests.daemon.supervised import Supervised, supervised
@@ -43,6 +44,9 @@ class Case(NamedTuple):
     told: str
     prefix: tuple[str, ...] = ()
     text: str = config()
+
+
+WAIT_S = 60.0
 
 
 def limit(*options: str) -> tuple[str, ...]:
@@ -263,3 +267,12 @@ def test_daemon_whose_directory_was_removed_harms_no_other(tmp_path: Path) -> No
             engine.store("a", BLOCKS)
             assert engine.load("a", BLOCKS) == BLOCKS
             engine.close()
+
+
+def test_engine_that_waits_may_be_started_before_the_daemon(tmp_path: Path) -> None:
+    """An engine that is started first, where there is no run directory yet, gets its session when the daemon serves."""
+    connect = partial(Client.connect, tmp_path / "run", wait_s=WAIT_S)
+    with ThreadPoolExecutor(1) as engine:
+        connecting = engine.submit(connect)
+        with started(tmp_path), connecting.result() as client:
+            assert client.slots == 16
