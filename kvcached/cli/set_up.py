@@ -112,22 +112,32 @@ next:
     show_default="this one",
     help="Interpreter of the engine's environment.",
 )
-@click.option("--model", default="", show_default="the one in vLLM's arguments", help="Directory of a model.")
+@click.option("--model", default="", show_default="the one in the engine's arguments", help="Directory of a model.")
+@click.option("--sglang", is_flag=True, help="The engine is SGLang, not vLLM.")
 @click.option("--cuda", is_flag=True, help="Check what the CUDA driver and its devices can do, and nothing else.")
 @run_dir_option
 @json_option
-@click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
+@click.argument("engine_arguments", nargs=-1, type=click.UNPROCESSED)
 def doctor(
-    python: str, model: str, run_dir: Path | None, vllm_arguments: tuple[str, ...], *, cuda: bool, as_json: bool
+    python: str,
+    model: str,
+    run_dir: Path | None,
+    engine_arguments: tuple[str, ...],
+    *,
+    sglang: bool,
+    cuda: bool,
+    as_json: bool,
 ) -> None:
-    """Check an engine's environment, and vLLM's arguments after `--`. Exit code 1 if a check fails."""
+    """Check an engine's environment, and its arguments after `--`. Exit code 1 if a check fails."""
     from dataclasses import asdict
 
-    from kvcached.doctor.checks import examine, examine_cuda
+    from kvcached.doctor.checks import examine, examine_cuda, examine_sglang
     from kvcached_client.transport.run_dir import default_run_dir
 
     findings = []
-    checks = examine_cuda(python) if cuda else examine(python, run_dir or default_run_dir(), model, vllm_arguments)
+    engine = examine_sglang if sglang else examine
+    place = run_dir or default_run_dir()
+    checks = examine_cuda(python) if cuda else engine(python, place, model, engine_arguments)
     for finding in checks:
         findings.append(finding)
         if not as_json:

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
+from kvcached.doctor import sglang_flags
 from kvcached.doctor.vllm_flags import VllmFlags, check_flags, check_layout, check_model, parse
 from kvcached_client.admin import Admin
 from kvcached_client.doctor.checks import DISTRIBUTION, HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
@@ -48,15 +49,32 @@ def examine(python: str, run_dir: Path, model: str, vllm_arguments: Sequence[str
     yield from _layout(run_dir, model or flags.model, flags, on_cuda=on_cuda)
 
 
+def examine_sglang(python: str, run_dir: Path, model: str, arguments: Sequence[str]) -> Iterator[Finding]:
+    """As `examine`, for SGLang's interpreter and arguments."""
+    flags = sglang_flags.parse(arguments)
+    yield from _findings_of(python, "--sglang", "--run-dir", str(run_dir))
+    if arguments:
+        yield from sglang_flags.check_flags(flags, run_dir)
+    if model or flags.model:
+        yield from sglang_flags.check_model(model or flags.model)
+    if arguments and (offered := _offered(run_dir)) is not None:
+        yield from sglang_flags.check_namespaces(flags, offered)
+
+
 def examine_cuda(python: str) -> Iterator[Finding]:
     """What the CUDA driver and its devices can do, as an engine's interpreter finds it."""
+    yield from _findings_of(python, "--cuda")
+
+
+def _findings_of(python: str, *options: str) -> Iterator[Finding]:
+    """Everything that an engine's interpreter finds."""
     usable = _version(python)
     yield usable
     if usable.level == "fail":
         return
     found = 0
     with tempfile.TemporaryFile("w+") as errors:
-        with _started([python, "-P", "-m", _MODULE, "--cuda"], errors) as process:
+        with _started([python, "-P", "-m", _MODULE, *options], errors) as process:
             for found, line in enumerate(_lines(process), start=1):  # noqa: B007 - how many there were
                 yield Finding(**line)
         if process.returncode or not found:

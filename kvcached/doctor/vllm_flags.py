@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from kvcached.doctor.arguments import read_arguments
+from kvcached.doctor.model_config import STATE_SPACE_FIELDS, read_config, text_config
 from kvcached_client.blocks.host_layout import slots_per_slab, smallest_slab
 from kvcached_client.blocks.layout import DType, layout_from_model_config
 from kvcached_client.doctor.checks import Finding
@@ -35,15 +37,8 @@ _SINGLE: Final = ("pipeline-parallel-size", "decode-context-parallel-size", "pre
 _SHORT: Final = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size"}
 _CHECK: Final = "vllm flags"
 _MODEL: Final = "model"
-#: `layer_types` whose blocks vLLM keeps in one group; fields that models with state-space layers have.
+#: `layer_types` whose blocks vLLM keeps in one group.
 _ATTENTION_LAYERS: Final = {"full_attention", "sliding_attention", "chunked_attention"}
-_STATE_SPACE_FIELDS: Final = (
-    "mamba_d_state",
-    "mamba_state_dim",
-    "ssm_state_size",
-    "state_size",
-    "hybrid_override_pattern",
-)
 #: Models with some layers of full attention whose older configurations do not say which.
 _MIXED_MODELS: Final = {"gemma2", "gemma3", "gemma3_text", "cohere2", "gpt_oss"}
 
@@ -81,22 +76,7 @@ class VllmFlags:
 
 def parse(arguments: Sequence[str]) -> VllmFlags:
     """Read vLLM's arguments. Those that do not matter here are taken as they come."""
-    flags, name = VllmFlags(), ""
-    for argument in arguments:
-        dashed = argument.startswith("--") or argument in _SHORT
-        if dashed:
-            head, equals, value = argument.partition("=")
-            name = _SHORT.get(head) or head.removeprefix("--")
-            key, dot, rest = name.partition(".")
-            name = key.replace("_", "-") + dot + rest
-            flags.options[name] = value
-            name = "" if equals else name
-        elif name:
-            flags.options[name] = argument
-            name = ""
-        else:
-            flags.words.append(argument)
-    return flags
+    return VllmFlags(*read_arguments(arguments, _SHORT))
 
 
 def check_flags(
@@ -201,7 +181,7 @@ def check_model(model: str, flags: VllmFlags, *, on_cuda: bool = False) -> Itera
         on_cuda: as for `check_flags`.
     """
     try:
-        text = _text_config(_read_config(model))
+        text = text_config(read_config(model))
     except (OSError, ValueError):
         return
     if text.get("kv_lora_rank") and not on_cuda:
@@ -213,7 +193,7 @@ def check_model(model: str, flags: VllmFlags, *, on_cuda: bool = False) -> Itera
             "use another model, or no kvcached",
         )
     kinds = set(text.get("layer_types") or ())
-    if kinds - _ATTENTION_LAYERS or any(name in text for name in _STATE_SPACE_FIELDS):
+    if kinds - _ATTENTION_LAYERS or any(name in text for name in STATE_SPACE_FIELDS):
         others = ", ".join(sorted(kinds - _ATTENTION_LAYERS)) or "state space"
         text_ = f"the model has layers that are not attention ({others}): the connector does not support them"
         yield Finding(_MODEL, "fail", text_, "use another model, or no kvcached")
@@ -243,25 +223,6 @@ def _only_window(text: Mapping[str, Any]) -> int:
     return 0 if is_mixed else window
 
 
-def _read_config(model: str) -> dict[str, Any]:
-    """The configuration of a model in this folder or file.
-
-    Raises:
-        OSError: there is none here.
-        ValueError: it is no JSON object.
-    """
-    path = Path(model)
-    config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise ValueError("it is no JSON object")  # noqa: TRY004 - as for text that is no JSON
-    return config
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config", config)
-    return text if isinstance(text, dict) else config
-
-
 def check_layout(model: str, flags: VllmFlags, offered: OffloadInfo, *, on_cuda: bool = False) -> Iterator[Finding]:
     """Whether a slab of the host pool holds a block of the model.
 
@@ -281,7 +242,7 @@ def check_layout(model: str, flags: VllmFlags, offered: OffloadInfo, *, on_cuda:
         by_default = _DEFAULT_BLOCK_SIZE_ON_CUDA if on_cuda else _DEFAULT_BLOCK_SIZE
         block_size = int(flags.options.get("block-size") or by_default)
         shards = int(flags.options.get("tensor-parallel-size") or 1)
-        config = _read_config(model)
+        config = read_config(model)
         layout = layout_from_model_config(
             _as_one_group(config), block_size=block_size, shards=shards, kv_dtype=_dtype(flags, config)
         )
@@ -307,8 +268,8 @@ def check_layout(model: str, flags: VllmFlags, offered: OffloadInfo, *, on_cuda:
 def _as_one_group(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration as vLLM takes it for the connector: layers with windows keep blocks as all others."""
     dtypes = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name)}
-    kept = {name: value for name, value in {**dtypes, **_text_config(config)}.items() if name != "layer_types"}
-    kinds = set(_text_config(config).get("layer_types") or ())
+    kept = {name: value for name, value in {**dtypes, **text_config(config)}.items() if name != "layer_types"}
+    kinds = set(text_config(config).get("layer_types") or ())
     return kept if kinds <= _ATTENTION_LAYERS else dict(config)
 
 
@@ -321,6 +282,6 @@ def _dtype(flags: VllmFlags, config: Mapping[str, Any]) -> DType | None:
         for dtype in get_args(DType):
             if value == dtype:
                 return dtype  # type: ignore[no-any-return]
-    text = _text_config(config)
+    text = text_config(config)
     named_by_model = [each[name] for each in (text, config) for name in ("dtype", "torch_dtype") if each.get(name)]
     return "bfloat16" if named_by_model[:1] in ([], ["float32"]) else None

@@ -1,6 +1,6 @@
 """Checks of an engine's environment, run by `kvcached doctor` in the engine's own interpreter.
 
-    python -m kvcached_client.doctor [--run-dir DIR] [--hash-algo NAME] [--hash-only]
+    python -m kvcached_client.doctor [--run-dir DIR] [--sglang | --hash-algo NAME [--hash-only]]
 
 Findings go to stdout as JSON, one per line; all other output goes to stderr. At first only the standard library is
 imported, so that a missing package is a finding and not an import error.
@@ -63,19 +63,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--run-dir", default=None, help="folder of the daemon's sockets")
     parser.add_argument("--hash-algo", default="", help="vLLM's --prefix-caching-hash-algo: print what it hashes to")
     parser.add_argument("--cuda", action="store_true", help="check what the CUDA driver and its devices can do, only")
+    parser.add_argument("--sglang", action="store_true", help="this is SGLang's environment, not vLLM's")
     parser.add_argument("--hash-only", action="store_true", help="print only that")
     asked = parser.parse_args(arguments)
     with _own_stdout() as out:
         if not asked.hash_only:
-            for finding in _guarded("cuda", _cuda) if asked.cuda else examine(asked.run_dir):
+            found = _guarded("cuda", _cuda) if asked.cuda else examine(asked.run_dir, is_sglang=asked.sglang)
+            for finding in found:
                 _print(out, asdict(finding))
         if asked.hash_algo:
             _print(out, {**_hashes(asked.hash_algo), "device": _vllm_device()})
 
 
-def examine(run_dir: str | None) -> Iterator[Finding]:
-    """The findings of every check; later checks depend on earlier ones."""
-    for check in (_python, _client, _packages, _helpers, _vllm, _limits):
+def examine(run_dir: str | None, *, is_sglang: bool = False) -> Iterator[Finding]:
+    """The findings of every check, of SGLang or of vLLM; later checks depend on earlier ones."""
+    for check in (_python, _client, _packages, _helpers, _sglang if is_sglang else _vllm, _limits):
         yield from _guarded(check.__name__.strip("_"), check)
     yield from _guarded("daemon", lambda: _daemon(run_dir))
 
@@ -166,7 +168,13 @@ def _cuda() -> Iterator[Finding]:
     return cuda_findings()
 
 
-# --- vLLM -----------------------------------------------------------------------------------------------------------
+# --- engines --------------------------------------------------------------------------------------------------------
+
+
+def _sglang() -> Iterator[Finding]:
+    from kvcached_client.doctor.sglang import sglang_findings  # noqa: PLC0415 - see the module's docstring
+
+    return sglang_findings()
 
 
 def _vllm() -> Iterator[Finding]:

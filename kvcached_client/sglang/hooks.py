@@ -12,6 +12,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any, Final
 
+_REGISTRY: Final = "sglang.srt.plugins.hook_registry.HookRegistry"
 _TREE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage"
 _WEIGHTS: Final = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -37,15 +38,8 @@ def install(on_new_weights: Callable[[], None]) -> None:
     if _tell:
         _tell[:] = [on_new_weights]
         return
-    try:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only SGLang has it
-
-        signature = inspect.signature(pkgutil.resolve_name(_TREE))
-        pkgutil.resolve_name(_WEIGHTS)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"this version of SGLang is not served: {error}") from error
-    if not {_NODE, _PREFIX} <= set(signature.parameters):
-        raise ValueError(f"this version of SGLang is not served: {_TREE} has other arguments: {signature}")
+    signature = check_interface()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only SGLang has it
 
     def whole_prefix(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:  # noqa: ANN401 - SGLang's
         bound = signature.bind(*args, **kwargs)
@@ -61,6 +55,23 @@ def install(on_new_weights: Callable[[], None]) -> None:
     HookRegistry.register(_TREE, whole_prefix, HookType.BEFORE)
     HookRegistry.register(_WEIGHTS, new_weights, HookType.AFTER)
     HookRegistry.apply_hooks()
+
+
+def check_interface() -> inspect.Signature:
+    """The arguments of the function of SGLang's tree that a hook changes.
+
+    Raises:
+        ValueError: this SGLang has not what the hooks need.
+    """
+    try:
+        pkgutil.resolve_name(_REGISTRY)
+        signature = inspect.signature(pkgutil.resolve_name(_TREE))
+        pkgutil.resolve_name(_WEIGHTS)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"this version of SGLang is not served: {error}") from error
+    if not {_NODE, _PREFIX} <= set(signature.parameters):
+        raise ValueError(f"this version of SGLang is not served: {_TREE} has other arguments: {signature}")
+    return signature
 
 
 def prefix_of(tree: Any, node: Any, *, is_root: bool) -> list[str]:  # noqa: ANN401 - SGLang's

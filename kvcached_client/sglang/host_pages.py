@@ -16,7 +16,7 @@ HostPool: TypeAlias = Any
 #: Pools whose pages are whole: keys and values of all layers, and nothing beside.
 SERVED_POOLS: Final = frozenset({"MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost", "MLATokenToKVPoolHost"})
 #: Layouts with more in a page than `get_page_buffer_meta` is known to tell.
-_LAYOUTS: Final = frozenset({"layer_first", "page_first", "page_first_direct"})
+SERVED_LAYOUTS: Final = frozenset({"layer_first", "page_first", "page_first_direct"})
 #: What is said of a pool beside the sizes of a page's parts.
 _DESCRIBED: Final = ("layout", "dtype", "page_size", "layer_num", "start_layer", "end_layer", "storage_format_tag")
 #: The first pages and the last show where all others are.
@@ -32,9 +32,9 @@ def pages_of(pool: HostPool) -> EnginePages:
     kind = type(pool).__name__
     if kind not in SERVED_POOLS:
         raise ValueError(f"SGLang's {kind} is not served: models with full or with latent attention are")
-    if pool.layout not in _LAYOUTS:
+    if pool.layout not in SERVED_LAYOUTS:
         raise ValueError(
-            f"--hicache-mem-layout {pool.layout} is not served: use {', '.join(sorted(_LAYOUTS - {pool.layout}))}"
+            f"--hicache-mem-layout {pool.layout} is not served: use {', '.join(sorted(SERVED_LAYOUTS - {pool.layout}))}"
         )
     count = pool.size // pool.page_size
     if count < _PAGES_MIN:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
 
-import msgspec
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.runtime_context import get_context, process_model_config
 
@@ -22,6 +21,7 @@ from kvcached_client.sglang import hooks
 from kvcached_client.sglang.host_pages import pages_of
 from kvcached_client.sglang.identity import ModelDescription
 from kvcached_client.sglang.page_store import Chain, PageStore, chain_of
+from kvcached_client.sglang.settings import OPTION, TESTED_VERSION, read_settings
 
 #: SGLang is untyped here.
 SglangObject: TypeAlias = Any
@@ -29,25 +29,7 @@ SglangObject: TypeAlias = Any
 #: The pool that a model with full or latent attention has; others are beside it.
 _POOL: Final = "kv"
 _SECRET_BYTES: Final = 32
-#: When SGLang drops its pages, it ends itself if one of its threads is busy for ten seconds.
-_DEADLINE_MS_MAX: Final = 2000
-#: Version of SGLang that the tests run.
-_TESTED: Final = "0.5.23"
 _log: Final = logging.getLogger("sglang.kvcached")
-
-
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The table `kvcached` in SGLang's ``--hicache-storage-backend-extra-config``.
-
-    Attributes:
-        run_dir: directory of the daemon's sockets.
-        weights_version: any text; another one when weights change and their files do not show it.
-        deadline_ms: limit for one call to the daemon.
-    """
-
-    run_dir: str | None = None
-    weights_version: str = ""
-    deadline_ms: int = msgspec.field(default=1000)
 
 
 class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
@@ -60,7 +42,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             ValueError: kvcached cannot be used with this configuration, and what to change.
         """
         _check(storage_config)
-        self._settings = _settings_of(storage_config.extra_config)
+        self._settings = read_settings(storage_config.extra_config)
         self._config = storage_config
         self._model = _described()
         self._part = _part_of(storage_config)
@@ -73,9 +55,11 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self._pages: PageStore | None = None
         self._knows_prefixes = True
         hooks.install(self._forget_weights)
-        if self._model.version != _TESTED:
+        if self._model.version != TESTED_VERSION:
             _log.warning(
-                "kvcached: this is SGLang %s, and was tested with %s: compare outputs", self._model.version, _TESTED
+                "kvcached: this is SGLang %s, and was tested with %s: compare outputs",
+                self._model.version,
+                TESTED_VERSION,
             )
 
     # --- SGLang's host pool -------------------------------------------------------------------------------------------
@@ -201,24 +185,11 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
 def _check(config: SglangObject) -> None:
     """Raise ValueError if SGLang is set up in a way that does not work."""
     if not (config.extra_config or {}).get("interface_v1"):
-        raise ValueError('add "interface_v1": 1 to --hicache-storage-backend-extra-config')
+        raise ValueError(f'add "interface_v1": 1 to {OPTION}')
     if config.should_split_heads:
         raise ValueError("tp_lcm_size is not served: leave it out")
     if get_context().config_bag("spec").speculative_algorithm is not None:
         raise ValueError("speculative decoding is not served: leave out --speculative-algorithm")
-
-
-def _settings_of(extra: dict[str, Any]) -> Settings:
-    try:
-        settings = msgspec.convert(extra.get("kvcached", {}), Settings)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"--hicache-storage-backend-extra-config, kvcached: {error}") from error
-    if not 1 <= settings.deadline_ms <= _DEADLINE_MS_MAX:
-        raise ValueError(
-            f"--hicache-storage-backend-extra-config, kvcached: deadline_ms is {settings.deadline_ms}; "
-            f"give 1 to {_DEADLINE_MS_MAX}"
-        )
-    return settings
 
 
 def _described() -> ModelDescription:

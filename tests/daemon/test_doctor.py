@@ -168,3 +168,15 @@ def test_doctor_compares_the_hashes_of_two_processes(
     levels = {finding.check: finding.level for finding in findings}
     assert (levels["vllm"], levels["hashes"]) == ("ok", level)
     assert levels["connector"] == "fail"  # it needs the real one
+
+
+def test_doctor_checks_sglang_instead_of_vllm(offload_daemon: RunningDaemon) -> None:
+    """With --sglang, the arguments are SGLang's, SGLang has to be there, and vLLM is not asked about."""
+    run_dir = str(offload_daemon.run_dir)
+    arguments = ["--tp", "2", "--enable-hicache", "--hicache-storage-backend", "dynamic"]
+    result = CliRunner().invoke(main, ["doctor", "--sglang", "--json", "--run-dir", run_dir, "--", *arguments])
+
+    findings = [Finding(**fields) for fields in json.loads(result.stdout)["findings"]]
+    assert (result.exit_code, by_level(findings, "fail")) == (1, ["sglang", "sglang flags", "namespaces"])
+    assert {"daemon", "offload mode"} <= set(by_level(findings, "ok"))
+    assert "vllm" not in {finding.check for finding in findings}

@@ -1,0 +1,199 @@
+"""SGLang's arguments as `kvcached doctor` reads them: what would not work with kvcached, and how to say it instead."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvcached.doctor.arguments import read_arguments
+from kvcached.doctor.model_config import STATE_SPACE_FIELDS, read_config, text_config
+from kvcached_client.doctor.checks import Finding
+from kvcached_client.protocol.engine import OffloadInfo
+from kvcached_client.sglang.host_pages import SERVED_LAYOUTS
+from kvcached_client.sglang.settings import EXTRA_CONFIG, OPTION, read_settings
+
+_CHECK: Final = "sglang flags"
+_MODEL: Final = "model"
+_EXTRA: Final = OPTION.removeprefix("--")
+_WHOLE: Final = f"{OPTION} '{json.dumps(dict(EXTRA_CONFIG))}'"
+#: Other names that SGLang gives its options.
+_ALIASES: Final = {
+    "enable-hicache": "enable-hierarchical-cache",
+    "model": "model-path",
+    "tensor-parallel-size": "tp-size",
+    "tp": "tp-size",
+    "pipeline-parallel-size": "pp-size",
+    "pp": "pp-size",
+}
+#: Layers of other kinds have a pool of their own in SGLang, or none.
+_FULL_ATTENTION: Final = "full_attention"
+#: Of models whose attention is sparse, by an indexer with keys of its own.
+_INDEXER_FIELD: Final = "index_topk"
+
+
+@dataclass(frozen=True, slots=True)
+class SglangFlags:
+    """SGLang's command line, as far as it matters here.
+
+    Attributes:
+        options: values by SGLang's first name of the option, without the dashes before it; "" for one without a value.
+        words: what belongs to no option: "serve", the model.
+    """
+
+    options: dict[str, str] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+
+    @property
+    def model(self) -> str:
+        """Name or path of the model; "" where none is named."""
+        words = self.words[1:] if self.words[:1] == ["serve"] else self.words
+        return self.options.get("model-path") or (words[0] if words else "")
+
+    @property
+    def ranks(self) -> int:
+        """How many processes hold a part of the model each; 1 where a size is no number."""
+        sizes = [self.options.get(name, "1") for name in ("tp-size", "pp-size")]
+        one, other = (int(size) if size.isdecimal() else 1 for size in sizes)
+        return one * other
+
+
+def parse(arguments: Sequence[str]) -> SglangFlags:
+    """Read SGLang's arguments. Those that do not matter here are taken as they come."""
+    options, words = read_arguments(arguments, {})
+    return SglangFlags({_ALIASES.get(name, name): value for name, value in options.items()}, words)
+
+
+def check_flags(flags: SglangFlags, run_dir: Path) -> Iterator[Finding]:
+    """What of SGLang's arguments does not fit; `run_dir` is that of the daemon that is meant."""
+    found = [*_config_file(flags), *_hierarchy(flags), *_extra_config(flags, run_dir), *_refused(flags)]
+    yield from found
+    if not any(finding.level == "fail" for finding in found):
+        yield Finding(_CHECK, "ok", "nothing in SGLang's arguments keeps it from using kvcached")
+
+
+def _config_file(flags: SglangFlags) -> Iterator[Finding]:
+    if "config" in flags.options:
+        text = f"--config {flags.options['config']} is not read here: options in it count as missing"
+        yield Finding(_CHECK, "warn", text, "for this check, give the options of hierarchical cache as arguments")
+
+
+def _hierarchy(flags: SglangFlags) -> Iterator[Finding]:
+    if "enable-hierarchical-cache" not in flags.options:
+        text = "--enable-hierarchical-cache is missing: SGLang would use no storage"
+        yield Finding(_CHECK, "fail", text, "add --enable-hierarchical-cache")
+    if "disable-radix-cache" in flags.options:
+        text = "--disable-radix-cache: SGLang does not start with it and a hierarchical cache"
+        yield Finding(_CHECK, "fail", text, "leave out --disable-radix-cache")
+    backend = flags.options.get("hicache-storage-backend")
+    if backend != "dynamic":
+        said = "is missing" if backend is None else f"is {backend}"
+        fix = "write --hicache-storage-backend dynamic"
+        yield Finding(_CHECK, "fail", f"--hicache-storage-backend {said}: SGLang would not use kvcached", fix)
+    layout = flags.options.get("hicache-mem-layout", "page_first")
+    if layout not in SERVED_LAYOUTS:
+        fix = f"--hicache-mem-layout with one of {', '.join(sorted(SERVED_LAYOUTS))}"
+        yield Finding(_CHECK, "fail", f"--hicache-mem-layout {layout} is not served", fix)
+
+
+def _extra_config(flags: SglangFlags, run_dir: Path) -> Iterator[Finding]:
+    text = flags.options.get(_EXTRA)
+    if text is None:
+        yield Finding(_CHECK, "fail", f"{OPTION} is missing: SGLang would not find kvcached", f"add {_WHOLE}")
+        return
+    try:
+        config = _read_extra(text)
+    except OSError as error:
+        yield Finding(_CHECK, "fail", f"{OPTION} {text}: {error.strerror}", "name a file that is there")
+        return
+    except ValueError as error:
+        yield Finding(_CHECK, "fail", f"{OPTION} is no JSON object: {error}", f"write {_WHOLE}")
+        return
+    if config is None:
+        text = f"{OPTION} {text} is not read here: only JSON and TOML are"
+        yield Finding(_CHECK, "warn", text, "for this check, give its content as JSON")
+        return
+    for name, wanted in EXTRA_CONFIG.items():
+        yield from _field(name, wanted, config)
+    if "tp_lcm_size" in config:
+        yield Finding(_CHECK, "fail", f"{OPTION}: tp_lcm_size is not served", "leave out tp_lcm_size")
+    try:
+        settings = read_settings(config)
+    except ValueError as error:
+        yield Finding(_CHECK, "fail", str(error), "correct the table kvcached in it; docs/sglang.md lists its keys")
+        return
+    if settings.run_dir is not None and Path(settings.run_dir).resolve() != run_dir.resolve():
+        text = f"SGLang is told to use the daemon in {settings.run_dir}, not the one in {run_dir}"
+        yield Finding(_CHECK, "fail", text, "give both the same run_dir")
+
+
+def _read_extra(text: str) -> dict[str, Any] | None:
+    """The object that the option is, or whose file it names; None for a file of another kind.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no object.
+    """
+    path = Path(text.removeprefix("@"))
+    if not text.startswith("@"):
+        config = json.loads(text)
+    elif path.suffix == ".json":
+        config = json.loads(path.read_text(encoding="utf-8"))
+    elif path.suffix == ".toml":
+        config = tomllib.loads(path.read_text(encoding="utf-8"))
+    else:
+        return None
+    if not isinstance(config, dict):
+        raise ValueError(f"it is {config!r}")  # noqa: TRY004 - as for text that is no JSON
+    return config
+
+
+def _field(name: str, wanted: object, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """What is wrong with a field that has to be there. SGLang takes any `backend_name`, and numbers as truths."""
+    value = config.get(name)
+    if name == "backend_name":
+        is_right = value is not None
+    elif isinstance(wanted, str):
+        is_right = value == wanted
+    else:
+        is_right = bool(value)
+    if not is_right:
+        said = "missing" if name not in config else repr(value)
+        why = ": nothing would be stored" if name == "hicache_storage_pass_prefix_keys" else ""
+        yield Finding(_CHECK, "fail", f"{OPTION}: {name} is {said}{why}", f"write {json.dumps({name: wanted})[1:-1]}")
+
+
+def _refused(flags: SglangFlags) -> Iterator[Finding]:
+    if "speculative-algorithm" in flags.options:
+        text = "--speculative-algorithm: speculative decoding is not served"
+        yield Finding(_CHECK, "fail", text, "leave out --speculative-algorithm")
+
+
+def check_model(model: str) -> Iterator[Finding]:
+    """Whether a model has layers that kvcached does not serve in SGLang; nothing if its configuration is not here."""
+    try:
+        text = text_config(read_config(model))
+    except (OSError, ValueError):
+        return
+    others = sorted(set(text.get("layer_types") or ()) - {_FULL_ATTENTION})
+    if any(name in text for name in STATE_SPACE_FIELDS):
+        said = "the model has layers with a state beside keys and values, which are not served"
+        yield Finding(_MODEL, "fail", said, "use another model, or no kvcached")
+    elif _INDEXER_FIELD in text:
+        said = f"the model has sparse attention with an indexer ({_INDEXER_FIELD}), which is not served"
+        yield Finding(_MODEL, "fail", said, "use another model, or no kvcached")
+    elif others:
+        said = f"the model has layers of other kinds than full attention ({', '.join(others)})"
+        fix = "try it: if SGLang gives them a pool of their own, kvcached refuses the model when SGLang starts"
+        yield Finding(_MODEL, "warn", said, fix)
+
+
+def check_namespaces(flags: SglangFlags, offered: OffloadInfo) -> Iterator[Finding]:
+    """Whether each rank may have a namespace, which only those with latent attention share."""
+    if flags.ranks > offered.namespaces_max:
+        text = f"SGLang has {flags.ranks} ranks with a namespace each, the daemon takes {offered.namespaces_max}"
+        fix = f"set namespaces_max in the daemon's [offload] table to {flags.ranks} or more"
+        yield Finding("namespaces", "fail", text, fix)

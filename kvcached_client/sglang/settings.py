@@ -1,0 +1,51 @@
+"""What SGLang's command line has to say for kvcached. Without SGLang, for `kvcached doctor` asks as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+#: Version of SGLang that the tests run.
+TESTED_VERSION: Final = "0.5.23"
+OPTION: Final = "--hicache-storage-backend-extra-config"
+#: What that option has to say.
+EXTRA_CONFIG: Final[Mapping[str, object]] = {
+    "backend_name": "kvcached",
+    "module_path": "kvcached_client.sglang",
+    "class_name": "KvcachedStorage",
+    "interface_v1": 1,
+    "hicache_storage_pass_prefix_keys": True,
+}
+#: When SGLang drops its pages, it ends itself if one of its threads is busy for ten seconds.
+_DEADLINE_MS_MAX: Final = 2000
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The table `kvcached` in SGLang's ``--hicache-storage-backend-extra-config``.
+
+    Attributes:
+        run_dir: directory of the daemon's sockets.
+        weights_version: any text; another one when weights change and their files do not show it.
+        deadline_ms: limit for one call to the daemon.
+    """
+
+    run_dir: str | None = None
+    weights_version: str = ""
+    deadline_ms: int = msgspec.field(default=1000)
+
+
+def read_settings(extra: Mapping[str, Any]) -> Settings:
+    """The table `kvcached`, or its defaults.
+
+    Raises:
+        ValueError: it is not what kvcached takes.
+    """
+    try:
+        settings = msgspec.convert(extra.get("kvcached", {}), Settings)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{OPTION}, kvcached: {error}") from error
+    if not 1 <= settings.deadline_ms <= _DEADLINE_MS_MAX:
+        raise ValueError(f"{OPTION}, kvcached: deadline_ms is {settings.deadline_ms}; give 1 to {_DEADLINE_MS_MAX}")
+    return settings
