@@ -19,7 +19,7 @@ from benchmarks.programs import daemon
 from kvcached.memory.sealed import SharedMemory, sealed_memfd
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
-from kvcached_client.offload_shard import BlockJob, JobSpan, OffloadShard
+from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.types import KEY_SIZE_BYTES
 
 _BLOCK_SIZE: Final = 32
@@ -133,7 +133,7 @@ class AttachedRig(AbstractContextManager["AttachedRig"]):
         self._lease = self.client.acquire(f"store-{self._rounds}", self.keys, tokens, full=True).lease
         plan = self.client.prepare_store(self._lease, 0, self.keys)
         assert len(plan.slots) == self.shape.blocks
-        self._job = BlockJob(plan.transfer, plan.generation, (self._span(self._sources, plan.slots),))
+        self._job = plan.job(self.keys, self._sources)
 
     def give_back(self) -> None:
         """Release the lease of `prepare_store`."""
@@ -152,7 +152,7 @@ class AttachedRig(AbstractContextManager["AttachedRig"]):
         assert hold.hit == self.shape.blocks
         plan = self.client.prepare_load(hold.lease, 0, hold.hit)
         self.client.release(hold.lease)
-        self._job = BlockJob(plan.transfer, plan.generation, (self._span(self._targets, plan.slots),))
+        self._job = plan.job(self.keys, self._targets)
 
     # --- what a shard does ------------------------------------------------------------------------------------------
 
@@ -217,9 +217,6 @@ class AttachedRig(AbstractContextManager["AttachedRig"]):
         everything = np.frombuffer(self._tensors, np.uint8)
         everything[:] = np.random.default_rng(0).integers(0, 256, len(everything), dtype=np.uint8)
         ctypes.memset(self._beside.address, 0, self.shape.job_bytes)
-
-    def _span(self, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int32]) -> JobSpan:
-        return JobSpan(depth=0, parent=b"", keys=self.keys, blocks=blocks, slots=slots)
 
 
 def _config(shape: PageShape, *, verify: bool) -> str:

@@ -14,9 +14,10 @@ import numpy as np
 
 from benchmarks.copy_rig import host_geometry, resident_memory
 from kvcached_client.blocks.copy import Batch, CopyPlan
+from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.blocks.pages import pool_geometry
-from kvcached_client.blocks.transfers import BlockJob, BlockTransfers, JobSpan
+from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import Addresses, Stream

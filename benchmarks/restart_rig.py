@@ -20,7 +20,7 @@ from benchmarks.programs import daemon_process
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import TransportError
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
-from kvcached_client.offload_shard import BlockJob, JobSpan, OffloadShard
+from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId
 
 BLOCK_BYTES: Final = 512
@@ -105,7 +105,8 @@ class FullPool(AbstractContextManager["FullPool"]):
             self._content[:] = self._bytes_of(prompt)
             hold = self._acquire(prompt)
             plan = self._client.prepare_store(hold, 0, self._keys[prompt])
-            self._shard.store(BlockJob(plan.transfer, plan.generation, (self._span(prompt, plan.slots),)))
+            assert len(plan.slots) == _PROMPT_BLOCKS
+            self._shard.store(plan.job(self._keys[prompt], range(_PROMPT_BLOCKS)))
             self._client.release(hold)
 
     def load(self, prompt: int) -> None:
@@ -117,7 +118,7 @@ class FullPool(AbstractContextManager["FullPool"]):
         self._content[:] = 0
         hold = self._acquire(prompt)
         plan = self._client.prepare_load(hold, 0, _PROMPT_BLOCKS)
-        bad = self._shard.load(BlockJob(plan.transfer, plan.generation, (self._span(prompt, plan.slots),)))
+        bad = self._shard.load(plan.job(self._keys[prompt], range(_PROMPT_BLOCKS)))
         self._client.release(hold)
         assert not bad
         assert np.array_equal(self._content, self._bytes_of(prompt))
@@ -180,10 +181,6 @@ class FullPool(AbstractContextManager["FullPool"]):
     def _next_request(self) -> str:
         self._requests += 1
         return f"request {self._requests}"
-
-    def _span(self, prompt: int, slots: npt.NDArray[np.int32]) -> JobSpan:
-        assert len(slots) == _PROMPT_BLOCKS
-        return JobSpan(0, b"", self._keys[prompt], np.arange(_PROMPT_BLOCKS), slots)
 
     def _bytes_of(self, prompt: int) -> npt.NDArray[np.uint8]:
         """The content of a prompt's blocks."""

@@ -357,7 +357,8 @@ class OffloadClient(EngineSession):
     def _load_prepared(self, request: PrepareLoad) -> PreparedLoad:
         reply, frames = self._receive_prepared(request, (), LoadPrepared)
         failpoint("offload.load.prepared")
-        return PreparedLoad(TransferId(reply.transfer), reply.generation, slots_of(frames[0], request.blocks))
+        slots = slots_of(frames[0], request.blocks)
+        return PreparedLoad(TransferId(reply.transfer), reply.generation, slots, request.start)
 
     def _store_prepared(self, request: PrepareStore, keys: bytes) -> PreparedStore:
         reply, frames = self._receive_prepared(request, (keys,), StorePrepared)

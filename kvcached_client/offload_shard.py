@@ -23,9 +23,10 @@ import numpy as np
 
 from kvcached_client.blocks.header import NAMESPACE_BYTES
 from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.blocks.mapping import map_sealed, prefer_huge_pages, unusable
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.blocks.transfers import BlockJob, BlockTransfers, JobSpan
+from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.errors import (
     DaemonUnreachable,
     DeadlineExceeded,

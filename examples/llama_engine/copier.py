@@ -6,15 +6,13 @@ import logging
 import select
 import threading
 
-import numpy as np
 import torch
 
-from examples.llama_engine.messages import Channel, ChannelClosed, CopyDone, CopyOrder, CopySpan, JoinSession
+from examples.llama_engine.messages import Channel, ChannelClosed, CopyDone, CopyOrder, JoinSession
+from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.blocks.transfers import BlockJob, JobSpan
 from kvcached_client.errors import KvcachedError
 from kvcached_client.offload_shard import OffloadShard
-from kvcached_client.types import TransferId
 
 _log = logging.getLogger("llama_engine")
 
@@ -82,26 +80,20 @@ class Copier:
 
     def _copy(self, order: CopyOrder) -> list[int]:
         """The blocks that were not copied, counted from 0 in the order's own order."""
-        blocks = sum(len(span.blocks) // 4 for span in order.spans)
+        job = BlockJob.from_bytes(order.job)
         if self._joined is None:
-            return list(range(blocks))
-        job = BlockJob(TransferId(order.transfer), order.generation, tuple(_job_span(span) for span in order.spans))
+            return list(range(len(job.blocks)))
         try:
             after = self._joined.mark(current_stream()) if self._pages.is_on_cuda else None
             if not order.is_store:
                 return self._joined.load(job, after=after)
             self._joined.store(job, after=after)
         except KvcachedError as error:
-            _log.warning("shard %d: transfer %d: %s", self._shard, order.transfer, error)
-            return list(range(blocks))
+            _log.warning("shard %d: transfer %d: %s", self._shard, job.transfer, error)
+            return list(range(len(job.blocks)))
         return []
 
 
 def current_stream() -> int:
     """The stream of CUDA in which the shard computes. Steps are over before their blocks are copied."""
     return torch.cuda.current_stream().cuda_stream
-
-
-def _job_span(span: CopySpan) -> JobSpan:
-    blocks, slots = (np.frombuffer(packed, np.int32) for packed in (span.blocks, span.slots))
-    return JobSpan(depth=span.depth, parent=span.parent, keys=span.keys, blocks=blocks, slots=slots)

@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from examples.llama_engine.block_pool import BlockPool
 from examples.llama_engine.copy_pipes import CopyPipes
-from examples.llama_engine.messages import CopyOrder, CopySpan
+from examples.llama_engine.messages import CopyOrder
+from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.keys import KeyChain
-from kvcached_client.offload import Piece, PreparedLoad, PreparedStore
+from kvcached_client.offload import PreparedLoad, PreparedStore
 
 #: Further ones wait for one of them. More than requests run at a time, and less than the pipes to the shards hold.
 COPIES_MAX = 64
@@ -49,19 +48,11 @@ class Copies:
         self, plan: PreparedLoad, chain: KeyChain, table: Sequence[int], on_end: Callable[[set[int]], None]
     ) -> None:
         """Fill the first blocks of a request; `on_end` gets those that did not arrive on every shard, by index."""
-        span = _span(chain, table, Piece(0, len(plan.slots)), plan.slots.tobytes())
-        self._start(plan, [span], table[: len(plan.slots)], on_end, is_store=False)
+        self._start(plan.job(chain.keys, table), on_end, is_store=False)
 
     def store(self, plan: PreparedStore, chain: KeyChain, table: Sequence[int]) -> None:
         """Copy computed blocks of a request to where the daemon has room for them. What fails is not cached."""
-        spans: list[CopySpan] = []
-        blocks: list[int] = []
-        done = 0
-        for piece in plan.pieces:
-            spans.append(_span(chain, table, piece, plan.slots[done : done + piece.blocks].tobytes()))
-            blocks += table[piece.start : piece.start + piece.blocks]
-            done += piece.blocks
-        self._start(plan, spans, blocks, lambda _: None, is_store=True)
+        self._start(plan.job(chain.keys, table), lambda _: None, is_store=True)
 
     def collect(self, *, wait: bool) -> None:
         """Note what shards have said; if `wait`, when at least one of them has said something.
@@ -78,31 +69,10 @@ class Copies:
                 self._pool.drop(copy.blocks)
                 copy.on_end(copy.bad)
 
-    def _start(
-        self,
-        plan: PreparedLoad | PreparedStore,
-        spans: list[CopySpan],
-        blocks: Sequence[int],
-        on_end: Callable[[set[int]], None],
-        *,
-        is_store: bool,
-    ) -> None:
+    def _start(self, job: BlockJob, on_end: Callable[[set[int]], None], *, is_store: bool) -> None:
         while len(self._under_way) >= COPIES_MAX:
             self.collect(wait=True)
-        order = CopyOrder(
-            id=next(self._ids), is_store=is_store, transfer=plan.transfer, generation=plan.generation, spans=spans
-        )
-        self._pool.hold(blocks)
-        self._under_way[order.id] = _UnderWay(list(blocks), len(self._pipes), on_end)
+        order = CopyOrder(id=next(self._ids), is_store=is_store, job=job.to_bytes())
+        self._pool.hold(job.blocks)
+        self._under_way[order.id] = _UnderWay(job.blocks, len(self._pipes), on_end)
         self._pipes.order(order)
-
-
-def _span(chain: KeyChain, table: Sequence[int], piece: Piece, slots: bytes) -> CopySpan:
-    start, stop = piece.start, piece.start + piece.blocks
-    return CopySpan(
-        depth=start,
-        parent=chain.key_range(start - 1, start) if start else b"",
-        keys=chain.key_range(start, stop),
-        blocks=np.asarray(table[start:stop], np.int32).tobytes(),
-        slots=slots,
-    )

@@ -97,24 +97,12 @@ class JoinSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     deadline_ms: int  #: of each word to the daemon
 
 
-class CopySpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Consecutive blocks of a request, as `kvcached_client.blocks.transfers.JobSpan` has them."""
-
-    depth: int
-    parent: bytes
-    keys: bytes
-    blocks: bytes  #: int32: the engine's blocks
-    slots: bytes  #: int32: the host slots
-
-
 class CopyOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="copy"):
     """Copy blocks into the daemon's host pool, or out of it."""
 
     id: int  #: the engine's; transfers are counted anew by a daemon that was started again
     is_store: bool
-    transfer: int
-    generation: int
-    spans: list[CopySpan]
+    job: bytes  #: a `BlockJob`
 
 
 class CopyDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="copied"):

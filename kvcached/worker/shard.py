@@ -26,7 +26,8 @@ from kvcached.worker.messages import (
 )
 from kvcached.worker.pool_memory import open_memory
 from kvcached.worker.probe import DevicePool, probe
-from kvcached_client.blocks.transfers import BlockJob, BlockTransfers, JobSpan
+from kvcached_client.blocks.jobs import BlockJob, JobSpan
+from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.failpoints import failpoint
 from kvcached_client.types import KEY_SIZE_BYTES, TransferId
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from xxhash import xxh3_128_digest
 
@@ -20,59 +19,14 @@ from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.copy import Batch, Copier, CopyPlan, MemoryCopier
 from kvcached_client.blocks.header import CHECKSUM_BYTES, BlockNames, HeaderKind
 from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry
+from kvcached_client.blocks.jobs import BlockJob, Indices, JobSpan
 from kvcached_client.blocks.mapping import Buffer
 from kvcached_client.blocks.pages import BlockPages
 from kvcached_client.errors import RequestError, bad_value
 from kvcached_client.failpoints import failpoint
-from kvcached_client.types import KEY_SIZE_BYTES, TransferId
+from kvcached_client.types import KEY_SIZE_BYTES
 
 _DEPTH_MAX: Final = 1 << 32
-
-
-class Indices(Protocol):
-    """Integers: a numpy array of one dimension, or an `array.array`."""
-
-    def __len__(self) -> int: ...
-
-    def tolist(self) -> Any:  # noqa: ANN401 - the type that numpy declares
-        """The numbers as a list."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class JobSpan:
-    """Consecutive blocks of one chain.
-
-    Attributes:
-        depth: depth of the first block: the number of blocks before it in its chain.
-        parent: key of the block before the first; empty at depth 0.
-        keys: keys of the blocks, 16 bytes each.
-        blocks: index of each block on the shard: in the engine's tensors, or in the device pool.
-        slots: host slot of each block.
-    """
-
-    depth: int
-    parent: bytes
-    keys: bytes
-    blocks: Indices
-    slots: Indices
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockJob:
-    """One transfer, the same for every shard.
-
-    Attributes:
-        transfer: id of the transfer, from `prepare_store` or `prepare_load`.
-        generation: generation of the namespace, from the same reply: blocks of another generation are not used.
-        spans: the blocks; at least one.
-        start: depth of the first block that the daemon was asked for; it counts a load's bad blocks from there. A job
-            may start later.
-    """
-
-    transfer: TransferId
-    generation: int
-    spans: tuple[JobSpan, ...]
-    start: int = 0
 
 
 class _Blocks(NamedTuple):

@@ -18,8 +18,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Self
 
+from kvcached_client.blocks.jobs import BlockJob, PackedJob
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.blocks.transfers import BlockJob
 from kvcached_client.copy_process.engine_memory import EngineMemory, shared
 from kvcached_client.copy_process.messages import (
     DEVICE_FAILED,
@@ -29,7 +29,6 @@ from kvcached_client.copy_process.messages import (
     NotReady,
     Order,
     Outcome,
-    PackedJob,
     Ready,
     Store,
     decode_answer,

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from typing import Final, TypeVar
 
 import msgspec
-import numpy as np
 
-from kvcached_client.blocks.transfers import BlockJob, JobSpan
+from kvcached_client.blocks.jobs import PackedJob
 from kvcached_client.errors import ErrorCode
-from kvcached_client.types import TransferId
 
 M = TypeVar("M")
 
@@ -20,47 +18,6 @@ DEVICE_FAILED: Final = 5
 
 _LENGTH_BYTES: Final = 4
 _READ_BYTES: Final = 1 << 18
-
-
-class PackedSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A `JobSpan`; blocks and slots as int64."""
-
-    depth: int
-    parent: bytes
-    keys: bytes
-    blocks: bytes
-    slots: bytes
-
-    @classmethod
-    def of(cls, span: JobSpan) -> PackedSpan:
-        """Pack a span."""
-        blocks, slots = (np.array(each.tolist(), "<i8").tobytes() for each in (span.blocks, span.slots))
-        return cls(span.depth, span.parent, span.keys, blocks, slots)
-
-    def span(self) -> JobSpan:
-        """The span."""
-        blocks, slots = (np.frombuffer(each, "<i8") for each in (self.blocks, self.slots))
-        return JobSpan(self.depth, self.parent, self.keys, blocks, slots)
-
-
-class PackedJob(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A `BlockJob`."""
-
-    transfer: int
-    generation: int
-    start: int
-    spans: tuple[PackedSpan, ...]
-
-    @classmethod
-    def of(cls, job: BlockJob) -> PackedJob:
-        """Pack a job."""
-        spans = tuple(map(PackedSpan.of, job.spans))
-        return cls(job.transfer, job.generation, job.start, spans)
-
-    def job(self) -> BlockJob:
-        """The job."""
-        spans = tuple(span.span() for span in self.spans)
-        return BlockJob(TransferId(self.transfer), self.generation, spans, self.start)
 
 
 class PackedLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from kvcached_client.admin import Admin
 from kvcached_client.blocks.host_layout import slots_per_slab
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.blocks.transfers import BlockJob, JobSpan
 from kvcached_client.doctor.checks import DEADLINE_MS, Finding
 from kvcached_client.errors import ErrorCode, KvcachedError, RequestError
 from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedStore, new_instance
@@ -137,12 +136,12 @@ def _store_and_load(client: OffloadClient, shard: OffloadShard) -> str:
     if store.depth != _BLOCKS:
         return f"the host pool has room for {store.depth} of {_BLOCKS} blocks"
     own = np.arange(_BLOCKS, dtype=np.int32)
-    shard.store(BlockJob(store.transfer, store.generation, (JobSpan(0, b"", keys, own, store.slots),)))
+    shard.store(store.job(keys, own))
     client.release(held.lease)
     held = client.acquire("doctor-2", keys, tokens, full=True)
     if held.hit != _BLOCKS:
         return f"{held.hit} of {_BLOCKS} stored blocks are found"
     load = client.prepare_load(held.lease, 0, _BLOCKS)
-    bad = shard.load(BlockJob(load.transfer, load.generation, (JobSpan(0, b"", keys, own + _BLOCKS, load.slots),)))
+    bad = shard.load(load.job(keys, own + _BLOCKS))
     client.release(held.lease)
     return f"{len(bad)} of {_BLOCKS} blocks are not what was stored" if bad else ""

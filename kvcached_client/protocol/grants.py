@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.blocks.block_table import SlotRanges
+from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.errors import RequestError, bad_reply, bad_value, request_error
 from kvcached_client.protocol.engine import INTEGER_MAX, Acquired, Held, LoadTicket, StorePrepared, StoresPrepared
-from kvcached_client.types import FenceSequence, LeaseId, TransferId, unpack_ranges
+from kvcached_client.types import KEY_SIZE_BYTES, FenceSequence, LeaseId, TransferId, unpack_ranges
 
 Slots = npt.NDArray[np.int32]
+#: Indices of an engine's blocks.
+BlockTable = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class Grant(NamedTuple):
@@ -35,6 +39,13 @@ class Declaration(NamedTuple):
     frames: tuple[bytes, bytes, bytes]
 
 
+class Piece(NamedTuple):
+    """Consecutive blocks of a chain: the depth of the first, and their number."""
+
+    start: int
+    blocks: int
+
+
 class PreparedLoad(NamedTuple):
     """The host slots to read, one for each block.
 
@@ -42,11 +53,28 @@ class PreparedLoad(NamedTuple):
         transfer: id of the copy, for shards and daemon.
         generation: generation that the blocks' headers must have.
         slots: int32 ``[blocks]``.
+        start: depth of the first block.
     """
 
     transfer: TransferId
     generation: int
     slots: npt.NDArray[np.int32]
+    start: int
+
+    def job(self, keys: bytes, blocks: BlockTable, *, first: int = 0) -> BlockJob:
+        """What each shard has to `load`.
+
+        Args:
+            keys: 16 bytes for each block of the prompt, from its beginning.
+            blocks: the engine's blocks: `blocks[i]` is the index of the one at depth ``first + i`` of the prompt. It
+                may be longer than needed, and is copied.
+            first: depth of the first of `blocks`.
+
+        Raises:
+            BadRequest: `keys` or `blocks` do not cover the prepared blocks.
+        """
+        span = _span_of(Piece(self.start, len(self.slots)), self.slots, keys, blocks, first)
+        return BlockJob(self.transfer, self.generation, (span,), self.start)
 
 
 class Hold(NamedTuple):
@@ -67,13 +95,6 @@ class Hold(NamedTuple):
     load: PreparedLoad | None = None
 
 
-class Piece(NamedTuple):
-    """Consecutive blocks of a chain: the depth of the first, and their number."""
-
-    start: int
-    blocks: int
-
-
 class PreparedStore(NamedTuple):
     """The host slots to write.
 
@@ -91,6 +112,18 @@ class PreparedStore(NamedTuple):
     generation: int
     pieces: tuple[Piece, ...]
     slots: npt.NDArray[np.int32]
+
+    def job(self, keys: bytes, blocks: BlockTable, *, first: int = 0) -> BlockJob:
+        """What each shard has to `store`, unless `transfer` is 0. See `PreparedLoad.job`.
+
+        Raises:
+            BadRequest: `keys` or `blocks` do not cover the pieces.
+        """
+        spans, at = [], 0
+        for piece in self.pieces:
+            spans.append(_span_of(piece, self.slots[at : at + piece.blocks], keys, blocks, first))
+            at += piece.blocks
+        return BlockJob(self.transfer, self.generation, tuple(spans))
 
 
 class Offered(NamedTuple):
@@ -137,7 +170,8 @@ def hold_of(held: Held, frames: list[bytes], blocks: int, load_from: int | None)
     if load_from is None or load_from >= held.hit or not held.transfer or not frames:
         raise bad_reply(f"the daemon announced load {held.transfer} from {load_from} on, for a hit of {held.hit}")
     slots = slots_of(frames[0], held.hit - load_from)
-    return Hold(lease, held.hit, held.filling, PreparedLoad(TransferId(held.transfer), held.generation, slots))
+    load = PreparedLoad(TransferId(held.transfer), held.generation, slots, load_from)
+    return Hold(lease, held.hit, held.filling, load)
 
 
 def check_fence(fence: FenceSequence) -> FenceSequence:
@@ -215,3 +249,17 @@ def stores_of(reply: StoresPrepared, pieces: bytes, slots: bytes, offers: int) -
             plans.append(request_error(outcome.refusal, outcome.why, ""))
         first, at = first + outcome.pieces, end
     return plans
+
+
+def _span_of(piece: Piece, slots: Slots, keys: bytes, blocks: BlockTable, first: int) -> JobSpan:
+    """The span of a piece of a prompt."""
+    start, stop = piece.start, piece.start + piece.blocks
+    if len(keys) < stop * KEY_SIZE_BYTES or not first <= start <= stop <= first + len(blocks):
+        raise bad_value(
+            f"blocks [{start}, {stop}) are prepared, with keys of {len(keys) // KEY_SIZE_BYTES} blocks and a table of "
+            f"blocks [{first}, {first + len(blocks)})",
+            "give the keys from the beginning of the prompt, and a table that has all prepared blocks",
+        )
+    parent = keys[max(start - 1, 0) * KEY_SIZE_BYTES : start * KEY_SIZE_BYTES]
+    own = keys[start * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]
+    return JobSpan(start, parent, own, np.array(blocks[start - first : stop - first], np.int64), slots)

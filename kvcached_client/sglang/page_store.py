@@ -10,9 +10,6 @@ import logging
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-
-from kvcached_client.blocks.transfers import BlockJob, Indices, JobSpan
 from kvcached_client.engines.one_process import OneProcessEngine, OneProcessSession
 from kvcached_client.offload import PreparedStore
 from kvcached_client.types import KEY_SIZE_BYTES
@@ -39,11 +36,6 @@ class Chain(NamedTuple):
     def part(self, start: int, stop: int) -> bytes:
         """The keys of pages ``[start, stop)``."""
         return self.keys[start * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]
-
-    def span(self, start: int, places: Indices, slots: Indices) -> JobSpan:
-        """Pages from `start` on, which are at `places` in SGLang's host pool."""
-        parent = self.part(start - 1, start) if start else b""
-        return JobSpan(start, parent, self.part(start, start + len(places)), places, slots)
 
 
 def chain_of(prefix: Sequence[str], hashes: Sequence[str]) -> Chain:
@@ -97,8 +89,7 @@ class PageStore:
                 if plan is None:
                     with session.turn:
                         plan = session.client.prepare_load(hold.lease, chain.prefix, count)
-                span = chain.span(chain.prefix, np.array(places[:count]), plan.slots)
-                bad = session.shard.load(BlockJob(plan.transfer, plan.generation, (span,), chain.prefix))
+                bad = session.shard.load(plan.job(chain.keys, places, first=chain.prefix))
                 return min(bad, default=count)
         return 0
 
@@ -138,11 +129,5 @@ def _copied(session: OneProcessSession, chain: Chain, plan: PreparedStore, place
         with session.turn:
             session.client.cancel_store(plan.transfer, "copies of earlier pages were lost")
         return False
-    spans, used = [], 0
-    for piece in plan.pieces:
-        start = piece.start - chain.prefix
-        where = np.array(places[start : start + piece.blocks])
-        spans.append(chain.span(piece.start, where, plan.slots[used : used + piece.blocks]))
-        used += piece.blocks
-    session.shard.store(BlockJob(plan.transfer, plan.generation, tuple(spans)))
+    session.shard.store(plan.job(chain.keys, places, first=chain.prefix))
     return True

@@ -18,10 +18,9 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicCache
 
-from kvcached_client.blocks.transfers import BlockJob, Indices, JobSpan
 from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine, OneProcessSession
 from kvcached_client.keys import KeyChain
-from kvcached_client.offload import Piece, PreparedStore
+from kvcached_client.offload import PreparedStore
 from kvcached_client.transformers.model import Model, identity, kv_tensors
 from kvcached_client.transformers.staging import Staging, cache_of
 
@@ -136,8 +135,7 @@ class PromptCache:
             for start in range(0, hit, self._staging.blocks):
                 count = min(self._staging.blocks, hit - start)
                 plan = session.client.prepare_load(lease, start, count)
-                span = _span(chain, Piece(start, count), 0, plan.slots)
-                bad = session.shard.load(BlockJob(plan.transfer, plan.generation, (span,), start))
+                bad = session.shard.load(plan.job(chain.keys, range(count), first=start))
                 good = min(bad, default=count)
                 if good:
                     yield self._staging.take(good)
@@ -164,16 +162,17 @@ class PromptCache:
         if sum(piece.blocks for piece in plan.pieces) > self._staging.blocks:
             session.client.cancel_store(plan.transfer, "copies of earlier blocks were lost, too many at once")
             return False
-        spans, place = [], 0
+        places, used = np.zeros(chain.block_count, np.int64), 0
         try:
             for piece in plan.pieces:
-                self._staging.fill(place, cache, piece.start, piece.start + piece.blocks)
-                spans.append(_span(chain, piece, place, plan.slots[place : place + piece.blocks]))
-                place += piece.blocks
+                start, stop = piece.start, piece.start + piece.blocks
+                self._staging.fill(used, cache, start, stop)
+                places[start:stop] = np.arange(used, used + piece.blocks)
+                used += piece.blocks
         except BaseException as error:
             session.client.cancel_store(plan.transfer, f"{type(error).__name__}: {error}")
             raise
-        session.shard.store(BlockJob(plan.transfer, plan.generation, tuple(spans)))
+        session.shard.store(plan.job(chain.keys, places))
         return True
 
 
@@ -182,10 +181,3 @@ def _tokens(sequence: torch.Tensor) -> list[int]:
         raise ValueError(f"tokens of shape {list(sequence.shape)}: one sequence at a time, [1, tokens]")
     tokens: list[int] = sequence[0].tolist()
     return tokens
-
-
-def _span(chain: KeyChain, piece: Piece, place: int, slots: Indices) -> JobSpan:
-    """A piece of a chain whose blocks have places from `place` on."""
-    start, stop = piece.start, piece.start + piece.blocks
-    parent = chain.key_range(start - 1, start) if start else b""
-    return JobSpan(start, parent, chain.key_range(start, stop), np.arange(place, place + piece.blocks), slots)

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.blocks.transfers import BlockJob, JobSpan
+from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.types import KEY_SIZE_BYTES
 
 #: (session number, transfer id) of a store: a daemon that was restarted uses transfer ids again.

@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.blocks.transfers import BlockJob
 from kvcached_client.errors import DeviceError, KvcachedError, Stale, TransportError
 from kvcached_client.offload_shard import STORES_PER_REPORT_MAX
 from kvcached_client.transport.attach import SessionGrant

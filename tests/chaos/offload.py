@@ -9,12 +9,11 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import DaemonFailure, ErrorCode, NoCapacity, Refused, RequestError, Stale, TransportError
 from kvcached_client.offload import OffloadClient, OffloadLayout, PreparedLoad
-from kvcached_client.offload_shard import BlockJob, JobSpan, OffloadShard
+from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId
 from tests.chaos.oracle import POISON, Item, compare, page
 from tests.chaos.prompts import BLOCK_SIZE, BLOCKS_MAX, some_prompt
@@ -135,8 +134,7 @@ class OffloadEngine:
             return 0
         if random.random() < 0.05:
             time.sleep(random.choice([0.05, 0.3]))
-        span = _span(keys, start, plan.slots)
-        job = BlockJob(plan.transfer, plan.generation, (span,), start)
+        job = plan.job(keys, range(hit))
         for shard, link in enumerate(self._shards):
             for tensor in self._tensors[shard]:
                 tensor.array[:] = POISON
@@ -166,15 +164,11 @@ class OffloadEngine:
             return
         if random.random() < 0.05:
             time.sleep(random.choice([0.05, 0.3]))
-        spans, slots = [], plan.slots
-        for piece in plan.pieces:
-            spans.append(_span(keys, piece.start, slots[: piece.blocks]))
-            slots = slots[piece.blocks :]
-        job = BlockJob(plan.transfer, plan.generation, tuple(spans))
+        job = plan.job(keys, range(len(keys) // KEY_SIZE_BYTES))
         for shard, link in enumerate(self._shards):
             for layer, tensor in enumerate(self._tensors[shard]):
                 tensor.array[:] = POISON
-                for depth in (depth for span in spans for depth in span.blocks.tolist()):
+                for depth in job.blocks:
                     tensor.array[depth] = page(_key(keys, depth), layer, shard, PAGE_BYTES)
             link.store(job)
         self._report.counts["blocks stored"] += len(plan.slots)
@@ -182,14 +176,3 @@ class OffloadEngine:
 
 def _key(keys: bytes, depth: int) -> bytes:
     return keys[KEY_SIZE_BYTES * depth : KEY_SIZE_BYTES * (depth + 1)]
-
-
-def _span(keys: bytes, start: int, slots: npt.NDArray[np.int32]) -> JobSpan:
-    end = start + len(slots)
-    return JobSpan(
-        depth=start,
-        parent=_key(keys, start - 1) if start else b"",
-        keys=keys[KEY_SIZE_BYTES * start : KEY_SIZE_BYTES * end],
-        blocks=np.arange(start, end),
-        slots=slots,
-    )

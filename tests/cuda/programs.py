@@ -20,9 +20,10 @@ from kvcached.worker.executor import Executor, Task
 from kvcached.worker.messages import Done, Load, Request, Shutdown, Store
 from kvcached_client.blocks.copy import Batch
 from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.blocks.pages import pool_geometry
-from kvcached_client.blocks.transfers import BlockJob, BlockTransfers, JobSpan
+from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.cuda.copier import AHEAD_MAX, CudaCopier
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.blocks.transfers import BlockJob, JobSpan
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, Driver
 from kvcached_client.offload import Hold, OffloadClient, OffloadLayout, new_instance

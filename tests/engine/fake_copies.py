@@ -102,7 +102,7 @@ class FakeOffloadClient:
 
     def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
         self._called(f"load {start} {blocks}")
-        return PreparedLoad(TransferId(self._next()), 0, np.arange(blocks, dtype=np.int32))
+        return PreparedLoad(TransferId(self._next()), 0, np.arange(blocks, dtype=np.int32), start)
 
     def prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PreparedStore:
         self._called(f"store {start} {len(_split(keys))}")

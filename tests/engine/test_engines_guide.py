@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from kvcached_client.offload_shard import OffloadShard
-from kvcached_client.blocks.transfers import BlockJob, JobSpan
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.keys import KeyChain
 keyspace, prompt, table = bytes(32), range(50), np.arange(8)

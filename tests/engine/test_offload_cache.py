@@ -17,9 +17,11 @@ from examples.llama_engine.copy_pipes import CopyPipes
 from examples.llama_engine.messages import Channel, CopyOrder
 from examples.llama_engine.scheduler import Scheduler
 from examples.llama_engine.shard_group import ShardDied
+from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, NoCapacity, request_error
 from kvcached_client.offload import OffloadClient
+from kvcached_client.types import TransferId
 from tests.engine.counting_runner import CountingRunner, drain, request
 from tests.engine.fake_copies import FakeOffloadClient, FakePipes
 
@@ -117,12 +119,9 @@ def test_each_block_is_offered_once_it_is_full() -> None:
         lease.commit(computed)
     lease.finish(18)
     assert client.calls == ["acquire", "load 0 2", "store 2 1", "store 3 1", "release"]
-    (load, first, second) = bench.pipes.orders
-    assert [(each.is_store, each.spans[0].depth, len(each.spans[0].parent)) for each in (load, first, second)] == [
-        (False, 0, 0),
-        (True, 2, 16),
-        (True, 3, 16),
-    ]
+    spans = [BlockJob.from_bytes(order.job).spans[0] for order in bench.pipes.orders]
+    assert [order.is_store for order in bench.pipes.orders] == [False, True, True]
+    assert [(span.depth, len(span.parent)) for span in spans] == [(0, 0), (2, 16), (3, 16)]
 
 
 def test_copies_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +207,7 @@ def test_shard_that_ended_ends_every_wait_for_it(wait: bool) -> None:
     with pytest.raises(ShardDied, match="shard 1"):
         pipes.done(wait=wait)
     with pytest.raises(ShardDied, match="shard 1"):
-        pipes.order(CopyOrder(id=1, is_store=True, transfer=1, generation=0, spans=[]))
+        pipes.order(CopyOrder(id=1, is_store=True, job=BlockJob(TransferId(1), 0, ()).to_bytes()))
     for end in (ends[0][0], ends[0][1], ends[1][0]):
         end.close()
 

@@ -31,7 +31,7 @@ from kvcached_client.vllm.daemon.thread import DaemonThread
 from kvcached_client.vllm.settings import PrefetchMode
 
 PLAN = PreparedStore(TransferId(9), 2, 1, (Piece(0, 2),), np.arange(2, dtype=np.int32))
-LOAD = PreparedLoad(TransferId(8), 1, np.arange(2, dtype=np.int32))
+LOAD = PreparedLoad(TransferId(8), 1, np.arange(2, dtype=np.int32), 0)
 REFUSED = request_error(ErrorCode.LIMIT, "too many", "fewer")
 CLEARED = request_error(ErrorCode.STALE_EPOCH, "the namespace was cleared", "compute")
 PAUSED = request_error(ErrorCode.PAUSED, "copies are paused", "compute")

@@ -17,7 +17,7 @@ from kvcached.core.refusals import Refusal
 from kvcached.core.slots.ranges import Ranges, pairs
 from kvcached.core.slots.states import SessionState
 from kvcached.service.refusals import in_words
-from kvcached_client.blocks.transfers import BlockJob
+from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.errors import (
     DaemonUnreachable,
     DeadlineExceeded,
@@ -146,7 +146,9 @@ class MiniClient:
         core = self.daemon.core
         lease = core.acquire(self.id, request, keys, tokens, full=full, priority=priority, load_from=load_from)
         plan = core.announced_load(self.id, lease)
-        load = None if plan is None else PreparedLoad(plan.transfer, plan.generation, _slots(plan.slots))
+        load = (
+            None if plan is None else PreparedLoad(plan.transfer, plan.generation, _slots(plan.slots), load_from or 0)
+        )
         return Hold(lease.id, lease.hit, load=load)
 
     def begin_prefetch(
@@ -179,7 +181,7 @@ class MiniClient:
     def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
         self._check()
         plan = self.daemon.core.prepare_load(self.id, lease, start, blocks)
-        return PreparedLoad(plan.transfer, plan.generation, _slots(plan.slots))
+        return PreparedLoad(plan.transfer, plan.generation, _slots(plan.slots), start)
 
     def cancel_load(self, transfer: TransferId) -> None:
         self._check(is_slow=False)

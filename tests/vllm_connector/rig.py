@@ -220,7 +220,9 @@ class Rig:
         self._lease += 1
         self._transfer += 1
         slots = np.arange(500, 500 + hit, dtype=np.int32)
-        load = PreparedLoad(TransferId(self._transfer), GENERATION, slots) if hit and seek.load and loadable else None
+        load = (
+            PreparedLoad(TransferId(self._transfer), GENERATION, slots, 0) if hit and seek.load and loadable else None
+        )
         event = Found(seek.ticket, self.number, LeaseId(self._lease), hit, load)
         self.link.events.append(event)
         return event

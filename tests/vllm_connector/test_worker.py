@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcached_client.blocks.transfers import BlockJob, JobSpan
+from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, DeviceError, ErrorCode, request_error
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import TransferId

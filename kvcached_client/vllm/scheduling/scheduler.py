@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
-from kvcached_client.blocks.transfers import BlockJob
+from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.vllm.daemon.commands import (
     Connected,
     DropLoad,

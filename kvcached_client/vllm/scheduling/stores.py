@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvcached_client.blocks.transfers import BlockJob
+from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.offload import Piece, PreparedStore
 from kvcached_client.vllm.orders import StoreId, StoreOrder, job_span
 from kvcached_client.vllm.scheduling.request_state import BlockPool, RequestState
