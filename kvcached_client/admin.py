@@ -252,6 +252,9 @@ class Admin(ReportCalls, AdminCalls):
         """Use `connect`."""
         self._channel = channel
 
+    def __repr__(self) -> str:
+        return f"Admin({self._channel.path!r}{', closed' if self._channel.is_closed else ''})"
+
     @classmethod
     def connect(cls, run_dir: str | os.PathLike[str] | None = None, *, deadline_ms: int = 5000) -> Self:
         """Connect to the daemon in `run_dir` (default: `run_dir.default_run_dir`). Calls take at most `deadline_ms`.

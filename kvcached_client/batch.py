@@ -42,6 +42,10 @@ class CallBatch:
         self._error: BaseException | None = None  #: the first that nobody is asked for
         self._is_ended = False
 
+    def __repr__(self) -> str:
+        state = "ended" if self._is_ended else "open"
+        return f"CallBatch({len(self._calls)} calls under way, {state})"
+
     def acquire(
         self,
         request: str,

@@ -194,6 +194,9 @@ class ClientSteps(EngineSession):
         """
         super().close()
 
+    def _described(self) -> str:
+        return f"{super()._described()}, slots={self.slots}"
+
     def _go_on(self, channel: SessionChannel, welcome: Welcome) -> None:
         """Replace the session and its connection by those that the next daemon granted."""
         old, beats = self._channel, self._heartbeat

@@ -99,6 +99,10 @@ class RequestError(KvcachedError):
         self.message = message
         self.fix = fix
 
+    def __reduce__(self) -> tuple[type[RequestError], tuple[ErrorCode, str, str]]:
+        """For pickle, which would call it with the text alone: a shard's error reaches the scheduler's process."""
+        return type(self), (self.code, self.message, self.fix)
+
 
 class BadRequest(RequestError):
     """The message breaks the protocol or one of its limits. Sending it again gives the same reply."""

@@ -122,7 +122,8 @@ def chain_root(namespace: bytes, *, lora: str = "", salt: str = "") -> bytes:
     """
     if len(namespace) != ROOT_SIZE_BYTES:
         raise bad_value(
-            f"namespace root of {len(namespace)} bytes", f"it has {ROOT_SIZE_BYTES}, as `Welcome` brings it"
+            f"namespace root of {len(namespace)} bytes",
+            f"it has {ROOT_SIZE_BYTES}: that of the client, or of `namespace_root`",
         )
     return blake3(encode_fields(namespace, lora, salt), derive_key_context=CHAIN_CONTEXT).digest()
 
@@ -273,6 +274,10 @@ class KeyChain:
         #: The prompt that was acquired last, with this chain or with one that it was forked from.
         self.acquired: AcquiredPrefix | None = None
         self.extend(tokens)
+
+    def __repr__(self) -> str:
+        # Without keys and tokens: whoever knows a key can ask for the block.
+        return f"KeyChain(tokens={self.token_count}, blocks={self.block_count}, block_size={self._block_size})"
 
     @property
     def block_size(self) -> int:

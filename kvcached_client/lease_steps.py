@@ -79,6 +79,15 @@ class LeaseSteps:
         self._unsettled_load: Load | None = None
         self._last_begun: BatchedCall[None] | None = None  #: of a batch; maybe under way
 
+    def __repr__(self) -> str:
+        if not self.granted:
+            state = f"not granted: {self.reason}"
+        elif self._is_held:
+            state = f"hit_blocks={self.hit_blocks}, ready_blocks={self.ready_blocks}, blocks={self._slots.count}"
+        else:
+            state = "released"
+        return f"{type(self).__name__}(request={self._name!r}, {state})"
+
     @property
     def hit_tokens(self) -> int:
         """Leading tokens that need no computing, including those of blocks that are still loading."""

@@ -322,6 +322,9 @@ class OffloadClient(EngineSession):
         request = Clear(id=self._channel.next_id(), epoch=self.epoch)
         return self._channel.ask(request, Cleared)[0].generation
 
+    def _described(self) -> str:
+        return f"{super()._described()}, generation={self.generation}"
+
     @classmethod
     def _open(
         cls,

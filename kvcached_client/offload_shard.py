@@ -90,6 +90,10 @@ class OffloadShard:
         self._channel = channel
         self._copying = threading.RLock()  #: held from the begin of a copy until it is reported
 
+    def __repr__(self) -> str:
+        state = "closed" if self._memory is None else "open"
+        return f"OffloadShard(session={self._session.id}, shard={self.shard}, {state})"
+
     @classmethod
     def join(
         cls,

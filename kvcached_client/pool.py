@@ -82,6 +82,11 @@ class MappedPool:
         self._buffer: Buffer | CudaBuffer | None = buffer
         self._progress: ProgressReader | None = progress
 
+    def __repr__(self) -> str:
+        place = f"device={self.device!r}" if self.device else "on the CPU"
+        state = "" if self._buffer is not None else ", closed"
+        return f"MappedPool(shard={self.shard}, slots={self.slots}, {place}{state})"
+
     def pages(self, layer: int, group: int = 0) -> npt.NDArray[np.uint8]:
         """The pages of one layer as bytes, scales included: uint8 ``[slots, page_bytes]``.
 

@@ -145,7 +145,7 @@ class Admission:
         group = self._groups.find_earlier((request.daemon_epoch, request.session), request.token)
         if (session := self._cache.managed.sessions.get(group.session)) is None:
             raise request_error(
-                ErrorCode.NO_SESSION, "the session was not on a device pool", "say hello, as a new engine does"
+                ErrorCode.NO_SESSION, "the session was not on a device pool", "connect, as a new engine does"
             )
         replica = self._replicas[session.pool.name]
         peer.grants.check_replica(replica.name)
@@ -154,7 +154,7 @@ class Admission:
             raise request_error(
                 ErrorCode.STALE_EPOCH,
                 "the namespace was cleared, or has other weights, since the session was opened",
-                "say hello, as a new engine does",
+                "connect, as a new engine does",
             )
         return group, peer
 
@@ -186,7 +186,7 @@ class Admission:
                 raise request_error(
                     ErrorCode.POOL_BUSY,
                     f"{session.state} session {session.id} holds replica {session.pool.name!r} for processes {pids}",
-                    "say bye in that session, or end its processes, or use another replica",
+                    "close that session, or end its processes, or use another replica",
                 )
             return session
         return None
@@ -238,7 +238,9 @@ def joining(
     """
     group, session = groups.authenticate(session_id, token), sessions.get(session_id)
     if session is None or session.state is not SessionState.ACTIVE:
-        raise request_error(ErrorCode.SESSION_EXPIRED, f"session {session_id} is over", "say hello again, then join")
+        raise request_error(
+            ErrorCode.SESSION_EXPIRED, f"session {session_id} is over", "connect again, then join that session"
+        )
     return group, session
 
 

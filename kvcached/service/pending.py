@@ -197,7 +197,9 @@ class PendingReplies:
     def session_over(self, session: SessionId) -> None:
         """A session has expired or ended: everything that waits in it ends."""
         if self._replies:
-            over = request_error(ErrorCode.NO_SESSION, f"session {session} is over", "say hello again")
+            over = request_error(
+                ErrorCode.NO_SESSION, f"session {session} is over", "close the client and connect again"
+            )
             for wait in Wait:
                 self._end_all(self._replies.get((wait, session, None), ()), over)
 

@@ -47,7 +47,7 @@ WORDS: Final[Mapping[Why, tuple[str, str]]] = {
             "{wanted} slots wanted; of {slots} are {free} free and {evictable} evictable; "
             "{copying} copies under way hold others"
         ),
-        "send wait_for_slots and try again when it is answered",
+        "try again when these copies have ended",
     ),
     Why.POOL_ASLEEP: (
         "the device pool of replica {replica!r} is {state}",
@@ -75,7 +75,7 @@ WORDS: Final[Mapping[Why, tuple[str, str]]] = {
     ),
     Why.FENCES_FULL: (
         "{fences} fences are pending",
-        "signal them in the heartbeat",
+        "signal the fences whose work is done",
     ),
     Why.LEASES_FULL: (
         "{leases} leases are held",
@@ -103,11 +103,11 @@ WORDS: Final[Mapping[Why, tuple[str, str]]] = {
     ),
     Why.NOT_RESUMABLE: (
         "session {session} cannot be resumed",
-        "say hello, as a new engine does",
+        "connect, as a new engine does",
     ),
     Why.NO_SUCH_SESSION: (
         "session {session} is not open",
-        "attach and say hello again",
+        "close the client and connect again",
     ),
     Why.COMMIT_OUT_OF_ORDER: (
         "commit starts at block {start}, lease {lease} is at {depth}",
@@ -135,11 +135,11 @@ WORDS: Final[Mapping[Why, tuple[str, str]]] = {
     ),
     Why.SESSION_EXPIRED: (
         "session {session} sent no heartbeat for {ttl_ms} ms, or lost one of its processes",
-        "stop using its slots, end its processes, then attach and say hello again",
+        "stop using its slots, end its processes, close the client and connect again",
     ),
     Why.STALE_EPOCH: (
         "epoch {epoch} of pool {pool!r} is over, it is {present} now",
-        "attach and say hello again",
+        "close the client and connect again",
     ),
     Why.STILL_LOADING: (
         "part of the hit of lease {lease} is still loading, and what was computed on it may be wrong",

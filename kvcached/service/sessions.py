@@ -180,7 +180,7 @@ class EngineGroups:
             raise request_error(
                 ErrorCode.UNAUTHENTICATED,
                 "the member token is not that of a living process",
-                "attach first, then say hello",
+                "connect again",
             )
         return peer
 
@@ -227,7 +227,7 @@ class EngineGroups:
         raise request_error(
             ErrorCode.NO_SESSION,
             f"session {earlier[1]} of epoch {earlier[0]} is over, or its token was another",
-            "say hello, as a new engine does",
+            "connect, as a new engine does",
         )
 
     def resume(self, group: EngineGroup, connection: bytes, peer: Peer) -> None:
@@ -258,7 +258,7 @@ class EngineGroups:
             raise request_error(
                 ErrorCode.NO_SESSION,
                 f"session {session} is not open, or its token is another",
-                "attach and say hello again",
+                "close the client and connect again",
             )
         return group
 

@@ -163,7 +163,7 @@ class SleepVerbs:
                 raise request_error(
                     ErrorCode.POOL_BUSY,
                     f"{session.state} session {session.id} holds replica {name!r} for processes {pids}",
-                    "say bye in that session, or end its processes, then send sleep again",
+                    "close that session, or end its processes, then ask for sleep again",
                 )
 
     # --- wake -------------------------------------------------------------------------------------------------------

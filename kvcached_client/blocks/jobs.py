@@ -41,6 +41,7 @@ class JobSpan:
     slots: Indices
 
     def __repr__(self) -> str:
+        # Without keys: whoever knows a key can ask for the block.
         return f"JobSpan(depth={self.depth}, blocks={len(self.blocks)})"
 
 
@@ -60,6 +61,11 @@ class BlockJob:
     generation: int
     spans: tuple[JobSpan, ...]
     start: int = 0
+
+    def __repr__(self) -> str:
+        blocks = sum(len(span.blocks) for span in self.spans)
+        what = f"transfer={self.transfer}, generation={self.generation}, start={self.start}"
+        return f"BlockJob({what}, spans={len(self.spans)}, blocks={blocks})"
 
     @property
     def blocks(self) -> list[int]:

@@ -170,6 +170,10 @@ class EnginePages:
     owners: tuple[object, ...]
     is_on_cuda: bool = False
 
+    def __repr__(self) -> str:
+        place = "on a CUDA device" if self.is_on_cuda else "on the CPU"
+        return f"EnginePages(blocks={self.blocks}, block_bytes={self.block_bytes}, layers={len(self.layers)}, {place})"
+
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor | CudaTensor]) -> Self:
         """The pages of tensors ``[blocks, …]``, one tensor for each layer, by layer name.

@@ -70,6 +70,10 @@ class CopyProcess:
         self._open: set[int] = set()
         self._is_over = False
 
+    def __repr__(self) -> str:
+        state = "over" if self._is_over else f"{len(self._open)} orders under way"
+        return f"CopyProcess(shard={self.shard}, pid={self.pid}, {state})"
+
     @classmethod
     def start(
         cls,

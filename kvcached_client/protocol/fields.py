@@ -118,7 +118,7 @@ def check_frames(request: Header, frames: Sequence[bytes | memoryview]) -> None:
         if size_bytes % kind.item_bytes or size_bytes > kind.size_bytes_max:
             raise request_error(
                 ErrorCode.BAD_FRAMES,
-                f"{kind.name} in a frame of {size_bytes} bytes",
+                f"{kind.name} of {size_bytes} bytes",
                 f"a multiple of {kind.item_bytes} bytes, at most {kind.size_bytes_max}",
             )
 

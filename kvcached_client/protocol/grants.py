@@ -61,6 +61,10 @@ class PreparedLoad(NamedTuple):
     slots: npt.NDArray[np.int32]
     start: int
 
+    def __repr__(self) -> str:
+        what = f"transfer={self.transfer}, generation={self.generation}"
+        return f"PreparedLoad({what}, start={self.start}, blocks={len(self.slots)})"
+
     def job(self, keys: bytes, blocks: BlockTable, *, first: int = 0) -> BlockJob:
         """What each shard has to `load`.
 
@@ -113,6 +117,10 @@ class PreparedStore(NamedTuple):
     pieces: tuple[Piece, ...]
     slots: npt.NDArray[np.int32]
 
+    def __repr__(self) -> str:
+        what = f"transfer={self.transfer}, generation={self.generation}"
+        return f"PreparedStore({what}, depth={self.depth}, pieces={len(self.pieces)}, blocks={len(self.slots)})"
+
     def job(self, keys: bytes, blocks: BlockTable, *, first: int = 0) -> BlockJob:
         """What each shard has to `store`, unless `transfer` is 0. See `PreparedLoad.job`.
 
@@ -132,6 +140,9 @@ class Offered(NamedTuple):
     lease: LeaseId
     start: int
     keys: bytes
+
+    def __repr__(self) -> str:
+        return f"Offered(lease={self.lease}, start={self.start}, blocks={len(self.keys) // KEY_SIZE_BYTES})"
 
 
 NOTHING: Final = Grant(LeaseId(0), 0, 0, (), SlotRanges(b"", 0))

@@ -30,6 +30,7 @@ from kvcached_client.protocol.engine import (
     salvage_id,
 )
 from kvcached_client.protocol.fields import check_frames, check_reply_frames
+from kvcached_client.transport.wording import method_of
 from kvcached_client.types import LeaseId, RequestId, TransferId
 
 #: With more requests pending, the daemon is lost. ZeroMQ's own queues are as short.
@@ -209,7 +210,7 @@ def _encode(request: Request) -> bytes:
     try:
         return encode(request)
     except (UnicodeEncodeError, OverflowError, TypeError) as error:
-        raise bad_value(f"{type(request).__name__}: {error}", "see the fields in docs/protocol.md") from None
+        raise bad_value(f"{method_of(request)}: {error}", "correct this argument") from None
 
 
 def _granted(answer: Answer | RequestError | None) -> Orphan | None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
 from kvcached_client.errors import (
+    BadRequest,
     DaemonUnreachable,
     DeadlineExceeded,
     bad_reply,
@@ -27,6 +28,7 @@ from kvcached_client.transport.attach import AttachConnection
 from kvcached_client.transport.calls import PendingCalls
 from kvcached_client.transport.connection import Connection
 from kvcached_client.transport.listener import silent
+from kvcached_client.transport.wording import about_argument
 from kvcached_client.types import RequestId
 
 R = TypeVar("R", bound=Header)
@@ -77,7 +79,7 @@ class Channel:
             DaemonUnreachable: the channel is closed, or has none.
         """
         if self._attached is None or self.is_closed:
-            raise DaemonUnreachable(f"this client of {self.endpoint} has no attach connection")
+            raise DaemonUnreachable(f"this client of {self.endpoint} is closed, or has no session")
         return self._attached.fileno()
 
     def ask(
@@ -115,6 +117,9 @@ class Channel:
         request_id = RequestId(request.id)
         try:
             reply, reply_frames = self._wait_for_reply(request_id)
+        except BadRequest as error:
+            self._calls.abandon(request_id)
+            raise about_argument(request, error) from None
         except BaseException:
             self._calls.abandon(request_id)
             raise

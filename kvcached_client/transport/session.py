@@ -303,6 +303,12 @@ class EngineSession:
         self._on_stale = on_stale
         self._heartbeat = self._start_heartbeat(welcome, generation) if heartbeat else None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._described()}, {'alive' if self.is_alive else 'over'})"
+
+    def _described(self) -> str:
+        return f"session={self.session.id}, run_dir={self.session.run_dir!r}"
+
     @property
     def is_alive(self) -> bool:
         """Whether the session still exists, as far as this process knows. If not, close it and connect again."""

@@ -43,6 +43,9 @@ class BatchedCall(Generic[T]):
         else:
             self._steps = steps
 
+    def __repr__(self) -> str:
+        return f"BatchedCall({'over' if self.is_over else 'under way'})"
+
     @property
     def is_over(self) -> bool:
         """Whether the reply has been taken, or will not come: then `result` does not wait."""

@@ -97,4 +97,5 @@ def test_other_bytes_are_no_job() -> None:
 def test_job_is_shown_without_keys() -> None:
     """The words for people say how much is copied, not what."""
     job = BlockJob(TransferId(8), 3, (JobSpan(1, key(0), key(1), array("q", [4]), array("q", [5])),))
-    assert repr(job) == "BlockJob(transfer=8, generation=3, spans=(JobSpan(depth=1, blocks=1),), start=0)"
+    assert repr(job) == "BlockJob(transfer=8, generation=3, start=0, spans=1, blocks=1)"
+    assert repr(job.spans[0]) == "JobSpan(depth=1, blocks=1)"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 
 import pytest
 
 import kvcached_client
+from tests.project.source_tree import ROOT
 
 
 def test_import_brings_neither_torch_nor_the_daemon() -> None:
@@ -71,3 +73,23 @@ def test_public_names_have_docstrings() -> None:
         for member, attribute in members:
             if not member.startswith("_") and (inspect.isfunction(attribute) or isinstance(attribute, property)):
                 assert attribute.__doc__, f"{name}.{member}"
+
+
+#: What needs more than the dependencies of the client's package, and stays in modules of its own.
+EXTRAS = frozenset({"StreamFences", "LayerGates", "PromptCache"})
+
+
+def test_what_the_documents_name_is_in_the_package() -> None:
+    """A class of the SDK that the guide or the reference names is had from `kvcached_client` itself."""
+    defined = {
+        node.name
+        for path in (ROOT / "kvcached_client").rglob("*.py")
+        if "build" not in path.parts and "protocol" not in path.parts
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    documents = [(ROOT / "docs" / name).read_text() for name in ("sdk.md", "sdk-reference.md")]
+    code = re.findall(r"```.*?```|`[^`\n]+`", "\n".join(documents), re.DOTALL)
+    named = {word for piece in code for word in re.findall(r"\b[A-Z][A-Za-z]+\b", piece)} & defined
+    assert {"AsyncClient", "BlockJob", "StreamFences"} <= named
+    assert named - EXTRAS <= set(kvcached_client.__all__)

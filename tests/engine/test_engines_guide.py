@@ -23,10 +23,7 @@ FRAGMENTS = re.findall(r"```python attached\n(.*?)```", (ROOT / "docs/sdk.md").r
 BEFORE = """
 import numpy as np
 import torch
-from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
-from kvcached_client.offload_shard import OffloadShard
-from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.keys import KeyChain
+from kvcached_client import EnginePages, KeyChain, OffloadClient, OffloadLayout, OffloadShard, new_instance
 keyspace, prompt, table = bytes(32), range(50), np.arange(8)
 """
 BETWEEN = """

@@ -188,7 +188,7 @@ class OffloadVerbs:
             raise request_error(
                 ErrorCode.STALE_EPOCH,
                 f"epoch {epoch} of the host pool is over, it is {self._cache.epoch} now",
-                "attach and say hello again",
+                "close the client and connect again",
             )
 
 

@@ -1,0 +1,100 @@
+"""Mistakes in arguments are told in the words of the caller: the method and the argument, not a field of a message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvcached_client import BadRequest, Client
+from kvcached_client.errors import ErrorCode, Fault, request_error
+from kvcached_client.offload import OffloadClient, OffloadLayout
+from kvcached_client.protocol.engine import Acquire, ErrorReply, Hello, HelloOffload, decode_request, encode
+from kvcached_client.protocol.fields import Header
+from kvcached_client.transport.wording import about_argument
+from tests.client.fake_daemon import FakeDaemon
+from tests.client.test_offload import Script
+
+GOOD: dict[str, Any] = {"engine": "e", "instance": bytes(16), "keyspace": bytes(32), "label": "m"}
+LAYOUT = {"block_size": 16, "shards": 1, "block_bytes": 1024, "fingerprint": bytes(16)}
+
+
+def refused(request: Header) -> str:
+    """The words for a request that the daemon cannot decode."""
+    with pytest.raises(BadRequest) as error:
+        decode_request(encode(request))
+    return str(about_argument(request, error.value))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"request": "x" * 300}, "request of acquire: expected str of length <= 256 (correct request)"),
+        ({"tokens": -1}, "tokens of acquire: expected int >= 0 (correct tokens)"),
+        ({"tokens": 1.5}, "tokens of acquire: expected int, got float (correct tokens)"),
+        ({"priority": 8}, "priority of acquire: expected int <= 7 (correct priority)"),
+        ({"reserve": -2}, "reserve_tokens of acquire: expected int >= 0 (correct reserve_tokens)"),
+    ],
+)
+def test_field_of_acquire_is_its_argument(changed: dict[str, Any], words: str) -> None:
+    """What the daemon says of a field is said of the argument, also where the two have different names."""
+    assert refused(Acquire(**{"id": 1, "epoch": 1, "request": "r", "tokens": 1, **changed})) == f"malformed: {words}"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"label": ""}, "label of connect: expected str of length >= 1 (correct label)"),
+        ({"keyspace": bytes(31)}, "keyspace of connect: expected bytes of length >= 32 (correct keyspace)"),
+        ({"shards": 0}, "layout.shards of connect: expected int >= 1 (correct layout.shards)"),
+    ],
+)
+def test_field_of_a_hello_is_an_argument_of_connect(changed: dict[str, Any], words: str) -> None:
+    """Nobody calls hello: the method is connect, and what describes blocks is in its layout."""
+    fields = {"id": 1, "version_min": 1, "version_max": 1, "member": bytes(32), **GOOD, **LAYOUT, **changed}
+    assert refused(HelloOffload(**fields)) == f"malformed: {words}"
+
+
+def test_other_errors_keep_their_words() -> None:
+    """Only what is known to be about an argument is said anew."""
+    request = Hello(id=1, version_min=1, version_max=1, member=bytes(32), replica="r", layout="", client="c")
+    for code, message in (
+        (ErrorCode.MALFORMED, "header is not MessagePack"),
+        (ErrorCode.BAD_VALUE, "Expected `int` - at `$.tokens`"),
+        (ErrorCode.POOL_BUSY, "session 3 holds the replica"),
+    ):
+        error = request_error(code, message, "fix")
+        assert about_argument(request, error) is error
+
+
+def test_calls_raise_in_these_words(daemon: FakeDaemon, connect: Callable[..., Client]) -> None:
+    """The words are those of the exception that a call raises."""
+
+    def script(request: Header, _: list[bytes]) -> tuple[Header, list[bytes]] | None:
+        if not isinstance(request, Acquire):
+            return None
+        told = "Expected `str` of length <= 256 - at `$.request`"
+        reply = ErrorReply(id=request.id, code=ErrorCode.MALFORMED, fault=Fault.CALLER, message=told, fix="see")
+        return reply, []
+
+    daemon.script = script
+    client = connect()
+    with pytest.raises(BadRequest, match="request of acquire: expected str of length <= 256"):
+        client.acquire("r", client.chain(range(8)))
+
+
+def test_what_cannot_be_sent_names_its_method(connect: Callable[..., Client]) -> None:
+    """An argument that no message can hold is told with the method, too."""
+    client = connect()
+    with pytest.raises(BadRequest, match=r"acquire: 'utf-8' codec .*\(correct this argument\)"):
+        client.acquire("\ud800", client.chain(range(8)))
+
+
+def test_keys_that_are_cut_are_told(daemon: FakeDaemon) -> None:
+    """Keys of another length than a multiple of 16 are told as keys."""
+    daemon.script = Script()
+    layout = OffloadLayout(**LAYOUT)  # type: ignore[arg-type]
+    client = OffloadClient.connect(daemon.run_dir, **GOOD, layout=layout)
+    with client, pytest.raises(BadRequest, match="keys of 17 bytes"):
+        client.acquire("r", bytes(17), 17)
