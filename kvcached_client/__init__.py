@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from kvcached_client.protocol.grants import Hold, Offered, Piece, PreparedLoad, PreparedStore
     from kvcached_client.transport.attach import SessionGrant
     from kvcached_client.transport.misses import FailureReason
+    from kvcached_client.transport.run_dir import default_run_dir
     from kvcached_client.transport.steps import BatchedCall
 
 _HOMES = {
@@ -98,6 +99,7 @@ _HOMES = {
     "protocol.grants": ("Hold", "Offered", "Piece", "PreparedLoad", "PreparedStore"),
     "transport.attach": ("SessionGrant",),
     "transport.misses": ("FailureReason",),
+    "transport.run_dir": ("default_run_dir",),
     "transport.steps": ("BatchedCall",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -148,6 +150,7 @@ __all__ = [
     "SessionGrant",
     "Stale",
     "TransportError",
+    "default_run_dir",
     "layout_from_model_config",
     "lock_memory",
     "map_pool",

@@ -257,7 +257,7 @@ class Admin(ReportCalls, AdminCalls):
 
     @classmethod
     def connect(cls, run_dir: str | os.PathLike[str] | None = None, *, deadline_ms: int = 5000) -> Self:
-        """Connect to the daemon in `run_dir` (default: `run_dir.default_run_dir`). Calls take at most `deadline_ms`.
+        """Connect to the daemon in `run_dir` (default: `default_run_dir`). Calls take at most `deadline_ms`.
 
         Raises:
             DaemonUnreachable: nothing listens in `run_dir`.

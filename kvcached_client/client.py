@@ -70,7 +70,7 @@ class ClientSteps(EngineSession):
         heartbeat: bool = True,
         reserve_blocks: int = 0,
     ) -> Self:
-        """One attempt of `Client.connect`, which blocks."""
+        """`Client.connect`: one attempt, which blocks."""
         if failures not in get_args(Failures):
             raise ValueError(f"failures is {failures!r}, not one of {', '.join(get_args(Failures))}")
         if deadline_ms < 1:
@@ -266,7 +266,7 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
         """Open a session on a replica's pool.
 
         Args:
-            run_dir: directory of the daemon's sockets; default: `run_dir.default_run_dir`.
+            run_dir: directory of the daemon's sockets; default: `default_run_dir`.
             replica: name of a replica in the daemon's configuration.
             deadline_ms: limit for one call, and for each step of this one.
             failures: "raise" raises typed errors. "miss" makes every failure of the daemon look like an empty cache:

@@ -131,7 +131,7 @@ class OffloadClient(EngineSession):
         """Open a session in the namespace that `keyspace` and `layout` define.
 
         Args:
-            run_dir: directory of the daemon's sockets; default: `run_dir.default_run_dir`.
+            run_dir: directory of the daemon's sockets; default: `default_run_dir`.
             engine: name and version of the engine, for logs.
             instance: `new_instance`, the same in every connect of one engine.
             keyspace: 32 bytes, a digest of everything that makes blocks with the same keys interchangeable.

@@ -111,7 +111,8 @@ class OffloadShard:
             shard: index of this shard.
             pages: the shard's tensors, with the layout that the scheduler declared.
             deadline_ms: limit for joining, and later for each report to the daemon.
-            confirm: see `BlockTransfers`.
+            confirm: called when the bytes of a store are copied, and no block counts as stored yet; raises where they
+                may be wrong.
 
         Raises:
             DaemonUnreachable: nothing listens in the session's run directory.

@@ -106,7 +106,7 @@ class OneProcessEngine:
     Args:
         identity: what the engine says of itself.
         pages: where its blocks are.
-        run_dir: directory of the daemon's sockets; default: `run_dir.default_run_dir`.
+        run_dir: directory of the daemon's sockets; default: `default_run_dir`.
         deadline_ms: limit for one call to the daemon.
         log: where it is written that the daemon is lost or found.
     """

@@ -61,7 +61,7 @@ class PromptCache:
 
         Args:
             model: a text model that generates, all of whose layers have full attention, in `eval` mode.
-            run_dir: directory of the daemon's sockets; default: `run_dir.default_run_dir`.
+            run_dir: directory of the daemon's sockets; default: `default_run_dir`.
             block_size: tokens in a block; whole blocks are stored and found again.
             deadline_ms: limit for one call to the daemon.
 

@@ -238,7 +238,7 @@ class SessionChannel(Channel):
 def open_channel(
     run_dir: str | os.PathLike[str] | None, *, deadline_ms: int, failures: Failures
 ) -> tuple[SessionChannel, bytes]:
-    """Connect to the daemon in `run_dir` (default: `run_dir.default_run_dir`).
+    """Connect to the daemon in `run_dir` (default: `default_run_dir`).
 
     Returns:
         The channel, and the token that names this process in a hello.

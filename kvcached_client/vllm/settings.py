@@ -66,7 +66,7 @@ class Settings:
     """The keys of ``kv_connector_extra_config``.
 
     Attributes:
-        run_dir: directory of the daemon's sockets; None = `run_dir.default_run_dir`.
+        run_dir: directory of the daemon's sockets; None = `default_run_dir`.
         weights_version: a string to change when weights change without a change of their files.
         hold_deadline_ms: how long a request waits for the daemon before it is computed without external cache.
         prefetch: how long a request waits for blocks from the daemon's storage.
