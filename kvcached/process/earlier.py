@@ -69,6 +69,7 @@ async def _end_holder(lock: int, name: str, module: str, deadline_s: float) -> N
         raise OSError(f"the process of an earlier daemon that holds {name} starts or ends right now; start again")
     pidfd = pidfd_of(pid)
     if pidfd is None:
+        _check_released(lock, name, pid)
         return
     try:
         arguments = arguments_of(pid)
@@ -82,3 +83,12 @@ async def _end_holder(lock: int, name: str, module: str, deadline_s: float) -> N
         raise OSError(f"process {pid} of an earlier daemon, which holds {name}, does not end") from None
     finally:
         os.close(pidfd)
+
+
+def _check_released(lock: int, name: str, pid: int) -> None:
+    """A process that is not there has let go of its lock, unless it lives where it cannot be seen."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        where = "and is not visible in this pid namespace; end its container"
+        raise OSError(f"process {pid} of an earlier daemon holds {name}, {where}") from None

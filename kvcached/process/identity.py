@@ -30,6 +30,11 @@ class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     started: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
+def pid_namespace() -> int:
+    """The inode of this process's pid namespace. No other namespace has it while this one exists."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
 def identity_of(pid: int) -> ProcessIdentity | None:
     """What tells a process from later ones that get its id; None where it is gone, or not visible from here."""
     try:

@@ -162,12 +162,14 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         format: the file's.
         boot: the boot of the machine in which it was written.
         epoch: that of the daemon that wrote it.
+        pid_namespace: the inode of the namespace that its process ids belong to; 0 if it is unknown.
         host: the host pool; None without one.
     """
 
     format: Literal[3] = FORMAT
     boot: str
     epoch: Count
+    pid_namespace: Count = 0
     host: HostPoolRecord | None = None
     namespaces: tuple[NamespaceRecord, ...] = ()
     replicas: tuple[ReplicaRecord, ...] = ()

@@ -27,7 +27,7 @@ from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.restart.restore import Owner, RestoredCache, StoredBlocks
 from kvcached.core.slots.ranges import no_ranges
 from kvcached.memory.host_pool import HostHeaders, HostMemory, adopt_host_memory, create_host_memory
-from kvcached.process.identity import ProcessIdentity
+from kvcached.process.identity import ProcessIdentity, pid_namespace
 from kvcached.process.peer import PeerProcess, UnseenProcess
 from kvcached.recovery.device_pools import PoolMemory, device_pools, kept_device, served_devices
 from kvcached.recovery.engine_pools import EnginePools
@@ -209,7 +209,12 @@ def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers
         headers: those of the host pool; None if it is not the pool that the ledger names.
     """
     revival, taken = RestoredCache(cache), Takeover()
-    living = {(record.epoch, record.id): (record, peers) for record in ledger.sessions if (peers := _living(record))}
+    sees = _sees_processes_of(ledger)
+    living = {
+        (record.epoch, record.id): (record, peers)
+        for record in ledger.sessions
+        if (peers := _living(record, sees=sees))
+    }
     if headers is not None:
         _take_replicas(ledger, replicas, headers, revival)
         if cache.offload.namespaces.most:
@@ -324,8 +329,20 @@ def _geometry(host: HostPoolRecord, space: NamespaceRecord) -> HostGeometry:
     )
 
 
-def _living(record: SessionRecord) -> list[_Member]:
-    found = ((_peer(each.process), each.shard) for each in record.members)
+def _sees_processes_of(ledger: Ledger) -> bool:
+    """Whether the process ids of the ledger are those of this pid namespace.
+
+    A daemon in another container may have another one. Ids of the earlier one then say nothing here, and none of its
+    processes may be taken for dead. (A namespace of the same inode as one that has ended finds them dead, as they are.)
+    """
+    if ledger.pid_namespace in {0, pid_namespace()}:
+        return True
+    _log.warning("the earlier daemon ran in another pid namespace: it is not seen which of its engines still live")
+    return False
+
+
+def _living(record: SessionRecord, *, sees: bool) -> list[_Member]:
+    found = ((_peer(each.process if sees else None), each.shard) for each in record.members)
     return [(peer, None if shard is None else ShardIndex(shard)) for peer, shard in found if peer is not None]
 
 

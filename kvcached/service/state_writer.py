@@ -22,6 +22,7 @@ from kvcached.core.generations import Generations
 from kvcached.core.messages import BlocksUncached, Event, SlabAllocated, SlotsHandedOut, StorageReady
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.states import NO_MEMORY
+from kvcached.process.identity import pid_namespace
 from kvcached.recovery.generations import EditionRecord, Record, RecordWriter
 from kvcached.recovery.state_file import (
     HostPoolRecord,
@@ -133,6 +134,7 @@ class StateWriter:
         return Ledger(
             boot=state_place.boot,
             epoch=self._cache.epoch,
+            pid_namespace=pid_namespace(),
             host=None if state_place.host is None else _with_allocated(state_place.host, self._cache),
             namespaces=tuple(self._namespaces()),
             replicas=tuple(_replica(each, self._cache) for each in self._replicas.values()),
