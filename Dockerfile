@@ -9,7 +9,8 @@
 # The pools are shared memory of this container (memfd), so its memory limit must hold them; /dev/shm is not used.
 # The first process keeps the host pool while the daemon is dead, and starts it again: `docker kill --signal HUP` upgrades or
 # restarts the daemon with its cache, and a crash loses nothing of the host pool. The end of the container does, but for what
-# [storage] has in the volume /var/cache/kvcached (-v kvcached-disk:/var/cache/kvcached).
+# [storage] has in the volume /var/cache/kvcached (-v kvcached-disk:/var/cache/kvcached), unless another container keeps the
+# memory (`kvcached keep`): configs/compose.yaml and configs/kubernetes.yaml have one, docs/deployment.md explains it.
 
 FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
@@ -30,6 +31,7 @@ RUN /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check '/s
 FROM python:3.12-slim AS run
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin kvcached \
     && install --directory --owner kvcached --mode 0750 /run/kvcached \
+    && install --directory --owner kvcached --mode 0700 /run/kvcached-keeper \
     && install --directory --owner kvcached --mode 0700 /var/cache/kvcached
 ENV PATH=/opt/kvcached/bin:$PATH \
     PYTHONUNBUFFERED=1 \

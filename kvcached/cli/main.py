@@ -29,7 +29,7 @@ from kvcached.cli.options import (
     print_json,
     run_dir_option,
 )
-from kvcached.cli.serve import capacity, check_config, serve, supervise
+from kvcached.cli.serve import capacity, check_config, keep, serve, supervise
 from kvcached.cli.set_up import doctor, init
 from kvcached.cli.top import top
 from kvcached.cli.what_if import what_if
@@ -52,6 +52,7 @@ SECTIONS: Final = {
     "Run": {
         "serve": "Run the daemon until SIGTERM or SIGINT.",
         "supervise": "Run `serve`, restart it after a crash, keep its memory.",
+        "keep": "Keep a daemon's memory while its container is replaced.",
     },
     "Look": {
         "health": "Send a real request through every worker.",
@@ -120,7 +121,7 @@ def main() -> None:
 
 
 for _command in (
-    *(init, check_config, capacity, doctor, serve, supervise, top, explain, what_if, events, pin, unpin),
+    *(init, check_config, capacity, doctor, serve, supervise, keep, top, explain, what_if, events, pin, unpin),
     *(clear, set_weights, set_policy, storage, pause, drain, resume, sleep, wake),
 ):
     main.add_command(_command)

@@ -1,4 +1,4 @@
-"""The commands that take a configuration: serve, supervise, check-config, capacity.
+"""The commands that run the daemon or take its configuration: serve, supervise, keep, check-config, capacity.
 
 They import what they need when they run, so that the quick ones stay quick.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -42,6 +42,17 @@ def _overlay_options(command: Callable[..., None]) -> Callable[..., None]:
         text = f"Overrides {name.replace('-', '_')} in the file.  [env var: {variable}]"
         command = click.option(f"--{name}", type=choices, show_default="as in the file", help=text)(command)
     return command
+
+
+_log_format_option = click.option(
+    "--log-format",
+    type=click.Choice(["plain", "json"]),
+    default="plain",
+    envvar="KVCACHED_LOG_FORMAT",
+    show_envvar=True,
+    show_default=True,
+    help="Format of this command's own log; if given to supervise, also passed to the daemon.",
+)
 
 
 @click.command(epilog=EPILOG)
@@ -99,19 +110,21 @@ def check_config(config_path: Path, *, as_json: bool, **options: str | None) -> 
     show_default=True,
     help="Give up after the daemon has died this many times in a row before it was ready.",
 )
+@_log_format_option
 @click.option(
-    "--log-format",
-    type=click.Choice(["plain", "json"]),
-    default="plain",
-    envvar="KVCACHED_LOG_FORMAT",
-    show_envvar=True,
-    show_default=True,
-    help="Format of supervise's own log; if given, also passed to the daemon.",
+    "--keeper",
+    type=click.Path(path_type=Path),
+    show_default="none",
+    help="Socket of `kvcached keep`, which keeps the memory beyond the end of this process and its container.",
 )
 @click.argument("serve_arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def supervise(
-    context: click.Context, failed_starts_max: int, log_format: str, serve_arguments: tuple[str, ...]
+    context: click.Context,
+    failed_starts_max: int,
+    log_format: Literal["plain", "json"],
+    keeper: Path | None,
+    serve_arguments: tuple[str, ...],
 ) -> None:
     """Run `kvcached serve` with these arguments, restart it when it dies, and keep its memory meanwhile."""
     from click.core import ParameterSource
@@ -120,13 +133,36 @@ def supervise(
     from kvcached.recovery.supervise import Policy, serve_command
     from kvcached.recovery.supervise import supervise as run
 
-    set_up_logging("info", "json" if log_format == "json" else "plain")
+    set_up_logging("info", log_format)
     given = context.get_parameter_source("log_format") is ParameterSource.COMMANDLINE
     passed_on = ["--log-format", log_format] if given else []
+    command, policy = serve_command([*passed_on, *serve_arguments]), Policy(failed_starts_max=failed_starts_max)
     try:
-        status = run(serve_command([*passed_on, *serve_arguments]), Policy(failed_starts_max=failed_starts_max))
+        status = run(command, policy, "" if keeper is None else str(keeper))
     except OSError as error:
-        fail(ExitCode.START_FAILED, str(error))
+        fail(ExitCode.START_FAILED, error.strerror or str(error))
+    sys.exit(status)
+
+
+@click.command(epilog=EPILOG)
+@click.option(
+    "--socket",
+    "socket_path",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Where to listen: in a directory that this container and that of `kvcached supervise` share.",
+)
+@_log_format_option
+def keep(socket_path: Path, log_format: Literal["plain", "json"]) -> None:
+    """Keep the memory of a daemon whose container is replaced. `kvcached supervise --keeper` connects to it."""
+    from kvcached.log import set_up_logging
+    from kvcached.recovery.keeper import keep as run
+
+    set_up_logging("info", log_format)
+    try:
+        status = run(str(socket_path))
+    except OSError as error:
+        fail(ExitCode.START_FAILED, f"keeper at {socket_path}: {error.strerror or error}")
     sys.exit(status)
 
 

@@ -23,7 +23,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from kvcached.process.readable import readable
 
@@ -50,7 +50,7 @@ NAME_LENGTH_MAX: Final = 255
 KEPT_MAX: Final = 256
 #: The longest message; systemd has the same limit.
 MESSAGE_BYTES_MAX: Final = 4096
-_DESCRIPTORS_PER_MESSAGE_MAX: Final = 16
+DESCRIPTORS_PER_MESSAGE_MAX: Final = 16
 #: How many messages are read at a time: more than a queue holds. A flood of messages must not delay signals.
 _MESSAGES_PER_CALL_MAX: Final = 1024
 #: The interval between two log lines about rejected messages.
@@ -121,12 +121,22 @@ def store(name: str, descriptor: int) -> bool:
     Raises:
         ValueError: the name is not allowed.
     """
-    return notify(f"FDSTORE=1\nFDNAME={_checked(name)}\nFDPOLL=0", (descriptor,))
+    return notify(store_message(name), (descriptor,))
 
 
 def remove(name: str) -> bool:
     """Ask the manager to close the descriptors that it keeps under a name. Returns and raises as `store`."""
-    return notify(f"FDSTOREREMOVE=1\nFDNAME={_checked(name)}")
+    return notify(remove_message(name))
+
+
+def store_message(name: str) -> str:
+    """What goes with a descriptor that is to be kept."""
+    return f"FDSTORE=1\nFDNAME={_checked(name)}\nFDPOLL=0"
+
+
+def remove_message(name: str) -> str:
+    """What has the descriptors of a name closed."""
+    return f"FDSTOREREMOVE=1\nFDNAME={_checked(name)}"
 
 
 async def taken_in() -> bool:
@@ -187,6 +197,12 @@ class Notice(NamedTuple):
     fields: dict[str, str]
     descriptors: list[int]  #: close-on-exec; the receiver closes them
 
+    @classmethod
+    def of(cls, data: bytes, descriptors: list[int]) -> Self:
+        """A message as it was received."""
+        lines = data.decode("utf-8", "replace").split("\n")
+        return cls(dict(line.split("=", 1) for line in lines if "=" in line), descriptors)
+
 
 class NoticeSocket:
     """A datagram socket in a private directory, which no other user may enter.
@@ -209,7 +225,7 @@ class NoticeSocket:
         except OSError:
             self._socket.close()
             raise
-        self._refusals = _Refusals()
+        self._refusals = Refusals("notifications were not believed")
 
     def fileno(self) -> int:
         """The descriptor to poll for messages."""
@@ -222,7 +238,7 @@ class NoticeSocket:
 
     def messages(self, pid: int) -> Iterator[Notice]:
         """The messages of process `pid` of this user. All other messages are dropped and counted. Never waits."""
-        room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_DESCRIPTORS_PER_MESSAGE_MAX * 4)
+        room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(DESCRIPTORS_PER_MESSAGE_MAX * 4)
         for _ in range(_MESSAGES_PER_CALL_MAX):
             try:
                 data, ancillary, flags, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
@@ -234,31 +250,35 @@ class NoticeSocket:
             if sender is None or not pid or sender[:2] != (pid, os.geteuid()):
                 fault = f"it is of process {sender[0] if sender else 0}, not of the daemon ({pid})"
             elif flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                fault = f"more than {MESSAGE_BYTES_MAX} bytes or {_DESCRIPTORS_PER_MESSAGE_MAX} descriptors"
+                fault = f"more than {MESSAGE_BYTES_MAX} bytes or {DESCRIPTORS_PER_MESSAGE_MAX} descriptors"
             if fault:
                 self._refusals.note(fault)
                 _close(descriptors)
             else:
-                yield Notice(_fields(data), descriptors)
+                yield Notice.of(data, descriptors)
 
 
-class _Refusals:
-    """Logs rejected notifications: the first one, then one line for all within a minute.
+class Refusals:
+    """Logs what was rejected: the first, then one line for all within a minute.
 
     One line each would let any process that can send to the socket fill the disk.
+
+    Args:
+        what: words that follow their number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._unlogged = 0
         self._logged_s = -math.inf
 
     def note(self, fault: str) -> None:
-        """Count one more rejected notification."""
+        """Count one more."""
         self._unlogged += 1
         now_s = time.monotonic()
         if now_s - self._logged_s < _REFUSAL_LOG_PAUSE_S:
             return
-        _log.warning("%d notifications were not believed since the last such line; the last: %s", self._unlogged, fault)
+        _log.warning("%d %s since the last such line; the last: %s", self._unlogged, self._what, fault)
         self._unlogged, self._logged_s = 0, now_s
 
 
@@ -346,11 +366,6 @@ def _unpacked(ancillary: list[tuple[int, int, bytes]]) -> tuple[tuple[int, int, 
         elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(content[: len(content) // descriptors.itemsize * descriptors.itemsize])
     return sender, list(descriptors)
-
-
-def _fields(data: bytes) -> dict[str, str]:
-    lines = data.decode("utf-8", "replace").split("\n")
-    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def _close(descriptors: list[int]) -> None:

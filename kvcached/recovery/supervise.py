@@ -32,6 +32,7 @@ from kvcached.recovery.fd_store import (
     NoticeSocket,
     notify,
 )
+from kvcached.recovery.keeper_link import KeeperLink
 from kvcached.recovery.watchdog import PID_VARIABLE as WATCHDOG_PID_VARIABLE
 from kvcached.recovery.watchdog import USEC_VARIABLE, Pings, Watch
 from kvcached.recovery.watchdog import VARIABLES as WATCHDOG_VARIABLES
@@ -81,22 +82,28 @@ def serve_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "kvcached", "serve", *arguments]
 
 
-def supervise(command: Sequence[str], policy: Policy) -> int:
+def supervise(command: Sequence[str], policy: Policy, keeper: str = "") -> int:
     """Run `command` until SIGTERM or SIGINT, which are forwarded; SIGHUP restarts it. Returns the exit status.
 
     If the daemon was told to stop, or if its first start was wrong usage, that is the daemon's own status, or 128 plus
     the number of the signal that killed it. If it died too often before it was ready, that is `START_FAILED`.
 
+    Args:
+        command: the daemon's.
+        policy: when it is started again.
+        keeper: the socket of a keeper, which keeps the descriptors beyond the end of this process; empty without one.
+
     Raises:
-        OSError: the kernel refused a step before the first start; nothing was started.
+        OSError: the kernel or the keeper refused a step before the first start; nothing was started.
     """
-    return asyncio.run(_Supervisor(command, policy).run())
+    return asyncio.run(_Supervisor(command, policy, keeper).run())
 
 
 class _Supervisor:
-    def __init__(self, command: Sequence[str], policy: Policy) -> None:
+    def __init__(self, command: Sequence[str], policy: Policy, keeper: str) -> None:
         self._command = list(command)
         self._policy = policy
+        self._keeper_path = keeper
         self._kept = KeptDescriptors()
         self._pid = 0  #: the daemon's; 0 while none runs
         self._started_s = 0.0
@@ -120,11 +127,17 @@ class _Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_stop, number)
         self._loop.add_reader(self._notices.fileno(), self._read_notices)
+        self._keeper = KeeperLink(self._keeper_path, self._kept) if self._keeper_path else None
         try:
-            self._start()
+            if self._keeper is not None:
+                await self._keeper.open()
+            if not self._done.done():  # nobody has told it to stop meanwhile
+                self._start()
             return await self._done
         finally:
             self._pings.close()
+            if self._keeper is not None:
+                self._keeper.close()
             self._loop.remove_reader(self._notices.fileno())
             self._notices.close()
             self._kept.close()
@@ -145,6 +158,8 @@ class _Supervisor:
 
     def _read_notices(self) -> None:
         for notice in self._notices.messages(self._pid):
+            if self._keeper is not None:
+                self._keeper.pass_on(notice)
             self._kept.take(notice)
             self._watch.hear(notice.fields)
             if notice.fields.get("READY") == "1":

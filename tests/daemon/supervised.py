@@ -77,12 +77,23 @@ class Supervised:
 
 
 @contextlib.contextmanager
-def supervised(directory: Path, config: str, **policy: float) -> Iterator[Supervised]:
-    """From the first daemon's readiness to the end of all; `policy` as `kvcached.recovery.supervise.Policy` has it."""
+def supervised(
+    directory: Path, config: str, *, keeper: Path | None = None, within: tuple[str, ...] = (), **policy: float
+) -> Iterator[Supervised]:
+    """From the first daemon's readiness to the end of all.
+
+    Args:
+        directory: where everything is.
+        config: the daemon's.
+        keeper: the socket of a keeper.
+        within: the command that starts the supervisor, such as one that makes a namespace for it.
+        policy: as `kvcached.recovery.supervise.Policy` has it.
+    """
     path, run_dir, log_path = directory / "kvcached.toml", directory / "run", directory / "run.log"
     path.write_text(config)
     options = ["--config", str(path), "--run-dir", str(run_dir)]
-    command = [sys.executable, "-m", "kvcached", "supervise", *options]
+    kept = [] if keeper is None else ["--keeper", str(keeper)]
+    command = [*within, sys.executable, "-m", "kvcached", "supervise", *kept, *options]
     if policy:
         supervisor = [sys.executable, "-m", "tests.recovery.supervised", json.dumps(policy)]
         command = [*supervisor, *serve_command(options)]

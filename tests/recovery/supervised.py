@@ -1,4 +1,7 @@
-"""``python -m tests.recovery.supervised <policy as JSON> <command>...``: a supervisor of any command."""
+"""``python -m tests.recovery.supervised <policy as JSON> <command>...``: a supervisor of any command.
+
+The policy may also name the socket of a keeper.
+"""
 
 from __future__ import annotations
 
@@ -10,4 +13,6 @@ from kvcached.recovery.supervise import Policy, supervise
 
 if __name__ == "__main__":
     set_up_logging("info", "plain")
-    sys.exit(supervise(sys.argv[2:], Policy(**json.loads(sys.argv[1]))))
+    policy = json.loads(sys.argv[1])
+    keeper = policy.pop("keeper", "")
+    sys.exit(supervise(sys.argv[2:], Policy(**policy), keeper))

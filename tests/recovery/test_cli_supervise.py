@@ -25,28 +25,29 @@ DEADLINE_S = 30
 
 
 @pytest.mark.parametrize(
-    ("given", "passed_on", "failed_starts_max"),
+    ("given", "passed_on", "failed_starts_max", "keeper"),
     [
-        (["--config", "x"], ["--config", "x"], FAILED_STARTS_MAX),
-        (["--config", "x", "--failed-starts-max", "3", "--run-dir", "r"], ["--config", "x", "--run-dir", "r"], 3),
-        (["--log-format", "json", "--log-level=debug"], ["--log-format", "json", "--log-level=debug"], 8),
+        (["--config", "x"], ["--config", "x"], FAILED_STARTS_MAX, ""),
+        (["--config", "x", "--failed-starts-max", "3", "--run-dir", "r"], ["--config", "x", "--run-dir", "r"], 3, ""),
+        (["--log-format", "json", "--log-level=debug"], ["--log-format", "json", "--log-level=debug"], 8, ""),
+        (["--keeper", "/k/keeper.sock", "--config", "x"], ["--config", "x"], 8, "/k/keeper.sock"),
     ],
 )
 def test_cli_supervise_hands_its_arguments_on(
-    given: list[str], passed_on: list[str], failed_starts_max: int, monkeypatch: pytest.MonkeyPatch
+    given: list[str], passed_on: list[str], failed_starts_max: int, keeper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`kvcached supervise` runs `serve` of the same program with what is not its own, and exits with its status."""
     calls = []
 
-    def fake(command: list[str], policy: Policy) -> int:
-        calls.append((command, policy))
+    def fake(command: list[str], policy: Policy, keeper: str) -> int:
+        calls.append((command, policy, keeper))
         return 9
 
     monkeypatch.setattr(kvcached.recovery.supervise, "supervise", fake)
 
     assert CliRunner().invoke(main, ["supervise", *given]).exit_code == 9
     expected = [sys.executable, "-m", "kvcached", "serve", *passed_on]
-    assert calls == [(expected, Policy(failed_starts_max=failed_starts_max))]
+    assert calls == [(expected, Policy(failed_starts_max=failed_starts_max), keeper)]
 
 
 def test_cli_supervise_uses_the_exit_codes_of_the_command() -> None:
