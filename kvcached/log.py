@@ -1,6 +1,7 @@
 """Logging of the daemon: to stderr, which systemd and container runtimes keep. Stdout carries data only.
 
-Messages hold names that peers chose. Characters that could forge a line or drive a terminal are escaped.
+Messages hold names that peers chose. Characters that could forge a line or drive a terminal are escaped. A message that
+names its arguments, as in ``"session %(session)d ended"``, has them as fields where the format is JSON.
 """
 
 from __future__ import annotations
@@ -11,26 +12,45 @@ import logging
 import os
 import stat
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Final, Literal
 
-_LEVELS: Final = {
+from kvcached_client.types import LogLevel
+
+_LEVELS: Final[dict[LogLevel, int]] = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
     "warning": logging.WARNING,
     "error": logging.ERROR,
 }
+_STDERR: Final = 2
+_LOGGERS: Final = ("kvcached", "kvcached_client")
+#: systemd sets it to device and inode of the stream that it has given to a process: the journal's.
+_JOURNAL_VARIABLE: Final = "JOURNAL_STREAM"
+#: Priorities of syslog, by the level that they begin with.
+_PRIORITIES: Final = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6}
+_DEBUG_PRIORITY: Final = 7
 
 
-def set_up_logging(level: Literal["debug", "info", "warning", "error"], log_format: Literal["plain", "json"]) -> None:
+def set_up_logging(level: LogLevel, log_format: Literal["plain", "json"]) -> None:
     """Send what `kvcached` and `kvcached_client` log to stderr. Called again, it replaces the earlier settings."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if log_format == "json" else _PlainFormatter())
-    for name in ("kvcached", "kvcached_client"):
+    formatter = _JsonFormatter() if log_format == "json" else _PlainFormatter()
+    handler.setFormatter(_JournalFormatter(formatter) if _is_journal(_STDERR) else formatter)
+    for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
-        logger.setLevel(_LEVELS[level])
         logger.propagate = False
+    set_level(level)
+
+
+def set_level(level: LogLevel) -> LogLevel:
+    """Log messages of this level and above from now on; returns the level of before."""
+    before = logging.getLogger(_LOGGERS[0]).getEffectiveLevel()
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(_LEVELS[level])
+    return next((known for known, number in _LEVELS.items() if number >= before), "error")
 
 
 def open_log(path: str) -> int:
@@ -77,10 +97,12 @@ class _PlainFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, logger, message[, traceback]."""
+    """One JSON object per line: time, level, logger, message, the fields that the message names[, traceback]."""
 
     def format(self, record: logging.LogRecord) -> str:
+        fields = record.args if isinstance(record.args, Mapping) else {}
         entry = {
+            **fields,
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -88,4 +110,22 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
+        return json.dumps(entry, default=str)
+
+
+class _JournalFormatter(logging.Formatter):
+    """Lines of another format, each behind its priority, which journald takes off and stores."""
+
+    def __init__(self, lines: logging.Formatter) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def format(self, record: logging.LogRecord) -> str:
+        priority = next((each for level, each in _PRIORITIES.items() if record.levelno >= level), _DEBUG_PRIORITY)
+        return "\n".join(f"<{priority}>{line}" for line in self._lines.format(record).split("\n"))
+
+
+def _is_journal(descriptor: int) -> bool:
+    """Whether what is written to a descriptor goes to the journal, as `$JOURNAL_STREAM` says."""
+    status = os.fstat(descriptor)
+    return os.environ.get(_JOURNAL_VARIABLE) == f"{status.st_dev}:{status.st_ino}"

@@ -126,7 +126,11 @@ class Holder:
 
     def _note(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("internal error while replica %s falls asleep or wakes", self._replica, exc_info=error)
+            _log.error(
+                "internal error while replica %(replica)s falls asleep or wakes",
+                {"replica": self._replica},
+                exc_info=error,
+            )
 
     async def _end_workers(self, ended: Callable[[], None]) -> None:
         async with self._turn:
@@ -146,7 +150,8 @@ class Holder:
         pauses = restart_pauses()
         while isinstance(outcome := await self._try_to_make(generation), str):
             pause_s = pauses.pause_s()
-            _log.error("replica %s: no memory, the next try is in %g s: %s", self._replica, pause_s, outcome)
+            fields = {"replica": self._replica, "pause_s": pause_s, "reason": outcome}
+            _log.error("replica %(replica)s: no memory, the next try is in %(pause_s)g s: %(reason)s", fields)
             self._lost = outcome
             await asyncio.sleep(pause_s)
         self._lost = ""
@@ -162,7 +167,7 @@ class Holder:
             except (RequestError, NotEnoughMemory, DeviceError, OSError) as error:
                 reason = str(error)
             except Exception as error:  # noqa: BLE001  whatever it was, the pool must not stay between the two
-                _log.exception("internal error while replica %s wakes", self._replica)
+                _log.exception("internal error while replica %(replica)s wakes", {"replica": self._replica})
                 reason = f"{type(error).__name__}: {error}"
             await self._memory.give_back()
             return reason
@@ -254,7 +259,8 @@ def verify(config: Config) -> Verify:
 
 
 def _on_worker_lost(news: News, replica: str, shard: ShardIndex, reason: str) -> None:
-    _log.error("replica %s lost the worker of shard %d; its cache stays: %s", replica, shard, reason)
+    fields = {"replica": replica, "shard": shard, "reason": reason}
+    _log.error("replica %(replica)s lost the worker of shard %(shard)d; its cache stays: %(reason)s", fields)
     news.tell(WorkerDied(replica))
 
 

@@ -21,6 +21,7 @@ from kvcached_client.protocol.engine import (
     HealthReport,
     Inspect,
     InspectReport,
+    LogLevelSet,
     NamespaceCleared,
     Pause,
     Paused,
@@ -29,6 +30,7 @@ from kvcached_client.protocol.engine import (
     PolicySet,
     Resume,
     Resumed,
+    SetLogLevel,
     SetPolicy,
     SetWeights,
     Sleep,
@@ -48,7 +50,7 @@ from kvcached_client.protocol.engine import (
 )
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.run_dir import default_run_dir, rpc_endpoint
-from kvcached_client.types import WritePolicy
+from kvcached_client.types import LogLevel, WritePolicy
 
 _NS_PER_MS: Final = 1_000_000
 #: After the last store: workers end, and the memory is given back.
@@ -239,6 +241,10 @@ class AdminCalls:
     def unpin(self, target: str, keys: bytes) -> bool:
         """End a pin; returns whether there was one. Target and keys are those of `pin`."""
         return self._channel.ask(Unpin(id=self._channel.next_id(), target=target), Unpinned, (keys,))[0].was_pinned
+
+    def set_log_level(self, level: LogLevel) -> LogLevelSet:
+        """Have the daemon log messages of this level and above, until its end; the answer has the level of before."""
+        return self._channel.ask(SetLogLevel(id=self._channel.next_id(), level=level), LogLevelSet)[0]
 
     def _deadline_ns(self, deadline_ms: int) -> int:
         """Deadline of a call for which the daemon may take `deadline_ms`."""

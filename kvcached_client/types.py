@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from enum import StrEnum
-from typing import NewType
+from typing import Literal, NewType, TypeAlias
 
 #: Key of a block: the first 16 bytes of its chained hash.
 BlockKey = NewType("BlockKey", bytes)
@@ -43,6 +43,10 @@ class MissReason(StrEnum):
     PAUSED = "paused"  #: it is in host memory, but copies are paused
     OTHER_REPLICA = "other_replica"  #: it is only in the device pool of another replica
     UNKNOWN_NAMESPACE = "unknown_namespace"  #: no engine has declared the namespace
+
+
+#: What a daemon logs: messages of this level and above.
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 
 class WritePolicy(StrEnum):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 
@@ -25,7 +25,7 @@ from kvcached.cli.options import (
 )
 from kvcached.log import escaped
 from kvcached_client.protocol.admin import ADMIN_DEADLINE_MS_MAX, PIN_TTL_MS_MAX, StorageAction, StorageReport
-from kvcached_client.types import KEY_SIZE_BYTES, WritePolicy
+from kvcached_client.types import KEY_SIZE_BYTES, LogLevel, WritePolicy
 
 if TYPE_CHECKING:
     from kvcached.cli.prompt_keys import Prompt
@@ -143,6 +143,19 @@ def set_policy(target: str, policy: str, run_dir: Path | None, *, as_json: bool)
     else:
         name = ", ".join(done.replicas) or escaped(done.label)
         click.echo(f"write policy of {name} ({done.namespace}): {done.policy}, was {done.before}")
+
+
+@click.command(epilog=EPILOG)
+@click.argument("level", type=click.Choice(get_args(LogLevel)))
+@run_dir_option
+@json_option
+def set_log_level(level: LogLevel, run_dir: Path | None, *, as_json: bool) -> None:
+    """Log messages of LEVEL and above until the daemon's end; with debug, a line for each request of an engine."""
+    done = ask(run_dir, _ANSWER_MS, lambda admin: admin.set_log_level(level))
+    if as_json:
+        print_json(fields_of(done))
+    else:
+        click.echo(f"log level: {done.level}, was {done.before}")
 
 
 @click.command(epilog=EPILOG)

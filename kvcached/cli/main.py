@@ -14,7 +14,20 @@ from typing import Final
 import click
 
 from kvcached import VERSION, is_core_compiled
-from kvcached.cli.control import clear, drain, pause, pin, resume, set_policy, set_weights, sleep, storage, unpin, wake
+from kvcached.cli.control import (
+    clear,
+    drain,
+    pause,
+    pin,
+    resume,
+    set_log_level,
+    set_policy,
+    set_weights,
+    sleep,
+    storage,
+    unpin,
+    wake,
+)
 from kvcached.cli.events import events
 from kvcached.cli.explain import explain
 from kvcached.cli.options import (
@@ -73,6 +86,7 @@ SECTIONS: Final = {
         "clear": "Forget all cached blocks of a replica or namespace.",
         "set-weights": "Set the version of the weights, and clear.",
         "set-policy": "Change when blocks are copied to host memory.",
+        "set-log-level": "Change what the daemon logs; debug tells of each request.",
         "storage": "Show, attach, detach or clear storage.",
         "pause": "Stop starting copies between device and host memory.",
         "drain": "Stop admitting sessions and leases.",
@@ -122,7 +136,7 @@ def main() -> None:
 
 for _command in (
     *(init, check_config, capacity, doctor, serve, supervise, keep, top, explain, what_if, events, pin, unpin),
-    *(clear, set_weights, set_policy, storage, pause, drain, resume, sleep, wake),
+    *(clear, set_weights, set_policy, set_log_level, storage, pause, drain, resume, sleep, wake),
 ):
     main.add_command(_command)
 

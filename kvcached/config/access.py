@@ -40,8 +40,8 @@ class AccessConfig(Table):
     operate: tuple[UserName, ...] = Field(
         default=(),
         strict=False,
-        description="Who may change what the daemon does (pause, drain, clear, set-weights, set-policy, pin, sleep,"
-        " storage, …), and look: names or numbers of users; with @ of groups.",
+        description="Who may change what the daemon does (pause, drain, clear, set-weights, set-policy, set-log-level,"
+        " pin, sleep, storage, …), and look: names or numbers of users; with @ of groups.",
     )
     look: tuple[UserName, ...] = Field(
         default=("root",),

@@ -32,6 +32,7 @@ from kvcached.config.tables import (
     WritePolicyName,
 )
 from kvcached_client.transport.run_dir import SOCKET_PATH_BYTES_MAX, default_run_dir
+from kvcached_client.types import LogLevel
 
 REPLICAS_MAX: Final = 64
 #: Keys of a replica that speak of the host tier.
@@ -39,7 +40,6 @@ HOST_KEYS: Final = ("free_watermark_percent", "load_threshold_blocks", "load_quo
 #: Fewer beats than this in a session's lifetime, and one late thread ends a healthy session.
 HEARTBEATS_PER_TTL_MIN: Final = 3
 
-LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["plain", "json"]
 
 

@@ -84,6 +84,7 @@ ROLES_OF_VERB: Final[Mapping[type[wire.Header], frozenset[Role]]] = {
     wire.Sleep: _OPERATORS,
     wire.Wake: _OPERATORS,
     wire.StorageControl: _OPERATORS,
+    wire.SetLogLevel: _OPERATORS,
 }
 
 

@@ -306,7 +306,8 @@ def _kept_headers(replica: ReplicaConfig, found: dict[str, list[int]], record: R
         return None
     descriptor, recorded = found[name][0], record.headers
     if memory_fault(descriptor, headers_bytes(replica.slot_count)) or MemoryIdentity.of(descriptor) != recorded:
-        _log.warning("the headers of replica %s that were kept are not the ledger's: no block is found", replica.name)
+        words = "the headers of replica %(replica)s that were kept are not the ledger's: no block is found"
+        _log.warning(words, {"replica": replica.name})
         return None
     _take(found, name)
     return descriptor
@@ -343,6 +344,7 @@ def _is_recorded(replica: ReplicaConfig, kept: list[int], record: ReplicaRecord)
     if any(memory_fault(each, _shard_bytes(replica)) for each in kept) or recorded != [
         MemoryIdentity.of(each) for each in kept
     ]:
-        _log.warning("the device pool of replica %s that was kept is not the ledger's, and is not used", replica.name)
+        words = "the device pool of replica %(replica)s that was kept is not the ledger's, and is not used"
+        _log.warning(words, {"replica": replica.name})
         return False
     return True

@@ -44,7 +44,7 @@ from kvcached.recovery.state_file import (
     read_ledger,
 )
 from kvcached.service.offload.admission import Shape
-from kvcached.service.replica import Replica
+from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, Replica
 from kvcached.service.sessions import FoundSession, Peer
 from kvcached_client.blocks.header import NAMESPACE_BYTES, HeaderKind
 from kvcached_client.blocks.host_layout import HostGeometry
@@ -286,7 +286,8 @@ def _take_namespaces(
 ) -> None:
     for number, record in enumerate(ledger.namespaces):
         if ledger.host is None or _geometry(ledger.host, record).slots_per_slab != record.slots_per_slab:
-            _log.warning("namespace %r is dropped: its blocks have another layout now", record.label)
+            fields = {"namespace": record.root[: 2 * NAMESPACE_SHOWN_BYTES], "label": record.label}
+            _log.warning("namespace %(namespace)s (%(label)r) is dropped: its blocks have another layout now", fields)
             continue
         engines = {owner: peers for owner, (session, peers) in living.items() if session.place == record.root}
         root = bytes.fromhex(record.root)

@@ -249,13 +249,15 @@ class AttachServer:
             send(connection.socket, encode_attach(reply), descriptors)
         except OSError as error:
             # A peer that asks and does not read the answers has nothing to wait for.
-            self._connections.sampled.note("unanswered", "attach: no answer possible: %s", error)
+            words = "attach: no answer possible: %(reason)s"
+            self._connections.sampled.note("unanswered", words, {"reason": str(error)})
             self._drop(connection)
 
     def _refuse(self, connection: _Connection, error: RequestError) -> None:
         self.refusals[error.code] += 1
         peer = connection.peer or peer_credentials(connection.socket)
-        self._connections.note_fault(f"refused {error.code}", "attach: refused %s: %s", peer, error.message)
+        fields = {"peer": str(peer), "reason": error.message}
+        self._connections.note_fault(f"refused {error.code}", "attach: refused %(peer)s: %(reason)s", fields)
         self._answer(
             connection, AttachRefused(code=error.code, fault=error.fault, message=error.message, fix=error.fix)
         )

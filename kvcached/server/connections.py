@@ -18,7 +18,7 @@ import resource
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -60,8 +60,8 @@ class SampledLog:
         self._last_s: dict[str, float] = {}
         self._left_out: dict[str, int] = {}
 
-    def note(self, kind: str, message: str, *values: object) -> None:
-        """Log a warning, or count that it was left out."""
+    def note(self, kind: str, message: str, fields: Mapping[str, object]) -> None:
+        """Log a warning whose message names these fields, or count that it was left out."""
         now_s = self._now_s()
         if now_s - self._last_s.get(kind, -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
             self._left_out[kind] = self._left_out.get(kind, 0) + 1
@@ -69,9 +69,9 @@ class SampledLog:
         self._last_s[kind] = now_s
         left_out = self._left_out.pop(kind, 0)
         if left_out:
-            message += "; %d more like it in the last %d s or more were left out"
-            values = (*values, left_out, int(_LOG_INTERVAL_S))
-        self._log.warning(message, *values)
+            message += "; %(left_out)d more like it in the last %(interval_s)d s or more were left out"
+            fields = {**fields, "left_out": left_out, "interval_s": int(_LOG_INTERVAL_S)}
+        self._log.warning(message, fields)
 
 
 class ConnectionLimits(NamedTuple):
@@ -175,18 +175,18 @@ class Connections(Generic[C]):
         ((pid, count),) = Counter(peer.pid for peer in peers.values() if peer.uid == uid).most_common(1)
         self.note_fault(
             "half-open",
-            "%s: process %d of user %d has %d connections that say nothing: dropped",
-            self._name, pid, uid, count,
+            "%(socket)s: process %(pid)d of user %(uid)d has %(count)d connections that say nothing: dropped",
+            {"socket": self._name, "pid": pid, "uid": uid, "count": count},
         )  # fmt: skip
         self._drop(next(each for each, peer in peers.items() if (peer.uid, peer.pid) == (uid, pid)))
 
-    def note_fault(self, kind: str, message: str, *values: object) -> None:
+    def note_fault(self, kind: str, message: str, fields: Mapping[str, object]) -> None:
         """A peer loses a connection by its own fault: log it, and let nobody connect for a moment.
 
         A peer that connects anew each time would otherwise keep this process busy, and clients that are served waiting.
         """
         self._is_fault_new = True
-        self.sampled.note(kind, message, *values)
+        self.sampled.note(kind, message, fields)
 
     def take_fault(self) -> bool:
         """Whether there was such a fault since the last call."""
@@ -206,7 +206,8 @@ class Connections(Generic[C]):
             self._check(place)
         except RequestError as error:
             pid = place.credentials.pid
-            self.note_fault(f"refused {error.code}", "%s: refused process %d: %s", self._name, pid, error.message)
+            fields = {"socket": self._name, "pid": pid, "reason": error.message}
+            self.note_fault(f"refused {error.code}", "%(socket)s: refused process %(pid)d: %(reason)s", fields)
             raise
         place.is_admitted = True
         del self._half_open[connection]
@@ -237,9 +238,8 @@ class Connections(Generic[C]):
         now_s = self._loop.time()
         for connection in [each for each in self._half_open if self._places[each].expires_s <= now_s]:
             pid = self._places[connection].credentials.pid
-            self.sampled.note(
-                "silent", "%s: process %d said nothing for %g s: dropped", self._name, pid, HALF_OPEN_S_MAX
-            )
+            fields = {"socket": self._name, "pid": pid, "seconds": HALF_OPEN_S_MAX}
+            self.sampled.note("silent", "%(socket)s: process %(pid)d said nothing for %(seconds)g s: dropped", fields)
             self._drop(connection)
         oldest = next(iter(self._half_open), None)
         if oldest is not None and self._expiry is None:

@@ -131,7 +131,8 @@ class HttpServer:
             self._second, self._accepted = second, 0
         self._accepted += 1
         if self._accepted > ACCEPTED_PER_S_MAX:
-            self._connections.note_fault("many", "http: more than %d connections in a second", ACCEPTED_PER_S_MAX)
+            words = "http: more than %(most)d connections in a second"
+            self._connections.note_fault("many", words, {"most": ACCEPTED_PER_S_MAX})
 
     def _drop(self, connection: _Connection) -> None:
         self._connections.close(connection)

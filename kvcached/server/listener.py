@@ -90,9 +90,9 @@ class Listener(Generic[C]):
                 if error.errno not in _NO_DESCRIPTORS:
                     raise
                 pause_s = _NO_DESCRIPTORS_PAUSE_S
-                self._connections.sampled.note(
-                    "accept", "%s: %s; no connection is accepted for %g s", self._name, error.strerror, pause_s
-                )
+                fields = {"socket": self._name, "reason": error.strerror, "pause_s": pause_s}
+                words = "%(socket)s: %(reason)s; no connection is accepted for %(pause_s)g s"
+                self._connections.sampled.note("accept", words, fields)
                 self._pause(pause_s)
                 return
             accepted.setblocking(False)  # noqa: FBT003

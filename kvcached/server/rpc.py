@@ -200,7 +200,9 @@ class RpcServer:
             self._pauses.refuse(connection, len(data))
         if reader.violation is not None:
             self._connections.note_fault(
-                "violation", "rpc: process %d is cut off: %s", connection.credentials.pid, reader.violation
+                "violation",
+                "rpc: process %(pid)d is cut off: %(reason)s",
+                {"pid": connection.credentials.pid, "reason": reader.violation},
             )
             self._close(connection)
         self._arrange(connection)
@@ -227,8 +229,8 @@ class RpcServer:
         except RequestError as error:  # not kept in this frame, which its traceback names: that would be a cycle
             if error.code is ErrorCode.FORBIDDEN:
                 self._pauses.refuse(connection, sum(map(len, parts)))
-                pid = connection.credentials.pid
-                self._connections.sampled.note("forbidden", "rpc: refused process %d: %s", pid, error.message)
+                fields = {"pid": connection.credentials.pid, "reason": error.message}
+                self._connections.sampled.note("forbidden", "rpc: refused process %(pid)d: %(reason)s", fields)
             self._refuse(connection, parts, error)
         else:
             self._handler.submit(connection.peer, request, frames, partial(self._answer, connection))
@@ -315,8 +317,8 @@ class RpcServer:
     def _drop_largest(self) -> None:
         largest, total = self._held.largest(self._connections), self._held.total
         pid, size = largest.credentials.pid, largest.counted_bytes
-        words = "rpc: messages take %d bytes: the connection of process %d with %d of them is dropped"
-        self._connections.note_fault("held", words, total, pid, size)
+        words = "rpc: messages take %(total)d bytes: the connection of process %(pid)d with %(size)d of them is dropped"
+        self._connections.note_fault("held", words, {"total": total, "pid": pid, "size": size})
         self._close(largest)
         self._pauses.refuse(largest, size)
 

@@ -150,7 +150,8 @@ class AdminVerbs:
         before = namespace.tree.write_policy
         self._cache.set_write_policy(namespace.tree, request.policy)
         shown = namespace.root[:NAMESPACE_SHOWN_BYTES].hex()
-        _log.info("write policy of namespace %s: %s, was %s", shown, request.policy, before)
+        fields = {"namespace": shown, "policy": request.policy, "before": before}
+        _log.info("write policy of namespace %(namespace)s: %(policy)s, was %(before)s", fields)
         return Answer(
             wire.PolicySet(
                 id=request.id,
@@ -309,13 +310,9 @@ class Clears:
             replica.weights_version = clear.weights_version
             replica.workers.generation = clear.generation
         clear.blocks = cleared.blocks
-        _log.info(
-            "cleared: %s, %d blocks; generation %d, weights %r",
-            ", ".join(clear.replicas),
-            cleared.blocks,
-            clear.generation,
-            clear.weights_version,
-        )
+        fields = {"replicas": ", ".join(clear.replicas), "blocks": cleared.blocks, "generation": clear.generation}
+        words = "cleared: %(replicas)s, %(blocks)d blocks; generation %(generation)d, weights %(weights)r"
+        _log.info(words, {**fields, "weights": clear.weights_version})
 
     def _known(self, connection: bytes, request: _ClearRequest) -> _Clear | None:
         return self._of_request.get((connection, type(request), request.id))
@@ -326,7 +323,8 @@ class Clears:
         self._cleared(target.root)
         blocks = self._cache.offload.namespaces.clear(space)
         shown = target.root[:NAMESPACE_SHOWN_BYTES].hex()
-        _log.info("cleared: %s (%s), %d blocks; generation %d", target.label, shown, blocks, space.generation)
+        fields = {"label": target.label, "namespace": shown, "blocks": blocks, "generation": space.generation}
+        _log.info("cleared: %(label)s (%(namespace)s), %(blocks)d blocks; generation %(generation)d", fields)
         return self._done(_Clear((), space.generation, "", target.root, target.label, blocks))
 
     def _done(self, clear: _Clear) -> _Clear:

@@ -82,7 +82,8 @@ class EngineVerbs:
     def _hello(self, connection: bytes, request: wire.Hello, _: list[bytes]) -> Answer:
         self._drain_state.check()
         welcome, peer = self._admission.hello(connection, request, self._now_ms())
-        log.info("session %d: process %d on replica %s", welcome.session, peer.pid, request.replica)
+        fields = {"session": welcome.session, "pid": peer.pid, "replica": request.replica}
+        log.info("session %(session)d: process %(pid)d on replica %(replica)s", fields)
         return Answer(welcome)
 
     def _rejoin(self, connection: bytes, request: wire.Rejoin, _: list[bytes]) -> Answer:
@@ -90,7 +91,8 @@ class EngineVerbs:
         session = self._declarations.resume(group.session, self._now_ms(), FenceSequence(request.fence))
         self._groups.resume(group, connection, peer)
         welcome = self._admission.welcome_back(request, session, group)
-        log.info("session %d: process %d rejoined with its leases from before the restart", welcome.session, peer.pid)
+        words = "session %(session)d: process %(pid)d rejoined with its leases from before the restart"
+        log.info(words, {"session": welcome.session, "pid": peer.pid})
         return Answer(welcome)
 
     def _declare(self, connection: bytes, request: wire.Declare, frames: list[bytes]) -> Answer:
@@ -115,14 +117,10 @@ class EngineVerbs:
         self._drain_state.check()
         welcome, peer = self._offload.admission.hello(connection, request, self._now_ms())
         self._forget(self._offload.admission.take_departed())
-        log.info(
-            "session %d: process %d, %s, in namespace %s (%s)",
-            welcome.session,
-            peer.pid,
-            request.engine,
-            welcome.namespace[:NAMESPACE_SHOWN_BYTES].hex(),
-            request.label,
-        )
+        namespace = welcome.namespace[:NAMESPACE_SHOWN_BYTES].hex()
+        fields = {"session": welcome.session, "pid": peer.pid, "engine": request.engine, "namespace": namespace}
+        words = "session %(session)d: process %(pid)d, %(engine)s, in namespace %(namespace)s (%(label)s)"
+        log.info(words, {**fields, "label": request.label})
         return Answer(welcome)
 
     def _match(self, peer: bytes, request: wire.Match, frames: list[bytes]) -> Answer:

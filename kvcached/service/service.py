@@ -54,6 +54,7 @@ from kvcached.service.sessions import EngineGroups, FoundSession, Peer, PeerWatc
 from kvcached.service.sleep_verbs import SleepVerbs
 from kvcached.service.state_writer import DeviceBlocks, Headers, HostClaims, StatePlace, StateWriter
 from kvcached.service.storage_verbs import StorageVerbs
+from kvcached.service.stories import RequestStories
 from kvcached_client.errors import RequestError
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol import engine as wire
@@ -115,6 +116,7 @@ class Service:
         self._device_blocks = DeviceBlocks(cache, self._replicas)
         self._pending = PendingReplies(self.refused, later, before_reply=self._device_blocks.write)
         self.waiting = self._pending.by_wait
+        self._stories = RequestStories(self._groups)
         self._admission = Admission(cache, self._replicas, self._groups, heartbeat_interval_ms)
         self._offload_admission = OffloadAdmission(cache, self._groups, share, heartbeat_interval_ms)
         self._state_writer = StateWriter(
@@ -153,6 +155,7 @@ class Service:
             **engines.by_type,
             **self.reports.by_type,
             **self._admin.by_type,
+            **self._stories.by_type,
         }
         self._late_verbs: dict[type[wire.Header], LateVerb] = {
             wire.Health: self._health.start,
@@ -173,6 +176,7 @@ class Service:
         began_ns, verb = perf_counter_ns(), type(request)
         self.count("requests")
         answer: Answer | None
+        respond = self._stories.begin(peer, request, respond)
         try:
             failpoint("daemon.request")
             late = self._late_verbs.get(verb)
@@ -260,6 +264,7 @@ class Service:
             case ClearingEnded() | PoolEmptied():
                 self._go_on(effect)
             case LoadsEnded():
+                self._stories.loads_ended(effect)
                 self._pending.look(Wait.LOAD, session=effect.session, subject=effect.lease)
             case SessionExpired() | SessionEnded():
                 self._on_session_over(effect)
@@ -274,12 +279,10 @@ class Service:
         session = effect.session
         self.copy_times.session_over(session)
         if isinstance(effect, SessionExpired):
-            level = logging.WARNING if effect.quarantined_slots else logging.INFO
-            words = "session %d is over: %d slots are set aside until its processes are dead"
-            log.log(level, words, session, effect.quarantined_slots)
+            self._stories.expired(effect)
             self._groups.end(session)
         elif self._groups.of_session(session) is not None:
-            log.info("session %d ended: %d slots are free again", session, effect.freed_slots)
+            self._stories.ended(effect)
         self._pending.session_over(session)
         if isinstance(effect, SessionEnded):
             self._offload_admission.forget(session)
@@ -302,18 +305,13 @@ class Service:
 
     def _on_settled(self, transfer: TransferId, shard: ShardIndex, error: str, corrupt: tuple[int, ...]) -> None:
         """A shard is through with a transfer. Never raises: the workers' other messages come by the same way."""
-        if error:
-            log.warning("transfer %d failed on shard %d: %s", transfer, shard, error)
-        if corrupt:
-            log.warning(
-                "%d stored blocks had changed and are dropped; shard %d, load %d", len(corrupt), shard, transfer
-            )
+        self._stories.settled(transfer, shard, error, len(corrupt))
         try:
             self.copy_times.reported(transfer, self._cache.worker_copies.shard_done(transfer, shard, error, corrupt))
             self.carry_out()
             self._settle()
         except Exception:
-            log.exception("internal error at the end of transfer %d on shard %d", transfer, shard)
+            log.exception("internal error at the end of transfer %(transfer)d", {"transfer": transfer})
             self.count("errors_internal")
 
     def on_event(self, event: Event) -> None:
@@ -380,7 +378,8 @@ class Service:
         for group in self._groups.of_peer(peer):
             living = group.living()
             self._groups.end(group.session)
-            log.info("process %d of session %d is dead, %d live", peer.pid, group.session, len(living))
+            words = "process %(pid)d of session %(session)d is dead, %(living)d live"
+            log.info(words, {"pid": peer.pid, "session": group.session, "living": len(living)})
             self.on_event(MemberLost(group.session) if living else MembersDied(group.session))
 
     def leave(self, peer: Peer) -> None:

@@ -74,7 +74,8 @@ class SleepVerbs:
         Engines on it have lost what they had there, too. The pool waits until none has a session.
         """
         if self._state(name) is PoolState.AWAKE:
-            _log.error("replica %s: the memory of its device pool is lost, and is made anew", name)
+            words = "replica %(replica)s: the memory of its device pool is lost, and is made anew"
+            _log.error(words, {"replica": name})
             self._replicas[name].waits_for_device = True
             self._cache.sleeps.begin(name, 0)
             self._settle()
@@ -98,7 +99,8 @@ class SleepVerbs:
         for name in names:
             if self._state(name) is PoolState.AWAKE:
                 self._cache.sleeps.begin(name, self._now_ms() + request.deadline_ms)
-                _log.info("replica %s falls asleep: what the host pool lacks is stored first", name)
+                words = "replica %(replica)s falls asleep: what the host pool lacks is stored first"
+                _log.info(words, {"replica": name})
         ask = partial(self._slept, request, names)
         return self._pending.wait(PendingReply(Wait.POOL, request, respond, ask))
 
@@ -137,12 +139,8 @@ class SleepVerbs:
     def _on_given_back(self, name: str) -> None:
         self._giving_back.discard(name)
         emptied = self._emptied[name]
-        _log.info(
-            "replica %s is asleep: its memory is given back; of %d blocks %d are dropped",
-            name,
-            emptied.blocks,
-            emptied.dropped,
-        )
+        words = "replica %(replica)s is asleep: its memory is given back; of %(blocks)d blocks %(dropped)d are dropped"
+        _log.info(words, {"replica": name, "blocks": emptied.blocks, "dropped": emptied.dropped})
         if self._replicas[name].waits_for_device and self._state(name) is PoolState.ASLEEP:  # nobody has woken it yet
             self.wait_for_device(name)
         self._settle()
@@ -181,7 +179,7 @@ class SleepVerbs:
     def _begin_wake(self, name: str) -> None:
         self._cache.sleeps.wake(name)
         self._failures.pop(name, None)
-        _log.info("replica %s wakes: its memory is made anew", name)
+        _log.info("replica %(replica)s wakes: its memory is made anew", {"replica": name})
         replica = self._replicas[name]
         replica.holder.make(replica.generation, partial(self._on_made, name))
 
@@ -209,14 +207,15 @@ class SleepVerbs:
         if isinstance(made, RequestError):
             self._failures[name] = made
             self._cache.sleeps.asleep(name)
-            _log.warning("replica %s stays asleep: %s", name, made.message)
+            fields = {"replica": name, "reason": made.message}
+            _log.warning("replica %(replica)s stays asleep: %(reason)s", fields)
             if self._replicas[name].waits_for_device:
                 self.wait_for_device(name)
         else:
             self._replicas[name].hold(made)
             self._replicas[name].waits_for_device = False
             self._cache.sleeps.awake(name)
-            _log.info("replica %s is awake", name)
+            _log.info("replica %(replica)s is awake", {"replica": name})
         self._settle()
 
     # --- both -------------------------------------------------------------------------------------------------------

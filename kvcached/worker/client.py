@@ -149,10 +149,11 @@ class WorkerPool:
             failpoint("daemon.order")
             self.order(self._copy(transfer), tell)
         except RequestError as error:
-            _log.warning("transfer %d was not ordered: %s", transfer.transfer, error.message)
+            fields = {"transfer": transfer.transfer, "reason": error.message}
+            _log.warning("transfer %(transfer)d was not ordered: %(reason)s", fields)
             self._fail(transfer, settled, error.message)
         except Exception as error:  # noqa: BLE001  whatever it was, the core has to hear that no shard copies
-            _log.exception("transfer %d was not ordered", transfer.transfer)
+            _log.exception("transfer %(transfer)d was not ordered", {"transfer": transfer.transfer})
             self._fail(transfer, settled, f"{type(error).__name__}: {error}")
 
     def hurry(self, transfer: HurryTransfer) -> None:
@@ -160,7 +161,8 @@ class WorkerPool:
         try:
             self.order(Hurry(transfer=transfer.transfer), lambda _: None)
         except RequestError as error:  # a group that does not run copies nothing; one that reads nothing is soon killed
-            _log.info("transfer %d cannot be hurried: %s", transfer.transfer, error.message)
+            fields = {"transfer": transfer.transfer, "reason": error.message}
+            _log.info("transfer %(transfer)d cannot be hurried: %(reason)s", fields)
 
     def abandon(self, load: AbandonLoad) -> None:
         """Tell the progress pages that a load failed which was never started, so that no worker writes its entry."""
@@ -345,7 +347,7 @@ class WorkerPool:
     def _on_trusted(self) -> None:
         self._breaker.close()
         self._lifecycle.go(WorkersState.RUNNING)
-        _log.info("replica %s: not degraded any more", self._pool.replica)
+        _log.info("replica %(replica)s: not degraded any more", {"replica": self._pool.replica})
 
     def _on_group_lost(self, shard: ShardIndex, reason: str) -> None:
         if self.state in _ENDS:
@@ -363,7 +365,8 @@ class WorkerPool:
 
     async def _bury(self) -> None:
         await self._group.bury()
-        _log.info("replica %s: all workers are dead; they are started again in %g s", self._pool.replica, self._plan())
+        fields = {"replica": self._pool.replica, "pause_s": self._plan()}
+        _log.info("replica %(replica)s: all workers are dead; they are started again in %(pause_s)g s", fields)
 
     def _plan(self) -> float:
         """Plan the next start; returns when it will be."""
@@ -371,7 +374,8 @@ class WorkerPool:
         if self._breaker.is_open:
             pause_s = self._back_off.longest_s
             self._lifecycle.go(WorkersState.DEGRADED)
-            _log.error("replica %s is degraded: its workers have died again and again", self._pool.replica)
+            words = "replica %(replica)s is degraded: its workers have died again and again"
+            _log.error(words, {"replica": self._pool.replica})
         else:
             self._lifecycle.go(WorkersState.WAITING)
         self._pause = self._loop.call_later(pause_s, self._start_next)
@@ -383,7 +387,8 @@ class WorkerPool:
 
     def _on_failed_start(self, error: Exception) -> None:
         self._breaker.ended(0)
-        _log.error("replica %s: no workers, the next try is in %g s: %s", self._pool.replica, self._plan(), error)
+        fields = {"replica": self._pool.replica, "pause_s": self._plan(), "reason": str(error)}
+        _log.error("replica %(replica)s: no workers, the next try is in %(pause_s)g s: %(reason)s", fields)
         if self.failed_starts.add(error, is_memory_gone=MEMORY_GONE in self._group.exits):
             self._on_memory_gone()
 
@@ -397,4 +402,5 @@ class WorkerPool:
         self.restarts += 1
         self._runs()
         self._announcement = self._loop.call_soon(self._on_restored)
-        _log.info("replica %s: workers run again, after %.1f s", self._pool.replica, self._started_s - self._lost_s)
+        fields = {"replica": self._pool.replica, "seconds": self._started_s - self._lost_s}
+        _log.info("replica %(replica)s: workers run again, after %(seconds).1f s", fields)

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from kvcached_client.protocol.fields import KEYS, NAME_LENGTH_MAX, Count, Header, Id, Name
-from kvcached_client.types import WritePolicy
+from kvcached_client.types import LogLevel, WritePolicy
 
 #: Ten minutes: a client that waits longer asks again.
 ADMIN_DEADLINE_MS_MAX: Final = 600_000
@@ -100,6 +100,12 @@ class StorageControl(Header, frozen=True, kw_only=True, tag="storage_control"):
     action: StorageAction = "status"
 
 
+class SetLogLevel(Header, frozen=True, kw_only=True, tag="set_log_level"):
+    """Have the daemon log messages of this level and above, until its end."""
+
+    level: LogLevel  #: with debug, also a line for each request of an engine
+
+
 # --- replies --------------------------------------------------------------------------------------------------------
 
 
@@ -185,3 +191,10 @@ class StorageReport(Header, frozen=True, kw_only=True, tag="storage_report"):
     size_bytes: int
     capacity_bytes: int
     counters: dict[str, int]
+
+
+class LogLevelSet(Header, frozen=True, kw_only=True, tag="log_level_set"):
+    """Answer to `SetLogLevel`."""
+
+    level: LogLevel
+    before: LogLevel

@@ -23,6 +23,7 @@ from kvcached_client.protocol.admin import (
     ClearNamespace,
     Drain,
     Drained,
+    LogLevelSet,
     NamespaceCleared,
     Pause,
     Paused,
@@ -31,6 +32,7 @@ from kvcached_client.protocol.admin import (
     PolicySet,
     Resume,
     Resumed,
+    SetLogLevel,
     SetPolicy,
     SetWeights,
     Sleep,
@@ -188,6 +190,7 @@ Request = (
     | StorageControl
     | Sleep
     | Wake
+    | SetLogLevel
 )
 
 Reply = (
@@ -228,6 +231,7 @@ Reply = (
     | StorageReport
     | Slept
     | Woken
+    | LogLevelSet
     | ErrorReply
 )
 

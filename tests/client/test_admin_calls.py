@@ -15,6 +15,7 @@ from kvcached_client.protocol.engine import (
     Drain,
     Drained,
     Header,
+    LogLevelSet,
     NamespaceCleared,
     Pause,
     Paused,
@@ -24,6 +25,7 @@ from kvcached_client.protocol.engine import (
     Request,
     Resume,
     Resumed,
+    SetLogLevel,
     SetPolicy,
     SetWeights,
     Sleep,
@@ -59,6 +61,7 @@ def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
         ),
         Slept(id=7, replicas=("default",), blocks=3, dropped=1),
         Woken(id=8, replicas=("default",)),
+        LogLevelSet(id=9, level="debug", before="info"),
     ]
     daemon.script = lambda request, _: (replies[request.id - 1], [])
     with Admin.connect(daemon.run_dir) as admin:
@@ -71,6 +74,7 @@ def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
             admin.set_policy("00112233", WritePolicy.NEVER),
             admin.sleep("default", deadline_ms=90),
             admin.wake("default"),
+            admin.set_log_level("debug"),
         ]
 
     assert done == replies
@@ -83,6 +87,7 @@ def test_admin_says_what_is_to_be_done(daemon: FakeDaemon) -> None:
         SetPolicy(id=6, target="00112233", policy=WritePolicy.NEVER),
         Sleep(id=7, target="default", deadline_ms=90),
         Wake(id=8, target="default"),
+        SetLogLevel(id=9, level="debug"),
     ]
 
 

@@ -11,7 +11,16 @@ from click.testing import CliRunner, Result
 import kvcached_client
 from kvcached.cli.main import ExitCode, main
 from kvcached_client import DaemonFailure, ErrorCode
-from kvcached_client.protocol.engine import Drained, NamespaceCleared, Paused, PolicySet, Resumed, Slept, Woken
+from kvcached_client.protocol.engine import (
+    Drained,
+    LogLevelSet,
+    NamespaceCleared,
+    Paused,
+    PolicySet,
+    Resumed,
+    Slept,
+    Woken,
+)
 from kvcached_client.types import WritePolicy
 from tests.project.admins import FakeAdmin
 
@@ -85,6 +94,12 @@ def run(*arguments: str) -> Result:
             Slept(id=1, replicas=("a", "b"), blocks=7, dropped=2),
             ("sleep", ("a",), {"deadline_ms": 0}),
             "asleep: a, b; of 7 blocks 2 are dropped",
+        ),
+        (
+            ["set-log-level", "debug"],
+            LogLevelSet(id=1, level="debug", before="info"),
+            ("set_log_level", ("debug",), {}),
+            "log level: debug, was info",
         ),
         (["wake", "a"], Woken(id=1, replicas=("a",)), ("wake", ("a",), {"deadline_ms": 120_000}), "awake: a"),
     ],

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import ast
 import json
 import logging
+import os
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from kvcached.log import set_up_logging
+from kvcached.service.stories import _SHOWN
+from tests.project.source_tree import ROOT, modules
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +80,64 @@ def test_log_set_up_twice_logs_once(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("kvcached").info("once")
 
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_log_json_has_the_fields_that_a_message_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a message names is a member of its own in JSON, and cannot replace the members of every line."""
+    set_up_logging("info", "json")
+
+    fields = {"session": 3, "lease": 7, "level": "mine"}
+    logging.getLogger("kvcached").info("session %(session)d, lease %(lease)d: %(level)s", fields)
+
+    entry = json.loads(capsys.readouterr().err)
+    assert (entry["session"], entry["lease"], entry["level"]) == (3, 7, "info")
+    assert entry["message"] == "session 3, lease 7: mine"
+
+
+@pytest.mark.parametrize("log_format", ["plain", "json"])
+def test_log_lines_in_the_journal_have_priorities(
+    log_format: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where stderr is the journal's, each line, of a traceback too, begins with its priority; elsewhere none does."""
+    status = os.fstat(2)
+    monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino}")
+    set_up_logging("debug", log_format)  # type: ignore[arg-type]
+    log = logging.getLogger("kvcached")
+    for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
+        log.log(level, "x", exc_info=ValueError("y") if level == logging.ERROR else None)
+    lines = capsys.readouterr().err.splitlines()
+    monkeypatch.setenv("JOURNAL_STREAM", "1:2")
+    set_up_logging("debug", log_format)  # type: ignore[arg-type]
+    log.info("elsewhere")
+
+    assert [line[:3] for line in lines if "ValueError" not in line] == ["<7>", "<6>", "<4>", "<3>", "<2>"][
+        : 5 if log_format == "plain" else 3
+    ] + ["<2>"] * (log_format == "json")
+    assert {line[:3] for line in lines if "ValueError" in line} == {"<3>"}
+    assert not capsys.readouterr().err.startswith("<")
+
+
+def test_log_lines_name_what_they_are_about() -> None:
+    """Every message of the daemon that has a session, lease, transfer, … has it by name, so that it is a field."""
+    about = re.compile(r"(session|lease|namespace|transfer|replica|shard|process)(s of session)? %[^(]")
+    own_log = ("kvcached/worker/main.py", "kvcached/worker/executor.py", "kvcached/storage/")
+    found = [
+        f"{path}:{node.lineno}: {node.value}"
+        for path, tree in modules("kvcached")
+        if not path.startswith(own_log)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and about.search(node.value)
+    ]
+
+    assert found == []
+
+
+def test_documented_fields_are_named_by_messages() -> None:
+    """Each field of docs/logs.md is one that some message names."""
+    text = (ROOT / "docs/logs.md").read_text()
+    documented = re.findall(r"^\| `(\w+)` \|", text.split("## Fields")[1].split("\n## ")[0], re.MULTILINE)
+    sources = [ast.unparse(tree) for _, tree in modules("kvcached")]
+
+    assert len(documented) == len(set(documented)) >= 10
+    for name in set(documented).difference(_SHOWN):
+        assert any(f"%({name})" in source for source in sources), name

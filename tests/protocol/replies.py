@@ -44,6 +44,7 @@ from kvcached_client.protocol.engine import (
     Loaded,
     LoadPrepared,
     LoadTicket,
+    LogLevelSet,
     Matched,
     NamespaceCleared,
     OffloadInfo,
@@ -339,6 +340,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
         [],
     ),
     "slept": (Slept(id=38, replicas=("default", "other"), blocks=70_000, dropped=3), []),
+    "log_level_set": (LogLevelSet(id=40, level="debug", before="info"), []),
     "woken": (Woken(id=39, replicas=("default",)), []),
     "inspect_report-unknown": (InspectReport(id=18, found=False), []),
     "error": (

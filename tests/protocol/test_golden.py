@@ -52,6 +52,7 @@ from kvcached_client.protocol.engine import (
     Reply,
     Request,
     Resume,
+    SetLogLevel,
     SetPolicy,
     SetWeights,
     Sleep,
@@ -188,6 +189,7 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
     "set_policy": (SetPolicy(id=33, target="default", policy=WritePolicy.WRITE_BACK), []),
     "sleep": (Sleep(id=38, target="default", deadline_ms=600_000), []),
     "wake": (Wake(id=39, target="default"), []),
+    "set_log_level": (SetLogLevel(id=40, level="debug"), []),
     **STORAGE_REQUESTS,
 }
 
