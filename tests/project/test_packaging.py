@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import configparser
 import re
+import shutil
 import subprocess
 import tomllib
 
@@ -100,6 +101,21 @@ def test_service_is_confined(directive: str) -> None:
     key, value = directive.split("=", 1)
 
     assert unit()[key] == value
+
+
+def test_service_is_as_confined_as_documented() -> None:
+    """The exposure that systemd computes for the unit is not above the one that docs/deployment.md states."""
+    command = shutil.which("systemd-analyze")
+    if command is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit_file = str(ROOT / "configs/kvcached.service")
+    result = subprocess.run(
+        [command, "security", "--offline=true", "--no-pager", unit_file], capture_output=True, text=True, check=False
+    )
+    (documented,) = re.findall(r"gives an exposure of ([0-9.]+)", (ROOT / "docs/deployment.md").read_text())
+    (computed,) = re.findall(r"Overall exposure level for kvcached.service: ([0-9.]+)", result.stdout)
+
+    assert float(computed) <= float(documented)
 
 
 def test_container_does_not_run_as_root() -> None:

@@ -109,6 +109,8 @@ def test_story_has_neither_keys_nor_tokens(caplog: pytest.LogCaptureFixture) -> 
     keys = key_chain(3)
     office.ask(wire.Acquire(id=office.next_id(), epoch=welcome.epoch, request="r", tokens=12, full=True), keys)
 
+    office.ask(office.transfer_done(welcome, transfer=1, shard=0))
+
     text = " ".join(str(record.args) + record.getMessage() for record in caplog.records)
     assert "acquire: held" in text
     for secret in (welcome.token, keys[:16]):
