@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,7 +87,8 @@ def container(file: str, name: str) -> Container:
 
 def configuration(file: str) -> str:
     if file == "compose.yaml":
-        return str(composed()["configs"]["kvcached"]["content"])
+        path = of_compose("kvcached").mounts[IMAGE_VARIABLES["KVCACHED_CONFIG"]]
+        return (ROOT / "configs" / path).read_text()
     (found,) = (each for each in documents() if each["kind"] == "ConfigMap")
     return str(found["data"]["kvcached.toml"])
 
@@ -142,6 +144,13 @@ def test_configuration_of_the_containers_is_right(file: str, tmp_path: Path) -> 
     assert [each.users for each in found.access.engine] == [("root",)]
     assert found.offload is not None
     assert json.loads(result.stdout)["config"]["run_dir"] == str(tmp_path)
+
+
+def test_both_files_have_one_configuration() -> None:
+    """What the ConfigMap says is what the file for Docker says, but for its first lines."""
+    one, other = (tomllib.loads(configuration(file)) for file in FILES)
+
+    assert one == other
 
 
 @pytest.mark.parametrize("file", FILES)
