@@ -245,7 +245,7 @@ MISTAKES = [
     Mistake("late tick expires sessions", _late_tick_expires, (2, 3)),
     Mistake("claims not written", _claims_not_written, (12, 19)),
     Mistake("engine of before forgotten", _engine_of_before_forgotten, (12, 17)),
-    Mistake("pause that ended holds", _pause_that_ended_holds, (191, 262)),
+    Mistake("pause that ended holds", _pause_that_ended_holds, (217,)),
     Mistake("paused copies start", _paused_copies_start, (1, 5)),
     Mistake("leases not waited for", _leases_not_waited_for, (1, 4)),
     Mistake("renewal not written down", _renewal_not_written, (51, 62)),
