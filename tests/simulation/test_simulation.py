@@ -57,7 +57,7 @@ VERBS = (
     wire.WaitForSlots,
 )
 #: In every run of the tests, with a machine that is restarted now and then.
-REBOOT_SEEDS = (7, 28)
+REBOOT_SEEDS = (3, 5)
 EXPECTED_OF_LIVES = (
     "machine restarted",
     "namespace of engines cleared by people",
@@ -70,7 +70,7 @@ EXPECTED_OF_LIVES = (
     "verb: SetWeights",
 )
 #: In every run of the tests, with device pools that are sent to sleep now and then.
-SLEEP_SEEDS = (18, 45)
+SLEEP_SEEDS = (19, 139)
 EXPECTED_OF_SLEEPS = (
     "daemon started with a pool asleep",
     "events with a pool that is asleep",
