@@ -84,7 +84,7 @@ class FakeOffloadClient:
         self.is_closed = False
         self._last = 0
 
-    def acquire(self, request: str, keys: bytes, tokens: int) -> Hold:
+    def acquire(self, request: str, keys: bytes, tokens: int, *, load_from: int) -> Hold:
         self._called("acquire")
         hit = 0
         for key in _split(keys):
