@@ -81,9 +81,7 @@ def _payload(field: int | str | bytes) -> tuple[bytes, bytes]:
             return b"b", field
         return b"i", struct.pack("<q", field)
     except (UnicodeEncodeError, struct.error) as error:
-        raise bad_value(
-            f"{field!r} cannot enter a key: {error}", "use UTF-8 text, bytes, or integers of 64 bits"
-        ) from None
+        raise bad_value(f"{field!r} cannot enter a key: {error}", "use UTF-8 text, bytes, 64-bit integers") from None
 
 
 def namespace_root(
@@ -121,10 +119,8 @@ def chain_root(namespace: bytes, *, lora: str = "", salt: str = "") -> bytes:
         BadRequest: `namespace` is not 32 bytes long, or a name is not UTF-8.
     """
     if len(namespace) != ROOT_SIZE_BYTES:
-        raise bad_value(
-            f"namespace root of {len(namespace)} bytes",
-            f"it has {ROOT_SIZE_BYTES}: that of the client, or of `namespace_root`",
-        )
+        fix = f"it has {ROOT_SIZE_BYTES}: that of the client, or of `namespace_root`"
+        raise bad_value(f"namespace root of {len(namespace)} bytes", fix)
     return blake3(encode_fields(namespace, lora, salt), derive_key_context=CHAIN_CONTEXT).digest()
 
 
@@ -275,8 +271,7 @@ class KeyChain:
         self.acquired: AcquiredPrefix | None = None
         self.extend(tokens)
 
-    def __repr__(self) -> str:
-        # Without keys and tokens: whoever knows a key can ask for the block.
+    def __repr__(self) -> str:  # without keys and tokens: whoever knows a key can ask for the block
         return f"KeyChain(tokens={self.token_count}, blocks={self.block_count}, block_size={self._block_size})"
 
     @property

@@ -6,21 +6,19 @@ The engine keeps its own device memory. Its shard processes copy blocks between 
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Self, TypeVar
+from typing import Final, Self
 
 from msgspec import structs
 
 from kvcached_client.blocks.host_layout import OffloadLayout
-from kvcached_client.errors import DeadlineExceeded, ErrorCode, Refused, RequestError
+from kvcached_client.errors import ErrorCode, Refused, RequestError
 from kvcached_client.failpoints import failpoint
 from kvcached_client.prefetch import PendingPrefetch
 from kvcached_client.protocol.engine import (
-    EVERY_SHARD,
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
     Acquire,
@@ -38,11 +36,9 @@ from kvcached_client.protocol.engine import (
     PrepareStores,
     Release,
     Released,
-    Settled,
     StoreOffer,
     StorePrepared,
     StoresPrepared,
-    TransferDone,
     WelcomeOffload,
 )
 from kvcached_client.protocol.grants import (
@@ -56,9 +52,9 @@ from kvcached_client.protocol.grants import (
     store_of,
     stores_of,
 )
-from kvcached_client.protocol.offload import CopyKind
 from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.patience import with_patience
+from kvcached_client.transport.preparations import Preparations
 from kvcached_client.transport.prompts import keys_behind
 from kvcached_client.transport.session import EngineSession, PendingReply, SessionChannel, open_channel, waiting
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
@@ -75,11 +71,6 @@ __all__ = [
     "PreparedStore",
     "new_instance",
 ]
-
-P = TypeVar("P", LoadPrepared, StorePrepared, StoresPrepared)
-_Prepare = PrepareLoad | PrepareStore | PrepareStores
-
-_log: Final = logging.getLogger("kvcached_client")
 
 
 def new_instance() -> bytes:
@@ -111,8 +102,7 @@ class OffloadClient(EngineSession):
         self.generation = welcome.generation
         self.verify = welcome.verify
         self._namespace = welcome.namespace.hex()
-        #: Preparations without a reply in time: it is unknown whether there is a copy to cancel.
-        self._unsettled: list[tuple[_Prepare, tuple[bytes, ...]]] = []
+        self._preparations = Preparations(channel, self.session)
 
     @classmethod
     def connect(
@@ -243,14 +233,14 @@ class OffloadClient(EngineSession):
             Refused: `hit_gone`: the blocks no longer exist, because the namespace was cleared or they proved bad.
         """
         request = PrepareLoad(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start, blocks=blocks)
-        self._send_prepare(request)
+        self._preparations.send(request)
         return PendingReply(partial(self._load_prepared, request))
 
     prepare_load = waiting(begin_prepare_load)
 
     def cancel_load(self, transfer: TransferId) -> None:
         """Call off a prepared load: no shard will read its slots."""
-        self._cancel("load", transfer, "")
+        self._preparations.cancel("load", transfer, "")
 
     def begin_prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PendingReply[PreparedStore]:
         """Offer the next computed blocks of a lease: the reply says which of them to copy to which slots.
@@ -263,7 +253,7 @@ class OffloadClient(EngineSession):
             keys: 16 bytes a block.
         """
         request = PrepareStore(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start)
-        self._send_prepare(request, (keys,))
+        self._preparations.send(request, (keys,))
         return PendingReply(partial(self._store_prepared, request, keys))
 
     prepare_store = waiting(begin_prepare_store)
@@ -283,12 +273,12 @@ class OffloadClient(EngineSession):
         named = tuple(StoreOffer(lease, start, len(keys) // KEY_SIZE_BYTES) for lease, start, keys in offers)
         request = PrepareStores(id=self._channel.next_id(), epoch=self.epoch, offers=named, releases=tuple(releases))
         frames = (b"".join([offer.keys for offer in offers]),)
-        self._send_prepare(request, frames)
+        self._preparations.send(request, frames)
         return PendingReply(partial(self._stores_prepared, request, frames))
 
     def cancel_store(self, transfer: TransferId, why: str) -> None:
         """Call off a prepared store: no shard will write its slots, or continue to."""
-        self._cancel("store", transfer, why)
+        self._preparations.cancel("store", transfer, why)
 
     def release(self, lease: LeaseId) -> None:
         """Give a lease back. Its copies in flight continue."""
@@ -313,7 +303,7 @@ class OffloadClient(EngineSession):
 
         Every other call does that, too; this one is for an engine that has no other call to make.
         """
-        self._cancel_late()
+        self._preparations.cancel_late()
         self.match(b"", 0)  # late replies arrive before the reply to this
         self._channel.give_back_late()
 
@@ -358,63 +348,15 @@ class OffloadClient(EngineSession):
         return hold_of(held, frames, len(keys) // KEY_SIZE_BYTES, request.load_from)
 
     def _load_prepared(self, request: PrepareLoad) -> PreparedLoad:
-        reply, frames = self._receive_prepared(request, (), LoadPrepared)
+        reply, frames = self._preparations.receive(request, (), LoadPrepared)
         failpoint("offload.load.prepared")
         slots = slots_of(frames[0], request.blocks)
         return PreparedLoad(TransferId(reply.transfer), reply.generation, slots, request.start)
 
     def _store_prepared(self, request: PrepareStore, keys: bytes) -> PreparedStore:
-        reply, frames = self._receive_prepared(request, (keys,), StorePrepared)
+        reply, frames = self._preparations.receive(request, (keys,), StorePrepared)
         return store_of(reply, *frames)
 
     def _stores_prepared(self, request: PrepareStores, frames: tuple[bytes, ...]) -> list[PreparedStore | RequestError]:
-        reply, (packed, slots) = self._receive_prepared(request, frames, StoresPrepared)
+        reply, (packed, slots) = self._preparations.receive(request, frames, StoresPrepared)
         return stores_of(reply, packed, slots, len(request.offers))
-
-    def _cancel(self, kind: CopyKind, transfer: TransferId, why: str) -> None:
-        request = TransferDone(
-            id=self._channel.next_id(),
-            session=self.session.id,
-            token=self.session.token,
-            kind=kind,
-            transfer=transfer,
-            shard=EVERY_SHARD,
-            error=why,
-        )
-        self._channel.ask(request, Settled)
-
-    def _send_prepare(self, request: _Prepare, frames: tuple[bytes, ...] = ()) -> None:
-        """Ask for a copy's slots. A copy that was granted too late for its caller is cancelled with the next one."""
-        self._cancel_late()
-        self._channel.send(request, frames)
-
-    def _receive_prepared(self, request: _Prepare, frames: tuple[bytes, ...], kind: type[P]) -> tuple[P, list[bytes]]:
-        try:
-            received = self._channel.receive(request, kind)
-        except DeadlineExceeded:
-            self._unsettled.append((request, frames))
-            raise
-        if not isinstance(request, PrepareLoad):
-            failpoint("offload.store.prepared")
-        return received
-
-    def _cancel_late(self) -> None:
-        """Repeat requests without a reply in time, with their ids: the daemon repeats its replies."""
-        while self._unsettled:
-            request, frames = self._unsettled[0]
-            try:
-                if isinstance(request, PrepareLoad):
-                    self.cancel_load(TransferId(self._channel.ask(request, LoadPrepared, frames)[0].transfer))
-                else:
-                    self._cancel_late_stores(request, frames)
-            except RequestError as error:
-                _log.debug("a request without a reply in time was refused: %s", error)
-            self._unsettled.pop(0)
-
-    def _cancel_late_stores(self, request: PrepareStore | PrepareStores, frames: tuple[bytes, ...]) -> None:
-        if isinstance(request, PrepareStore):
-            transfers = [self._channel.ask(request, StorePrepared, frames)[0].transfer]
-        else:
-            transfers = [each.transfer for each in self._channel.ask(request, StoresPrepared, frames)[0].outcomes]
-        for transfer in filter(None, transfers):
-            self.cancel_store(TransferId(transfer), "the answer came too late")
