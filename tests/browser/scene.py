@@ -17,7 +17,7 @@ from tests.daemon.offload_process import Scheduler, ShardMemory
 
 BLOCK_TOKENS = 4
 SLOTS = 640
-PAGE_BYTES = 4096
+PAGE_BYTES = 1024
 #: Requests that run at a time; the part of them that begins another conversation, and how many there are at most.
 RUNNING, FORKS, TALKS_MAX = 3, 0.2, 80
 #: Anybody who may be an engine chooses its label.
@@ -40,8 +40,8 @@ v_head_dim = 8
 dtype = "float32"
 
 [host]
-size_bytes = "16MiB"
-slab_bytes = "1MiB"
+size_bytes = "768KiB"
+slab_bytes = "32KiB"
 
 [offload]
 
@@ -111,13 +111,17 @@ class Conversations:
 
 @contextmanager
 def offload_engine(daemon: RunningDaemon, label: str = HOSTILE) -> Iterator[Scheduler]:
-    """An engine in offload mode, with a namespace of this label, that has stored two prompts."""
+    """An engine in offload mode, with a namespace of this label, that has stored two prompts.
+
+    Two leases keep their blocks, however many others want the room.
+    """
     scheduler = Scheduler(daemon.run_dir, b"i" * 16, 1, PAGE_BYTES, label=label)
     memory = ShardMemory(0, PAGE_BYTES)
     memory.join(scheduler.client.session)
     for name, blocks in (("long", 20), ("short", 6)):
         _, order = scheduler.prepare_store(name, blocks)
         memory.store(order)
+        scheduler.acquire(name, blocks)
     try:
         yield scheduler
     finally:

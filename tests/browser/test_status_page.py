@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -56,6 +56,10 @@ class Shown(NamedTuple):
     def boxes(self) -> list[WebElement]:
         return self.driver.find_elements(By.CSS_SELECTOR, "#tree .box")
 
+    def heads(self, table: str) -> list[str]:
+        """The titles of a table's columns."""
+        return [each.text for each in self.driver.find_elements(By.CSS_SELECTOR, f"#{table} th")]
+
     def rows(self, table: str) -> list[list[str]]:
         """The cells of a table."""
         found = self.driver.find_elements(By.CSS_SELECTOR, f"#{table} tbody tr")
@@ -89,7 +93,7 @@ def at_rest(place: Path) -> Iterator[Shown]:
         stack.enter_context(offload_engine(daemon))
         client = stack.enter_context(Client.connect(daemon.run_dir, replica="chat", deadline_ms=10_000))
         talks = Conversations(client)
-        for _ in range(150):
+        for _ in range(250):
             talks.turn()
         wait_at_rest(daemon)
         yield Shown(shown_scene, stack.enter_context(chromium(place / "profile")))
@@ -121,7 +125,7 @@ def test_page_shows_the_figures_of_the_status(page: Shown) -> None:
     assert page.text("state") == "serving"
     assert page.text("facts").startswith(f"{told['version']} · up ")
     assert page.text("sessions") == "2"
-    assert page.text("leases-words") == "3 leases"
+    assert page.text("leases-words") == "5 leases"
     assert page.text("cached").replace(",", "") == str(told["cached_blocks"] + in_host)
     assert page.text("hit-rate") == f"{hits / (hits + counters['missed_blocks']):.0%}"
     memory = {row[0]: row for row in page.rows("tiers")}
@@ -134,6 +138,96 @@ def test_page_shows_the_figures_of_the_status(page: Shown) -> None:
     assert "acquire" in {row[0] for row in page.rows("requests")}
     assert any(row[0] == "device to host pool, by workers" for row in page.rows("copies"))
     assert page.driver.find_elements(By.CSS_SELECTOR, "#charts svg path.line, #charts svg path.area")
+
+
+def test_sizes_are_the_estimates_of_the_status(page: Shown) -> None:
+    """Each namespace has a row with the hits of every size, and a line if there are estimates for it."""
+    told = status(page)
+    chat, other = sorted(told["hosts"], key=lambda host: int(host["asked_blocks"]), reverse=True)
+    sizes = [f"{ratio * told['host_pool_bytes'] / 1024:.0f} KiB" for ratio, _ in chat["hit_estimates"][:4]]
+    heads = page.heads("sizes")
+    hits = [f"{hit:.0%}" for _, hit in chat["hit_estimates"]]
+
+    assert (heads[0], heads[1:5]) == ("namespace", [*sizes[:3], f"{sizes[3]} now"])
+    assert page.rows("sizes") == [
+        ["chat", *hits, f"{chat['asked_blocks']:,}"],
+        [HOSTILE, *["\N{EN DASH}"] * len(hits), f"{other['asked_blocks']}"],
+    ]
+    assert page.text("sizes-legend") == f"chat {hits[3]} now"
+    assert page.text("sizes-words").startswith("chat: ")
+    assert len(page.driver.find_elements(By.CSS_SELECTOR, "#sizes-plot path.line:not(.dots)")) == 1
+
+
+@pytest.mark.parametrize(
+    ("hits", "words"),
+    [
+        ((0.31, 0.45, 0.516, 0.534, 0.534), "192 GiB would hit 53%, 8 points more than 64.0 GiB, the size now."),
+        ((0.31, 0.45, 0.454, 0.456, 0.46), "192 GiB would hit 46%, 1 point more than 64.0 GiB, the size now."),
+        ((0.31, 0.45, 0.45, 0.452, 0.454), "256 GiB would hit 45%, no more than 64.0 GiB, the size now."),
+    ],
+)
+def test_largest_gain_is_said_in_words(hits: tuple[float, ...], words: str, page: Shown) -> None:
+    """The namespace that is asked for most: the smallest of the sizes that hit most, and how many points more.
+
+    The columns have the sizes of the latest answer: the next daemon may have another host pool.
+    """
+    hosts = [a_host("seldom", 10, [0.0, 0.0, 0.0, 0.0, 1.0]), a_host("often", 20, hits)]
+    pretend(page, host_pool_bytes=64 << 30, hosts=hosts)
+    page.until(lambda: page.text("sizes-words") == f"often: {words}")
+    assert page.heads("sizes")[1:-1] == ["32.0 GiB", "64.0 GiB now", "128 GiB", "192 GiB", "256 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "labels", "words"),
+    [
+        (0, [], "has no host pool"),
+        (1 << 30, [], "No engine has used"),
+        (1 << 30, ["new"], "Too few blocks were sampled"),
+    ],
+)
+def test_without_estimates_the_page_says_why(pool_bytes: int, labels: list[str], words: str, page: Shown) -> None:
+    """In place of lines and a table without figures there is a sentence."""
+    assert page.driver.find_element(By.ID, "sizes").is_displayed()
+    pretend(page, host_pool_bytes=pool_bytes, hosts=[a_host(label, 10, []) for label in labels])
+    page.until(lambda: words in page.text("sizes-words"))
+    for name in ("sizes-shown", "sizes-legend"):
+        assert not page.driver.find_element(By.ID, name).is_displayed()
+
+
+def test_many_namespaces_have_few_lines_and_all_rows(page: Shown) -> None:
+    """The five namespaces that are asked for most have lines; on a phone their names, however long, fit."""
+    resize(page.driver, *PHONE, is_phone=True)
+    names = [f"{place}{'n' * 60}" for place in range(7)]
+    pretend(page, hosts=[a_host(name, place, [0.1, 0.2, 0.3, 0.4, 0.5]) for place, name in enumerate(names)])
+    page.until(lambda: page.text("sizes-legend").endswith("2 more in the table"))
+    legend = page.text("sizes-legend").splitlines()
+
+    assert [row[0] for row in page.rows("sizes")] == names
+    assert legend == [*(f"{name} 20% now" for name in names[2:]), "2 more in the table"]
+    assert len(page.driver.find_elements(By.CSS_SELECTOR, "#sizes-plot path.line:not(.dots)")) == len(names) - 2
+    assert beyond(page) == []
+
+
+def a_host(label: str, asked_blocks: int, hits: Sequence[float]) -> dict[str, object]:
+    """A namespace as /status.json has it, with the hits of pools of half to four times the size, or of none."""
+    told: dict[str, object] = {"label": label, "replicas": [], "asked_blocks": asked_blocks, "leases": 0, "pinned": 0}
+    estimates = list(zip((0.5, 1.0, 2.0, 3.0, 4.0), hits, strict=False))
+    return told | {"hit_estimates": estimates, "slots": 8, "states": {"free": 8}}
+
+
+def pretend(page: Shown, **fields: object) -> None:
+    """From the next answer on, let the page read these fields in /status.json."""
+    page.run(
+        """
+        const original = window.fetch;
+        window.fetch = async (...all) => {
+            const answer = await original(...all);
+            if (String(all[0]) !== "status.json") return answer;
+            return new Response(JSON.stringify({...await answer.json(), ...arguments[0]}));
+        };
+        """,
+        fields,
+    )
 
 
 def test_names_of_peers_are_text(page: Shown) -> None:
@@ -237,12 +331,18 @@ def test_phone_needs_no_sideways_scrolling(page: Shown) -> None:
 
     assert page.run("return window.innerWidth") == PHONE[0]
     assert page.run("return document.documentElement.scrollWidth") <= PHONE[0]
-    beyond = page.run("""
+    assert beyond(page) == []
+
+
+def beyond(page: Shown) -> list[str]:
+    """What reaches beyond the right edge of the page, is not cut by its box, and does not scroll by itself."""
+    found: list[str] = page.run("""
+        const isCut = (each) => each.closest(".scroll, svg, .box > span");
         return [...document.querySelectorAll("body *")].filter(
-            (each) => !each.closest(".scroll, svg") && each.getBoundingClientRect().right > window.innerWidth + 1
+            (each) => !isCut(each) && each.getBoundingClientRect().right > window.innerWidth + 1
         ).map((each) => each.outerHTML.slice(0, 80))
     """)
-    assert beyond == []
+    return found
 
 
 def test_hidden_page_asks_nothing(page: Shown) -> None:

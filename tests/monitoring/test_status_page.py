@@ -7,11 +7,13 @@ import json
 import re
 from collections.abc import Coroutine
 from functools import partial
+from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import pytest
 
+from kvcached.core.eviction.reuse import SIZE_RATIOS
 from kvcached.core.insight.picture import Bounds, draw
 from kvcached.monitoring import pages as pages_module
 from kvcached.monitoring.assets import load_assets
@@ -19,7 +21,7 @@ from kvcached.server.http import Page
 from kvcached.service import report_verbs
 from kvcached_client.protocol import engine as wire
 from tests.monitoring.registry import SLABS, pages_of
-from tests.service.office import FakePeer, Office, key_chain
+from tests.service.office import SLAB_BYTES, FakePeer, Office, key_chain
 
 T = TypeVar("T")
 #: All that a browser loads; it is a page, not an application.
@@ -125,6 +127,29 @@ def test_status_tells_what_the_page_shows(office: Office) -> None:
     assert stored["ended"] > 0
     assert stored["copied_bytes"] == 9 * replica["block_bytes"]
     assert all(each["in_flight"] == 0 for each in status["copies"])
+
+
+def test_status_has_estimates_of_other_sizes() -> None:
+    """Pairs of a size, as a multiple of the host pool's, and the part of the blocks asked for that it would hit."""
+    office = Office("a", host_slabs=SLABS, spaces=1)
+    office.enter(FakePeer(1))
+    prompts = [hashed_chain(8, seed) for seed in range(40)]
+    for keys in prompts * 20:
+        office.store(keys)
+        office.workers["a"].end_all()
+    status = read(office, "/status.json")
+    (host,) = status["hosts"]
+    sizes, hits = zip(*host["hit_estimates"], strict=True)
+
+    assert status["host_pool_bytes"] == SLABS * SLAB_BYTES
+    assert host["asked_blocks"] == 8 * 40 * 20
+    assert sizes == SIZE_RATIOS
+    assert hits == tuple(sorted(hits))
+
+
+def hashed_chain(blocks: int, seed: int) -> bytes:
+    """Keys as engines make them: samples are chosen by their bits."""
+    return b"".join(blake2b(key_chain(1, seed) + bytes([block]), digest_size=16).digest() for block in range(blocks))
 
 
 @pytest.mark.parametrize(("path", "limit"), [("/status.json", "STATUS_S_MIN"), ("/tree.json", "TREE_S_MIN")])

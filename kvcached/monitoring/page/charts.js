@@ -2,8 +2,8 @@
 
 import { drawn, element, setText } from "./dom.js";
 
-const WIDTH = 600;
-const HEIGHT = 140;
+export const WIDTH = 600;
+export const HEIGHT = 140;
 const SHORTEST_S = 60;
 /** A longer time without an answer is a gap. */
 const GAP_S = 6;
@@ -16,7 +16,7 @@ export class Chart {
    */
   constructor(title, { series, values, format, top = null, unit = 1000, isStacked = false }) {
     Object.assign(this, { title, series, values, format, top, unit, isStacked });
-    this.svg = drawn("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
+    this.svg = emptyDrawing();
     this.legend = element("p", "legend");
     this.highest = element("span", "top");
     this.span = element("span");
@@ -52,7 +52,7 @@ export class Chart {
   }
 
   #y(value) {
-    return HEIGHT - (HEIGHT - 2) * Math.min(value / (this.scale || 1), 1);
+    return levelOf(value / (this.scale || 1));
   }
 
   /** A line, or the area between it and the line below it. */
@@ -106,7 +106,13 @@ export class Chart {
   }
 }
 
-function grid() {
+/** What lines are drawn in; it is as wide as its place. */
+export const emptyDrawing = () => drawn("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
+
+/** How far below the top a share of the scale is. */
+export const levelOf = (share) => HEIGHT - (HEIGHT - 2) * Math.min(share, 1);
+
+export function grid() {
   return [0.25, 0.5, 0.75].map((share) =>
     drawn("line", { class: "grid", x1: 0, x2: WIDTH, y1: HEIGHT * share, y2: HEIGHT * share }),
   );

@@ -40,14 +40,14 @@ export function fillBar(bar, shares) {
  * Rows and cells stay where they are; only their contents change.
  */
 export function fillTable(table, columns, rows, whenEmpty) {
-  if (!table.tHead) {
-    const heads = columns.map(([title, isFigure]) => {
-      const head = element("th", isFigure ? "number" : "", title);
-      head.scope = "col";
-      return head;
-    });
-    table.append(element("thead", "", [element("tr", "", heads)]), element("tbody"));
-  }
+  if (!table.tHead) table.append(element("thead", "", [element("tr")]), element("tbody"));
+  const heads = table.tHead.rows[0];
+  while (heads.cells.length > columns.length) heads.lastChild.remove();
+  columns.forEach(([title, isFigure], place) => {
+    const head = heads.cells[place] ?? heads.appendChild(element("th", isFigure ? "number" : ""));
+    head.scope = "col";
+    setText(head, title);
+  });
   const body = table.tBodies[0];
   const shown = rows.length ? rows : [[whenEmpty]];
   while (body.rows.length > shown.length) body.lastChild.remove();

@@ -4,6 +4,7 @@ import { Chart } from "./charts.js";
 import { byId, element, fillBar, setText } from "./dom.js";
 import { bytes, count, duration, latency, percent, plural, rate, words } from "./format.js";
 import { copied, grown, History, hits, quantile } from "./history.js";
+import { fillSizes } from "./sizes.js";
 import { fillTables, pools } from "./tables.js";
 import { TreePicture } from "./tree.js";
 
@@ -101,6 +102,7 @@ function show() {
   setText(byId("cached-words"), `${count(report.cached_blocks)} on devices, ${count(inHost)} in the host pool`);
   for (const chart of charts) chart.draw(history);
   fillTables(history);
+  fillSizes(report);
   showTroubles(report);
 }
 
