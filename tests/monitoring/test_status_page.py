@@ -133,7 +133,7 @@ def test_status_has_estimates_of_other_sizes() -> None:
     """Pairs of a size, as a multiple of the host pool's, and the part of the blocks asked for that it would hit."""
     office = Office("a", host_slabs=SLABS, spaces=1)
     office.enter(FakePeer(1))
-    prompts = [hashed_chain(8, seed) for seed in range(40)]
+    prompts = [hashed_chain(8, seed) for seed in range(120)]
     for keys in prompts * 20:
         office.store(keys)
         office.workers["a"].end_all()
@@ -142,7 +142,7 @@ def test_status_has_estimates_of_other_sizes() -> None:
     sizes, hits = zip(*host["hit_estimates"], strict=True)
 
     assert status["host_pool_bytes"] == SLABS * SLAB_BYTES
-    assert host["asked_blocks"] == 8 * 40 * 20
+    assert host["asked_blocks"] == 8 * 120 * 20
     assert sizes == SIZE_RATIOS
     assert hits == tuple(sorted(hits))
 

@@ -21,14 +21,14 @@ from kvcached.core.index.run import KEY_SIZE
 SIZE_RATIOS: Final = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 SAMPLE_BLOCKS_MAX: Final = 4096
 #: A namespace that was sampled less often tells nothing.
-USES_MIN: Final = 100
+USES_MIN: Final = 64
 #: After so many blocks a namespace's past counts half, so that the estimate follows the work.
 HALVED_AFTER_BLOCKS: Final = 1 << 22
 #: So many blocks are looked at together.
 PENDING_BLOCKS: Final = 1024
 _HASH_BITS: Final = 32
 #: At most this part of all blocks is in the sample, however few the host pool holds.
-RATE_MAX: Final = 1 / 32
+RATE_MAX: Final = 1 / 64
 #: When the sample is full, either this part of it is too old to matter, or the rate is halved.
 _FREED_DIVISOR: Final = 8
 _WORDS_PER_KEY: Final = KEY_SIZE // 8
