@@ -133,9 +133,9 @@ def test_request_suite_measures_whole_requests(
         "128k_match": 1,
         "128k_turn": 2,
         "short_offload_miss": 2,
-        "short_offload": 6,
-        "8k_offload": 6,
-        "short_offload_pipelined": 6,
+        "short_offload": 5,
+        "8k_offload": 5,
+        "short_offload_pipelined": 5,
     }
     for case in calls:
         assert 0 < lines[f"{case}_over_echo_ratio"]["value"] <= lines[f"{case}_over_echo_median_ratio"]["value"]

@@ -143,11 +143,18 @@ def test_without_its_record_storage_is_cold_and_nothing_cleared_is_found(tmp_pat
         assert fetch(engine, "b").fetched == BLOCKS
 
 
+def await_recorded(disk: Path, engine: Engine) -> None:
+    """Return when the record names an engine's namespace: nothing is being written any more."""
+    record, namespace = disk / RECORD, engine.scheduler.client.namespace.hex()
+    while not (record.exists() and namespace in record.read_text()) or (disk / f"{RECORD}.new").exists():
+        pass
+
+
 def test_clear_that_cannot_be_written_down_is_an_error(tmp_path: Path) -> None:
     """A device that takes nothing: the engine is told, and its next clear is answered when it takes something again."""
     disk = tmp_path / "disk"
     with started(tmp_path, with_storage(disk)) as daemon, connected(daemon) as engine:
-        (disk / f"{RECORD}.new").unlink(missing_ok=True)
+        await_recorded(disk, engine)
         (disk / f"{RECORD}.new").mkdir()
         with pytest.raises(DaemonFailure, match="restart of the machine"):
             engine.scheduler.client.clear()
@@ -161,8 +168,7 @@ def test_device_that_hangs_delays_the_clear_and_nothing_else(tmp_path: Path) -> 
     disk = tmp_path / "disk"
     pipe = disk / f"{RECORD}.new"
     with started(tmp_path, with_storage(disk)) as daemon, connected(daemon) as engine, ThreadPoolExecutor(1) as thread:
-        while pipe.exists():
-            pass  # the record of the namespace is being written still
+        await_recorded(disk, engine)
         os.mkfifo(pipe)  # to open it for writing waits for a reader
         cleared = thread.submit(engine.scheduler.client.clear)
         with connected(daemon) as other:
