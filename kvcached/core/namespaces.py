@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvcached.core.eviction.by_priority import make_policy
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
-from kvcached.core.eviction.reuse import ReuseSample
+from kvcached.core.eviction.reuse import ReuseSample, TreeReuse
 from kvcached.core.generations import Generations
 from kvcached.core.index import announcements
 from kvcached.core.index.announcements import Announcements
@@ -342,5 +342,11 @@ class Trees:
             eviction_log=self._eviction_log,
             write_policy=write_policy,
             listener=self.listener,
-            reuse=None if self._reuse is None or host is None else self._reuse.of_tree(host.slots_per_slab),
+            reuse=self._reuse_of(host),
         )
+
+    def _reuse_of(self, host: HostPool | None) -> TreeReuse | None:
+        """None without a host pool, and where a slab has no room for a block."""
+        if self._reuse is None or host is None or not host.slots_per_slab:
+            return None
+        return self._reuse.of_tree(host.slots_per_slab)
