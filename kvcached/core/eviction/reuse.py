@@ -18,7 +18,7 @@ import numpy as np
 from kvcached.core.index.run import KEY_SIZE
 
 #: The sizes that are estimated, as multiples of the host pool's.
-SIZE_RATIOS: Final = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+SIZE_RATIOS: Final[tuple[float, ...]] = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 SAMPLE_BLOCKS_MAX: Final = 4096
 #: A namespace that was sampled less often tells nothing.
 USES_MIN: Final = 64
