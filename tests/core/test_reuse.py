@@ -134,6 +134,16 @@ def test_cache_samples_what_engines_ask_for_and_store() -> None:
     assert tree.reuse.asked_blocks == 10
 
 
+def test_prompts_without_a_full_block_are_not_kept() -> None:
+    """However many requests have no full block, nothing of them waits to be looked at."""
+    sample = ReuseSample(_SLABS)
+    tree = sample.of_tree(_SLOTS_PER_SLAB)
+    for _ in range(10):
+        tree.asked(b"")
+        tree.stored(b"")
+    assert (sample._pending, sample.pending_blocks) == ([], 0)
+
+
 def test_what_was_noted_is_looked_at_before_there_is_much() -> None:
     """The cache looks at blocks after the request that brings so many, so that they take no memory."""
     cache: Cache = make_offload(slabs=4)

@@ -134,6 +134,8 @@ class ReuseSample:
 
     def note(self, tree: TreeReuse, keys: bytes, *, is_asked: bool) -> None:
         """Blocks are used."""
+        if not keys:
+            return  # it would be kept until others bring blocks
         if is_asked:
             tree.count(len(keys) // KEY_SIZE)
         self.pending_blocks += len(keys) // KEY_SIZE
