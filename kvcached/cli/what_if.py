@@ -52,8 +52,11 @@ def _as_json(report: StatsReport) -> dict[str, object]:
                 "name": host.label or ", ".join(host.replicas),
                 "asked_blocks": host.asked_blocks,
                 "estimates": [
-                    {"size_bytes": round(size * report.host_pool_bytes), "hit_ratio": round(hits, 4)}
-                    for size, hits in ((each.size_ratio, each.hit_ratio) for each in host.hit_estimates)
+                    {
+                        "size_bytes": round(each.size_ratio * report.host_pool_bytes),
+                        "hit_ratio": round(each.hit_ratio, 4),
+                    }
+                    for each in host.hit_estimates
                 ],
             }
             for host in report.hosts
@@ -74,9 +77,9 @@ def _table(host: HostStats, pool_bytes: int) -> Table:
     for heading in ("host pool", "hits", "difference"):
         table.add_column(heading, justify="right")
     now = next(each.hit_ratio for each in host.hit_estimates if each.size_ratio == 1)
-    for size_ratio, hit_ratio in ((each.size_ratio, each.hit_ratio) for each in host.hit_estimates):
-        points = round(100 * (hit_ratio - now))
-        difference = "its size now" if size_ratio == 1 else f"{points:+d} points"
-        size = ByteSize(size_ratio * pool_bytes).human_readable(separator=" ")
-        table.add_row(size, f"{hit_ratio:.0%}", difference)
+    for each in host.hit_estimates:
+        points = round(100 * (each.hit_ratio - now))
+        difference = "its size now" if each.size_ratio == 1 else f"{points:+d} points"
+        size = ByteSize(each.size_ratio * pool_bytes).human_readable(separator=" ")
+        table.add_row(size, f"{each.hit_ratio:.0%}", difference)
     return table

@@ -205,11 +205,7 @@ def _host_pool(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge(
         "host_hit_ratio_estimate",
         "Part of these blocks that a host pool of `size` times the size would hit.",
-        [
-            ((*_names(host), f"{size:g}"), ratio)
-            for host in hosts
-            for size, ratio in ((each.size_ratio, each.hit_ratio) for each in host.hit_estimates)
-        ],
+        [((*_names(host), f"{each.size_ratio:g}"), each.hit_ratio) for host in hosts for each in host.hit_estimates],
         (*labels, "size"),
     )
     yield each("host_generation", "Generation of a namespace; it changes when the namespace is cleared.", "generation")

@@ -181,6 +181,10 @@ class EngineVerbs:
         group = self._groups.owner(peer)
         if self._offload.owns(group.session):
             return self._offload.release(group, request, frames)
+        if request.call_off:
+            raise request_error(
+                ErrorCode.BAD_VALUE, "an engine on a device pool announces no loads", "leave call_off out"
+            )
         session, lease, fence = group.session, LeaseId(request.lease), FenceSequence(request.fence)
         if frames:
             keys, slots = frames[0], slot_ranges(frames[1])

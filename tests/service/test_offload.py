@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -292,6 +293,19 @@ def test_what_offload_mode_does_not_have_is_refused(office: OffloadOffice) -> No
 
     assert office.error(reserving, key_chain(2)) is ErrorCode.BAD_VALUE
     assert office.error(release, key_chain(2), bytes(16)) is ErrorCode.BAD_FRAMES
+
+
+def test_what_device_pools_do_not_have_is_refused() -> None:
+    """An engine on a device pool announces no loads: asking for one gets no lease, calling one off loses none."""
+    managed = Office("a")
+    managed.enter(FakePeer(1))
+    keys = key_chain(2)
+    loading = msgspec.structs.replace(managed.acquire(keys), load_from=0)
+    assert managed.error(loading, keys) is ErrorCode.BAD_VALUE
+    lease = managed.expect(wire.Acquired, managed.acquire(keys), keys).lease
+    release = wire.Release(id=managed.next_id(), epoch=EPOCH, lease=lease, call_off=1)
+    assert managed.error(release) is ErrorCode.BAD_VALUE
+    managed.expect(wire.Released, wire.Release(id=managed.next_id(), epoch=EPOCH, lease=lease))
 
 
 REQUESTS: dict[str, tuple[Callable[[int, int], wire.Request], list[bytes]]] = {
