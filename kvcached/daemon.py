@@ -177,7 +177,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         cache = build_cache(config, generations, policies, epoch, Generations(first + 1, editions))
         headers = None if host is None else HostHeaders(host)
         taken = take_over_timed(inheritance, cache, replicas, headers)
-        share = None if host is None or config.offload is None else _share(config, host)
+        share = None if host is None or config.offload is None else _share(config, host, parts)
         state_place = StatePlace(ledger_file(config.run_dir), boot_id(), inheritance.host_record())
         service = _service(config, cache, replicas, share, state_place, headers, engine_pools)
         attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service, _access(config))
@@ -259,8 +259,10 @@ def _service(
     )
 
 
-def _share(config: Config, host: HostMemory) -> HostShare:
-    return HostShare(host.descriptor, host.slabs, host.slab_bytes, verify(config))
+def _share(config: Config, host: HostMemory, parts: AsyncExitStack) -> HostShare:
+    read_only = host.open_read_only()
+    parts.callback(os.close, read_only)
+    return HostShare(host.descriptor, read_only, host.slabs, host.slab_bytes, verify(config))
 
 
 def _access(config: Config) -> Access:

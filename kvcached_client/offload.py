@@ -89,6 +89,7 @@ class OffloadClient(EngineSession):
     Attributes:
         generation: generation of the namespace when the session began.
         verify: which loaded blocks are compared with their checksums.
+        read_only: the engine only loads: the daemon passes over what it offers, and its shards cannot store.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class OffloadClient(EngineSession):
         super().__init__(channel, welcome, generation=None, on_stale=on_stale)
         self.generation = welcome.generation
         self.verify = welcome.verify
+        self.read_only = welcome.read_only
         self._namespace = welcome.namespace.hex()
         self._preparations = Preparations(channel, self.session)
 
@@ -116,6 +118,7 @@ class OffloadClient(EngineSession):
         layout: OffloadLayout,
         deadline_ms: int = 1000,
         on_stale: Callable[[], None] | None = None,
+        read_only: bool = False,
         wait_s: float = 0.0,
     ) -> Self:
         """Open a session in the namespace that `keyspace` and `layout` define.
@@ -129,6 +132,8 @@ class OffloadClient(EngineSession):
             layout: shape of a block.
             deadline_ms: limit for one call, and for each step of this one.
             on_stale: called by another thread when a heartbeat's reply says that the session is over.
+            read_only: only load. The host pool is mapped so that a stray write ends this process instead of changing a
+                block. The daemon's configuration may say so as well, for some users.
             wait_s: how long to wait for a daemon that is not there or not ready. See `Client.connect`.
 
         Raises:
@@ -150,6 +155,7 @@ class OffloadClient(EngineSession):
             block_bytes=layout.block_bytes,
             fingerprint=layout.fingerprint,
             replicated=layout.replicated,
+            read_only=read_only,
         )
         return with_patience(partial(cls._open, run_dir, declared, deadline_ms, on_stale), wait_s)
 

@@ -86,6 +86,7 @@ class OffloadShard:
         self.epoch: int = joined.epoch
         self._session = grant
         self._verify = joined.verify
+        self._is_read_only = joined.read_only
         self._memory: _Memory | None = memory
         self._channel = channel
         self._copying = threading.RLock()  #: held from the begin of a copy until it is reported
@@ -164,6 +165,7 @@ class OffloadShard:
 
         Raises:
             BadRequest: the job contradicts itself, or names blocks that do not exist; nothing was copied.
+            Refused: the host pool is mapped read-only; nothing was copied.
             Stale: the session is over.
             TransportError: the daemon did not reply, even when the report was repeated.
             DeviceError: the device failed. Most failures are for good: then every later copy fails, too.
@@ -180,10 +182,11 @@ class OffloadShard:
             after: as in `store`, behind the kernels of all jobs.
 
         Raises:
-            BadRequest, Stale, TransportError, DeviceError: as `store`.
+            BadRequest, Refused, Stale, TransportError, DeviceError: as `store`.
         """
         with self._copying:
             memory = self._open()
+            self._check_writable()
             try:
                 with memory.after(after):
                     memory.transfers.store_all(jobs, epoch=self.epoch)
@@ -242,6 +245,14 @@ class OffloadShard:
             raise DaemonUnreachable("this shard has left its session; join again")
         return self._memory
 
+    def _check_writable(self) -> None:
+        if self._is_read_only:
+            raise request_error(
+                ErrorCode.FORBIDDEN,
+                "this engine maps the host pool read-only, and stores nothing",
+                "connect without read_only, and see read_only in [[access.engine]] of the daemon's configuration",
+            )
+
     def _load(self, job: BlockJob, after: Mark | None) -> list[int]:
         memory = self._open()
         try:
@@ -296,10 +307,13 @@ def _map(joined: JoinedHost, descriptor: int, pages: EnginePages, confirm: Calla
     host = _geometry(joined)
     if not host.slots_per_slab or joined.shard >= host.shards:
         raise unusable(f"{host.slots_per_slab} slots in a slab, shard {joined.shard} of {host.shards}")
-    buffer = map_sealed(descriptor, host.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+    protection = mmap.PROT_READ if joined.read_only else mmap.PROT_READ | mmap.PROT_WRITE
+    buffer = map_sealed(descriptor, host.size_bytes, protection)
     address = ctypes.addressof(buffer)
     prefer_huge_pages(address, host.size_bytes)
-    device = pages.device.open_host(address, host, joined.shard) if pages.is_on_cuda else None
+    device = None
+    if pages.is_on_cuda:
+        device = pages.device.open_host(address, host, joined.shard, read_only=joined.read_only)
     transfers = BlockTransfers(
         pages,
         host,

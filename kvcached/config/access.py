@@ -32,6 +32,11 @@ class EngineAccess(Table):
         description="Namespaces that they may use in offload mode: shell patterns of the labels that engines give"
         " them (the model), as in `llama-*`. []: none, so they get no host memory.",
     )
+    read_only: bool = Field(
+        default=False,
+        description="In offload mode they load blocks and store none; the kernel lets them read the host pool, not"
+        " write it.",
+    )
 
 
 class AccessConfig(Table):

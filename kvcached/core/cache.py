@@ -173,13 +173,13 @@ class Cache:
         """
         return self.managed.open(self._next_session_id(), replica, now_ms, counted=counted)
 
-    def open_offload(self, spec: NamespaceSpec, now_ms: int) -> OffloadSession:
-        """A session of an engine in offload mode.
+    def open_offload(self, spec: NamespaceSpec, now_ms: int, *, read_only: bool = False) -> OffloadSession:
+        """A session of an engine in offload mode, which stores nothing if it is read-only.
 
         Raises:
             Refusal: see `Namespaces.enter`.
         """
-        return self.offload.open(self._next_session_id(), spec, now_ms)
+        return self.offload.open(self._next_session_id(), spec, now_ms, read_only=read_only)
 
     def restore_session(self, replica: str) -> ManagedSession:
         """An engine from before a restart may write into all of a pool, which has outlived that: it is expired."""

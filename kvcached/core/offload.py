@@ -79,13 +79,16 @@ class Offload:
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
-    def open(self, session_id: SessionId, spec: NamespaceSpec, now_ms: int) -> OffloadSession:
+    def open(
+        self, session_id: SessionId, spec: NamespaceSpec, now_ms: int, *, read_only: bool = False
+    ) -> OffloadSession:
         """A session in a namespace, which is made if nobody has declared it yet.
 
         Raises:
             Refusal: there are too many namespaces, a block does not fit a slab, or another shape was declared.
         """
-        session = OffloadSession(session_id, now_ms, self.namespaces.enter(spec), block_size=spec.block_size)
+        namespace = self.namespaces.enter(spec)
+        session = OffloadSession(session_id, now_ms, namespace, block_size=spec.block_size, read_only=read_only)
         self.sessions[session_id] = session
         self._counters["sessions_opened"] += 1
         return session
@@ -292,8 +295,8 @@ class Offload:
         """The engine has computed the lease's next blocks: which of its path lack a copy, and slots for them.
 
         The lease reaches as far as there is room: blocks behind that may be offered again. Earlier blocks whose copy
-        was lost meanwhile are asked for, too. Blocks that the write policy does not have copied are passed over: they,
-        and those behind them, wait for another request.
+        was lost meanwhile are asked for, too. Blocks that the write policy does not have copied, and all of a session
+        that is read-only, are passed over: they, and those behind them, wait for another request.
 
         Raises:
             Refusal: not the session's lease, `start` is not where it is, or over a limit. Nothing has changed.
@@ -308,7 +311,7 @@ class Offload:
             self._table.paused
         ):  # as where there is no room: what is offered behind the lease's depth may be offered again
             return StorePlan(TransferId(0), start, lease.generation, [], no_ranges())
-        wanted = self._copies.wanted(lease, keys)
+        wanted = 0 if session.read_only else self._copies.wanted(lease, keys)
         if not wanted and keys:
             return self._copies.pass_over(lease, keys)
         self._check_room(session)

@@ -111,12 +111,14 @@ class OffloadSession(Session):
 
     Attributes:
         namespace: where it works.
+        read_only: it stores nothing: what it offers is passed over.
         transfers: copies that its processes are not through with.
         quarantined: host slots that they could write when it expired, with the pool that they are of.
     """
 
     leases: Leases[OffloadLease] = field(default_factory=Leases, kw_only=True)
     namespace: Namespace
+    read_only: bool = field(default=False, kw_only=True)
     transfers: dict[TransferId, EngineTransfer] = field(default_factory=dict)
     quarantined: list[tuple[SlotPool, Ranges[int]]] = field(default_factory=list)
 

@@ -7,6 +7,7 @@ beside the blocks, and never touches a block.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -53,6 +54,18 @@ class HostMemory:
     def identity(self) -> MemoryIdentity:
         """Which memory it is, as long as somebody holds it."""
         return MemoryIdentity.of(self.descriptor)
+
+    def open_read_only(self) -> int:
+        """Another descriptor of the memory, close-on-exec, through which nobody can map it to write.
+
+        A process of another user cannot make it writable either: the memory's mode is that of its owner alone.
+
+        Raises:
+            OSError: the kernel refused one of the steps.
+        """
+        with contextlib.suppress(PermissionError):  # made by an earlier daemon that ran as another user
+            os.fchmod(self.descriptor, 0o600)
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
         """Close the descriptor. The memory is freed when the last process that has it ends."""

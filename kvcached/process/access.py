@@ -107,6 +107,7 @@ class Grants:
         replicas: shell patterns of those that it may use as an engine.
         namespaces: the same of labels of namespaces in offload mode.
         own_user: the daemon's own user in words.
+        read_only: it may not write the host pool in offload mode.
     """
 
     user: str
@@ -116,6 +117,7 @@ class Grants:
     replicas: tuple[str, ...] = ()
     namespaces: tuple[str, ...] = ()
     own_user: str = ""
+    read_only: bool = False
 
     def check_known(self) -> None:
         """Refuse a user who has no role.
@@ -226,6 +228,7 @@ class EngineUsers(NamedTuple):
     users: Users
     replicas: tuple[str, ...]
     namespaces: tuple[str, ...]
+    read_only: bool
 
 
 class User(NamedTuple):
@@ -301,7 +304,9 @@ class Access:
             own_uid,
             users(config.operate),
             users(config.look),
-            tuple(EngineUsers(users(each.users), each.replicas, each.namespaces) for each in config.engine),
+            tuple(
+                EngineUsers(users(each.users), each.replicas, each.namespaces, each.read_only) for each in config.engine
+            ),
             names,
             tuple(unknown),
         )
@@ -323,6 +328,7 @@ class Access:
             replicas=tuple(pattern for each in tables for pattern in each.replicas),
             namespaces=tuple(pattern for each in tables for pattern in each.namespaces),
             own_user=own_user,
+            read_only=all(each.read_only for each in tables if each.namespaces),
         )
 
     def of_reports(self) -> Access:

@@ -286,9 +286,12 @@ class Clears:
         """Clear the namespace of an engine in offload mode.
 
         Raises:
-            RequestError: its session is over, or too many requests wait.
+            RequestError: its session is over, or read-only, or too many requests wait.
         """
         session = self._own_session(connection, request.epoch)
+        if self._cache.offload.sessions[session].read_only:
+            why, fix = "this session is read-only, and a clear takes blocks from others", "use kvcached clear"
+            raise request_error(ErrorCode.FORBIDDEN, why, fix)
         clear = self._known(connection, request)
         if clear is None:
             self._cleared(self._cache.offload.sessions[session].namespace.spec.root)

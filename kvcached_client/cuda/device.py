@@ -174,13 +174,18 @@ class Device:
         """A stream that does not wait for the default stream."""
         return Stream(self.driver)
 
-    def register(self, address: int, size_bytes: int) -> RegisteredMemory:
+    def register(self, address: int, size_bytes: int, *, read_only: bool = False) -> RegisteredMemory:
         """Let the device reach memory of this process: then copies need no second copy, and run beside the processor.
+
+        Args:
+            address: of the memory.
+            size_bytes: of the memory.
+            read_only: the memory is mapped read-only. Some devices cannot reach such memory.
 
         Raises:
             CudaFailure: some of it is registered already, or the driver refused.
         """
-        return RegisteredMemory(self, address, size_bytes)
+        return RegisteredMemory(self, address, size_bytes, read_only=read_only)
 
     def _properties(self) -> Opaque:
         names = self.driver.names
@@ -290,15 +295,13 @@ class RegisteredMemory:
         device_address: where the device finds it.
     """
 
-    def __init__(self, device: Device, address: int, size_bytes: int) -> None:
+    def __init__(self, device: Device, address: int, size_bytes: int, *, read_only: bool) -> None:
         names = device.driver.names
         self._driver = device.driver
-        self._driver.call(
-            "cuMemHostRegister",
-            address,
-            size_bytes,
-            names.CU_MEMHOSTREGISTER_PORTABLE | names.CU_MEMHOSTREGISTER_DEVICEMAP,
-        )
+        flags = names.CU_MEMHOSTREGISTER_PORTABLE | names.CU_MEMHOSTREGISTER_DEVICEMAP
+        if read_only:
+            flags |= names.CU_MEMHOSTREGISTER_READ_ONLY
+        self._driver.call("cuMemHostRegister", address, size_bytes, flags)
         self.address = address
         self.size_bytes = size_bytes
         self._is_open = True

@@ -93,13 +93,13 @@ class EngineDevice:
         """
         return EventMark(self, stream)
 
-    def open_host(self, address: int, host: HostGeometry, shard: int) -> EngineCopies:
-        """Copies of a shard between the device and the host pool, which is mapped at `address`.
+    def open_host(self, address: int, host: HostGeometry, shard: int, *, read_only: bool = False) -> EngineCopies:
+        """Copies of a shard between the device and the host pool, which is mapped at `address`, perhaps read-only.
 
         Raises:
             CudaFailure: the driver refused.
         """
-        return EngineCopies(self, address, host, shard)
+        return EngineCopies(self, address, host, shard, read_only=read_only)
 
 
 class Mark(Protocol):
@@ -144,11 +144,11 @@ class EngineCopies:
         copier: for `BlockTransfers`, within `after`.
     """
 
-    def __init__(self, owner: EngineDevice, address: int, host: HostGeometry, shard: int) -> None:
+    def __init__(self, owner: EngineDevice, address: int, host: HostGeometry, shard: int, *, read_only: bool) -> None:
         self._owner = owner
         with owner.device.current():
             self.copier = CudaCopier(owner.device, range(address, address + host.size_bytes))
-        self._pool = HostPool(owner.device, address, shard_ranges(host, shard))
+        self._pool = HostPool(owner.device, address, shard_ranges(host, shard), read_only=read_only)
         self._pool.start()
 
     @contextmanager

@@ -48,6 +48,7 @@ class HostPool:
         device: that reaches it.
         address: where it is mapped.
         ranges: what to register, see `shard_ranges`.
+        read_only: it is mapped read-only. A device that cannot register such memory copies it as any other.
 
     Attributes:
         size_bytes: of all ranges.
@@ -55,13 +56,14 @@ class HostPool:
         error: why no more will be; empty while nothing is wrong.
     """
 
-    def __init__(self, device: Device, address: int, ranges: Sequence[range]) -> None:
+    def __init__(self, device: Device, address: int, ranges: Sequence[range], *, read_only: bool = False) -> None:
         self.size_bytes = sum(map(len, ranges))
         self.registered_bytes = 0
         self.error = ""
         self._device = device
         self._address = address
         self._ranges = ranges
+        self._read_only = read_only
         self._registered: list[RegisteredMemory] = []
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
@@ -112,5 +114,6 @@ class HostPool:
             if self.registered_bytes - told_bytes >= CALL_BYTES:
                 told_bytes = self.registered_bytes
                 on_progress(self)
-            self._registered.append(self._device.register(self._address + each.start, len(each)))
+            start = self._address + each.start
+            self._registered.append(self._device.register(start, len(each), read_only=self._read_only))
             self.registered_bytes += len(each)

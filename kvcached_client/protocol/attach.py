@@ -110,6 +110,7 @@ class JoinedHost(Attach, frozen=True, kw_only=True, tag="joined_host"):
     fingerprint: Fingerprint  #: in the header of every block
     verify: Verify  #: which loaded blocks are to be compared with their checksums
     replicated: bool = False  #: every shard holds the same bytes, and the host pool stores them once
+    read_only: bool = False  #: the memory can be read, not written
 
 
 class AttachRefused(Attach, frozen=True, kw_only=True, tag="refused"):

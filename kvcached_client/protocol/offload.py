@@ -64,6 +64,7 @@ class HelloOffload(Header, frozen=True, kw_only=True, tag="hello_offload"):
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_BYTES_MAX)]  #: of one block on one shard
     fingerprint: Fingerprint  #: of the order of bytes in a block
     replicated: bool = False  #: every shard holds the same bytes, so the host pool stores them once
+    read_only: bool = False  #: only load: store nothing, and map the host pool to read it
 
     @property
     def root(self) -> bytes:
@@ -155,6 +156,7 @@ class WelcomeOffload(Header, frozen=True, kw_only=True, tag="welcome_offload"):
     heartbeat_interval_ms: Id
     session_ttl_ms: Id
     verify: Verify  #: which loaded blocks are to be compared with their checksums
+    read_only: bool = False  #: only load, because the engine or the configuration says so
 
 
 class Held(Header, frozen=True, kw_only=True, tag="held"):

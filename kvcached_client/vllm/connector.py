@@ -85,7 +85,8 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """
         super().__init__(vllm_config, role, kv_cache_config)
         sys.setswitchinterval(min(_SWITCH_INTERVAL_S, sys.getswitchinterval()))
-        self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         longest = vllm_config.model_config.max_model_len
         keeps_all = len(specs) == 1 and keeps_all_blocks(specs[0], longest)
@@ -209,6 +210,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             shards=self._vllm_config.parallel_config.tensor_parallel_size,
             hold_deadline_s=self._settings.hold_deadline_ms / 1000,
             may_fetch=self._settings.prefetch != "off",
+            may_store=not self._settings.read_only,
             announces=publishes_events(self._vllm_config),
         )
 

@@ -56,6 +56,9 @@ KvCacheConfig: TypeAlias = Any
 HOLD_DEADLINE_MS: Final = 1000
 _HOLD_DEADLINE_MS_MAX: Final = 60_000
 _KEYS: Final = ("device_memory", "hold_deadline_ms", "prefetch", "run_dir", "weights_version")
+#: Of `kv_role`.
+_LOADS_AND_STORES: Final = "kv_both"
+_LOADS: Final = "kv_consumer"
 _DEVICE_TYPES: Final = ("cpu", "cuda")
 _PREFETCH_MODES: Final = get_args(PrefetchMode)
 _DEVICE_MEMORIES: Final = get_args(DeviceMemory)
@@ -71,6 +74,7 @@ class Settings:
         hold_deadline_ms: how long a request waits for the daemon before it is computed without external cache.
         prefetch: how long a request waits for blocks from the daemon's storage.
         device_memory: whose memory vLLM's KV cache is in; what is in the daemon's outlives this vLLM.
+        read_only: only load blocks, and map the host pool to read it: vLLM's role ``kv_consumer``.
     """
 
     run_dir: str | None = None
@@ -78,10 +82,11 @@ class Settings:
     hold_deadline_ms: int = HOLD_DEADLINE_MS
     prefetch: PrefetchMode = "timeout"
     device_memory: DeviceMemory = "engine"
+    read_only: bool = False
 
 
-def read_settings(extra: Mapping[str, object]) -> Settings:
-    """The settings in ``kv_connector_extra_config``.
+def read_settings(extra: Mapping[str, object], kv_role: str = _LOADS_AND_STORES) -> Settings:
+    """The settings in ``kv_connector_extra_config``, and what ``kv_role`` says.
 
     Raises:
         ValueError: an unknown key, or a value of the wrong kind.
@@ -113,7 +118,12 @@ def read_settings(extra: Mapping[str, object]) -> Settings:
             f"kv_connector_extra_config: device_memory is {memory!r}; give one of {', '.join(_DEVICE_MEMORIES)}"
         )
     return Settings(
-        run_dir, version, deadline, cast("PrefetchMode", prefetch), device_memory=cast("DeviceMemory", memory)
+        run_dir,
+        version,
+        deadline,
+        cast("PrefetchMode", prefetch),
+        device_memory=cast("DeviceMemory", memory),
+        read_only=kv_role == _LOADS,
     )
 
 
@@ -135,8 +145,8 @@ def check_config(
     groups, device = cache.kv_cache_groups, config.device_config.device_type
     is_single = len(groups) == 1
     reasons = {
-        f"kv_role is {transfer.kv_role!r}: set it to 'kv_both', since it loads and stores": transfer.kv_role
-        != "kv_both",
+        f"kv_role is {transfer.kv_role!r}: set it to {_LOADS_AND_STORES!r}, or to {_LOADS!r} to store "
+        "nothing": transfer.kv_role not in {_LOADS_AND_STORES, _LOADS},
         f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, and would fail requests whose cached blocks "
         "are gone: set it to 'recompute'": transfer.kv_load_failure_policy != "recompute",
         f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: blocks of several pipeline stages are not "

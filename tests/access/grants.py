@@ -16,11 +16,15 @@ SOMEBODY = 54_321
 
 
 def access_of(
-    *roles: Role, replicas: Iterable[str] = ("*",), namespaces: Iterable[str] = ("*",), user: str = str(SOMEBODY)
+    *roles: Role,
+    replicas: Iterable[str] = ("*",),
+    namespaces: Iterable[str] = ("*",),
+    user: str = str(SOMEBODY),
+    read_only: bool = False,
 ) -> Access:
     """A user has these roles, at a daemon of whoever runs the test."""
     users = (user,)
-    engine = EngineAccess(users=users, replicas=tuple(replicas), namespaces=tuple(namespaces))
+    engine = EngineAccess(users=users, replicas=tuple(replicas), namespaces=tuple(namespaces), read_only=read_only)
     return Access.of(
         AccessConfig(
             operate=users if Role.OPERATE in roles else (),

@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -150,6 +150,26 @@ def test_no_namespace_means_no_host_memory() -> None:
     with pytest.raises(Refused, match="may be an engine on namespaces none"):
         grants_of(Role.ENGINE, namespaces=()).owner_of_pools()
     assert grants_of(Role.ENGINE, replicas=(), namespaces=("tiny",)).owner_of_pools() == f"user {SOMEBODY}"
+
+
+@pytest.mark.parametrize(
+    ("tables", "read_only"),
+    [
+        ((("a",), True), True),
+        ((("a",), False), False),
+        ((("a",), True, ("b",), True), True),
+        ((("a",), True, ("b",), False), False),
+        ((("a",), True, (), False), True),
+    ],
+)
+def test_engine_is_read_only_where_all_its_tables_say_so(tables: tuple[Any, ...], read_only: bool) -> None:
+    """One table that lets a user write host memory is enough; a table without namespaces gives none."""
+    pairs = zip(tables[::2], tables[1::2], strict=True)
+    engines = [
+        EngineAccess(users=(str(SOMEBODY),), namespaces=namespaces, read_only=each) for namespaces, each in pairs
+    ]
+    grants = Access.of(AccessConfig(engine=tuple(engines))).grants(Credentials(1, SOMEBODY, 1))
+    assert grants.read_only is read_only
 
 
 def test_who_is_no_engine_gets_no_memory() -> None:

@@ -42,11 +42,11 @@ def let_rest(cache: Cache) -> None:
 class OffloadEngine:
     """One session in a namespace."""
 
-    def __init__(self, cache: Cache, spec: NamespaceSpec | None = None) -> None:
+    def __init__(self, cache: Cache, spec: NamespaceSpec | None = None, *, read_only: bool = False) -> None:
         self.cache = cache
         self.core = cache.offload
         self.spec = space() if spec is None else spec
-        self.session = cache.open_offload(self.spec, 0).id
+        self.session = cache.open_offload(self.spec, 0, read_only=read_only).id
         self._requests = 0
 
     @property

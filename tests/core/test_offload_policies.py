@@ -39,6 +39,19 @@ def test_never_passes_over_every_offer(new_offload: NewOffload) -> None:
     assert engine.cache.counters["store_declined_blocks"] == 6
 
 
+def test_session_that_is_read_only_hits_and_stores_nothing(new_offload: NewOffload) -> None:
+    """A reader hits what another session has stored; what it offers is passed over, and is no sighting either."""
+    cache = new_offload()
+    writer, reader = OffloadEngine(cache), OffloadEngine(cache, read_only=True)
+    writer.store("abcd")
+    lease = reader.acquire("abcdef")
+    plan = reader.prepare(lease, "abcdef", 4)
+
+    assert (lease.hit, plan.transfer, plan.depth, plan.pieces) == (4, 0, 6, [])
+    assert (writer.hit("abcdef"), cache.counters["store_declined_blocks"]) == (4, 2)
+    assert writer.store("abcdef") == [4, 5]
+
+
 def test_second_offer_is_copied(new_offload: NewOffload) -> None:
     """Under the selective policy a block is copied when a second request offers it, with those before it."""
     engine = engine_under(new_offload, SELECTIVE)

@@ -10,11 +10,14 @@ import os
 import queue
 import random
 import sys
+import tempfile
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, Final
+
+import numpy as np
 
 from kvcached.worker.executor import Executor, Task
 from kvcached.worker.messages import Done, Load, Request, Shutdown, Store
@@ -39,6 +42,22 @@ PATIENCE_S: Final = 20
 #: A word of the host pool that no block of these programs is in: headers and blocks take the start of a slab.
 FLAG_OFFSET: Final = 1 << 15
 GROUP: Final = KvGroup(layers=3, kv_heads=2, head_dim=8, v_head_dim=8, dtype="float16")
+
+
+def registered_read_only(read_only: bool) -> tuple[int, str]:
+    """Register memory that is mapped read-only; returns how many bytes are registered, and the error's first words."""
+    with ExitStack() as parts:
+        device = Device(Driver())
+        parts.callback(device.close)
+        file = parts.enter_context(tempfile.TemporaryFile())
+        file.truncate(1 << 20)
+        memory = parts.enter_context(mmap.mmap(file.fileno(), 1 << 20, prot=mmap.PROT_READ))
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        pool = HostPool(device, address, [range(1 << 19), range(1 << 19, 1 << 20)], read_only=read_only)
+        parts.callback(pool.close)
+        pool.start()
+        pool.wait()
+        return pool.registered_bytes, pool.error.partition(":")[0]
 
 
 class Rig:
@@ -334,7 +353,7 @@ PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     each.__name__: each
     for each in (
         *(round_trip, layer_by_layer, corrupt, neighbours, failing, abandoned, shared, refused_export, elsewhere),
-        *(too_much, missing, stream_values, both_directions, beside_a_capture, closed_in_a_copy),
+        *(too_much, missing, stream_values, both_directions, beside_a_capture, closed_in_a_copy, registered_read_only),
     )
 }
 

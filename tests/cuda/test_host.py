@@ -60,3 +60,11 @@ def test_copies_of_a_shard_among_others(run_program: RunProgram) -> None:
     assert done.said == 0
     assert broken_rules(done.records) == []
     assert [each.arguments["size"] for each in registered] == [OWN_PART_BYTES_MIN] * 8
+
+
+def test_memory_that_an_engine_only_reads_is_registered(run_program: RunProgram) -> None:
+    """A host pool that is mapped read-only is registered as such; as any other it would not be, and would be copied."""
+    done = run_program("registered_read_only", True)
+    assert (done.said, broken_rules(done.records)) == ([1 << 20, ""], [])
+    registered, error = run_program("registered_read_only", False).said
+    assert (registered, "cuMemHostRegister" in error) == (0, True)

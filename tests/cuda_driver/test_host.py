@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import mmap
+import tempfile
 import time
 from collections.abc import Iterator
 from ctypes import addressof, byref, c_char, c_ulonglong
 
+import numpy as np
 import pytest
 
 from tests.cuda_driver.calls import DEVICE_MAP, PORTABLE, CudaError, Driver, peek, poke
 from tests.cuda_driver.conftest import StartDriver
 
-PAGE = 4096
+PAGE, READ_ONLY = 4096, 8
 ALREADY, NOT_REGISTERED = "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"
 
 
@@ -58,6 +60,17 @@ def test_range_must_be_there_and_below_512_gib(driver: Driver, pages: int) -> No
     assert register(driver, pages, 512 << 30) == "CUDA_ERROR_INVALID_VALUE"
     assert register(driver, driver.memory(), PAGE) == "CUDA_ERROR_INVALID_VALUE"
     assert register(driver, pages, 0) == "CUDA_ERROR_INVALID_VALUE"
+
+
+def test_memory_that_is_mapped_read_only_is_registered_as_such(driver: Driver) -> None:
+    """Without the flag the driver would pin pages to write them, which the kernel refuses."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(2 * PAGE)
+        with mmap.mmap(file.fileno(), 2 * PAGE, prot=mmap.PROT_READ) as memory:
+            address = np.frombuffer(memory, np.uint8).ctypes.data
+            assert register(driver, address, 2 * PAGE) == "CUDA_ERROR_INVALID_VALUE"
+            assert register(driver, address, 2 * PAGE, PORTABLE | DEVICE_MAP | READ_ONLY) == "CUDA_SUCCESS"
+            driver.call("cuMemHostUnregister", address)
 
 
 def test_copy_stays_within_one_registered_range(driver: Driver, pages: int) -> None:

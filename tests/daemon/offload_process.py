@@ -89,6 +89,8 @@ class Scheduler:
         page_bytes: int,
         deadline_ms: int = DEADLINE_MS,
         label: str = "tiny",
+        *,
+        read_only: bool = False,
     ) -> None:
         pages = ShardMemory(0, page_bytes).pages
         self.client = OffloadClient.connect(
@@ -99,6 +101,7 @@ class Scheduler:
             label=label,
             layout=OffloadLayout(BLOCK_SIZE, shards, pages.block_bytes, pages.fingerprint),
             deadline_ms=deadline_ms,
+            read_only=read_only,
         )
         self._requests = 0
 

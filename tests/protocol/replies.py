@@ -374,6 +374,7 @@ ATTACH_REPLIES: dict[str, AttachReply] = {
         fingerprint=KEYS[16:],
         verify=Verify.ALWAYS,
         replicated=True,
+        read_only=True,
     ),
     "attach-claimed_pool": ClaimedPool(pool=KEYS[:16], rank_bytes=BIG >> 20, blocks=300),
     "attach-refused": AttachRefused(

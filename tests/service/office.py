@@ -33,7 +33,7 @@ EPOCH = 100
 #: Eight blocks of a page, with their headers, for each of two shards.
 SLAB_BYTES = 2 * 9 * 4096
 #: The descriptor of the host pool.
-HOST_MEMORY = 77
+HOST_MEMORY, READ_ONLY_HOST_MEMORY = 77, 78
 #: Routing ids as ZeroMQ makes them.
 ONE, TWO = b"\0\0\0\0\1", b"\0\0\0\0\2"
 R = TypeVar("R", bound=wire.Header)
@@ -217,7 +217,9 @@ class Office:
             heartbeat_interval_ms=100,
             answers_kept_per_session=16,
             known_blocks_min=known_blocks_min,
-            share=HostShare(HOST_MEMORY, host_slabs, SLAB_BYTES, verify=Verify.ALWAYS) if spaces else None,
+            share=HostShare(HOST_MEMORY, READ_ONLY_HOST_MEMORY, host_slabs, SLAB_BYTES, verify=Verify.ALWAYS)
+            if spaces
+            else None,
             later=self.timers.later,
             headers=headers,
             state_place=state_place,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,8 +13,10 @@ from msgspec import structs
 from kvcached.core.insight.invariants import check
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol import engine as wire
+from kvcached_client.protocol.attach import JoinedHost
 from kvcached_client.types import Verify, pack_ranges
-from tests.service.office import EPOCH, HOST_MEMORY, SLAB_BYTES, TWO, FakePeer, Office, key_chain
+from tests.access.grants import OWN
+from tests.service.office import EPOCH, HOST_MEMORY, READ_ONLY_HOST_MEMORY, SLAB_BYTES, TWO, FakePeer, Office, key_chain
 from tests.service.offload_office import (
     BLOCK_BYTES,
     INSTANCE,
@@ -24,6 +27,7 @@ from tests.service.offload_office import (
 )
 
 THREE = b"\0\0\0\0\3"
+READER = replace(OWN, read_only=True)
 
 
 @pytest.fixture
@@ -149,6 +153,23 @@ def test_shards_get_the_host_pool(office: OffloadOffice) -> None:
     assert (joined.slabs, joined.slab_bytes, joined.block_bytes) == (4, SLAB_BYTES, BLOCK_BYTES)
     assert (joined.namespace, joined.fingerprint) == (welcome.namespace, b"f" * 16)
     assert descriptors == (HOST_MEMORY,)
+
+
+def test_reader_gets_memory_that_it_cannot_write_and_clears_nothing(office: OffloadOffice) -> None:
+    """An engine that asked for it, or whose user may only read, is told so; it gets the read-only descriptor."""
+    asked = office.attach(FakePeer(1), read_only=True)
+    told = office.attach(FakePeer(2, grants=READER), peer=TWO, instance=OTHER_INSTANCE)
+    writer = office.attach(FakePeer(3), peer=THREE, instance=b"x" * 16)
+    joined = [
+        office.service.join(peer, welcome.session, welcome.token, 0)  # type: ignore[arg-type]
+        for peer, welcome in ((FakePeer(4), asked), (FakePeer(5), told), (FakePeer(6, grants=READER), writer))
+    ]
+
+    assert [welcome.read_only for welcome in (asked, told, writer)] == [True, True, False]
+    assert all(isinstance(answer, JoinedHost) and answer.read_only for answer, _ in joined)
+    assert [descriptors for _, descriptors in joined] == [(READ_ONLY_HOST_MEMORY,)] * 3
+    refusal = office.expect(wire.ErrorReply, wire.Clear(id=office.next_id(), epoch=EPOCH))
+    assert (refusal.code, "read-only" in refusal.message) == (ErrorCode.FORBIDDEN, True)
 
 
 def test_join_is_refused_to_strangers_and_after_the_end(office: OffloadOffice) -> None:

@@ -152,7 +152,7 @@ class Daemon:
             heartbeat_interval_ms=HEARTBEAT_INTERVAL_MS,
             answers_kept_per_session=1024,
             known_blocks_min=1,
-            share=HostShare(HOST_HANDLE, plan.slabs, plan.slab_bytes, verify=Verify.ALWAYS),
+            share=HostShare(HOST_HANDLE, HOST_HANDLE, plan.slabs, plan.slab_bytes, verify=Verify.ALWAYS),
             headers=headers,
             state_place=world.state_place,
             later=self.loop.call_later,

@@ -192,5 +192,5 @@ def _model(number: int, slabs: int) -> OffloadModel:
         block_bytes=block_bytes,
         fingerprint=bytes([number]) * 16,
     )
-    root = _space(hello, HostShare(0, slabs, SLAB_BYTES, verify=Verify.ALWAYS)).root
+    root = _space(hello, HostShare(0, 0, slabs, SLAB_BYTES, verify=Verify.ALWAYS)).root
     return OffloadModel(number, hello.label, hello.keyspace, hello.block_size, Shape(root, hello.fingerprint, geometry))

@@ -29,6 +29,7 @@ def test_all_keys() -> None:
     extra: dict[str, object] = {"run_dir": "/run/x", "weights_version": "3", "hold_deadline_ms": 50, "prefetch": "off"}
     assert read_settings(extra) == Settings("/run/x", "3", 50, "off")
     assert read_settings({"device_memory": "daemon"}) == Settings(device_memory="daemon")
+    assert read_settings({}, "kv_consumer") == Settings(read_only=True)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,10 @@ def test_plain_configuration_is_taken() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kv_transfer_config__kv_role": "kv_producer"}, "kv_role is 'kv_producer': set it to 'kv_both'"),
+        (
+            {"kv_transfer_config__kv_role": "kv_producer"},
+            "kv_role is 'kv_producer': set it to 'kv_both', or to 'kv_consumer' to store nothing",
+        ),
         ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "set it to 'recompute'"),
         ({"parallel_config__pipeline_parallel_size": 2}, "use tensor parallelism"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),

@@ -29,8 +29,8 @@ def envelope(*actions: object, version: object = "0.1") -> dict[str, Any]:
     return {"protocol_version": version, "message_id": "1", "actions": list(actions)}
 
 
-def read(params: object = None, hints: object = None, *, may_fetch: bool = True) -> Wishes:
-    return read_wishes(params, hints, may_fetch=may_fetch)
+def read(params: object = None, hints: object = None, *, may_fetch: bool = True, may_store: bool = True) -> Wishes:
+    return read_wishes(params, hints, may_fetch=may_fetch, may_store=may_store)
 
 
 def test_requests_without_wishes_are_as_before() -> None:
@@ -111,6 +111,14 @@ def test_reading_from_storage_is_the_operators_choice() -> None:
     """If the engine's settings do not read from storage, no request does."""
     assert read(own(prefetch="timeout"), may_fetch=False).prefetch is None
     assert read(own(prefetch="off"), may_fetch=False).prefetch == "off"
+
+
+def test_storing_is_the_operators_choice() -> None:
+    """An engine that only loads stores nothing for any request, and says so to the one that asks for it."""
+    assert not read(may_store=False).share
+    assert not read(own(priority=2), may_store=False).share
+    wishes = read(own(share=True), may_store=False)
+    assert (wishes.share, wishes.refused) == (False, (("share", "this engine's kv_role is kv_consumer"),))
 
 
 def test_wishes_are_bounded() -> None:

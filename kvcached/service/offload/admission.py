@@ -33,10 +33,12 @@ class HostShare:
 
     Attributes:
         descriptor: its sealed memory, which stays the daemon's.
+        read_only_descriptor: the same memory for who may only read it.
         verify: which loaded blocks are to be compared with their checksums.
     """
 
     descriptor: int
+    read_only_descriptor: int
     slabs: int
     slab_bytes: int
     verify: Verify
@@ -89,7 +91,8 @@ class OffloadAdmission:
         spec = _space(request, share)
         peer.grants.check_namespace(request.label, *self._known_label(spec.root))
         self._check_namespaces(peer, spec.root)
-        session = self._cache.open_offload(spec, now_ms)
+        read_only = request.read_only or peer.grants.read_only
+        session = self._cache.open_offload(spec, now_ms, read_only=read_only)
         self._note_shape(spec.root, Shape(request.fingerprint, request.block_bytes, request.replicated))
         self._hellos[session.id] = request
         group = self._groups.open(session.id, connection, peer)
@@ -116,6 +119,7 @@ class OffloadAdmission:
                 left = [each for each in old.members if old.shard_of.get(each) == shard and _same(each, peer)]
                 if left:
                     self._replace(old, left)
+        read_only = session.read_only or peer.grants.read_only
         joined = JoinedHost(
             shard=shard,
             shards=hello.shards,
@@ -127,8 +131,9 @@ class OffloadAdmission:
             namespace=session.namespace.spec.root,
             fingerprint=hello.fingerprint,
             verify=share.verify,
+            read_only=read_only,
         )
-        return joined, (share.descriptor,)
+        return joined, (share.read_only_descriptor if read_only else share.descriptor,)
 
     def part(self, group: EngineGroup) -> None:
         """The scheduler says goodbye: the session is over, and shard processes may still copy."""
@@ -223,6 +228,7 @@ class OffloadAdmission:
             heartbeat_interval_ms=self._heartbeat_interval_ms,
             session_ttl_ms=self._cache.session_ttl_ms,
             verify=self._required_share().verify,
+            read_only=session.read_only,
         )
 
 

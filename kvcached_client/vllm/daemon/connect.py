@@ -82,6 +82,7 @@ def connect_as(
             layout=layout,
             deadline_ms=settings.hold_deadline_ms,
             on_stale=on_stale,
+            read_only=settings.read_only,
         )
 
     return connect

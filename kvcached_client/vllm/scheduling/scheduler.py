@@ -58,6 +58,7 @@ class SchedulerSide:
         hold_deadline_s: how long a request waits for the daemon's reply before it is computed, without the time of
             fetches from storage.
         may_fetch: whether requests may wait for storage.
+        may_store: whether blocks that requests compute are stored.
         announces: whether vLLM publishes events of its caches. There are none of the host pool with several groups.
         clock: returns seconds.
 
@@ -75,6 +76,7 @@ class SchedulerSide:
         shards: int,
         hold_deadline_s: float,
         may_fetch: bool = True,
+        may_store: bool = True,
         announces: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,6 +86,7 @@ class SchedulerSide:
         self._chains = chains
         self._hold_deadline_s = hold_deadline_s
         self._may_fetch = may_fetch
+        self._may_store = may_store
         self._clock = clock
         self._by_id: dict[str, RequestState] = {}
         self._patience = Patience(link, clock)
@@ -268,7 +271,8 @@ class SchedulerSide:
 
     def _track(self, request: Request) -> RequestState:
         """The state of a new request, with what it asks for."""
-        wishes = read_wishes(request.kv_transfer_params, request.kv_hints, may_fetch=self._may_fetch)
+        params, hints = request.kv_transfer_params, request.kv_hints
+        wishes = read_wishes(params, hints, may_fetch=self._may_fetch, may_store=self._may_store)
         self._wish_log.note(wishes)
         tracked = self._by_id[request.request_id] = RequestState(
             request, request.num_preemptions, wishes, group_keys=self._chains.group_keys(request)

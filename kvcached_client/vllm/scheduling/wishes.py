@@ -85,6 +85,7 @@ class Wishes:
 
 
 NO_WISHES: Final = Wishes()
+_NO_STORES: Final = Wishes(share=False)
 
 
 class WishLog:
@@ -126,17 +127,18 @@ class _Refused(Exception):
     """A wish cannot be executed; says why."""
 
 
-def read_wishes(params: _Value, hints: _Value, *, may_fetch: bool) -> Wishes:
+def read_wishes(params: _Value, hints: _Value, *, may_fetch: bool, may_store: bool = True) -> Wishes:
     """What a request asks for.
 
     Args:
         params: the request's ``kv_transfer_params``, or None.
         hints: the request's ``kv_hints``, or None.
         may_fetch: whether this engine reads from storage at all.
+        may_store: whether this engine stores blocks at all.
     """
     if params is None and hints is None:
-        return NO_WISHES
-    found = _Found(may_fetch=may_fetch)
+        return NO_WISHES if may_store else _NO_STORES
+    found = _Found(may_fetch=may_fetch, may_store=may_store)
     for wish in (*_of_params(params), *_of_hints(hints)):
         found.add(wish)
     return found.wishes()
@@ -145,8 +147,9 @@ def read_wishes(params: _Value, hints: _Value, *, may_fetch: bool) -> Wishes:
 class _Found:
     """The wishes of a request, checked one by one."""
 
-    def __init__(self, *, may_fetch: bool) -> None:
+    def __init__(self, *, may_fetch: bool, may_store: bool) -> None:
         self._may_fetch = may_fetch
+        self._may_store = may_store
         self._values: dict[str, Any] = {}
         self._accepted: dict[str, None] = {}
         self._refused: dict[str, str] = {}
@@ -171,6 +174,8 @@ class _Found:
             raise _Refused("the request asks for two different values")
         if wish.key == "prefetch" and value != "off" and not self._may_fetch:
             raise _Refused("this engine's setting prefetch is off")
+        if wish.key == "share" and value and not self._may_store:
+            raise _Refused("this engine's kv_role is kv_consumer")
         self._values[wish.key] = value
 
     def wishes(self) -> Wishes:
@@ -180,7 +185,7 @@ class _Found:
             priority=values.get("priority", 0),
             pin_ttl_ms=values.get("pin_ttl_s", 0),
             prefetch=values.get("prefetch"),
-            share=values.get("share", True),
+            share=values.get("share", self._may_store),
             accepted=tuple(self._accepted),
             refused=tuple(self._refused.items()),
         )

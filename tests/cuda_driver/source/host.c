@@ -1,6 +1,7 @@
 // Host memory that the device may reach: registered or allocated.
 #include "fake_cuda.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -16,6 +17,22 @@ static bool is_mapped(uintptr_t address, size_t size) {
         if (mincore((void *)at, rest < PAGES * PAGE_BYTES ? rest : PAGES * PAGE_BYTES, present) != 0) return false;
     }
     return true;
+}
+
+// Without READ_ONLY the driver pins pages to write them.
+static bool is_writable(uintptr_t address, size_t size) {
+    FILE *maps = fopen("/proc/self/maps", "r");
+    if (maps == NULL) return true;
+    char line[512];
+    bool all = true;
+    while (all && fgets(line, sizeof line, maps) != NULL) {
+        uintptr_t first, end;
+        char mode[5];
+        if (sscanf(line, "%lx-%lx %4s", &first, &end, mode) == 3 && first < address + size && end > address)
+            all = mode[1] == 'w';
+    }
+    fclose(maps);
+    return all;
 }
 
 static CUresult add(uintptr_t address, size_t size, unsigned flags) {
@@ -35,6 +52,8 @@ static CUresult enlist(void *start, size_t size, unsigned flags) {
     if (size >= LARGEST_REGISTRATION)
         return refuse(CUDA_ERROR_INVALID_VALUE, "one registration of 512 GiB or more fails: register in pieces");
     if (!is_mapped(address, size)) return refuse(CUDA_ERROR_INVALID_VALUE, "a part of the range is not mapped");
+    if (!(flags & READ_ONLY) && !is_writable(address, size))
+        return refuse(CUDA_ERROR_INVALID_VALUE, "memory that is mapped read-only is registered with READ_ONLY");
     if (fault_strikes(FAULT_REFUSED_REGISTRATION))
         return refuse(CUDA_ERROR_OUT_OF_MEMORY, "registration refused by seed");
     return add(address, size, flags);
