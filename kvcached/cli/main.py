@@ -44,7 +44,7 @@ from kvcached.cli.options import (
 )
 from kvcached.cli.serve import capacity, check_config, keep, serve, supervise
 from kvcached.cli.set_up import doctor, init
-from kvcached.cli.top import top
+from kvcached.cli.top import top, watch
 from kvcached.cli.what_if import what_if
 
 __all__ = ["ExitCode", "main"]
@@ -174,9 +174,20 @@ def check(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
 @main.command(epilog=EPILOG)
 @run_dir_option
 @deadline_option
+@click.option(
+    "--watch",
+    "interval_s",
+    metavar="SECONDS",
+    type=click.FloatRange(0.1, 3600),
+    show_default="once",
+    help="Print hits, blocks and bytes of each so many seconds, a line each, until Ctrl-C.",
+)
 @json_option
-def stats(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
+def stats(run_dir: Path | None, deadline_ms: int, interval_s: float | None, *, as_json: bool) -> None:
     """Print gauges (the state of every slot) and counters since the daemon's start."""
+    if interval_s is not None:
+        watch(interval_s, run_dir, as_json=as_json)
+        return
     report = ask(run_dir, deadline_ms, lambda admin: admin.stats())
     if as_json:
         print_json(fields_of(report))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from threading import Event
@@ -42,6 +43,14 @@ _RATES: Final = {
     "backed_up_blocks": "stored in storage",
     "prefetched_blocks": "fetched from storage",
 }
+#: Bytes a second that a picture shows, by the copies they come from.
+_BYTE_RATES: Final = {
+    "MiB stored in host": ("worker_store", "engine_store"),
+    "MiB loaded from host": ("worker_load", "engine_load"),
+    "MiB stored in storage": ("storage_store",),
+    "MiB fetched from storage": ("storage_load",),
+}
+_MIB: Final = 1 << 20
 #: Counters that mean trouble as soon as they grow.
 _TROUBLES: Final = (
     *("store_failed_blocks", "load_failed_blocks", "corrupt_blocks", "backup_failed_blocks", "prefetch_failed_blocks"),
@@ -91,6 +100,15 @@ class Sample(NamedTuple):
         """The counters of `_RATES` for each second since an earlier sample."""
         seconds, growth = self.at_s - earlier.at_s, self.growth(earlier)
         return {name: growth.get(name, 0) / seconds if seconds > 0 else 0.0 for name in _RATES}
+
+    def mib_rates(self, earlier: Sample) -> dict[str, float]:
+        """MiB of each kind of `_BYTE_RATES` for each second since an earlier sample."""
+        seconds, now, then = self.at_s - earlier.at_s, self.report.copied_bytes, earlier.report.copied_bytes
+        grown = {
+            title: sum(now.get(copies, 0) - then.get(copies, 0) for copies in kinds)
+            for title, kinds in _BYTE_RATES.items()
+        }
+        return {title: size_bytes / _MIB / seconds if seconds > 0 else 0.0 for title, size_bytes in grown.items()}
 
 
 class History:
@@ -144,16 +162,26 @@ class History:
 @json_option
 def top(interval_s: float, samples: int | None, run_dir: Path | None, *, as_json: bool) -> None:
     """Show hits, occupancy and copies until Ctrl-C. Without a terminal, or with --json: a line for each interval."""
-    history = History()
-    history.add(Sample(monotonic(), ask(run_dir, _DEADLINE_MS, lambda admin: admin.stats())))
+    history = _begun(run_dir)
     later = _later_samples(interval_s, samples, run_dir)
-    try:
+    with suppress(KeyboardInterrupt):  # which is how it ends
         if sys.stdout.isatty() and not as_json:
             _show_pictures(history, later)
         else:
             _print_lines(history, later, as_json=as_json)
-    except KeyboardInterrupt:
-        return  # which is how it ends
+
+
+def watch(interval_s: float, run_dir: Path | None, *, as_json: bool) -> None:
+    """`kvcached stats --watch`: the lines of `top`, in a terminal, too."""
+    history = _begun(run_dir)
+    with suppress(KeyboardInterrupt):
+        _print_lines(history, _later_samples(interval_s, None, run_dir), as_json=as_json)
+
+
+def _begun(run_dir: Path | None) -> History:
+    history = History()
+    history.add(Sample(monotonic(), ask(run_dir, _DEADLINE_MS, lambda admin: admin.stats())))
+    return history
 
 
 def _later_samples(interval_s: float, count: int | None, run_dir: Path | None) -> Iterator[Sample | str]:
@@ -174,7 +202,7 @@ def _later_samples(interval_s: float, count: int | None, run_dir: Path | None) -
 
 # --- lines ----------------------------------------------------------------------------------------------------------
 
-_COLUMNS: Final = ("device", "host", "missed", "hits", *_RATES.values())
+_COLUMNS: Final = ("device", "host", "missed", "hits", *_RATES.values(), *_BYTE_RATES)
 
 
 def _print_lines(history: History, later: Iterator[Sample | str], *, as_json: bool) -> None:
@@ -199,14 +227,16 @@ def figures(history: History) -> dict[str, object]:
         "seconds": now.at_s - before.at_s,
         "hits": {**hits._asdict(), "rate": hits.rate},
         "per_second": now.rates(before),
+        "mib_per_second": now.mib_rates(before),
         "stats": fields_of(now.report),
     }
 
 
 def _cells(history: History) -> list[str]:
     hits = history.latest.hits.since(history.previous.hits)
-    rates = history.latest.rates(history.previous)
-    return [*map(str, hits), _percent(hits.rate), *(_short(rate) for rate in rates.values())]
+    now, before = history.latest, history.previous
+    rates = [*now.rates(before).values(), *now.mib_rates(before).values()]
+    return [*map(str, hits), _percent(hits.rate), *map(_short, rates)]
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------
@@ -283,11 +313,13 @@ def _add_tier(table: Table, name: str, slots: int, states: Mapping[str, int], pi
 
 
 def _rate_table(history: History) -> Table:
-    rates = history.latest.rates(history.previous)
+    now, before = history.latest, history.previous
+    named = {_RATES[name]: rate for name, rate in now.rates(before).items()} | now.mib_rates(before)
+    rates = [(title, _short(rate)) for title, rate in named.items()]
     table = _table("a second", "", "copies", "")
-    copies = [(name.replace("_", " "), str(count)) for name, count in history.latest.report.transfers.items()]
-    for (name, title), copy in zip_longest(_RATES.items(), copies, fillvalue=("", "")):
-        table.add_row(title, _short(rates.get(name, 0.0)), *copy)
+    copies = [(name.replace("_", " "), str(count)) for name, count in now.report.transfers.items()]
+    for rate, copy in zip_longest(rates, copies, fillvalue=("", "")):
+        table.add_row(*rate, *copy)
     return table
 
 

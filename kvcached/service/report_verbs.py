@@ -9,6 +9,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
+from msgspec import structs
+
 from kvcached import VERSION
 from kvcached.core.cache import Cache
 from kvcached.core.eviction.reuse import SIZE_RATIOS
@@ -24,6 +26,7 @@ from kvcached.core.session import LEASES_PER_SESSION_MAX
 from kvcached.core.slots.host_slots import HostPool
 from kvcached.core.slots.slots import DevicePool, SlotPool
 from kvcached.core.slots.states import DaemonState, SlotState, TransferState
+from kvcached.monitoring.timing import CopyTimes
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.service.admission import DrainState
 from kvcached.service.pending import Answer, Verb
@@ -55,6 +58,7 @@ class ReportVerbs:
         now_ms: the clock. The daemon's uptime counts from the construction of this object.
         drain_state: the daemon's state.
         engine_pools: device memory that is kept for engines.
+        copy_times: what copies between tiers have moved.
 
     Attributes:
         by_type: the method that serves each kind of request.
@@ -69,6 +73,7 @@ class ReportVerbs:
         now_ms: Callable[[], int],
         drain_state: DrainState,
         engine_pools: EnginePools,
+        copy_times: CopyTimes,
     ) -> None:
         self._cache = cache
         self._replicas = replicas
@@ -76,6 +81,7 @@ class ReportVerbs:
         self._now_ms = now_ms
         self._drain_state = drain_state
         self._engine_pools = engine_pools
+        self._copy_times = copy_times
         self._started_ms = now_ms()
         self.shown = ShownKeys()
         self.by_type: dict[type[wire.Header], Verb] = {
@@ -102,10 +108,11 @@ class ReportVerbs:
         return namespace, "" if space is None else space.spec.label
 
     def _stats(self, _: bytes, request: wire.Stats, __: list[bytes]) -> Answer:
-        uptime_ms = self._now_ms() - self._started_ms
-        state, pools = self._drain_state.state, self._engine_pools
+        uptime_ms, state, pools = self._now_ms() - self._started_ms, self._drain_state.state, self._engine_pools
         host_bytes = _host_pool_bytes(self._replicas, self._offload)
-        return Answer(stats_report(request.id, self._cache, self._replicas, uptime_ms, state, pools, host_bytes))
+        report = stats_report(request.id, self._cache, self._replicas, uptime_ms, state, pools, host_bytes)
+        copied = {"_".join(copies): size for copies, size in self._copy_times.copied_bytes.items()}
+        return Answer(structs.replace(report, copied_bytes=copied))
 
     def _check(self, _: bytes, request: wire.Check, __: list[bytes]) -> Answer:
         violations = tuple(check(self._cache))

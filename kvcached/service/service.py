@@ -147,8 +147,9 @@ class Service:
             cache, self._replicas, self._groups, self._pending, now_ms, carry_out=self.carry_out, settle=self._settle
         )
         self.reports = ReportVerbs(
-            cache, self._replicas, self._offload_admission.info(), now_ms, self._drain_state, self._engine_pools
-        )
+            cache, self._replicas, self._offload_admission.info(), now_ms,
+            self._drain_state, self._engine_pools, self.copy_times,
+        )  # fmt: skip
         self.watch: PeerWatch | None = None
         self.index_changed: Callable[[], None] = lambda: None
         self._verbs: dict[type[wire.Header], Verb] = {

@@ -150,6 +150,8 @@ class StatsReport(Header, frozen=True, kw_only=True, tag="stats_report"):
     engine_pools: tuple[EnginePoolStats, ...] = ()
     device_memory_bytes: int = 0  #: the limit of all engine pools
     host_pool_bytes: int = 0  #: size of the host pool
+    #: Of copies that have ended, by who made them and the kind: "worker_store".
+    copied_bytes: dict[str, int] = msgspec.field(default_factory=dict)
     transfers: dict[str, int]  #: queued and running transfers, by kind
     counters: dict[str, int]
 

@@ -47,12 +47,12 @@ def drawn(shown: History, failure: str = "", width: int = 110) -> str:
 class ListedReports(ConnectedAdmin):
     """An `Admin` that gives one report after the other; an error is raised."""
 
-    def __init__(self, *replies: StatsReport | Exception) -> None:
+    def __init__(self, *replies: StatsReport | BaseException) -> None:
         self._replies = list(replies)
 
     def stats(self) -> StatsReport:
         reply = self._replies.pop(0)
-        if isinstance(reply, Exception):
+        if isinstance(reply, BaseException):
             raise reply
         return reply
 
@@ -74,6 +74,17 @@ def test_rates_are_by_the_second() -> None:
     shown = history({"stored_blocks": 5}, {"stored_blocks": 25})
 
     assert shown.latest.rates(shown.previous)["stored_blocks"] == 10
+
+
+def test_bytes_are_by_the_second_whoever_copied_them() -> None:
+    """What workers and engines have stored in the host pool is one figure, in MiB."""
+    shown = History()
+    for number, copied in enumerate(({"worker_store": 5 << 20}, {"worker_store": 7 << 20, "engine_store": 4 << 20})):
+        shown.add(Sample(2.0 * number, report({}, copied_bytes=copied)))
+
+    rates = shown.latest.mib_rates(shown.previous)
+    assert (rates["MiB stored in host"], rates["MiB loaded from host"]) == (3.0, 0.0)
+    assert any(line.split() == ["MiB", "stored", "in", "host", "3"] for line in drawn(shown).splitlines())
 
 
 def test_counters_of_another_daemon_are_not_compared() -> None:
@@ -142,6 +153,18 @@ def test_json_has_hits_rates_and_the_report(monkeypatch: pytest.MonkeyPatch) -> 
     assert told["hits"] == {"device": 2, "host": 0, "missed": 0, "rate": 1.0}
     assert told["per_second"]["acquires"] == pytest.approx(1 / told["seconds"])
     assert told["stats"]["counters"] == {"hit_blocks": 2, "acquires": 1}
+
+
+def test_stats_watch_prints_the_same_lines_until_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stats --watch` is `top` in lines, in a terminal, too; Ctrl-C is its end."""
+    replies = ListedReports(report({}), report({"hit_blocks": 9, "missed_blocks": 3}), KeyboardInterrupt())
+    monkeypatch.setattr(kvcached_client, "Admin", replies)
+
+    result = CliRunner().invoke(main, ["stats", "--watch", "0.1"])
+
+    heading, line = result.stdout.splitlines()
+    assert (result.exit_code, heading.split()[:2]) == (ExitCode.OK, ["device", "host"])
+    assert line.split()[:4] == ["9", "0", "3", "75%"]
 
 
 def test_top_needs_a_daemon_at_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
                 ),
             ),
             host_pool_bytes=BIG,
+            copied_bytes={"worker_store": BIG, "storage_load": 0},
             transfers={"store": 1, "load": 2},
             counters={"requests": 1},
         ),
