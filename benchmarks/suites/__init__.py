@@ -17,6 +17,7 @@ SUITES: Final[dict[str, str]] = {
     "floods": "benchmarks.suites.floods",
     "hash": "benchmarks.suites.block_keys",
     "index": "benchmarks.suites.index",
+    "looking": "benchmarks.suites.looking",
     "request": "benchmarks.suites.request",
     "rpc": "benchmarks.suites.rpc",
     "saturation": "benchmarks.suites.saturation",

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks import turns_rig
 from benchmarks.__main__ import main
 from benchmarks.result import Result
 from benchmarks.shapes import ADVERSARIAL, CHAT, LONG_PROMPT_BLOCKS, TRACE, Shape
-from benchmarks.suites import events, index, request
+from benchmarks.suites import index, request
 
 _PROMISED = {"match_128k_{}_us", "bytes_per_block_{}", "request_8k_{}_us", "evict_8192_{}_us"}
 _WITH_HOST = {"match_128k_{}_host_us", "bytes_per_block_{}_write_through", "request_8k_{}_write_through_us"}
@@ -101,7 +102,7 @@ def test_rpc_suite_measures_a_real_daemon(capsys: pytest.CaptureFixture[str]) ->
 
 def test_events_suite_measures_two_daemons(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each case has the ratio of a daemon with subscribers to one without, with its spread, and of processor time."""
-    monkeypatch.setattr(events, "_PAIRS_PER_ROUND", 1)
+    monkeypatch.setattr(turns_rig, "PAIRS_PER_ROUND", 1)
     main(["events", "--json", "--rounds", "10"])
     lines = _lines(capsys.readouterr().out)
     assert lines["cached_ratio"]["target"] == "value <= 1.02"
@@ -112,6 +113,19 @@ def test_events_suite_measures_two_daemons(capsys: pytest.CaptureFixture[str], m
             <= lines[f"{case}_p90_ratio"]["value"]
         )
         assert lines[f"{case}_us"]["value"] > 0
+
+
+def test_looking_suite_measures_a_daemon_at_which_everybody_looks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks and whoever has stalled each have their ratio, with its interval."""
+    monkeypatch.setattr(turns_rig, "PAIRS_PER_ROUND", 1)
+    main(["looking", "--json", "--rounds", "10"])
+    lines = _lines(capsys.readouterr().out)
+    for case in ("looked", "stalled"):
+        assert lines[f"{case}_ratio"]["target"] == "value <= 1.01"
+        low, middle, high = (lines[f"{case}{part}_ratio"]["value"] for part in ("_low", "", "_high"))
+        assert low <= middle <= high
 
 
 def test_request_suite_measures_whole_requests(
