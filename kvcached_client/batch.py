@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Self, Unpack
+from typing import Self, Unpack
 
 from kvcached_client.keys import KeyChain
 from kvcached_client.lease import Lease, LeaseOptions
+from kvcached_client.transport.posted import CALLS_UNDER_WAY_MAX
 from kvcached_client.transport.steps import BatchedCall, Steps
 from kvcached_client.types import NO_FENCE, FenceSequence
-
-#: Calls of one batch that wait for their replies at the same time; a longer batch takes a round trip for each so many.
-#: The daemon keeps at least as many replies of a session, so that each of these calls can be repeated.
-CALLS_UNDER_WAY_MAX: Final = 64
 
 
 class CallBatch:

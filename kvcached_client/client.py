@@ -14,7 +14,7 @@ from typing import Self, Unpack, get_args
 from kvcached_client.admin import ReportCalls
 from kvcached_client.batch import CallBatch
 from kvcached_client.blocks.layout import Layout
-from kvcached_client.errors import ErrorCode, KvcachedError, request_error
+from kvcached_client.errors import KvcachedError
 from kvcached_client.keys import KeyChain, Tokens
 from kvcached_client.lease import CachePolicy, L, Lease, LeaseOptions, acquiring
 from kvcached_client.lease_steps import LeaseSteps
@@ -34,8 +34,9 @@ from kvcached_client.rejoin import Reserve, declare, rejoin
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.misses import Failures
 from kvcached_client.transport.patience import with_patience
-from kvcached_client.transport.session import EngineSession, SessionChannel, check_version, open_channel
+from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel
 from kvcached_client.transport.steps import Steps, complete
+from kvcached_client.transport.welcome import check_welcome
 from kvcached_client.types import NO_FENCE, FenceSequence
 
 
@@ -88,7 +89,7 @@ class ClientSteps(EngineSession):
                 client="kvcached_client",
             )
             welcome, _ = channel.ask(hello, Welcome)
-            _check_welcome(welcome, fingerprint)
+            check_welcome(welcome, fingerprint)
             client = cls(channel, welcome, heartbeat=heartbeat)
         except BaseException:
             # The daemon may have opened the session, and would keep the pool for it as long as this process lives.
@@ -148,7 +149,7 @@ class ClientSteps(EngineSession):
             named = self._channel.named_fence
             fence = named if named > self._signalled else NO_FENCE
             welcome = rejoin(channel, member, grant, self._daemon_epoch, layout, self.namespace, fence)
-            _check_welcome(welcome, layout)
+            check_welcome(welcome, layout)
             declare(channel, [*self._leases] if self._reserve is None else [self._reserve, *self._leases])
         except BaseException:
             channel.close()  # without a goodbye, because the engine is writing to its slots
@@ -193,6 +194,8 @@ class ClientSteps(EngineSession):
         Does nothing the second time. In a forked child it only closes the child's copies of descriptors.
         """
         super().close()
+        if os.getpid() == self._process_id:
+            self._channel.posted.wait()  # what came before the goodbye's reply, and failures to be logged
 
     def _described(self) -> str:
         return f"{super()._described()}, slots={self.slots}"
@@ -203,7 +206,7 @@ class ClientSteps(EngineSession):
         if beats is not None:
             beats.close()
         old.close()
-        channel.misses, channel.named_fence = old.misses, old.named_fence
+        channel.misses, channel.named_fence, channel.posted = old.misses, old.named_fence, old.posted
         self._channel = channel
         self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=self.session.run_dir)
         self.epoch, self._daemon_epoch = welcome.epoch, welcome.daemon_epoch
@@ -360,6 +363,16 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
         self._batches.add(batch)
         return batch
 
+    def settle(self) -> None:
+        """Wait for the replies to all calls with ``wait=False``; raise the first of their errors since the last time.
+
+        An engine need not call it: replies are taken by later calls, and errors are logged.
+
+        Raises:
+            RequestError, TransportError: see `kvcached_client.errors`.
+        """
+        self._channel.posted.settle()
+
     def rejoin(self) -> None:
         """Continue the session and all its leases with the next daemon, after this client's daemon was killed.
 
@@ -379,16 +392,3 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
 
     def _acquiring(self, request: str, chain: KeyChain, **options: Unpack[LeaseOptions]) -> Steps[Lease]:
         return self.acquiring(Lease, request, chain, **options)
-
-
-def _check_welcome(welcome: Welcome, fingerprint: str) -> None:
-    check_version(welcome)
-    welcome.layout.check()
-    if fingerprint and welcome.layout.fingerprint() != fingerprint:
-        raise request_error(
-            ErrorCode.WRONG_LAYOUT,
-            f"the pool's layout is {welcome.layout.fingerprint()}, the engine's {fingerprint}",
-            "configure the replica for this model, dtype, block size and sharding",
-        )
-    # If a package for the key algorithm is missing, fail now and not in the first request.
-    KeyChain(welcome.namespace, welcome.layout.block_size, algorithm=welcome.key_algorithm)

@@ -86,7 +86,7 @@ class Lease(LeaseSteps):
         """
         complete(self.allocating(tokens))
 
-    def commit(self, computed_tokens: int, *, fence: FenceSequence = NO_FENCE) -> None:
+    def commit(self, computed_tokens: int, *, fence: FenceSequence = NO_FENCE, wait: bool = True) -> None:
         """Make the full blocks among the first `computed_tokens` tokens findable, as far as the cache policy allows.
 
         Call it after each chunk of prefill, and in every step of decoding: it skips blocks that are committed already,
@@ -96,6 +96,8 @@ class Lease(LeaseSteps):
         Args:
             computed_tokens: tokens from the start of the request whose KV is written, or will be once `fence` signals.
             fence: point in the engine's queued work after which the slots are written; 0 = they are written now.
+            wait: False sends the request and returns. The lease's next call waits for the reply if it has not come by
+                then, and starts from what it left. `Client.settle` raises what the daemon refused.
 
         Raises:
             BadRequest: `computed_tokens` exceeds the chain's tokens or the lease's capacity. With ``failures="miss"``,
@@ -103,33 +105,46 @@ class Lease(LeaseSteps):
             Refused: the lease is loading (`STILL_LOADING`): call `wait_loaded` first.
             RequestError, TransportError: see `kvcached_client.errors`.
         """
-        complete(self.committing(computed_tokens, fence))
+        self._carry_out(self.committing(computed_tokens, fence), wait=wait)
 
-    def finish(self, computed_tokens: int, *, fence: FenceSequence = NO_FENCE) -> None:
+    def finish(self, computed_tokens: int, *, fence: FenceSequence = NO_FENCE, wait: bool = True) -> None:
         """`commit` and `release` in one message.
+
+        With ``wait=False`` it sends the request and returns. If the daemon refuses the commit, the lease is released
+        without it, and `Client.settle` raises the error.
 
         Raises:
             BadRequest, RequestError, TransportError: as `commit`. The lease is then still held, unless the daemon is
                 gone: then it is over, and its new blocks may be lost. With ``failures="miss"`` it is released without
                 the commit.
         """
-        complete(self.finishing(computed_tokens, fence))
+        self._carry_out(self.finishing(computed_tokens, fence, gives_back=not wait), wait=wait)
+        self._is_parting = not wait
 
-    def release(self, *, fence: FenceSequence = NO_FENCE) -> None:
+    def release(self, *, fence: FenceSequence = NO_FENCE, wait: bool = True) -> None:
         """Give the slots back; blocks that were not committed are lost.
 
-        Does nothing if the lease is already released, or ended with the session because the client is closed.
+        Does nothing if the lease is already released, or ended with the session because the client is closed. With
+        ``wait=False`` it sends the request and returns; `Client.settle` raises what the daemon refused.
 
         Raises:
             RequestError, TransportError: see `kvcached_client.errors`.
         """
-        complete(self.releasing(fence))
+        self._carry_out(self.releasing(fence), wait=wait)
+        self._is_parting = not wait
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        if not self._is_parting:
+            self.release()
+
+    def _carry_out(self, steps: Steps[None], *, wait: bool) -> None:
+        if wait:
+            complete(steps)
+        else:
+            self._channel.posted.add(self.begin(steps))
 
 
 def acquiring(

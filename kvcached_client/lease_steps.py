@@ -77,7 +77,8 @@ class LeaseSteps:
         self._unsettled: tuple[Allocate | Commit | Release, tuple[bytes, ...]] | None = None
         #: The same for the request of `wait_loaded`: only `wait_loaded` may shorten the hit.
         self._unsettled_load: Load | None = None
-        self._last_begun: BatchedCall[None] | None = None  #: of a batch; maybe under way
+        self._last_begun: BatchedCall[None] | None = None  #: that nobody waited for; maybe under way
+        self._is_parting = False  #: its last call was sent, and nobody waits for the reply
 
     def __repr__(self) -> str:
         if not self.granted:
@@ -156,12 +157,20 @@ class LeaseSteps:
                 failpoint("client.commit")
                 yield from self._perform(request, self._blocks(stop))
 
-    def finishing(self, computed_tokens: int, fence: FenceSequence) -> Steps[None]:
-        """`Lease.finish`."""
+    def finishing(self, computed_tokens: int, fence: FenceSequence, *, gives_back: bool = False) -> Steps[None]:
+        """`Lease.finish`. With `gives_back` a commit that the daemon refuses releases the lease, and raises."""
         self._await_last()
         if not self.granted:
             return
         stop = self._commit_stop(computed_tokens)
+        try:
+            yield from self._finish(stop, fence)
+        except RequestError:
+            if gives_back:
+                yield from self._give_back(fence)
+            raise
+
+    def _finish(self, stop: int, fence: FenceSequence) -> Steps[None]:
         with self._missable():
             self._note_fence(fence)
             if not (yield from self._settle_release()):

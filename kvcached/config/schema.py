@@ -116,10 +116,10 @@ class Config(Table):
     )
     replies_kept_per_session: int = Field(
         default=1024,
-        ge=64,
+        ge=256,
         le=65_536,
-        description="Answers that the daemon keeps for retries with the same request id. A client has at most 64"
-        " requests in flight in a batch.",
+        description="Answers that the daemon keeps for retries with the same request id. A client has fewer than 256"
+        " requests in flight.",
     )
     pin_quota_percent: int = Field(
         default=25,

@@ -144,6 +144,13 @@ class Channel:
         self._check_daemon()
         return False
 
+    def has_come(self, request: Request) -> bool:
+        """Whether the reply to a request has been read, or will not be waited for any longer. Reads nothing."""
+        request_id = RequestId(request.id)
+        if self.is_ended or self._calls.is_answered(request_id) or not self._calls.is_pending(request_id):
+            return True
+        return self._calls.deadline_ns(request_id) <= time.monotonic_ns()
+
     def over(self, requests: Iterable[Request]) -> list[Request]:
         """Those requests for which `receive` would return at once. Sends and reads what is possible; never waits."""
         if not self.is_ended:

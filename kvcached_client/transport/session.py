@@ -24,12 +24,9 @@ from kvcached_client.errors import (
     NoCapacity,
     RequestError,
     Stale,
-    bad_reply,
 )
 from kvcached_client.protocol.engine import (
     BLOCKS_PER_MESSAGE_MAX,
-    PROTOCOL_VERSION,
-    PROTOCOL_VERSION_MIN,
     Acquire,
     Allocate,
     Bye,
@@ -51,9 +48,11 @@ from kvcached_client.transport.attach import AttachConnection, SessionGrant, ide
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.heartbeat import Heartbeat
 from kvcached_client.transport.misses import Circuit, CircuitState, Failures, MissPolicy
+from kvcached_client.transport.posted import PostedCalls
 from kvcached_client.transport.prompts import AcquiredPrompts
 from kvcached_client.transport.run_dir import default_run_dir
 from kvcached_client.transport.steps import Steps, complete
+from kvcached_client.transport.welcome import check_version
 from kvcached_client.types import NO_FENCE, RequestId
 
 R = TypeVar("R", bound=Header)
@@ -85,6 +84,7 @@ class SessionChannel(Channel):
         self.is_stale = False  #: the daemon said that the session or the pool's epoch is over
         self.named_fence = NO_FENCE  #: the highest that any lease of the session has named
         self.misses = MissPolicy(failures)
+        self.posted = PostedCalls()
         self._circuit = Circuit()
         self.prompts = AcquiredPrompts()
         self._probe: Match | None = None  #: sent when the circuit left the state closed
@@ -95,7 +95,7 @@ class SessionChannel(Channel):
         return self._circuit.state is CircuitState.OPEN
 
     def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
-        """As `Channel.send`; first releases leases that were granted after the caller had stopped waiting.
+        """As `Channel.send`; first takes replies that nobody waits for, and releases leases that were granted too late.
 
         Raises:
             CircuitOpen: the daemon has not replied since a missed deadline; nothing was sent. Releases and goodbyes are
@@ -106,6 +106,7 @@ class SessionChannel(Channel):
             if not isinstance(request, (Release, Bye)):
                 raise self._circuit_open()
         self.give_back_late()
+        self.posted.collect(self.has_come)
         super().send(request, frames, deadline_ns=deadline_ns)
 
     def give_back_late(self) -> None:
@@ -256,18 +257,6 @@ def open_channel(
         attached.close()
         raise
     return channel, identified.member
-
-
-def check_version(welcome: Welcome | WelcomeOffload) -> None:
-    """Refuse a daemon that chose a version of the protocol which the client did not offer.
-
-    Raises:
-        BadRequest: `unsupported_version`.
-    """
-    if not PROTOCOL_VERSION_MIN <= welcome.version <= PROTOCOL_VERSION:
-        offered = f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}"
-        message = f"the daemon chose version {welcome.version}, not one of {offered}"
-        raise bad_reply(message, ErrorCode.UNSUPPORTED_VERSION)
 
 
 class EngineSession:

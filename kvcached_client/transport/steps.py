@@ -25,7 +25,13 @@ def complete(steps: Steps[T]) -> T:
 
 
 class BatchedCall(Generic[T]):
-    """A call whose request was sent, and whose reply may not have been taken yet. Belongs to the client's thread."""
+    """A call whose request was sent, and whose reply may not have been taken yet. Belongs to the client's thread.
+
+    Attributes:
+        request: that was sent; there is none if the call had nothing to ask, and is over.
+    """
+
+    request: Request
 
     def __init__(self, steps: Steps[T]) -> None:
         """Send the request.
@@ -37,7 +43,7 @@ class BatchedCall(Generic[T]):
         self._error: BaseException | None = None
         self._steps: Steps[T] | None = None  #: those that are left, except while they are carried out
         try:
-            next(steps)
+            self.request = next(steps)
         except StopIteration as end:
             self._results.append(end.value)
         else:

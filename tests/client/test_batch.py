@@ -20,7 +20,6 @@ from kvcached_client import (
     Refused,
     Stale,
 )
-from kvcached_client.batch import CALLS_UNDER_WAY_MAX
 from kvcached_client.errors import request_error
 from kvcached_client.protocol.engine import (
     Acquire,
@@ -34,6 +33,7 @@ from kvcached_client.protocol.engine import (
     WaitForSlots,
     error_reply,
 )
+from kvcached_client.transport.posted import CALLS_UNDER_WAY_MAX
 from kvcached_client.transport.steps import BatchedCall
 from tests.client.fake_daemon import SILENCE, FakeDaemon
 

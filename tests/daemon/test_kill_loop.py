@@ -78,12 +78,14 @@ class Engine:
             for layer in range(2):
                 self.layers[layer][lease.block_table[depth]] = key[layer]
         self._fence += number % 2
-        lease.commit(4 * BLOCKS, fence=FenceSequence(self._fence if number % 2 else 0))
-        is_committed = lease.depth == BLOCKS
+        lease.commit(4 * BLOCKS, fence=FenceSequence(self._fence if number % 2 else 0), wait=number % 3 != 0)
         if number % 2:
             self.client.signal_fence(FenceSequence(self._fence))
+        if number % 5 == 0:
+            lease.release(wait=False)  # under way while others are served, and perhaps when the kill comes
+            return False
         lease.release()
-        return is_committed and lease.reason is None
+        return lease.depth == BLOCKS and lease.reason is None
 
 
 class Loop:

@@ -160,6 +160,25 @@ def test_rejoin_ends_the_calls_of_an_open_batch(daemon: Supervised, engine: Engi
     assert pool_of(daemon).leases == 1  # the reserve's
 
 
+def test_rejoin_ends_posted_calls(daemon: Supervised, engine: Engine) -> None:
+    """Of calls that a dead daemon has not read, a finish ends its lease, and a commit is repeated by the next call."""
+    chains = [engine.chain(100 * number, 2) for number in range(2)]
+    ended, running = (engine.client.acquire(f"r{number}", chain) for number, chain in enumerate(chains))
+    engine.compute(ended, chains[0])
+    engine.compute(running, chains[1])
+    os.kill(daemon.daemon_pid, signal.SIGSTOP)  # it reads nothing any more
+    ended.finish(8, wait=False)
+    running.commit(8, wait=False)
+    daemon.kill_and_wait()
+    engine.client.rejoin()
+    assert pool_of(daemon).leases == 2  # the reserve's, and the one that is running
+    running.finish(8, wait=False)
+    hit = engine.client.acquire("hit", chains[1], full=True)
+    assert (hit.hit_blocks, engine.is_right(hit, chains[1])) == (2, True)
+    hit.release()
+    assert pool_of(daemon).leases == 1
+
+
 def test_growth_uses_the_reserve(daemon: Supervised, engine: Engine) -> None:
     """A running request gets slots from the reserve while the daemon is away."""
     lease = engine.client.acquire("r", engine.chain(0, 1))

@@ -7,6 +7,7 @@ import pytest
 from kvcached_client import batch, lease
 from kvcached_client.client import Client
 from kvcached_client.lease_steps import LeaseSteps
+from kvcached_client.transport import posted
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.session import SessionChannel
 from tests.mutants.mutant import caught_by, rewrite
@@ -45,6 +46,30 @@ def output_counted_as_prompt(patch: pytest.MonkeyPatch) -> None:
 def dropped_acquire_keeps_its_lease(patch: pytest.MonkeyPatch) -> None:
     """The slots of an acquire that nobody takes any more are lost until the session ends."""
     rewrite(patch, SessionChannel.asking, "self.abandon(request)\n", "")
+
+
+@caught_by("tests/client/test_posted.py::test_only_so_many_replies_are_awaited")
+def posted_calls_without_bound(patch: pytest.MonkeyPatch) -> None:
+    """An engine that is faster than its daemon has any number of requests under way."""
+    patch.setattr(posted, "CALLS_UNDER_WAY_MAX", 1 << 30)
+
+
+@caught_by("tests/client/test_posted.py::test_replies_are_taken_by_later_calls")
+def posted_replies_are_left(patch: pytest.MonkeyPatch) -> None:
+    """The replies to posted calls pile up until somebody settles."""
+    rewrite(patch, SessionChannel.send, "self.posted.collect(self.has_come)", "pass")
+
+
+@caught_by("tests/client/test_posted.py::test_refusal_is_logged_raised_by_settle_once_and_loses_no_slot[Release]")
+def refused_finish_keeps_its_slots(patch: pytest.MonkeyPatch) -> None:
+    """A posted finish that is refused leaves slots with a lease that nobody has any more."""
+    rewrite(patch, LeaseSteps.finishing, "if gives_back:", "if False:")
+
+
+@caught_by("tests/daemon/test_rejoin.py::test_rejoin_ends_posted_calls")
+def lease_with_a_call_under_way_is_declared(patch: pytest.MonkeyPatch) -> None:
+    """A lease whose finish was posted to a daemon that died is declared to the next one, and never ends."""
+    rewrite(patch, LeaseSteps.declaration, "self._await_last()\n", "")
 
 
 @caught_by("tests/daemon/test_rejoin.py::test_rejoin_ends_the_calls_of_an_open_batch")
