@@ -30,12 +30,11 @@ from kvcached.worker.messages import (
     REQUESTS_IN_FLIGHT_MAX,
     Done,
     Hurry,
-    Load,
     Probe,
     Request,
     Shutdown,
-    Store,
     Work,
+    copy_of,
     encode,
 )
 from kvcached.worker.results import ShardResult, failure
@@ -147,7 +146,8 @@ class WorkerPool:
 
         try:
             failpoint("daemon.order")
-            self.order(self._copy(transfer), tell)
+            work = copy_of(transfer, epoch=self._epoch, generation=self.generation, verify=self._verify)
+            self.order(work, tell)
         except RequestError as error:
             fields = {"transfer": transfer.transfer, "reason": error.message}
             _log.warning("transfer %(transfer)d was not ordered: %(reason)s", fields)
@@ -235,24 +235,6 @@ class WorkerPool:
         for worker, in_flight in zip(self._group.workers, self._in_flight, strict=True):
             in_flight.add(work, on_settled, deadline_s, aside=is_aside)
             worker.send(message)
-
-    def _copy(self, transfer: StartTransfer) -> Store | Load:
-        if transfer.kind is TransferKind.STORE:
-            return Store(
-                transfer=transfer.transfer,
-                epoch=self._epoch,
-                generation=self.generation,
-                spans=transfer.spans,
-                urgent=transfer.urgent,
-            )
-        return Load(
-            transfer=transfer.transfer,
-            generation=self.generation,
-            spans=transfer.spans,
-            progress=transfer.progress,
-            verify=self._verify is not Verify.NEVER,
-            trusted_epoch=self._verify.trusted_epoch(self._epoch),
-        )
 
     def _fail(self, transfer: StartTransfer, settled: Settled, error: str) -> None:
         """No worker was told of a copy."""

@@ -20,11 +20,11 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kvcached.core.messages import Span
+from kvcached.core.messages import Span, StartTransfer, TransferKind
 from kvcached.core.slots.ranges import decode_ranges, encode_ranges
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.pages import PoolGeometry
-from kvcached_client.types import PROGRESS_SLOTS
+from kvcached_client.types import PROGRESS_SLOTS, Verify
 
 #: Configurations are a few KiB (a strip per layer), and copies at most 32 bytes a block. The kernel's default buffer of
 #: 208 KiB takes one message of this size at a time.
@@ -133,6 +133,33 @@ class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 Work = Store | Load | Hurry | Probe | Shutdown
+
+
+def copy_of(transfer: StartTransfer, *, epoch: int, generation: int, verify: Verify) -> Store | Load:
+    """What the workers of a replica are told of a copy.
+
+    Args:
+        transfer: as the core has decided it.
+        epoch: of the daemon.
+        generation: of the replica's namespace.
+        verify: which loaded blocks are compared with their checksums.
+    """
+    if transfer.kind is TransferKind.STORE:
+        return Store(
+            transfer=transfer.transfer,
+            epoch=epoch,
+            generation=generation,
+            spans=transfer.spans,
+            urgent=transfer.urgent,
+        )
+    return Load(
+        transfer=transfer.transfer,
+        generation=generation,
+        spans=transfer.spans,
+        progress=transfer.progress,
+        verify=verify is not Verify.NEVER,
+        trusted_epoch=verify.trusted_epoch(epoch),
+    )
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
