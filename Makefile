@@ -9,7 +9,8 @@
 #
 # Others: make env (.venv, which these make first), lock (newer versions of what is in it), lint, format, bench
 # (benchmarks), vllm-env (what real vLLM servers run in), bench-vllm (figures with real vLLMs), replay (recorded
-# conversations against vLLM, with a figure), reference (pages of the SDK's docstrings, in build/reference), clean.
+# conversations against vLLM, with a figure), docs (the documents as a site, in build/site), reference (pages of the SDK's
+# docstrings, in build/reference), clean.
 #
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
 # TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=URL
@@ -38,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test full slow compiled: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock demo test test-all full compiled slow mutants lint format bench vllm vllm-env bench-vllm sglang sglang-env replay reference clean
+.PHONY: help env lock demo test test-all full compiled slow mutants lint format bench vllm vllm-env bench-vllm sglang sglang-env replay docs reference clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -138,8 +139,14 @@ $(SGLANG_STAMP): tests/vllm/environment/build.py $(SGLANG_LOCK) $(CLIENT) | $(ST
 sglang: env sglang-env
 	@$(BIN)/python -m pytest -m sglang
 
+# Strictly: a broken link or anchor, a page outside the navigation, and a page that needs another host fail.
+docs: env
+	@$(PIP) install --quiet --constraint $(LOCK) -e '.[docs]'
+	@$(BIN)/python -m tests.project.site_pages build/site
+	@echo "==> build/site/index.html"
+
 reference: env
-	@$(PIP) install --quiet -e '.[docs]'
+	@$(PIP) install --quiet --constraint $(LOCK) -e '.[docs]'
 	@$(BIN)/python -m tests.project.reference_pages build/reference
 	@echo "==> build/reference/index.html"
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 PACKAGE = "kvcached_client"
 #: The package itself, and what stays out of it because it needs torch or CUDA.
@@ -58,16 +59,16 @@ def is_in_steps(docstring: str) -> bool:
 
 
 def dead_links(folder: Path) -> Iterator[str]:
-    """Links between the pages of a folder whose target is not there."""
+    """Links of the pages of a folder to a file, or to a place in one of the pages, that is not there."""
     pages = {path.resolve(): path.read_text() for path in folder.rglob("*.html")}
     places = {path: set(re.findall(r'id="([^"]+)"', page)) for path, page in pages.items()}
     for path, page in pages.items():
         for link in re.findall(r'href="([^"]+)"', page):
             if link.startswith(("http", "$")):  # "$": filled in by the page's search
                 continue
-            file, _, place = link.partition("#")
-            target = (path.parent / file).resolve() if file else path
-            if target not in pages or (place and place not in places[target]):
+            file, _, place = unquote(link).partition("#")
+            target = (path.parent / file.partition("?")[0]).resolve() if file else path
+            if not target.exists() or (place and place not in places.get(target, ())):
                 yield f"{path.relative_to(folder.resolve())}: {link}"
 
 

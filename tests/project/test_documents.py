@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,11 @@ from kvcached_client.protocol.engine import HostStats, PoolStats
 from tests.project.named_tests import is_test, named
 from tests.project.source_tree import ROOT
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md")]
+    + [path for folder in ("docs", "benchmarks", "examples", "tests") for path in (ROOT / folder).rglob("*.md")]
+)
+SITE = ROOT / "docs/site"
 
 #: Of ARCHITECTURE.md: what a reader takes in at one go.
 LINES_MAX = 200
@@ -25,12 +30,41 @@ def tables(path: Path) -> list[list[str]]:
     return [[cell.strip().replace("`", "") for cell in row] for row in rows]
 
 
+def without_code(path: Path) -> str:
+    """A document without its fenced blocks."""
+    return re.sub(r"^( *)```.*?^\1```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@cache
+def places(path: Path) -> set[str]:
+    """The anchors of a document's headings, as code hosts and the site make them."""
+    found: list[str] = []
+    for heading in re.findall(r"^#{1,4} (.*)$", without_code(path), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        place = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+        found.append(f"{place}-{count}" if (count := found.count(place)) else place)
+    return set(found)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_document_links_lead_somewhere(document: Path) -> None:
-    """Every relative link in a document names a file that exists."""
-    targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", document.read_text())
+    """Every relative link in a document names a file that exists, and a heading of it; no link is to a folder."""
+    dead = []
+    for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", without_code(document)):
+        file, _, place = link.partition("#")
+        target = document.parent / file if file else document
+        if not target.is_file() or (place and place not in places(target)):
+            dead.append(link)
+    assert dead == []
 
-    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+def test_site_has_every_document() -> None:
+    """The navigation of the site names each document once, but decisions, which their own page lists, and no other."""
+    named = re.findall(r"^(?:.* <)?([\w/-]+)>?$", (SITE / "navigation.txt").read_text(), re.MULTILINE)
+    documents = {str(path.relative_to(ROOT).with_suffix("")) for path in DOCUMENTS}
+
+    assert len(named) == len(set(named))
+    assert set(named) == {name for name in documents if not re.match(r"docs/decisions/\d", name)} - {"README"}
 
 
 def test_architecture_names_every_folder() -> None:
