@@ -14,6 +14,7 @@ def llama(seed: int = 0, *, dtype: torch.dtype = torch.float32, **sizes: Any) ->
     """A Llama of two layers; equal arguments make equal weights. It never ends a text by itself."""
     torch.manual_seed(seed)
     shape = {
+        "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
@@ -21,7 +22,7 @@ def llama(seed: int = 0, *, dtype: torch.dtype = torch.float32, **sizes: Any) ->
         "num_key_value_heads": 2,
         **sizes,
     }
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=None, **shape)
+    config = LlamaConfig(max_position_embeddings=4096, eos_token_id=None, **shape)
     model: Any = LlamaForCausalLM(config)
     return model.to(dtype).eval()
 
