@@ -57,11 +57,11 @@ _MEANINGS: Final = {
     MissReason.FILLING: ("is being stored right now", "send the same request again in a moment"),
     MissReason.BELOW_THRESHOLD: (
         "is in host memory, but a hit of so few blocks is computed instead of loaded",
-        "check load_threshold of the replica in the configuration",
+        "check load_threshold_blocks of the replica in the configuration",
     ),
     MissReason.OVER_QUOTA: (
         "is in host memory, but the limit of blocks being loaded is reached",
-        "check load_quota of the replica in the configuration",
+        "check load_quota_blocks of the replica in the configuration",
     ),
     MissReason.PAUSED: (
         "is in host memory, but copies of the replica are paused",

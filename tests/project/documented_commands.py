@@ -11,12 +11,14 @@ PROGRAMS = ("kvcached", "make", "pip", "python", "docker", "kubectl", "systemctl
 _STARTS = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(map(re.escape, PROGRAMS))})(?= |$)")
 _FENCED = re.compile(r"^ *```(.*)\n((?:.*\n)*?) *```$", re.MULTILINE)
 _INDENTED = re.compile(r"(?:^ {4,}\S.*\n)+", re.MULTILINE)
+#: In a diagram.
+_ARROW = "<--"
 #: What stands for something else in an excerpt.
 _ELLIPSIS = "…"
 
 
 def in_blocks(text: str) -> Iterator[list[str]]:
-    """Words of each command of the blocks, in order; comments are left out."""
+    """Words of each command of the blocks: of the fenced ones in order, then of the others; comments are left out."""
     for language, block in _FENCED.findall(text):
         if language in {"", "console"}:
             yield from _commands(block)
@@ -35,7 +37,7 @@ def _commands(block: str) -> Iterator[list[str]]:
     pending = ""
     for line in block.splitlines():
         text = re.sub(r"^\$ ", "", line.strip())
-        if not pending and not _STARTS.match(text):
+        if not pending and (not _STARTS.match(text) or _ARROW in text):
             continue
         pending = f"{pending}\n{text}" if pending else text
         try:
