@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -241,24 +240,6 @@ def test_upgrade_leaves_the_keeper() -> None:
     assert sets["kvcached"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0
     text = (ROOT / "configs/compose.yaml").read_text()
     assert re.findall(r"image: (kvcached:.*)", text) == ["kvcached:0.1.0", "kvcached:${KVCACHED_TAG:-0.1.0}"]
-
-
-def commands_of(document: str) -> list[list[str]]:
-    """Every command line of `kvcached` in a document that stands by itself or between ticks."""
-    text = (ROOT / document).read_text()
-    lines = [*re.findall(r"^ {4,}(kvcached .*)$", text, re.MULTILINE), *re.findall(r"`(kvcached [^`]+)`", text)]
-    return [shlex.split(line)[1:] for line in lines if "…" not in line]
-
-
-@pytest.mark.parametrize("document", ["docs/upgrade.md", "docs/deployment.md"])
-def test_documented_commands_exist(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each command of the documents is one that the program understands."""
-    monkeypatch.setenv("KVCACHED_CONFIG", "/etc/kvcached/kvcached.toml")
-    commands = [each for each in commands_of(document) if each[-1] != "--keeper"]
-
-    assert len(commands) >= 2
-    for command in commands:
-        assert CliRunner().invoke(main, [*command, "--help"]).exit_code == 0, command
 
 
 def test_documented_upgrades_name_what_the_files_have() -> None:
