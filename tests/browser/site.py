@@ -18,7 +18,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.browser.browser import chromium, prefer, requested, resize
 
-PAGES: Final = ("index", "docs/cli", "docs/configuration")
+PAGES: Final = ("index", "docs/quick-start", "docs/concepts", "docs/operations", "docs/configuration")
 DESKTOP: Final = (1280, 900)
 PHONE: Final = (390, 844)
 TIMEOUT_S: Final = 20
@@ -27,7 +27,7 @@ TIMEOUT_S: Final = 20
 def main(site: Path, pictures: Path | None) -> None:
     """Check everything; the first thing that is wrong ends it with an exception."""
     with tempfile.TemporaryDirectory() as profile, chromium(Path(profile)) as driver:
-        search(driver, site, "quarantined", "docs/cli.html")
+        search(driver, site, "quarantined", "docs/concepts.html")
         for scheme in ("light", "dark"):
             prefer(driver, scheme)
             for page in PAGES:
