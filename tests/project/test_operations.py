@@ -6,6 +6,7 @@ import ast
 import asyncio
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -37,7 +38,12 @@ def templates(tree: ast.Module) -> Iterator[str]:
             yield re.sub(r"%(?:\(\w+\))?[\d.]*[a-z]|\{\w+(?:!r)?\}", "…", node.value)
 
 
-SOURCES = [" ⏎ ".join(templates(tree)) for _, tree in modules("kvcached", "kvcached_client")]
+@cache
+def sources() -> list[str]:
+    """The texts of each file of the product."""
+    return ["\n".join(templates(tree)) for _, tree in modules("kvcached", "kvcached_client")]
+
+
 MESSAGES = [span for span in spans(0) if " " in span and span.partition(" ")[0] not in PROGRAMS]
 
 
@@ -47,7 +53,7 @@ def test_message_is_one_of_the_product(message: str) -> None:
     parts = [part.strip() for part in message.removeprefix("kvcached: ").split("…") if re.search(r"\w\w", part)]
 
     assert parts
-    assert any(all(part in source for part in parts) for source in SOURCES)
+    assert any(all(part in source for part in parts) for source in sources())
 
 
 def test_messages_are_found() -> None:
