@@ -81,7 +81,7 @@ def parse_mention(words: tuple[str, ...]) -> None:
         if "requires an argument" not in lacking.message:
             raise
     except click.BadParameter as refused:
-        if not re.search(r"'[A-Z]+' is not one of", refused.message):
+        if not re.match(r"'[A-Z]+' is not ", refused.message):
             raise
 
 
