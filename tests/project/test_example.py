@@ -16,6 +16,9 @@ from tests.project.daemon_process import clean_environment, running_daemon
 from tests.project.source_tree import ROOT
 
 MODEL = ROOT / "examples/llama_engine/small-llama"
+#: A busy machine takes its time to import torch.
+PATIENCE_S = 200
+pytestmark = pytest.mark.timeout(PATIENCE_S + 40)
 
 
 def run_engine(run_dir: Path, *options: str, requests: str = "") -> subprocess.CompletedProcess[str]:
@@ -27,7 +30,7 @@ def run_engine(run_dir: Path, *options: str, requests: str = "") -> subprocess.C
         input=requests,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENCE_S,
         check=False,
     )
 
