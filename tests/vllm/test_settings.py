@@ -139,6 +139,32 @@ def test_tensor_parallel_over_one_head(settings: Settings, prompt: Prompts) -> N
     assert daemon.stats().hosts[0].slots == 8 * slots_per_slab(SLAB_BYTES, block_bytes, 1)
 
 
+def test_consumer_loads_and_stores_nothing(
+    settings: Settings, reference: VllmServer, models: Path, tmp_path: Path, prompt: Prompts
+) -> None:
+    """With `kv_role` `kv_consumer` a server hits what another one has stored, and stores nothing."""
+    writer, daemon = settings.uncached
+    stored, own = prompt(6, "of the writer"), prompt(6, "of the reader")
+    for server in (writer, settings.parallel.server):
+        server.wait_until_ready()
+    daemon.until_sessions(2)
+    assert_same(writer.complete(stored), reference.complete(stored))
+    daemon.until_idle()
+    connector = {**CONNECTOR, "kv_role": "kv_consumer"}
+    server = VllmServer(tmp_path, "reader", models / "model", run_dir=daemon.run_dir, connector=connector)
+    with ended(server) as reader:
+        reader.wait_until_ready()
+        daemon.until_sessions(3)
+        before = daemon.count("stored_blocks")
+        hit = reader.complete(stored)
+        assert_same(hit, reference.complete(stored))
+        assert hit.cached_tokens > 0
+        assert_same(reader.complete(own), reference.complete(own))
+        reader.forget()
+        daemon.until_idle()
+        assert daemon.count("stored_blocks") == before
+
+
 def test_failing_requests_for_failed_loads_is_refused(settings: Settings) -> None:
     """Without kv_load_failure_policy=recompute vLLM does not start, and says what to set."""
     assert settings.refused.wait_until_ended() != 0
