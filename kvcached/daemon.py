@@ -51,6 +51,7 @@ from kvcached.recovery.takeover import Inheritance, inherit, ledger_file, take_o
 from kvcached.recovery.watchdog import Pings
 from kvcached.replica_start import Holder, News, new_replica, new_workers, verify
 from kvcached.server.attach import AttachServer
+from kvcached.server.local import LocalDoor
 from kvcached.server.rpc import RpcServer
 from kvcached.service.offload.admission import HostShare
 from kvcached.service.replica import Replica
@@ -190,6 +191,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         is_takeover = inheritance.is_kept or any(each.is_kept for each in replicas)
         await start_events(config, cache, service, parts)
         await start_storage(config, host, service, epoch, record, parts, is_takeover=is_takeover)
+        _open_tcp(config, service, parts, is_takeover=is_takeover)  # first: at the end it sends the last replies
         _open_sockets(config, service, attach, parts)
         _open_http(config, service, attach, parts, is_takeover=is_takeover)
     except (RequestError, NotEnoughMemory, DeviceError, OSError) as error:
@@ -277,7 +279,7 @@ def _open_sockets(config: Config, service: Service, attach: AttachServer, parts:
     let_in(config.run_dir, attach.access.others(), PASS)
     parts.callback(attach.close)
     attach.start()
-    rpc = RpcServer(Path(socket_path(config.run_dir, RPC_SOCKET_NAME)), service, attach.access)
+    rpc = RpcServer(LocalDoor(Path(socket_path(config.run_dir, RPC_SOCKET_NAME)), attach.access), service)
     parts.callback(rpc.close)
     parts.callback(service.close)
     parts.callback(rpc.serve_rest)
@@ -307,6 +309,33 @@ def _open_http(
             raise OSError(error.errno, f"[http] listen: {error.strerror}{hint}") from error
         log.error("[http] listen: %s; there are no metrics until the next start", error.strerror)  # noqa: TRY400
     parts.callback(http.close)
+
+
+def _open_tcp(config: Config, service: Service, parts: AsyncExitStack, *, is_takeover: bool) -> None:
+    """Serve other machines, if that is configured. A takeover goes on without, as in `_open_http`.
+
+    Raises:
+        OSError: the address cannot be bound.
+        RequestError: the key file cannot be used.
+    """
+    if config.tcp is None:
+        return
+    from kvcached.server.tcp import TcpDoor  # noqa: PLC0415 - needs an extra
+
+    try:
+        rpc = RpcServer(TcpDoor(config.tcp), service)
+        parts.callback(rpc.close)
+        rpc.start(asyncio.get_running_loop())
+    except (OSError, RequestError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        if not is_takeover and isinstance(error, OSError):
+            hint = "; under systemd see configs/tcp.conf" if error.errno == errno.EAFNOSUPPORT else ""
+            raise OSError(error.errno, f"[tcp] listen: {why}{hint}") from error
+        if not is_takeover:
+            raise
+        log.error("[tcp]: %s; other machines are not served until the next start", why)  # noqa: TRY400
+    else:
+        log.info("other machines are served at %s: %d keys are let in", rpc.endpoint, len(config.tcp.client))
 
 
 def _start_clock(service: Service, interval_s: float, parts: AsyncExitStack) -> None:

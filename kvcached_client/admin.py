@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Final, Self
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final, Self
 
+from kvcached_client.errors import bad_value
 from kvcached_client.protocol.admin import StorageAction
 from kvcached_client.protocol.engine import (
     Check,
@@ -52,6 +54,10 @@ from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.run_dir import default_run_dir, rpc_endpoint
 from kvcached_client.types import LogLevel, WritePolicy
 
+if TYPE_CHECKING:
+    from kvcached_client.transport.tcp import RemoteDaemon
+
+_TCP: Final = "tcp://"
 _NS_PER_MS: Final = 1_000_000
 #: After the last store: workers end, and the memory is given back.
 _SLEEP_ENDS_MS: Final = 15_000
@@ -262,13 +268,30 @@ class Admin(ReportCalls, AdminCalls):
         return f"Admin({self._channel.path!r}{', closed' if self._channel.is_closed else ''})"
 
     @classmethod
-    def connect(cls, run_dir: str | os.PathLike[str] | None = None, *, deadline_ms: int = 5000) -> Self:
+    def connect(
+        cls,
+        run_dir: str | os.PathLike[str] | None = None,
+        *,
+        server_key: str = "",
+        key_file: str | os.PathLike[str] | None = None,
+        deadline_ms: int = 5000,
+    ) -> Self:
         """Connect to the daemon in `run_dir` (default: `default_run_dir`). Calls take at most `deadline_ms`.
 
+        Args:
+            run_dir: the daemon's run directory; or ``"tcp://HOST:PORT"``, for a daemon on another machine.
+            server_key: the public key of a daemon on another machine, as `kvcached keys show` prints it.
+            key_file: this client's key, which that daemon knows; of `kvcached keys make`.
+            deadline_ms: of each call.
+
         Raises:
-            DaemonUnreachable: nothing listens in `run_dir`.
-            BadRequest: the path of the socket is too long.
+            DaemonUnreachable: nothing listens there, or the daemon has another key.
+            BadRequest: the path of the socket is too long, a key is missing or is none, or PyNaCl is not installed.
         """
+        if isinstance(run_dir, str) and run_dir.startswith(_TCP):
+            return cls(Channel(_remote_daemon(run_dir, server_key, key_file), deadline_ms=deadline_ms))
+        if server_key or key_file is not None:
+            raise bad_value(f"keys for {run_dir}", f"give {_TCP}HOST:PORT, or no keys")
         endpoint = rpc_endpoint(default_run_dir() if run_dir is None else run_dir)
         return cls(Channel(endpoint, deadline_ms=deadline_ms))
 
@@ -281,3 +304,11 @@ class Admin(ReportCalls, AdminCalls):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _remote_daemon(endpoint: str, server_key: str, key_file: str | os.PathLike[str] | None) -> RemoteDaemon:
+    if find_spec("nacl") is None:
+        raise bad_value(f"{endpoint} needs the package PyNaCl", "pip install 'kvcached-client[curve]'")
+    from kvcached_client.transport.tcp import RemoteDaemon  # noqa: PLC0415 - needs an extra
+
+    return RemoteDaemon.of(endpoint, server_key, key_file)

@@ -12,6 +12,7 @@ from string import hexdigits
 from typing import Final
 
 import click
+from click.core import ParameterSource
 
 from kvcached import VERSION, is_core_compiled
 from kvcached.cli.control import (
@@ -33,6 +34,7 @@ from kvcached.cli.explain import explain
 from kvcached.cli.options import (
     EPILOG,
     ExitCode,
+    Remote,
     ask,
     deadline_option,
     fail,
@@ -40,10 +42,11 @@ from kvcached.cli.options import (
     json_option,
     owner_of,
     print_json,
+    remote_options,
     run_dir_option,
 )
 from kvcached.cli.serve import capacity, check_config, keep, serve, supervise
-from kvcached.cli.set_up import doctor, init
+from kvcached.cli.set_up import doctor, init, keys
 from kvcached.cli.top import top, watch
 from kvcached.cli.what_if import what_if
 
@@ -60,6 +63,7 @@ SECTIONS: Final = {
         "init": "Write a configuration and a systemd unit.",
         "check-config": "Check a configuration against this machine.",
         "capacity": "Print how many blocks and tokens a configuration holds.",
+        "keys": "Make a key for other machines, or show its public key.",
         "doctor": "Check an engine's environment and its arguments.",
     },
     "Run": {
@@ -97,6 +101,10 @@ SECTIONS: Final = {
 }
 
 
+#: Commands that do not ask a daemon by its RPC socket.
+_HERE_ONLY: Final = frozenset({*SECTIONS["Set up"], *SECTIONS["Run"], "events", "version"})
+
+
 class _KeyType(click.ParamType[bytes]):
     """A block's key, written as hex digits."""
 
@@ -130,12 +138,22 @@ class GroupedCommands(click.Group):
     no_args_is_help=True,
 )
 @click.version_option(VERSION, message="%(version)s")
-def main() -> None:
+@remote_options
+@click.pass_context
+def main(context: click.Context, endpoint: str | None, server_key: str, key_file: Path | None) -> None:
     """The KV-cache daemon for the LLM inference engines of one node."""
+    if endpoint is None:
+        return
+    if not endpoint.startswith("tcp://"):
+        raise click.UsageError(f"--endpoint {endpoint!r} is none: give tcp://HOST:PORT")
+    if context.invoked_subcommand not in _HERE_ONLY:
+        context.obj = Remote(endpoint, server_key, key_file)
+    elif context.get_parameter_source("endpoint") is ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"{context.invoked_subcommand} asks no daemon on another machine: omit --endpoint")
 
 
 for _command in (
-    *(init, check_config, capacity, doctor, serve, supervise, keep, top, explain, what_if, events, pin, unpin),
+    *(init, check_config, capacity, keys, doctor, serve, supervise, keep, top, explain, what_if, events, pin, unpin),
     *(clear, set_weights, set_policy, set_log_level, storage, pause, drain, resume, sleep, wake),
 ):
     main.add_command(_command)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 from pathlib import Path
 from string import hexdigits
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TextIO, TypeVar
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from kvcached.cli.prompt_keys import Prompt
@@ -67,13 +68,78 @@ deadline_option = click.option(
 )
 
 
+class Remote(NamedTuple):
+    """The daemon on another machine that commands are for: the options before the command's name."""
+
+    endpoint: str
+    server_key: str
+    key_file: Path | None
+
+
+def remote_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of the program that name a daemon on another machine."""
+    options = (
+        click.option(
+            "--endpoint",
+            metavar="tcp://HOST:PORT",
+            envvar="KVCACHED_ENDPOINT",
+            show_envvar=True,
+            help="Ask a daemon on another machine; needs [tcp] there, and the next two here.",
+        ),
+        click.option(
+            "--server-key",
+            default="",
+            envvar="KVCACHED_SERVER_KEY",
+            show_envvar=True,
+            help="That daemon's public key, in single quotes.",
+        ),
+        click.option(
+            "--key-file",
+            type=click.Path(path_type=Path),
+            envvar="KVCACHED_KEY_FILE",
+            show_envvar=True,
+            help="This client's key, of `kvcached keys make`.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def remote() -> Remote | None:
+    """The daemon on another machine that the program was told of, if any.
+
+    Raises:
+        click.UsageError: the command line also names a run directory.
+    """
+    context = click.get_current_context()
+    found = context.find_object(Remote)
+    here, there = context.get_parameter_source("run_dir"), context.find_root().get_parameter_source("endpoint")
+    if found is None or here is not ParameterSource.COMMANDLINE:
+        return found
+    if there is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--endpoint names a daemon on another machine, and --run-dir one here: give one of them")
+    return None
+
+
+def connect(run_dir: Path | None, deadline_ms: int) -> Admin:
+    """A connection to the daemon that the command is for."""
+    from kvcached_client import Admin
+
+    there = remote()
+    if there is None:
+        return Admin.connect(run_dir, deadline_ms=deadline_ms)
+    where, keys = there.endpoint, there.key_file
+    return Admin.connect(where, server_key=there.server_key, key_file=keys, deadline_ms=deadline_ms)
+
+
 def ask(run_dir: Path | None, deadline_ms: int, question: Callable[[Admin], Reply]) -> Reply:
     """The daemon's answer; whatever goes wrong ends the program."""
-    from kvcached_client import Admin, BadRequest, DeadlineExceeded, RequestError, TransportError
+    from kvcached_client import BadRequest, DeadlineExceeded, RequestError, TransportError
     from kvcached_client.errors import DaemonSilent
 
     try:
-        with Admin.connect(run_dir, deadline_ms=deadline_ms) as admin:
+        with connect(run_dir, deadline_ms) as admin:
             return question(admin)
     except RequestError as error:
         is_usage = isinstance(error, BadRequest)
@@ -84,7 +150,8 @@ def ask(run_dir: Path | None, deadline_ms: int, question: Callable[[Admin], Repl
     except DaemonSilent as error:
         fail(ExitCode.UNREACHABLE, str(error))
     except TransportError as error:
-        fail(ExitCode.UNREACHABLE, f"{error} (start it with: kvcached serve --config FILE)")
+        hint = " (start it with: kvcached serve --config FILE)" if remote() is None else ""
+        fail(ExitCode.UNREACHABLE, f"{error}{hint}")
 
 
 def owner_of(run_dir: Path | None) -> str:
@@ -92,6 +159,8 @@ def owner_of(run_dir: Path | None) -> str:
     from kvcached_client.transport.listener import user_in_words
     from kvcached_client.transport.run_dir import default_run_dir
 
+    if remote() is not None:
+        return ""
     try:
         owner = (run_dir or default_run_dir()).stat().st_uid
     except OSError:

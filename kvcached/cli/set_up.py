@@ -106,6 +106,32 @@ next:
 
 
 @click.command(epilog=EPILOG)
+@click.argument("action", type=click.Choice(["make", "show"]))
+@click.argument("file", type=click.Path(path_type=Path))
+def keys(action: str, file: Path) -> None:
+    """Make a key in FILE, which only this user can read, or show it: print its public key. See [tcp]."""
+    from importlib.util import find_spec
+
+    from kvcached_client.errors import RequestError
+    from kvcached_client.protocol.key_files import key_text, read_key_file, write_key_file
+
+    if find_spec("nacl") is None:
+        fail(ExitCode.USAGE, "keys need the package PyNaCl: pip install 'kvcached-daemon[curve]'")
+    from kvcached_client.protocol.curve import new_pair, pair_of
+
+    try:
+        if action == "make":
+            write_key_file(file, new_pair().secret)
+        click.echo(key_text(pair_of(read_key_file(file)).public))
+    except FileExistsError:
+        fail(ExitCode.USAGE, f"{file} exists already, and is left as it is: `kvcached keys show {file}`")
+    except OSError as error:
+        fail(ExitCode.USAGE, f"{file}: {error.strerror}")
+    except RequestError as error:
+        fail(ExitCode.USAGE, str(error))
+
+
+@click.command(epilog=EPILOG)
 @click.option(
     "--python",
     default=sys.executable,

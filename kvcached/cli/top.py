@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
 
-from kvcached.cli.options import EPILOG, ask, fields_of, json_option, print_json, run_dir_option
+from kvcached.cli.options import EPILOG, ask, connect, fields_of, json_option, print_json, run_dir_option
 from kvcached.log import escaped
 
 if TYPE_CHECKING:
@@ -186,7 +186,6 @@ def _begun(run_dir: Path | None) -> History:
 
 def _later_samples(interval_s: float, count: int | None, run_dir: Path | None) -> Iterator[Sample | str]:
     """A sample after each interval, or why there is none."""
-    from kvcached_client import Admin
     from kvcached_client.errors import KvcachedError
 
     pause, taken = Event(), 0
@@ -194,7 +193,7 @@ def _later_samples(interval_s: float, count: int | None, run_dir: Path | None) -
         pause.wait(interval_s)
         taken += 1
         try:
-            with Admin.connect(run_dir, deadline_ms=_DEADLINE_MS) as admin:
+            with connect(run_dir, _DEADLINE_MS) as admin:
                 yield Sample(monotonic(), admin.stats())
         except KvcachedError as error:
             yield str(error)

@@ -25,6 +25,8 @@ from kvcached.storage.disk.directory import DiskSettings, existing_part, refusal
 from kvcached.storage.encrypted import read_secret
 from kvcached.worker.messages import DESCRIPTORS_MAX
 from kvcached_client.doctor.memory_bounds import memory_bounds
+from kvcached_client.errors import RequestError
+from kvcached_client.protocol.key_files import read_key_file
 from kvcached_client.transport.run_dir import LOCK_NAME
 
 _STORAGE: Final = "storage"
@@ -46,6 +48,7 @@ def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = 
         ConfigError: every reason why not.
     """
     problems = [*_memory(config, is_trial=is_trial), *_storage(config, is_restart=is_restart), *_http(config)]
+    problems += _tcp(config, is_restart=is_restart)
     if not is_restart:  # a name service that is away now costs users their access, and not everybody the blocks
         problems += _access(config)
     if problems:
@@ -168,6 +171,21 @@ def _http(config: Config) -> Iterator[Problem]:
     if config.http is not None and missing:
         what, fix = f"needs the package {missing[0]}", "pip install 'kvcached-daemon[metrics]'"
         yield config.places.problem(("http", "listen"), config.http.listen, what, fix)
+
+
+def _tcp(config: Config, *, is_restart: bool) -> Iterator[Problem]:
+    if config.tcp is None:
+        return
+    if importlib.util.find_spec("nacl") is None:
+        what, fix = "needs the package PyNaCl", "pip install 'kvcached-daemon[curve]'"
+        yield config.places.problem(("tcp", "listen"), config.tcp.listen, what, fix)
+    if is_restart:
+        return
+    try:
+        read_key_file(config.tcp.key_file)
+    except RequestError as error:
+        at, value = ("tcp", "key_file"), str(config.tcp.key_file)
+        yield config.places.problem(at, value, error.message.removeprefix(f"key file {value}").lstrip(": "), error.fix)
 
 
 def _access(config: Config) -> Iterator[Problem]:

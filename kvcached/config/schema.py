@@ -31,6 +31,7 @@ from kvcached.config.tables import (
     Table,
     WritePolicyName,
 )
+from kvcached.config.tcp import TcpConfig
 from kvcached_client.transport.run_dir import SOCKET_PATH_BYTES_MAX, default_run_dir
 from kvcached_client.types import LogLevel
 
@@ -144,6 +145,10 @@ class Config(Table):
     )
     access: AccessConfig = Field(
         default_factory=AccessConfig, description="What users other than the daemon's own may do."
+    )
+    tcp: TcpConfig | None = Field(
+        default=None,
+        description="Reports and operators' commands for other machines; without this table there is no TCP port.",
     )
     events: EventsConfig | None = Field(
         default=None, description="KV cache events for routers; without this table none are published."

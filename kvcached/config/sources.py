@@ -49,7 +49,10 @@ ENVIRONMENT_PREFIX: Final = "KVCACHED_"
 #: Names the file itself, so it is no key of it.
 CONFIG_VARIABLE: Final = "KVCACHED_CONFIG"
 #: Variables that are no keys.
-_OTHERS: Final = (CONFIG_VARIABLE, failpoints.VARIABLE, failpoints.LOG_VARIABLE)
+_OTHERS: Final = (
+    *(CONFIG_VARIABLE, failpoints.VARIABLE, failpoints.LOG_VARIABLE),
+    *("KVCACHED_ENDPOINT", "KVCACHED_SERVER_KEY", "KVCACHED_KEY_FILE"),  # of commands, for daemons on other machines
+)
 #: What Kubernetes puts into every container of a namespace that has a service called kvcached, or kvcached-metrics:
 #: KVCACHED_SERVICE_HOST, KVCACHED_SERVICE_PORT_HTTP, KVCACHED_PORT_8000_TCP_ADDR. A key of a table has `__` in it.
 _SERVICE_LINK: Final = re.compile(

@@ -329,6 +329,23 @@ _HOST_AND_PORT: Final = re.compile(r"(?:\[(?P<v6>[^\]]*)\]|(?P<v4>[^:\[\]]*)):(?
 _LISTEN_FIX: Final = 'give "127.0.0.1:PORT", "[::1]:PORT" or "unix:/PATH"'
 
 
+def parse_address(listen: str, fix: str) -> tuple[TcpAddress, bool]:
+    """An address and a port, and whether only this machine reaches them.
+
+    Raises:
+        PydanticCustomError: it is none; `fix` says what would be one.
+    """
+    found = _HOST_AND_PORT.fullmatch(listen)
+    if found is None or not 0 < int(found["port"]) <= _PORT_MAX:
+        raise mistake("is no address", fix)
+    host = found["v6"] or found["v4"] or ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise mistake(f"{host!r} is no IP address; names are not looked up", fix) from None
+    return TcpAddress(str(address), int(found["port"])), address.is_loopback
+
+
 def parse_listen(listen: str) -> TcpAddress | str:
     """The address that `listen` means: of TCP, or the path of a unix socket.
 
@@ -343,18 +360,11 @@ def parse_listen(listen: str) -> TcpAddress | str:
             what = f"has a path of {size_bytes} bytes, {SOCKET_PATH_BYTES_MAX} are possible"
             raise mistake(what, "use a shorter path")
         return path
-    found = _HOST_AND_PORT.fullmatch(listen)
-    if found is None or not 0 < int(found["port"]) <= _PORT_MAX:
-        raise mistake("is no address", _LISTEN_FIX)
-    host = found["v6"] or found["v4"] or ""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        raise mistake(f"{host!r} is no IP address; names are not looked up", _LISTEN_FIX) from None
-    if not address.is_loopback:
-        what = f"{host} can be reached from other machines, and nothing here asks who they are"
+    address, is_loopback = parse_address(listen, _LISTEN_FIX)
+    if not is_loopback:
+        what = f"{address.host} can be reached from other machines, and nothing here asks who they are"
         raise mistake(what, f"{_LISTEN_FIX}; put a proxy that asks in front of it")
-    return TcpAddress(str(address), int(found["port"]))
+    return address
 
 
 def _check_listen(listen: str) -> str:

@@ -133,6 +133,12 @@ TOTALS: Final = (
     _plain("workers_lost", "workers_lost", "Worker processes that ended while they served."),
     _plain("requests", "requests", "Well-formed requests, heartbeats and what a scrape asks included."),
     _plain("disconnects", "disconnects", "Closed connections of engines and commands."),
+    _plain("tcp_unknown_keys", "tcp_unknown_keys", "Handshakes at the TCP port of keys that are not let in."),
+    _plain(
+        "tcp_violations",
+        "tcp_violations",
+        "Connections at the TCP port that were cut off: no CURVE, another daemon's key, or changed bytes.",
+    ),
     _plain("dropped_replies", "dropped_replies", "Replies whose reader was gone or read too slowly."),
     Total(
         "kvcached_errors",

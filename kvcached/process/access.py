@@ -108,6 +108,7 @@ class Grants:
         namespaces: the same of labels of namespaces in offload mode.
         own_user: the daemon's own user in words.
         read_only: it may not write the host pool in offload mode.
+        is_remote: it is a key of another machine, at the TCP port.
     """
 
     user: str
@@ -118,6 +119,7 @@ class Grants:
     namespaces: tuple[str, ...] = ()
     own_user: str = ""
     read_only: bool = False
+    is_remote: bool = False
 
     def check_known(self) -> None:
         """Refuse a user who has no role.
@@ -187,6 +189,19 @@ class Grants:
         )
 
     def _refuse(self, needed: frozenset[Role], what: str) -> None:
+        if self.is_remote and needed == _ENGINES:
+            raise request_error(
+                ErrorCode.FORBIDDEN,
+                f"{what} is for engines on the daemon's machine: sessions need its memory and the deaths of its"
+                " processes, which only its local sockets pass",
+                "run the engine on that machine; over TCP there are reports, and what operators change",
+            )
+        if self.is_remote:
+            raise request_error(
+                ErrorCode.FORBIDDEN,
+                f"{what} needs the role {_listed(needed, 'or')}, and {self.user} has {_listed(self.roles, 'and')}",
+                'write role = "operate" in its [[tcp.client]] of the daemon\'s configuration, or use another key',
+            )
         raise request_error(
             ErrorCode.FORBIDDEN,
             f"{what} needs the role {_listed(needed, 'or')}, and {self.user} has {_listed(self.roles, 'and')}",

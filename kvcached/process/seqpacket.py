@@ -27,6 +27,21 @@ class Credentials(NamedTuple):
     uid: int
     gid: int
 
+    @property
+    def process(self) -> int:
+        """Whose limits of processes count."""
+        return self.pid
+
+    @property
+    def user(self) -> int:
+        """Whose limits of users count."""
+        return self.uid
+
+    @property
+    def words(self) -> str:
+        """For the log."""
+        return f"process {self.pid} of user {self.uid}"
+
 
 class Packet(NamedTuple):
     """One received message."""

@@ -15,17 +15,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from kvcached.process.access import Access, Grants, Role
-from kvcached.process.seqpacket import Credentials, peer_credentials, peer_groups
 from kvcached_client.errors import ErrorCode, RequestError, request_error
-from kvcached_client.protocol.zmtp import Reader
 
 #: To introduce itself a client needs no more than this machine's attention for a moment.
 HALF_OPEN_S_MAX: Final = 2.0
@@ -40,15 +37,29 @@ _USERS_TO_FILL: Final = 4
 #: This part of the places is kept for those who operate the daemon.
 _RESERVED_DIVISOR: Final = 8
 
-#: Numbers of users among those of processes: above all pids.
-_USERS: Final = 1 << 32
-
 #: A kind of log line that peers can cause as often as they like is written once in this time.
 _LOG_INTERVAL_S: Final = 60.0
 
 C = TypeVar("C", bound=Hashable)
+K = TypeVar("K", bound=Hashable)
 
 _log: Final = logging.getLogger(__name__)
+
+
+class Origin(Protocol):
+    """Where a connection comes from: a process of this machine, or an address or a key of another one."""
+
+    @property
+    def process(self) -> int:
+        """Whose limits of processes count; 0 where that is not visible from here."""
+
+    @property
+    def user(self) -> Hashable:
+        """Whose limits of users count."""
+
+    @property
+    def words(self) -> str:
+        """For the log."""
 
 
 class SampledLog:
@@ -112,10 +123,10 @@ class ConnectionLimits(NamedTuple):
 
 
 class _Place:
-    __slots__ = ("credentials", "descriptor", "expires_s", "grants", "is_admitted")
+    __slots__ = ("descriptor", "expires_s", "grants", "is_admitted", "origin")
 
-    def __init__(self, credentials: Credentials, grants: Grants, descriptor: int, expires_s: float) -> None:
-        self.credentials = credentials
+    def __init__(self, origin: Origin, grants: Grants, descriptor: int, expires_s: float) -> None:
+        self.origin = origin
         self.grants = grants
         self.descriptor = descriptor
         self.expires_s = expires_s
@@ -151,7 +162,7 @@ class Connections(Generic[C]):
         self._places: dict[C, _Place] = {}
         self._half_open: dict[C, None] = {}  #: the oldest first
         self._of_process: Counter[int] = Counter()
-        self._of_user: Counter[int] = Counter()
+        self._of_user: Counter[Hashable] = Counter()
         self._admitted = 0
         self._loop = asyncio.get_running_loop()
         self._expiry: asyncio.TimerHandle | None = None
@@ -160,9 +171,9 @@ class Connections(Generic[C]):
     def __iter__(self) -> Iterator[C]:
         return iter(self._places)
 
-    def open(self, connection: C, credentials: Credentials, grants: Grants, descriptor: int) -> None:
+    def open(self, connection: C, origin: Origin, grants: Grants, descriptor: int) -> None:
         """Somebody has connected, and has a place until it has introduced itself. Somebody else may lose one."""
-        self._places[connection] = _Place(credentials, grants, descriptor, self._loop.time() + HALF_OPEN_S_MAX)
+        self._places[connection] = _Place(origin, grants, descriptor, self._loop.time() + HALF_OPEN_S_MAX)
         self._half_open[connection] = None
         if len(self._half_open) > self._limits.half_open:
             self._drop_half_open()
@@ -170,15 +181,16 @@ class Connections(Generic[C]):
             self._expiry = self._loop.call_later(HALF_OPEN_S_MAX, self._drop_expired)
 
     def _drop_half_open(self) -> None:
-        peers = {each: self._places[each].credentials for each in self._half_open}
-        ((uid, _),) = Counter(peer.uid for peer in peers.values()).most_common(1)
-        ((pid, count),) = Counter(peer.pid for peer in peers.values() if peer.uid == uid).most_common(1)
+        peers = {each: self._places[each].origin for each in self._half_open}
+        ((user, _),) = Counter(peer.user for peer in peers.values()).most_common(1)
+        ((process, count),) = Counter(peer.process for peer in peers.values() if peer.user == user).most_common(1)
+        oldest = next(each for each, peer in peers.items() if (peer.user, peer.process) == (user, process))
         self.note_fault(
             "half-open",
-            "%(socket)s: process %(pid)d of user %(uid)d has %(count)d connections that say nothing: dropped",
-            {"socket": self._name, "pid": pid, "uid": uid, "count": count},
+            "%(socket)s: %(who)s has %(count)d connections that say nothing: dropped",
+            {"socket": self._name, "who": peers[oldest].words, "count": count},
         )  # fmt: skip
-        self._drop(next(each for each, peer in peers.items() if (peer.uid, peer.pid) == (uid, pid)))
+        self._drop(oldest)
 
     def note_fault(self, kind: str, message: str, fields: Mapping[str, object]) -> None:
         """A peer loses a connection by its own fault: log it, and let nobody connect for a moment.
@@ -193,6 +205,11 @@ class Connections(Generic[C]):
         was_new, self._is_fault_new = self._is_fault_new, False
         return was_new
 
+    def introduce(self, connection: C, origin: Origin, grants: Grants) -> None:
+        """A peer that was an address has shown a key: from now on it counts towards the limits of that."""
+        place = self._places[connection]
+        place.origin, place.grants = origin, grants
+
     def admit(self, connection: C) -> None:
         """A peer has introduced itself. Where it is not admitted its connection stays half-open.
 
@@ -205,15 +222,14 @@ class Connections(Generic[C]):
         try:
             self._check(place)
         except RequestError as error:
-            pid = place.credentials.pid
-            fields = {"socket": self._name, "pid": pid, "reason": error.message}
-            self.note_fault(f"refused {error.code}", "%(socket)s: refused process %(pid)d: %(reason)s", fields)
+            fields = {"socket": self._name, "who": place.origin.words, "reason": error.message}
+            self.note_fault(f"refused {error.code}", "%(socket)s: refused %(who)s: %(reason)s", fields)
             raise
         place.is_admitted = True
         del self._half_open[connection]
         self._admitted += 1
-        self._of_process[place.credentials.pid] += 1
-        self._of_user[place.credentials.uid] += 1
+        self._of_process[place.origin.process] += 1
+        self._of_user[place.origin.user] += 1
 
     def close(self, connection: C) -> None:
         """A connection has ended. Does nothing the second time."""
@@ -223,12 +239,9 @@ class Connections(Generic[C]):
         if not place.is_admitted:
             del self._half_open[connection]
         else:
-            pid, uid, _ = place.credentials
             self._admitted -= 1
-            for counts, whose in ((self._of_process, pid), (self._of_user, uid)):
-                counts[whose] -= 1
-                if not counts[whose]:
-                    del counts[whose]
+            _count_down(self._of_process, place.origin.process)
+            _count_down(self._of_user, place.origin.user)
         if not self._places and self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
@@ -237,26 +250,32 @@ class Connections(Generic[C]):
         self._expiry = None
         now_s = self._loop.time()
         for connection in [each for each in self._half_open if self._places[each].expires_s <= now_s]:
-            pid = self._places[connection].credentials.pid
-            fields = {"socket": self._name, "pid": pid, "seconds": HALF_OPEN_S_MAX}
-            self.sampled.note("silent", "%(socket)s: process %(pid)d said nothing for %(seconds)g s: dropped", fields)
+            who = self._places[connection].origin.words
+            fields = {"socket": self._name, "who": who, "seconds": HALF_OPEN_S_MAX}
+            self.sampled.note("silent", "%(socket)s: %(who)s said nothing for %(seconds)g s: dropped", fields)
             self._drop(connection)
         oldest = next(iter(self._half_open), None)
         if oldest is not None and self._expiry is None:
             self._expiry = self._loop.call_at(self._places[oldest].expires_s, self._drop_expired)
 
     def _check(self, place: _Place) -> None:
-        limits, grants, (pid, uid, _) = self._limits, place.grants, place.credentials
+        limits, grants, pid, user = self._limits, place.grants, place.origin.process, place.origin.user
         grants.check_known()
         if pid and self._of_process[pid] >= limits.per_process:
             raise _too_many(f"process {pid} has {limits.per_process} connections")
-        if not grants.is_own and self._of_user[uid] >= limits.per_user:
+        if not grants.is_own and self._of_user[user] >= limits.per_user:
             raise _too_many(f"{grants.user} has {limits.per_user} connections")
         room = limits.connections - (0 if Role.OPERATE in grants.roles else limits.reserved)
         if self._admitted >= room:
             raise _too_many(f"{self._admitted} connections are open")
         if place.descriptor >= limits.descriptor:
             raise no_descriptors()
+
+
+def _count_down(counts: Counter[K], whose: K) -> None:
+    counts[whose] -= 1
+    if not counts[whose]:
+        del counts[whose]
 
 
 def no_descriptors() -> RequestError:
@@ -270,73 +289,3 @@ def no_descriptors() -> RequestError:
 
 def _too_many(message: str) -> RequestError:
     return request_error(ErrorCode.LIMIT, message, "close those that are not needed")
-
-
-class Connection:
-    """An open connection.
-
-    Attributes:
-        descriptor: of the socket; -1 once it is closed.
-        credentials: who connected.
-        grants: what its user may do.
-        owner: whoever shares turns, pauses and memory with it: a number of its process; of this connection alone where
-            the pid is not visible from here; of its user where that is not the daemon's own.
-        peer: names it to the handler; never used again.
-        reader: what comes in.
-        unsent: replies that its peer has not made room for. While there are any, nothing is read from it.
-        refusal: the answer to its first request where it is not admitted.
-        is_deaf: nothing can be sent any more; what its peer said before that is read to the end.
-        watched_events: of what the server hears; 0 for nothing.
-        is_queued: it waits for its next turn.
-        counted_bytes: what the server's total has for it.
-        refused_bytes: that came for nothing, since its process's last pause.
-    """
-
-    __slots__ = (
-        "counted_bytes", "credentials", "descriptor", "grants", "is_deaf", "is_queued", "owner", "peer", "reader",
-        "refusal", "refused_bytes", "socket", "unsent", "watched_events",
-    )  # fmt: skip
-
-    def __init__(self, accepted: socket.socket, serial: int, access: Access) -> None:
-        self.socket = accepted
-        self.descriptor = accepted.fileno()
-        self.credentials = peer_credentials(accepted)
-        pid, uid, _ = self.credentials
-        self.grants = access.grants(self.credentials, peer_groups(accepted))
-        self.owner = (pid or -serial) if self.grants.is_own else _USERS + uid
-        self.peer = serial.to_bytes(8, "big")
-        self.reader = Reader()
-        self.unsent = bytearray()
-        self.refusal: RequestError | None = None
-        self.is_deaf = False
-        self.watched_events = 0
-        self.is_queued = False
-        self.counted_bytes = 0
-        self.refused_bytes = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has not been closed."""
-        return self.descriptor >= 0
-
-    @property
-    def held_bytes(self) -> int:
-        """The memory that its messages and replies take."""
-        return self.reader.held_bytes + len(self.unsent)
-
-    def send(self, data: bytes | memoryview) -> int:
-        """Send what the peer has room for; how many bytes that was.
-
-        Raises:
-            OSError: nothing can be sent any more.
-        """
-        try:
-            return self.socket.send(data)
-        except BlockingIOError:
-            return 0
-
-    def close(self) -> None:
-        """Close it. The loop must not watch it any more."""
-        self.descriptor = -1
-        self.unsent.clear()
-        self.socket.close()

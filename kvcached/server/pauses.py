@@ -7,10 +7,10 @@ that are served wait for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Final
 
-from kvcached.server.connections import Connection
+from kvcached.server.connection import Connection
 
 #: In the long run, refused bytes of one process are read no faster: about a hundredth of a processor's time.
 REFUSED_BYTES_PER_S: Final = 32 << 20
@@ -25,9 +25,9 @@ class Pauses:
         changed: called when the pause of a connection's process begins, and when it is over.
     """
 
-    def __init__(self, changed: Callable[[int], None]) -> None:
+    def __init__(self, changed: Callable[[Hashable], None]) -> None:
         self._changed = changed
-        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._timers: dict[Hashable, asyncio.TimerHandle] = {}
 
     def __contains__(self, connection: Connection) -> bool:
         return connection.owner in self._timers
@@ -48,6 +48,6 @@ class Pauses:
             timer.cancel()
         self._timers.clear()
 
-    def _end(self, owner: int) -> None:
+    def _end(self, owner: Hashable) -> None:
         del self._timers[owner]
         self._changed(owner)

@@ -12,20 +12,20 @@ import select
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
-from kvcached.process.access import Access
-from kvcached.server.connections import Connection, ConnectionLimits, Connections
+from kvcached.server.connection import Connection, Door
+from kvcached.server.connections import Connections
 from kvcached.server.decoding import decode, refusal
 from kvcached.server.held import HeldBytes
 from kvcached.server.listener import Listener
 from kvcached.server.pauses import Pauses
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol.engine import Header, Request, encode
-from kvcached_client.protocol.zmtp import GREETING, Message, encode_message
+from kvcached_client.protocol.zmtp import Message
 
 
 class Answer(Protocol):
@@ -58,10 +58,6 @@ class Handler(Protocol):
 
 log = logging.getLogger(__name__)
 
-#: A node has a few dozen engine processes with two connections each, and their shards.
-CONNECTIONS_MAX: Final = 1024
-#: Of the descriptors that are left where there are few; the rest is for attach.sock, processes and workers.
-DESCRIPTORS_SHARE: Final = 0.5
 #: Messages of one connection served before others get a turn.
 MESSAGES_PER_TURN_MAX: Final = 16
 #: Of one `recv`: most requests are whole in it.
@@ -80,20 +76,18 @@ class RpcServer:
     Lives in one event loop's thread and never waits, except at its `close`.
 
     Args:
-        path: of the socket.
+        door: where peers connect.
         handler: who serves requests.
-        access: who may do what.
 
     Attributes:
-        endpoint: the ``ipc://`` address it is bound to.
+        endpoint: the address it is bound to.
     """
 
-    def __init__(self, path: Path, handler: Handler, access: Access) -> None:
-        self.endpoint = f"ipc://{path}"
-        self._path = path
+    def __init__(self, door: Door, handler: Handler) -> None:
+        self.endpoint = door.endpoint
+        self._door = door
         self._handler = handler
-        limits = ConnectionLimits.within(CONNECTIONS_MAX, DESCRIPTORS_SHARE)
-        self._connections: Connections[Connection] = Connections("rpc", limits, self._close, access)
+        self._connections: Connections[Connection] = Connections(door.name, door.limits, self._close, door.access)
         self._listener: Listener[Connection] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # Of all connections. A socket has an error once its peer has gone with replies unread. libuv, below the loop,
@@ -102,7 +96,7 @@ class RpcServer:
         self._watched: dict[int, Connection] = {}
         self._buffer = bytearray(RECEIVE_BYTES_MAX)
         self._received = memoryview(self._buffer)
-        self._queues: dict[int, deque[Connection]] = {}  #: that wait for their next turn, by owner
+        self._queues: dict[Hashable, deque[Connection]] = {}  #: that wait for their next turn, by owner
         self._rotation = 0  #: who is first of those that are ready
         self._held = HeldBytes()
         self._pauses = Pauses(self._on_pause)
@@ -112,10 +106,12 @@ class RpcServer:
         """Bind, for those who may connect, and serve from now on.
 
         Raises:
-            OSError: the path cannot be bound.
+            OSError: the place cannot be bound.
         """
-        self._path.unlink(missing_ok=True)
-        self._listener = Listener("rpc", str(self._path), socket.SOCK_STREAM, self._connections, self._accept)
+        door = self._door
+        if isinstance(door.place, str):
+            Path(door.place).unlink(missing_ok=True)
+        self._listener = Listener(door.name, door.place, socket.SOCK_STREAM, self._connections, self._accept)
         self._loop = loop
         loop.add_reader(self._ready.fileno(), self._on_ready)
 
@@ -143,12 +139,16 @@ class RpcServer:
 
     def _accept(self, accepted: socket.socket) -> None:
         self._last_peer += 1
-        connection = Connection(accepted, self._last_peer, self._connections.access)
-        self._connections.open(connection, connection.credentials, connection.grants, connection.descriptor)
-        self._send(connection, GREETING)
+        connection = self._door.take_in(accepted, self._last_peer)
+        self._connections.open(connection, connection.origin, connection.grants, connection.descriptor)
+        self._send(connection, self._door.greeting)
         self._arrange(connection)
 
     def _admit(self, connection: Connection) -> None:
+        if (identity := connection.introduced()) is not None:
+            self._held.count(connection, 0)  # of its address
+            connection.origin, connection.grants, connection.owner = identity
+            self._connections.introduce(connection, identity.origin, identity.grants)
         try:
             self._connections.admit(connection)
         except RequestError as error:
@@ -199,13 +199,15 @@ class RpcServer:
         if was_skipping or reader.is_skipping:
             self._pauses.refuse(connection, len(data))
         if reader.violation is not None:
-            self._connections.note_fault(
-                "violation",
-                "rpc: process %(pid)d is cut off: %(reason)s",
-                {"pid": connection.credentials.pid, "reason": reader.violation},
-            )
-            self._close(connection)
+            self._cut_off(connection)
         self._arrange(connection)
+
+    def _cut_off(self, connection: Connection) -> None:
+        fields = {"socket": self._door.name, "who": connection.origin.words, "reason": connection.reader.violation}
+        self._connections.note_fault("violation", "%(socket)s: %(who)s is cut off: %(reason)s", fields)
+        if counter := connection.violation_counter():
+            self._handler.count(counter)
+        self._close(connection)
 
     def _serve_guarded(self, connection: Connection, message: Message) -> None:
         """Serve one message; a bug met on the way must not take those behind it along."""
@@ -229,15 +231,15 @@ class RpcServer:
         except RequestError as error:  # not kept in this frame, which its traceback names: that would be a cycle
             if error.code is ErrorCode.FORBIDDEN:
                 self._pauses.refuse(connection, sum(map(len, parts)))
-                fields = {"pid": connection.credentials.pid, "reason": error.message}
-                self._connections.sampled.note("forbidden", "rpc: refused process %(pid)d: %(reason)s", fields)
+                fields = {"socket": self._door.name, "who": connection.origin.words, "reason": error.message}
+                self._connections.sampled.note("forbidden", "%(socket)s: refused %(who)s: %(reason)s", fields)
             self._refuse(connection, parts, error)
         else:
             self._handler.submit(connection.peer, request, frames, partial(self._answer, connection))
 
     def _refuse(self, connection: Connection, parts: list[bytes], error: RequestError) -> None:
         self._handler.refused(error)
-        self._send(connection, encode_message([encode(refusal(parts, error))]))
+        self._send(connection, connection.encode([encode(refusal(parts, error))]))
         if connection.refusal is not None:
             self._close(connection)
 
@@ -287,8 +289,8 @@ class RpcServer:
             self._rotation += 1
             start = self._rotation % len(ready)
             ready = ready[start:] + ready[:start]
-        waiting: set[int] = set()
-        turns: Counter[int] = Counter()
+        waiting: set[Hashable] = set()
+        turns: Counter[Hashable] = Counter()
         for descriptor, _ in ready:
             connection = self._watched.get(descriptor)
             if connection is None or connection.owner in waiting:  # closed on behalf of another one
@@ -316,13 +318,14 @@ class RpcServer:
 
     def _drop_largest(self) -> None:
         largest, total = self._held.largest(self._connections), self._held.total
-        pid, size = largest.credentials.pid, largest.counted_bytes
-        words = "rpc: messages take %(total)d bytes: the connection of process %(pid)d with %(size)d of them is dropped"
-        self._connections.note_fault("held", words, {"total": total, "pid": pid, "size": size})
+        size = largest.counted_bytes
+        words = "%(socket)s: messages take %(total)d bytes: the connection of %(who)s with %(size)d of them is dropped"
+        fields = {"socket": self._door.name, "total": total, "who": largest.origin.words, "size": size}
+        self._connections.note_fault("held", words, fields)
         self._close(largest)
         self._pauses.refuse(largest, size)
 
-    def _on_pause(self, owner: int) -> None:
+    def _on_pause(self, owner: Hashable) -> None:
         """A pause begins or is over."""
         for connection in list(self._connections):
             if connection.owner == owner:
@@ -331,7 +334,7 @@ class RpcServer:
     # --- what goes out ----------------------------------------------------------------------------------------------
 
     def _answer(self, connection: Connection, answer: Answer) -> None:
-        self._send(connection, encode_message([encode(answer.header), *answer.frames]))
+        self._send(connection, connection.encode([encode(answer.header), *answer.frames]))
 
     def _send(self, connection: Connection, data: bytes) -> None:
         if not connection.is_open or connection.is_deaf:

@@ -13,20 +13,14 @@ from typing import Final, NamedTuple
 
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol.engine import FRAME_COUNT_MAX, FRAME_SIZE_BYTES_MAX, MESSAGE_SIZE_BYTES_MAX
+from kvcached_client.protocol.greeting import ProtocolViolation, greeting, greeting_size
 
-_GREETING_SIZE_BYTES: Final = 64
-_SIGNATURE_SIZE_BYTES: Final = 10
-_MECHANISM: Final = b"NULL".ljust(20, b"\0")
-#: Signature, version 3.1, mechanism, no server role (NULL has none), filler.
-GREETING: Final = (b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x01" + _MECHANISM).ljust(_GREETING_SIZE_BYTES, b"\0")
-_VERSION_MIN: Final = 3
-
-_MORE: Final = 1
-_LONG: Final = 2
-_COMMAND: Final = 4
-_HEAD_SIZE_BYTES: Final = 2
-_LONG_HEAD: Final = struct.Struct(">BQ")
-_SHORT_MAX: Final = 255
+MORE: Final = 1
+LONG: Final = 2
+COMMAND: Final = 4
+HEAD_SIZE_BYTES: Final = 2
+LONG_HEAD: Final = struct.Struct(">BQ")
+SHORT_MAX: Final = 255
 _PROPERTY_SIZE: Final = struct.Struct(">I")
 #: A READY with an identity of 255 bytes takes 300.
 COMMAND_SIZE_BYTES_MAX: Final = 1024
@@ -43,6 +37,11 @@ FRAMES_PER_TURN_MAX: Final = 128
 #: Of a message that was refused already: a request whose keys are a part each is a mistake, and so many are no request.
 SKIPPED_PARTS_MAX: Final = 8192
 SKIPPED_BYTES_MAX: Final = 2 * MESSAGE_SIZE_BYTES_MAX
+
+
+_NULL: Final = b"NULL"
+#: NULL has no server.
+GREETING: Final = greeting(_NULL)
 
 
 class Role(NamedTuple):
@@ -76,15 +75,21 @@ def message_pieces(parts: list[bytes]) -> list[bytes]:
     pieces: list[bytes] = []
     last = len(parts) - 1
     for index, part in enumerate(parts):
-        flags = _MORE if index < last else 0
+        flags = MORE if index < last else 0
         size = len(part)
-        pieces.append(bytes((flags, size)) if size <= _SHORT_MAX else _LONG_HEAD.pack(flags | _LONG, size))
+        pieces.append(bytes((flags, size)) if size <= SHORT_MAX else LONG_HEAD.pack(flags | LONG, size))
         pieces.append(part)
     return pieces
 
 
 def _command(name: bytes, body: bytes) -> bytes:
-    return bytes((_COMMAND, 1 + len(name) + len(body), len(name))) + name + body
+    return frame(COMMAND, bytes((len(name),)) + name + body)
+
+
+def frame(flags: int, body: bytes) -> bytes:
+    """A frame as it is on the wire."""
+    size = len(body)
+    return (bytes((flags, size)) if size <= SHORT_MAX else LONG_HEAD.pack(flags | LONG, size)) + body
 
 
 def _property(name: bytes, value: bytes) -> bytes:
@@ -115,10 +120,6 @@ class Subscription(NamedTuple):
 
     topic: bytes
     is_wanted: bool
-
-
-class ProtocolViolation(Exception):
-    """The peer does not speak ZMTP, or goes beyond what can be skipped. Its connection is over."""
 
 
 class Reader:
@@ -218,7 +219,7 @@ class Reader:
                 if end == at:
                     return at
                 at = end
-            self._needed = _HEAD_SIZE_BYTES
+            self._needed = HEAD_SIZE_BYTES
         except ProtocolViolation as violation:
             self.violation = violation
         return at
@@ -226,18 +227,18 @@ class Reader:
     def _take_frame(self, data: memoryview | bytes, at: int, messages: list[Message]) -> int:
         """Take the frame that begins at `at`; where it ends, or `at` while it is not there whole."""
         left = len(data) - at
-        if left < _HEAD_SIZE_BYTES:
-            self._needed = _HEAD_SIZE_BYTES
+        if left < HEAD_SIZE_BYTES:
+            self._needed = HEAD_SIZE_BYTES
             return at
-        flags, size, body = data[at], data[at + 1], at + _HEAD_SIZE_BYTES
-        if flags & _LONG:
-            if left < _LONG_HEAD.size:
-                self._needed = _LONG_HEAD.size
+        flags, size, body = data[at], data[at + 1], at + HEAD_SIZE_BYTES
+        if flags & LONG:
+            if left < LONG_HEAD.size:
+                self._needed = LONG_HEAD.size
                 return at
-            size, body = int.from_bytes(data[at + 1 : at + _LONG_HEAD.size], "big"), at + _LONG_HEAD.size
+            size, body = int.from_bytes(data[at + 1 : at + LONG_HEAD.size], "big"), at + LONG_HEAD.size
         end = body + size
-        if flags & ~(_MORE | _LONG):
-            if flags & ~(_COMMAND | _LONG) or size > COMMAND_SIZE_BYTES_MAX:
+        if flags & ~(MORE | LONG):
+            if flags & ~(COMMAND | LONG) or size > COMMAND_SIZE_BYTES_MAX:
                 raise ProtocolViolation(f"frame with flags {flags} and {size} bytes")
         elif not self.is_ready:
             raise ProtocolViolation("a message before the handshake's end")
@@ -263,12 +264,12 @@ class Reader:
         return data[taken:]
 
     def _keep(self, flags: int, body: bytes, messages: list[Message]) -> None:
-        if flags & _COMMAND:
+        if flags & COMMAND:
             self._obey(body)
             return
         self._parts.append(body)
         self._parts_bytes += len(body)
-        if not flags & _MORE:
+        if not flags & MORE:
             messages.append(Message(self._parts))
             self._parts, self._parts_bytes = [], 0
 
@@ -301,25 +302,17 @@ class Reader:
         self._skipped_bytes += size
         if self._skipped_parts > SKIPPED_PARTS_MAX or self._skipped_bytes > SKIPPED_BYTES_MAX:
             raise ProtocolViolation("a message that was refused goes on and on")
-        if not flags & _MORE:
+        if not flags & MORE:
             self._is_refused = False
         end = min(body + size, length)
         self._skip_bytes = body + size - end
         return end
 
     def _take_greeting(self, data: memoryview | bytes) -> int:
-        if data and data[0] != GREETING[0]:
-            raise ProtocolViolation("no ZeroMQ greeting")
-        if len(data) < _GREETING_SIZE_BYTES:
-            if len(data) >= _SIGNATURE_SIZE_BYTES and not data[_SIGNATURE_SIZE_BYTES - 1] & 1:
-                raise ProtocolViolation("no ZeroMQ greeting")
-            self._needed = len(data) + 1
-            return 0
-        version, mechanism = data[_SIGNATURE_SIZE_BYTES], bytes(data[12:32])
-        if not data[_SIGNATURE_SIZE_BYTES - 1] & 1 or version < _VERSION_MIN or mechanism != _MECHANISM:
-            raise ProtocolViolation(f"greeting of version {version} with mechanism {mechanism!r}, not 3 with NULL")
-        self._greeted = True
-        return _GREETING_SIZE_BYTES
+        size = greeting_size(data, _NULL)
+        self._greeted = size > 0
+        self._needed = len(data) + 1
+        return size
 
     def _obey(self, command: bytes) -> None:
         length = command[0] if command else 0
@@ -346,16 +339,16 @@ def _take_message(data: memoryview | bytes, at: int, messages: list[Message]) ->
     """
     parts: list[bytes] = []
     end, length = at, len(data)
-    while length - end >= _HEAD_SIZE_BYTES and len(parts) < FRAME_COUNT_MAX:
-        flags, size, body = data[end], data[end + 1], end + _HEAD_SIZE_BYTES
-        if flags & _LONG:
-            body = end + _LONG_HEAD.size
+    while length - end >= HEAD_SIZE_BYTES and len(parts) < FRAME_COUNT_MAX:
+        flags, size, body = data[end], data[end + 1], end + HEAD_SIZE_BYTES
+        if flags & LONG:
+            body = end + LONG_HEAD.size
             size = int.from_bytes(data[end + 1 : body], "big")
         end = body + size
-        if flags & ~(_MORE | _LONG) or end > length or size > FRAME_SIZE_BYTES_MAX:
+        if flags & ~(MORE | LONG) or end > length or size > FRAME_SIZE_BYTES_MAX:
             break
         parts.append(bytes(data[body:end]))
-        if not flags & _MORE:
+        if not flags & MORE:
             if sum(map(len, parts)) > MESSAGE_SIZE_BYTES_MAX:
                 break
             messages.append(Message(parts))

@@ -11,25 +11,19 @@ import os
 import select
 import time
 from collections.abc import Iterable, Sequence
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvcached_client.errors import (
-    BadRequest,
-    DaemonUnreachable,
-    DeadlineExceeded,
-    bad_reply,
-)
-from kvcached_client.protocol.engine import (
-    Header,
-    Request,
-    raise_for_error,
-)
+from kvcached_client.errors import BadRequest, DaemonSilent, DaemonUnreachable, DeadlineExceeded, bad_reply
+from kvcached_client.protocol.engine import Header, Request, raise_for_error
 from kvcached_client.transport.attach import AttachConnection
 from kvcached_client.transport.calls import PendingCalls
 from kvcached_client.transport.connection import Connection
 from kvcached_client.transport.listener import silent
 from kvcached_client.transport.wording import about_argument
 from kvcached_client.types import RequestId
+
+if TYPE_CHECKING:
+    from kvcached_client.transport.tcp import RemoteDaemon
 
 R = TypeVar("R", bound=Header)
 
@@ -41,8 +35,10 @@ _IPC: Final = "ipc://"
 class Channel:
     """One connection to a daemon. Not thread-safe, and unusable in a forked child."""
 
-    def __init__(self, endpoint: str, *, deadline_ms: int, attached: AttachConnection | None = None) -> None:
-        """Connect to `endpoint`; calls take at most `deadline_ms`.
+    def __init__(
+        self, endpoint: str | RemoteDaemon, *, deadline_ms: int, attached: AttachConnection | None = None
+    ) -> None:
+        """Connect to `endpoint`, or to a daemon on another machine; calls take at most `deadline_ms`.
 
         With `attached`, the end of that connection ends every call at once, including a waiting one. The channel
         closes it. Without `attached`, the end of the connection ends only the waiting call; later calls connect again
@@ -52,16 +48,17 @@ class Channel:
             DaemonUnreachable: nothing listens at `endpoint`, or nobody takes the connection in time.
             Refused: another user's daemon does.
         """
-        self.endpoint = endpoint
+        self.endpoint = endpoint if isinstance(endpoint, str) else endpoint.endpoint
         self.is_closed = False
         self.is_gone = False  #: the daemon closed a connection; this channel is unusable
         self.deadline_ms = deadline_ms
-        self.path = endpoint.removeprefix(_IPC)
+        self.path = self.endpoint.removeprefix(_IPC)
+        self._place = self.path if isinstance(endpoint, str) else endpoint
         self._attached = attached
         self._process_id = os.getpid()
         self._calls = PendingCalls()
         self._is_news = False  #: messages have arrived since the last `listen`
-        self._connection = Connection(self.path, deadline_ms=deadline_ms)
+        self._connection = Connection(self._place, deadline_ms=deadline_ms)
         self._usual_poller = self._new_poller()  #: while all is sent
 
     def next_id(self) -> RequestId:
@@ -248,19 +245,19 @@ class Channel:
         while not self._connection.send(parts):
             self._check_daemon()
             if not self._poll(deadline_ns):
-                raise silent(self.path, self.deadline_ms)
+                raise self._silent()
 
     def _await_connection(self, deadline_ns: int) -> None:
         """Wait until the daemon has accepted the connection; without `attached`, connect again where it has ended."""
         self._poll(0)
         if self._connection.is_over and self._attached is None:
             self._connection.close()
-            self._connection = Connection(self.path, deadline_ms=max(1, _remaining_ms(deadline_ns)))
+            self._connection = Connection(self._place, deadline_ms=max(1, _remaining_ms(deadline_ns)))
             self._usual_poller = self._new_poller()
         while not self._connection.is_ready:
             self._check_daemon()
             if not self._poll(deadline_ns):
-                raise silent(self.path, self.deadline_ms)
+                raise self._silent()
         self._check_daemon()
 
     def _check_daemon(self) -> None:
@@ -273,7 +270,12 @@ class Channel:
             raise self._gone()
         if self._connection.is_over:
             self.is_gone = self._attached is not None
-            raise self._gone()
+            raise self._connection.refusal or self._gone()
+
+    def _silent(self) -> DaemonUnreachable:
+        if isinstance(self._place, str):
+            return silent(self._place, self.deadline_ms)
+        return DaemonSilent(f"{self.endpoint} accepted no request for {self.deadline_ms} ms; see the daemon's log")
 
     def _gone(self) -> DaemonUnreachable:
         if self.is_gone:

@@ -2,15 +2,21 @@
 
 ZeroMQ hands each message to a thread of its own, and takes each reply from it: four switches of threads for a round
 trip, and it never says that a reply will not come. This connection writes to the kernel's socket and reads from it.
+Or to the TCP port of a daemon on another machine, in boxes of CURVE.
 """
 
 from __future__ import annotations
 
 import select
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from kvcached_client.errors import DaemonUnreachable, RequestError
 from kvcached_client.protocol.zmtp import DEALER, GREETING, Message, Reader, message_pieces
 from kvcached_client.transport.listener import connect
+
+if TYPE_CHECKING:
+    from kvcached_client.protocol.curve import CurveClient
+    from kvcached_client.transport.tcp import RemoteDaemon
 
 _RECEIVE_BYTES: Final = 64 * 1024
 #: Messages of one look at what has arrived: all of them.
@@ -24,24 +30,38 @@ class Connection:
         is_over: the other end has closed it, or does not speak the protocol.
     """
 
-    def __init__(self, path: str, *, deadline_ms: int) -> None:
-        """Connect.
+    def __init__(self, place: str | RemoteDaemon, *, deadline_ms: int) -> None:
+        """Connect to the path of a socket, or to a daemon on another machine.
 
         Raises:
-            DaemonUnreachable: nothing listens at `path`, or it takes no connection within `deadline_ms`.
+            DaemonUnreachable: nothing listens at `place`, or it takes no connection within `deadline_ms`.
             Refused: another user's daemon does.
         """
-        self._socket = connect(path, deadline_ms=deadline_ms)
-        self._reader = Reader(DEALER)
+        self._remote: tuple[RemoteDaemon, CurveClient] | None = None
+        self._reader: Reader | CurveClient
+        if isinstance(place, str):
+            self._socket = connect(place, deadline_ms=deadline_ms)
+            self._reader = Reader(DEALER)
+            first = [GREETING, DEALER.ready]
+        else:
+            self._socket = place.connect(deadline_ms)
+            self._reader = reader = place.reader()
+            self._remote = place, reader
+            first = [reader.hello]
         self._buffer = memoryview(bytearray(_RECEIVE_BYTES))
         self._unsent = bytearray()
         self.is_over = False
-        self._write([GREETING, DEALER.ready])
+        self._write(first)
 
     @property
     def is_ready(self) -> bool:
         """Whether the daemon has accepted the connection."""
         return self._reader.is_ready
+
+    @property
+    def refusal(self) -> RequestError | DaemonUnreachable | None:
+        """Why a daemon on another machine has ended the connection, if that was before it accepted it."""
+        return None if self._remote is None else self._remote[0].refusal(self._remote[1])
 
     @property
     def events(self) -> int:
@@ -60,7 +80,7 @@ class Connection:
         self.flush()
         if self._unsent or self.is_over or not self.is_ready:
             return False
-        self._write(message_pieces(parts))
+        self._write(message_pieces(parts) if self._remote is None else [self._remote[1].seal(parts)])
         return not self.is_over
 
     def flush(self) -> None:

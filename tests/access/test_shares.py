@@ -18,7 +18,9 @@ from kvcached.process.seqpacket import Credentials
 from kvcached.server import connections as connections_module
 from kvcached.server import held as held_module
 from kvcached.server import rpc as server_module
-from kvcached.server.connections import Connection, ConnectionLimits, Connections
+from kvcached.server.connection import Connection
+from kvcached.server.connections import ConnectionLimits, Connections
+from kvcached.server.local import LocalDoor
 from kvcached.server.rpc import RpcServer
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol.engine import Goodbye, Pause, Stats, encode
@@ -178,10 +180,11 @@ def test_processes_of_another_user_are_one_in_turns_and_pauses() -> None:
     as_other = replace(access_of(Role.LOOK, user=str(os.geteuid())), own_uid=os.geteuid() + 1)
     one, other = socket.socketpair()
     with one, other:
-        owners = {Connection(each, serial, as_other).owner for serial, each in enumerate((one, other))}
+        door = LocalDoor(Path(), as_other)
+        owners = {door.take_in(each, serial).owner for serial, each in enumerate((one, other))}
         assert len(owners) == 1
         assert owners.isdisjoint({os.getpid()})
-        assert Connection(one, 1, Access()).owner == os.getpid()
+        assert LocalDoor(Path(), Access()).take_in(one, 1).owner == os.getpid()
 
 
 def test_turns_of_another_user_are_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from kvcached.config.tables import (
     QuotaConfig,
     StorageConfig,
 )
+from kvcached.config.tcp import TcpClient, TcpConfig
 from kvcached_client.blocks.layout import KvGroup, PageOrder
 from tests.config.reference import rows
 
@@ -482,6 +483,8 @@ def test_config_documentation_has_every_key() -> None:
         AccessConfig,
         EngineAccess,
         HttpConfig,
+        TcpConfig,
+        TcpClient,
         EventsConfig,
         ReplicaConfig,
         GroupConfig,
@@ -526,3 +529,32 @@ def test_key_lines_know_tables_arrays_and_keys() -> None:
 def test_problem_without_value_has_no_equals_sign() -> None:
     """A missing key is printed without a value."""
     assert str(Problem("f:1", "slots", "", "is missing", "add it")) == "f:1: slots: is missing; add it"
+
+
+TCP = '[tcp]\nlisten = "10.0.0.5:9420"\nkey_file = "daemon.key"\n'
+TCP_CLIENT = f'[[tcp.client]]\nname = "ops"\npublic_key = "{"0" * 40}"\nrole = "operate"\n'
+
+BAD_TCP = {
+    "no client": (TCP_CLIENT, "", "tcp.client: is missing"),
+    "no key file": ('key_file = "daemon.key"\n', "", "tcp.key_file: is missing"),
+    "no role": ('role = "operate"\n', "", "tcp.client[0].role: is missing"),
+    "an engine": ('"operate"', '"engine"', 'tcp.client[0].role = "engine"'),
+    "a hex key": ("0" * 40, "ab" * 32, "is no public key; copy it from `kvcached keys show FILE`: 40 characters"),
+    "a name": ("10.0.0.5", "localhost", "'localhost' is no IP address; names are not looked up"),
+    "no port": (":9420", "", 'is no address; give "ADDRESS:PORT"'),
+    "a name twice": (TCP_CLIENT, TCP_CLIENT + TCP_CLIENT.replace("0", "1"), "tcp.client[1].name"),
+    "a key twice": (TCP_CLIENT, TCP_CLIENT + TCP_CLIENT.replace("ops", "x"), "tcp.client[1].public_key"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), BAD_TCP.values(), ids=BAD_TCP)
+def test_config_has_no_port_without_keys(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    """A TCP port needs an address, a key of the daemon, and at least one client with a key and a role of its own."""
+    good = GOOD + TCP + TCP_CLIENT
+    assert load(tmp_path, good).tcp is not None
+    assert old in TCP + TCP_CLIENT
+
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, GOOD + (TCP + TCP_CLIENT).replace(old, new))
+
+    assert expected in str(refused.value)

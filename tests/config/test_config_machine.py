@@ -16,6 +16,7 @@ from kvcached.config.machine import check_machine
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import Config, load_config
 from kvcached_client.doctor.memory_bounds import MemoryBound
+from kvcached_client.protocol.key_files import write_key_file
 from kvcached_client.transport.run_dir import LOCK_NAME
 from tests.project.daemon_process import clean_environment
 
@@ -104,6 +105,25 @@ def test_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
 
     key.write_text("short")
     assert "holds no key of 32 bytes" in problems(tmp_path, text)[0]
+
+
+def test_key_file_of_the_tcp_port_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key file that is away or that others can read is told with line and fix, but not at a restart; so is PyNaCl."""
+    key, public = tmp_path / "daemon.key", "0" * 40
+    head = f'[tcp]\nlisten = "127.0.0.1:9"\nkey_file = "{key}"\n'
+    text = f'{HOST}{head}[[tcp.client]]\nname = "x"\npublic_key = "{public}"\nrole = "look"\n'
+    (away,) = problems(tmp_path, text)
+    assert "No such file or directory; name the file of a key, or make one: kvcached keys make daemon.key" in away
+    assert problems(tmp_path, text, is_restart=True) == []
+
+    write_key_file(key, bytes(32))
+    assert problems(tmp_path, text) == []
+    key.chmod(0o640)
+    assert "chmod 600" in problems(tmp_path, text)[0]
+
+    key.chmod(0o600)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "pip install 'kvcached-daemon[curve]'" in problems(tmp_path, text)[0]
 
 
 def test_restart_with_a_kept_host_pool_looks_at_settings_only(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from kvcached.server.attach import AttachServer
 from kvcached.server.connections import Connections
 from kvcached.server.held import HeldBytes
 from kvcached.server.rpc import RpcServer
+from kvcached_client.protocol.curve import CurveReader, CurveServer
 from tests.mutants.mutant import caught_by, rewrite
 
 
@@ -30,7 +31,9 @@ def last_storage_process_not_awaited(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/daemon/test_bad_input.py::test_malformed_message_gets_one_typed_error")
 def reply_to_a_malformed_message_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A message that is no request gets no reply."""
-    rewrite(patch, RpcServer._refuse, "self._send(connection, encode_message([encode(refusal(parts, error))]))", "pass")
+    rewrite(
+        patch, RpcServer._refuse, "self._send(connection, connection.encode([encode(refusal(parts, error))]))", "pass"
+    )
 
 
 @caught_by("tests/rpc/test_server.py::test_after_a_fault_few_connect_for_a_moment")
@@ -68,7 +71,7 @@ def no_places_for_operators(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/access/test_shares.py::test_user_with_many_processes_fills_its_own_share")
 def share_of_a_user_not_counted(patch: pytest.MonkeyPatch) -> None:
     """A user gets further places by further processes."""
-    rewrite(patch, Connections._check, "not grants.is_own and self._of_user[uid] >= limits.per_user", "False")
+    rewrite(patch, Connections._check, "not grants.is_own and self._of_user[user] >= limits.per_user", "False")
 
 
 @caught_by("tests/access/test_shares.py::test_turns_of_another_user_are_few_at_a_time")
@@ -80,4 +83,23 @@ def turns_of_another_user_not_counted(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/access/test_shares.py::test_unfinished_messages_of_another_user_are_its_own_loss")
 def memory_of_another_user_not_counted(patch: pytest.MonkeyPatch) -> None:
     """A user's unfinished messages take the memory that all share."""
-    rewrite(patch, HeldBytes.is_beyond, " or self._of_user[connection.credentials.uid] > USER_HELD_BYTES_MAX", "")
+    rewrite(patch, HeldBytes.is_beyond, " or self._of_user[connection.origin.user] > USER_HELD_BYTES_MAX", "")
+
+
+@caught_by("tests/rpc/test_tcp.py::test_unknown_key_is_refused_in_the_handshake_and_counted")
+def every_key_is_let_in(patch: pytest.MonkeyPatch) -> None:
+    """A client whose key is not in the list gets a connection."""
+    rewrite(patch, CurveServer._on_initiate, "not self._is_known(client)", "not client")
+
+
+@caught_by("tests/rpc/test_curve.py::test_message_that_comes_again_is_a_violation")
+def box_that_comes_again_is_opened(patch: pytest.MonkeyPatch) -> None:
+    """A recorded request takes effect a second time."""
+    rewrite(patch, CurveReader._heard_nonce, "number <= self._heard", "number < 0")
+
+
+@caught_by("tests/rpc/test_curve.py::test_recorded_connection_opens_nothing")
+def nonce_and_cookie_alone_end_the_handshake(patch: pytest.MonkeyPatch) -> None:
+    """Another connection's cookie is taken, and its box opened with that connection's key."""
+    rewrite(patch, CurveServer._on_initiate, "body[len(_INITIATE) : nonce_at] != cookie", "False")
+    rewrite(patch, CurveServer._begin, "short, cookie = new_pair(), ", "short, cookie = self._keys, ")

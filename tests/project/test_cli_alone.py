@@ -193,3 +193,58 @@ def test_cli_demo_without_the_examples_says_where_they_are(monkeypatch: pytest.M
 
     assert result.exit_code == ExitCode.START_FAILED
     assert "run it from a checkout" in result.stderr
+
+
+def test_cli_keys_makes_a_key_that_its_owner_alone_reads(tmp_path: Path) -> None:
+    """`keys make` writes a file of mode 0600 and prints the public key, which `keys show` prints again; both once."""
+    path = tmp_path / "own.key"
+    made = run("keys", "make", str(path))
+    secret = path.read_text()
+
+    assert made.exit_code == ExitCode.OK
+    assert len(made.stdout.strip()) == 40
+    assert made.stdout.strip() not in secret
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert run("keys", "show", str(path)).stdout == made.stdout
+
+    again = run("keys", "make", str(path))
+    assert (again.exit_code, again.stdout) == (ExitCode.USAGE, "")
+    assert "exists already" in again.stderr
+    assert path.read_text() == secret
+
+
+def test_cli_keys_refuses_what_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that others can read, one without a key, and a missing package are each told with what to do."""
+    path = tmp_path / "own.key"
+    run("keys", "make", str(path))
+    path.chmod(0o644)
+    assert "chmod 600" in run("keys", "show", str(path)).stderr
+    path.chmod(0o600)
+    path.write_text("no key")
+    assert "kvcached keys make" in run("keys", "show", str(path)).stderr
+    assert "No such file" in run("keys", "make", str(tmp_path / "no" / "key")).stderr
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    missing = run("keys", "make", str(tmp_path / "other"))
+    assert (missing.exit_code, "kvcached-daemon[curve]" in missing.stderr) == (ExitCode.USAGE, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--endpoint", "tcp://h:1", "capacity"], "asks no daemon on another machine"),
+        (["--endpoint", "tcp://h:1", "health", "--run-dir", "/x"], "give one of them"),
+        (["--endpoint", "tcp://h:1", "health"], "needs the daemon's public key and a key file"),
+        (["--endpoint", "h:1", "health"], "'h:1' is none: give tcp://HOST:PORT"),
+        (["--endpoint", "tcp://h", "health"], "is no endpoint"),
+        (["--endpoint", "tcp://h:1/x", "health"], "is no endpoint"),
+        (["--endpoint", "tcp://h:1", "--server-key", "short", "--key-file", "/no", "health"], "40 characters of Z85"),
+        (["--endpoint", "tcp://h:1", "--server-key", "0" * 40, "--key-file", "/no", "health"], "key file /no: No such"),
+    ],
+)
+def test_cli_endpoint_that_names_no_daemon_is_wrong_usage(arguments: list[str], says: str) -> None:
+    """Before anything is sent, an endpoint, a key or a command that does not fit is told."""
+    result = run(*arguments)
+
+    assert result.exit_code == ExitCode.USAGE
+    assert says in " ".join(result.stderr.split())

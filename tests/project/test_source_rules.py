@@ -19,7 +19,7 @@ HOSTS = {
     "kvcached_client/sglang/": {"sglang"},
     "kvcached_client/engines/weights.py": {"huggingface_hub"},
 }
-DISTRIBUTIONS = {"zmq": "pyzmq", "kvcached_client": "kvcached-client", "pydantic_core": "pydantic"}
+DISTRIBUTIONS = {"nacl": "PyNaCl", "zmq": "pyzmq", "kvcached_client": "kvcached-client", "pydantic_core": "pydantic"}
 
 
 def test_imports_keep_the_layers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from kvcached.process.access import Access
 from kvcached.server import connections
 from kvcached.server import held as held_module
 from kvcached.server import listener as listener_module
+from kvcached.server import local as local_module
 from kvcached.server import rpc as server_module
+from kvcached.server.connection import Connection, Door
+from kvcached.server.local import LocalDoor
 from kvcached.server.rpc import RpcServer
 from kvcached.service.pending import Answer
 from kvcached_client.errors import ErrorCode, RequestError
@@ -59,9 +63,9 @@ class Handler:
 class Serving:
     """A server in a loop of its own thread."""
 
-    def __init__(self, path: Path, access: Access | None = None) -> None:
+    def __init__(self, path: Path, access: Access | None = None, door: Callable[[], Door] | None = None) -> None:
         self.path = path
-        self.access = access or Access()
+        self._door = door or partial(LocalDoor, path, access or Access())
         self.handler = Handler()
         self.server: RpcServer | None = None
         self._started = threading.Event()
@@ -72,7 +76,7 @@ class Serving:
 
     async def _serve(self) -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        self.server = RpcServer(self.path, self.handler, self.access)
+        self.server = RpcServer(self._door(), self.handler)
         self.server.start(self._loop)
         self._started.set()
         await self._ended.wait()
@@ -236,7 +240,7 @@ def test_connections_of_one_process_take_turns(serve: Callable[[], Serving], mon
     turns: list[bytes] = []
     take_turn = RpcServer._take_turn
 
-    def recorded(server: RpcServer, connection: connections.Connection) -> int:
+    def recorded(server: RpcServer, connection: Connection) -> int:
         turns.append(connection.peer)
         return take_turn(server, connection)
 
@@ -258,7 +262,7 @@ def test_process_with_too_many_connections_is_told_so(
 ) -> None:
     """The first request beyond the limit gets `limit` under its own id, and there is room again when one closes."""
     monkeypatch.setattr(connections, "_PER_PROCESS_MIN", 3)
-    monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 8)
+    monkeypatch.setattr(local_module, "CONNECTIONS_MAX", 8)
     serving = serve()
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(RawPeer(serving.path)) for _ in range(3)]

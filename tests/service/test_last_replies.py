@@ -10,6 +10,7 @@ from pathlib import Path
 import zmq
 
 from kvcached.process.access import Access
+from kvcached.server.local import LocalDoor
 from kvcached.server.rpc import RpcServer
 from kvcached.service.pending import Answer
 from kvcached_client.errors import RequestError
@@ -43,7 +44,7 @@ def test_requests_in_the_socket_are_answered_before_it_closes(tmp_path: Path) ->
     dealer.setsockopt(zmq.RCVTIMEO, PATIENCE_S * 1000)
 
     async def close_with_requests_waiting() -> None:
-        server = RpcServer(tmp_path / "rpc.sock", handler, Access())
+        server = RpcServer(LocalDoor(tmp_path / "rpc.sock", Access()), handler)
         server.start(asyncio.get_running_loop())
         with dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as connected:
             dealer.connect(server.endpoint)
