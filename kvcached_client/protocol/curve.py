@@ -24,6 +24,7 @@ from nacl.exceptions import CryptoError
 
 from kvcached_client.protocol.engine import FRAME_SIZE_BYTES_MAX
 from kvcached_client.protocol.greeting import ProtocolViolation, greeting, greeting_size
+from kvcached_client.protocol.key_files import key_text
 from kvcached_client.protocol.zmtp import (
     COMMAND,
     COMMAND_SIZE_BYTES_MAX,
@@ -311,7 +312,7 @@ class CurveServer(CurveReader):
             raise ProtocolViolation("a vouch for other keys")
         if not self._is_known(client):
             self.commands.append(frame(COMMAND, _ERROR + bytes((len(_NOT_LET_IN),)) + _NOT_LET_IN))
-            raise NotLetIn("its key is none of those that are let in")
+            raise NotLetIn(f"its public key {key_text(client)} is none of those that are let in")
         self._introduce(metadata)
         self.client = client
         (ready,) = self._inner.commands

@@ -154,6 +154,16 @@ def test_unit_lets_in_the_loopback_interface_alone() -> None:
     assert unit()["IPAddressDeny"] == "any"
 
 
+def test_unit_lets_in_named_networks_alone() -> None:
+    """The drop-in for other machines allows the networks that it names, and leaves the denial of all others."""
+    text = (ROOT / "configs/tcp.conf").read_text()
+    settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Z]", line))
+
+    assert set(settings) == {"PrivateNetwork", "RestrictAddressFamilies", "IPAddressAllow"}
+    assert settings["IPAddressAllow"].split() == ["localhost", "10.0.0.0/8"]
+    assert unit()["IPAddressDeny"] == "any"
+
+
 def test_pre_commit_hooks_need_no_network() -> None:
     """Every hook is local and runs a tool of the environment that `make env` makes."""
     text = (ROOT / ".pre-commit-config.yaml").read_text()
