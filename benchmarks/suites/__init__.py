@@ -12,6 +12,7 @@ from benchmarks.result import Result
 SUITES: Final[dict[str, str]] = {
     "copy": "benchmarks.suites.copy",
     "cuda": "benchmarks.suites.cuda",
+    "door": "benchmarks.suites.door",
     "events": "benchmarks.suites.events",
     "faults": "benchmarks.suites.faults",
     "floods": "benchmarks.suites.floods",
@@ -27,8 +28,8 @@ SUITES: Final[dict[str, str]] = {
     "vllm-queue": "benchmarks.suites.vllm_queue",
 }
 #: Those that need nothing but the development environment, and wait for nothing: `cuda` needs a device, `faults` does
-#: little but wait, `floods` takes every processor, and the others need vLLM.
-_ASKED_FOR: Final = frozenset({"cuda", "faults", "floods", "vllm", "vllm-hits", "vllm-queue"})
+#: little but wait, `door` and `floods` take every processor, and the others need vLLM.
+_ASKED_FOR: Final = frozenset({"cuda", "door", "faults", "floods", "vllm", "vllm-hits", "vllm-queue"})
 DEFAULT_SUITES: Final = tuple(name for name in SUITES if name not in _ASKED_FOR)
 
 

@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -18,6 +18,7 @@ from typing import IO, Final, cast
 from benchmarks.programs import daemon_process
 from benchmarks.restart_rig import FullPool
 from benchmarks.result import Result, Target, judge
+from kvcached_client import Admin
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _BLOCKS: Final = 64
@@ -61,6 +62,7 @@ class _Case:
     p99_ms: list[float] = field(default_factory=list)
     grown_bytes: list[int] = field(default_factory=list)
     logged_bytes: int = 0
+    refused: int = 0
 
 
 def run(rounds: int) -> Iterator[Result]:
@@ -70,13 +72,34 @@ def run(rounds: int) -> Iterator[Result]:
 
 def measure(rounds: int, slice_s: float, floods: dict[str, str] = FLOODS) -> Iterator[Result]:
     """The same, with a good client's loop of `slice_s` seconds in each case of a round."""
-    commands = {
-        "busy_neighbour": ["-c", _NEIGHBOUR],
-        **{name: ["-m", "tests.daemon.flooder", "{run_dir}", kind] for name, kind in floods.items()},
-    }
+    commands = {name: ["-m", "tests.daemon.flooder", "{run_dir}", kind] for name, kind in floods.items()}
+    yield from measure_beside("floods", commands, rounds, slice_s)
+
+
+def measure_beside(
+    suite: str,
+    floods: Mapping[str, Sequence[str]],
+    rounds: int,
+    slice_s: float,
+    config: Callable[[Path], str] = lambda _: CONFIG,
+) -> Iterator[Result]:
+    """The same for floods by the arguments of their interpreters, in which ``{run_dir}`` stands for the daemon's.
+
+    Args:
+        suite: whose figures they are.
+        floods: by the names of their metrics.
+        rounds: how many.
+        slice_s: as of `measure`.
+        config: the daemon's, which may need files in its directory.
+    """
+    commands = {"busy_neighbour": ["-c", _NEIGHBOUR], **floods}
     with tempfile.TemporaryDirectory(prefix="kvcached-") as temporary:
         directory, run_dir = Path(temporary), Path(temporary) / "run"
-        with daemon_process(CONFIG, directory) as daemon, FullPool(run_dir, prompts=1) as client:
+        with (
+            daemon_process(config(directory), directory) as daemon,
+            FullPool(run_dir, prompts=1) as client,
+            Admin.connect(run_dir, deadline_ms=_PATIENCE_S * 1000) as admin,
+        ):
             client.fill()
             _loop_ms(client, _WARM_UP_S)
             quiet, cases = _Case(), {name: _Case() for name in commands}
@@ -85,27 +108,36 @@ def measure(rounds: int, slice_s: float, floods: dict[str, str] = FLOODS) -> Ite
                 _measure(quiet, client, slice_s)
                 for name, command in commands.items():
                     case, resident, logged = cases[name], _resident_bytes(daemon.pid), log.stat().st_size
-                    with _flooding([part.format(run_dir=run_dir) for part in command]):
+                    refused = _refused(admin)
+                    with _flooding([part.replace("{run_dir}", str(run_dir)) for part in command]):
                         _measure(case, client, slice_s)
                         case.grown_bytes.append(_resident_bytes(daemon.pid) - resident)
+                    case.refused += _refused(admin) - refused
                     case.logged_bytes += log.stat().st_size - logged
             grown_bytes, logged_bytes = _resident_bytes(daemon.pid) - start_bytes, log.stat().st_size
-    yield judge("floods", "no_flood_p50_ms", median(quiet.p50_ms), "ms")
-    yield judge("floods", "no_flood_p99_ms", median(quiet.p99_ms), "ms")
+    yield judge(suite, "no_flood_p50_ms", median(quiet.p50_ms), "ms")
+    yield judge(suite, "no_flood_p99_ms", median(quiet.p99_ms), "ms")
     for name, case in cases.items():
-        yield from _results(name, case, quiet, is_flood=name in floods)
-    yield judge("floods", "rss_growth_mib", grown_bytes / (1 << 20), "MiB", target=_GROWN)
-    yield judge("floods", "log_bytes", logged_bytes, "bytes", target=_LOGGED)
+        yield from _results(suite, name, case, quiet, is_flood=name in floods)
+    yield judge(suite, "rss_growth_mib", grown_bytes / (1 << 20), "MiB", target=_GROWN)
+    yield judge(suite, "log_bytes", logged_bytes, "bytes", target=_LOGGED)
 
 
-def _results(name: str, case: _Case, quiet: _Case, *, is_flood: bool) -> Iterator[Result]:
+def _results(suite: str, name: str, case: _Case, quiet: _Case, *, is_flood: bool) -> Iterator[Result]:
     target = _P99 if is_flood else ()
-    yield judge("floods", f"{name}_p50_ms", median(case.p50_ms), "ms", floor=median(quiet.p50_ms))
-    yield judge("floods", f"{name}_p99_ms", median(case.p99_ms), "ms", floor=median(quiet.p99_ms), target=target)
+    yield judge(suite, f"{name}_p50_ms", median(case.p50_ms), "ms", floor=median(quiet.p50_ms))
+    yield judge(suite, f"{name}_p99_ms", median(case.p99_ms), "ms", floor=median(quiet.p99_ms), target=target)
     if is_flood:
         grown_mib = max(case.grown_bytes) / (1 << 20)
-        yield judge("floods", f"{name}_rss_growth_mib", grown_mib, "MiB", target=_GROWN)
-        yield judge("floods", f"{name}_log_bytes", case.logged_bytes, "bytes", target=_LOGGED)
+        yield judge(suite, f"{name}_rss_growth_mib", grown_mib, "MiB", target=_GROWN)
+        yield judge(suite, f"{name}_log_bytes", case.logged_bytes, "bytes", target=_LOGGED)
+        yield judge(suite, f"{name}_refused", case.refused, "messages")
+
+
+def _refused(admin: Admin) -> int:
+    """Messages that the daemon has refused, and connections that it has cut off at its TCP port."""
+    counters = admin.stats().counters
+    return sum(count for name, count in counters.items() if name.startswith(("errors_", "tcp_")))
 
 
 def _measure(case: _Case, client: FullPool, slice_s: float) -> None:

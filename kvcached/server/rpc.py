@@ -22,9 +22,9 @@ from kvcached.server.connections import Connections
 from kvcached.server.decoding import decode, refusal
 from kvcached.server.held import HeldBytes
 from kvcached.server.listener import Listener
-from kvcached.server.pauses import Pauses
-from kvcached_client.errors import ErrorCode, RequestError
-from kvcached_client.protocol.engine import Header, Request, encode
+from kvcached.server.pauses import REFUSED_REQUEST_BYTES, Pauses
+from kvcached_client.errors import ErrorCode, Fault, RequestError
+from kvcached_client.protocol.engine import ErrorReply, Header, Request, encode
 from kvcached_client.protocol.zmtp import Message
 
 
@@ -60,6 +60,10 @@ log = logging.getLogger(__name__)
 
 #: Messages of one connection served before others get a turn.
 MESSAGES_PER_TURN_MAX: Final = 16
+#: No further one is begun in a turn after this time: a good client waits for two turns of others at each request.
+TURN_NS_MAX: Final = 200_000
+#: Refusals that the daemon's state is no reason for: a full pool, or a drain, is nothing that a peer does on purpose.
+_PEERS_FAULTS: Final = frozenset({Fault.CALLER, Fault.EPOCH})
 #: Of one `recv`: most requests are whole in it.
 RECEIVE_BYTES_MAX: Final = 64 * 1024
 #: Connections of one user other than the daemon's own that get a turn at a time.
@@ -186,9 +190,25 @@ class RpcServer:
         return size
 
     def _take(self, connection: Connection, data: memoryview | bytes) -> None:
+        reader, size = connection.reader, len(data)
+        was_skipping = reader.is_skipping
+        end_ns = time.perf_counter_ns() + TURN_NS_MAX
+        for _ in range(MESSAGES_PER_TURN_MAX):
+            self._take_one(connection, data)
+            data = b""
+            is_over = not reader.has_more or connection.unsent or connection in self._pauses
+            if is_over or time.perf_counter_ns() >= end_ns:
+                break
+        if was_skipping or reader.is_skipping:
+            self._pauses.refuse(connection, size)
+        if reader.violation is not None:
+            self._cut_off(connection)
+        self._arrange(connection)
+
+    def _take_one(self, connection: Connection, data: memoryview | bytes) -> None:
         reader = connection.reader
-        was_ready, was_skipping = reader.is_ready, reader.is_skipping
-        messages = reader.read(data, MESSAGES_PER_TURN_MAX)
+        was_ready = reader.is_ready
+        messages = reader.read(data, 1)
         if reader.commands:
             if reader.is_ready and not was_ready:
                 self._admit(connection)
@@ -196,11 +216,6 @@ class RpcServer:
             reader.commands.clear()
         for message in messages:
             self._serve_guarded(connection, message)
-        if was_skipping or reader.is_skipping:
-            self._pauses.refuse(connection, len(data))
-        if reader.violation is not None:
-            self._cut_off(connection)
-        self._arrange(connection)
 
     def _cut_off(self, connection: Connection) -> None:
         fields = {"socket": self._door.name, "who": connection.origin.words, "reason": connection.reader.violation}
@@ -222,7 +237,6 @@ class RpcServer:
     def _serve(self, connection: Connection, message: Message) -> None:
         parts, known = message.parts, connection.refusal or message.error
         if known is not None:
-            self._pauses.refuse(connection, sum(map(len, parts)))
             self._refuse(connection, parts, known)
             return
         try:
@@ -230,7 +244,6 @@ class RpcServer:
             connection.grants.check(request)
         except RequestError as error:  # not kept in this frame, which its traceback names: that would be a cycle
             if error.code is ErrorCode.FORBIDDEN:
-                self._pauses.refuse(connection, sum(map(len, parts)))
                 fields = {"socket": self._door.name, "who": connection.origin.words, "reason": error.message}
                 self._connections.sampled.note("forbidden", "%(socket)s: refused %(who)s: %(reason)s", fields)
             self._refuse(connection, parts, error)
@@ -239,6 +252,7 @@ class RpcServer:
 
     def _refuse(self, connection: Connection, parts: list[bytes], error: RequestError) -> None:
         self._handler.refused(error)
+        self._pauses.refuse(connection, max(REFUSED_REQUEST_BYTES, sum(map(len, parts))))
         self._send(connection, connection.encode([encode(refusal(parts, error))]))
         if connection.refusal is not None:
             self._close(connection)
@@ -281,8 +295,8 @@ class RpcServer:
     def _on_ready(self) -> None:
         """A turn for each connection that has something, or has ended.
 
-        Of a process whose connection fills a whole `recv`, the others wait for their next turn; so do all beyond a few
-        of a user other than the daemon's own.
+        Of a process whose connection fills a whole `recv`, or has more messages than a turn's, the others wait for
+        their next turn; so do all beyond a few of a user other than the daemon's own.
         """
         ready = self._ready.poll(0)
         if len(ready) > 1:
@@ -297,7 +311,7 @@ class RpcServer:
                 continue
             if connection.unsent:
                 self._on_writable(connection)
-            elif self._take_turn(connection) == RECEIVE_BYTES_MAX:
+            elif self._take_turn(connection) == RECEIVE_BYTES_MAX or connection.reader.has_more:
                 waiting.add(connection.owner)
             if not connection.grants.is_own:
                 turns[connection.owner] += 1
@@ -334,6 +348,8 @@ class RpcServer:
     # --- what goes out ----------------------------------------------------------------------------------------------
 
     def _answer(self, connection: Connection, answer: Answer) -> None:
+        if isinstance(answer.header, ErrorReply) and answer.header.fault in _PEERS_FAULTS and connection.is_open:
+            self._pauses.refuse(connection, REFUSED_REQUEST_BYTES)
         self._send(connection, connection.encode([encode(answer.header), *answer.frames]))
 
     def _send(self, connection: Connection, data: bytes) -> None:

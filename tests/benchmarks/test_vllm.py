@@ -39,7 +39,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_suite_is_not_run_unless_asked_for() -> None:
     """The default suites need nothing more than the development environment, and wait for nothing."""
-    assert set(SUITES) - set(DEFAULT_SUITES) == {"cuda", "faults", "floods", "vllm", "vllm-queue", "vllm-hits"}
+    assert set(SUITES) - set(DEFAULT_SUITES) == {"cuda", "door", "faults", "floods", "vllm", "vllm-queue", "vllm-hits"}
 
 
 def test_suite_without_vllm_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

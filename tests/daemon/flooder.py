@@ -6,6 +6,7 @@ It floods until its standard input ends, and prints a line when it has sent more
 from __future__ import annotations
 
 import itertools
+import random
 import select
 import socket
 import sys
@@ -14,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from kvcached_client.protocol.engine import FRAME_SIZE_BYTES_MAX, Describe, encode
+from kvcached_client.protocol.engine import FRAME_SIZE_BYTES_MAX, Describe, Heartbeat, Stats, encode
 from kvcached_client.protocol.zmtp import GREETING, encode_message
 from tests.rpc.raw_peer import READY, frame
 
@@ -23,9 +24,8 @@ CONNECTIONS: Final = 400
 ROUNDS: Final = 3
 
 
-def main(run_dir: Path, kind: str) -> None:
+def flood(steps: Iterator[None]) -> None:
     """Flood, say so, and go on."""
-    steps = KINDS[kind](run_dir)
     for _ in range(ROUNDS):
         next(steps)
     sys.stdout.write("flooding\n")
@@ -59,6 +59,13 @@ def _connections(name: str, kind: socket.SocketKind, first: bytes) -> Callable[[
 
 def _streams(start: bytes, more: bytes) -> Callable[[Path], Iterator[None]]:
     """A few connections that send `more` on and on behind `start`, and never read; those that end are replaced."""
+    return _talk(lambda: more, start, reads_bytes=0)
+
+
+def _talk(
+    more: Callable[[], bytes], start: bytes = b"", *, reads_bytes: int = 1 << 20
+) -> Callable[[Path], Iterator[None]]:
+    """The same, with something else to send each time, and reading so many bytes in a turn."""
 
     def steps(run_dir: Path) -> Iterator[None]:
         def opened() -> socket.socket:
@@ -66,18 +73,21 @@ def _streams(start: bytes, more: bytes) -> Callable[[Path], Iterator[None]]:
             connection.setblocking(False)
             return connection
 
-        left = {opened(): more for _ in range(8)}  # what each of them has to send before it begins anew
+        left = {opened(): more() for _ in range(8)}  # what each of them has to send before it begins anew
         for turn in itertools.count():
-            _, writable, _ = select.select([], left, [], 0.01)
-            for stream in writable:
+            readable, writable, _ = select.select(left if reads_bytes else [], left, [], 0.01)
+            for stream in {*readable, *writable}:
                 try:
-                    left[stream] = left[stream][stream.send(left[stream]) :] or more
+                    if stream in readable and not stream.recv(reads_bytes):
+                        raise ConnectionError
+                    if stream in writable:
+                        left[stream] = left[stream][stream.send(left[stream]) :] or more()
                 except BlockingIOError:
                     pass
                 except OSError:
                     stream.close()
                     del left[stream]
-                    left[opened()] = more
+                    left[opened()] = more()
             if turn % 100 == 99:
                 yield
 
@@ -85,6 +95,29 @@ def _streams(start: bytes, more: bytes) -> Callable[[Path], Iterator[None]]:
 
 
 _REQUEST: Final = encode(Describe(id=1))
+#: Of a session that there is not.
+_REFUSED: Final = encode(Heartbeat(id=1, session=1, token=bytes(32)))
+_GENERATOR: Final = random.Random(5)
+
+
+def _mutated(data: bytes, where: range) -> bytes:
+    changed = bytearray(data)
+    for _ in range(1 + _GENERATOR.randrange(3)):
+        changed[_GENERATOR.choice(where)] = _GENERATOR.randrange(256)
+    return bytes(changed)
+
+
+def _mutated_frames() -> bytes:
+    """Requests with changed bytes, each in a whole frame."""
+    return b"".join(frame(0, _mutated(each, range(len(each)))) for each in (_REFUSED, encode(Stats(id=2))) * 500)
+
+
+def _mutated_stream() -> bytes:
+    """Frames with changed bytes, their heads included: sooner or later one ends the connection."""
+    whole = frame(0, _REFUSED)
+    return b"".join(_mutated(whole, range(len(whole))) for _ in range(100))
+
+
 KINDS: Final[dict[str, Callable[[Path], Iterator[None]]]] = {
     "silent rpc": _connections("rpc.sock", socket.SOCK_STREAM, b""),
     "half a handshake": _connections("rpc.sock", socket.SOCK_STREAM, GREETING),
@@ -98,7 +131,11 @@ KINDS: Final[dict[str, Callable[[Path], Iterator[None]]]] = {
     ),
     "no requests": _streams(b"", encode_message([b"\xc1"]) * 10_000),
     "unread": _streams(b"", encode_message([_REQUEST]) * 1000),
+    "slow readers": _talk(lambda: encode_message([_REQUEST]) * 1000, reads_bytes=16),
+    "refused": _talk(lambda: encode_message([_REFUSED]) * 1000),
+    "mutated frames": _talk(_mutated_frames),
+    "mutated stream": _talk(_mutated_stream),
 }
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    flood(KINDS[sys.argv[2]](Path(sys.argv[1])))

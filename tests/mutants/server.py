@@ -103,3 +103,9 @@ def nonce_and_cookie_alone_end_the_handshake(patch: pytest.MonkeyPatch) -> None:
     """Another connection's cookie is taken, and its box opened with that connection's key."""
     rewrite(patch, CurveServer._on_initiate, "body[len(_INITIATE) : nonce_at] != cookie", "False")
     rewrite(patch, CurveServer._begin, "short, cookie = new_pair(), ", "short, cookie = self._keys, ")
+
+
+@caught_by("tests/rpc/test_pauses.py::test_process_of_many_refused_requests_is_paused")
+def refused_requests_cost_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A process that sends small requests to be refused, on and on, takes the daemon's time."""
+    rewrite(patch, RpcServer._refuse, "max(REFUSED_REQUEST_BYTES, sum(map(len, parts)))", "sum(map(len, parts))")

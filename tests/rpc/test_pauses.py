@@ -15,10 +15,11 @@ from kvcached.server import held as held_module
 from kvcached.server import pauses
 from kvcached.server.pauses import REFUSED_BYTES_MIN
 from kvcached.server.rpc import RpcServer
-from kvcached_client.errors import ErrorCode
-from kvcached_client.protocol.engine import FRAME_SIZE_BYTES_MAX, ErrorReply, Goodbye
+from kvcached.service.pending import Answer
+from kvcached_client.errors import ErrorCode, Fault
+from kvcached_client.protocol.engine import FRAME_SIZE_BYTES_MAX, ErrorReply, Goodbye, Request
 from tests.rpc.raw_peer import PATIENCE_S, RawPeer
-from tests.rpc.test_server import Serving, bye, serve
+from tests.rpc.test_server import Handler, Serving, bye, serve
 
 __all__ = ["serve"]
 
@@ -104,3 +105,37 @@ def test_small_mistake_is_not_paused_for(serve: Callable[[], Serving]) -> None:
         assert isinstance(peer.ask(b"\xc1"), ErrorReply)
         assert isinstance(peer.ask(bye(4), bytes(REFUSED_BYTES_MIN // 2)), ErrorReply)
         assert peer.ask(bye(5)) == Goodbye(id=5)
+
+
+def test_process_of_many_refused_requests_is_paused(serve: Callable[[], Serving], paused: threading.Event) -> None:
+    """Small messages that are no requests are answered, and so many of them pause their process and nobody else."""
+    serving = serve()
+    with RawPeer(serving.path) as faulty, RawPeer(serving.path) as other:
+        assert other.ask(bye(1)) == Goodbye(id=1)
+        count = REFUSED_BYTES_MIN // pauses.REFUSED_REQUEST_BYTES
+        for _ in range(count):
+            assert isinstance(faulty.ask(b"\xc1"), ErrorReply)
+        assert paused.wait(PATIENCE_S)
+        other.send(bye(2))
+        assert served_elsewhere(serving.path)
+        assert 2 not in serving.handler.served
+        serving.end_pause(os.getpid())
+        assert other.reply() == Goodbye(id=2)
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+def test_refusals_by_the_service_count_where_they_are_the_peers_fault(
+    fault: Fault, serve: Callable[[], Serving], paused: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the handler refuses for the request's sake counts; a full pool and a drain are no reason for a pause."""
+
+    def refuse(_: Handler, __: bytes, request: Request, ___: list[bytes], respond: Callable[[Answer], None]) -> None:
+        error = ErrorReply(id=request.id, code=ErrorCode.LIMIT, fault=fault, message="", fix="")
+        respond(Answer(error))
+
+    monkeypatch.setattr(Handler, "submit", refuse)
+    serving = serve()
+    with RawPeer(serving.path) as peer:
+        for number in range(REFUSED_BYTES_MIN // pauses.REFUSED_REQUEST_BYTES):
+            assert isinstance(peer.ask(bye(number)), ErrorReply)
+        assert paused.is_set() is (fault in {Fault.CALLER, Fault.EPOCH})
