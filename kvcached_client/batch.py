@@ -9,8 +9,7 @@ from typing import Self, Unpack
 
 from kvcached_client.keys import KeyChain
 from kvcached_client.lease import Lease, LeaseOptions
-from kvcached_client.transport.posted import CALLS_UNDER_WAY_MAX
-from kvcached_client.transport.steps import BatchedCall, Steps
+from kvcached_client.transport.steps import CALLS_UNDER_WAY_MAX, BatchedCall, Steps
 from kvcached_client.types import NO_FENCE, FenceSequence
 
 

@@ -30,13 +30,13 @@ from kvcached_client.protocol.engine import (
 )
 from kvcached_client.protocol.fields import RESERVE_REQUEST_PREFIX
 from kvcached_client.protocol.grants import check_fence
+from kvcached_client.protocol.welcome import check_welcome
 from kvcached_client.rejoin import Reserve, declare, rejoin
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.misses import Failures
 from kvcached_client.transport.patience import with_patience
 from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel
 from kvcached_client.transport.steps import Steps, complete
-from kvcached_client.transport.welcome import check_welcome
 from kvcached_client.types import NO_FENCE, FenceSequence
 
 

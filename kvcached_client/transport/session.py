@@ -44,15 +44,14 @@ from kvcached_client.protocol.engine import (
     Welcome,
     WelcomeOffload,
 )
+from kvcached_client.protocol.welcome import check_version
 from kvcached_client.transport.attach import AttachConnection, SessionGrant, identify
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.heartbeat import Heartbeat
 from kvcached_client.transport.misses import Circuit, CircuitState, Failures, MissPolicy
-from kvcached_client.transport.posted import PostedCalls
 from kvcached_client.transport.prompts import AcquiredPrompts
 from kvcached_client.transport.run_dir import default_run_dir
-from kvcached_client.transport.steps import Steps, complete
-from kvcached_client.transport.welcome import check_version
+from kvcached_client.transport.steps import PostedCalls, Steps, complete
 from kvcached_client.types import NO_FENCE, RequestId
 
 R = TypeVar("R", bound=Header)

@@ -33,8 +33,7 @@ from kvcached_client.protocol.engine import (
     WaitForSlots,
     error_reply,
 )
-from kvcached_client.transport.posted import CALLS_UNDER_WAY_MAX
-from kvcached_client.transport.steps import BatchedCall
+from kvcached_client.transport.steps import CALLS_UNDER_WAY_MAX, BatchedCall
 from tests.client.fake_daemon import SILENCE, FakeDaemon
 
 WAIT_S = 20

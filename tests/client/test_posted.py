@@ -9,7 +9,7 @@ import pytest
 
 from kvcached_client import BadRequest, Client, DaemonUnreachable, DeadlineExceeded, ErrorCode, FailureReason, Refused
 from kvcached_client.protocol.engine import Acquire, Bye, Commit, Header, Match, Release, Request
-from kvcached_client.transport.posted import CALLS_UNDER_WAY_MAX
+from kvcached_client.transport.steps import CALLS_UNDER_WAY_MAX
 from tests.client.fake_daemon import SILENCE, FakeDaemon
 from tests.client.test_batch import leases_of, refusing
 

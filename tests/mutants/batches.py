@@ -7,7 +7,7 @@ import pytest
 from kvcached_client import batch, lease
 from kvcached_client.client import Client
 from kvcached_client.lease_steps import LeaseSteps
-from kvcached_client.transport import posted
+from kvcached_client.transport import steps
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.session import SessionChannel
 from tests.mutants.mutant import caught_by, rewrite
@@ -51,7 +51,7 @@ def dropped_acquire_keeps_its_lease(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/client/test_posted.py::test_only_so_many_replies_are_awaited")
 def posted_calls_without_bound(patch: pytest.MonkeyPatch) -> None:
     """An engine that is faster than its daemon has any number of requests under way."""
-    patch.setattr(posted, "CALLS_UNDER_WAY_MAX", 1 << 30)
+    patch.setattr(steps, "CALLS_UNDER_WAY_MAX", 1 << 30)
 
 
 @caught_by("tests/client/test_posted.py::test_replies_are_taken_by_later_calls")
