@@ -2,21 +2,24 @@
 
     python -P tests/vllm/warm_forks.py
 
-Each line of stdin is a JSON object: with `kill`, the engine's processes are killed; else it has the `options` of
-`vllm.LLM` and the `prompts` of a new engine, which it answers some at a time, in this order. stdout gets a JSON object
-for each event: `forked`, `up`, one for each answer with its `number`, and
-`over`. stderr gets vLLM's log. Runs in vLLM's environment.
+Each line of stdin is a JSON object: with `kill`, the processes that it names are killed, or without names all of the
+engine; else it has the `options` of `vllm.LLM` and the `prompts` of a new engine, which it answers some at a time, in
+this order, `endless` or once, and the `faults` of `FAULTS` that it has. stdout gets a JSON object for each event:
+`forked`, `up` with the processes of the ranks, one for each answer with its `number`, and `over`. stderr gets vLLM's
+log. Runs in vLLM's environment.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Collection
 from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
@@ -26,6 +29,9 @@ import vllm.v1.executor.multiproc_executor
 import vllm.v1.worker.cpu_worker  # noqa: F401 - imported before the forks
 from vllm import LLM, SamplingParams
 
+from kvcached_client.vllm import device_table
+from kvcached_client.vllm.device_memory import RankMemory
+from kvcached_client.vllm.device_table import DeviceTable
 from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
 
 TOKENS = 12
@@ -40,7 +46,7 @@ def main() -> None:
     for line in sys.stdin:
         work = json.loads(line)
         if "kill" in work:
-            kill(living)
+            kill(work["kill"] or living)
             continue
         reader, writer = os.pipe()
         child = os.fork()
@@ -56,11 +62,13 @@ def main() -> None:
     kill(living)
 
 
-def kill(living: set[int]) -> None:
-    """Kill all processes of engines that live."""
-    for leader in list(living):
+def kill(processes: Collection[int]) -> None:
+    """Kill processes, and the groups that they lead."""
+    for process in list(processes):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(leader, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
 
 
 def pass_on(reader: int, child: int, replies: Any, living: set[int]) -> None:
@@ -80,11 +88,11 @@ def run(work: dict[str, Any], writer: int) -> int:
     """Be an engine; returns its exit status."""
     engine = None
     try:
-        if work.get("mistake"):
-            forget_to_invalidate()
+        for name in work["faults"]:
+            FAULTS[name]()
         engine = LLM(**work["options"])
         with os.fdopen(writer, "w") as told:
-            serve(engine, work["prompts"], told)
+            serve(engine, work["prompts"], told, is_endless=work["endless"])
     except BaseException:  # noqa: BLE001 - the fork must not go on as its parent
         traceback.print_exc()
         return 1
@@ -94,23 +102,61 @@ def run(work: dict[str, Any], writer: int) -> int:
     return 0
 
 
-def forget_to_invalidate() -> None:
-    """The control: blocks that are handed out keep their rows."""
+def keep_names() -> None:
+    """Blocks that are handed out keep their rows."""
     DeviceBlocks._handed_out = lambda self, block: None  # type: ignore[method-assign]
 
 
-def serve(engine: LLM, prompts: list[list[int]], told: Any) -> None:
+def no_table() -> None:
+    """The scheduler does not get the table: the workers write blocks whose rows nobody clears."""
+    device_table.claim_table = lambda question, settings: None  # type: ignore[attr-defined]
+
+
+def keep_epoch() -> None:
+    """Workers without a scheduler that keeps the table leave its rows as they are."""
+    RankMemory.begin_step = lambda self, *, is_tracked: None  # type: ignore[method-assign]
+
+
+def any_weights() -> None:
+    """Blocks are adopted whatever they were computed with."""
+    DeviceTable._is_same = lambda self, earlier: True  # type: ignore[method-assign]
+
+
+def new_memory() -> None:
+    """The second rank has other memory than before, which is vLLM's own."""
+    allocate = RankMemory.allocate
+
+    def allocate_elsewhere(self: RankMemory, size_bytes: int) -> object:
+        memory = allocate(self, size_bytes)
+        return None if self._question.rank == 1 else memory
+
+    RankMemory.allocate = allocate_elsewhere  # type: ignore[method-assign, assignment]
+
+
+def any_memory() -> None:
+    """Ranks say that they have the pool's memory, whatever they have."""
+    RankMemory.pool_id = lambda self, addresses: self._mapped.pool_id  # type: ignore[method-assign, union-attr]
+
+
+FAULTS = {each.__name__: each for each in (keep_names, no_table, keep_epoch, any_weights, new_memory, any_memory)}
+
+
+def serve(engine: LLM, prompts: list[list[int]], told: Any, *, is_endless: bool) -> None:
     """Answer prompts, `AT_ONCE` at a time."""
-    tell(told, {"event": "up"})
+    executor = engine.llm_engine.engine_core.engine_core.model_executor
+    tell(told, {"event": "up", "ranks": [worker.proc.pid for worker in getattr(executor, "workers", ())]})
     wanted = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    asked = 0
-    while asked < len(prompts) or engine.llm_engine.has_unfinished_requests():
-        while asked < len(prompts) and engine.llm_engine.get_num_unfinished_requests() < AT_ONCE:
-            engine.llm_engine.add_request(str(asked), {"prompt_token_ids": prompts[asked]}, wanted)
-            asked += 1
+    waiting = enumerate(itertools.cycle(prompts) if is_endless else prompts)
+    while True:
+        room = AT_ONCE - engine.llm_engine.get_num_unfinished_requests()
+        for asked, prompt in itertools.islice(waiting, room):
+            engine.llm_engine.add_request(str(asked), {"prompt_token_ids": prompt}, wanted)
+        if not engine.llm_engine.has_unfinished_requests():
+            return
         for output in engine.llm_engine.step():
             if output.finished:
-                answer = {"number": int(output.request_id.split("-")[0]), "tokens": list(output.outputs[0].token_ids)}
+                number = int(output.request_id.split("-")[0]) % len(prompts)
+                answer = {"number": number, "tokens": list(output.outputs[0].token_ids)}
                 tell(told, {"event": "answer", **answer, "cached": output.num_cached_tokens})
 
 

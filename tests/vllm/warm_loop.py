@@ -1,16 +1,13 @@
 """Kills vLLM again and again while it computes on memory of the daemon, and compares all its answers with stock vLLM's.
 
-    python -m tests.vllm.warm_loop MODEL [--kills 100] [--ranks 1] [--seed 1] [--mistake]
-
 Engines take turns on roomy memory, where what is found after a kill is counted, and on memory that is too small for all
 prompts, so that blocks are overwritten all the time, with the host tier beside it. Each engine is killed at a random
-instant of its start or its work; the next one is asked first what was being overwritten. With `--mistake`, blocks that
-are overwritten keep their names: answers must then be wrong, or the comparison sees nothing.
+instant of its start or its work; the next one is asked first what was being overwritten. `tests.vllm.kills` is the
+command.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -18,11 +15,9 @@ import queue
 import random
 import re
 import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +29,8 @@ from tests.vllm.completions import BLOCK_SIZE, random_tokens
 from tests.vllm.server import CONNECTOR, environment, interpreter
 
 PROMPTS = 24
+#: Of the prompts that were answered before a kill, how many of the last ones are asked for again.
+RECENT = 16
 ROOMY, SMALL = 1 << 25, 1 << 23
 DEVICE_MEMORY_BYTES = 1 << 28
 OPTIONS = {
@@ -46,9 +43,14 @@ OPTIONS = {
     "enable_prefix_caching": True,
     "disable_log_stats": True,
 }
+_EXTRA = {"device_memory": "daemon", "hold_deadline_ms": 10_000}
+_ON_DAEMON = {"kv_transfer_config": CONNECTOR | {"kv_connector_extra_config": _EXTRA}}
+AT_ONCE = 4  #: as in `warm_forks`
 EVENT_TIMEOUT_S = 240
 #: Part of the engines that are killed during their start.
 STARTS = 0.1
+#: The first instant at which no engine is killed at its work: when stock vLLM had answered so many prompts.
+AT_WORK = 24
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Outcome:
     Attributes:
         kills: engines that were killed.
         starts: of these, during their start.
+        single_ranks: of these, by the death of one rank.
         answers: that were compared.
         wrong: of these.
         completed: blocks of prompts that were answered on roomy memory before a kill.
@@ -68,6 +71,7 @@ class Outcome:
 
     kills: int = 0
     starts: int = 0
+    single_ranks: int = 0
     answers: int = 0
     wrong: int = 0
     completed: int = 0
@@ -81,25 +85,43 @@ class Outcome:
         return self.found / max(self.completed, 1)
 
 
+class Answer(NamedTuple):
+    """To a prompt, by its number; with how many of its tokens were found in device memory."""
+
+    number: int
+    tokens: list[int]
+    cached: int
+
+
 @dataclass
 class Life:
     """What an engine has told.
 
     Attributes:
-        answers: by the prompt's number.
-        cached: tokens of each prompt that were found in device memory.
+        answers: in their order.
         adopted: blocks that it found in its memory.
+        ranks: processes that compute, beside the scheduler's.
         up_s: from its start until it could take requests; 0 if it was killed before.
         first_s: until its first answer.
         work_s: from when it was up to its end.
     """
 
-    answers: dict[int, list[int]] = field(default_factory=dict)
-    cached: dict[int, int] = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
     adopted: int = 0
+    ranks: list[int] = field(default_factory=list)
     up_s: float = 0.0
     first_s: float = 0.0
     work_s: float = 0.0
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the prompts that were answered; those that were answered last come last."""
+        last = {answer.number: index for index, answer in enumerate(self.answers)}
+        return sorted(last, key=last.__getitem__)
+
+    def wrong(self, expected: dict[int, list[int]]) -> int:
+        """How many answers are others."""
+        return sum(answer.tokens != expected[answer.number] for answer in self.answers)
 
     @property
     def is_up(self) -> bool:
@@ -108,10 +130,11 @@ class Life:
 
 
 class Kill(NamedTuple):
-    """When to kill an engine: so long after it was started, or after it was up."""
+    """When to kill an engine: so long after it was started, or after it was up. Of one at work, perhaps one rank."""
 
     is_at_work: bool
     after_s: float
+    rank: int | None = None
 
 
 class Forks:
@@ -136,7 +159,7 @@ class Forks:
 
     def live(self, work: dict[str, Any], order: list[int], kill: Kill | None) -> Life:
         """Run an engine, until it has answered everything, or is killed."""
-        self._send(work)
+        self._send(work | {"endless": kill is not None})
         start, life, end = time.monotonic(), Life(), math.inf
         if kill is not None and not kill.is_at_work:
             end = start + kill.after_s
@@ -145,7 +168,8 @@ class Forks:
                 event = self._events.get(timeout=min(EVENT_TIMEOUT_S, max(end - time.monotonic(), 0)))
             except queue.Empty:
                 assert end < math.inf, self.log.read_text(errors="replace")[-6000:]
-                self._send({"kill": True})
+                rank = None if kill is None else kill.rank
+                self._send({"kill": [] if rank is None else [life.ranks[rank]]})
                 end = math.inf
                 continue
             now_s = time.monotonic() - start
@@ -166,11 +190,10 @@ class Forks:
 
     def _note(self, life: Life, event: dict[str, Any], order: list[int], now_s: float) -> None:
         if event["event"] == "up":
-            life.up_s = now_s
+            life.up_s, life.ranks = now_s, event["ranks"]
         elif event["event"] == "answer":
             life.first_s = life.first_s or now_s
-            number = order[event["number"]]
-            life.answers[number], life.cached[number] = event["tokens"], event["cached"]
+            life.answers.append(Answer(order[event["number"]], event["tokens"], event["cached"]))
 
     def _send(self, work: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -201,24 +224,37 @@ class WarmLoop:
     Args:
         directory: for logs, and the daemon.
         model: the folder of the model.
+        prompts: how many prompts there are.
         ranks: processes of an engine that compute.
         seed: of all that is random.
-        mistake: whether engines make the mistake that the comparison must see.
+        faults: of `warm_forks.FAULTS`, that all engines have which are killed: the comparison must see them.
+
+    Attributes:
+        expected: stock vLLM's answers, once it runs.
+        outcome: of the engines that were killed, and of the last ones.
     """
 
-    def __init__(self, directory: Path, model: Path, *, ranks: int = 1, seed: int = 1, mistake: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        *,
+        prompts: int = PROMPTS,
+        ranks: int = 1,
+        seed: int = 1,
+        faults: Sequence[str] = (),
+    ) -> None:
         self._rng = random.Random(seed)
-        self._model, self._ranks, self._mistake = model, ranks, mistake
+        self._model, self._ranks, self._faults = model, ranks, faults
         shared = random_tokens(f"shared {seed}", 6)
         self._prompts = [
             [*(shared if number % 3 == 0 else []), *random_tokens(f"{seed} {number}", 14 + number % 5)]
-            for number in range(PROMPTS)
+            for number in range(prompts)
         ]
         self.daemon = CacheDaemon(directory, slabs=8, device_memory_bytes=DEVICE_MEMORY_BYTES)
         self.outcome = Outcome()
         self._edge: dict[int, list[int]] = {ROOMY: [], SMALL: []}  #: prompts that were being computed at a kill
-        self._answered: list[int] = []  #: on roomy memory, before the last kill
-        self._forks = contextlib.ExitStack()
+        self._answered: dict[int, list[int]] = {ROOMY: [], SMALL: []}  #: those that were answered last before it
 
     @contextlib.contextmanager
     def running(self, directory: Path) -> Iterator[WarmLoop]:
@@ -227,42 +263,63 @@ class WarmLoop:
         forks = Forks(directory / "engines.log", self.daemon.run_dir)
         try:
             self._engines = forks
-            stock = forks.live(self._work(ROOMY, list(range(PROMPTS)), is_stock=True), list(range(PROMPTS)), None)
-            assert len(stock.answers) == PROMPTS, forks.log.read_text(errors="replace")[-6000:]
-            self._expected = stock.answers
-            self._up_s, self._work_s = stock.up_s, stock.work_s
+            stock = self.stock(self._model)
+            self.expected = {answer.number: answer.tokens for answer in stock.answers}
+            self._up_s, self._work_s = stock.up_s, stock.work_s * min(AT_WORK / len(self._prompts), 1)
             yield self
         finally:
             forks.close()
             self.daemon.stop()
 
-    def kill_once(self, number: int) -> None:
-        """One engine that is killed, and what the comparison says of its answers."""
+    def stock(self, model: Path) -> Life:
+        """An engine without a connector, that answers everything."""
+        return self._whole_life(self._options(ROOMY, model), list(range(len(self._prompts))), ())
+
+    def live(self, size: int, order: list[int], *, faults: Sequence[str] = (), model: Path | None = None) -> Life:
+        """An engine without the host tier, that answers everything, and is no part of the outcome."""
+        self._set_paused(is_paused=True)
+        return self._whole_life(self._options(size, model or self._model) | _ON_DAEMON, order, faults)
+
+    def kill_once(self, number: int, *, is_one_rank: bool = False) -> None:
+        """One engine that is killed, or one rank of it at work, and what the comparison says of its answers."""
         size = (ROOMY, SMALL)[number % 2]
-        is_at_work = self._rng.random() > STARTS
-        kill = Kill(is_at_work, self._rng.uniform(0, self._work_s if is_at_work else self._up_s))
+        is_at_work = is_one_rank or self._rng.random() > STARTS
+        after_s = self._rng.uniform(0, self._work_s if is_at_work else self._up_s)
+        kill = Kill(is_at_work, after_s, self._rng.randrange(self._ranks) if is_one_rank else None)
         self._set_paused(is_paused=size == ROOMY)
         order = self._order(size)
-        life = self._engines.live(self._work(size, order), order, kill)
+        options = self._options(size, self._model) | _ON_DAEMON
+        life = self._engines.live(self._work(options, order, self._faults), order, kill)
         self._compare(life, size, order)
         self.outcome.kills += 1
         self.outcome.starts += not life.is_up
+        self.outcome.single_ranks += is_one_rank
 
     def finish(self) -> None:
         """Ask for everything once more, on both memories."""
         for size in (ROOMY, SMALL):
             self._set_paused(is_paused=size == ROOMY)
             order = self._order(size)
-            life = self._engines.live(self._work(size, order), order, None)
-            assert len(life.answers) == PROMPTS, self._engines.log.read_text(errors="replace")[-6000:]
+            life = self._whole_life(self._options(size, self._model) | _ON_DAEMON, order, self._faults)
             self._compare(life, size, order)
 
+    def _whole_life(self, options: dict[str, Any], order: list[int], faults: Sequence[str]) -> Life:
+        life = self._engines.live(self._work(options, order, faults), order, None)
+        assert len(life.answers) == len(order), self._engines.log.read_text(errors="replace")[-6000:]
+        return life
+
     def _order(self, size: int) -> list[int]:
-        """First what was being computed at the last kill, then what was answered before it, then the rest."""
-        first = list(dict.fromkeys([*self._edge[size], *(self._answered if size == ROOMY else [])]))
-        if size == SMALL and self._rng.random() < 0.5:
-            first.reverse()
-        rest = [number for number in range(PROMPTS) if number not in first]
+        """What was being computed at the last kill, and what was answered before it, then the rest.
+
+        On small memory the former begin anywhere: somewhere in them is what was being overwritten.
+        """
+        first = list(dict.fromkeys([*self._edge[size], *self._answered[size]]))
+        if size == SMALL and first:
+            start = self._rng.randrange(len(first))
+            first = first[start:] + first[:start]
+            if self._rng.random() < 0.5:
+                first.reverse()
+        rest = [number for number in range(len(self._prompts)) if number not in first]
         self._rng.shuffle(rest)
         return first + rest
 
@@ -272,57 +329,31 @@ class WarmLoop:
         if life.adopted and life.first_s:
             outcome.warm_s.append(life.first_s)
         outcome.answers += len(life.answers)
-        wrong = [number for number, tokens in life.answers.items() if tokens != self._expected[number]]
-        outcome.wrong += len(wrong)
-        if size == ROOMY and life.is_up:
-            for number in self._answered:
-                if number in life.cached:
-                    outcome.completed += (len(self._prompts[number]) - 1) // BLOCK_SIZE
-                    outcome.found += life.cached[number] // BLOCK_SIZE
-            kept = [number for number in self._answered if number not in life.answers]
-            self._answered = kept + list(life.answers)
-        if life.is_up:
-            self._edge[size] = [number for number in order if number not in life.answers][:4]
-            self._edge[size] += [number for number in order if number not in self._edge[size]] if size == SMALL else []
+        outcome.wrong += life.wrong(self.expected)
+        if not life.is_up:
+            return
+        if size == ROOMY:
+            self._count_found(life)
+        kept = [number for number in self._answered[size] if number not in life.numbers]
+        self._answered[size] = (kept + life.numbers)[-RECENT:]
+        self._edge[size] = [number for number in order if number not in life.numbers][:AT_ONCE]
+
+    def _count_found(self, life: Life) -> None:
+        """Of the blocks of the prompts that were answered last before the kill."""
+        first = {answer.number: answer.cached for answer in reversed(life.answers)}
+        for number in self._answered[ROOMY]:
+            if number in first:
+                self.outcome.completed += (len(self._prompts[number]) - 1) // BLOCK_SIZE
+                self.outcome.found += first[number] // BLOCK_SIZE
 
     def _set_paused(self, *, is_paused: bool) -> None:
         """Without the host tier, what is found is found in device memory."""
         with Admin.connect(self.daemon.run_dir) as admin:
             admin.pause() if is_paused else admin.resume()
 
-    def _work(self, size: int, order: list[int], *, is_stock: bool = False) -> dict[str, Any]:
-        options = OPTIONS | {
-            "model": str(self._model), "kv_cache_memory_bytes": size, "tensor_parallel_size": self._ranks
-        }  # fmt: skip
-        if not is_stock:
-            extra = {"device_memory": "daemon", "hold_deadline_ms": 10_000}
-            options["kv_transfer_config"] = CONNECTOR | {"kv_connector_extra_config": extra}
-        prompts = [self._prompts[number] for number in order]
-        return {"options": options, "prompts": prompts, "mistake": self._mistake and not is_stock}
+    def _options(self, size: int, model: Path) -> dict[str, Any]:
+        sizes = {"kv_cache_memory_bytes": size, "tensor_parallel_size": self._ranks}
+        return OPTIONS | {"model": str(model)} | sizes
 
-
-def main() -> int:
-    """The command; exit status 1 if an answer is wrong, or too little is found."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--mistake", action="store_true")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
-        directory = Path(folder)
-        loop = WarmLoop(
-            directory, arguments.model, ranks=arguments.ranks, seed=arguments.seed, mistake=arguments.mistake
-        )
-        with loop.running(directory):
-            for number in range(arguments.kills):
-                loop.kill_once(number)
-                print(number, loop.outcome, f"{loop.outcome.share:.3f}", flush=True)  # noqa: T201
-            loop.finish()
-        print(loop.outcome, f"share {loop.outcome.share:.4f}")  # noqa: T201
-    return int(bool(loop.outcome.wrong) != arguments.mistake)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    def _work(self, options: dict[str, Any], order: list[int], faults: Sequence[str]) -> dict[str, Any]:
+        return {"options": options, "prompts": [self._prompts[number] for number in order], "faults": list(faults)}
