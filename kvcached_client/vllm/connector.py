@@ -91,7 +91,13 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         longest = vllm_config.model_config.max_model_len
         keeps_all = len(specs) == 1 and keeps_all_blocks(specs[0], longest)
         self._is_grouped = self._takes_groups and not keeps_all
-        check_config(vllm_config, kv_cache_config, keeps_all_blocks=keeps_all, takes_groups=self._takes_groups)
+        check_config(
+            vllm_config,
+            kv_cache_config,
+            keeps_all_blocks=keeps_all,
+            takes_groups=self._takes_groups,
+            tells_of_sleep=hasattr(KVConnectorBase_V1, "unregister_kv_caches"),
+        )
         if self._is_grouped:
             check_groups(specs)
         if self._settings.device_memory == "daemon":
@@ -149,6 +155,18 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             lambda grant: OffloadShard.join(grant, shard, pages, deadline_ms=deadline_ms),
             mark=marks_of(pages, current_stream),
         )
+
+    def unregister_kv_caches(self) -> None:
+        """Copy nothing more: vLLM takes the tensors' memory away, to sleep.
+
+        Raises:
+            RuntimeError: a copy does not end.
+        """
+        self._of_worker().fall_asleep()
+
+    def restore_kv_caches(self) -> None:
+        """Copy again: the tensors' memory is back, where it was."""
+        self._of_worker().wake_up()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """The description of the tensors for the scheduler."""
@@ -300,8 +318,11 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return True
 
     def reset_cache(self) -> bool:
-        """Clear the namespace, so that no engine loads its blocks. False if the clear is not done yet."""
-        return self._of_scheduler().reset()
+        """Clear the namespace, so that no engine loads its blocks, unless `on_reset` says to keep it.
+
+        vLLM also calls this before it pauses or sleeps. False if the clear is not done yet; vLLM then does not sleep.
+        """
+        return self._settings.on_reset == "keep" or self._of_scheduler().reset()
 
     def take_events(self) -> Iterable[VllmObject]:
         """Events of blocks that are in the host pool, or no longer. vLLM publishes them if it publishes its own."""

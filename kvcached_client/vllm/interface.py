@@ -16,6 +16,8 @@ from kvcached_client.vllm.scheduling.request_state import BlockPool, CachedReque
 
 _BASE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 _CONNECTOR: Final = "kvcached_client.vllm.connector:KvcachedConnector"
+#: Hooks for sleep. A vLLM without them is refused only if it is to sleep.
+_OF_SLEEP: Final = frozenset({"unregister_kv_caches", "restore_kv_caches"})
 
 
 def _names(protocol: type) -> frozenset[str]:
@@ -65,6 +67,8 @@ def hook_differences(connector: type, base: type) -> Iterator[str]:
         yield f"the connector has no {name}, which vLLM needs"
     for name in sorted(_names(connector)):
         ours, theirs = inspect.getattr_static(connector, name), inspect.getattr_static(base, name, None)
+        if theirs is None and name in _OF_SLEEP:
+            continue
         if theirs is None:
             yield f"vLLM has no {name}, and does not call it"
         elif type(ours) is not type(theirs):

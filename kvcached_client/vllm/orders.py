@@ -66,6 +66,19 @@ class StepOrders:
     stores: tuple[StoreOrder, ...] = ()
 
 
+@dataclass(slots=True)
+class StoreReport:
+    """Stores that workers have ended.
+
+    Attributes:
+        done: how many workers have ended each store.
+        failed: stores among them that failed on a worker.
+    """
+
+    done: dict[StoreId, int]
+    failed: set[StoreId]
+
+
 _FEW: Final = 16
 
 

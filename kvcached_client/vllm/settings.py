@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, cast, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 #: The first supported minor version, and the first unsupported one.
 SUPPORTED_FROM: Final = (0, 32)
@@ -46,6 +46,9 @@ def _text(version: tuple[int, int]) -> str:
 #: come; "off" does not use storage.
 PrefetchMode: TypeAlias = Literal["timeout", "best_effort", "wait_complete", "off"]
 
+#: What vLLM's resets of external caches do to the namespace.
+OnReset: TypeAlias = Literal["clear", "keep"]
+
 #: Whose memory vLLM's KV cache is in.
 DeviceMemory: TypeAlias = Literal["engine", "daemon"]
 
@@ -55,13 +58,12 @@ KvCacheConfig: TypeAlias = Any
 
 HOLD_DEADLINE_MS: Final = 1000
 _HOLD_DEADLINE_MS_MAX: Final = 60_000
-_KEYS: Final = ("device_memory", "hold_deadline_ms", "prefetch", "run_dir", "weights_version")
+_KEYS: Final = ("device_memory", "hold_deadline_ms", "on_reset", "prefetch", "run_dir", "weights_version")
 #: Of `kv_role`.
 _LOADS_AND_STORES: Final = "kv_both"
 _LOADS: Final = "kv_consumer"
 _DEVICE_TYPES: Final = ("cpu", "cuda")
-_PREFETCH_MODES: Final = get_args(PrefetchMode)
-_DEVICE_MEMORIES: Final = get_args(DeviceMemory)
+_CHOICES: Final = {"device_memory": DeviceMemory, "on_reset": OnReset, "prefetch": PrefetchMode}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Settings:
         prefetch: how long a request waits for blocks from the daemon's storage.
         device_memory: whose memory vLLM's KV cache is in; what is in the daemon's outlives this vLLM.
         read_only: only load blocks, and map the host pool to read it: vLLM's role ``kv_consumer``.
+        on_reset: whether the namespace is cleared when vLLM resets external caches, as it also does to pause or sleep.
     """
 
     run_dir: str | None = None
@@ -82,6 +85,7 @@ class Settings:
     hold_deadline_ms: int = HOLD_DEADLINE_MS
     prefetch: PrefetchMode = "timeout"
     device_memory: DeviceMemory = "engine"
+    on_reset: OnReset = "clear"
     read_only: bool = False
 
 
@@ -107,28 +111,28 @@ def read_settings(extra: Mapping[str, object], kv_role: str = _LOADS_AND_STORES)
         raise ValueError(
             f"kv_connector_extra_config: hold_deadline_ms is {deadline!r}; give 1 to {_HOLD_DEADLINE_MS_MAX}"
         )
-    prefetch = extra.get("prefetch", "timeout")
-    if prefetch not in _PREFETCH_MODES:
+    for key, choice in _CHOICES.items():
+        if key in extra and extra[key] not in get_args(choice):
+            raise ValueError(
+                f"kv_connector_extra_config: {key} is {extra[key]!r}; give one of {', '.join(get_args(choice))}"
+            )
+    choices: Any = {key: extra[key] for key in _CHOICES if key in extra}
+    is_reader = kv_role == _LOADS
+    if is_reader and choices.setdefault("on_reset", "keep") == "clear":
         raise ValueError(
-            f"kv_connector_extra_config: prefetch is {prefetch!r}; give one of {', '.join(_PREFETCH_MODES)}"
+            f"kv_connector_extra_config: on_reset is 'clear', but a {_LOADS!r} clears nothing; leave it out, or set "
+            f"kv_role to {_LOADS_AND_STORES!r}"
         )
-    memory = extra.get("device_memory", "engine")
-    if memory not in _DEVICE_MEMORIES:
-        raise ValueError(
-            f"kv_connector_extra_config: device_memory is {memory!r}; give one of {', '.join(_DEVICE_MEMORIES)}"
-        )
-    return Settings(
-        run_dir,
-        version,
-        deadline,
-        cast("PrefetchMode", prefetch),
-        device_memory=cast("DeviceMemory", memory),
-        read_only=kv_role == _LOADS,
-    )
+    return Settings(run_dir, version, deadline, read_only=is_reader, **choices)
 
 
 def check_config(
-    config: VllmConfig, cache: KvCacheConfig, *, keeps_all_blocks: bool, takes_groups: bool = False
+    config: VllmConfig,
+    cache: KvCacheConfig,
+    *,
+    keeps_all_blocks: bool,
+    takes_groups: bool = False,
+    tells_of_sleep: bool = False,
 ) -> None:
     """Refuse configurations that the connector cannot serve, or would serve wrongly.
 
@@ -137,6 +141,7 @@ def check_config(
         cache: vLLM's groups of layers.
         keeps_all_blocks: whether there is one group of layers, of which vLLM keeps all blocks of a request.
         takes_groups: whether the connector takes other groups, too.
+        tells_of_sleep: whether vLLM tells workers before it takes away the memory of its KV cache to sleep.
 
     Raises:
         ValueError: all reasons, each with what to do.
@@ -171,9 +176,8 @@ def check_config(
         "use another model, or no kvcached": device == "cpu" and model.use_mla,
         f"kvcached copies from and to CPUs and CUDA devices, not {device!r}: use no kvcached": device
         not in _DEVICE_TYPES,
-        "a vLLM that sleeps frees memory of its KV cache that may be being copied: set no --enable-sleep-mode": device
-        == "cuda"
-        and model.enable_sleep_mode,
+        "this vLLM sleeps without a word, and frees memory of its KV cache that may be being copied: use vLLM 0.33, or "
+        "set no --enable-sleep-mode": device == "cuda" and model.enable_sleep_mode and not tells_of_sleep,
         "a diffusion model computes blocks again after they are full: use no kvcached": model.is_diffusion,
     }
     found = [reason for reason, is_so in reasons.items() if is_so]

@@ -12,6 +12,7 @@ because a call and a report cost as much as some blocks. Rules:
 * Copies of tensors on a CUDA device begin after what vLLM's stream had when their orders came: the kernels that wrote
   the blocks of stores, and those that still use the blocks that loads overwrite. The device waits, not vLLM's thread.
 * The host pool of a session that is over is unmapped at once, unless orders of the session wait.
+* While the worker's KV memory is asleep, nothing is copied into or out of it: all orders fail.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import DeviceError, KvcachedError, Stale, TransportError
 from kvcached_client.offload_shard import STORES_PER_REPORT_MAX
 from kvcached_client.transport.attach import SessionGrant
-from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, StoreOrder
+from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder, StoreReport
 
 if TYPE_CHECKING:
     from kvcached_client.cuda.engine import Mark
@@ -76,19 +77,6 @@ class CopyCounts:
     stored_blocks: int = 0
     store_failed_blocks: int = 0
     store_seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class StoreReport:
-    """Stores that workers have ended.
-
-    Attributes:
-        done: how many workers have ended each store.
-        failed: stores among them that failed on a worker.
-    """
-
-    done: dict[StoreId, int]
-    failed: set[StoreId]
 
 
 def marks_of(pages: EnginePages, current_stream: Callable[[int], int]) -> Callable[[], Mark | None]:
@@ -161,6 +149,9 @@ class WorkerSide:
         self._shard: Shard | None = None
         self._session = 0  #: number of the session that was joined last
         self._quiet = (0, 0.0)  #: a session that is not tried, and until when
+        self._is_asleep = False  #: set by the worker's thread
+        self._is_idle = threading.Event()  #: every order is carried out, or has failed
+        self._is_idle.set()
         # Set by either thread:
         self._is_broken = False  #: all orders fail from now on
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -174,6 +165,8 @@ class WorkerSide:
             is_joined = orders.session is None or (self._note is not None and orders.session == self._note)
             if not is_joined:
                 self._note = orders.session
+            if orders.loads or orders.stores:
+                self._is_idle.clear()
             self._loads.extend(_Queued((order,), after) for order in orders.loads)
             self._stores.extend(_WaitingStore(order, _block_count(order.job), after) for order in orders.stores)
         if not is_joined or orders.loads or orders.stores:
@@ -213,6 +206,21 @@ class WorkerSide:
                 return None
             taken, self._counts = self._counts, CopyCounts()
             return taken
+
+    def fall_asleep(self) -> None:
+        """Wait for the copy in progress; all other orders fail, because their memory is taken away. May be repeated.
+
+        Raises:
+            RuntimeError: the copy does not end. The memory must stay.
+        """
+        self._is_asleep = True
+        if not self._is_idle.wait(CLOSE_S_MAX):
+            self._is_asleep = False
+            raise RuntimeError(f"kvcached still copies blocks after {CLOSE_S_MAX:.0f} s: this vLLM cannot sleep now")
+
+    def wake_up(self) -> None:
+        """Copy again: the memory is back, at its old addresses. May be repeated."""
+        self._is_asleep = False
 
     def close(self) -> None:
         """End the copy in progress, drop waiting orders, and leave the session, in a bounded time. May be repeated."""
@@ -257,7 +265,10 @@ class WorkerSide:
                 self._passed = self._passed + 1 if self._stores else 0
                 return self._loads.popleft()
             self._passed = 0
-            return self._next_stores() if self._stores else None
+            if not self._stores:
+                self._is_idle.set()
+                return None
+            return self._next_stores()
 
     def _next_stores(self) -> _Queued:
         """The oldest store, and those behind it that fit. A mark is behind all earlier ones."""
@@ -315,7 +326,7 @@ class WorkerSide:
     def _copy(self, orders: tuple[LoadOrder] | tuple[StoreOrder, ...], after: Mark | None) -> list[int] | None:
         """The bad blocks of a load, by their index in the job; none of stores. None if the copy failed completely."""
         first = orders[0]
-        shard = self._shard_of(first.session)
+        shard = None if self._is_asleep else self._shard_of(first.session)
         if shard is None:
             return None
         try:

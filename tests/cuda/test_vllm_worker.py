@@ -55,6 +55,25 @@ def test_blocks_of_one_vllm_are_loaded_by_another(node: Node, layout: str) -> No
     assert is_sound(node.running)
 
 
+@pytest.mark.parametrize("node", [1, 2, 3], indirect=True)
+def test_nothing_is_copied_while_vllm_sleeps(node: Node) -> None:
+    """A store or a load meets its memory, or fails: none is queued when the memory goes, and none fills it afterwards.
+
+    What was stored is loaded whole into the memory that comes after.
+    """
+    with worker(node, "LBNHC") as sleeping, worker(node, "LBNHC") as other:
+        for number in range(6):
+            name, when = f"name{number}", ("begun", "waiting")[number % 2]
+            ended = sleeping.ask(f"sleep_in_store {name} 6 {when}")
+            assert ended in {"stored", "failed"}
+            if ended == "failed":
+                assert other.ask(f"store {name} 6") == "stored"
+            assert sleeping.ask(f"sleep_in_load {name} 6 {when}") in {"0", "6"}
+            assert [each.ask(f"load {name} 6") for each in (sleeping, other)] == [WHOLE, WHOLE]
+    assert broken_rules(node) == []
+    assert is_sound(node.running)
+
+
 def test_failed_device_fails_its_orders(node: Node) -> None:
     """Once the device has failed, every order is reported as failed, and no hit is taken for loaded."""
     with worker(node, "LBNHC") as other:

@@ -122,6 +122,54 @@ class Worker:
         wrong = [block for block in range(hit) if block not in bad and not self._holds(name, block)]
         return f"{hit} bad {sorted(bad)} wrong {wrong}"
 
+    def sleep_in_store(self, name: str, blocks: int, when: str) -> str:
+        """VLLM sleeps while blocks are being stored, or are about to be, and wakes up; what became of the store."""
+        lease, hit, _, _ = self._acquire(name, blocks)
+        plan = self.client.prepare_store(lease, hit, keys_of(name, blocks)[16 * hit :])
+        self.client.release(lease)
+        wanted = range(plan.pieces[0].start, plan.pieces[0].start + plan.pieces[0].blocks)
+        self._forward(lambda: self._fill(name, wanted))
+        self.stream.finish()
+        self._step(StepOrders(self._note, (), (StoreOrder(1, self._job(plan, name, wanted)),)))
+        if when == "begun":
+            self._wait(lambda: not self.side._stores)
+        self._sleep()
+        self._wait(lambda: self.side._report.done)
+        report = self.side.take_stored()
+        assert report is not None
+        if report.failed:
+            self.client.cancel_store(TransferId(plan.transfer), "asleep")  # as the scheduler's side does
+        return "failed" if report.failed else "stored"
+
+    def sleep_in_load(self, name: str, blocks: int, when: str) -> str:
+        """VLLM sleeps while blocks are being loaded, or are about to be, and wakes up; how many of them were bad."""
+        lease, hit, _, _ = self._acquire(name, blocks)
+        plan = self.client.prepare_load(lease, 0, hit)
+        self.client.release(lease)
+        self._step(StepOrders(self._note, (LoadOrder(1, name, self._job(plan, name, range(hit))),), ()))
+        if when == "begun":
+            self._wait(lambda: not self.side._loads)
+        self._sleep()
+        self._wait(lambda: self.side._loaded)
+        assert self.side.take_loaded() == {name}
+        bad = self.side.take_bad_blocks()
+        if bad:
+            self.client.cancel_load(TransferId(plan.transfer))
+        return str(len(bad))
+
+    def _sleep(self) -> None:
+        """As vLLM's allocator: the memory is given back, and new memory comes to the same place."""
+        self.side.fall_asleep()
+        address = self._memory.address
+        self._memory.close()
+        with self.device.make_memory(LAYERS * BLOCKS * PAGE_BYTES) as fresh:
+            descriptor = fresh.export()
+            size_bytes = self.device.whole_granules(LAYERS * BLOCKS * PAGE_BYTES)
+            self._memory = self.device.open_memory(descriptor, size_bytes, address=address)
+            os.close(descriptor)
+        assert self._memory.address == address
+        self.side.wake_up()
+
     def leave(self) -> None:
         """As vLLM ends."""
         self.side.close()

@@ -22,6 +22,18 @@ def vllm_copies_before_the_kernels_of_their_step(patch: pytest.MonkeyPatch) -> N
     rewrite(patch, WorkerSide.begin, "self._marked() if orders.loads or orders.stores else None", "None")
 
 
+@caught_by("tests/vllm_connector/test_worker.py::test_sleep_waits_for_the_copy_under_way")
+def vllm_sleeps_under_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """Memory is taken away while it is copied, and what was ordered before sleep is copied after it."""
+    rewrite(patch, WorkerSide.fall_asleep, "if not self._is_idle.wait(CLOSE_S_MAX):", "if False:")
+
+
+@caught_by("tests/vllm_connector/test_worker.py::test_nothing_is_copied_asleep")
+def vllm_copies_asleep(patch: pytest.MonkeyPatch) -> None:
+    """Orders are carried out on memory that has been taken away."""
+    rewrite(patch, WorkerSide._copy, "None if self._is_asleep else self._shard_of", "self._shard_of")
+
+
 @caught_by("tests/vllm_connector/test_stores.py::test_idle_engine_lets_no_offer_wait")
 def vllm_offers_wait_for_others_that_will_not_come(patch: pytest.MonkeyPatch) -> None:
     """An engine that has nothing to compute takes empty steps until its offers have waited long enough."""

@@ -87,6 +87,19 @@ def test_every_difference_is_named() -> None:
     ]
 
 
+def test_vllm_without_the_hooks_of_sleep_is_used() -> None:
+    """They are needed only by a vLLM that sleeps, which is refused without them elsewhere."""
+
+    class Sleeping(Connector):
+        def unregister_kv_caches(self) -> None:
+            """Before sleep."""
+
+        def restore_kv_caches(self) -> None:
+            """After it."""
+
+    assert list(hook_differences(Sleeping, Base)) == []
+
+
 def test_attributes_are_found_wherever_they_are_defined() -> None:
     """Attributes of a class, of its fields and of its constructor are found; others are named."""
 

@@ -25,11 +25,15 @@ def test_defaults() -> None:
 
 
 def test_all_keys() -> None:
-    """There are five keys."""
+    """There are six keys."""
     extra: dict[str, object] = {"run_dir": "/run/x", "weights_version": "3", "hold_deadline_ms": 50, "prefetch": "off"}
     assert read_settings(extra) == Settings("/run/x", "3", 50, "off")
-    assert read_settings({"device_memory": "daemon"}) == Settings(device_memory="daemon")
-    assert read_settings({}, "kv_consumer") == Settings(read_only=True)
+    assert read_settings({"device_memory": "daemon", "on_reset": "keep"}) == Settings(
+        device_memory="daemon", on_reset="keep"
+    )
+    assert read_settings({}, "kv_consumer") == Settings(read_only=True, on_reset="keep")
+    with pytest.raises(ValueError, match="on_reset is 'clear', but a 'kv_consumer' clears nothing"):
+        read_settings({"on_reset": "clear"}, "kv_consumer")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,7 @@ def test_all_keys() -> None:
     [
         (
             {"rundir": "/x", "a": 1},
-            "a, rundir unknown to KvcachedConnector; it knows device_memory, hold_deadline_ms, pref",
+            "a, rundir unknown to KvcachedConnector; it knows device_memory, hold_deadline_ms, on_r",
         ),
         ({"run_dir": ""}, "run_dir is ''"),
         ({"run_dir": 3}, "run_dir is 3"),
@@ -49,6 +53,7 @@ def test_all_keys() -> None:
         ({"prefetch": "no"}, "prefetch is 'no'; give one of timeout, best_effort, wait_complete, off"),
         ({"prefetch": False}, "prefetch is False"),
         ({"device_memory": True}, "device_memory is True; give one of engine, daemon"),
+        ({"on_reset": "no"}, "on_reset is 'no'; give one of clear, keep"),
     ],
 )
 def test_wrong_keys_and_values_are_refused(extra: dict[str, object], words: str) -> None:

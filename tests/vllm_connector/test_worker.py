@@ -14,6 +14,7 @@ from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, DeviceError, ErrorCode, request_error
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import TransferId
+from kvcached_client.vllm import worker
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
 from kvcached_client.vllm.worker import BLOCKS_TOGETHER_MAX, PASSES_MAX, QUIET_S, STORES_TOGETHER_MAX, WorkerSide
 
@@ -478,6 +479,55 @@ def test_counts(rig: Rig) -> None:
     assert (counts.stored_blocks, counts.store_failed_blocks) == (3, 3)
     assert counts.load_seconds > 0 < counts.store_seconds
     assert rig.side.take_counts() is None
+
+
+def test_sleep_waits_for_the_copy_under_way(rig: Rig) -> None:
+    """The memory is taken away when the copy that uses it is over, and not before."""
+    rig.go_on.clear()
+    rig.begin(store(1))
+    assert rig.entered.wait(10)
+    is_asleep = threading.Event()
+
+    def sleep() -> None:
+        rig.side.fall_asleep()
+        is_asleep.set()
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    rig.begin(store(2), load(3))
+    assert not is_asleep.is_set()
+    rig.go_on.set()
+    thread.join(10)
+    assert is_asleep.is_set()
+    assert rig.drain(1, 2) == ({"r3"}, {10, 11}, {1, 2}, {2})
+    assert [what for what, *_ in rig.done] == ["join", "store"]
+
+
+def test_nothing_is_copied_asleep(rig: Rig) -> None:
+    """Orders of a worker that sleeps fail, and those that come after it has woken up are carried out."""
+    rig.begin()
+    rig.side.fall_asleep()
+    rig.side.fall_asleep()
+    rig.begin(load(1), store(2))
+    assert rig.drain(1, 1) == ({"r1"}, {10, 11}, {2}, {2})
+    rig.side.wake_up()
+    rig.begin(load(3), store(4))
+    assert rig.drain(1, 1) == ({"r3"}, set(), {4}, set())
+    assert [(what, number) for what, _, number in rig.done] == [("join", 0), ("load", 3), ("store", 4)]
+
+
+def test_copy_that_does_not_end_keeps_vllm_awake(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory may not be taken away, and the worker goes on as before."""
+    monkeypatch.setattr(worker, "CLOSE_S_MAX", 0.01)
+    rig.go_on.clear()
+    rig.begin(store(1))
+    assert rig.entered.wait(10)
+    with pytest.raises(RuntimeError, match="this vLLM cannot sleep now"):
+        rig.side.fall_asleep()
+    monkeypatch.undo()
+    rig.go_on.set()
+    rig.begin(load(2))
+    assert rig.drain(1, 1) == ({"r2"}, set(), {1}, set())
 
 
 def test_close_ends_the_copy_under_way_and_drops_the_rest(rig: Rig) -> None:
