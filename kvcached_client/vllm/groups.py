@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
 
 #: vLLM is untyped here.
 VllmObject: TypeAlias = Any
 
 #: Kinds of layers of several groups. Others keep states instead of blocks, or other blocks than vLLM's lists say.
-_KINDS: Final = (FullAttentionSpec, SlidingWindowSpec)
+_KINDS: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 def keeps_all_blocks(spec: VllmObject, max_model_len: int) -> bool:
@@ -24,7 +29,7 @@ def keeps_all_blocks(spec: VllmObject, max_model_len: int) -> bool:
 
 
 def check_groups(specs: Sequence[VllmObject]) -> None:
-    """Refuse groups that are not of layers with full attention or sliding windows.
+    """Refuse groups that are not of layers with full attention, sliding windows or chunks.
 
     Raises:
         ValueError: a group is of another kind.
@@ -33,7 +38,7 @@ def check_groups(specs: Sequence[VllmObject]) -> None:
     if other := sorted(kind.__name__ for kind in kinds.difference(_KINDS)):
         raise ValueError(
             f"KvcachedHybridConnector cannot be used here: vLLM keeps {', '.join(other)} for groups of this model's "
-            "layers; it takes groups with full attention and with sliding windows: use no kvcached"
+            "layers; it takes groups with full attention, sliding windows or chunked local attention: use no kvcached"
         )
 
 

@@ -51,6 +51,7 @@ KINDS = {
     "windows in larger blocks": Kind("gemma4", {}, 2 * BLOCK_SIZE, 3),
     "windows only": Kind("mistral", {}, blocks=1),
     "attention sinks": Kind("gpt_oss", {"load_format": "dummy"}),
+    "chunks": Kind("llama4", {}),
     "two shards": Kind("gemma3", {"tensor_parallel_size": 2}),
     "few blocks": Kind("gemma3", {"num_gpu_blocks_override": 80, "max_num_batched_tokens": 96}),
 }

@@ -7,7 +7,8 @@ FAMILY is one of:
 - `gemma3`: every other layer attends to a window of so many tokens;
 - `gemma4`: likewise, and the other layers have heads twice as wide, so that vLLM's blocks hold half as many tokens;
 - `mistral`: every layer attends to the window;
-- `gpt_oss`: as `gemma3`, with attention sinks and experts. It has no weights: load it with random ones.
+- `gpt_oss`: as `gemma3`, with attention sinks and experts. It has no weights: load it with random ones;
+- `llama4`: every other layer attends to chunks of so many tokens.
 
 As of `tiny_model`, FOLDER gets `model`. Runs in the environment of vLLM, in the folder of the checkout.
 """
@@ -80,7 +81,24 @@ def gpt_oss(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return Shape(layers=shape.layers).config() | names, {}
 
 
-FAMILIES = {"gemma3": gemma3, "gemma4": gemma4, "gpt_oss": gpt_oss, "mistral": mistral}
+def llama4(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Those of a Llama 4 without experts."""
+    plain = Shape(layers=shape.layers)
+    names = {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "intermediate_size_mlp": plain.inner,
+        "interleave_moe_layer_step": shape.layers + 1,
+        "num_local_experts": 1,
+        "no_rope_layers": [(layer + 1) % 2 for layer in range(shape.layers)],
+        "attention_chunk_size": shape.window,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    weights = {name.replace(".mlp.", ".feed_forward."): each for name, each in model_weights(plain, 0).items()}
+    return plain.config() | names, weights
+
+
+FAMILIES = {"gemma3": gemma3, "gemma4": gemma4, "gpt_oss": gpt_oss, "llama4": llama4, "mistral": mistral}
 
 
 def main() -> None:
