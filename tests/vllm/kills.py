@@ -53,7 +53,7 @@ class Run:
 
     def one_rank(self, kills: int) -> dict[str, Any]:
         """Engines of one rank, and their controls."""
-        with self._loop("one-rank", PROMPTS) as loop:
+        with self._loop("one-rank") as loop:
             for number in range(kills):
                 loop.kill_once(number)
                 _tell(f"one rank {number + 1}/{kills}", loop.outcome)
@@ -67,7 +67,7 @@ class Run:
 
     def two_ranks(self, kills: int) -> dict[str, Any]:
         """Engines of two ranks, and their control."""
-        with self._loop("two-ranks", PROMPTS, ranks=2) as loop:
+        with self._loop("two-ranks", ranks=2) as loop:
             for number in range(kills):
                 loop.kill_once(number, is_one_rank=number % 4 > 1)
                 _tell(f"two ranks {number + 1}/{kills}", loop.outcome)
@@ -76,7 +76,7 @@ class Run:
 
     def without_invalidation(self) -> dict[str, Any]:
         """Engines that do not clear rows, until an answer is wrong."""
-        with self._loop("without", PROMPTS, faults=["keep_names"]) as loop:
+        with self._loop("without", faults=["keep_names"]) as loop:
             for number in range(FAULTY_KILLS):
                 loop.kill_once(2 * number + 1)
                 _tell(f"no invalidation {number + 1}", loop.outcome)
@@ -86,10 +86,10 @@ class Run:
             return {"kills": outcome.kills, "answers": outcome.answers, "wrong": outcome.wrong, "ok": outcome.wrong > 0}
 
     @contextlib.contextmanager
-    def _loop(self, name: str, prompts: int, *, ranks: int = 1, faults: Sequence[str] = ()) -> Iterator[WarmLoop]:
+    def _loop(self, name: str, *, ranks: int = 1, faults: Sequence[str] = ()) -> Iterator[WarmLoop]:
         folder = self._folder / name
         folder.mkdir()
-        loop = WarmLoop(folder, self._model, prompts=prompts, ranks=ranks, seed=self._seed, faults=faults)
+        loop = WarmLoop(folder, self._model, prompts=PROMPTS, ranks=ranks, seed=self._seed, faults=faults)
         with loop.running(folder):
             yield loop
 

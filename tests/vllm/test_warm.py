@@ -16,7 +16,7 @@ SHARE_MIN = 0.95
 
 
 def test_killed_engine_comes_back_warm(tmp_path: Path, models: Path) -> None:
-    """All answers are stock vLLM's; at least 95 % of what was computed is found. Many more kills: see `warm_loop`."""
+    """All answers are stock vLLM's; at least 95 % of what was computed is found. Many more kills: see `kills`."""
     loop = WarmLoop(tmp_path, models / "model", seed=7)
     with loop.running(tmp_path):
         for number in range(KILLS):

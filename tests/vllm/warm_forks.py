@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -22,17 +23,20 @@ import traceback
 from collections.abc import Collection
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import vllm.v1.engine.llm_engine
-import vllm.v1.executor.multiproc_executor
 import vllm.v1.worker.cpu_worker  # noqa: F401 - imported before the forks
 from vllm import LLM, SamplingParams
+from vllm.v1.executor import multiproc_executor
 
 from kvcached_client.vllm import device_table
 from kvcached_client.vllm.device_memory import RankMemory
 from kvcached_client.vllm.device_table import DeviceTable
 from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
+
+# On CPUs vLLM spawns its ranks, each of which then imports vLLM again, and has no fault.
+multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 TOKENS = 12
 AT_ONCE = 4
