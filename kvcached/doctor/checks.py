@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from kvcached.doctor import sglang_flags
+from kvcached.doctor import sglang_flags, sglang_layout
 from kvcached.doctor.vllm_flags import VllmFlags, check_flags, check_layout, check_model, parse
 from kvcached_client.admin import Admin
 from kvcached_client.doctor.checks import DISTRIBUTION, HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
@@ -57,8 +57,13 @@ def examine_sglang(python: str, run_dir: Path, model: str, arguments: Sequence[s
         yield from sglang_flags.check_flags(flags, run_dir)
     if model or flags.model:
         yield from sglang_flags.check_model(model or flags.model)
-    if arguments and (offered := _offered(run_dir)) is not None:
+    offered = _offered(run_dir)
+    if offered is None:
+        return
+    if arguments:
         yield from sglang_flags.check_namespaces(flags, offered)
+    if model or flags.model:
+        yield from sglang_layout.check_layout(model or flags.model, flags, offered)
 
 
 def examine_cuda(python: str) -> Iterator[Finding]:

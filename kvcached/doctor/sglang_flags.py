@@ -28,6 +28,8 @@ _ALIASES: Final = {
     "tp": "tp-size",
     "pipeline-parallel-size": "pp-size",
     "pp": "pp-size",
+    "data-parallel-size": "dp-size",
+    "dp": "dp-size",
 }
 #: Layers of other kinds have a pool of their own in SGLang, or none.
 _FULL_ATTENTION: Final = "full_attention"
@@ -55,10 +57,24 @@ class SglangFlags:
 
     @property
     def ranks(self) -> int:
-        """How many processes hold a part of the model each; 1 where a size is no number."""
-        sizes = [self.options.get(name, "1") for name in ("tp-size", "pp-size")]
-        one, other = (int(size) if size.isdecimal() else 1 for size in sizes)
-        return one * other
+        """How many processes hold a part of the model each."""
+        return self._number("tp-size") * self.stages
+
+    @property
+    def stages(self) -> int:
+        """How many parts the layers are in."""
+        return self._number("pp-size")
+
+    @property
+    def attention_ranks(self) -> int:
+        """How many parts the heads of a layer are in, which attention by data parallelism splits less."""
+        groups = self._number("dp-size") if "enable-dp-attention" in self.options else 1
+        return max(self._number("tp-size") // groups, 1)
+
+    def _number(self, option: str) -> int:
+        """Value of an option; 1 where it is no number."""
+        size = self.options.get(option, "1")
+        return int(size) if size.isdecimal() and int(size) else 1
 
 
 def parse(arguments: Sequence[str]) -> SglangFlags:
