@@ -13,21 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from benchmarks.local_model import BLOCK_SIZE, MODELS, TOKEN_IDS, LocalModel, daemon_config, make_model
 from benchmarks.programs import daemon
 from benchmarks.replay_report import report
 from benchmarks.replay_run import SEGMENT_S, Play, play_in_turns, warm_up
 from benchmarks.replay_trace import Recorded, Scale, calls, read_trace, reuse, thin
 from benchmarks.result import Result, judge
-from benchmarks.vllm_environment import (
-    BLOCK_SIZE,
-    CONTEXT_TOKENS,
-    MODELS,
-    TOKEN_IDS,
-    LocalModel,
-    daemon_config,
-    interpreter,
-    make_model,
-)
+from benchmarks.vllm_environment import CONTEXT_TOKENS, interpreter
 from benchmarks.vllm_server import VllmServer
 
 NAME: Final = "replay"
@@ -95,7 +87,7 @@ def _setting(model: LocalModel, drawn: Sequence[Recorded]) -> list[Result]:
 
 async def _play(drawn: Sequence[Recorded], model: LocalModel, directory: Path) -> Play:
     """Start both servers, warm them up, and play. How fast the one without kvcached was sets the pace."""
-    folder = make_model(model, directory)
+    folder = make_model(model, directory, interpreter())
     host_bytes = sum(len(request.ids) for request in drawn) * model.block_bytes
     _say("two vLLM servers start")
     with contextlib.ExitStack() as stack:

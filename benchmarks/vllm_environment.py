@@ -1,15 +1,12 @@
-"""What it takes to run vLLM on the processor: an environment of its own, settings, and models made here."""
+"""What it takes to run vLLM on the processor: an environment of its own, and settings."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 _ROOT: Final = Path(__file__).resolve().parents[1]
-_MODEL_SCRIPT: Final = _ROOT / "tests" / "vllm" / "tiny_model.py"
 #: What its processes find at their start: without it, they take the cores from the daemon while they wait.
 _YIELDING: Final = _ROOT / "tests" / "vllm" / "yielding"
 
@@ -17,12 +14,8 @@ _YIELDING: Final = _ROOT / "tests" / "vllm" / "yielding"
 VARIABLE: Final = "VLLM_VENV"
 _DEFAULT: Final = ".venv-vllm"
 
-#: Of vLLM's block: the smallest that its attention on the processor takes.
-BLOCK_SIZE: Final = 32
 #: Prompt and output.
 CONTEXT_TOKENS: Final = 4096
-#: Token ids of prompts are at least the first and below the second: the rest have a meaning.
-TOKEN_IDS: Final = (3, 512)
 
 _SETTINGS: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -40,37 +33,6 @@ CONNECTOR: Final = {
     "kv_connector_module_path": "kvcached_client.vllm",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class LocalModel:
-    """A Llama with random weights in float32, made from a seed.
-
-    Attributes:
-        name: as metrics and figures spell it.
-        options: for the script that makes it.
-        block_bytes: of one block of KV, all layers.
-        description: its shape, in words.
-    """
-
-    name: str
-    options: tuple[str, ...]
-    block_bytes: int
-    description: str
-
-
-MODELS: Final = {
-    model.name: model
-    for model in (
-        LocalModel("tiny", (), 32 << 10, "2 layers, width 128, 4 heads, 2 KV heads of 32"),
-        LocalModel(
-            "small",
-            ("--layers=8", "--heads=8", "--kv-heads=4", "--head-dim=64"),
-            512 << 10,
-            "8 layers, width 512, 8 heads, 4 KV heads of 64",
-        ),
-    )
 }
 
 
@@ -95,23 +57,3 @@ def environment(run_dir: Path | None) -> dict[str, str]:
     path = [each for each in (str(_YIELDING), inherited.get("PYTHONPATH")) if each]
     ours = {"PYTHONPATH": os.pathsep.join(path)} | ({} if run_dir is None else {"KVCACHED_RUN_DIR": str(run_dir)})
     return inherited | _SETTINGS | ours
-
-
-def make_model(model: LocalModel, directory: Path) -> Path:
-    """Write a model into `directory`; its folder."""
-    folder = directory / f"model-{model.name}"
-    subprocess.run([interpreter(), str(_MODEL_SCRIPT), str(folder), *model.options], check=True)
-    return folder / "model"
-
-
-def daemon_config(host_bytes: int) -> str:
-    """Configuration of a daemon for one vLLM with a host pool of at least so many bytes."""
-    slab_bytes = 16 << 20
-    return f"""
-[host]
-size_bytes = {(host_bytes // slab_bytes + 2) * slab_bytes}
-slab_bytes = {slab_bytes}
-
-[offload]
-namespaces_max = 2
-"""

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from benchmarks.local_model import BLOCK_SIZE, TOKEN_IDS, LocalModel
 from benchmarks.outputs import Differences
 from benchmarks.pairs import paired_ratio
 from benchmarks.result import Result, Target, judge
-from benchmarks.vllm_environment import BLOCK_SIZE, CONTEXT_TOKENS, TOKEN_IDS, LocalModel
+from benchmarks.vllm_environment import CONTEXT_TOKENS
 from benchmarks.vllm_server import ServerPair, server_pair
 from benchmarks.vllm_turns import TurnPair, count_differences, take_turns
 

@@ -11,11 +11,12 @@ from typing import Final
 
 import msgspec
 
+from benchmarks.local_model import BLOCK_SIZE, MODELS, TOKEN_IDS, daemon_config, make_model
 from benchmarks.programs import daemon
 from benchmarks.result import Result, Target, judge
 from benchmarks.scheduler_rig import SchedulerRig
 from benchmarks.vllm_child import running_engine
-from benchmarks.vllm_environment import BLOCK_SIZE, MODELS, TOKEN_IDS, daemon_config, make_model
+from benchmarks.vllm_environment import interpreter
 
 #: In steps that admit nothing.
 _STEP: Final = Target("value", "<=", 100)
@@ -79,7 +80,7 @@ def real_steps(directory: Path, rounds: int) -> Iterator[Result]:
 
 def _played_steps(directory: Path, rounds: int) -> Iterator[tuple[int, list[_Step]]]:
     """The steps of every round but the first, with all of so many requests running."""
-    folder = make_model(_MODEL, directory)
+    folder = make_model(_MODEL, directory, interpreter())
     source = random.Random("hooks")
     times = directory / "hook-times"
     times.touch()

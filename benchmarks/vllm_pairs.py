@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.engine_child import Engine
+from benchmarks.local_model import BLOCK_SIZE, TOKEN_IDS, LocalModel, daemon_config, make_model
 from benchmarks.pairs import Interval, paired_ratio
 from benchmarks.programs import daemon
 from benchmarks.result import Result, Target, judge
-from benchmarks.vllm_child import Engine, running_engine
-from benchmarks.vllm_environment import BLOCK_SIZE, TOKEN_IDS, LocalModel, daemon_config, make_model
+from benchmarks.vllm_child import running_engine
+from benchmarks.vllm_environment import interpreter
 
 #: What a cache may cost where it never hits.
 _MISSES: Final = Target("value", ">=", 0.98)
@@ -53,7 +55,7 @@ class Pair:
 @contextlib.contextmanager
 def engine_pair(model: LocalModel, directory: Path) -> Iterator[Pair]:
     """A daemon and two engines; vLLM's own cache takes what one round needs twice over."""
-    folder = make_model(model, directory)
+    folder = make_model(model, directory, interpreter())
     tokens = max(_MISS_PROMPTS * (_MISS_TOKENS + _MISS_OUTPUT), _HIT_PROMPTS * (_HIT_SHARED_TOKENS + 2 * BLOCK_SIZE))
     cache_bytes = 2 * tokens // BLOCK_SIZE * model.block_bytes
     with contextlib.ExitStack() as stack:

@@ -12,10 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
+from benchmarks.local_model import BLOCK_SIZE, MODELS, TOKEN_IDS
 from benchmarks.outputs import Differences
 from benchmarks.pairs import mean_difference, paired_ratio
 from benchmarks.result import Result, Target, judge
-from benchmarks.vllm_environment import BLOCK_SIZE, CONTEXT_TOKENS, MODELS, TOKEN_IDS
+from benchmarks.vllm_environment import CONTEXT_TOKENS
 from benchmarks.vllm_server import ServerPair, server_pair
 from benchmarks.vllm_turns import TurnPair, count_differences, take_turns
 

@@ -15,18 +15,11 @@ from socket import AF_UNIX
 from socket import socket as Socket  # noqa: N812 - `socket` is a path here
 from typing import IO, Final, NamedTuple
 
+from benchmarks.engine_child import group_cpu_s
+from benchmarks.local_model import BLOCK_SIZE, LocalModel, daemon_config, make_model
 from benchmarks.programs import daemon
 from benchmarks.replay_http import MODEL_NAME
-from benchmarks.vllm_environment import (
-    BLOCK_SIZE,
-    CONNECTOR,
-    CONTEXT_TOKENS,
-    LocalModel,
-    daemon_config,
-    environment,
-    interpreter,
-    make_model,
-)
+from benchmarks.vllm_environment import CONNECTOR, CONTEXT_TOKENS, environment, interpreter
 
 _START_TIMEOUT_S: Final = 600
 _STOP_TIMEOUT_S: Final = 30
@@ -35,10 +28,6 @@ _READY: Final = b"Application startup complete."
 _LISTEN_TIMEOUT_S: Final = 10
 _RETRY_S: Final = 0.02
 _LOG_TAIL: Final = 4000
-#: In /proc/PID/stat, counted behind the name.
-_PROCESS_GROUP: Final = 2
-_USER_TICKS: Final = 11
-_SYSTEM_TICKS: Final = 12
 
 
 class VllmServer(contextlib.AbstractContextManager["VllmServer"]):
@@ -90,13 +79,7 @@ class VllmServer(contextlib.AbstractContextManager["VllmServer"]):
 
     def cpu_s(self) -> float:
         """CPU time that its processes have taken so far."""
-        ticks = 0
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # one that has just ended
-                fields = status.read_text().rpartition(")")[2].split()
-                if int(fields[_PROCESS_GROUP]) == self._program.pid:
-                    ticks += int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return group_cpu_s(self._program.pid)
 
     def __exit__(self, *_: object) -> None:
         """End it in order; what is left of its processes is killed."""
@@ -134,7 +117,7 @@ def server_pair(directory: Path, model: LocalModel, *, device_blocks: int, host_
     Raises:
         RuntimeError: as `VllmServer.wait_until_ready`.
     """
-    folder = make_model(model, directory)
+    folder = make_model(model, directory, interpreter())
     with contextlib.ExitStack() as stack:
         run_dir = stack.enter_context(daemon(daemon_config(host_bytes), directory))
         pair = ServerPair(

@@ -22,14 +22,15 @@ SUITES: Final[dict[str, str]] = {
     "request": "benchmarks.suites.request",
     "rpc": "benchmarks.suites.rpc",
     "saturation": "benchmarks.suites.saturation",
+    "sglang": "benchmarks.suites.sglang",
     "storage": "benchmarks.suites.storage",
     "vllm": "benchmarks.suites.vllm",
     "vllm-hits": "benchmarks.suites.vllm_hits",
     "vllm-queue": "benchmarks.suites.vllm_queue",
 }
 #: Those that need nothing but the development environment, and wait for nothing: `cuda` needs a device, `faults` does
-#: little but wait, `door` and `floods` take every processor, and the others need vLLM.
-_ASKED_FOR: Final = frozenset({"cuda", "door", "faults", "floods", "vllm", "vllm-hits", "vllm-queue"})
+#: little but wait, `door` and `floods` take every processor, and the others need vLLM or SGLang.
+_ASKED_FOR: Final = frozenset({"cuda", "door", "faults", "floods", "sglang", "vllm", "vllm-hits", "vllm-queue"})
 DEFAULT_SUITES: Final = tuple(name for name in SUITES if name not in _ASKED_FOR)
 
 

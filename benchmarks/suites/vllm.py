@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from benchmarks.local_model import MODELS
 from benchmarks.result import Result
 from benchmarks.timing import ROUNDS_MIN
 from benchmarks.vllm_copies import copies
-from benchmarks.vllm_environment import MODELS, interpreter
+from benchmarks.vllm_environment import interpreter
 from benchmarks.vllm_hooks import made_up_steps, real_steps
 from benchmarks.vllm_pairs import engine_pair, hits, misses
 

@@ -6,8 +6,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.local_model import MODELS
 from benchmarks.result import Result
-from benchmarks.vllm_environment import MODELS, interpreter
+from benchmarks.vllm_environment import interpreter
 from benchmarks.vllm_hits import gains
 
 

@@ -16,12 +16,12 @@ from benchmarks import vllm_child
 from benchmarks.__main__ import main
 from benchmarks.attached_rig import PageShape
 from benchmarks.hook_clock import HookClock
+from benchmarks.local_model import MODELS
 from benchmarks.pairs import mean_difference, paired_ratio
 from benchmarks.scheduler_rig import BLOCK_SIZE, SchedulerRig
 from benchmarks.suites import DEFAULT_SUITES, SUITES
 from benchmarks.vllm_child import running_engine
 from benchmarks.vllm_copies import copies
-from benchmarks.vllm_environment import MODELS
 from benchmarks.vllm_hooks import made_up_steps
 from benchmarks.vllm_server import VllmServer
 from kvcached_client.vllm.scheduling.scheduler import GENERATED_BLOCKS_PER_OFFER
@@ -39,7 +39,8 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_suite_is_not_run_unless_asked_for() -> None:
     """The default suites need nothing more than the development environment, and wait for nothing."""
-    assert set(SUITES) - set(DEFAULT_SUITES) == {"cuda", "door", "faults", "floods", "vllm", "vllm-queue", "vllm-hits"}
+    asked_for = {"cuda", "door", "faults", "floods", "sglang", "vllm", "vllm-queue", "vllm-hits"}
+    assert set(SUITES) - set(DEFAULT_SUITES) == asked_for
 
 
 def test_suite_without_vllm_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
