@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import select
 import socket
@@ -17,6 +18,8 @@ from kvcached.recovery import fd_store
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _START_TIMEOUT_S: Final = 60
 _STOP_TIMEOUT_S: Final = 10
+_HOST_POOL: Final = "/memfd:kvcached-host"
+_MADV_POPULATE_WRITE: Final = 23
 #: Variables of ours that they do not get: configuration, and that modules are compiled at every start, as those of an
 #: installed program are not.
 _LEFT_OUT: Final = ("KVCACHED_", "PYTHONDONTWRITEBYTECODE")
@@ -75,6 +78,20 @@ def daemon_process(config: str, directory: Path, *, command: str = "serve") -> I
         with running("daemon", arguments, directory, **{fd_store.NOTIFY_VARIABLE: str(address)}) as program:
             _wait_until_ready(program, notices, directory / "daemon.log")
             yield program
+
+
+def touch_host_pool(process: subprocess.Popen[bytes]) -> None:
+    """Make all of a daemon's host pool resident, as it is once a daemon has run for a while.
+
+    Raises:
+        RuntimeError: the daemon has none.
+    """
+    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+        if str(descriptor.readlink()).startswith(_HOST_POOL):
+            with descriptor.open("r+b") as memory, mmap.mmap(memory.fileno(), 0) as mapped:
+                mapped.madvise(_MADV_POPULATE_WRITE)
+            return
+    raise RuntimeError("the daemon has no host pool")
 
 
 def _wait_until_ready(program: subprocess.Popen[bytes], notices: socket.socket, log: Path) -> None:

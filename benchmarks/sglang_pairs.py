@@ -20,7 +20,7 @@ from benchmarks.engine_child import Engine
 from benchmarks.local_model import BLOCK_SIZE, TOKEN_IDS, LocalModel, daemon_config, make_model
 from benchmarks.outputs import first_difference
 from benchmarks.pairs import paired_ratio
-from benchmarks.programs import daemon
+from benchmarks.programs import daemon_process, touch_host_pool
 from benchmarks.result import Result, Target, judge
 from benchmarks.sglang_environment import STORAGES, Storage, interpreter, running_engine
 
@@ -75,7 +75,9 @@ def misses_and_hits(model: LocalModel, directory: Path, rounds: int) -> Iterator
     # Of each share's prompts those stored at first, and the new part of those that come again: less than two for all.
     per_round = _MISS_PAGES + 1 + (_HIT_PAGES + 1) * (len(SHARES_PERCENT) + 2)
     pages = (rounds + _WARM_UP_ROUNDS) * _PROMPTS * per_round
-    with daemon(daemon_config(pages * model.block_bytes), directory) as run_dir:
+    with daemon_process(daemon_config(pages * model.block_bytes), directory) as process:
+        touch_host_pool(process)
+        run_dir = directory / "run"
         with _engines("before", directory, folder, run_dir) as engines:
             played = _misses(engines, source, rounds)
             for storage in STORAGES[1:]:

@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks import sglang_environment, sglang_pairs
 from benchmarks.__main__ import main
-from benchmarks.local_model import MODELS
+from benchmarks.local_model import MODELS, daemon_config
+from benchmarks.programs import daemon_process, touch_host_pool
 from benchmarks.result import Result
 from benchmarks.sglang_environment import STORAGES, Storage, running_engine
 
@@ -58,6 +59,20 @@ def test_engine_is_started_with_its_storage(tmp_path: Path, monkeypatch: pytest.
     assert told["run_dir"] == str(run_dir)
 
 
+def test_host_pool_is_resident_before_it_is_measured(tmp_path: Path) -> None:
+    """All of a daemon's host pool takes up memory once it is touched, and next to nothing of it before."""
+    size_bytes = (16 << 20) * 2
+    with daemon_process(daemon_config(0), tmp_path) as process:
+        (pool,) = (
+            each
+            for each in Path(f"/proc/{process.pid}/fd").iterdir()
+            if str(each.readlink()).startswith("/memfd:kvcached-host")
+        )
+        assert pool.stat().st_blocks * 512 < size_bytes // 2
+        touch_host_pool(process)
+        assert pool.stat().st_blocks * 512 == size_bytes
+
+
 class FakeEngine:
     """Takes a second without storage, two with kvcached, and says something else with files."""
 
@@ -95,7 +110,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Result
     monkeypatch.setattr(sglang_pairs, "running_engine", start)
     monkeypatch.setattr(sglang_pairs, "make_model", lambda *_: tmp_path)
     monkeypatch.setattr(sglang_pairs, "interpreter", lambda: Path(sys.executable))
-    monkeypatch.setattr(sglang_pairs, "daemon", lambda *_: contextlib.nullcontext(tmp_path))
+    monkeypatch.setattr(sglang_pairs, "daemon_process", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(sglang_pairs, "touch_host_pool", lambda _: None)
     monkeypatch.setattr(sglang_pairs, "_QUIET_S", 0.0)
     found = sglang_pairs.misses_and_hits(MODELS["tiny"], tmp_path, ROUNDS)
     return {result.metric: result for result in found}
