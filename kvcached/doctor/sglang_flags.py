@@ -33,6 +33,7 @@ _ALIASES: Final = {
 }
 #: Layers of other kinds have a pool of their own in SGLang, or none.
 _FULL_ATTENTION: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
 #: Of models whose attention is sparse, by an indexer with keys of its own.
 _INDEXER_FIELD: Final = "index_topk"
 
@@ -189,21 +190,22 @@ def _refused(flags: SglangFlags) -> Iterator[Finding]:
 
 
 def check_model(model: str) -> Iterator[Finding]:
-    """Whether a model has layers that kvcached does not serve in SGLang; nothing if its configuration is not here."""
+    """Whether a model has layers that were not tried with SGLang; nothing if its configuration is not here."""
     try:
         text = text_config(read_config(model))
     except (OSError, ValueError):
         return
     others = sorted(set(text.get("layer_types") or ()) - {_FULL_ATTENTION})
+    fix = (
+        "compare outputs with those of SGLang alone; if SGLang gives them a pool that is not served, it does not start"
+    )
     if any(name in text for name in STATE_SPACE_FIELDS):
-        said = "the model has layers with a state beside keys and values, which are not served"
-        yield Finding(_MODEL, "fail", said, "use another model, or no kvcached")
+        yield Finding(_MODEL, "warn", "the model has layers with a state, which were not tried", fix)
     elif _INDEXER_FIELD in text:
-        said = f"the model has sparse attention with an indexer ({_INDEXER_FIELD}), which is not served"
-        yield Finding(_MODEL, "fail", said, "use another model, or no kvcached")
-    elif others:
-        said = f"the model has layers of other kinds than full attention ({', '.join(others)})"
-        fix = "try it: if SGLang gives them a pool of their own, kvcached refuses the model when SGLang starts"
+        said = f"the model has sparse attention with an indexer ({_INDEXER_FIELD}), which was not tried"
+        yield Finding(_MODEL, "warn", said, fix)
+    elif set(others) - {_SLIDING}:
+        said = f"the model has layers of other kinds than full attention ({', '.join(others)}), which were not tried"
         yield Finding(_MODEL, "warn", said, fix)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Mapping
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -15,6 +16,13 @@ HostPool: TypeAlias = Any
 
 #: Pools whose pages are whole: keys and values of all layers, and nothing beside.
 SERVED_POOLS: Final = frozenset({"MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost", "MLATokenToKVPoolHost"})
+#: Pools that may be there beside that of keys and values, by SGLang's names for what is in them: keys and values of
+#: layers with a sliding window, states, keys of an indexer.
+SIDE_POOLS: Final[Mapping[str, frozenset[str]]] = {
+    "swa": SERVED_POOLS,
+    "mamba": frozenset({"MambaPoolHost"}),
+    "indexer": frozenset({"DSAIndexerPoolHost", "MHATokenToKOnlyPoolHost"}),
+}
 #: Layouts with more in a page than `get_page_buffer_meta` is known to tell.
 SERVED_LAYOUTS: Final = frozenset({"layer_first", "page_first", "page_first_direct"})
 #: What is said of a pool beside the sizes of a page's parts.
@@ -23,15 +31,19 @@ _DESCRIBED: Final = ("layout", "dtype", "page_size", "layer_num", "start_layer",
 _PAGES_MIN: Final = 3
 
 
-def pages_of(pool: HostPool) -> EnginePages:
+def pages_of(pool: HostPool, served: Collection[str] = SERVED_POOLS) -> EnginePages:
     """The pages of a host pool, where SGLang says that they are.
+
+    Args:
+        pool: SGLang's.
+        served: the kinds that it may be of.
 
     Raises:
         ValueError: they cannot be served, and why.
     """
     kind = type(pool).__name__
-    if kind not in SERVED_POOLS:
-        raise ValueError(f"SGLang's {kind} is not served: models with full or with latent attention are")
+    if kind not in served:
+        raise ValueError(f"SGLang's {kind} is not served here: {', '.join(sorted(served)) or 'no pool'} would be")
     if pool.layout not in SERVED_LAYOUTS:
         raise ValueError(
             f"--hicache-mem-layout {pool.layout} is not served: use {', '.join(sorted(SERVED_LAYOUTS - {pool.layout}))}"
@@ -51,6 +63,13 @@ def pages_of(pool: HostPool) -> EnginePages:
 
 
 def _parts(pool: HostPool, page: int) -> tuple[list[int], list[int]]:
-    """Addresses and sizes of a page's parts."""
-    addresses, sizes = pool.get_page_buffer_meta(np.arange(page * pool.page_size, (page + 1) * pool.page_size))
+    """Addresses and sizes of a page's parts.
+
+    Raises:
+        ValueError: SGLang does not tell them.
+    """
+    try:
+        addresses, sizes = pool.get_page_buffer_meta(np.arange(page * pool.page_size, (page + 1) * pool.page_size))
+    except NotImplementedError as error:
+        raise ValueError(f"SGLang's {type(pool).__name__} is not served: {error}") from error
     return [int(address) for address in addresses], [int(size) for size in sizes]

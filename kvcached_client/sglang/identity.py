@@ -123,3 +123,9 @@ class ModelDescription:
         """A name for people."""
         name = Path(self.path).name if Path(self.path).exists() else self.path
         return f"{name} {self.dtype} {part}"
+
+
+def pool_keyspace(keyspace: bytes, name: str, rank: int) -> bytes:
+    """The keyspace of a pool beside keys and values: 32 bytes that name the model's part, the pool, and a rank."""
+    text = json.dumps([keyspace.hex(), name, rank])
+    return hashlib.blake2b(text.encode(), digest_size=32, person=_PERSON).digest()

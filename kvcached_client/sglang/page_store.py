@@ -6,6 +6,7 @@ it has, and the pages behind it. Every failure of the daemon is a miss.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -74,6 +75,37 @@ class PageStore:
             if session is not None:
                 found = session.fetch(chain.keys, chain.pages * self._page_size, full=True)
         return max(found - chain.prefix, 0)
+
+    def ends(self, keys: bytes, window: int, *, every: bool) -> list[int]:
+        """At which depths a prompt may end so that the last pages before it are stored, each found by itself.
+
+        Args:
+            keys: 16 bytes for each page of the prompt.
+            window: how many pages before an end have to be there.
+            every: name all of them, not the last only.
+
+        Returns:
+            The depths, in order. Only the pages at the end of the prompt are looked for in the daemon's storage.
+        """
+        pages, ends = len(keys) // KEY_SIZE_BYTES, []
+        with self._finder.guarded() as session:
+            if session is None:
+                return []
+
+            @functools.cache
+            def is_stored(page: int) -> bool:
+                key = keys[page * KEY_SIZE_BYTES : (page + 1) * KEY_SIZE_BYTES]
+                if page >= pages - window:
+                    return session.fetch(key, self._page_size, full=True) == 1
+                with session.turn:
+                    return session.client.match(key, self._page_size, full=True) == 1
+
+            for end in range(pages, 0, -1):
+                if all(is_stored(page) for page in reversed(range(max(end - window, 0), end))):
+                    ends.append(end)
+                    if not every:
+                        break
+        return ends[::-1]
 
     def load(self, chain: Chain, places: Sequence[int]) -> int:
         """Copy the pages behind the prefix to their places; how many are there now, from the first on."""

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 from sglang.srt.runtime_context import get_context, process_model_config
 
 from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine
 from kvcached_client.engines.weights import WeightReader, default_notes_folder, find_snapshot
 from kvcached_client.sglang import hooks
-from kvcached_client.sglang.host_pages import pages_of
-from kvcached_client.sglang.identity import ModelDescription
+from kvcached_client.sglang.host_pages import SERVED_POOLS, SIDE_POOLS, pages_of
+from kvcached_client.sglang.identity import ModelDescription, pool_keyspace
 from kvcached_client.sglang.page_store import Chain, PageStore, chain_of
 from kvcached_client.sglang.settings import OPTION, TESTED_VERSION, read_settings
+from kvcached_client.sglang.side_pools import SidePool, SidePools, places_of
 
 #: SGLang is untyped here.
 SglangObject: TypeAlias = Any
 
-#: The pool that a model with full or latent attention has; others are beside it.
+#: The pool that every model has; others are beside it.
 _POOL: Final = "kv"
+#: Pools of which each tensor-parallel rank has another part, whatever the attention.
+_RANK_POOLS: Final = frozenset({"mamba"})
 _SECRET_BYTES: Final = 32
 _log: Final = logging.getLogger("sglang.kvcached")
 
@@ -53,6 +56,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             find_snapshot=find_snapshot,
         )
         self._pages: PageStore | None = None
+        self._side_pools = SidePools(is_alone=_ranks(storage_config) == 1)
         self._knows_prefixes = True
         hooks.install(self._forget_weights)
         if self._model.version != TESTED_VERSION:
@@ -71,20 +75,17 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             ValueError: its pages cannot be served.
         """
         super().register_mem_pool_host(mem_pool_host)
-        self._pages = self._connected()
+        self._pages = self._connected(_POOL, mem_pool_host, SERVED_POOLS)
 
-    def on_host_pools_registered(self) -> None:
-        """Refuse models with state beside their keys and values.
+    def register_mem_host_pool_v2(self, host_pool: SglangObject, host_pool_name: str) -> None:
+        """Use a host pool beside that of keys and values, too.
 
         Raises:
-            ValueError: there are other pools.
+            ValueError: its pages cannot be served.
         """
-        others = sorted({str(name) for name in getattr(self, "registered_pools", {})} - {_POOL})
-        if others:
-            raise ValueError(
-                f"this model has pools {', '.join(others)} beside its keys and values: kvcached serves models whose "
-                "layers all have full or latent attention"
-            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if str(host_pool_name) != _POOL:
+            self._add_side_pool(str(host_pool_name), host_pool)
 
     # --- SGLang's calls -----------------------------------------------------------------------------------------------
 
@@ -105,6 +106,25 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         if self._pages and self._is_told_prefixes(extra_info):
             stored = self._pages.store(self._chain(keys, extra_info), self._places(host_indices))
         return [number < stored for number in range(len(keys))]
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[SglangObject] | None = None, extra_info: SglangObject = None
+    ) -> PoolTransferResult:
+        """How many of these pages are stored, from the first on, with what the other pools need for them."""
+        chain = self._chain(keys, extra_info)
+        found = self._pages.found(chain) if self._pages else 0
+        hit = self._side_pools.hit(chain, found, pool_transfers or ())
+        return PoolTransferResult(hit.pages, ({_POOL: found} if found else {}) | hit.by_pool, hit.ends)
+
+    def batch_get_v2(self, transfers: list[SglangObject], extra_info: SglangObject = None) -> dict[str, list[bool]]:
+        """Copy pages into SGLang's other host pools: for each whether it is there."""
+        return self._side_pools.load(transfers, _prefix(extra_info))
+
+    def batch_set_v2(self, transfers: list[SglangObject], extra_info: SglangObject = None) -> dict[str, list[bool]]:
+        """Copy pages from SGLang's other host pools: for each whether it is stored."""
+        if not self._is_told_prefixes(extra_info):
+            return {str(each.name): [False] * len(each.keys or ()) for each in transfers}
+        return self._side_pools.store(transfers, _prefix(extra_info))
 
     def get(self, *_: object, **__: object) -> None:
         """Nothing: `batch_get_v1` finds pages."""
@@ -127,21 +147,28 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
 
     def clear(self) -> None:
         """Have no engine with this model find what is stored now."""
-        if self._pages is not None and not self._pages.clear():
+        told = [self._pages.clear(), self._side_pools.clear()] if self._pages is not None else []
+        if not all(told):
             _log.warning("kvcached: nothing was cleared, the daemon does not answer")
 
     def close(self) -> None:
         """End the session; what is stored stays."""
         if self._pages is not None:
             self._pages.close()
+        self._side_pools.close()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _connected(self) -> PageStore:
-        """Pages of the model in SGLang's host pool. Whether the daemon is there is logged now."""
-        page_size, pages = self.mem_pool_host.page_size, pages_of(self.mem_pool_host)
-        label = self._model.label(f"tp{self._config.tp_size}")
-        identity = EngineIdentity(f"sglang {self._model.version}", self._keyspace, label, page_size)
+    def _add_side_pool(self, name: str, pool: SglangObject) -> None:
+        pages = self._connected(name, pool, SIDE_POOLS.get(name, frozenset()))
+        self._side_pools.add(name, SidePool(pages, pool.page_size))
+
+    def _connected(self, name: str, pool: SglangObject, served: Collection[str]) -> PageStore:
+        """Pages of the model in one of SGLang's host pools. Whether the daemon is there is logged now."""
+        page_size, pages = pool.page_size, pages_of(pool, served)
+        label = self._model.label(_part_label(self._config) + ("" if name == _POOL else f" {name}"))
+        keyspace = self._keyspace if name == _POOL else pool_keyspace(self._keyspace, name, self._rank_of(name))
+        identity = EngineIdentity(f"sglang {self._model.version}", keyspace, label, page_size)
         finder, copier = (
             OneProcessEngine(
                 identity, pages, run_dir=self._settings.run_dir, deadline_ms=self._settings.deadline_ms, log=_log
@@ -159,16 +186,21 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         )
         self._keyspace = os.urandom(_SECRET_BYTES)
         if self._pages is not None:
-            earlier, self._pages = self._pages, self._connected()
+            earlier, self._pages = self._pages, self._connected(_POOL, self.mem_pool_host, SERVED_POOLS)
             earlier.close()
+        for name, pool in getattr(self, "registered_pools", {}).items():
+            if str(name) != _POOL:
+                self._add_side_pool(str(name), pool)
+
+    def _rank_of(self, name: str) -> int:
+        """States are each rank's own, also where all ranks hold the same keys and values."""
+        return self._config.tp_rank if name in _RANK_POOLS else 0
 
     def _chain(self, keys: Sequence[str], extra_info: SglangObject) -> Chain:
-        return chain_of(getattr(extra_info, "prefix_keys", None) or (), keys)
+        return chain_of(_prefix(extra_info), keys)
 
     def _places(self, host_indices: SglangObject) -> list[int]:
-        """Numbers of the pages that hold these tokens."""
-        size = self.mem_pool_host.page_size
-        return [token // size for token in host_indices[::size].tolist()]
+        return places_of(host_indices, self.mem_pool_host.page_size)
 
     def _is_told_prefixes(self, extra_info: SglangObject) -> bool:
         """Whether SGLang says what is before the pages; it says None if it was not told to say it."""
@@ -180,6 +212,16 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
                 '"hicache_storage_pass_prefix_keys": true to --hicache-storage-backend-extra-config'
             )
         return is_told
+
+
+def _prefix(extra_info: SglangObject) -> Sequence[str]:
+    """Hashes of the pages before those that a call is about."""
+    return getattr(extra_info, "prefix_keys", None) or ()
+
+
+def _ranks(config: SglangObject) -> int:
+    """How many processes hold a part of the model each."""
+    return int(config.tp_size * config.pp_size * config.attn_cp_size)
 
 
 def _check(config: SglangObject) -> None:
@@ -204,6 +246,12 @@ def _described() -> ModelDescription:
         seed=device.random_seed,
         version=version("sglang"),
     )
+
+
+def _part_label(config: SglangObject) -> str:
+    """Which of the tensor-parallel parts this process holds, for people."""
+    whole = f"tp{config.tp_size}"
+    return whole if config.tp_size == 1 or config.is_mla_model else f"{whole} rank {config.tp_rank}"
 
 
 def _part_of(config: SglangObject) -> list[object]:

@@ -1,20 +1,30 @@
-"""A daemon, and real SGLang processes on it."""
+"""A daemon, and real SGLang processes on it; and the storage that SGLang loads, without SGLang."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import random
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvcached_client.engines import weights
+from kvcached_client.sglang import hooks
+from tests.project.daemon_process import running_daemon
 from tests.project.source_tree import ROOT
+from tests.sglang.fake_sglang import FakeSglang, StorageConfig
 from tests.sglang.sglang_process import PAGE_SIZE, SglangProcess, ended, interpreter
 from tests.vllm.cache_daemon import CacheDaemon
 
+CONFIG = ROOT / "configs/offload-cpu.toml"
 Prompts = Callable[..., list[int]]
+Storage = Any
+Make = Callable[..., Storage]
 
 
 def write_model(folder: Path, seed: int) -> Path:
@@ -33,6 +43,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the same shape, with other weights."""
     return write_model(tmp_path_factory.mktemp("other"), 1)
+
+
+@pytest.fixture(scope="session")
+def window_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of every other layer of which tokens see a window only."""
+    folder = tmp_path_factory.mktemp("window")
+    subprocess.run([interpreter(), ROOT / "tests/sglang/window_model.py", folder], check=True)
+    return folder / "model"
 
 
 @pytest.fixture(scope="session")
@@ -79,3 +97,54 @@ def prompt(request: pytest.FixtureRequest) -> Prompts:
         return [source.randrange(3, 500) for _ in range(pages * PAGE_SIZE)]
 
     return make
+
+
+# --- without SGLang ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One daemon for the tests that leave it alone; each has a model of its own."""
+    directory = tmp_path_factory.mktemp("daemon") / "run"
+    with running_daemon(CONFIG, directory):
+        yield directory
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeSglang:
+    """SGLang with a model that no other test has."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(request.node.nodeid.encode())
+    fake = FakeSglang(model)
+    fake.install(monkeypatch)
+    monkeypatch.delitem(sys.modules, "kvcached_client.sglang.storage", raising=False)
+    monkeypatch.setattr(hooks, "_tell", [])
+    monkeypatch.setattr(weights, "default_notes_folder", lambda: None)
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: fake.version if name == "sglang" else version(name))
+    return fake
+
+
+@pytest.fixture
+def make(fake: FakeSglang, run_dir: Path) -> Iterator[Make]:
+    """Makes storages, on the daemon of the module if no other directory is given."""
+    made: list[Storage] = []
+
+    def make(
+        pool: Any, directory: Path | None = None, *, beside: dict[str, Any] | None = None, **config: Any
+    ) -> Storage:
+        from kvcached_client.sglang import KvcachedStorage  # noqa: PLC0415 - of this test's SGLang
+
+        extra = {"interface_v1": 1, "kvcached": {"run_dir": str(directory or run_dir)}}
+        storage = KvcachedStorage(StorageConfig(**{"extra_config": extra, **config}), {})
+        made.append(storage)
+        storage.register_mem_pool_host(pool)
+        for name, each in {"kv": pool, **(beside or {})}.items():
+            storage.register_mem_host_pool_v2(each, name)
+        storage.on_host_pools_registered()
+        return storage
+
+    yield make
+    for storage in made:
+        storage.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,21 @@ PAGE_SIZE, LAYERS, HEADS, HEAD_DIM, PAGES = 16, 3, 2, 8, 20
 CONFIG: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": LAYERS, "_name_or_path": "somewhere"}
 
 
+def hashes(count: int, name: str = "") -> list[str]:
+    """As SGLang's page hashes."""
+    return [hashlib.sha256(f"{name} {number}".encode()).hexdigest() for number in range(count)]
+
+
+def places(*pages: int, size: int = PAGE_SIZE) -> np.ndarray[Any, Any]:
+    """Indices of the tokens of pages, as SGLang gives them."""
+    return np.concatenate([np.arange(page * size, (page + 1) * size) for page in pages])
+
+
+def behind(*prefix: str) -> SimpleNamespace:
+    """What SGLang says beside the pages of a call."""
+    return SimpleNamespace(prefix_keys=list(prefix))
+
+
 class HiCacheStorage:
     """The base class, in what it does."""
 
@@ -28,6 +44,28 @@ class HiCacheStorage:
         if not hasattr(self, "registered_pools"):
             self.registered_pools: dict[str, Any] = {}
         self.registered_pools[host_pool_name] = host_pool
+
+    def on_host_pools_registered(self) -> None:
+        """All pools are known."""
+
+
+@dataclass
+class PoolTransfer:
+    """Pages of a pool beside that of keys and values."""
+
+    name: str
+    keys: list[str] | None = None
+    host_indices: Any = None
+    hit_policy: str = "all_pages"
+
+
+@dataclass
+class PoolTransferResult:
+    """What is stored of a prompt."""
+
+    kv_hit_pages: int
+    extra_pool_hit_pages: dict[str, int]
+    restorable_prefix_pages: list[int] | None = None
 
 
 class MHATokenToKVPoolHost:
@@ -56,6 +94,24 @@ class MHATokenToKVPoolHost:
                     addresses.append(half.ctypes.data + first * LAYERS * token_bytes)
         size = self.page_size * token_bytes * (1 if self.layout == "layer_first" else LAYERS)
         return addresses, [size] * len(addresses)
+
+
+class MambaPoolHost:
+    """A host pool of states, one a page."""
+
+    layout, page_size, layer_num = "page_first", 1, LAYERS
+
+    def __init__(self, seed: int = 0, *, pages: int = PAGES) -> None:
+        self.size = pages
+        self.content = np.random.default_rng(seed).random((pages, 100), np.float32)
+
+    def page(self, page: int) -> bytes:
+        """What a page holds."""
+        return bytes(self.content[page])
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        each = self.content[0].nbytes
+        return [self.content.ctypes.data + place * each for place in indices.tolist()], [each] * len(indices)
 
 
 class UnifiedRadixCache:
@@ -173,7 +229,7 @@ class FakeSglang:
         ):
             patch.setattr(fake, method, getattr(fake, method))  # taken back with its hooks
         modules: dict[str, dict[str, Any]] = {
-            "mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage},
+            "mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage, "PoolTransferResult": PoolTransferResult},
             "mem_cache.unified_radix_cache": {"UnifiedRadixCache": UnifiedRadixCache},
             "managers.scheduler_components.weight_updater": {
                 "SchedulerWeightUpdaterManager": SchedulerWeightUpdaterManager

@@ -67,7 +67,12 @@ HIERARCHICAL = {
     "hicache_storage_backend": "dynamic",
     "hicache_storage_prefetch_policy": "wait_complete",
 }
-_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+_VARIABLES = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|0",  # two ranks on one NUMA node have to be told cores; nobody binds them here
+}
 
 
 def interpreter() -> Path:

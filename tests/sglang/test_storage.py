@@ -2,93 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import logging
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvcached_client.engines import one_process, weights
+from kvcached_client.engines import one_process
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX
-from kvcached_client.sglang import hooks
 from tests.project.daemon_process import running_daemon
-from tests.project.source_tree import ROOT
+from tests.sglang.conftest import CONFIG, Make
 from tests.sglang.fake_sglang import (
-    PAGE_SIZE,
     FakeSglang,
     MHATokenToKVPoolHost,
     SchedulerWeightUpdaterManager,
-    StorageConfig,
     UnifiedRadixCache,
+    behind,
+    hashes,
+    places,
 )
-
-CONFIG = ROOT / "configs/offload-cpu.toml"
-Storage = Any
-Make = Callable[..., Storage]
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One daemon for the tests that leave it alone; each has a model of its own."""
-    directory = tmp_path_factory.mktemp("daemon") / "run"
-    with running_daemon(CONFIG, directory):
-        yield directory
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeSglang:
-    """SGLang with a model that no other test has."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(request.node.nodeid.encode())
-    fake = FakeSglang(model)
-    fake.install(monkeypatch)
-    monkeypatch.delitem(sys.modules, "kvcached_client.sglang.storage", raising=False)
-    monkeypatch.setattr(hooks, "_tell", [])
-    monkeypatch.setattr(weights, "default_notes_folder", lambda: None)
-    version = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: fake.version if name == "sglang" else version(name))
-    return fake
-
-
-@pytest.fixture
-def make(fake: FakeSglang, run_dir: Path) -> Iterator[Make]:
-    """Makes storages, on the daemon of the module if no other directory is given."""
-    made: list[Storage] = []
-
-    def make(pool: Any, directory: Path | None = None, **config: Any) -> Storage:
-        from kvcached_client.sglang import KvcachedStorage  # noqa: PLC0415 - of this test's SGLang
-
-        extra = {"interface_v1": 1, "kvcached": {"run_dir": str(directory or run_dir)}}
-        storage = KvcachedStorage(StorageConfig(**{"extra_config": extra, **config}), {})
-        storage.register_mem_pool_host(pool)
-        storage.on_host_pools_registered()
-        made.append(storage)
-        return storage
-
-    yield make
-    for storage in made:
-        storage.close()
-
-
-def hashes(count: int, name: str = "") -> list[str]:
-    return [hashlib.sha256(f"{name} {number}".encode()).hexdigest() for number in range(count)]
-
-
-def places(*pages: int) -> np.ndarray[Any, Any]:
-    """Indices of the tokens of pages, as SGLang gives them."""
-    return np.concatenate([np.arange(page * PAGE_SIZE, (page + 1) * PAGE_SIZE) for page in pages])
-
-
-def behind(*prefix: str) -> SimpleNamespace:
-    return SimpleNamespace(prefix_keys=list(prefix))
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first"])
@@ -275,12 +209,7 @@ def test_configurations_that_cannot_work_are_refused(make: Make, extra: dict[str
 
 
 def test_models_that_cannot_be_served_are_refused(make: Make, fake: FakeSglang) -> None:
-    """Speculative decoding, pools beside keys and values, other pools and layouts, and weights nobody can identify."""
-    storage = make(MHATokenToKVPoolHost())
-    storage.register_mem_host_pool_v2(None, "kv")
-    storage.register_mem_host_pool_v2(None, "mamba")
-    with pytest.raises(ValueError, match="pools mamba beside"):
-        storage.on_host_pools_registered()
+    """Speculative decoding, other pools and layouts, and weights nobody can identify."""
     with pytest.raises(ValueError, match="page_head is not served"):
         make(MHATokenToKVPoolHost(layout="page_head"))
     with pytest.raises(ValueError, match="too small"):
