@@ -29,11 +29,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         run_dir: directory of the daemon's sockets.
         weights_version: any text; another one when weights change and their files do not show it.
         deadline_ms: limit for one call to the daemon.
+        side_pools: serve models with host pools beside that of keys and values, whose outputs nobody has proven yet.
     """
 
     run_dir: str | None = None
     weights_version: str = ""
     deadline_ms: int = msgspec.field(default=1000)
+    side_pools: bool = False
 
 
 def read_settings(extra: Mapping[str, Any]) -> Settings:

@@ -160,6 +160,12 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _add_side_pool(self, name: str, pool: SglangObject) -> None:
+        if not self._settings.side_pools:
+            raise ValueError(
+                f"this model has a host pool {name!r} beside that of keys and values, and nobody has proven yet that "
+                "hits of such models come to the right output: compare outputs on your device, then add "
+                f'"kvcached": {{"side_pools": true}} to {OPTION}; or use no kvcached'
+            )
         pages = self._connected(name, pool, SIDE_POOLS.get(name, frozenset()))
         self._side_pools.add(name, SidePool(pages, pool.page_size))
 

@@ -136,7 +136,8 @@ def make(fake: FakeSglang, run_dir: Path) -> Iterator[Make]:
     ) -> Storage:
         from kvcached_client.sglang import KvcachedStorage  # noqa: PLC0415 - of this test's SGLang
 
-        extra = {"interface_v1": 1, "kvcached": {"run_dir": str(directory or run_dir)}}
+        table = {"run_dir": str(directory or run_dir), "side_pools": bool(beside)}
+        extra = {"interface_v1": 1, "kvcached": table}
         storage = KvcachedStorage(StorageConfig(**{"extra_config": extra, **config}), {})
         made.append(storage)
         storage.register_mem_pool_host(pool)

@@ -56,7 +56,7 @@ STORAGE = {
     "interface_v1": 1,
     "hicache_storage_pass_prefix_keys": True,
     "prefetch_threshold": PAGE_SIZE,
-    "kvcached": {"deadline_ms": 2000},  # a busy machine makes tests slow, not red
+    "kvcached": {"deadline_ms": 2000, "side_pools": True},  # a busy machine makes tests slow, not red
 }
 HIERARCHICAL = {
     "enable_hierarchical_cache": True,

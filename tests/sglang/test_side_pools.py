@@ -107,6 +107,13 @@ def test_pool_that_needs_every_page_ends_the_hit(make: Make) -> None:
     assert [target.page(6), target.page(7)] == [source.page(1), source.page(2)]
 
 
+def test_model_with_another_pool_is_refused_unless_it_is_asked_for(make: Make) -> None:
+    """Nobody has proven its outputs, so whoever wants it says so; SGLang tells of the pool before it serves."""
+    storage = make(MHATokenToKVPoolHost())
+    with pytest.raises(ValueError, match=r"host pool 'swa' beside .* \"kvcached\": {\"side_pools\": true}"):
+        storage.register_mem_host_pool_v2(MHATokenToKVPoolHost(1), "swa")
+
+
 def test_every_pool_has_to_agree(make: Make) -> None:
     """With several pools a prompt ends where all of them let it, though each alone would let it end later."""
     keys = hashes(6)
