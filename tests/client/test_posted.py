@@ -45,6 +45,7 @@ def test_next_call_of_the_lease_starts_where_the_posted_one_ended(daemon: FakeDa
         daemon.replies_together = 2
         lease.finish(12, wait=False)  # the end of the statement does not wait for its reply
     assert client.match(client.chain(range(8))) == 2
+    daemon.replies_together = 1
     assert [request.start for request in daemon.of(Commit) if isinstance(request, Commit)] == [0, 1]
     assert len(daemon.of(Release)) == 1
 
