@@ -7,6 +7,7 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 from typing import Final
 
 from benchmarks.pairs import paired_ratio
@@ -20,6 +21,9 @@ _WARM_UP_ROUNDS: Final = 4
 _NEW_BLOCKS: Final = BLOCKS // 2
 _HTTP_SOCKET: Final = "http.sock"
 _RATIO_MAX: Final = Target("value", "<=", 1.01)
+_SHARE_MAX: Final = Target("value", "<=", 0.01)
+#: As long as the one who looks least often needs to look twice.
+_IDLE_S: Final = 30.0
 #: Who has asked and never reads.
 _STALLED: Final = ("/tree.json", "/metrics")
 
@@ -40,6 +44,8 @@ def run(rounds: int) -> Iterator[Result]:
                     engine.run_dir, place / _HTTP_SOCKET, lookers
                 )
                 yield from _compared(kind, plain, engine, rounds)
+                if kind == "looked":
+                    yield from _between_requests(plain, engine)
 
 
 def _compared(kind: str, plain: TurnEngine, other: TurnEngine, rounds: int) -> Iterator[Result]:
@@ -54,6 +60,14 @@ def _compared(kind: str, plain: TurnEngine, other: TurnEngine, rounds: int) -> I
     yield judge("looking", f"{kind}_high_ratio", pair.high, "ratio")
     yield judge("looking", f"{kind}_processor_ratio", used[1] / used[0], "ratio")
     yield judge("looking", f"{kind}_us", sum(plain_ns) / len(plain_ns) / REQUESTS / 1e3, "us")
+
+
+def _between_requests(plain: TurnEngine, looked: TurnEngine) -> Iterator[Result]:
+    """What those who look cost a daemon that nobody asks anything else: the part of a processor that requests lose."""
+    before = plain.processor_s(), looked.processor_s()
+    sleep(_IDLE_S)
+    used = looked.processor_s() - before[1] - (plain.processor_s() - before[0])
+    yield judge("looking", "looked_processor_share", used / _IDLE_S, "share", target=_SHARE_MAX)
 
 
 def _look(run_dir: Path, http_socket: Path, stack: contextlib.ExitStack) -> None:

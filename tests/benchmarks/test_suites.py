@@ -14,7 +14,7 @@ from benchmarks import turns_rig
 from benchmarks.__main__ import main
 from benchmarks.result import Result
 from benchmarks.shapes import ADVERSARIAL, CHAT, LONG_PROMPT_BLOCKS, TRACE, Shape
-from benchmarks.suites import index, request
+from benchmarks.suites import index, looking, request
 
 _PROMISED = {"match_128k_{}_us", "bytes_per_block_{}", "request_8k_{}_us", "evict_8192_{}_us"}
 _WITH_HOST = {"match_128k_{}_host_us", "bytes_per_block_{}_write_through", "request_8k_{}_write_through_us"}
@@ -120,8 +120,10 @@ def test_looking_suite_measures_a_daemon_at_which_everybody_looks(
 ) -> None:
     """Whoever looks and whoever has stalled each have their ratio, with its interval."""
     monkeypatch.setattr(turns_rig, "PAIRS_PER_ROUND", 1)
+    monkeypatch.setattr(looking, "_IDLE_S", 0.5)
     main(["looking", "--json", "--rounds", "10"])
     lines = _lines(capsys.readouterr().out)
+    assert lines["looked_processor_share"]["target"] == "value <= 0.01"
     for case in ("looked", "stalled"):
         assert lines[f"{case}_ratio"]["target"] == "value <= 1.01"
         low, middle, high = (lines[f"{case}{part}_ratio"]["value"] for part in ("_low", "", "_high"))
