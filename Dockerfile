@@ -16,8 +16,10 @@ FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY . /source
 ENV KVCACHED_COMPILE=1
+# The versions that the tests run with: two builds of one commit have the same packages.
 RUN python -m venv /opt/kvcached \
-    && /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check /source/kvcached_client '/source[encryption,metrics]'
+    && /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check \
+        --constraint /source/tests/environment.lock.txt /source/kvcached_client '/source[curve,encryption,metrics]'
 
 # The same with what device pools on CUDA need. The driver comes from the node, with NVIDIA's container toolkit:
 #

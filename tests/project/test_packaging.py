@@ -131,6 +131,24 @@ def test_container_does_not_run_as_root() -> None:
     assert not any(line.startswith(("USER", "ENTRYPOINT", "CMD")) for line in lines[entry + 2 :])
 
 
+def test_image_has_every_optional_part_in_the_versions_of_the_tests() -> None:
+    """The image installs all extras that a configuration may need, from the lock, which the build's context holds."""
+    image, context = (ROOT / "Dockerfile").read_text(), (ROOT / ".dockerignore").read_text().splitlines()
+    (extras,) = re.findall(r"'/source\[([a-z,]+)\]'", image)
+    lock = "tests/environment.lock.txt"
+    needed = {
+        extra for file in ("configuration.md", "monitoring.md") for extra in extras_named_in(ROOT / "docs" / file)
+    }
+
+    assert needed <= set(extras.split(","))
+    assert f"--constraint /source/{lock} " in image
+    assert f"!{lock}" in context
+
+
+def extras_named_in(document: Path) -> list[str]:
+    return re.findall(r"kvcached-daemon\[([a-z]+)\]", document.read_text())
+
+
 def test_unit_opens_nothing_but_devices_for_gpus() -> None:
     """The drop-in for GPU nodes lets NVIDIA's devices in, and takes back nothing else that confines the daemon."""
     text = (ROOT / "configs/gpu.conf").read_text()
