@@ -136,17 +136,12 @@ def test_image_has_every_optional_part_in_the_versions_of_the_tests() -> None:
     image, context = (ROOT / "Dockerfile").read_text(), (ROOT / ".dockerignore").read_text().splitlines()
     (extras,) = re.findall(r"'/source\[([a-z,]+)\]'", image)
     lock = "tests/environment.lock.txt"
-    needed = {
-        extra for file in ("configuration.md", "monitoring.md") for extra in extras_named_in(ROOT / "docs" / file)
-    }
+    documents = "".join((ROOT / "docs" / name).read_text() for name in ("configuration.md", "monitoring.md"))
+    needed = set(re.findall(r"kvcached-daemon\[([a-z]+)\]", documents))
 
     assert needed <= set(extras.split(","))
     assert f"--constraint /source/{lock} " in image
     assert f"!{lock}" in context
-
-
-def extras_named_in(document: Path) -> list[str]:
-    return re.findall(r"kvcached-daemon\[([a-z]+)\]", document.read_text())
 
 
 def test_unit_opens_nothing_but_devices_for_gpus() -> None:
