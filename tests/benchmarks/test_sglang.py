@@ -18,6 +18,7 @@ from benchmarks.local_model import MODELS, daemon_config
 from benchmarks.programs import daemon_process, touch_host_pool
 from benchmarks.result import Result
 from benchmarks.sglang_environment import STORAGES, Storage, running_engine
+from tests.host_pool_file import host_pool_file
 
 ROUNDS = 3
 
@@ -63,11 +64,7 @@ def test_host_pool_is_resident_before_it_is_measured(tmp_path: Path) -> None:
     """All of a daemon's host pool takes up memory once it is touched, and next to nothing of it before."""
     size_bytes = (16 << 20) * 2
     with daemon_process(daemon_config(0), tmp_path) as process:
-        (pool,) = (
-            each
-            for each in Path(f"/proc/{process.pid}/fd").iterdir()
-            if str(each.readlink()).startswith("/memfd:kvcached-host")
-        )
+        pool = host_pool_file(process.pid)
         assert pool.stat().st_blocks * 512 < size_bytes // 2
         touch_host_pool(process)
         assert pool.stat().st_blocks * 512 == size_bytes

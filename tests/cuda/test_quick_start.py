@@ -9,7 +9,7 @@ import pytest
 
 from tests.project.quick_start import walk
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
 
 def test_commands_for_a_gpu_work(use_device: Callable[..., None], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from kvcached_client.protocol.engine import StatsReport
 from tests.daemon.conftest import CONFIG, RunningDaemon, pool_stats, seconds_until, started
 from tests.daemon.supervised import Supervised
 from tests.daemon.test_deaths import children
+from tests.host_pool_file import host_pool_file
 
 PATIENCE_S = 20
 SLOTS, BLOCK_SIZE = 16, 4
@@ -113,14 +114,11 @@ def wait_stored(run_dir: Path, blocks: int) -> None:
 
 def host_memory(pid: int, size_bytes: int = SLABS * SLAB_BYTES) -> mmap.mmap:
     """The host pool of a daemon's process, mapped here."""
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        if "memfd:kvcached-host" in os.path.realpath(path):  # a descriptor may be closed meanwhile
-            descriptor = os.open(path, os.O_RDWR)
-            try:
-                return mmap.mmap(descriptor, size_bytes)
-            finally:
-                os.close(descriptor)
-    raise AssertionError("the daemon has no host pool")
+    descriptor = os.open(host_pool_file(pid), os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, size_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def is_sound(daemon: RunningDaemon | Supervised) -> bool:

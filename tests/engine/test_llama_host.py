@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvcached_client import Admin
 from kvcached_client.blocks.host_layout import HostGeometry
 from tests.daemon.conftest import RunningDaemon, started
 from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, layout_of, prompt
+from tests.host_pool_file import host_pool_file
 
 SLABS, SLAB_BYTES = 16, 256 << 10
 CONFIG = f"""
@@ -101,10 +101,7 @@ def flip_a_bit(daemon: RunningDaemon, key: bytes) -> None:
     block_bytes = layout_of(TINY).bytes_per_block()
     geometry = HostGeometry(slabs=SLABS, slab_bytes=SLAB_BYTES, shards=1, block_bytes=block_bytes)
     offset = geometry.block_offset(slot, shard=0) + 3
-    folder = Path(f"/proc/{daemon.process.pid}/fd")
-    # realpath, for a descriptor that is closed meanwhile is none
-    (path,) = (path for path in folder.iterdir() if os.path.realpath(path).startswith("/memfd:kvcached-host"))
-    with path.open("r+b", buffering=0) as memory:
+    with host_pool_file(daemon.process.pid).open("r+b", buffering=0) as memory:
         memory.seek(offset)
         (byte,) = memory.read(1)
         memory.seek(offset)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.engine.offload_rig import (
     write_model,
 )
 from tests.engine.tiny_llama import BLOCK_SIZE, LIMITS, TINY, prompt
+from tests.host_pool_file import host_pool_file
 
 TOKENS = prompt(3 * LIMITS.chunk_tokens + 1)
 HIT_TOKENS = 3 * LIMITS.chunk_tokens
@@ -111,10 +111,7 @@ def flip_a_bit(daemon: RunningDaemon, key: bytes, block_bytes: int, shards: int)
         (place,) = admin.inspect(key).places
     geometry = HostGeometry(slabs=SLABS, slab_bytes=SLAB_BYTES, shards=shards, block_bytes=block_bytes)
     offset = geometry.block_offset(place.slot, shard=shards - 1) + 3
-    folder = Path(f"/proc/{daemon.process.pid}/fd")
-    # realpath, for a descriptor that is closed meanwhile is none
-    (path,) = (path for path in folder.iterdir() if os.path.realpath(path).startswith("/memfd:kvcached-host"))
-    with path.open("r+b", buffering=0) as memory:
+    with host_pool_file(daemon.process.pid).open("r+b", buffering=0) as memory:
         memory.seek(offset)
         (byte,) = memory.read(1)
         memory.seek(offset)

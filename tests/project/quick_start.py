@@ -15,7 +15,7 @@ from tests.project.documented_commands import in_blocks
 from tests.project.source_tree import ROOT
 
 PAGE = (ROOT / "docs/quick-start.md").read_text()
-_TIMEOUT_S = 120
+_TIMEOUT_S = 200
 
 
 def section(title: str) -> str:

@@ -18,7 +18,7 @@ SECTIONS = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_daemon_of_the_quick_start_serves_its_engine(tmp_path: Path) -> None:
     """The first section's commands work, and the second's print what it shows: a hit in the second process."""
     walk("A daemon on the CPU", tmp_path)

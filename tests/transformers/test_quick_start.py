@@ -13,6 +13,7 @@ from tests.project.quick_start import daemon_of, shown, walk
 from tests.transformers.models import llama
 
 
+@pytest.mark.timeout(240)
 def test_second_process_finds_the_prompt(tmp_path: Path) -> None:
     """With a model in the folder MODEL and the daemon of the section on vLLM, the program prints what is shown."""
     llama(vocab_size=1000).save_pretrained(tmp_path / "MODEL")

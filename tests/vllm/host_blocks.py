@@ -6,11 +6,11 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple, Self
 
 from kvcached_client.blocks.header import BLOCK_START
 from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry
+from tests.host_pool_file import host_pool_file
 from tests.vllm.cache_daemon import SLAB_BYTES
 
 #: Of the tiny model: layers x K and V x heads x tokens x elements x bytes.
@@ -33,7 +33,7 @@ class HostBlocks:
     """The pool of the daemon with this process id. A context manager."""
 
     def __init__(self, daemon_pid: int) -> None:
-        descriptor = os.open(_memfd_of(daemon_pid), os.O_RDWR)
+        descriptor = os.open(host_pool_file(daemon_pid), os.O_RDWR)
         try:
             self._memory = mmap.mmap(descriptor, 0)
         finally:
@@ -62,16 +62,3 @@ class HostBlocks:
         """Flip one bit of each."""
         for block in blocks:
             self._memory[self._geometry.block_offset(block.slot, 0) + BLOCK_BYTES // 3] ^= 4
-
-
-def _memfd_of(pid: int) -> Path:
-    """The descriptor of the host pool in the daemon."""
-    (found,) = (entry for entry in Path(f"/proc/{pid}/fd").iterdir() if _is_host_pool(entry))
-    return found
-
-
-def _is_host_pool(descriptor: Path) -> bool:
-    try:
-        return str(descriptor.readlink()).startswith("/memfd:kvcached-host")
-    except FileNotFoundError:  # closed since it was listed
-        return False
