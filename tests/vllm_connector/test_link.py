@@ -148,15 +148,8 @@ def test_questions_of_a_turn_are_sent_before_the_first_answer(rig: Rig) -> None:
     assert sent[0] == ["cancel_load", "acquire", "acquire", "prepare_stores"]
 
 
-def test_deadlines_missed_together_are_one_pause(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlines_missed_together_are_one_pause(rig: Rig) -> None:
     """Several seeks that were sent together and not answered in time make one pause, not one for each."""
-    pauses: list[float] = []
-
-    def longer(pause_s: float) -> float:
-        pauses.append(pause_s)
-        return 60.0  # it does not end before all of them are known
-
-    monkeypatch.setattr(link_module, "_longer", longer)
     client = ScriptedClient(1, acquire=SLOW)
     connected(rig, client)
     client.go_on.clear()
@@ -166,7 +159,7 @@ def test_deadlines_missed_together_are_one_pause(rig: Rig, monkeypatch: pytest.M
         rig.link.submit(seek(ticket))
     client.go_on.set()
     rig.wait(8)
-    assert pauses == [0.0]
+    assert rig.link._quiet_until == rig.now + link_module.PAUSE_S_MIN
 
 
 def test_link_learns_how_long_answers_take(rig: Rig) -> None:
