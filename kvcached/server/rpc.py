@@ -190,8 +190,7 @@ class RpcServer:
         return size
 
     def _take(self, connection: Connection, data: memoryview | bytes) -> None:
-        reader, size = connection.reader, len(data)
-        was_skipping = reader.is_skipping
+        reader, size, was_skipping = connection.reader, len(data), connection.reader.is_skipping
         end_ns = time.perf_counter_ns() + TURN_NS_MAX
         for _ in range(MESSAGES_PER_TURN_MAX):
             self._take_one(connection, data)
@@ -266,7 +265,8 @@ class RpcServer:
             return
         is_read = not connection.unsent and connection not in self._pauses
         has_more = connection.reader.has_more
-        self._watch(connection, select.EPOLLIN * (is_read and not has_more) | select.EPOLLOUT * bool(connection.unsent))
+        events = select.EPOLLIN * (is_read and not has_more) | select.EPOLLOUT * bool(connection.unsent)
+        self._watch(connection, events or select.EPOLLERR * (connection in self._pauses))  # the end is always told
         if is_read and has_more and not connection.is_queued:
             connection.is_queued = True
             if not self._queues:
@@ -295,8 +295,7 @@ class RpcServer:
     def _on_ready(self) -> None:
         """A turn for each connection that has something, or has ended.
 
-        Of a process whose connection fills a whole `recv`, or has more messages than a turn's, the others wait for
-        their next turn; so do all beyond a few of a user other than the daemon's own.
+        Others of a process wait for one that fills a `recv` or has more; of other users, all beyond a few wait.
         """
         ready = self._ready.poll(0)
         if len(ready) > 1:
@@ -305,11 +304,13 @@ class RpcServer:
             ready = ready[start:] + ready[:start]
         waiting: set[Hashable] = set()
         turns: Counter[Hashable] = Counter()
-        for descriptor, _ in ready:
+        for descriptor, events in ready:
             connection = self._watched.get(descriptor)
             if connection is None or connection.owner in waiting:  # closed on behalf of another one
                 continue
-            if connection.unsent:
+            if events & select.EPOLLHUP and connection in self._pauses:
+                self._close(connection)  # what its peer has left would be read for nothing, and keep its place
+            elif connection.unsent:
                 self._on_writable(connection)
             elif self._take_turn(connection) == RECEIVE_BYTES_MAX or connection.reader.has_more:
                 waiting.add(connection.owner)
@@ -341,9 +342,8 @@ class RpcServer:
 
     def _on_pause(self, owner: Hashable) -> None:
         """A pause begins or is over."""
-        for connection in list(self._connections):
-            if connection.owner == owner:
-                self._arrange(connection)
+        for connection in [each for each in self._connections if each.owner == owner]:
+            self._arrange(connection)
 
     # --- what goes out ----------------------------------------------------------------------------------------------
 
