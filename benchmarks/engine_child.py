@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+_ROOT: Final = Path(__file__).resolve().parents[1]
 _STOP_TIMEOUT_S: Final = 60
 _LOG_TAIL: Final = 4000
 #: In /proc/PID/stat, counted behind the name.
@@ -19,6 +20,26 @@ _USER_TICKS: Final = 11
 _SYSTEM_TICKS: Final = 12
 
 Prompts = Sequence[Sequence[int]]
+
+
+def interpreter_of(engine: str, variable: str) -> Path:
+    """Python of the environment that an engine has for itself.
+
+    Args:
+        engine: its name for people; ``make NAME-env`` builds the environment in ``.venv-NAME``.
+        variable: that names another folder; a relative one is in the checkout.
+
+    Raises:
+        SystemExit: there is none; says what to run.
+    """
+    name = engine.lower()
+    python = _ROOT / os.environ.get(variable, f".venv-{name}") / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(
+            f"this needs {engine}, and there is no {python}: `make {name}-env` builds that environment; "
+            f"{variable}=FOLDER names another one that has {engine} and kvcached-client"
+        )
+    return python
 
 
 class Engine:

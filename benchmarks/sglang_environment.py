@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from benchmarks.engine_child import Engine, running
+from benchmarks.engine_child import Engine, interpreter_of, running
 from benchmarks.local_model import BLOCK_SIZE
 from kvcached_client.sglang.settings import EXTRA_CONFIG
 
@@ -20,7 +20,6 @@ _STAND_INS: Final = _ROOT / "tests" / "sglang" / "cpu"
 
 #: Folder of SGLang's environment; a relative one is in the checkout.
 VARIABLE: Final = "SGLANG_VENV"
-_DEFAULT: Final = ".venv-sglang"
 
 #: What is below SGLang's two pools: nothing, kvcached, or files as SGLang itself writes them.
 Storage = Literal["plain", "kvcached", "file"]
@@ -57,18 +56,8 @@ _OPTIONS: Final[dict[str, Any]] = {
 
 
 def interpreter() -> Path:
-    """Python of SGLang's environment.
-
-    Raises:
-        SystemExit: there is none; says what to run.
-    """
-    python = _ROOT / os.environ.get(VARIABLE, _DEFAULT) / "bin" / "python"
-    if not python.exists():
-        raise SystemExit(
-            f"this needs SGLang, and there is no {python}: `make sglang-env` builds that environment; "
-            f"{VARIABLE}=FOLDER names another one that has SGLang and kvcached-client"
-        )
-    return python
+    """Python of SGLang's environment; SystemExit, with what to run, if there is none."""
+    return interpreter_of("SGLang", VARIABLE)
 
 
 @contextlib.contextmanager

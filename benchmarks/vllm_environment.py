@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 from typing import Final
 
+from benchmarks.engine_child import interpreter_of
+
 _ROOT: Final = Path(__file__).resolve().parents[1]
 #: What its processes find at their start: without it, they take the cores from the daemon while they wait.
 _YIELDING: Final = _ROOT / "tests" / "vllm" / "yielding"
 
 #: Folder of vLLM's environment; a relative one is in the checkout.
 VARIABLE: Final = "VLLM_VENV"
-_DEFAULT: Final = ".venv-vllm"
 
 #: Prompt and output.
 CONTEXT_TOKENS: Final = 4096
@@ -37,18 +38,8 @@ CONNECTOR: Final = {
 
 
 def interpreter() -> Path:
-    """Python of vLLM's environment.
-
-    Raises:
-        SystemExit: there is none; says what to run.
-    """
-    python = _ROOT / os.environ.get(VARIABLE, _DEFAULT) / "bin" / "python"
-    if not python.exists():
-        raise SystemExit(
-            f"this needs vLLM, and there is no {python}: `make vllm-env` builds that environment; "
-            f"{VARIABLE}=FOLDER names another one that has vLLM and kvcached-client"
-        )
-    return python
+    """Python of vLLM's environment; SystemExit, with what to run, if there is none."""
+    return interpreter_of("vLLM", VARIABLE)
 
 
 def environment(run_dir: Path | None) -> dict[str, str]:
