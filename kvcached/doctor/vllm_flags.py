@@ -27,6 +27,8 @@ TRANSFER_CONFIG: Final = {
 }
 #: The connector that takes sliding windows beside vLLM's hybrid cache manager.
 HYBRID_CONNECTOR: Final = "KvcachedHybridConnector"
+#: What is right in that place, too: an engine that only loads.
+_ALSO: Final = {"kv_connector": HYBRID_CONNECTOR, "kv_role": "kv_consumer"}
 DEFAULT_ALGORITHM: Final = "sha256"
 #: vLLM's attention on a CPU refuses others.
 _BLOCK_SIZE_UNIT: Final = 32
@@ -112,12 +114,12 @@ def _transfer_config(flags: VllmFlags, run_dir: Path) -> Iterator[Finding]:
         yield Finding(_CHECK, "fail", f"--kv-transfer-config is no JSON object: {error}", f"write {whole}")
         return
     for name, wanted in TRANSFER_CONFIG.items():
-        if config.get(name) not in (wanted, HYBRID_CONNECTOR if name == "kv_connector" else wanted):
+        if config.get(name) not in (wanted, _ALSO.get(name, wanted)):
             said = repr(config[name]) if name in config else "missing"
             yield Finding(_CHECK, "fail", f"--kv-transfer-config: {name} is {said}", f'write "{name}": "{wanted}"')
     extra = config.get("kv_connector_extra_config", {})
     try:
-        settings = read_settings(extra)
+        settings = read_settings(extra, config.get("kv_role", TRANSFER_CONFIG["kv_role"]))
     except (ValueError, TypeError) as error:
         yield Finding(_CHECK, "fail", str(error), "correct kv_connector_extra_config")
         return

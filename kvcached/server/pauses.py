@@ -11,14 +11,26 @@ from collections.abc import Callable, Hashable
 from typing import Final
 
 from kvcached.server.connection import Connection
+from kvcached_client.errors import ErrorCode, Fault
+from kvcached_client.protocol.engine import ErrorReply
 
 #: In the long run, refused bytes of one process are read no faster: about a hundredth of a processor's time.
 REFUSED_BYTES_PER_S: Final = 32 << 20
 #: What a refused request counts as at least: small ones cost the time of a request, not that of their bytes. So a
 #: process gets a thousand refusals a second in the long run, for less than a tenth of a processor.
 REFUSED_REQUEST_BYTES: Final = 32 << 10
+#: Refusals that the daemon's state is no reason for: a full pool, or a drain, is nothing that a peer does on purpose.
+_PEERS_FAULTS: Final = frozenset({Fault.CALLER, Fault.EPOCH})
 #: Of one connection, without a pause: a pause for each `recv` would be many timers.
 REFUSED_BYTES_MIN: Final = 1 << 20
+
+
+def is_for_nothing(refusal: ErrorReply) -> bool:
+    """Whether a request was refused that its peer need not have sent.
+
+    A client cannot know which prompts the daemon has forgotten: it names one, and sends all keys if it is refused.
+    """
+    return refusal.fault in _PEERS_FAULTS and refusal.code != ErrorCode.UNKNOWN_PREFIX
 
 
 class Pauses:

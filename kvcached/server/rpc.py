@@ -22,8 +22,8 @@ from kvcached.server.connections import Connections
 from kvcached.server.decoding import decode, refusal
 from kvcached.server.held import HeldBytes
 from kvcached.server.listener import Listener
-from kvcached.server.pauses import REFUSED_REQUEST_BYTES, Pauses
-from kvcached_client.errors import ErrorCode, Fault, RequestError
+from kvcached.server.pauses import REFUSED_REQUEST_BYTES, Pauses, is_for_nothing
+from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol.engine import ErrorReply, Header, Request, encode
 from kvcached_client.protocol.zmtp import Message
 
@@ -62,8 +62,6 @@ log = logging.getLogger(__name__)
 MESSAGES_PER_TURN_MAX: Final = 16
 #: No further one is begun in a turn after this time: a good client waits for two turns of others at each request.
 TURN_NS_MAX: Final = 200_000
-#: Refusals that the daemon's state is no reason for: a full pool, or a drain, is nothing that a peer does on purpose.
-_PEERS_FAULTS: Final = frozenset({Fault.CALLER, Fault.EPOCH})
 #: Of one `recv`: most requests are whole in it.
 RECEIVE_BYTES_MAX: Final = 64 * 1024
 #: Connections of one user other than the daemon's own that get a turn at a time.
@@ -348,7 +346,7 @@ class RpcServer:
     # --- what goes out ----------------------------------------------------------------------------------------------
 
     def _answer(self, connection: Connection, answer: Answer) -> None:
-        if isinstance(answer.header, ErrorReply) and answer.header.fault in _PEERS_FAULTS and connection.is_open:
+        if isinstance(answer.header, ErrorReply) and connection.is_open and is_for_nothing(answer.header):
             self._pauses.refuse(connection, REFUSED_REQUEST_BYTES)
         self._send(connection, connection.encode([encode(answer.header), *answer.frames]))
 

@@ -139,3 +139,19 @@ def test_refusals_by_the_service_count_where_they_are_the_peers_fault(
         for number in range(REFUSED_BYTES_MIN // pauses.REFUSED_REQUEST_BYTES):
             assert isinstance(peer.ask(bye(number)), ErrorReply)
         assert paused.is_set() is (fault in {Fault.CALLER, Fault.EPOCH})
+
+
+@pytest.mark.usefixtures("paused")
+def test_client_of_a_forgotten_prompt_is_not_paused(
+    serve: Callable[[], Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the daemon has forgotten a prompt, its client learns by this refusal alone, however often."""
+
+    def forget(_: Handler, __: bytes, request: Request, ___: list[bytes], respond: Callable[[Answer], None]) -> None:
+        code = ErrorCode.UNKNOWN_PREFIX
+        respond(Answer(ErrorReply(id=request.id, code=code, fault=Fault.CALLER, message="", fix="")))
+
+    monkeypatch.setattr(Handler, "submit", forget)
+    with RawPeer(serve().path) as peer:
+        for number in range(2 * REFUSED_BYTES_MIN // pauses.REFUSED_REQUEST_BYTES):
+            assert isinstance(peer.ask(bye(number)), ErrorReply)
