@@ -204,6 +204,14 @@ def test_doctor_of_an_engine_says_what_its_user_lacks(place: Path) -> None:
     assert "stats needs the role operate or look, and user root (0) has engine" in findings["round trip"].text
 
 
+def test_doctor_of_an_engine_that_only_loads_says_so(place: Path) -> None:
+    """A user whose engines only load cannot try a block, and nothing of it is a fault."""
+    with daemon_of(DAEMON, place, OFFLOAD + ROOT_ENGINE + "read_only = true\n") as run_dir:
+        (found,) = [each for each in examine(str(run_dir)) if each.check == "round trip"]
+
+    assert (found.level, "only load" in found.text) == ("warn", True)
+
+
 def test_root_looks_at_a_daemon_of_another_user(place: Path) -> None:
     """`sudo kvcached health` works by default; whatever changes something says which key would allow it."""
     with daemon_of(DAEMON, place, OFFLOAD) as run_dir, Admin.connect(run_dir) as root:
