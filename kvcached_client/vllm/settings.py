@@ -117,13 +117,7 @@ def read_settings(extra: Mapping[str, object], kv_role: str = _LOADS_AND_STORES)
                 f"kv_connector_extra_config: {key} is {extra[key]!r}; give one of {', '.join(get_args(choice))}"
             )
     choices: Any = {key: extra[key] for key in _CHOICES if key in extra}
-    is_reader = kv_role == _LOADS
-    if is_reader and choices.setdefault("on_reset", "keep") == "clear":
-        raise ValueError(
-            f"kv_connector_extra_config: on_reset is 'clear', but a {_LOADS!r} clears nothing; leave it out, or set "
-            f"kv_role to {_LOADS_AND_STORES!r}"
-        )
-    return Settings(run_dir, version, deadline, read_only=is_reader, **choices)
+    return Settings(run_dir, version, deadline, read_only=kv_role == _LOADS, **choices)
 
 
 def check_config(

@@ -31,9 +31,7 @@ def test_all_keys() -> None:
     assert read_settings({"device_memory": "daemon", "on_reset": "keep"}) == Settings(
         device_memory="daemon", on_reset="keep"
     )
-    assert read_settings({}, "kv_consumer") == Settings(read_only=True, on_reset="keep")
-    with pytest.raises(ValueError, match="on_reset is 'clear', but a 'kv_consumer' clears nothing"):
-        read_settings({"on_reset": "clear"}, "kv_consumer")
+    assert read_settings({}, "kv_consumer") == Settings(read_only=True)
 
 
 @pytest.mark.parametrize(
