@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange
+from kvcached.core.messages import AllRemoved, BlocksStored, IndexChange
 from kvcached.core.slots.announced import Announced
-from kvcached.events.wire import EventBatch, encode_batch, events_of
+from kvcached.events.wire import encode_batch
 from kvcached_client.types import KEY_SIZE_BYTES
 
 #: Keys of one event at most: 300 KB, which a slow subscriber may have to wait for.
@@ -78,11 +78,14 @@ class EventStream:
         """What has changed since the last time: a batch for each tier, more where there is much."""
         if not self._changes:
             return []
-        changes = self._changes[:]
-        self._changes.clear()
         by_tier: dict[tuple[bytes, int | None], list[IndexChange]] = {}
-        for change in changes:
-            by_tier.setdefault((change.tier.namespace, change.tier.rank), []).append(change)
+        tier, part = None, []
+        for change in self._changes:
+            if change.tier is not tier:  # most of a flush is about one tier
+                tier = change.tier
+                part = by_tier.setdefault((tier.namespace, tier.rank), [])
+            part.append(change)
+        self._changes.clear()
         return [
             self._publish(self._topic + part[0].tier.label, part, part[0].tier.rank)
             for each in by_tier.values()
@@ -123,7 +126,7 @@ class EventStream:
         return batch
 
     def _batch(self, number: int, topic: str, changes: Sequence[IndexChange], rank: int | None) -> Batch:
-        return Batch(topic.encode(), number, encode_batch(EventBatch(self._now_s(), events_of(changes), rank)))
+        return Batch(topic.encode(), number, encode_batch(self._now_s(), changes, rank))
 
 
 def _merged(changes: list[IndexChange]) -> list[IndexChange]:
@@ -131,20 +134,22 @@ def _merged(changes: list[IndexChange]) -> list[IndexChange]:
     merged: list[IndexChange] = []
     same: list[IndexChange] = []
     for change in changes:
-        if same and not _continues(same[-1], change):
-            merged.append(_joined(same))
-            same = []
-        same.append(change)
+        if same:
+            before = same[-1]
+            if type(change) is type(before) and _continues(before, change):
+                same.append(change)
+                continue
+            merged.append(before if len(same) == 1 else _joined(same))
+        same = [change]
     merged.append(_joined(same))
     return merged
 
 
 def _continues(before: IndexChange, change: IndexChange) -> bool:
-    if before.tier != change.tier:
+    """Whether two changes of one kind can be told as one."""
+    if before.tier != change.tier or isinstance(before, AllRemoved):
         return False
-    if isinstance(before, BlocksStored) and isinstance(change, BlocksStored):
-        return change.parent == before.keys[-KEY_SIZE_BYTES:]
-    return isinstance(before, BlocksRemoved) and isinstance(change, BlocksRemoved)
+    return not isinstance(change, BlocksStored) or change.parent == before.keys[-KEY_SIZE_BYTES:]
 
 
 def _joined(changes: list[IndexChange]) -> IndexChange:
@@ -156,6 +161,9 @@ def _joined(changes: list[IndexChange]) -> IndexChange:
 
 def _parts(changes: list[IndexChange]) -> Iterator[list[IndexChange]]:
     """The changes in portions of `KEYS_PER_EVENT_MAX` keys at most."""
+    if sum(map(_size, changes)) <= KEYS_PER_EVENT_MAX:
+        yield changes
+        return
     part: list[IndexChange] = []
     room = KEYS_PER_EVENT_MAX
     for change in changes:

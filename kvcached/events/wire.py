@@ -6,7 +6,8 @@ A batch is an array ``[ts, events, data_parallel_rank]``, an event a map with th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -21,7 +22,11 @@ MEDIUM_HOST: Final = "CPU"
 #: A key as MessagePack's bin 8. Keys that are one item each are copied seven times as fast as their bytes.
 _ROW: Final = np.dtype([("head", ">u2"), ("key", f"V{KEY_SIZE_BYTES}")])
 _HASH_HEAD: Final = 0xC400 + KEY_SIZE_BYTES
+_KEY_HEAD: Final = _HASH_HEAD.to_bytes(2, "big")
+_NIL: Final = b"\xc0"
 _ARRAY_HEAD: Final = b"\xdd"  #: its array 32
+#: Stands for keys while the rest of an event is packed: no text has this byte, and no number so many of it.
+_GAP: Final = b"\xc1" * 16
 
 
 class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, gc=False):
@@ -82,33 +87,54 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-encode_batch: Final = msgspec.msgpack.Encoder().encode
+_encode: Final = msgspec.msgpack.Encoder().encode
 decode_batch: Final = msgspec.msgpack.Decoder(EventBatch).decode
 _decode_hashes: Final = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
-def events_of(changes: Sequence[IndexChange]) -> list[Event]:
-    """Changes of the index as routers read them. All keys are packed together, which is most of the work."""
-    rows = packed_keys(b"".join(change.keys for change in changes if not isinstance(change, AllRemoved)))
-    events: list[Event] = []
-    at, tier, namespace, generation, medium = 0, None, "", 0, ""
+class _Forms(NamedTuple):
+    """Events of one tier in MessagePack, cut where one event of the kind differs from the next."""
+
+    stored: tuple[bytes, bytes, bytes]  #: before the keys, between them and the parent, behind it
+    removed: tuple[bytes, bytes]
+    cleared: bytes
+
+
+@lru_cache(maxsize=64)
+def _forms_of(tier: Tier) -> _Forms:
+    """Most of an event is the same for all of a tier: msgspec packs it once."""
+    gap, namespace, generation, medium = msgspec.Raw(_GAP), tier.namespace.hex(), tier.generation, medium_of(tier)
+    parent = cast("bytes", gap)
+    stored = BlockStored(gap, parent, (), tier.block_size, None, medium, None, namespace, generation)
+    before, between, behind = _encode(stored).split(_GAP)
+    head, tail = _encode(BlockRemoved(gap, medium, namespace, generation)).split(_GAP)
+    return _Forms((before, between, behind), (head, tail), _encode(AllBlocksCleared(namespace, generation)))
+
+
+def encode_batch(ts: float, changes: Sequence[IndexChange], rank: int | None) -> bytes:
+    """Changes of the index, which belong to one rank, as routers read them: an `EventBatch`."""
+    rows = memoryview(packed_keys(b"".join([change.keys for change in changes if not isinstance(change, AllRemoved)])))
+    pieces: list[bytes | memoryview] = [_ARRAY_HEAD, len(changes).to_bytes(4, "big")]
+    at, tier, forms = 0, None, None
     for change in changes:
-        if change.tier is not tier:
+        if forms is None or change.tier is not tier:
             tier = change.tier
-            namespace, generation, medium = tier.namespace.hex(), tier.generation, medium_of(tier)
+            forms = _forms_of(tier)
         if isinstance(change, AllRemoved):
-            events.append(AllBlocksCleared(namespace, generation))
+            pieces.append(forms.cleared)
             continue
         count = len(change.keys) // KEY_SIZE_BYTES
         end = at + count * _ROW.itemsize
-        hashes = msgspec.Raw(_ARRAY_HEAD + count.to_bytes(4, "big") + rows[at:end])
+        hashes = (_ARRAY_HEAD, count.to_bytes(4, "big"), rows[at:end])
         at = end
         if isinstance(change, BlocksRemoved):
-            events.append(BlockRemoved(hashes, medium, namespace, generation))
-            continue
-        parent = change.parent or None
-        events.append(BlockStored(hashes, parent, (), tier.block_size, None, medium, None, namespace, generation))
-    return events
+            head, tail = forms.removed
+            pieces += (head, *hashes, tail)
+        else:
+            before, between, behind = forms.stored
+            parent = _KEY_HEAD + change.parent if change.parent else _NIL
+            pieces += (before, *hashes, between, parent, behind)
+    return _encode((ts, msgspec.Raw(b"".join(pieces)), rank))
 
 
 def medium_of(tier: Tier) -> str:

@@ -79,7 +79,7 @@ def packed(tier: Tier) -> bytes:
         BlocksStored(tier, b"", KEYS[0]),
         AllRemoved(tier),
     ]
-    return wire.encode_batch(wire.EventBatch(1.5, wire.events_of(changes), tier.rank))
+    return wire.encode_batch(1.5, changes, tier.rank)
 
 
 def check(batch: Any, medium: str, rank: int | None) -> None:
@@ -125,3 +125,13 @@ def test_own_definitions_read_the_events_back() -> None:
     (stored, *_) = batch.events
     assert isinstance(stored, wire.BlockStored)
     assert wire.hashes_of(stored) == KEYS[1:]
+
+
+def test_numbers_that_look_like_the_gap_are_no_gap() -> None:
+    """Block sizes and generations with the bytes by which an event is cut are packed as they are."""
+    tier = HOST._replace(block_size=0xC1C1C1C1, generation=0xC1C1C1C1C1C1C1C1)
+
+    stored = wire.decode_batch(packed(tier)).events[0]
+
+    assert isinstance(stored, wire.BlockStored)
+    assert (stored.block_size, stored.generation) == (tier.block_size, tier.generation)
