@@ -54,7 +54,8 @@ def host_quota(host: HostConfig | None) -> HostQuota:
         return HostQuota()
     quota = host.quota
     rules = [QuotaRule(each.label, each.floor_percent, each.cap_percent) for each in quota.namespace]
-    return HostQuota((*rules, QuotaRule("*", quota.floor_percent, quota.cap_percent)))
+    tenants = tuple(QuotaRule(each.label, each.floor_percent, each.cap_percent) for each in quota.tenant)
+    return HostQuota((*rules, QuotaRule("*", quota.floor_percent, quota.cap_percent)), tenants)
 
 
 def _pool_spec(config: Config, replica: ReplicaConfig, generation: Generation, write_policy: WritePolicy) -> PoolSpec:

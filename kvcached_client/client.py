@@ -326,6 +326,7 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
         cache: CachePolicy = "all",
         full: bool = False,
         priority: int = 0,
+        tenant: str = "",
     ) -> Lease:
         """Lock the cached blocks of a prompt against eviction, and get slots for the rest of the prompt.
 
@@ -346,6 +347,8 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
             cache: which blocks `commit` and `finish` make findable: "all", "prompt" (none with output), "nothing".
             full: also use the block with the prompt's last token if it is cached; nothing is left to compute then.
             priority: -8 to 7; blocks that only requests of lower priority use are evicted first.
+            tenant: whose quota of the host pool the blocks count against, at most 64 characters; "" for nobody's. Give
+                each tenant's prompts a salt: blocks that tenants share belong to the one that came first.
 
         Raises:
             NoCapacity: no slot is free and nothing can be evicted; nothing was taken.
@@ -353,8 +356,9 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
             RequestError, TransportError: see `kvcached_client.errors`.
         """
         options = LeaseOptions(
-            prompt_tokens=prompt_tokens, reserve_tokens=reserve_tokens, cache=cache, full=full, priority=priority
-        )
+            prompt_tokens=prompt_tokens, reserve_tokens=reserve_tokens, cache=cache, full=full, priority=priority,
+            tenant=tenant,
+        )  # fmt: skip
         return complete(self._acquiring(request, chain, **options))
 
     def batch(self) -> CallBatch:

@@ -13,7 +13,7 @@ from kvcached_client.failpoints import failpoint
 from kvcached_client.keys import AcquiredPrefix, KeyChain
 from kvcached_client.lease_steps import LeaseSteps
 from kvcached_client.protocol.engine import KNOWN_BLOCKS_MIN, Acquire, Acquired
-from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN
+from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN, TENANT_CHARS_MAX
 from kvcached_client.protocol.grants import NOTHING, Grant, blocks_of, grant_of
 from kvcached_client.rejoin import Reserve
 from kvcached_client.transport.session import SessionChannel
@@ -35,6 +35,7 @@ class LeaseOptions(TypedDict, total=False):
     cache: CachePolicy
     full: bool
     priority: int
+    tenant: str
 
 
 class Lease(LeaseSteps):
@@ -159,10 +160,13 @@ def acquiring(
     cache: CachePolicy = "all",
     full: bool = False,
     priority: int = 0,
+    tenant: str = "",
 ) -> Steps[L]:
     """`Client.acquire`, in steps. The prompt is what the chain holds at the first one; `make` is the lease's class."""
     tokens, key_count = chain.token_count, chain.block_count
     _check_prompt(tokens, prompt_tokens, reserve_tokens, cache, priority)
+    if len(tenant) > TENANT_CHARS_MAX:
+        raise bad_value(f"a tenant of {len(tenant)} characters", f"a tenant's name has at most {TENANT_CHARS_MAX}")
     prompt_blocks = blocks_of(tokens, chain.block_size)
     more = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
     own_blocks = key_count if prompt_tokens is None else prompt_tokens // chain.block_size
@@ -177,6 +181,7 @@ def acquiring(
             reserve=more,
             full=full,
             priority=priority,
+            tenant=tenant,
             known=_known_blocks(channel, chain, key_count),
         )
         reply, frames = yield from _asking(channel, request, chain, key_count, deadline_ns)

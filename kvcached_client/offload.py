@@ -172,6 +172,7 @@ class OffloadClient(EngineSession):
         *,
         full: bool = False,
         priority: int = 0,
+        tenant: str = "",
         load_from: int | None = None,
     ) -> PendingReply[Hold]:
         """Lock the longest prefix of a prompt that the host pool holds. A repeated call gets the same lease.
@@ -182,6 +183,7 @@ class OffloadClient(EngineSession):
             tokens: length of the prompt. At least its last token is left to compute, unless `full`.
             full: also use the block with the last token.
             priority: -8 to 7; blocks that only requests of lower priority use are evicted first.
+            tenant: whose quota of the host pool the blocks count against, at most 64 characters; "" for nobody's.
             load_from: also `prepare_load`, from this depth to the end of the hit, where possible: see `Hold.load`.
         """
         request_id, known = self._channel.next_id(), self._channel.prompts.known_blocks(keys)
@@ -192,6 +194,7 @@ class OffloadClient(EngineSession):
             tokens=tokens,
             full=full,
             priority=priority,
+            tenant=tenant,
             known=known,
             load_from=load_from,
         )

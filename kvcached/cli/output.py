@@ -19,6 +19,7 @@ from kvcached_client.protocol.engine import (
     InspectReport,
     OffloadInfo,
     StatsReport,
+    TenantStats,
     TreeNode,
 )
 
@@ -70,6 +71,7 @@ def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None
                 "slabs": host.slabs,
                 "slots": host.slots,
                 **host.states,
+                **{f"tenant {escaped(each.tenant)}": _share(each) for each in host.tenants},
             },
         )
     for kept in report.engine_pools:
@@ -77,6 +79,10 @@ def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None
     if report.hosts:
         _print_facts("transfers", {name.replace("_", " "): count for name, count in report.transfers.items()})
     _print_facts("counters", dict(sorted(report.counters.items())))
+
+
+def _share(tenant: TenantStats) -> str:
+    return f"{tenant.blocks} blocks, floor {tenant.floor_blocks}, cap {tenant.cap_blocks}"
 
 
 def _engine_pool(pool: EnginePoolStats, limit_bytes: int) -> dict[str, object]:

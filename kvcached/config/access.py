@@ -6,7 +6,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from kvcached.config.tables import Table
+from kvcached.config.base_table import Table
 
 UserName: TypeAlias = Annotated[str, Field(min_length=1, max_length=64)]
 #: A shell pattern of names.

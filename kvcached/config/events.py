@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 from pydantic import Field
 from pydantic.functional_validators import AfterValidator
 
+from kvcached.config.base_table import Table
 from kvcached.config.problems import mistake
-from kvcached.config.tables import SIZE, Table
+from kvcached.config.tables import SIZE
 from kvcached_client.transport.run_dir import SOCKET_PATH_BYTES_MAX
 
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")

@@ -9,8 +9,9 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic.functional_validators import AfterValidator, BeforeValidator
 
+from kvcached.config.base_table import Table
 from kvcached.config.problems import mistake
-from kvcached.config.tables import SIZE, SLOTS_MAX, EvictionPolicyName, Table, WritePolicyName
+from kvcached.config.tables import SIZE, SLOTS_MAX, EvictionPolicyName, WritePolicyName
 from kvcached_client.blocks.layout import (
     POOL_SIZE_BYTES_MAX,
     DType,

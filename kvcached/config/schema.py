@@ -19,18 +19,12 @@ from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_
 from pydantic.functional_validators import AfterValidator
 
 from kvcached.config.access import AccessConfig
+from kvcached.config.base_table import Table
 from kvcached.config.events import EventsConfig
 from kvcached.config.problems import ConfigError, Places, key_lines, mistake, problems_of
 from kvcached.config.replica import FilePath, ReplicaConfig
 from kvcached.config.sources import overlay_environment, read_config_file
-from kvcached.config.tables import (
-    HostConfig,
-    HttpConfig,
-    OffloadConfig,
-    StorageConfig,
-    Table,
-    WritePolicyName,
-)
+from kvcached.config.tables import HostConfig, HttpConfig, OffloadConfig, StorageConfig, WritePolicyName
 from kvcached.config.tcp import TcpConfig
 from kvcached_client.transport.run_dir import SOCKET_PATH_BYTES_MAX, default_run_dir
 from kvcached_client.types import LogLevel

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import (
-    BaseModel,
     ByteSize,
-    ConfigDict,
     Field,
     TypeAdapter,
     ValidationError,
@@ -21,7 +19,9 @@ from pydantic import (
 )
 from pydantic.functional_validators import AfterValidator, BeforeValidator
 
+from kvcached.config.base_table import Table
 from kvcached.config.problems import mistake
+from kvcached.config.quota import QuotaConfig
 from kvcached_client.blocks.host_layout import PAGE_BYTES, slots_per_slab, smallest_slab
 from kvcached_client.blocks.layout import POOL_SIZE_BYTES_MAX, Layout
 from kvcached_client.doctor.memory_bounds import memory_bounds
@@ -39,7 +39,6 @@ EvictionPolicyName: TypeAlias = Literal["lru", "slru"]
 VerifyName: TypeAlias = Literal["inherited", "always", "never"]
 
 _PARSER: Final = TypeAdapter(ByteSize)
-_ALL_PERCENT: Final = 100
 
 
 def _parsed(value: object) -> object:
@@ -54,62 +53,6 @@ def _parsed(value: object) -> object:
 
 #: Stands behind the limits of a key: ``Annotated[int, Field(ge=1, le=1 << 40), SIZE]``.
 SIZE: Final = BeforeValidator(_parsed)
-
-
-class Table(BaseModel):
-    """Root of the tables: frozen, strict, nothing unknown."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=True, serialize_by_alias=True)
-
-
-class QuotaBounds(Table):
-    """What a namespace keeps of the host pool, and what it has at most."""
-
-    floor_percent: int = Field(
-        default=0,
-        ge=0,
-        le=100,
-        description="Part of the slabs that other namespaces never take from this one, even if no engine uses it.",
-    )
-    cap_percent: int = Field(
-        default=100, ge=1, le=100, description="Largest part of the slabs that a namespace may have; at least one slab."
-    )
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Self:
-        if self.floor_percent > self.cap_percent:
-            what = f"is more than cap_percent, {self.cap_percent}"
-            raise mistake(what, "use a smaller floor or a larger cap", ("floor_percent",), self.floor_percent)
-        return self
-
-
-class NamespaceQuota(QuotaBounds):
-    """``[[host.quota.namespace]]``: bounds of some namespaces instead of those of all."""
-
-    label: str = Field(
-        min_length=1,
-        max_length=256,
-        description="The namespaces that these bounds apply to: the label that engines in offload mode give their"
-        " namespace (the model), or the name of a replica. A shell pattern, as in `llama-*`; the first match counts.",
-    )
-
-
-class QuotaConfig(QuotaBounds):
-    """``[host.quota]``: bounds of every namespace. Within them each one in use has an equal share."""
-
-    namespace: tuple[NamespaceQuota, ...] = Field(
-        default=(), strict=False, description="Other bounds for some namespaces."
-    )
-
-    @model_validator(mode="after")
-    def _check_floors(self) -> Self:
-        floors = sum(each.floor_percent for each in self.namespace)
-        if floors > _ALL_PERCENT:
-            last = len(self.namespace) - 1
-            at = ("namespace", last, "floor_percent")
-            what = f"makes the floors of all these tables {floors} percent together"
-            raise mistake(what, "use floors of 100 percent or less in all", at, self.namespace[last].floor_percent)
-        return self
 
 
 class HostConfig(Table):
@@ -143,7 +86,9 @@ class HostConfig(Table):
     )
 
     quota: QuotaConfig | None = Field(
-        default=None, description="Floors and caps of namespaces. Without it, namespaces in use have equal shares."
+        default=None,
+        description="Floors and caps of namespaces, and of tenants in them. Without it, namespaces in use have equal"
+        " shares.",
     )
 
     _pool_bytes: int = 0

@@ -7,9 +7,10 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 from pydantic.functional_validators import AfterValidator
 
+from kvcached.config.base_table import Table
 from kvcached.config.problems import mistake
 from kvcached.config.replica import FilePath
-from kvcached.config.tables import Table, TcpAddress, parse_address
+from kvcached.config.tables import TcpAddress, parse_address
 from kvcached_client.protocol.key_files import key_of
 
 #: People, dashboards and routers of one node.

@@ -38,6 +38,7 @@ class Lease:
         run: the deepest run it reaches; `RunTree.resolve` finds where it is after splits.
         depth: blocks ``[0, depth)`` of its chain are in the tree and locked.
         priority: of the request: blocks that it uses are evicted after those of lower ones.
+        tenant: whom the request is for; "" for nobody in particular.
     """
 
     id: LeaseId
@@ -47,6 +48,7 @@ class Lease:
     run: Run
     depth: int
     priority: int = field(default=0, kw_only=True)
+    tenant: str = field(default="", kw_only=True)
 
     def reach(self, run: Run, depth: int) -> None:
         """Its path is ``[0, depth)`` to `run` from now on; the lock is the caller's to move."""

@@ -158,6 +158,7 @@ class Managed:
         *,
         full: bool,
         priority: int = 0,
+        tenant: str = "",
     ) -> Grant:
         """Match, pin the hit, and reserve slots for the rest of the prompt and `reserve` blocks more.
 
@@ -182,7 +183,7 @@ class Managed:
             tree.touch(run, pool.index, hit=depth, priority=priority)
             ranges = self._take(session, need, cause)
             lease = ManagedLease(
-                self.sessions.next_lease(), request, asked, depth, run, depth, ranges, priority=priority
+                self.sessions.next_lease(), request, asked, depth, run, depth, ranges, priority=priority, tenant=tenant
             )
             session.leases.add(lease)
         except BaseException:
@@ -268,6 +269,7 @@ class Managed:
             tree.reuse.stored(keys)
         held = tree.resolve(lease.run, lease.depth)
         run, duplicates = tree.commit(held, lease.depth, keys, slots, pool.index)
+        tree.belong(run, lease.tenant)
         depth = lease.depth + count
         tree.lock(run, depth, pool.index)
         tree.unlock(tree.resolve(held, lease.depth), lease.depth, pool.index)
@@ -379,6 +381,7 @@ class Managed:
         self._worker_copies.loads.join(session, lease)
         self._worker_copies.loads.start(session, lease, keys, limit)
         session.tree.touch_host(lease.run, hit=lease.depth, priority=lease.priority)
+        session.tree.belong(lease.run, lease.tenant)
         lease.promise(lease.depth)
         if session.tree.listener is not None:
             session.tree.listener.sighted(session.tree, lease.run, lease.depth)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 from kvcached.core.eviction.by_priority import make_policy
+from kvcached.core.eviction.by_tenant import ByTenant
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
 from kvcached.core.eviction.reuse import ReuseSample, TreeReuse
@@ -332,10 +334,9 @@ class Trees:
         namespace: bytes,
         write_policy: WritePolicy,
     ) -> PrefixTree:
-        policies = [*policies, make_policy(self.allocator.eviction_policy, 0 if host is None else host.slots)]
         return PrefixTree(
             pools,
-            policies,
+            [*policies, self._host_policy(host)],
             host,
             self.counters,
             namespace=namespace,
@@ -344,6 +345,11 @@ class Trees:
             listener=self.listener,
             reuse=self._reuse_of(host),
         )
+
+    def _host_policy(self, host: HostPool | None) -> EvictionPolicy:
+        make = partial(make_policy, self.allocator.eviction_policy, 0 if host is None else host.slots)
+        tenants = self.allocator.quota.tenants
+        return ByTenant(make, tenants, host) if tenants and host is not None else make()
 
     def _reuse_of(self, host: HostPool | None) -> TreeReuse | None:
         """None without a host pool, and where a slab has no room for a block."""

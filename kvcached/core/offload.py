@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvcached.core.index.host_tree import HOST, Piece
+from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.pieces import Piece
 from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.lease import Asked, OffloadLease
 from kvcached.core.messages import SessionEnded, SessionExpired, SlotsHandedOut, TransferKind
@@ -176,6 +177,7 @@ class Offload:
         *,
         full: bool,
         priority: int = 0,
+        tenant: str = "",
         load_from: int | None = None,
     ) -> OffloadLease:
         """Lock the longest prefix that the host pool holds complete. Asking again gives the same lease.
@@ -199,6 +201,7 @@ class Offload:
         if self._locks.waiting:
             self._locks.acquired(session.id, keys, limit)
         tree.touch(run, HOST, hit=depth, priority=priority)
+        tree.belong(run, tenant)
         if tree.listener is not None:
             tree.listener.sighted(tree, run, depth)
         lease = OffloadLease(
@@ -211,6 +214,7 @@ class Offload:
             tree,
             session.namespace.generation,
             priority=priority,
+            tenant=tenant,
             filling=found.filling if self._copies.is_stored_by_another(session, found, tree, keys) else 0,
         )
         session.leases.add(lease)

@@ -208,6 +208,14 @@ def _host_pool(snapshot: Snapshot) -> Iterator[Metric]:
         [((*_names(host), f"{each.size_ratio:g}"), each.hit_ratio) for host in hosts for each in host.hit_estimates],
         (*labels, "size"),
     )
+    tenants = [((*_names(host), tenant.tenant), tenant) for host in hosts for tenant in host.tenants]
+    for name, meaning, field in (
+        ("blocks", "Blocks of a tenant with a quota in the host pool.", "blocks"),
+        ("floor_blocks", "Blocks that such a tenant does not lose to others.", "floor_blocks"),
+        ("cap_blocks", "Blocks that such a tenant has at most.", "cap_blocks"),
+    ):
+        numbers = [(values, float(getattr(tenant, field))) for values, tenant in tenants]
+        yield _gauge(f"host_tenant_{name}", meaning, numbers, (*labels, "tenant"))
     yield each("host_generation", "Generation of a namespace; it changes when the namespace is cleared.", "generation")
 
 

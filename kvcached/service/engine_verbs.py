@@ -149,7 +149,9 @@ class EngineVerbs:
                 ErrorCode.BAD_VALUE, "an engine on a device pool announces no loads", "leave load_from out"
             )
         asked = (request.epoch, request.request, keys, request.tokens, request.reserve)
-        grant = self._cache.managed.acquire(group.session, *asked, full=request.full, priority=request.priority)
+        grant = self._cache.managed.acquire(
+            group.session, *asked, full=request.full, priority=request.priority, tenant=request.tenant
+        )
         loads = tuple(wire.LoadTicket(transfer, progress) for transfer, progress in grant.loads)
         header = wire.Acquired(id=request.id, lease=grant.lease, hit=grant.hit, ready=grant.ready, loads=loads)
         return Answer(header, (grant.hit_ranges, grant.ranges))

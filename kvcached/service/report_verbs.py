@@ -229,14 +229,14 @@ def _host_stats(cache: Cache, tree: PrefixTree, host: HostPool, replicas: Replic
         states=_states(host, _HOST_STATES),
         asked_blocks=0 if tree.reuse is None else round(tree.reuse.asked_blocks),
         hit_estimates=() if tree.reuse is None else tuple(map(wire.HitEstimate, SIZE_RATIOS, tree.reuse.hit_ratios())),
+        tenants=() if tree.tenants is None else tuple(wire.TenantStats(*each) for each in tree.tenants.shares()),
     )
 
 
 def _host_pool_bytes(replicas: Replicas, offload: wire.OffloadInfo | None) -> int:
     if offload is not None:
         return offload.slabs * offload.slab_bytes
-    geometries = (replica.host_geometry for replica in replicas.values())
-    return next((each.slabs * each.slab_bytes for each in geometries if each is not None), 0)
+    return next((each.slabs * each.slab_bytes for one in replicas.values() if (each := one.host_geometry)), 0)
 
 
 def _generation(tree: PrefixTree, space: Namespace | None, replicas: Replicas) -> int:

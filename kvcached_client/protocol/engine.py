@@ -112,6 +112,7 @@ from kvcached_client.protocol.reports import (
     ReplicaInfo,
     Stats,
     StatsReport,
+    TenantStats,
     Tree,
     TreeNode,
     TreeReport,

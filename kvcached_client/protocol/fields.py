@@ -56,6 +56,10 @@ PRIORITY_MIN: Final = -8
 PRIORITY_MAX: Final = 7
 
 Id = Annotated[int, _Id]
+#: Tenants are names in a configuration, not secrets.
+TENANT_CHARS_MAX: Final = 64
+
+Tenant = Annotated[str, msgspec.Meta(max_length=TENANT_CHARS_MAX)]
 Priority = Annotated[int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX)]
 Count = Annotated[int, _Count]
 Name = Annotated[str, _Name]

@@ -75,6 +75,15 @@ class HitEstimate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     hit_ratio: float  #: 0 to 1
 
 
+class TenantStats(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What a tenant has of a namespace's host slots, and its bounds."""
+
+    tenant: str
+    blocks: int
+    floor_blocks: int
+    cap_blocks: int
+
+
 class HostStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The states of one namespace's host slots; they add up to `slots`."""
 
@@ -91,6 +100,7 @@ class HostStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     states: dict[str, int]
     asked_blocks: int = 0  #: blocks of prompts that the estimates are of: the latest ones
     hit_estimates: tuple[HitEstimate, ...] = ()  #: smaller sizes first; none while too few blocks were sampled
+    tenants: tuple[TenantStats, ...] = ()  #: those with a quota, the largest 100
 
 
 class HostRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -25,6 +25,7 @@ from kvcached_client.protocol.fields import (
     Priority,
     RequestName,
     Secret,
+    Tenant,
 )
 from kvcached_client.types import PROGRESS_SLOTS
 
@@ -79,6 +80,7 @@ class Acquire(Header, frozen=True, kw_only=True, tag="acquire"):
     reserve: Count = 0  #: further exclusive slots, for output
     full: bool = False
     priority: Priority = 0  #: blocks that only requests of lower priority use are evicted first
+    tenant: Tenant = ""  #: whose quota the blocks count against
     #: blocks of an earlier acquire's prompt, whose last key is the first of the frame; 0: the frame holds all keys
     known: Count = 0
     load_from: Count | None = None  #: offload mode: also announce a load of the hit's blocks from this depth on

@@ -11,17 +11,11 @@ from kvcached.build import host_quota as daemon_quota
 from kvcached.config.access import AccessConfig, EngineAccess
 from kvcached.config.events import EventsConfig
 from kvcached.config.problems import ConfigError, Problem, key_lines
+from kvcached.config.quota import NamespaceQuota, QuotaConfig, TenantQuota
 from kvcached.config.replica import GroupConfig, ReplicaConfig
 from kvcached.config.report import as_toml, figures_of
 from kvcached.config.schema import REPLICAS_MAX, Config, load_config
-from kvcached.config.tables import (
-    HostConfig,
-    HttpConfig,
-    NamespaceQuota,
-    OffloadConfig,
-    QuotaConfig,
-    StorageConfig,
-)
+from kvcached.config.tables import HostConfig, HttpConfig, OffloadConfig, StorageConfig
 from kvcached.config.tcp import TcpClient, TcpConfig
 from kvcached_client.blocks.layout import KvGroup, PageOrder
 from tests.config.reference import rows
@@ -59,6 +53,7 @@ def problems(tmp_path: Path, text: str, environment: dict[str, str] | None = Non
     return [str(problem).replace(f"{tmp_path}/", "") for problem in caught.value.problems]
 
 
+_TENANT = '[[host.quota.tenant]]\nlabel = "a"\nfloor_percent = 60\n'
 _SIXTY = '[[host.quota.namespace]]\nlabel = "a*"\nfloor_percent = 60\n'
 
 # Each: what to replace in GOOD, by what, and the one problem that follows.
@@ -230,6 +225,16 @@ BAD = {
         "[[replica]]",
         "[host]\nsize_bytes = 67108864\n" + 2 * _SIXTY + "[[replica]]",
         ":11: host.quota.namespace[1].floor_percent = 60: makes the floors of all these tables 120 percent together;",
+    ),
+    "floors of tenants of more than everything": (
+        "[[replica]]",
+        "[host]\nsize_bytes = 67108864\n" + _TENANT.replace('"a"', '"b"') + _TENANT + "[[replica]]",
+        ":11: host.quota.tenant[1].floor_percent = 60: makes the floors of all these tables 120 percent together;",
+    ),
+    "floor of any number of tenants": (
+        "[[replica]]",
+        '[host]\nsize_bytes = 67108864\n[[host.quota.tenant]]\nlabel = "free-*"\nfloor_percent = 1\n[[replica]]',
+        "host.quota.tenant[0].floor_percent = 1: is for each of any number of tenants, because 'free-*' is a pattern;",
     ),
     "quota of nobody": (
         "[[replica]]",
@@ -478,6 +483,7 @@ def test_config_documentation_has_every_key() -> None:
         HostConfig,
         QuotaConfig,
         NamespaceQuota,
+        TenantQuota,
         OffloadConfig,
         StorageConfig,
         AccessConfig,

@@ -44,7 +44,7 @@ class Engine:
         self.epoch = cache.pools[replica].epoch
         self._requests = 0
 
-    def acquire(self, text: str, *, reserve: int = 0, request: str = "", full: bool = True) -> Grant:
+    def acquire(self, text: str, *, reserve: int = 0, request: str = "", full: bool = True, tenant: str = "") -> Grant:
         self._requests += 1
         keys = keys_of(text)
         return self.cache.managed.acquire(
@@ -55,6 +55,7 @@ class Engine:
             len(text) * BLOCK_SIZE,
             reserve,
             full=full,
+            tenant=tenant,
         )
 
     def commit(self, grant: Grant, text: str, *, fence: int = 0, slots: Ranges[int] | None = None) -> Commitment:

@@ -14,6 +14,7 @@ from kvcached.core.insight.invariants import check
 from kvcached.core.messages import Grant, MemberLost, MembersDied, PoolRestored, Ticked, WorkerDied
 from kvcached.core.namespaces import PoolSpec
 from kvcached.core.refusals import Refusal
+from kvcached.core.slots.host_slots import HostQuota, QuotaRule
 from kvcached.core.slots.states import SlotState
 from kvcached_client.errors import ErrorCode
 from kvcached_client.types import FenceSequence, LeaseId, SessionId, unpack_ranges
@@ -32,6 +33,19 @@ def chain_keys(symbols: tuple[int, ...]) -> list[bytes]:
         parent = hashlib.blake2b(parent + bytes([symbol]), digest_size=16).digest()
         keys.append(parent)
     return keys
+
+
+#: Of the tenants whose prompts the models serve.
+TENANT_QUOTA = HostQuota(tenants=(QuotaRule("capped", cap_percent=30), QuotaRule("kept", floor_percent=20)))
+
+
+#: By their prompts' first blocks; most prompts of the models begin with 0.
+_TENANTS = {chain_keys((symbol,))[0]: name for symbol, name in enumerate(("kept", "capped", ""))}
+
+
+def tenant_of(chain: list[bytes], request: int) -> str:
+    """Whose request that is: a tenant has first blocks of its own, but now and then somebody asks without a name."""
+    return _TENANTS.get(chain[0], "unbounded") if chain and request % 5 else ""
 
 
 def expand(packed: bytes) -> list[int]:

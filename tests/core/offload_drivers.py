@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from kvcached.core.cache import Cache
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.insight.invariants import check
 from kvcached.core.slots.ranges import slot_count
 from tests.core.history import Choose, History, Operation
-from tests.core.model import TTL_MS, chain_keys
+from tests.core.model import TENANT_QUOTA, TTL_MS, chain_keys
 from tests.core.offload_engine import let_rest
 from tests.core.offload_model import SPACES_MAX, OffloadPlayers
 from tests.core.offload_world import SPECS
@@ -25,8 +26,9 @@ class OffloadDriver(History):
         super().__init__(choose)
         self.slabs = (3, 4, 6)[choose(3)]
         self.cache = Cache(
-            [], epoch=7, session_ttl_ms=TTL_MS, host_slabs=self.slabs, namespaces_max=SPACES_MAX, announces=True
-        )
+            [], epoch=7, session_ttl_ms=TTL_MS, host_slabs=self.slabs, namespaces_max=SPACES_MAX, announces=True,
+            host_quota=TENANT_QUOTA,
+        )  # fmt: skip
         self.players = OffloadPlayers(choose, self.cache, SlabMemory(SHARDS))
         self.weighted = [*self.players.weighted, (self.players.tick, 6), (self.players.heartbeat, 20)]
 
@@ -39,6 +41,11 @@ class OffloadDriver(History):
         assert check(self.cache) == []
         self.players.check(alone=True)
 
+    @staticmethod
+    def _kept(tree: PrefixTree) -> int:
+        """Blocks that a floor keeps for their tenant."""
+        return 0 if tree.tenants is None else min(tree.tenants.blocks["kept"], tree.tenants.bounds("kept")[0])
+
     def end(self) -> None:
         """Everybody dies, and rests: nothing is held, and whoever comes then can have every slab."""
         self.players.end(self.do)
@@ -48,8 +55,9 @@ class OffloadDriver(History):
         session = self.cache.open_offload(spec, self.players.now_ms).id
         lease = core.acquire(session, "all", b"", 0, full=True)
         blocks = self.slabs * spec.host_slots_per_slab
+        kept = sum(self._kept(tree) for tree in core.namespaces.trees)
         plan = core.prepare_store(session, lease.id, 0, b"".join(chain_keys((7,) * (blocks + 1))))
-        assert slot_count(plan.slots) == plan.depth == blocks
+        assert blocks - kept <= slot_count(plan.slots) == plan.depth <= blocks
         assert check(self.cache) == []
 
     def seen(self) -> Counter[str]:

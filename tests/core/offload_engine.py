@@ -68,10 +68,13 @@ class OffloadEngine:
     def hit(self, text: str) -> int:
         return self.core.match(self.session, keys_of(text), len(text) * BLOCK_SIZE, full=True)
 
-    def acquire(self, text: str, *, request: str = "", full: bool = True) -> OffloadLease:
+    def acquire(
+        self, text: str, *, request: str = "", full: bool = True, tenant: str = "", priority: int = 0
+    ) -> OffloadLease:
         self._requests += 1
         name = request or f"request-{self.session}-{self._requests}"
-        return self.core.acquire(self.session, name, keys_of(text), len(text) * BLOCK_SIZE, full=full)
+        tokens = len(text) * BLOCK_SIZE
+        return self.core.acquire(self.session, name, keys_of(text), tokens, full=full, tenant=tenant, priority=priority)
 
     def release(self, lease: OffloadLease | LeaseId) -> None:
         self.core.release(self.session, lease if isinstance(lease, int) else lease.id)

@@ -20,7 +20,7 @@ from kvcached.core.transfers.engine_copies import EVERY_SHARD, StorePlan
 from kvcached_client.errors import ErrorCode
 from kvcached_client.types import LeaseId, SessionId
 from tests.core.history import Choose, Operation
-from tests.core.model import BLOCK_SIZE, TTL_MS, chain_keys
+from tests.core.model import BLOCK_SIZE, TTL_MS, chain_keys, tenant_of
 from tests.core.offload_books import HeldLease, Job, Player
 from tests.core.offload_world import SPECS, OffloadWorld
 from tests.core.slab_memory import SlabMemory
@@ -198,7 +198,8 @@ class OffloadPlayers(OffloadWorld):
     def _ask(self, player: Player, held: HeldLease) -> OffloadLease:
         tokens, blocks, full, load_from = held.asked
         keys = b"".join(held.chain[:blocks])
-        return self.core.acquire(player.id, held.request, keys, tokens, full=full, load_from=load_from)
+        tenant = tenant_of(held.chain, int(held.request[1:]))
+        return self.core.acquire(player.id, held.request, keys, tokens, full=full, load_from=load_from, tenant=tenant)
 
     def release(self) -> None:
         if (picked := self._lease()) is not None:

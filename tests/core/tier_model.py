@@ -17,7 +17,7 @@ from kvcached.core.slots.states import SlotState
 from kvcached_client.errors import ErrorCode
 from kvcached_client.types import FenceSequence, ShardIndex, TransferId
 from tests.core.history import Choose, Operation
-from tests.core.model import BLOCK_SIZE, expand
+from tests.core.model import BLOCK_SIZE, expand, tenant_of
 from tests.core.tier_sessions import HeldLease, HeldSession, TierSessions
 from tests.core.tier_world import NAMESPACES, SHARDS
 
@@ -161,8 +161,9 @@ class TierDriver(TierSessions):
         request = f"r{self.requests}"
         try:
             grant = self.cache.managed.acquire(
-                session.id, session.epoch, request, b"".join(chain), tokens, reserve, full=full
-            )
+                session.id, session.epoch, request, b"".join(chain), tokens, reserve, full=full,
+                tenant=tenant_of(chain, self.requests),
+            )  # fmt: skip
         except Refusal as error:
             assert error.code in NO_ROOM
             need = -(-tokens // BLOCK_SIZE) - here + reserve

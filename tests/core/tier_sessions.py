@@ -13,7 +13,7 @@ from kvcached.core.slots.states import SlotState
 from kvcached_client.errors import ErrorCode
 from kvcached_client.types import FenceSequence, LeaseId, SessionId
 from tests.core.history import Choose, History
-from tests.core.model import BLOCK_SIZE, chain_keys
+from tests.core.model import BLOCK_SIZE, TENANT_QUOTA, chain_keys
 from tests.core.tier_accounts import Accounts
 from tests.core.tier_world import NAMESPACES, SHARDS, World
 
@@ -72,6 +72,7 @@ class TierSessions(History):
             host_slabs=2 + choose(2) + namespaces_max,
             namespaces_max=namespaces_max,
             announces=True,
+            host_quota=TENANT_QUOTA,
         )
         self.world = World(self.cache, per_slab)
         self.accounts = Accounts(self.cache, self.world)

@@ -104,6 +104,7 @@ class Scheduler:
             read_only=read_only,
         )
         self._requests = 0
+        self.tenant = ""  #: whom the next prompts are for
 
     def hit(self, name: str, blocks: int) -> int:
         return self.client.match(keys_of(name, blocks), blocks * BLOCK_SIZE, full=True)
@@ -111,7 +112,8 @@ class Scheduler:
     def acquire(self, name: str, blocks: int) -> Hold:
         self._requests += 1
         request = f"request {self._requests}"
-        return self.client.acquire(request, keys_of(name, blocks), blocks * BLOCK_SIZE, full=True)
+        keys = keys_of(name, blocks)
+        return self.client.acquire(request, keys, blocks * BLOCK_SIZE, full=True, tenant=self.tenant)
 
     def prepare_store(self, name: str, blocks: int) -> tuple[PreparedStore, Order]:
         """A store of what a prompt lacks, which is one piece here."""

@@ -34,6 +34,7 @@ NESTED: dict[str, type[msgspec.Struct]] = {
         protocol.HostRegistration,
         protocol.HitEstimate,
         protocol.HostStats,
+        protocol.TenantStats,
         protocol.EnginePoolStats,
         protocol.HealthPart,
         protocol.ReplicaInfo,

@@ -106,6 +106,7 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
     "acquire": (Acquire(id=3, epoch=4, request="req-1", tokens=40, reserve=2), [KEYS]),
     "acquire-known": (Acquire(id=32, epoch=4, request="req-2", tokens=64, known=3), [KEYS]),
     "acquire-load": (Acquire(id=40, epoch=4, request="req-3", tokens=64, load_from=1), [KEYS]),
+    "acquire-tenant": (Acquire(id=43, epoch=4, request="req-4", tokens=64, tenant="free-7"), [KEYS]),
     "allocate": (Allocate(id=4, epoch=4, lease=9, blocks=2), []),
     "commit": (Commit(id=5, epoch=4, lease=9, start=0, fence=7), [KEYS, SLOTS]),
     "commit-tokens": (Commit(id=6, epoch=4, lease=9, start=0), [KEYS, SLOTS, TOKENS]),

@@ -123,10 +123,11 @@ class ScriptedClient:
             assert self._called.acquire(timeout=10), f"only {self.calls}"
 
     def begin_acquire(
-        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, load_from: int | None
+        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, tenant: str, load_from: int | None
     ) -> Any:
         assert load_from == (None if full else 0)
-        return self._begin("acquire", request, keys, tokens, full, *([priority] if priority else []))
+        wishes = [each for each in (priority, tenant) if each]
+        return self._begin("acquire", request, keys, tokens, full, *wishes)
 
     def pin(self, keys: bytes, *, ttl_ms: int) -> Any:
         return self._answer("pin", keys, ttl_ms)

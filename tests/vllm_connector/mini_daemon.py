@@ -140,11 +140,13 @@ class MiniClient:
         return not self.daemon.is_dead and session is not None and session.state is SessionState.ACTIVE
 
     def acquire(
-        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, load_from: int | None
+        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, tenant: str, load_from: int | None
     ) -> Hold:
         self._check()
         core = self.daemon.core
-        lease = core.acquire(self.id, request, keys, tokens, full=full, priority=priority, load_from=load_from)
+        lease = core.acquire(
+            self.id, request, keys, tokens, full=full, priority=priority, tenant=tenant, load_from=load_from
+        )
         plan = core.announced_load(self.id, lease)
         load = (
             None if plan is None else PreparedLoad(plan.transfer, plan.generation, _slots(plan.slots), load_from or 0)
@@ -167,10 +169,8 @@ class MiniClient:
     def listen(self, wake: int, timeout_s: float) -> bool:
         return True
 
-    def begin_acquire(
-        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, load_from: int | None
-    ) -> MiniAsked:
-        return MiniAsked(lambda: self.acquire(request, keys, tokens, full=full, priority=priority, load_from=load_from))
+    def begin_acquire(self, request: str, keys: bytes, tokens: int, **options: Any) -> MiniAsked:
+        return MiniAsked(lambda: self.acquire(request, keys, tokens, **options))
 
     def begin_prepare_load(self, lease: LeaseId, start: int, blocks: int) -> MiniAsked:
         return MiniAsked(lambda: self.prepare_load(lease, start, blocks))

@@ -42,10 +42,11 @@ def test_requests_without_wishes_are_as_before() -> None:
 
 def test_own_parameters() -> None:
     """Each key is executed and reported."""
-    wishes = read(own(priority=-3, pin_ttl_s=1.5, prefetch="best_effort", share=False))
+    wishes = read(own(priority=-3, pin_ttl_s=1.5, prefetch="best_effort", share=False, tenant="acme"))
     assert (wishes.priority, wishes.pin_ttl_ms, wishes.prefetch, wishes.share) == (-3, 1500, "best_effort", False)
+    assert wishes.tenant == "acme"
     assert wishes.report() == {
-        "kvcached": {"accepted": ["priority", "pin_ttl_s", "prefetch", "share"], "refused": {}},
+        "kvcached": {"accepted": ["priority", "pin_ttl_s", "prefetch", "share", "tenant"], "refused": {}},
     }
 
 
@@ -75,6 +76,9 @@ def test_hints_as_a_map_and_as_vllms_structure(kind: str) -> None:
         (own(prefetch="never"), "prefetch"),
         (own(prefetch=[]), "prefetch"),
         (own(share=1), "share"),
+        (own(tenant=""), "tenant"),
+        (own(tenant="t" * 65), "tenant"),
+        (own(tenant=7), "tenant"),
         ({"kvcached": 3}, "kvcached"),
         ({"do_remote_prefill": True}, "do_remote_prefill"),
         ([], "kv_transfer_params"),
@@ -152,9 +156,9 @@ def arrive(rig: Rig, tokens: int, **wishes: object) -> FakeRequest:
 def test_priority_and_prefetch_go_with_the_seek() -> None:
     """The daemon gets the priority; the thread that asks it gets how long to wait for storage."""
     rig = Rig()
-    arrive(rig, 2 * BLOCK + 1, priority=-8, prefetch="off")
+    arrive(rig, 2 * BLOCK + 1, priority=-8, prefetch="off", tenant="acme")
     (seek,) = rig.link.taken(Seek)
-    assert (seek.priority, seek.prefetch) == (-8, "off")
+    assert (seek.priority, seek.prefetch, seek.tenant) == (-8, "off", "acme")
 
 
 def test_blocks_that_are_not_to_be_shared_are_not_stored() -> None:

@@ -8,10 +8,11 @@ last one takes everything below it along, for no match could reach it any more.
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
+from kvcached.core.eviction.by_tenant import ByTenant
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
+from kvcached.core.index.pieces import Piece, gaps_of
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.run_tree import RunTree, resident
 from kvcached.core.slots.host_slots import HostPool, SlabAllocator
@@ -41,19 +42,13 @@ SLACK_DIVISOR = 256
 HOST = -1
 
 
-class Piece(NamedTuple):
-    """Blocks ``[start, end)`` of a path."""
-
-    start: int
-    end: int
-
-
 class HostTree(RunTree):
     """Runs over device pools and a host pool, and what concerns the host pool.
 
     Attributes:
         host: the host pool, at index `HOST`; None without a host tier.
         counters: where evictions are counted.
+        tenants: who has how much of the host pool; None without quotas of tenants.
     """
 
     def __init__(
@@ -70,6 +65,8 @@ class HostTree(RunTree):
         super().__init__([*pools, self._host], policies, namespace=namespace, eviction_log=eviction_log)
         self.host = host
         self.counters: Counter[str] = Counter() if counters is None else counters
+        policy = policies[HOST]
+        self.tenants = policy if isinstance(policy, ByTenant) else None
 
     def rename(self, namespace: bytes) -> None:
         """Its namespace has another root: who asks for what was there is told why it left."""
@@ -130,7 +127,7 @@ class HostTree(RunTree):
             segment = run.segments[HOST]
             wanted = depth - run.start
             if segment is None or segment.holed or segment.length < wanted:
-                gaps = _gaps(segment.ranges if segment is not None else no_ranges(), wanted)
+                gaps = gaps_of(segment.ranges if segment is not None else no_ranges(), wanted)
                 found.extend(Piece(run.start + first, run.start + end) for first, end in reversed(gaps))
             run, depth = run.parent, run.start
         merged: list[Piece] = []
@@ -222,22 +219,50 @@ class HostTree(RunTree):
         self._prune(self.resolve(run, pieces[-1].end))
         self.drop_lost(run)
 
-    def reserve_host(self, count: int, cause: str, *, keep: tuple[Run, int] | None = None) -> Ranges[int]:
+    def reserve_host(self, count: int, cause: str, *, tenant: str, keep: tuple[Run, int] | None = None) -> Ranges[int]:
         """Up to `count` host slots, FILLING, for which slabs are taken and least valuable tails evicted.
 
-        What the host pool has of the path `keep`, which these slots will continue, is not evicted for them.
+        They are for a tenant: it gets no more than its cap, and others keep their floors. What the host pool has of the
+        path `keep`, which these slots will continue, is not evicted for them.
         """
-        host = self._host
+        host, tenants = self._host, self.tenants
+        if tenants is not None and tenant and count > tenants.room(tenant):
+            self._evict_for(tenant, count - tenants.room(tenant), f"{cause}: cap of {tenant!r}", keep, only=True)
+            count = max(min(count, tenants.room(tenant)), 0)
         while host.free < count and host.grow():
             pass
         if host.free < count:
-            run, depth = self.host_end(*keep) if keep else (self.root, 0)
-            self.lock(run, depth, HOST)
-            try:
-                self._evict_host(count - host.free, cause)
-            finally:
-                self.unlock_host(run, depth)
+            self._evict_for(tenant, count - host.free, cause, keep)
         return host.take(min(count, host.free), SlotState.FILLING, cause)
+
+    def _evict_for(
+        self, tenant: str, count: int, cause: str, keep: tuple[Run, int] | None, *, only: bool = False
+    ) -> None:
+        """Evict host slots for a tenant, of any or `only` of its own; what continues the path `keep` stays."""
+        run, depth = self.host_end(*keep) if keep else (self.root, 0)
+        self.lock(run, depth, HOST)
+        if self.tenants is not None:
+            self.tenants.make_room_for(tenant, only=only)
+        try:
+            self._evict_host(count, cause)
+        finally:
+            if self.tenants is not None:
+                self.tenants.make_room_for(None)
+            self.unlock_host(run, depth)
+
+    def belong(self, run: Run, tenant: str) -> None:
+        """A tenant uses the path to `run`: the path's blocks, and all that continue them, are its own if nobody's."""
+        if self.tenants is not None and tenant:
+            top = self.resolve(run, 1)
+            if top.parent is not None and not top.tenant and self.tenants.is_bounded(tenant):
+                self.tenants.take(top, tenant, HOST)
+
+    def trim(self, segment: Segment, count: int, pool: int) -> Ranges[int]:
+        """As `RunTree.trim`; a tenant has less."""
+        freed = super().trim(segment, count, pool)
+        if self.tenants is not None and pool == HOST and segment.run.tenant:
+            self.tenants.count(segment.run.tenant, -slot_count(without_holes(freed)))
+        return freed
 
     def shed_host(self, cause: str, count: int | None = None, reason: MissReason = MissReason.EVICTED) -> None:
         """Evict `count` host slots, least valuable tails first, or all that nothing holds."""
@@ -328,6 +353,9 @@ class HostTree(RunTree):
         for owner, first, last in reversed(parts):
             mine, slots = cut(slots, last - first)
             segment = self._cover(owner, first)
+            if self.tenants is not None and owner.tenant:
+                before = slot_count(without_holes(section(segment.ranges, first, last)))
+                self.tenants.count(owner.tenant, slot_count(without_holes(mine)) - before)
             if segment.length == first:
                 append(segment.ranges, mine)
                 segment.length, segment.holed = last, segment.holed or has_holes(mine)
@@ -370,29 +398,3 @@ class HostTree(RunTree):
                     order.append(child)
                     waiting.append(child)
         return order
-
-
-def _gaps(ranges: Ranges[int], wanted: int) -> list[tuple[int, int]]:
-    """Blocks [first, end) among the first `wanted` that are holes, or that the ranges do not reach."""
-    gaps: list[tuple[int, int]] = []
-    position = 0
-    for first, count in pairs(ranges):
-        end = min(position + count, wanted)
-        if first < 0 and position < wanted:
-            gaps.append((position, end))
-        position += count
-    if position < wanted:
-        gaps.append((position, wanted))
-    return gaps
-
-
-def first_blocks(pieces: list[Piece], count: int) -> list[Piece]:
-    """The first `count` blocks of the pieces."""
-    first: list[Piece] = []
-    for start, end in pieces:
-        size = min(end - start, count)
-        if not size:
-            break
-        first.append(Piece(start, start + size))
-        count -= size
-    return first

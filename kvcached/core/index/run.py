@@ -117,9 +117,10 @@ class Run:
         parent: None for the root only; a run that has left the tree keeps its last one.
         children: continuations by their first key; None without any.
         segments: residency by pool index, that in the host pool last; None where the pool holds nothing of it.
+        tenant: whose blocks they are; "" for nobody's that has a quota.
     """
 
-    __slots__ = ("children", "keys", "parent", "segments", "start")
+    __slots__ = ("children", "keys", "parent", "segments", "start", "tenant")
 
     def __init__(self, keys: bytes | bytearray, start: int, parent: Run | None, pools: int) -> None:
         self.keys = bytearray(keys)
@@ -127,6 +128,11 @@ class Run:
         self.parent = parent
         self.children: dict[bytes, Run] | None = None
         self.segments: list[Segment | None] = [None] * pools
+        self.tenant: str = "" if parent is None else parent.tenant
+
+    def belong_to(self, tenant: str) -> None:
+        """Its blocks are a tenant's from now on."""
+        self.tenant = tenant
 
     @property
     def length(self) -> int:

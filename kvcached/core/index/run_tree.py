@@ -304,6 +304,7 @@ class RunTree:
         if parent is None or parent.children is None:
             raise RuntimeError("the root has no blocks to split")
         head = Run(run.keys[: offset * KEY_SIZE], run.start, parent, len(self.members))
+        head.belong_to(run.tenant)
         parent.children[head.first_key] = head
         del run.keys[: offset * KEY_SIZE]
         run.start += offset

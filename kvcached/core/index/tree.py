@@ -11,7 +11,8 @@ from typing import Protocol
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
 from kvcached.core.eviction.reuse import TreeReuse
-from kvcached.core.index.host_tree import HOST, HostTree, Piece
+from kvcached.core.index.host_tree import HOST, HostTree
+from kvcached.core.index.pieces import Piece
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.run_tree import resident
 from kvcached.core.messages import BlocksCached

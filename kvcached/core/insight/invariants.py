@@ -96,6 +96,7 @@ def _violations(cache: Cache) -> Iterator[str]:
             yield from _path_locks(tree, runs, tree.host, HOST, [*copying, *counting, *locked])
             yield from _candidates(runs, tree.host, HOST)
             yield from _copies(runs)
+            yield from _tenants(tree, runs)
 
 
 def _slabs(cache: Cache) -> Iterator[str]:
@@ -366,6 +367,20 @@ def _candidates(runs: list[Run], pool: SlotPool, index: int) -> Iterator[str]:
         segment = run.segments[index]
         if segment is not None and segment.evictable_tail and not segment.queued:
             yield f"{_name(run)} in pool {pool.name}: an evictable tail that no policy knows"
+
+
+def _tenants(tree: PrefixTree, runs: list[Run]) -> Iterator[str]:
+    """What continues a tenant's blocks is its own, and the count of them is right."""
+    actual: Counter[str] = Counter()
+    for run in runs:
+        if run.parent is not None and run.parent.parent is not None and run.tenant != run.parent.tenant:
+            yield f"{_name(run)} is of tenant {run.tenant!r}, and continues one of {run.parent.tenant!r}"
+        segment = run.segments[HOST]
+        if segment is not None and run.tenant:
+            actual[run.tenant] += slot_count(without_holes(segment.ranges))
+    counted = Counter() if tree.tenants is None else tree.tenants.blocks
+    if +actual != +counted:
+        yield f"tenants have {dict(+actual)} blocks, the counts say {dict(+counted)}"
 
 
 def _child_segments(run: Run, index: int) -> list[Segment]:

@@ -20,29 +20,34 @@ from kvcached.core.slots.states import SlotState
 
 @dataclass(frozen=True, slots=True)
 class QuotaRule:
-    """Bounds of the namespaces whose label, or one of whose replicas' names, matches a shell pattern.
+    """Bounds of the namespaces whose label, or one of whose replicas' names, matches a shell pattern; or of tenants.
 
     Attributes:
-        floor_percent: of all slabs: what other namespaces never take from it.
-        cap_percent: of all slabs: what it has at most.
+        floor_percent: of all slabs, or of a namespace's slots: what others never take from it.
+        cap_percent: of the same: what it has at most.
     """
 
     label: str = "*"
     floor_percent: int = 0
     cap_percent: int = 100
 
+    def matches(self, names: Iterable[str]) -> bool:
+        """Whether it is about whoever has one of these names."""
+        return self.label == "*" or any(fnmatchcase(name, self.label) for name in names)
+
 
 @dataclass(frozen=True, slots=True)
 class HostQuota:
-    """Rules; for each namespace the first one that matches holds."""
+    """Rules of namespaces, and of the tenants in each; the first one that matches holds."""
 
     rules: tuple[QuotaRule, ...] = ()
+    tenants: tuple[QuotaRule, ...] = ()
 
     def bounds(self, labels: Iterable[str], slabs: int) -> tuple[int, int]:
         """Floor and cap of a namespace with these labels, in slabs out of `slabs`."""
         names = list(labels)
         for rule in self.rules:
-            if rule.label == "*" or any(fnmatchcase(name, rule.label) for name in names):
+            if rule.matches(names):
                 floor = slabs * rule.floor_percent // 100
                 return floor, max(slabs * rule.cap_percent // 100, floor, 1)
         return 0, slabs

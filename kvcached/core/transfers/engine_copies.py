@@ -7,7 +7,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcached.core.index.host_tree import HOST, Piece, first_blocks
+from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.pieces import Piece, first_blocks
 from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import OffloadLease
@@ -133,6 +134,7 @@ class EngineCopies:
         """A lease goes on with blocks of these keys: reserve slots for what its path lacks, as far as there is room."""
         tree, start, end = lease.tree, lease.depth, lease.depth + len(keys) // KEY_SIZE
         run = tree.extend_host(tree.resolve(lease.run, start), start, keys)
+        tree.belong(run, lease.tenant)
         tree.lock(run, end, HOST)  # or the room would be made by evicting what this continues
         try:
             return self._plan(session, lease, run, end)
@@ -145,7 +147,8 @@ class EngineCopies:
         tree = lease.tree
         missing = tree.missing_in_host(run, end)
         wanted = sum(piece.end - piece.start for piece in missing)
-        slots = tree.reserve_host(wanted, f"store of session {session.id}") if wanted else no_ranges()
+        cause = f"store of session {session.id}"
+        slots = tree.reserve_host(wanted, cause, tenant=run.tenant) if wanted else no_ranges()
         got = slot_count(slots)
         pieces = first_blocks(missing, got)
         self._counters["store_refused_blocks"] += wanted - got

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvcached.core.index.host_tree import HOST, Piece
+from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.pieces import Piece
 from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import FenceHold, ManagedLease

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from kvcached.core.index.host_tree import HOST, Piece
+from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.pieces import Piece
 from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import PrefetchOver, QueryStorage, StartFetch, TransferKind, span_of
@@ -295,7 +296,7 @@ class Prefetches:
         tree, start = prefetch.chain.tree, prefetch.next
         wanted = min(prefetch.found - start, FETCH_BLOCKS_MAX)
         known = prefetch.chain.known(start)  # it may be longer than what could be locked of it
-        slots = tree.reserve_host(wanted, f"prefetch {prefetch.id}", keep=known)
+        slots = tree.reserve_host(wanted, f"prefetch {prefetch.id}", tenant=known[0].tenant, keep=known)
         blocks = slot_count(slots)
         if not blocks:
             return False

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvcached.core.index.host_tree import HOST, Piece
+from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.pieces import Piece
 from kvcached.core.index.run import Run, Segment
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import Effect, ForgetStored, StartBackup, TransferKind, span_of

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvcached.core.index.host_tree import HOST, SLACK_DIVISOR, Piece, first_blocks
+from kvcached.core.index.host_tree import HOST, SLACK_DIVISOR
+from kvcached.core.index.pieces import Piece, first_blocks
 from kvcached.core.index.run import Run, Segment
 from kvcached.core.index.tree import BATCH_DIVISOR, PrefixTree
 from kvcached.core.lease import FenceHold
@@ -89,7 +90,7 @@ class Stores:
             pool.pause_stores()
             return False
         wanted = _count(pieces)
-        slots = tree.reserve_host(wanted, f"store for pool {pool.name}", keep=(run, depth))
+        slots = tree.reserve_host(wanted, f"store for pool {pool.name}", tenant=run.tenant, keep=(run, depth))
         got = slot_count(slots)
         if got < wanted:
             self._table.counters["store_refused_blocks"] += _count(missing) - got

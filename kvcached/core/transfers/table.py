@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from kvcached.core.index.host_tree import HOST, Piece
+from kvcached.core.index.host_tree import HOST
+from kvcached.core.index.pieces import Piece
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.managed_session import ManagedSession

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvcached.core.index.host_tree import Piece
+from kvcached.core.index.pieces import Piece
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import ManagedLease

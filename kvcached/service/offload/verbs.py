@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from kvcached.core.cache import Cache
-from kvcached.core.index.host_tree import Piece
+from kvcached.core.index.pieces import Piece
 from kvcached.core.messages import TransferKind
 from kvcached.core.refusals import Refusal
 from kvcached.core.slots.ranges import Ranges, no_ranges, slot_count
@@ -77,6 +77,7 @@ class OffloadVerbs:
             request.tokens,
             full=request.full,
             priority=request.priority,
+            tenant=request.tenant,
             load_from=request.load_from,
         )
         load = self._core.announced_load(group.session, lease) if lease.load else None

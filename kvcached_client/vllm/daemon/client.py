@@ -131,7 +131,7 @@ class Client(Protocol):
         """Whether the session still exists, as far as is known."""
 
     def begin_acquire(
-        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, load_from: int | None
+        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, tenant: str, load_from: int | None
     ) -> Pending[Hold]:
         """Lock the cached prefix of a prompt, and ask for the slots of its blocks from `load_from` on."""
 
@@ -187,6 +187,7 @@ def begin_acquire(seek: Seek, client: Client) -> Pending[Hold]:
         seek.tokens,
         full=not seek.load,
         priority=seek.priority,
+        tenant=seek.tenant,
         load_from=0 if seek.load else None,
     )
 

@@ -25,6 +25,7 @@ class Seek:
         prefill_tokens_per_s: how fast vLLM computes prompts; 0 = not known.
         priority: blocks that only requests of lower priority use are evicted first.
         prefetch: how long the request waits for storage; None = as the settings say.
+        tenant: whose quota of the host pool the blocks count against.
     """
 
     ticket: int
@@ -35,6 +36,7 @@ class Seek:
     prefill_tokens_per_s: float = 0.0
     priority: int = 0
     prefetch: PrefetchMode | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ class Leases:
             self._chains.daemon_rate(self._prefill.tokens_per_s),
             tracked.wishes.priority,
             tracked.wishes.prefetch,
+            tracked.wishes.tenant,
         )
         if not self._link.submit(seek):
             return False

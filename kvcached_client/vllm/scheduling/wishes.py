@@ -15,9 +15,10 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast, get_args
 from kvcached_client.vllm.settings import PrefetchMode
 
 #: The keys of ``kv_transfer_params["kvcached"]``.
-KEYS: Final = ("pin_ttl_s", "prefetch", "priority", "share")
+KEYS: Final = ("pin_ttl_s", "prefetch", "priority", "share", "tenant")
 PRIORITY_MIN: Final = -8
 PRIORITY_MAX: Final = 7
+TENANT_CHARS_MAX: Final = 64
 #: As long as the daemon keeps a pin.
 PIN_TTL_S_MAX: Final = 604_800
 #: Further actions of one request are refused.
@@ -66,6 +67,7 @@ class Wishes:
         pin_ttl_ms: how long the prompt's blocks are kept after the request; 0 = as long as eviction leaves them.
         prefetch: how long the request waits for storage; None = as the engine's settings say.
         share: store the blocks that the request computes, for all engines of the namespace.
+        tenant: whose quota of the host pool the request's blocks count against; "" for nobody's.
         accepted: names of what was accepted.
         refused: names of what was refused, with the reason.
     """
@@ -74,6 +76,7 @@ class Wishes:
     pin_ttl_ms: int = 0
     prefetch: PrefetchMode | None = None
     share: bool = True
+    tenant: str = ""
     accepted: tuple[str, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
 
@@ -186,6 +189,7 @@ class _Found:
             pin_ttl_ms=values.get("pin_ttl_s", 0),
             prefetch=values.get("prefetch"),
             share=values.get("share", self._may_store),
+            tenant=values.get("tenant", ""),
             accepted=tuple(self._accepted),
             refused=tuple(self._refused.items()),
         )
@@ -273,14 +277,21 @@ def _share(value: _Value) -> bool:
     return value
 
 
+def _tenant(value: _Value) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= TENANT_CHARS_MAX:
+        raise _Refused(f"give a name, 1 to {TENANT_CHARS_MAX} characters")
+    return value
+
+
 def _is_number(value: _Value, *kinds: type) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 #: Make a value that is executed of one that a client sent, or raise `_Refused`.
-_CHECKS: Final[Mapping[str, Callable[[_Value], int | bool | PrefetchMode]]] = {
+_CHECKS: Final[Mapping[str, Callable[[_Value], int | bool | str]]] = {
     "pin_ttl_s": _pin_ttl_ms,
     "prefetch": _prefetch,
     "priority": _priority,
     "share": _share,
+    "tenant": _tenant,
 }
