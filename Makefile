@@ -13,6 +13,7 @@
 # docstrings, in build/reference), clean.
 #
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
+# MUTANTS      names of mutants, or --passed if all tests have passed just now   make mutants MUTANTS=--passed
 # TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=URL
 # REPLAY       options of the replay                      make replay REPLAY='--model tiny --requests 60'
 
@@ -94,7 +95,7 @@ compiled: env
 	@cd build/compiled && ../../$(BIN)/python -m kvcached demo
 
 mutants: env
-	@$(BIN)/python -m tests.mutants.run
+	@$(BIN)/python -m tests.mutants.run $(MUTANTS)
 
 lint: env
 	$(BIN)/ruff check

@@ -1,10 +1,10 @@
 """Makes each mistake in turn, and checks that the test named for it notices.
 
-    python -m tests.mutants.run [NAME...]
+    python -m tests.mutants.run [--passed] [NAME...]
 
-First the tests run without a mistake, and must pass. Then each mistake is made in the processes of its own test, which
-must fail; two run at a time. One line per mutant; exit status 1 if a test fails without its mutant, or if a mutant
-survives.
+First the tests run without a mistake, and must pass; not with `--passed`, which says that they have. Then each mistake
+is made in the processes of its own test, which must fail; two run at a time. One line per mutant, with its seconds;
+exit status 1 if a test fails without its mutant, or if a mutant survives.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,6 +71,7 @@ EVERY_PROCESS = Path(__file__).parent / "every_process"
 AT_ONCE = 2
 #: Of one test. A mutant that hangs its test has been noticed too.
 TEST_SECONDS_MAX = 60
+_PASSED = "--passed"
 #: pytest's exit status when tests ran, and some failed.
 TESTS_FAILED = 1
 
@@ -100,33 +102,37 @@ def run_tests(tests: Iterable[str], *options: str, mutant: Mutant | None = None)
                 os.killpg(running.pid, signal.SIGKILL)
 
 
-def outcome(mutant: Mutant) -> str:
-    """What became of a mutant."""
+def outcome(mutant: Mutant) -> tuple[str, float]:
+    """What became of a mutant, and after how many seconds."""
+    start_s = time.monotonic()
     try:
         status = run_tests([mutant.test], mutant=mutant)
     except subprocess.TimeoutExpired:
-        return "caught"
+        status = TESTS_FAILED
+    seconds = time.monotonic() - start_s
     if status == TESTS_FAILED:
-        return "caught"
-    return "SURVIVED" if status == 0 else f"pytest ended with {status}"
+        return "caught", seconds
+    return "SURVIVED" if status == 0 else f"pytest ended with {status}", seconds
 
 
 def main(names: list[str]) -> int:
     """Make all mistakes, or those named."""
     known = {mutant.name: mutant for mutant in mutants()}
+    have_passed = _PASSED in names
+    names = [name for name in names if name != _PASSED]
     if unknown := [name for name in names if name not in known]:
         sys.stdout.write(f"no such mutant: {', '.join(unknown)}\n")
         return 1
     chosen = [known[name] for name in names or known]
     tests = sorted({mutant.test for mutant in chosen})
-    if status := run_tests(tests, "--numprocesses", str(AT_ONCE), "--dist", "loadfile"):
+    if status := 0 if have_passed else run_tests(tests, "--numprocesses", str(AT_ONCE), "--dist", "loadfile"):
         sys.stdout.write(f"without a mutant the tests must pass; pytest ended with {status}\n")
         return 1
     bad = 0
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for mutant, result in zip(chosen, pool.map(outcome, chosen), strict=True):
+        for mutant, (result, seconds) in zip(chosen, pool.map(outcome, chosen), strict=True):
             bad += result != "caught"
-            sys.stdout.write(f"{result:<15} {mutant.name}: {mutant.breaks}\n")
+            sys.stdout.write(f"{result:<10}{seconds:4.0f} s {mutant.name}: {mutant.breaks}\n")
             sys.stdout.flush()
     sys.stdout.write(f"{len(chosen) - bad} of {len(chosen)} mutants caught\n")
     return int(bool(bad))

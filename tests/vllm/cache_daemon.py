@@ -22,6 +22,10 @@ size_bytes = {size_bytes}
 slab_bytes = {slab_bytes}
 verify = "always"
 
+[[host.quota.tenant]]
+label = "acme"
+cap_percent = 5
+
 [offload]
 namespaces_max = 8
 device_memory_bytes = {device_memory_bytes}
