@@ -35,8 +35,9 @@ def chain_keys(symbols: tuple[int, ...]) -> list[bytes]:
     return keys
 
 
+KEPT_PERCENT = 20
 #: Of the tenants whose prompts the models serve.
-TENANT_QUOTA = HostQuota(tenants=(QuotaRule("capped", cap_percent=30), QuotaRule("kept", floor_percent=20)))
+TENANT_QUOTA = HostQuota(tenants=(QuotaRule("capped", cap_percent=30), QuotaRule("kept", floor_percent=KEPT_PERCENT)))
 
 
 #: By their prompts' first blocks; most prompts of the models begin with 0.

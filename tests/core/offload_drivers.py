@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from kvcached.core.cache import Cache
-from kvcached.core.index.tree import PrefixTree
 from kvcached.core.insight.invariants import check
+from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.slots.ranges import slot_count
 from tests.core.history import Choose, History, Operation
-from tests.core.model import TENANT_QUOTA, TTL_MS, chain_keys
+from tests.core.model import KEPT_PERCENT, TENANT_QUOTA, TTL_MS, chain_keys
 from tests.core.offload_engine import let_rest
 from tests.core.offload_model import SPACES_MAX, OffloadPlayers
 from tests.core.offload_world import SPECS
@@ -41,10 +41,13 @@ class OffloadDriver(History):
         assert check(self.cache) == []
         self.players.check(alone=True)
 
-    @staticmethod
-    def _kept(tree: PrefixTree) -> int:
-        """Blocks that a floor keeps for their tenant."""
-        return 0 if tree.tenants is None else min(tree.tenants.blocks["kept"], tree.tenants.bounds("kept")[0])
+    def _kept(self, spec: NamespaceSpec) -> int:
+        """Blocks that the floor of a tenant may keep, when its namespace has every slab."""
+        tenants, slots = (
+            self.cache.offload.namespaces.by_root[spec.root].tree.tenants,
+            self.slabs * spec.host_slots_per_slab,
+        )
+        return 0 if tenants is None else min(tenants.blocks["kept"], slots * KEPT_PERCENT // 100)
 
     def end(self) -> None:
         """Everybody dies, and rests: nothing is held, and whoever comes then can have every slab."""
@@ -55,7 +58,7 @@ class OffloadDriver(History):
         session = self.cache.open_offload(spec, self.players.now_ms).id
         lease = core.acquire(session, "all", b"", 0, full=True)
         blocks = self.slabs * spec.host_slots_per_slab
-        kept = sum(self._kept(tree) for tree in core.namespaces.trees)
+        kept = self._kept(spec)
         plan = core.prepare_store(session, lease.id, 0, b"".join(chain_keys((7,) * (blocks + 1))))
         assert blocks - kept <= slot_count(plan.slots) == plan.depth <= blocks
         assert check(self.cache) == []

@@ -357,7 +357,8 @@ def test_slabs_change_hands_and_nothing_that_is_held_is_touched() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(100, 200, 25))
 def test_slabs_change_hands_over_long_histories(first: int) -> None:
     """The same for many histories."""
-    assert play(range(first, first + 25), 600)["reclaimed_slabs"] >= 25
+    assert play(range(first, first + 12), 600)["reclaimed_slabs"] >= 12

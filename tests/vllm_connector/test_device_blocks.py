@@ -43,9 +43,9 @@ def test_engine_is_killed_at_any_instant(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_engine_is_killed_at_any_instant_often() -> None:
-    """The same, from 150 other seeds; blocks were adopted, and engines killed in the middle of things."""
-    seen = sum((lives(seed) for seed in range(1000, 1150)), Counter[str]())
-    assert min(seen["adopted"], seen["killed inside"]) > 400, seen
+    """The same, from 75 other seeds; blocks were adopted, and engines killed in the middle of things."""
+    seen = sum((lives(seed) for seed in range(1000, 1075)), Counter[str]())
+    assert min(seen["adopted"], seen["killed inside"]) > 200, seen
 
 
 @pytest.mark.parametrize("seed", range(20))
