@@ -1,4 +1,4 @@
-"""100 SIGKILLs under load, of a worker, of the daemon, of both: no wrong byte, and what was cached is hit again."""
+"""200 SIGKILLs under load, of a worker, of the daemon, of both: no wrong byte, and what was cached is hit again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcached_client.types import FenceSequence
 from tests.daemon.conftest import CONFIG
 from tests.daemon.supervised import Supervised, supervised
 
-KILLS = 100
+KILLS = 200
 SLOTS = 256
 BLOCKS = 8
 #: Prompts whose device blocks are looked for again; used last before a kill, so that no load evicts them.
@@ -193,7 +193,7 @@ class Loop:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_hundred_kills_lose_no_block(tmp_path: Path) -> None:
+def test_two_hundred_kills_lose_no_block(tmp_path: Path) -> None:
     """No hit has a wrong byte, and 99 of 100 blocks of either tier are hit again, on the device where they lay."""
     config = CONFIG.replace("slots = 16", f"slots = {SLOTS}").replace("session_ttl_ms = 600", "session_ttl_ms = 20000")
     with supervised(tmp_path, config + HOST, pause_min_s=0.01, pause_max_s=0.01) as daemon:
