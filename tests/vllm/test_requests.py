@@ -94,14 +94,14 @@ def test_external_reset_forgets_for_all(
 def test_tenants_keep_to_their_quotas(server: VllmServer, daemon: CacheDaemon, prompt: Prompts) -> None:
     """Prompts of a tenant that requests name take no more of the host pool than its cap, and the latest are hit."""
     whose: dict[str, Any] = {"cache_salt": "red", "kv_transfer_params": {"kvcached": {"tenant": "acme"}}}
-    prompts = [prompt(8, f"tenant {number}") for number in range(12)]
+    prompts = [prompt(8, f"tenant {number}") for number in range(16)]
     for tokens in prompts:
         answer = server.complete(tokens, **whose)
         assert answer.kv_transfer_params["kvcached"] == {"accepted": ["tenant"], "refused": {}}
     daemon.until_idle()
     (tenant,) = (each for host in daemon.stats().hosts for each in host.tenants)
 
-    assert 0 < tenant.blocks <= tenant.cap_blocks < 12 * 7
+    assert 0 < tenant.blocks <= tenant.cap_blocks < 16 * 7
     server.forget()
     assert server.complete(prompts[-1], **whose).cached_tokens == 7 * BLOCK_SIZE
     assert server.complete(prompts[0], **whose).cached_tokens == 0
