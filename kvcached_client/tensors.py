@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,16 +40,18 @@ def cuda_tensor(array: CudaArray) -> torch.Tensor:
 
 
 class OtherMemory(TorchFunctionMode):
-    """While it is entered, tensors of bytes on the CPU are made over other memory.
+    """While it is entered, tensors of bytes on a kind of device are made over other memory.
 
     Args:
         allocate: returns memory, all of which is zero or holds what it should, for a number of bytes; None where torch
-            allocates it.
+            allocates it. It is on the thread's current device, if that is a CUDA device.
+        kind: of the device, "cpu" or "cuda".
     """
 
-    def __init__(self, allocate: Callable[[int], Buffer | None]) -> None:
+    def __init__(self, allocate: Callable[[int], Buffer | CudaArray | None], kind: str = "cpu") -> None:
         super().__init__()
         self._allocate = allocate
+        self._kind = kind
 
     def __torch_function__(
         self,
@@ -60,16 +63,27 @@ class OtherMemory(TorchFunctionMode):
         """Call a function of torch; `torch.zeros` of bytes is answered with a tensor over other memory."""
         del types
         options = kwargs or {}
-        if func is torch.zeros and _is_bytes(args, options):
+        if func is torch.zeros and _is_bytes(args, options) and self._is_for(options.get("device")):
             memory = self._allocate(args[0])
             if memory is not None:
-                return torch.frombuffer(memory, dtype=torch.int8)
+                return _tensor_over(memory)
         return func(*args, **options)
+
+    def _is_for(self, device: Any) -> bool:  # noqa: ANN401 - as torch.zeros takes it
+        return torch.device(device or "cpu").type == self._kind
 
 
 def _is_bytes(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    is_on_cpu = torch.device(options.get("device") or "cpu").type == "cpu"
-    return options.get("dtype") is torch.int8 and len(args) == 1 and isinstance(args[0], int) and is_on_cpu
+    return options.get("dtype") is torch.int8 and len(args) == 1 and isinstance(args[0], int)
+
+
+def _tensor_over(memory: Buffer | CudaArray) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.int8) if isinstance(memory, ctypes.Array) else cuda_tensor(memory)
+
+
+def current_device() -> int:
+    """The number of the calling thread's current CUDA device."""
+    return int(torch.cuda.current_device())
 
 
 def current_stream(ordinal: int) -> int:

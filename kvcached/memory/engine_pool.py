@@ -2,6 +2,9 @@
 
 The daemon makes it, holds it, and hands it to the engine's processes; it maps the table, and never a block. The head of
 the table (`kvcached_client.blocks.engine_table`) describes the pool, so the next daemon needs only the descriptors.
+
+Memory of CUDA devices is made elsewhere, and put into the pool rank by rank. Nothing tells its descriptors apart but
+the names under which they are kept, which contain the pool's random id.
 """
 
 from __future__ import annotations
@@ -9,8 +12,9 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Final, Self
 
 from kvcached.memory.host_pool import MemoryIdentity
@@ -32,8 +36,8 @@ class EnginePool:
         claim: of the start of the engine that has asked for it last; empty if that was asked of an earlier daemon.
     """
 
-    def __init__(self, descriptors: Sequence[int], head: PoolHead) -> None:
-        """Take over the descriptors of the table and of each rank's memory, and map the table.
+    def __init__(self, descriptors: Mapping[int, int], head: PoolHead) -> None:
+        """Take over the descriptors of the table, part 0, and of each rank's memory, and map the table.
 
         Raises:
             DaemonFailure: the kernel refused to map it; the descriptors are still the caller's.
@@ -42,46 +46,61 @@ class EnginePool:
         self.claim = ""
         mapped = map_sealed(descriptors[0], table_bytes(head.blocks), mmap.PROT_READ | mmap.PROT_WRITE)
         self.table = EngineTable(memoryview(mapped), head.blocks)
-        self._descriptors = tuple(descriptors)
+        self._parts = dict(descriptors)
 
     @classmethod
     def make(cls, name: str, ranks: int, rank_bytes: int, blocks: int) -> Self:
-        """A new pool, all zero. It takes up memory only where it is written.
+        """A new pool on the CPU, all zero. It takes up memory only where it is written.
 
         Raises:
             OSError, DaemonFailure: the kernel refused one of the steps.
         """
         with ExitStack() as made:
-            descriptors = []
-            for size_bytes in (table_bytes(blocks), *[rank_bytes] * ranks):
-                descriptors.append(sealed_memfd("kvcached-engine", size_bytes))
-                made.callback(os.close, descriptors[-1])
+            descriptors = _made([table_bytes(blocks), *[rank_bytes] * ranks], made)
             memories = tuple(MemoryIdentity.of(each) for each in descriptors[1:])
             head = PoolHead(secrets.token_bytes(POOL_ID_BYTES), name, blocks, rank_bytes, memories)
-            pool = cls(descriptors, head)
-            pool.table.begin(head)
-            made.pop_all()
+            return cls._begun(descriptors, head, made)
+
+    @classmethod
+    def make_on_devices(cls, name: str, ranks: int, rank_bytes: int, blocks: int) -> Self:
+        """A new pool for memory of CUDA devices, which is not made yet: `put` it into the pool.
+
+        Raises:
+            OSError, DaemonFailure: the kernel refused one of the steps.
+        """
+        with ExitStack() as made:
+            descriptors = _made([table_bytes(blocks)], made)
+            head = PoolHead(secrets.token_bytes(POOL_ID_BYTES), name, blocks, rank_bytes, devices=("",) * ranks)
+            return cls._begun(descriptors, head, made)
+
+    @classmethod
+    def _begun(cls, descriptors: list[int], head: PoolHead, made: ExitStack) -> Self:
+        pool = cls(dict(enumerate(descriptors)), head)
+        pool.table.begin(head)
+        made.pop_all()
         return pool
 
     @classmethod
-    def adopt(cls, descriptors: Sequence[int]) -> Self | None:
+    def adopt(cls, parts: Mapping[int, int]) -> Self | None:
         """The pool behind descriptors that were kept, or None if they are not all of one pool, which is undamaged.
 
         The descriptors belong to what is returned; where that is None, they stay the caller's to close.
         """
         try:
-            head = PoolHead.unpack(os.pread(descriptors[0], 4096, 0))
+            head = PoolHead.unpack(os.pread(parts[0], 4096, 0)) if 0 in parts else None
         except OSError:
             return None
-        if head is None or len(descriptors) != 1 + len(head.memories):
+        if head is None or memory_fault(parts[0], table_bytes(head.blocks)) is not None:
             return None
-        if memory_fault(descriptors[0], table_bytes(head.blocks)) is not None:
+        made = [rank for rank in range(head.ranks) if not head.devices or head.devices[rank]]
+        if set(parts) != {0, *(1 + rank for rank in made)}:
             return None
-        for descriptor, memory in zip(descriptors[1:], head.memories, strict=True):
+        for rank, memory in enumerate(head.memories):
+            descriptor = parts[1 + rank]
             if memory_fault(descriptor, head.rank_bytes) or MemoryIdentity.of(descriptor) != memory:
                 return None
         try:
-            return cls(descriptors, head)
+            return cls(parts, head)
         except RequestError:
             return None
 
@@ -93,29 +112,60 @@ class EnginePool:
     @property
     def size_bytes(self) -> int:
         """All its memory."""
-        return table_bytes(self.head.blocks) + len(self.head.memories) * self.head.rank_bytes
+        return table_bytes(self.head.blocks) + self.head.ranks * self.head.rank_bytes
 
     @property
-    def is_used(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether a process of an engine has locked a part of it; then it must stay."""
-        return any(map(is_locked, self._descriptors))
+        return any(is_locked(self._parts[part]) for part in ([0] if self.is_on_cuda else self._parts))
+
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether its memory is on CUDA devices."""
+        return bool(self.head.devices)
 
     def fits(self, name: str, ranks: int, rank_bytes: int, blocks: int) -> bool:
         """Whether it is what an engine of this name and these sizes has left."""
         head = self.head
-        return (head.name, len(head.memories), head.rank_bytes, head.blocks) == (name, ranks, rank_bytes, blocks)
+        return (head.name, head.ranks, head.rank_bytes, head.blocks) == (name, ranks, rank_bytes, blocks)
 
     def descriptors(self, rank: int | None) -> tuple[int, ...]:
         """The table's, and that of a rank's memory; they stay this object's."""
-        return self._descriptors[:1] if rank is None else (self._descriptors[0], self._descriptors[1 + rank])
+        return (self._parts[0],) if rank is None else (self._parts[0], self._parts[1 + rank])
 
     @property
-    def all_descriptors(self) -> tuple[int, ...]:
-        """The table's, then those of all ranks."""
-        return self._descriptors
+    def parts(self) -> Mapping[int, int]:
+        """All descriptors: the table's is part 0, that of a rank's memory part 1 + rank."""
+        return self._parts
+
+    def put(self, rank: int, descriptor: int, device: str) -> None:
+        """Take over new memory of a CUDA device, in place of none. Rows were dropped before, by `drop`."""
+        self._parts[1 + rank] = descriptor
+        self._name_device(rank, device)
+
+    def drop(self, rank: int) -> None:
+        """Close a rank's memory on a CUDA device, which no process uses, and drop all rows. Rows need all ranks."""
+        self.table.forget()
+        self._name_device(rank, "")
+        descriptor = self._parts.pop(1 + rank, None)
+        if descriptor is not None:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Close its descriptors. The memory is freed when nobody else has it. Does nothing the second time."""
-        for descriptor in self._descriptors:
+        for descriptor in self._parts.values():
             os.close(descriptor)
-        self._descriptors = ()
+        self._parts = {}
+
+    def _name_device(self, rank: int, device: str) -> None:
+        devices = (*self.head.devices[:rank], device, *self.head.devices[rank + 1 :])
+        self.head = replace(self.head, devices=devices)
+        self.table.write_head(self.head)
+
+
+def _made(sizes: list[int], made: ExitStack) -> list[int]:
+    descriptors = []
+    for size_bytes in sizes:
+        descriptors.append(sealed_memfd("kvcached-engine", size_bytes))
+        made.callback(os.close, descriptors[-1])
+    return descriptors

@@ -6,6 +6,9 @@ the same name and other sizes, then those that were asked for longest ago.
 
 The service manager keeps the descriptors, so pools outlive the daemon, too. A pool of which it has not kept all is
 dropped.
+
+Memory of a CUDA device is made when its rank asks for it, on the rank's device. It goes to another engine only if
+every process that was given some of the pool is dead. A device that has no room gets it from pools that no engine uses.
 """
 
 from __future__ import annotations
@@ -13,16 +16,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, TypeAlias
 
 import msgspec
 
 from kvcached.memory.available import NotEnoughMemory, check_available
 from kvcached.memory.engine_pool import EnginePool
-from kvcached.recovery.fd_store import KEPT_MAX, remove, store
+from kvcached.recovery.engine_writers import EngineWriters, UnknownWriter, WriterProcess
+from kvcached.recovery.fd_store import KEPT_MAX, remove, store, taken_in
 from kvcached_client.blocks.engine_table import table_bytes
-from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.errors import DeviceError, ErrorCode, RequestError, request_error
 from kvcached_client.protocol.attach import ClaimedPool, ClaimPool
 from kvcached_client.protocol.reports import EnginePoolStats
 
@@ -35,6 +39,17 @@ _SHOWN_BYTES: Final = 8
 
 _log: Final = logging.getLogger(__name__)
 
+#: What an engine's process gets, and the descriptors that go with it.
+Claimed: TypeAlias = tuple[ClaimedPool, tuple[int, ...]]
+#: Makes memory of the CUDA device with a UUID; returns its descriptor. Raises `NotEnoughMemory` where another try may
+#: do better when the device has more room, and `DeviceError` where it cannot.
+MakeOnDevice: TypeAlias = Callable[[str, int], Awaitable[int]]
+
+
+async def no_devices(device: str, size_bytes: int) -> int:
+    """`MakeOnDevice` of who has none."""
+    raise DeviceError(f"no {size_bytes} bytes on device {device}: nobody here makes memory of CUDA devices")
+
 
 class EnginePools:
     """All engine pools.
@@ -42,39 +57,53 @@ class EnginePools:
     Args:
         limit_bytes: of all of them; 0 = there are none.
         now_s: the clock, in seconds since the machine's start, which all daemons count alike.
+        make_on_device: makes memory of CUDA devices.
     """
 
-    def __init__(self, limit_bytes: int, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        now_s: Callable[[], float] = time.monotonic,
+        make_on_device: MakeOnDevice = no_devices,
+    ) -> None:
         self.limit_bytes = limit_bytes
         self._now_s = now_s
+        self._make_on_device = make_on_device
         self._pools: list[EnginePool] = []
+        self._writers = EngineWriters()
+        self._making: set[tuple[bytes, int]] = set()  #: pools and ranks whose memory is being made
 
     # --- from one daemon to the next --------------------------------------------------------------------------------
 
     def take_over(self, found: dict[str, list[int]]) -> None:
         """Take over the pools whose descriptors the service manager has kept, and remove these from `found`."""
         for pool_id, parts in _kept_parts(found).items():
-            names = [_part_name(pool_id, part) for part in sorted(parts)]
-            descriptors = [parts[part] for part in sorted(parts)]
-            pool = EnginePool.adopt(descriptors) if sorted(parts) == list(range(len(parts))) else None
+            names = [_part_name(pool_id, part) for part in parts]
+            pool = EnginePool.adopt(parts)
             if pool is None:
                 _log.warning("engine pool %s was not kept whole, or is damaged: it is dropped", pool_id)
-                _drop(names, descriptors)
+                _drop(names, parts)
                 continue
             self._pools.append(pool)
+            try:
+                self._writers.find(pool)
+            except UnknownWriter:
+                self._give_back(pool, "nobody can see from here whether the engine that had it is dead")
+                continue
             _log.info("engine pool %s of %s is kept: %d bytes", pool_id, pool.head.name, pool.size_bytes)
         self._make_room("", 0)
 
     def close(self) -> None:
         """Close all descriptors; the service manager goes on keeping them."""
         for pool in self._pools:
+            self._writers.forget(pool)
             pool.close()
         self._pools = []
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def claim(self, request: ClaimPool, user: str = "") -> tuple[ClaimedPool, tuple[int, ...]]:
-        """The pool of an engine, and its descriptors, which stay this object's.
+    def claim(self, request: ClaimPool, user: str = "") -> Claimed:
+        """The pool of an engine on the CPU, or only its table; its descriptors stay this object's.
 
         Args:
             request: of the engine.
@@ -84,6 +113,32 @@ class EnginePools:
         Raises:
             RequestError: this daemon keeps no such memory, or there is no room for it.
         """
+        return self._answer(self._pool_for(request, user), request)
+
+    async def claim_on_device(
+        self, request: ClaimPool, process: WriterProcess, owner: Callable[[], str] = lambda: ""
+    ) -> Claimed:
+        """As `claim`, for memory of a CUDA device, which is made if it is not there.
+
+        Args:
+            request: of the engine, for a rank.
+            process: whoever asks; it is taken over.
+            owner: says whose engine it is, as in `claim`, or raises RequestError.
+
+        Raises:
+            RequestError: as `claim`; or another process that was given the memory lives; or the device refused.
+        """
+        try:
+            pool, rank = self._pool_for(request, owner()), request.rank or 0
+        except BaseException:
+            process.close()
+            raise
+        self._writers.admit(pool, rank, process)
+        if request.renew or pool.head.devices[rank] != request.device:
+            await self._make_memory(pool, rank, request.device)
+        return self._answer(pool, request)
+
+    def _pool_for(self, request: ClaimPool, user: str) -> EnginePool:
         if not self.limit_bytes:
             raise request_error(
                 ErrorCode.LIMIT,
@@ -97,6 +152,9 @@ class EnginePools:
         pool = self._claimed(request) or self._left(request) or self._make(request)
         pool.claim = request.claim
         pool.table.note_use(int(self._now_s()))
+        return pool
+
+    def _answer(self, pool: EnginePool, request: ClaimPool) -> Claimed:
         claimed = ClaimedPool(pool=pool.head.pool_id, rank_bytes=pool.head.rank_bytes, blocks=pool.head.blocks)
         return claimed, pool.descriptors(request.rank)
 
@@ -105,7 +163,7 @@ class EnginePools:
         for pool in self._pools[:]:
             if pool.table.namespace == namespace:
                 pool.table.new_epoch()
-                if not pool.is_used:
+                if not self._is_used(pool):
                     self._give_back(pool, "its namespace was cleared")
 
     def stats(self) -> tuple[EnginePoolStats, ...]:
@@ -115,11 +173,11 @@ class EnginePools:
                 pool=pool.shown,
                 name=pool.head.name,
                 namespace=pool.table.namespace[:_SHOWN_BYTES].hex(),
-                ranks=len(pool.head.memories),
+                ranks=pool.head.ranks,
                 size_bytes=pool.size_bytes,
                 blocks=pool.head.blocks,
                 named=pool.table.named,
-                used=pool.is_used,
+                used=self._is_used(pool),
             )
             for pool in self._pools
         )
@@ -132,21 +190,35 @@ class EnginePools:
                     return pool
                 raise request_error(
                     ErrorCode.WRONG_LAYOUT,
-                    f"another process of this engine has asked for {len(pool.head.memories)} x "
-                    f"{pool.head.rank_bytes} bytes of {pool.head.blocks} blocks",
-                    "ask for memory of the same size on all ranks",
+                    f"another process of this engine has asked for {pool.head.ranks} x "
+                    f"{pool.head.rank_bytes} bytes of {pool.head.blocks} blocks "
+                    f"{'on CUDA devices' if pool.is_on_cuda else 'on the CPU'}",
+                    "ask for memory of the same size and kind on all ranks",
                 )
+        if request.rank is None:
+            raise request_error(
+                ErrorCode.BAD_VALUE,
+                "the table alone is asked for, and no process of this engine has asked this daemon for memory",
+                "ask for the memory of the ranks first",
+            )
         return None
 
     def _left(self, request: ClaimPool) -> EnginePool | None:
-        """The pool that an engine of this name has left; the one used last, of several."""
-        left = [pool for pool in self._pools if _fits(pool, request) and not pool.is_used]
+        """The pool that an engine of this name has left, on the same device; the one used last, of several."""
+        left = [
+            pool for pool in self._pools
+            if _fits(pool, request) and _device_of(pool, request) == request.device and not self._is_used(pool)
+        ]  # fmt: skip
         return max(left, key=lambda pool: pool.table.used_s, default=None)
+
+    def _is_used(self, pool: EnginePool) -> bool:
+        """Whether a process of an engine has it; then it must stay."""
+        return pool.is_locked or self._writers.has(pool)
 
     def _make(self, request: ClaimPool) -> EnginePool:
         size_bytes = table_bytes(request.blocks) + request.ranks * request.rank_bytes
         left_bytes = self._make_room(request.name, size_bytes)
-        parts = 1 + request.ranks + sum(len(pool.all_descriptors) for pool in self._pools)
+        parts = 1 + request.ranks + sum(1 + pool.head.ranks for pool in self._pools)
         if left_bytes < size_bytes or parts > _DESCRIPTORS_MAX:
             raise request_error(
                 ErrorCode.LIMIT,
@@ -154,21 +226,65 @@ class EnginePools:
                 f"{self.limit_bytes} are left by the pools of other engines that live",
                 "raise device_memory_bytes in the daemon's table [offload], or end another engine",
             )
+        make, here_bytes = EnginePool.make, size_bytes
+        if request.device:
+            make, here_bytes = EnginePool.make_on_devices, table_bytes(request.blocks)
         try:
-            check_available(size_bytes, f"device memory for {request.name}")
-            pool = EnginePool.make(request.name, request.ranks, request.rank_bytes, request.blocks)
+            check_available(here_bytes, f"device memory for {request.name}")
+            pool = make(request.name, request.ranks, request.rank_bytes, request.blocks)
         except (NotEnoughMemory, OSError) as error:
             raise request_error(ErrorCode.LIMIT, str(error), "give the daemon more memory") from error
-        for part, descriptor in enumerate(pool.all_descriptors):
+        for part, descriptor in pool.parts.items():
             store(_part_name(pool.shown, part), descriptor)
         self._pools.append(pool)
         _log.info("engine pool %s is made for %s: %d bytes", pool.shown, request.name, size_bytes)
         return pool
 
+    async def _make_memory(self, pool: EnginePool, rank: int, device: str) -> None:
+        """Make a rank's memory, in place of memory on another device, or that its device does not know.
+
+        Raises:
+            RequestError: it is being made already; or the device refused.
+        """
+        place = pool.head.pool_id, rank
+        if place in self._making:
+            raise request_error(ErrorCode.LIMIT, f"the memory of rank {rank} is being made", "wait for the answer")
+        self._making.add(place)
+        try:
+            pool.drop(rank)
+            remove(_part_name(pool.shown, 1 + rank))
+            descriptor = await self._made(device, pool.head.rank_bytes, pool.head.name)
+        finally:
+            self._making.remove(place)
+        if pool not in self._pools:
+            os.close(descriptor)
+            raise request_error(ErrorCode.LIMIT, "the pool was given back while its memory was made", "ask again")
+        store(_part_name(pool.shown, 1 + rank), descriptor)
+        pool.put(rank, descriptor, device)
+        _log.info("engine pool %s has memory of rank %d on device %s", pool.shown, rank, device)
+
+    async def _made(self, device: str, size_bytes: int, name: str) -> int:
+        """New memory of a device, for which pools that no engine uses make room there."""
+        while True:
+            try:
+                return await self._make_on_device(device, size_bytes)
+            except NotEnoughMemory as error:
+                idle = [pool for pool in self._idle(name) if device in pool.head.devices]
+                if not idle:
+                    raise _refused(error) from error
+                self._give_back(idle[0], f"its room on device {device} is needed")
+                await taken_in()
+            except (DeviceError, OSError) as error:
+                raise _refused(error) from error
+
+    def _idle(self, name: str) -> list[EnginePool]:
+        """Pools that no engine uses, in the order in which they go: those of this name first, then the oldest."""
+        idle = [pool for pool in self._pools if not self._is_used(pool)]
+        return sorted(idle, key=lambda pool: (pool.head.name != name, pool.table.used_s))
+
     def _make_room(self, name: str, size_bytes: int) -> int:
         """Give back pools that no engine uses, as far as that is needed; the room that there is then."""
-        idle = [pool for pool in self._pools if not pool.is_used]
-        idle.sort(key=lambda pool: (pool.head.name != name, pool.table.used_s))
+        idle = self._idle(name)
         left_bytes = self.limit_bytes - sum(pool.size_bytes for pool in self._pools)
         if size_bytes and left_bytes + sum(pool.size_bytes for pool in idle) < size_bytes:
             return left_bytes
@@ -182,13 +298,29 @@ class EnginePools:
     def _give_back(self, pool: EnginePool, why: str) -> None:
         _log.info("engine pool %s of %s is given back: %s", pool.shown, pool.head.name, why)
         self._pools.remove(pool)
-        names = [_part_name(pool.shown, part) for part in range(len(pool.all_descriptors))]
+        self._writers.forget(pool)
+        names = [_part_name(pool.shown, part) for part in pool.parts]
         pool.close()
-        _drop(names, ())
+        _drop(names, {})
 
 
 def _fits(pool: EnginePool, request: ClaimPool) -> bool:
-    return pool.fits(request.name, request.ranks, request.rank_bytes, request.blocks)
+    """Whether it has the sizes of a request, and, where that is for memory, is of the same kind."""
+    is_same_kind = request.rank is None or pool.is_on_cuda == bool(request.device)
+    return is_same_kind and pool.fits(request.name, request.ranks, request.rank_bytes, request.blocks)
+
+
+def _device_of(pool: EnginePool, request: ClaimPool) -> str:
+    """UUID of the CUDA device that has the memory of the rank which asks; empty on a CPU."""
+    return pool.head.devices[request.rank or 0] if pool.is_on_cuda else ""
+
+
+def _refused(error: Exception) -> RequestError:
+    return request_error(
+        ErrorCode.LIMIT,
+        f"no memory of the CUDA device: {error}",
+        "leave the device room beside what vLLM and other programs have there; the daemon's log says more",
+    )
 
 
 def _part_name(pool_id: str, part: int) -> str:
@@ -209,8 +341,8 @@ def _kept_parts(found: dict[str, list[int]]) -> Mapping[str, dict[int, int]]:
     return pools
 
 
-def _drop(names: list[str], descriptors: tuple[int, ...] | list[int]) -> None:
+def _drop(names: list[str], parts: Mapping[int, int]) -> None:
     for name in names:
         remove(name)
-    for descriptor in descriptors:
+    for descriptor in parts.values():
         os.close(descriptor)

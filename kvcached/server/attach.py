@@ -51,7 +51,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class AttachHandler(Protocol):
-    """Who decides. Every method is called in the loop's thread and answers at once."""
+    """Who decides. Every method is called in the loop's thread; all but `claim_pool` answer at once."""
 
     def identify(self, peer: PeerProcess) -> Identified:
         """Accept a process, or raise RequestError: it is refused then."""
@@ -61,8 +61,13 @@ class AttachHandler(Protocol):
     ) -> tuple[Joined | JoinedHost, tuple[int, ...]]:
         """What a shard's process gets, and the descriptors that it maps, which stay the handler's; or RequestError."""
 
-    def claim_pool(self, request: ClaimPool, grants: Grants) -> tuple[ClaimedPool, tuple[int, ...]]:
-        """What a process of an engine gets, and the descriptors, which stay the handler's; or RequestError."""
+    async def claim_pool(
+        self, request: ClaimPool, grants: Grants, process: PeerProcess | None
+    ) -> tuple[ClaimedPool, tuple[int, ...]]:
+        """What a process of an engine gets, and the descriptors, which stay the handler's; or RequestError.
+
+        This one may take a while. `process` comes with requests for memory of a CUDA device, and is the handler's.
+        """
 
     def leave(self, peer: PeerProcess) -> None:
         """A process that joined touches the memory no more."""
@@ -116,6 +121,7 @@ class AttachServer:
         self._limits = ConnectionLimits.within(CONNECTIONS_MAX, DESCRIPTORS_SHARE)
         self._connections: Connections[_Connection] = Connections("attach", self._limits, self._drop, access)
         self._watched: set[PeerProcess] = set()
+        self._claims: set[asyncio.Task[None]] = set()
         self.refusals: Counter[ErrorCode] = Counter()
 
     def start(self) -> None:
@@ -132,6 +138,8 @@ class AttachServer:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        for claim in self._claims:
+            claim.cancel()
         for connection in list(self._connections):
             self._drop(connection)
         for peer in list(self._watched):
@@ -192,8 +200,8 @@ class AttachServer:
         if isinstance(request, Leave):
             self._leave(connection)
             return
-        if isinstance(request, ClaimPool):  # its own locks say whether the process lives, so it is not watched
-            self._answer(connection, *self._handler.claim_pool(request, connection.grants))
+        if isinstance(request, ClaimPool):
+            self._begin_claim(connection, request, packet)
             return
         if connection.peer is None:
             connection.peer = PeerProcess.of(connection.socket, packet.descriptors, connection.grants)
@@ -211,6 +219,29 @@ class AttachServer:
         self.watch(peer)
         failpoint("daemon.attach")
         self._answer(connection, reply, descriptors)
+
+    def _begin_claim(self, connection: _Connection, request: ClaimPool, packet: Packet) -> None:
+        """Its own locks say whether the process lives, unless they cannot: then the handler gets its pidfd."""
+        process = None
+        if request.device and request.rank is not None:
+            process = PeerProcess.of(connection.socket, packet.descriptors, connection.grants)
+            if process.fileno() >= self._limits.descriptor:
+                process.close()
+                raise no_descriptors()
+        task = self._loop.create_task(self._claim(connection, request, process))
+        self._claims.add(task)
+        task.add_done_callback(self._claims.discard)
+
+    async def _claim(self, connection: _Connection, request: ClaimPool, process: PeerProcess | None) -> None:
+        try:
+            answer = await self._handler.claim_pool(request, connection.grants, process)
+        except RequestError as error:
+            self._refuse(connection, error)
+        except Exception:  # noqa: BLE001  as in `_on_readable`
+            _log.exception("attach: internal error")
+            self._refuse(connection, _internal_error())
+        else:
+            self._answer(connection, *answer)
 
     def _leave(self, connection: _Connection) -> None:
         if not connection.joined or connection.peer is None:
@@ -245,6 +276,8 @@ class AttachServer:
             self._handler.peer_lost(peer)
 
     def _answer(self, connection: _Connection, reply: Attach, descriptors: tuple[int, ...] = ()) -> None:
+        if connection.socket.fileno() < 0:
+            return  # closed while the answer was made
         try:
             send(connection.socket, encode_attach(reply), descriptors)
         except OSError as error:
@@ -255,6 +288,8 @@ class AttachServer:
 
     def _refuse(self, connection: _Connection, error: RequestError) -> None:
         self.refusals[error.code] += 1
+        if connection.socket.fileno() < 0:
+            return
         peer = connection.peer or peer_credentials(connection.socket)
         fields = {"peer": str(peer), "reason": error.message}
         self._connections.note_fault(f"refused {error.code}", "attach: refused %(peer)s: %(reason)s", fields)

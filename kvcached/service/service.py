@@ -39,7 +39,8 @@ from kvcached.core.messages import (
 from kvcached.core.refusals import Refusal
 from kvcached.monitoring.timing import CopyTimes, RequestTimes
 from kvcached.process.access import Grants
-from kvcached.recovery.engine_pools import EnginePools
+from kvcached.recovery.engine_pools import Claimed, EnginePools
+from kvcached.recovery.engine_writers import WriterProcess
 from kvcached.service.admin_verbs import AdminVerbs, Clears, Left
 from kvcached.service.admission import Admission, DrainState
 from kvcached.service.engine_verbs import EngineVerbs
@@ -58,7 +59,7 @@ from kvcached.service.stories import RequestStories
 from kvcached_client.errors import RequestError
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol import engine as wire
-from kvcached_client.protocol.attach import ClaimedPool, ClaimPool, Identified, Joined, JoinedHost
+from kvcached_client.protocol.attach import ClaimPool, Identified, Joined, JoinedHost
 from kvcached_client.types import SessionId, ShardIndex, TransferId
 
 log = logging.getLogger(__name__)
@@ -355,13 +356,11 @@ class Service:
         self._forget(self._offload_admission.take_departed())
         return joined
 
-    def claim_pool(self, request: ClaimPool, grants: Grants) -> tuple[ClaimedPool, tuple[int, ...]]:
-        """A process of an engine asks for device memory: the answer and the descriptors to pass on.
-
-        Raises:
-            RequestError: no such memory is kept here, no room for it, or not for this user.
-        """
-        return self._engine_pools.claim(request, grants.owner_of_pools())
+    async def claim_pool(self, request: ClaimPool, grants: Grants, process: WriterProcess | None = None) -> Claimed:
+        """As `AttachHandler.claim_pool`: refused if no such memory is kept, has room, or is for this user."""
+        if process is None:
+            return self._engine_pools.claim(request, grants.owner_of_pools())
+        return await self._engine_pools.claim_on_device(request, process, grants.owner_of_pools)
 
     def take_in(self, shapes: Mapping[bytes, Shape], sessions: Iterable[FoundSession]) -> None:
         """Take in sessions from before a restart: their engines may rejoin or say hello, or die."""

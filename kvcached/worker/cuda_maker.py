@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from kvcached.memory.available import NotEnoughMemory
 from kvcached.process.readable import readable
 from kvcached.process.seqpacket import receive
 from kvcached.worker.exits import DEVICE_LOST, MISSING
@@ -24,6 +25,8 @@ from kvcached_client.errors import DeviceError
 MAKER: Final = "kvcached.worker.make_cuda_memory"
 #: The first process that uses a device loads the driver and creates a context.
 DEADLINE_S: Final = 60.0
+#: In place of the number of a device.
+BY_UUID: Final = -1
 #: Whoever waits longer than this for the start is told what for.
 PROGRESS_AFTER_S: Final = 2.0
 #: As many devices as a large node has. Each maker takes some hundred MiB of this machine while it lives.
@@ -40,7 +43,7 @@ class WantedMemory(NamedTuple):
     """Memory that is to be made.
 
     Attributes:
-        ordinal: number of the device, as this machine counts.
+        ordinal: number of the device, as this machine counts; `BY_UUID` if only the UUID is known.
         size_bytes: how much.
         device: UUID of the device that it must be, whatever the number says; empty if the number says it.
     """
@@ -48,6 +51,11 @@ class WantedMemory(NamedTuple):
     ordinal: int
     size_bytes: int
     device: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The device for people."""
+        return self.device if self.ordinal == BY_UUID else str(self.ordinal)
 
 
 class MadeMemory(NamedTuple):
@@ -70,8 +78,8 @@ class NoCudaMemory(DeviceError):
         is_lost: the driver lists the device, and it does nothing.
     """
 
-    def __init__(self, ordinal: int, reason: str, *, is_permanent: bool = False, is_lost: bool = False) -> None:
-        super().__init__(f"CUDA device {ordinal}: {reason}; kvcached doctor --cuda says more")
+    def __init__(self, device: str, reason: str, *, is_permanent: bool = False, is_lost: bool = False) -> None:
+        super().__init__(f"CUDA device {device}: {reason}; kvcached doctor --cuda says more")
         self.is_permanent = is_permanent
         self.is_lost = is_lost
 
@@ -90,6 +98,23 @@ async def make_cuda_memory(wanted: Sequence[WantedMemory], turns: asyncio.Semaph
         OSError: a process cannot be started.
     """
     return await _Making(wanted, turns or asyncio.Semaphore(AT_ONCE_MAX)).all() if wanted else []
+
+
+async def make_on_device(device: str, size_bytes: int) -> int:
+    """Make memory on the device with a UUID; returns its descriptor, which is the caller's.
+
+    Raises:
+        NotEnoughMemory: there is not so much now, or the driver refused otherwise.
+        NoCudaMemory: the device is lost, or there is none such.
+        OSError: a process cannot be started.
+    """
+    try:
+        (made,) = await make_cuda_memory([WantedMemory(BY_UUID, size_bytes, device)])
+    except NoCudaMemory as error:
+        if error.is_permanent or error.is_lost:
+            raise
+        raise NotEnoughMemory(str(error)) from error
+    return made.descriptor
 
 
 class _Making:
@@ -122,7 +147,7 @@ class _Making:
                 async with asyncio.timeout(DEADLINE_S):
                     self._made[index] = await maker.result()
             except TimeoutError:
-                raise NoCudaMemory(wanted.ordinal, f"it made no memory within {DEADLINE_S:g} s") from None
+                raise NoCudaMemory(wanted.shown, f"it made no memory within {DEADLINE_S:g} s") from None
             finally:
                 await maker.close(may_end=index in self._made)
 
@@ -141,7 +166,7 @@ class _Making:
         waiting = [each for index, each in enumerate(self._wanted) if index not in self._made]
         _log.info(
             "waiting for memory of CUDA devices: %s; %d of %d are made, and each may take %g s",
-            ", ".join(f"{each.size_bytes} bytes of device {each.ordinal}" for each in waiting),
+            ", ".join(f"{each.size_bytes} bytes of device {each.shown}" for each in waiting),
             len(self._made),
             len(self._wanted),
             DEADLINE_S,
@@ -157,7 +182,7 @@ class _Maker:
         Raises:
             OSError: it cannot be started.
         """
-        self._ordinal = wanted.ordinal
+        self._device = wanted.shown
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._said = os.memfd_create("kvcached-maker-says", os.MFD_CLOEXEC)
         try:
@@ -196,7 +221,7 @@ class _Maker:
         status = self._process.wait()
         lines = os.pread(self._said, _SAID_BYTES_MAX, 0).decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else f"its process ended with {status}"
-        raise NoCudaMemory(self._ordinal, reason, is_permanent=status == MISSING, is_lost=status == DEVICE_LOST)
+        raise NoCudaMemory(self._device, reason, is_permanent=status == MISSING, is_lost=status == DEVICE_LOST)
 
     def kill(self) -> None:
         """End it now. Does nothing when it has ended."""

@@ -5,6 +5,9 @@ this table, in sealed memory. The daemon writes the head when it makes the pool.
 have computed a block, and clears it before anybody may write the block. So an engine that starts on the same memory
 finds what its blocks hold.
 
+Pieces on CUDA devices are made one by one, when their ranks ask for them. The head then names the device of each, and
+behind it stands who was given it last.
+
 The head names the pool's ranks and sizes. Behind it stand an epoch, and what the engine computes with (its identity).
 Rows count only if they have the table's epoch; a new epoch drops all of them at once. Numbers are little-endian. The
 first word of a row comes last when the row is written, and is zeroed first: it is 0 in rows that name no block.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import secrets
 import struct
+import uuid
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,11 +43,17 @@ _MEMORY_AT: Final = 512  #: device and inode of each rank's memory
 _MEMORY: Final = struct.Struct("<QQ")
 _CHECKSUM_AT: Final = _MEMORY_AT + RANKS_MAX * _MEMORY.size
 _CHECKSUM: Final = struct.Struct("<I")
+_KIND_AT: Final = _MEMORY_AT - _CHECKSUM.size  #: 1 if the pieces are on CUDA devices
+_ON_CUDA: Final = 1
+_NO_DEVICE: Final = bytes(_MEMORY.size)
+_DEVICE_PREFIX: Final = "GPU-"
 _EPOCH_AT: Final = 2048
 _KNOWN_AT: Final = 2056  #: whether the identity is written
 _IDENTITY_AT: Final = 2064
 _NAMESPACE_AT: Final = _IDENTITY_AT + IDENTITY_BYTES
 _USED_AT: Final = _NAMESPACE_AT + IDENTITY_BYTES  #: seconds since the machine's start
+_WRITERS_AT: Final = 2560  #: pid, start time and pid namespace of each rank's writer
+_WRITER: Final = struct.Struct("<QQQ")
 _WORD: Final = struct.Struct("<Q")
 #: Epoch, parent's block, depth, length of the hash, checksum; the hash follows.
 _ROW: Final = struct.Struct("<QIIII")
@@ -60,23 +70,33 @@ class PoolHead:
         name: of the engines that use it, one after the other.
         blocks: of the engine; block 0 included.
         rank_bytes: of each rank's memory.
-        memories: device and inode of each rank's memory.
+        memories: device and inode of each rank's memory; none on CUDA devices.
+        devices: UUID of the CUDA device that has each rank's memory, empty for memory that is not made; none on a CPU.
     """
 
     pool_id: bytes
     name: str
     blocks: int
     rank_bytes: int
-    memories: tuple[tuple[int, int], ...]
+    memories: tuple[tuple[int, int], ...] = ()
+    devices: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """How many pieces of memory there are, or will be."""
+        return len(self.memories) + len(self.devices)
 
     def pack(self) -> bytes:
         """The head's bytes, up to and including their checksum."""
         name = self.name.encode()
         head = bytearray(_CHECKSUM_AT)
-        _HEAD.pack_into(head, 0, _MAGIC, self.pool_id, len(self.memories), self.blocks, self.rank_bytes, len(name))
+        _HEAD.pack_into(head, 0, _MAGIC, self.pool_id, self.ranks, self.blocks, self.rank_bytes, len(name))
         head[_NAME_AT : _NAME_AT + len(name)] = name
-        for rank, memory in enumerate(self.memories):
-            _MEMORY.pack_into(head, _MEMORY_AT + rank * _MEMORY.size, *memory)
+        _CHECKSUM.pack_into(head, _KIND_AT, _ON_CUDA if self.devices else 0)
+        pieces = [_MEMORY.pack(*memory) for memory in self.memories] + list(map(_device_bytes, self.devices))
+        for rank, piece in enumerate(pieces):
+            at = _MEMORY_AT + rank * _MEMORY.size
+            head[at : at + _MEMORY.size] = piece
         return bytes(head) + _CHECKSUM.pack(zlib.crc32(head))
 
     @classmethod
@@ -90,9 +110,33 @@ class PoolHead:
         magic, pool_id, ranks, blocks, rank_bytes, length = _HEAD.unpack_from(head)
         if magic != _MAGIC or ranks > RANKS_MAX or length > NAME_BYTES_MAX:
             return None
-        memories = tuple(_MEMORY.unpack_from(head, _MEMORY_AT + rank * _MEMORY.size) for rank in range(ranks))
+        pieces = [head[at : at + _MEMORY.size] for at in range(_MEMORY_AT, _CHECKSUM_AT, _MEMORY.size)][:ranks]
         name = head[_NAME_AT : _NAME_AT + length].decode(errors="replace")
-        return cls(pool_id, name, blocks, rank_bytes, memories)
+        if _CHECKSUM.unpack_from(head, _KIND_AT) == (_ON_CUDA,):
+            return cls(pool_id, name, blocks, rank_bytes, devices=tuple(map(_device_text, pieces)))
+        return cls(pool_id, name, blocks, rank_bytes, tuple(_MEMORY.unpack(piece) for piece in pieces))
+
+
+def _device_bytes(device: str) -> bytes:
+    return uuid.UUID(device.removeprefix(_DEVICE_PREFIX)).bytes if device else _NO_DEVICE
+
+
+def _device_text(piece: bytes) -> str:
+    return "" if piece == _NO_DEVICE else f"{_DEVICE_PREFIX}{uuid.UUID(bytes=piece)}"
+
+
+class Writer(NamedTuple):
+    """A process that was given a rank's memory.
+
+    Attributes:
+        pid: its id, as the daemon sees it; 0 = there was none.
+        started: when it started, in clock ticks after the boot.
+        namespace: inode of the pid namespace of the id; 0 = the daemon saw no id.
+    """
+
+    pid: int
+    started: int
+    namespace: int
 
 
 class Row(NamedTuple):
@@ -140,8 +184,22 @@ class EngineTable:
     def begin(self, head: PoolHead) -> None:
         """Write the head of a new table, whose memory is all zero."""
         self.new_epoch()
+        self.write_head(head)
+
+    def write_head(self, head: PoolHead) -> None:
+        """Write the head. A daemon that is killed meanwhile leaves a damaged one."""
         packed = head.pack()
         self._memory[: len(packed)] = packed
+
+    def writer(self, rank: int) -> Writer:
+        """Who was given a rank's memory on a CUDA device last."""
+        return Writer(*_WRITER.unpack_from(self._memory, _WRITERS_AT + rank * _WRITER.size))
+
+    def note_writer(self, rank: int, writer: Writer) -> None:
+        """Note who is given a rank's memory, before it is. Whoever was noted before is dead."""
+        at = _WRITERS_AT + rank * _WRITER.size
+        _WRITER.pack_into(self._memory, at, 0, writer.started, writer.namespace)
+        _WRITER.pack_into(self._memory, at, *writer)
 
     @property
     def epoch(self) -> int:

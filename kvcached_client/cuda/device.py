@@ -127,8 +127,11 @@ class Device:
             CudaFailure: there is not so much, or the driver refused one of the steps.
         """
         size_bytes = self.whole_granules(size_bytes)
-        handle = self.driver.call("cuMemCreate", size_bytes, self._properties(), 0)
-        return DeviceMemory(self, handle, size_bytes)
+        return DeviceMemory(self, self.make_handle(size_bytes), size_bytes)
+
+    def make_handle(self, size_bytes: int) -> Opaque:
+        """New memory of whole granules, not mapped: the caller's to release. Raises as `make_memory`."""
+        return self.driver.call("cuMemCreate", size_bytes, self._properties(), 0)
 
     def open_memory(self, descriptor: int, size_bytes: int, *, address: int = 0) -> DeviceMemory:
         """Memory that another process, or an earlier one, has made and exported. The descriptor stays the caller's.
@@ -141,8 +144,28 @@ class Device:
         Raises:
             CudaFailure: it is none of this device, or the driver refused one of the steps.
         """
-        handle = self.driver.call("cuMemImportFromShareableHandle", descriptor, self._descriptor_kind())
-        return DeviceMemory(self, handle, size_bytes, address)
+        return DeviceMemory(self, self.import_handle(descriptor), size_bytes, address)
+
+    def import_handle(self, descriptor: int) -> Opaque:
+        """As `open_memory`, without mapping it: the caller's to release."""
+        return self.driver.call("cuMemImportFromShareableHandle", descriptor, self._descriptor_kind())
+
+    def allow_access(self, address: int, size_bytes: int) -> None:
+        """Let this device read and write memory that was mapped."""
+        names = self.driver.names
+        access = names.CUmemAccessDesc()
+        access.location.type = names.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self.ordinal
+        access.flags = names.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self.driver.call("cuMemSetAccess", address, size_bytes, [access], 1)
+
+    def zero(self, address: int, size_bytes: int) -> None:
+        """Zero memory; returns when that is done."""
+        stream = self.make_stream()
+        try:
+            stream.zero(address, size_bytes)
+        finally:
+            stream.finish()
 
     def share(self, address: int) -> SharedAllocation:
         """The allocation of ``cudaMalloc`` that an address is in, for another process to open.
@@ -217,6 +240,17 @@ def own_context(driver: Driver) -> Iterator[None]:
         driver.call("cuCtxSetCurrent", before)
 
 
+def uuid_of(ordinal: int) -> str:
+    """The UUID of a device by its number in this process, whose driver is loaded for it.
+
+    Raises:
+        CudaMissing: this process has no driver.
+        CudaFailure: there is no such device.
+    """
+    driver = Driver()
+    return _uuid(driver, driver.call("cuDeviceGet", ordinal))
+
+
 def _uuid(driver: Driver, device: Opaque) -> str:
     return f"GPU-{uuid.UUID(bytes=bytes(driver.call('cuDeviceGetUuid', device).bytes))}"
 
@@ -242,7 +276,7 @@ class DeviceMemory:
             reserved = int(driver.call("cuMemAddressReserve", size_bytes, 0, address, 0))
             driver.call("cuMemMap", reserved, size_bytes, 0, handle, 0)
             self.address = reserved
-            driver.call("cuMemSetAccess", reserved, size_bytes, [_access(device)], 1)
+            device.allow_access(reserved, size_bytes)
         except BaseException:
             if reserved and not self.address:
                 driver.call("cuMemAddressFree", reserved, size_bytes)
@@ -276,15 +310,6 @@ class DeviceMemory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _access(device: Device) -> Opaque:
-    names = device.driver.names
-    access = names.CUmemAccessDesc()
-    access.location.type = names.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    access.location.id = device.ordinal
-    access.flags = names.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    return access
 
 
 class RegisteredMemory:

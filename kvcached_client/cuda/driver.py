@@ -194,6 +194,10 @@ class Stream:
         """Work that is queued here from now on begins when the event is over. The caller does not wait."""
         self._driver.call("cuStreamWaitEvent", self._stream, event.handle, 0)
 
+    def zero(self, device_address: int, size_bytes: int) -> None:
+        """Zero memory after all work that was queued here so far."""
+        self._driver.call("cuMemsetD8Async", device_address, 0, size_bytes, self._stream)
+
     def write(self, device_address: int, value: int) -> None:
         """Write a uint32 after all work that was queued here so far; who sees the value sees what that work wrote."""
         self._driver.call("cuStreamWriteValue32", self._stream, device_address, value, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvcached_client.cuda.device import Device, DeviceMemory, own_context
 from kvcached_client.cuda.driver import CudaFailure, Driver
@@ -51,8 +51,20 @@ class CudaBuffer:
         weakref.finalize(self, _when_idle, self._device, tell)  # runs before those that were made earlier
 
 
+class MappedMemory(Protocol):
+    """Mapped memory of a device: a `CudaBuffer`, or memory of an engine pool."""
+
+    @property
+    def address(self) -> int:
+        """Where it is mapped."""
+
+    @property
+    def ordinal(self) -> int:
+        """Of the device, in this process."""
+
+
 class CudaArray:
-    """An array in a `CudaBuffer`, by the CUDA array interface: ``torch.as_tensor(array, device="cuda")``.
+    """An array in mapped memory, by the CUDA array interface: ``torch.as_tensor(array, device="cuda")``.
 
     Attributes:
         shape: elements in each dimension.
@@ -60,7 +72,7 @@ class CudaArray:
     """
 
     def __init__(
-        self, buffer: CudaBuffer, dtype: str, shape: tuple[int, ...], offset_bytes: int, strides: tuple[int, ...]
+        self, buffer: MappedMemory, dtype: str, shape: tuple[int, ...], offset_bytes: int, strides: tuple[int, ...]
     ) -> None:
         self.shape = shape
         self.ordinal = buffer.ordinal

@@ -23,6 +23,10 @@ ATTACH_MESSAGE_SIZE_BYTES_MAX: Final = 16 * 1024
 JOINED_DESCRIPTORS: Final = 2 + PROGRESS_SLOTS
 
 
+#: UUID of a CUDA device, or empty.
+DeviceId = Annotated[str, msgspec.Meta(pattern=r"^(GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})?$")]
+
+
 class Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="op"):
     """Base of the attach messages."""
 
@@ -45,10 +49,11 @@ class Leave(Attach, frozen=True, kw_only=True, tag="leave"):
     """From a shard process, on the connection where it joined: it has unmapped the memory, or exits. No reply."""
 
 
-class ClaimPool(Attach, frozen=True, kw_only=True, tag="claim_pool"):
+class ClaimPool(Attach, frozen=True, kw_only=True, omit_defaults=True, tag="claim_pool"):
     """From a process of an engine: ask for device memory of the engine that the daemon keeps.
 
-    All processes of one start of an engine send the same values, except `rank`.
+    All processes of one start of an engine send the same values, except `rank`, `device` and `renew`. For memory of a
+    CUDA device: ancillary data is the sender's own pidfd, and the answer comes when the memory is made.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]  #: of the engine, the same at each start
@@ -57,12 +62,15 @@ class ClaimPool(Attach, frozen=True, kw_only=True, tag="claim_pool"):
     rank: Annotated[int, msgspec.Meta(ge=0, lt=RANKS_MAX)] | None = None  #: whose memory; None: only the table
     rank_bytes: Annotated[int, msgspec.Meta(ge=1, le=POOL_SIZE_BYTES_MAX)]
     blocks: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    device: DeviceId = ""  #: UUID of the CUDA device that is to have the rank's memory; empty: on the CPU
+    renew: bool = False  #: the device does not know the memory that the daemon has given: make new memory
 
 
 class ClaimedPool(Attach, frozen=True, kw_only=True, tag="claimed_pool"):
-    """Answer to `ClaimPool`. Ancillary data: the table, and the memory of `rank` if it was asked for; both sealed.
+    """Answer to `ClaimPool`. Ancillary data: the table, and the memory of `rank` if it was asked for.
 
-    They may be in use by another process: only who locks them may write (docs/protocol.md).
+    Both are sealed, but for memory of a CUDA device, which is what the CUDA driver exports. They may be in use by
+    another process: only who locks them may write (docs/protocol.md).
     """
 
     pool: Fingerprint  #: random, of this memory alone

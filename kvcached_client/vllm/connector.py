@@ -29,11 +29,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.engines.weights import WeightReader, default_notes_folder, find_snapshot
 from kvcached_client.offload_shard import OffloadShard
-from kvcached_client.tensors import OtherMemory, current_stream
+from kvcached_client.tensors import OtherMemory, current_device, current_stream
 from kvcached_client.vllm.cache_events import cache_events, publishes_events
+from kvcached_client.vllm.computed_steps import ComputedSteps, steps_of
 from kvcached_client.vllm.daemon.connect import common_layout, connect_as, log
 from kvcached_client.vllm.daemon.thread import DaemonThread
-from kvcached_client.vllm.device_memory import RankMemory, pool_question
+from kvcached_client.vllm.device_memory import RankMemory, own_device, pool_question
 from kvcached_client.vllm.device_table import DeviceTable, Engine, KnownIdentity, open_table
 from kvcached_client.vllm.groups import check_groups, described, keeps_all_blocks
 from kvcached_client.vllm.identity import EngineDescription
@@ -109,6 +110,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._pages: EnginePages | None = None
         self._worker: WorkerSide | None = None
         self._memory: RankMemory | None = None
+        self._steps = ComputedSteps()
         self._step_number = 0
         self._device: DeviceTable | None = None
 
@@ -130,9 +132,11 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Where vLLM allocates its KV cache: in memory of the daemon, if that is wanted."""
         if self._settings.device_memory != "daemon":
             return None
-        question = pool_question(self._vllm_config, self._kv_cache_config, get_tensor_model_parallel_rank())
+        kind, rank = self._vllm_config.device_config.device_type, get_tensor_model_parallel_rank()
+        device = own_device(kind, current_device)
+        question = pool_question(self._vllm_config, self._kv_cache_config, rank, device)
         self._memory = RankMemory(question, self._settings)
-        return OtherMemory(self._memory.allocate)
+        return OtherMemory(self._memory.allocate, kind)
 
     def register_kv_caches(self, kv_caches: Mapping[str, VllmObject]) -> None:
         """Accept the worker's tensors, by layer.
@@ -155,6 +159,8 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             lambda grant: OffloadShard.join(grant, shard, pages, deadline_ms=deadline_ms),
             mark=marks_of(pages, current_stream),
         )
+        if self._memory is not None:
+            self._steps = steps_of(pages, current_stream)
 
     def unregister_kv_caches(self) -> None:
         """Copy nothing more: vLLM takes the tensors' memory away, to sleep.
@@ -178,6 +184,12 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         pool_id = b"" if self._memory is None else self._memory.pool_id(addresses)
         return KvcachedPages(pages.blocks, pages.block_bytes, page_bytes, pages.fingerprint, pool_id)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Accept the orders of a step, before vLLM launches its kernels."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._memory is not None:
+            self._memory.begin_step(is_tracked=connector_metadata.number > 0)
+
     def start_load_kv(self, forward_context: VllmObject, **kwargs: VllmObject) -> None:  # noqa: ARG002 - as vLLM calls it
         """Begin the loads and stores of a step. vLLM calls this once per step, even if nothing is computed.
 
@@ -185,8 +197,6 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         may still use; vLLM has launched the kernels of these steps by now.
         """
         metadata = self._get_connector_metadata()
-        if self._memory is not None:
-            self._memory.begin_step(is_tracked=metadata.number > 0)
         self._step_number = metadata.number
         self._of_worker().begin(metadata.orders)
 
@@ -210,11 +220,14 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._of_worker().take_bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """The stores that have ended, and the number of the step, which is computed by the time vLLM passes this on."""
-        report, number = self._of_worker().take_stored(), self._step_number
-        if report is None:
-            return KvcachedReport({}, set(), number, 1) if number else None
-        return KvcachedReport(report.done, report.failed, number, 1)
+        """The stores that have ended, and the last step that is computed. vLLM has launched all of this step."""
+        if self._step_number:
+            self._steps.launched(self._step_number)
+        report, computed = self._of_worker().take_stored(), self._steps.take()
+        if report is None and computed is None:
+            return None
+        done, failed = ({}, set()) if report is None else (report.done, report.failed)
+        return KvcachedReport(done, failed, {} if computed is None else {get_tensor_model_parallel_rank(): computed})
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
 
@@ -298,7 +311,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._device is not None:
             self._device.forget(connector_output.invalid_block_ids or ())
             if report is not None:
-                self._device.computed(report.number, report.ranks)
+                self._device.computed(report.computed)
 
     def request_finished(self, request: VllmObject, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Note the end of a request. vLLM may free its blocks, because blocks of stores are held separately."""
@@ -307,8 +320,8 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, self._of_scheduler().finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Whether further steps are needed, even empty ones, until all stores have ended."""
-        return self._of_scheduler().is_busy
+        """Whether further steps are needed, even empty ones, until stores have ended and the last step is computed."""
+        return self._of_scheduler().is_busy or (self._device is not None and self._device.is_waiting)
 
     def has_pending_block_frees(self) -> bool:
         """Whether the end of stores frees blocks, so that vLLM need not preempt a request."""

@@ -3,6 +3,8 @@
 A worker claims the memory of its rank when vLLM allocates its KV cache; the scheduler claims the table. The blocks in
 the memory count only if all ranks have memory of the pool whose table the scheduler has locked. Otherwise vLLM works on
 the memory as on any other, and the workers drop the table's rows before they write a block.
+
+On a CUDA device, vLLM has scratch memory at the addresses of its KV cache until it has warmed up.
 """
 
 from __future__ import annotations
@@ -10,28 +12,54 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from kvcached_client.blocks.engine_table import EngineTable, table_bytes
 from kvcached_client.blocks.mapping import Buffer, map_sealed
 from kvcached_client.blocks.memory_locks import lock_memory
-from kvcached_client.errors import KvcachedError
+from kvcached_client.errors import DeviceError, KvcachedError
 from kvcached_client.protocol.attach import ClaimPool
 from kvcached_client.transport.attach import PoolDescriptors, claim_pool, close_all
 from kvcached_client.transport.run_dir import default_run_dir
 from kvcached_client.vllm.settings import KvCacheConfig, Settings, VllmConfig
 
-#: How long a process waits for the daemon, and for the death of the process that has its memory.
+if TYPE_CHECKING:
+    from kvcached_client.cuda.engine_pool import EnginePoolMemory
+    from kvcached_client.cuda.mapping import CudaArray
+
+#: How long a process waits for the daemon, also while it makes memory on a device, and for the death of the process
+#: that has its memory.
 CLAIM_MS_MAX: Final = 5000
+CLAIM_ON_DEVICE_MS_MAX: Final = 90_000
 LOCK_S_MAX: Final = 10.0
 _TEXT_MAX: Final = 128
 
 log = logging.getLogger("vllm.kvcached")
 
 
-def pool_question(config: VllmConfig, cache: KvCacheConfig, rank: int | None = None) -> ClaimPool:
-    """What a process of this vLLM asks the daemon for."""
+def own_device(kind: str, current_device: Callable[[], int]) -> str:
+    """UUID of the CUDA device that this worker computes on; empty on a CPU.
+
+    Args:
+        kind: of the device, "cpu" or "cuda".
+        current_device: its number, if it is a CUDA device.
+
+    Raises:
+        DeviceError: this process cannot use it.
+    """
+    if kind == "cpu":
+        return ""
+    from kvcached_client.cuda.device import uuid_of  # noqa: PLC0415 - only workers on a device need the driver
+
+    return uuid_of(current_device())
+
+
+def pool_question(config: VllmConfig, cache: KvCacheConfig, rank: int | None = None, device: str = "") -> ClaimPool:
+    """What a process of this vLLM asks the daemon for: a rank on a CPU, or on the CUDA device with a UUID."""
     model = Path(config.model_config.model).name
     ranks: int = config.parallel_config.tensor_parallel_size
     return ClaimPool(
@@ -41,6 +69,7 @@ def pool_question(config: VllmConfig, cache: KvCacheConfig, rank: int | None = N
         rank=rank,
         rank_bytes=cache.kv_cache_tensors[0].size,
         blocks=cache.num_blocks,
+        device=device,
     )
 
 
@@ -91,45 +120,100 @@ class RankMemory:
         self._settings = settings
         self._asked = 0
         self._mapped: MappedTable | None = None
+        self._on_device: EnginePoolMemory | None = None  #: as long as vLLM has scratch memory there
         self._place = range(0)
         self._is_tracked = True
 
-    def allocate(self, size_bytes: int) -> Buffer | None:
+    def allocate(self, size_bytes: int) -> Buffer | CudaArray | None:
         """Memory for vLLM's KV cache; None, with a warning, where vLLM must allocate it itself."""
         self._asked += 1
         if size_bytes != self._question.rank_bytes or self._asked > 1:
             log.warning("kvcached: vLLM allocates its KV cache in another way than expected; it has its own memory")
-            self._mapped = None
             return None
         found = _claim(self._question, self._settings)
         if found is None or found.memory is None:
             return None
         try:
-            if not _lock(found.memory):
-                return None
-            mapped = MappedTable(found)
-            memory = map_sealed(found.memory, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+            memory = self._take_on_device(found) if self._question.device else self._take(found)
         except (KvcachedError, OSError) as error:
             log.warning("kvcached: the daemon's device memory cannot be used, vLLM has its own: %s", error)
             return None
-        finally:
-            _close(found)
-        self._mapped, self._place = mapped, _place(memory)
-        log.info("kvcached: the KV cache is in memory of the daemon: %d bytes", size_bytes)
+        if memory is not None:
+            log.info("kvcached: the KV cache is in memory of the daemon: %d bytes", size_bytes)
         return memory
 
     def pool_id(self, addresses: list[int]) -> bytes:
-        """The pool of the memory; empty if vLLM's tensors, which begin at these addresses, are not all in it."""
-        if self._mapped is None or not all(address in self._place for address in addresses):
+        """The pool of the memory; empty if vLLM's tensors, which begin at these addresses, are not all in it.
+
+        vLLM has warmed up when it asks for this.
+        """
+        self._end_warm_up()
+        if self._mapped is None or self._asked > 1 or not all(address in self._place for address in addresses):
             return b""
         return self._mapped.pool_id
 
     def begin_step(self, *, is_tracked: bool) -> None:
         """Drop all rows of the table before a step that writes blocks without a scheduler that clears their rows."""
+        self._end_warm_up()
         if is_tracked or not self._is_tracked or self._mapped is None:
             return
         self._is_tracked = False
         self._mapped.table.new_epoch()
+
+    def _take(self, found: PoolDescriptors) -> Buffer | None:
+        """Memory on the CPU, locked and mapped; None if another process has it. The descriptors are closed."""
+        try:
+            if found.memory is None or not _lock(found.memory):
+                return None
+            mapped = MappedTable(found)
+            memory = map_sealed(found.memory, self._question.rank_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            _close(found)
+        self._mapped, self._place = mapped, _place(memory)
+        return memory
+
+    def _take_on_device(self, found: PoolDescriptors) -> CudaArray | None:
+        """Memory on a CUDA device, locked, and not mapped yet; as `_take`."""
+        from kvcached_client.cuda.engine_pool import MAY_PASS  # noqa: PLC0415 - only memory on a device needs the driver
+
+        try:
+            if not _lock(found.table, self._question.rank):
+                return None
+            return self._use(found)
+        except DeviceError as error:
+            if error.is_lost or getattr(error, "result", None) in MAY_PASS:
+                raise
+            log.warning("kvcached: the device does not know the memory that the daemon has kept: %s", error)
+        finally:
+            _close(found)
+        renewed = _claim(msgspec.structs.replace(self._question, renew=True), self._settings)
+        if renewed is None:
+            return None
+        try:
+            return self._use(renewed)
+        finally:
+            _close(renewed)
+
+    def _use(self, found: PoolDescriptors) -> CudaArray:
+        """Have scratch memory where the pool's will be."""
+        from kvcached_client.cuda.engine_pool import EnginePoolMemory  # noqa: PLC0415 - as above
+        from kvcached_client.cuda.mapping import CudaArray  # noqa: PLC0415 - as above
+
+        size_bytes, mapped = self._question.rank_bytes, MappedTable(found)
+        memory = EnginePoolMemory(found.memory or 0, size_bytes, self._question.device)
+        self._mapped, self._on_device = mapped, memory
+        self._place = range(memory.address, memory.address + size_bytes)
+        return CudaArray(memory, "|i1", (size_bytes,), 0, (1,))
+
+    def _end_warm_up(self) -> None:
+        """Let vLLM have the pool's memory from now on. New memory is zeroed, as vLLM expects of its own.
+
+        Raises:
+            CudaFailure: the driver refused: vLLM has no KV cache now.
+        """
+        memory, self._on_device = self._on_device, None
+        if memory is not None and self._mapped is not None:
+            memory.open(is_new=not self._mapped.table.named)
 
 
 def _place(memory: Buffer) -> range:
@@ -140,7 +224,8 @@ def _place(memory: Buffer) -> range:
 def _claim(question: ClaimPool, settings: Settings) -> PoolDescriptors | None:
     run_dir = Path(settings.run_dir or default_run_dir()).absolute()
     try:
-        found = claim_pool(run_dir, question, deadline_ms=CLAIM_MS_MAX)
+        deadline_ms = CLAIM_ON_DEVICE_MS_MAX if question.device else CLAIM_MS_MAX
+        found = claim_pool(run_dir, question, deadline_ms=deadline_ms)
     except (KvcachedError, OSError) as error:
         log.warning("kvcached: no device memory from the daemon, vLLM has its own, cold after a restart: %s", error)
         return None
@@ -151,9 +236,9 @@ def _claim(question: ClaimPool, settings: Settings) -> PoolDescriptors | None:
     return None
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock memory until this process is dead."""
-    if lock_memory(descriptor, LOCK_S_MAX) is not None:
+def _lock(descriptor: int, rank: int | None = None) -> bool:
+    """Lock memory, or the place of a rank in the table, until this process is dead."""
+    if lock_memory(descriptor, LOCK_S_MAX, rank) is not None:
         return True
     log.warning(
         "kvcached: another living process has the device memory that the daemon keeps for this engine: vLLM has its own"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvcached_client.blocks.engine_table import EngineTable
@@ -13,6 +13,7 @@ from kvcached_client.engines.weights import ReadingStopped
 from kvcached_client.offload import OffloadLayout
 from kvcached_client.protocol.attach import ClaimPool
 from kvcached_client.protocol.offload import offload_root
+from kvcached_client.vllm.computed_steps import NEVER
 from kvcached_client.vllm.device_memory import claim_table
 from kvcached_client.vllm.identity import Identity
 from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
@@ -73,6 +74,7 @@ class DeviceTable:
         self._blocks = blocks
         self._engine = engine
         self._ranks = ranks
+        self._computed: dict[int, int] = {}  #: the last step that each rank has computed
         self._is_identified = False
 
     def adopt(self) -> int:
@@ -98,10 +100,18 @@ class DeviceTable:
         """See `DeviceBlocks.allocated`."""
         self._blocks.allocated(request_id, blocks, is_loading=is_loading)
 
-    def computed(self, number: int, ranks: int) -> None:
-        """Note that so many ranks have computed a step."""
-        if ranks == self._ranks:
-            self._blocks.computed(number)
+    def computed(self, steps: Mapping[int, int]) -> None:
+        """Note the last step that ranks have computed. Ranks that are not named have computed no more than before."""
+        self._computed.update(steps)
+        if NEVER in self._computed.values():
+            self._blocks.stop()
+        elif len(self._computed) == self._ranks:
+            self._blocks.computed(min(self._computed.values()))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether blocks are named once further steps have been reported."""
+        return self._blocks.is_waiting
 
     def finished(self, request_id: str, blocks: Sequence[int]) -> None:
         """See `DeviceBlocks.finished`."""

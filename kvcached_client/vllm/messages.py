@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -54,16 +54,15 @@ class KvcachedReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes:
         stored: how many workers have ended each store.
         failed: stores that failed.
-        number: of the step, if workers are to report it.
-        ranks: how many workers have computed the step.
+        computed: the last step that each rank has computed, if workers are to report it; `NEVER` of a rank that will
+            not know any more.
     """
 
     stored: dict[StoreId, int]
     failed: set[StoreId]
-    number: int = 0
-    ranks: int = 0
+    computed: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Combine two workers' reports."""
         stored = dict(Counter(self.stored) + Counter(other.stored))
-        return KvcachedReport(stored, self.failed | other.failed, self.number, self.ranks + other.ranks)
+        return KvcachedReport(stored, self.failed | other.failed, {**self.computed, **other.computed})

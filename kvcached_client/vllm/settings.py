@@ -191,7 +191,9 @@ def check_device_memory(config: VllmConfig, *, keeps_all_blocks: bool) -> None:
     """
     device = config.device_config.device_type
     reasons = {
-        f"it is for the CPU so far, not for {device!r}": device != "cpu",
+        f"it is for CPUs and CUDA devices, not for {device!r}": device not in _DEVICE_TYPES,
+        "vLLM cannot free it to sleep: set no --enable-sleep-mode": device == "cuda"
+        and config.model_config.enable_sleep_mode,
         "the model has several groups of layers, or layers with sliding windows": not keeps_all_blocks,
         "prefix caching is off, so nothing in it would be found again": not config.cache_config.enable_prefix_caching,
         "speculative decoding writes blocks after the pass that they belong to": config.speculative_config is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 
 import pytest
@@ -104,7 +105,7 @@ def test_user_without_namespaces_gets_no_memory_of_offload_mode(office: OffloadO
     """An engine of replicas only gets neither a session in offload mode, whatever its label, nor device memory."""
     assert office.error(office.hello_offload(FakePeer(1, grants=ON_A), label="a")) is ErrorCode.FORBIDDEN
     with pytest.raises(Refused, match="may be an engine on namespaces none"):
-        office.service.claim_pool(ClaimPool(name="a", claim="c", ranks=1, rank_bytes=1, blocks=1), ON_A)
+        asyncio.run(office.service.claim_pool(ClaimPool(name="a", claim="c", ranks=1, rank_bytes=1, blocks=1), ON_A))
 
 
 def test_many_processes_of_another_user_leave_namespaces_to_others(office: OffloadOffice) -> None:

@@ -50,6 +50,8 @@ class Handler:
     left: list[PeerProcess] = field(default_factory=list)
     closed: asyncio.Queue[PeerProcess] = field(default_factory=asyncio.Queue)
     lost: asyncio.Queue[PeerProcess] = field(default_factory=asyncio.Queue)
+    claiming: asyncio.Queue[PeerProcess] = field(default_factory=asyncio.Queue)
+    may_claim: asyncio.Event = field(default_factory=asyncio.Event)
 
     def identify(self, peer: PeerProcess) -> Identified:
         self.identified.append(peer)
@@ -63,7 +65,12 @@ class Handler:
         self.joined.append(peer)
         return JOINED, self.memory
 
-    def claim_pool(self, request: ClaimPool, _: Grants) -> tuple[ClaimedPool, tuple[int, ...]]:
+    async def claim_pool(
+        self, request: ClaimPool, _: Grants, process: PeerProcess | None
+    ) -> tuple[ClaimedPool, tuple[int, ...]]:
+        if process is not None:
+            self.claiming.put_nowait(process)
+            await self.may_claim.wait()
         return ClaimedPool(pool=bytes(16), rank_bytes=request.rank_bytes, blocks=request.blocks), self.memory
 
     def leave(self, peer: PeerProcess) -> None:

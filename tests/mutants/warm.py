@@ -99,7 +99,7 @@ def device_blocks_of_one_rank(patch: pytest.MonkeyPatch) -> None:
 @caught_by(f"{_TABLE}::test_blocks_are_named_when_all_ranks_have_computed_them")
 def device_block_named_by_one_rank(patch: pytest.MonkeyPatch) -> None:
     """A block is named when one of two ranks has computed it."""
-    rewrite(patch, DeviceTable.computed, "if ranks == self._ranks:", "if ranks:")
+    rewrite(patch, DeviceTable.computed, "elif len(self._computed) == self._ranks:", "else:")
 
 
 @caught_by(f"{_TABLE}::test_rank_without_a_scheduler_drops_all_names")
@@ -111,7 +111,7 @@ def device_memory_written_behind_its_table(patch: pytest.MonkeyPatch) -> None:
 @caught_by(f"{_POOLS}::test_pool_of_a_living_engine_is_nobody_elses")
 def device_memory_of_a_living_engine(patch: pytest.MonkeyPatch) -> None:
     """A second engine gets the memory that a living one writes."""
-    rewrite(patch, EnginePools._left, " and not pool.is_used", "")
+    rewrite(patch, EnginePools._left, " and not self._is_used(pool)", "")
 
 
 @caught_by(f"{_POOLS}::test_pool_with_memory_of_another_is_dropped")

@@ -47,9 +47,9 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[EnginePools]:
 
     locks: list[int] = []
 
-    def lock(descriptor: int, wait_s: float) -> int | None:
+    def lock(descriptor: int, wait_s: float, rank: int | None = None) -> int | None:
         del wait_s
-        if (found := lock_memory(descriptor, 0)) is not None:
+        if (found := lock_memory(descriptor, 0, rank)) is not None:
             locks.append(found)
         return found
 
@@ -96,7 +96,7 @@ class Engine:
             self.pool.remember(block, f"{name} {depth}".encode())
         step: Any = FakeStep([New(name, (taken,), 0)], Cached(), {name: blocks * BLOCK})
         number = self.table.step(step)
-        self.table.computed(number, ranks)
+        self.table.computed(dict.fromkeys(range(ranks), number))
         self.table.finished(name, taken)
         self.pool.give_back(reversed(taken))
 
@@ -195,7 +195,7 @@ def test_memory_of_a_living_process_is_not_written(
 ) -> None:
     """A daemon that hands out the memory of a living engine is not believed: its lock decides."""
     Engine(pools, "first")
-    monkeypatch.setattr(type(pools._pools[0]), "is_used", False)
+    monkeypatch.setattr(pools, "_is_used", lambda _: False)
     second = Engine(pools, "second")
     assert second.table is None
     assert [memory._mapped for memory in second.ranks] == [None, None]
@@ -226,6 +226,20 @@ def test_allocations_that_are_not_expected_are_vllms_own(sizes: tuple[int, ...],
     for size in sizes:
         memory.allocate(size)
     assert memory.pool_id([memory._place.start]) == b""
+
+
+def test_memory_of_which_vllm_has_taken_only_a_part_keeps_no_rows(pools: EnginePools) -> None:
+    """A vLLM that allocates again writes the first memory without a scheduler: the rows of it go before that."""
+    first = Engine(pools, "first")
+    first.identify()
+    first.prefill("a", 5)
+    die(pools)
+    memory = RankMemory(question("second", 0), SETTINGS)
+    for _ in range(2):
+        memory.allocate(RANK_BYTES)
+    memory.begin_step(is_tracked=False)
+    die(pools)
+    assert Engine(pools, "third").found == 0
 
 
 def test_tensors_elsewhere_are_noticed(pools: EnginePools) -> None:

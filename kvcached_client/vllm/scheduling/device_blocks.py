@@ -1,8 +1,8 @@
 """Which of vLLM's blocks the table of its engine pool names, so that the next vLLM finds them again.
 
-A block is named when all ranks have computed the step that filled it, and no longer when vLLM hands it out again:
-vLLM calls back then (`BlockPool.unpin_blocks`), before it orders the step that may write it. So at any instant a named
-block holds what its name says, whichever processes are killed.
+A block is named when all ranks have computed the step that filled it, as they report sooner or later, and no longer
+when vLLM hands it out again: vLLM calls back then (`BlockPool.unpin_blocks`), before it orders the step that may write
+it. So at any instant a named block holds what its name says, whichever processes are killed.
 
 vLLM's pool has a call-back for each block that is named, or will be when its step is over.
 
@@ -79,6 +79,7 @@ class DeviceBlocks:
         self._loading: dict[str, _Loading] = {}
         self._filled: dict[int, _Filled] = {}  #: by block, in the order of their steps
         self._number = self._computed = 0  #: the last step, and the last one that all ranks have computed
+        self._is_stopped = False
         self._stamp = 1
 
     def adopt(self) -> int:
@@ -135,6 +136,16 @@ class DeviceBlocks:
             del self._filled[first.row.block]
             if first.row.epoch == epoch and self._block(first.row.block).block_hash == first.name:
                 self._table.write(first.row._replace(stamp=self._stamp))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether blocks are named once further steps have been computed."""
+        return bool(self._filled)
+
+    def stop(self) -> None:
+        """Name no block any more: what is computed from now on is not known to be."""
+        self._is_stopped = True
+        self._filled.clear()
 
     def finished(self, request_id: str, blocks: Sequence[int]) -> None:
         """Note the end of a request, before vLLM frees its blocks: they are used last of all."""
@@ -195,7 +206,7 @@ class DeviceBlocks:
             if block.block_hash is None:
                 break
             request.noted += 1
-            if request.epoch == _NO_EPOCH:
+            if request.epoch == _NO_EPOCH or self._is_stopped:
                 continue
             parent = request.blocks[depth - 1] if depth else NO_PARENT
             row = Row(number, self._stamp, request.epoch, parent, depth, block.block_hash)
