@@ -134,8 +134,12 @@ class EnginePools:
             process.close()
             raise
         self._writers.admit(pool, rank, process)
-        if request.renew or pool.head.devices[rank] != request.device:
-            await self._make_memory(pool, rank, request.device)
+        try:
+            if request.renew or pool.head.devices[rank] != request.device:
+                await self._make_memory(pool, rank, request.device)
+        except RequestError:
+            self._drop_empty(pool)
+            raise
         return self._answer(pool, request)
 
     def _pool_for(self, request: ClaimPool, user: str) -> EnginePool:
@@ -276,6 +280,12 @@ class EnginePools:
                 await taken_in()
             except (DeviceError, OSError) as error:
                 raise _refused(error) from error
+
+    def _drop_empty(self, pool: EnginePool) -> None:
+        """Give back a pool for which no memory could be made."""
+        is_being_made = any(pool_id == pool.head.pool_id for pool_id, _ in self._making)
+        if pool in self._pools and not any(pool.head.devices) and not is_being_made:
+            self._give_back(pool, "there is no memory for it")
 
     def _idle(self, name: str) -> list[EnginePool]:
         """Pools that no engine uses, in the order in which they go: those of this name first, then the oldest."""

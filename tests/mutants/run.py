@@ -39,6 +39,7 @@ from tests.mutants import (
     tenants,
     vllm_groups,
     warm,
+    warm_on_device,
     worker,
 )
 from tests.mutants.mutant import VARIABLE, Mutant
@@ -64,6 +65,7 @@ AREAS = (
     tenants,
     vllm_groups,
     warm,
+    warm_on_device,
     worker,
 )
 #: A folder that each process finds in which the mistake is made.

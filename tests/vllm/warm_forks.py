@@ -4,14 +4,15 @@
 
 Each line of stdin is a JSON object: with `kill`, the processes that it names are killed, or without names all of the
 engine; else it has the `options` of `vllm.LLM` and the `prompts` of a new engine, which it answers some at a time, in
-this order, `endless` or once, and the `faults` of `FAULTS` that it has. stdout gets a JSON object for each event:
-`forked`, `up` with the processes of the ranks, one for each answer with its `number`, and `over`. stderr gets vLLM's
-log. Runs in vLLM's environment.
+this order, `endless` or once, and the `faults` of `FAULTS` that it has, mistakes and stand-ins. stdout gets a JSON
+object for each event: `forked`, `up` with the processes of the ranks, one for each answer with its `number`, and
+`over`. stderr gets vLLM's log. Runs in vLLM's environment.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import multiprocessing
@@ -25,12 +26,19 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+import torch
 import vllm.v1.engine.llm_engine
-import vllm.v1.worker.cpu_worker  # noqa: F401 - imported before the forks
+import vllm.v1.worker.cpu_worker
 from vllm import LLM, SamplingParams
 from vllm.v1.executor import multiproc_executor
 
-from kvcached_client.vllm import device_table
+from kvcached_client import tensors
+from kvcached_client.cuda import engine_pool
+from kvcached_client.cuda.device import Device
+from kvcached_client.cuda.driver import Driver
+from kvcached_client.cuda.streams import StreamFences
+from kvcached_client.vllm import connector, device_memory, device_table
+from kvcached_client.vllm.computed_steps import ComputedSteps
 from kvcached_client.vllm.device_memory import RankMemory
 from kvcached_client.vllm.device_table import DeviceTable
 from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
@@ -142,7 +150,53 @@ def any_memory() -> None:
     RankMemory.pool_id = lambda self, addresses: self._mapped.pool_id  # type: ignore[method-assign, union-attr]
 
 
-FAULTS = {each.__name__: each for each in (keep_names, no_table, keep_epoch, any_weights, new_memory, any_memory)}
+def on_device() -> None:
+    """No fault: the KV cache is memory of the fake CUDA device, which the processor reaches, and steps end late."""
+    found: Any = connector
+    found.own_device = lambda kind, current_device: device_memory.own_device("cuda", lambda: 0)
+    found.steps_of = lambda pages, current_stream: late_steps()
+    tensors.cuda_tensor = over_device_memory
+
+
+def late_steps() -> ComputedSteps:
+    """Steps count as computed when a stream of the device is done with them."""
+    device = Device(Driver())
+    stream = device.make_stream()
+    return ComputedSteps(StreamFences(device.uuid), lambda: stream.handle)
+
+
+def over_device_memory(array: Any) -> torch.Tensor:
+    """A tensor on the CPU, which keeps the memory mapped."""
+    interface = array.__cuda_array_interface__
+    memory = (ctypes.c_ubyte * interface["shape"][0]).from_address(interface["data"][0])
+    memory.owner = array
+    return torch.frombuffer(memory, dtype=torch.int8)
+
+
+def warm_up() -> None:
+    """VLLM writes all blocks before it serves, as vLLM's GPU build writes some: the CPU build writes none."""
+    original = vllm.v1.worker.cpu_worker.CPUWorker.compile_or_warm_up_model
+
+    def overwrite(self: Any) -> Any:
+        for layer in self.model_runner.kv_caches:
+            layer.fill_(7)
+        return original(self)
+
+    vllm.v1.worker.cpu_worker.CPUWorker.compile_or_warm_up_model = overwrite
+
+
+def no_scratch() -> None:
+    """The pool's memory is where the KV cache is while vLLM warms up."""
+    engine_pool._Place.map_scratch = engine_pool._Place.map_memory  # type: ignore[method-assign]
+
+
+FAULTS = {
+    each.__name__: each
+    for each in (
+        *(keep_names, no_table, keep_epoch, any_weights, new_memory, any_memory, no_scratch),
+        *(on_device, warm_up),
+    )
+}
 
 
 def serve(engine: LLM, prompts: list[list[int]], told: Any, *, is_endless: bool) -> None:

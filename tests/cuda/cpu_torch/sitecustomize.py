@@ -58,10 +58,7 @@ def _patch_kv_tensors(module: ModuleType) -> None:
         _kept.extend((owner, memory))
         ctypes.memset(memory.address, 0, memory.size_bytes)
         place = SimpleNamespace(address=memory.address, ordinal=0)
-        arrays = [
-            CudaArray(place, "<f4", shape, layer * blocks * strides[0], strides)  # type: ignore[arg-type]
-            for layer in range(group.layers)
-        ]
+        arrays = [CudaArray(place, "<f4", shape, layer * blocks * strides[0], strides) for layer in range(group.layers)]
         pages = EnginePages.of_tensors({f"layers.{layer}": array for layer, array in enumerate(arrays)})
         tensors = [on_cpu(array) for array in arrays]
         views = [(tensor[:, 0], tensor[:, 1]) for tensor in tensors]

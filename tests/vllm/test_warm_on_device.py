@@ -1,0 +1,71 @@
+"""Stock vLLM's CPU build on memory of the fake CUDA device that belongs to the daemon: the whole chain, with kills."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_driver import trace
+from tests.cuda_driver.conftest import device, library
+from tests.cuda_driver.device import GRANULE_BYTES, live_granules, settings
+from tests.vllm.warm_loop import PROMPTS, ROOMY, SMALL, WarmLoop
+
+__all__ = ["device", "library"]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+KILLS = 4
+SHARE_MIN = 0.95
+ON_DEVICE = ("on_device", "warm_up")
+ORDER = list(range(PROMPTS))
+
+
+@pytest.fixture
+def loop(
+    library: Path, device: Path, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[WarmLoop]:
+    """Engines whose KV cache is on the device. Nothing of it is left afterwards, and no rule was broken."""
+    found = importlib.util.find_spec("cuda.bindings")
+    if found is None or found.origin is None:
+        pytest.skip("cuda-bindings is not installed")
+    bindings = tmp_path / "bindings"  # vLLM's environment has none
+    bindings.mkdir()
+    (bindings / "cuda").symlink_to(Path(found.origin).parents[1])
+    values = {"directory": device, "delay_us": 3000, "seed": 1, "trace": tmp_path / "trace", "memory_mib": 256}
+    for name, value in settings(**values).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(bindings), os.environ.get("PYTHONPATH")))))
+    loop = WarmLoop(tmp_path, models / "model", seed=11, faults=ON_DEVICE)
+    with loop.running(tmp_path):
+        yield loop
+    assert trace.broken_rules(trace.read(tmp_path / "trace")) == []
+    assert live_granules(device) == 0
+
+
+def test_killed_engine_comes_back_warm(loop: WarmLoop, device: Path) -> None:
+    """All answers are stock vLLM's, and blocks are found in vLLM's own cache, though it has warmed up over them."""
+    for number in range(KILLS):
+        loop.kill_once(number)
+    loop.daemon.kill()
+    loop.daemon.start()
+    loop.finish()
+    outcome = loop.outcome
+    assert outcome.wrong == 0, outcome
+    assert outcome.answers > 2 * PROMPTS, outcome
+    assert outcome.adopted > 0, outcome
+    assert outcome.share >= SHARE_MIN, outcome
+    assert live_granules(device) == (ROOMY + SMALL) // GRANULE_BYTES
+
+
+def test_engine_that_warms_up_over_its_blocks_answers_wrongly(loop: WarmLoop) -> None:
+    """The comparison would see blocks that were overwritten while vLLM warmed up, without scratch memory."""
+    assert loop.live(ROOMY, ORDER, faults=ON_DEVICE).wrong(loop.expected) == 0
+    again = loop.live(ROOMY, ORDER, faults=ON_DEVICE)
+    assert (again.wrong(loop.expected), again.adopted > 100) == (0, True)
+    assert all(answer.cached for answer in again.answers)
+    assert loop.live(ROOMY, ORDER, faults=(*ON_DEVICE, "no_scratch")).wrong(loop.expected) > 0
