@@ -93,13 +93,13 @@ def check_flags(
         on_cuda: whether vLLM computes on CUDA devices; it is taken to compute on CPUs otherwise.
     """
     sizes = _block_size(flags) if not on_cuda else _sleep_mode(flags)
-    found = [*_transfer_config(flags, run_dir), *_hashing(flags, environment), *sizes, *_single(flags)]
+    found = [*_transfer_config(flags, run_dir, on_cuda=on_cuda), *_hashing(flags, environment), *sizes, *_single(flags)]
     yield from found
     if not any(finding.level == "fail" for finding in found):
         yield Finding(_CHECK, "ok", "nothing in vLLM's arguments keeps it from using kvcached")
 
 
-def _transfer_config(flags: VllmFlags, run_dir: Path) -> Iterator[Finding]:
+def _transfer_config(flags: VllmFlags, run_dir: Path, *, on_cuda: bool) -> Iterator[Finding]:
     whole = f"--kv-transfer-config '{json.dumps(TRANSFER_CONFIG)}'"
     text = flags.options.get("kv-transfer-config")
     dotted = {
@@ -129,6 +129,33 @@ def _transfer_config(flags: VllmFlags, run_dir: Path) -> Iterator[Finding]:
             "fail",
             f"the connector is told to use the daemon in {settings.run_dir}, not the one in {run_dir}",
             "give both the same run_dir",
+        )
+    if settings.device_memory == "daemon":
+        yield from _device_memory(flags, on_cuda=on_cuda)
+
+
+def _device_memory(flags: VllmFlags, *, on_cuda: bool) -> Iterator[Finding]:
+    """What keeps vLLM's KV cache from being in memory of the daemon, or from being found there again."""
+    refusing = ("no-enable-prefix-caching", "speculative-config", *(("enable-sleep-mode",) if on_cuda else ()))
+    for name in refusing:
+        if name in flags.options:
+            text = f'--{name}: the connector refuses it beside "device_memory": "daemon"'
+            yield Finding(_CHECK, "fail", text, f'leave out --{name}, or "device_memory"')
+    if not {"kv-cache-memory-bytes", "kv-cache-memory"} & set(flags.options):
+        yield Finding(
+            _CHECK,
+            "warn",
+            "the size of vLLM's KV cache depends on what is free at each start, and memory of another size is not used "
+            "again",
+            "--kv-cache-memory-bytes SIZE",
+        )
+    if on_cuda and "gpu-memory-utilization" not in flags.options:
+        yield Finding(
+            _CHECK,
+            "warn",
+            "vLLM counts what the daemon keeps on the device as used by somebody else, and starts again only if "
+            "--gpu-memory-utilization of the device is free beside it",
+            "--gpu-memory-utilization, as a part of the device's memory that is free while the daemon keeps the rest",
         )
 
 

@@ -15,12 +15,15 @@ import numpy as np
 from kvcached_client.blocks.mapping import huge_pages
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
+from kvcached_client.cuda.engine_pool import EnginePoolMemory
 from kvcached_client.doctor.checks import Finding
 
 _MIB: Final = 1 << 20
 _REGISTERED_BYTES: Final = 64 * _MIB
 _PATTERN: Final = b"kvcached" * 512
 _COPY_ENGINES_MIN: Final = 2
+#: So that there is more than one piece of scratch memory.
+_REPLACED_GRANULES: Final = 3
 
 
 def cuda_findings() -> Iterator[Finding]:
@@ -93,6 +96,27 @@ def _shared_memory(device: Device, parts: ExitStack) -> Finding:
     return Finding(_name(device, _shared_memory), "ok", text)
 
 
+def _replaced_memory(device: Device, parts: ExitStack) -> Finding:
+    """Memory in place of scratch memory, as vLLM's KV cache has it when it has warmed up, at the same address."""
+    host = _Pinned(device, parts, 2 * len(_PATTERN)).address
+    ctypes.memmove(host, _PATTERN, len(_PATTERN))
+    made = parts.enter_context(device.make_memory(_REPLACED_GRANULES * device.granularity_bytes))
+    _copy(device, parts, made.address, host, len(_PATTERN))
+    descriptor = made.export()
+    try:
+        memory = EnginePoolMemory(descriptor, made.size_bytes, device.uuid)
+    finally:
+        os.close(descriptor)
+    _copy(device, parts, memory.address, host + len(_PATTERN), len(_PATTERN))
+    memory.open(is_new=False)
+    _copy(device, parts, host + len(_PATTERN), memory.address, len(_PATTERN))
+    if ctypes.string_at(host + len(_PATTERN), len(_PATTERN)) != _PATTERN:
+        return Finding(
+            _name(device, _replaced_memory), "fail", "other bytes came back", "report it with the driver's version"
+        )
+    return Finding(_name(device, _replaced_memory), "ok", "mapped where scratch memory was, with the bytes it had")
+
+
 def _copy_engines(device: Device, _: ExitStack) -> Finding:
     """Whether stores and loads can run at once."""
     engines = device.attribute("ASYNC_ENGINE_COUNT")
@@ -128,6 +152,7 @@ def _stream_values(device: Device, parts: ExitStack) -> Finding:
 #: Each check, and what to do where the driver refuses it.
 _CHECKS: Final = (
     (_shared_memory, "the device must not be virtual (vGPU, WSL), and a sandbox must allow /dev/nvidia*"),
+    (_replaced_memory, "leave device_memory out of vLLM's kv_connector_extra_config"),
     (_copy_engines, "report it with the driver's version"),
     (_host_registration, "allow more locked memory (ulimit -l, the container's limits), and have memory free"),
     (_stream_values, "use a newer driver; loads are then waited for as a whole"),

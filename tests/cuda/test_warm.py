@@ -292,15 +292,15 @@ def test_rank_on_another_device_gets_new_memory_there(open_node: OpenNode) -> No
 
 def test_forked_child_keeps_the_memory_of_a_dead_engine(open_node: OpenNode) -> None:
     """A forked child has what the engine had open, the driver's files and its lock: others get other memory."""
-    node = open_node()
-    first = node.engine()
+    node = open_node(devices=2)
+    first = node.engine(0, 1)
     first.serve()
     first.prefill("a", 5)
-    with killed_at_end(int(first.scheduler.ask("fork"))):
+    with killed_at_end(int(first.ranks[1].ask("fork"))):
         first.kill()
         (pool,) = node.pools()
         assert pool.used
-        assert node.engine().serve() == "0"
+        assert node.engine(0, 1).serve() == "0"
         assert len(node.pools()) == 2
 
 

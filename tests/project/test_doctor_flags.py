@@ -281,3 +281,30 @@ def test_hashes_by_cbor_are_compared_with_our_own() -> None:
     for environment, level in (({"PYTHONHASHSEED": "7"}, "ok"), ({}, "warn")):
         (finding,) = _agreement("sha256_cbor", said(*ours), said(*ours), environment)
         assert finding.level == level
+
+
+DAEMON_MEMORY = changed(kv_connector_extra_config={"device_memory": "daemon"})
+SIZES = ["--kv-cache-memory-bytes=1G", "--gpu-memory-utilization=0.3"]
+
+
+@pytest.mark.parametrize(
+    ("more", "on_cuda", "level", "words"),
+    [
+        ([], False, "warn", "the size of vLLM's KV cache depends"),
+        (SIZES[:1], True, "warn", "vLLM counts what the daemon keeps on the device as used by somebody else"),
+        ([*SIZES, "--enable-sleep-mode"], True, "fail", "--enable-sleep-mode: the connector refuses it beside"),
+        ([*SIZES, "--no-enable-prefix-caching"], False, "fail", "--no-enable-prefix-caching: the connector refuses"),
+        ([*SIZES, "--speculative-config", "{}"], True, "fail", "--speculative-config: the connector refuses"),
+    ],
+)
+def test_memory_of_the_daemon_that_would_be_of_no_use(more: list[str], on_cuda: bool, level: str, words: str) -> None:
+    """What the connector refuses beside memory of the daemon fails; what keeps it from being found is a warning."""
+    found = list(check_flags(parse([*DAEMON_MEMORY, *more]), {}, RUN_DIR, on_cuda=on_cuda))
+    assert (level, words) in [(each.level, each.text[: len(words)]) for each in found]
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_memory_of_the_daemon_is_no_fault(on_cuda: bool) -> None:
+    """With a fixed size, and room on the device, nothing is found."""
+    found = check_flags(parse([*DAEMON_MEMORY, *SIZES]), {}, RUN_DIR, on_cuda=on_cuda)
+    assert [each.level for each in found] == ["ok"]

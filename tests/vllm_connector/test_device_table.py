@@ -18,6 +18,7 @@ from kvcached_client.offload import OffloadLayout
 from kvcached_client.protocol.attach import ClaimPool
 from kvcached_client.transport.attach import PoolDescriptors
 from kvcached_client.vllm import device_memory, device_table
+from kvcached_client.vllm.computed_steps import NEVER
 from kvcached_client.vllm.device_memory import RankMemory, claim_table
 from kvcached_client.vllm.device_table import DeviceTable, KnownIdentity, open_table
 from kvcached_client.vllm.identity import Identity
@@ -173,6 +174,32 @@ def test_blocks_are_named_when_all_ranks_have_computed_them(pools: EnginePools) 
     assert [pool.named for pool in pools.stats()] == [0]
     engine.prefill("b", 2)
     assert [pool.named for pool in pools.stats()] == [7]
+
+
+def test_reports_of_ranks_may_be_of_different_steps(pools: EnginePools) -> None:
+    """A block is named when the last rank has reported its step or a later one, in whatever message."""
+    engine = Engine(pools, "first")
+    engine.identify()
+    for name in ("a", "b"):
+        engine.prefill(name, 3, ranks=0)
+    assert engine.table is not None
+    named = []
+    for steps in ({0: 1}, {0: 2}, {1: 1}, {}, {1: 2}):
+        engine.table.computed(steps)
+        named.append((engine.table._table.named, engine.table.is_waiting))
+    assert named == [(0, True), (0, True), (3, True), (3, True), (6, False)]
+
+
+def test_rank_that_will_not_know_ends_the_naming(pools: EnginePools) -> None:
+    """When the device of a rank has failed, nothing is named any more, and nothing is waited for."""
+    engine = Engine(pools, "first")
+    engine.identify()
+    engine.prefill("a", 3)
+    engine.prefill("b", 3, ranks=1)
+    assert engine.table is not None
+    engine.table.computed({1: NEVER})
+    engine.prefill("c", 3)
+    assert (engine.table._table.named, engine.table.is_waiting) == (3, False)
 
 
 def test_second_engine_has_memory_of_its_own(pools: EnginePools) -> None:

@@ -64,7 +64,12 @@ def test_wrong_keys_and_values_are_refused(extra: dict[str, object], words: str)
 @pytest.mark.parametrize(
     ("changes", "keeps_all_blocks", "words"),
     [
-        ({"device_config__device_type": "cuda"}, True, "it is for the CPU so far, not for 'cuda'"),
+        ({"device_config__device_type": "xpu"}, True, "it is for CPUs and CUDA devices, not for 'xpu'"),
+        (
+            {"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True},
+            True,
+            "vLLM cannot free it to sleep: set no --enable-sleep-mode",
+        ),
         ({}, False, "several groups of layers"),
         ({"cache_config__enable_prefix_caching": False}, True, "prefix caching is off"),
         ({"speculative_config": object()}, True, "speculative decoding"),
@@ -78,9 +83,15 @@ def test_device_memory_of_the_daemon_is_refused(changes: dict[str, Any], keeps_a
     assert words in str(refused.value)
 
 
-def test_device_memory_of_the_daemon_is_taken() -> None:
-    """On the CPU, with prefix caching, for layers of full attention."""
-    taken = vllm_config(cache_config__enable_prefix_caching=True, speculative_config=None)
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_device_memory_of_the_daemon_is_taken(kind: str) -> None:
+    """On the CPU and on CUDA devices, with prefix caching, for layers of full attention."""
+    taken = vllm_config(
+        cache_config__enable_prefix_caching=True,
+        speculative_config=None,
+        device_config__device_type=kind,
+        model_config__enable_sleep_mode=False,
+    )
     check_device_memory(taken, keeps_all_blocks=True)
 
 
