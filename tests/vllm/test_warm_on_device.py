@@ -26,16 +26,30 @@ ORDER = list(range(PROMPTS))
 
 @pytest.fixture
 def loop(
-    library: Path, device: Path, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+    library: Path,
+    device: Path,
+    tmp_path: Path,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Iterator[WarmLoop]:
-    """Engines whose KV cache is on the device. Nothing of it is left afterwards, and no rule was broken."""
+    """Engines whose KV cache is on the device. Nothing of it is left afterwards, and no rule was broken.
+
+    A parameter is the longest time, in microseconds, that a stream is late.
+    """
     found = importlib.util.find_spec("cuda.bindings")
     if found is None or found.origin is None:
         pytest.skip("cuda-bindings is not installed")
     bindings = tmp_path / "bindings"  # vLLM's environment has none
     bindings.mkdir()
     (bindings / "cuda").symlink_to(Path(found.origin).parents[1])
-    values = {"directory": device, "delay_us": 3000, "seed": 1, "trace": tmp_path / "trace", "memory_mib": 256}
+    values = {
+        "directory": device,
+        "delay_us": getattr(request, "param", 3000),
+        "seed": 1,
+        "trace": tmp_path / "trace",
+        "memory_mib": 256,
+    }
     for name, value in settings(**values).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
@@ -60,6 +74,16 @@ def test_killed_engine_comes_back_warm(loop: WarmLoop, device: Path) -> None:
     assert outcome.adopted > 0, outcome
     assert outcome.share >= SHARE_MIN, outcome
     assert live_granules(device) == (ROOMY + SMALL) // GRANULE_BYTES
+
+
+@pytest.mark.parametrize("loop", [400_000], indirect=True)
+def test_as_many_blocks_are_found_as_on_the_cpu(loop: WarmLoop) -> None:
+    """The last steps of an engine are reported when it has no request any more, and before the next one."""
+    adopted = []
+    for faults in ((), ON_DEVICE):
+        loop.live(ROOMY, ORDER, faults=faults)
+        adopted.append(loop.live(ROOMY, ORDER, faults=faults).adopted)
+    assert adopted[0] == adopted[1] > 300
 
 
 def test_engine_that_warms_up_over_its_blocks_answers_wrongly(loop: WarmLoop) -> None:

@@ -210,12 +210,20 @@ def serve(engine: LLM, prompts: list[list[int]], told: Any, *, is_endless: bool)
         for asked, prompt in itertools.islice(waiting, room):
             engine.llm_engine.add_request(str(asked), {"prompt_token_ids": prompt}, wanted)
         if not engine.llm_engine.has_unfinished_requests():
+            go_on(engine)
             return
         for output in engine.llm_engine.step():
             if output.finished:
                 number = int(output.request_id.split("-")[0]) % len(prompts)
                 answer = {"number": number, "tokens": list(output.outputs[0].token_ids)}
                 tell(told, {"event": "answer", **answer, "cached": output.num_cached_tokens})
+
+
+def go_on(engine: LLM) -> None:
+    """Do what the engine of a server does when it has no request: step until the connector waits for nothing."""
+    core = engine.llm_engine.engine_core.engine_core
+    while core.scheduler.has_requests():
+        core.step_fn()
 
 
 def tell(told: Any, event: dict[str, Any]) -> None:
