@@ -82,7 +82,7 @@ def cuda_map_without_access(patch: pytest.MonkeyPatch) -> None:
     rewrite(
         patch,
         DeviceMemory.__init__,
-        'driver.call("cuMemSetAccess", reserved, size_bytes, [_access(device)], 1)',
+        "device.allow_access(reserved, size_bytes)",
         "pass",
     )
 
