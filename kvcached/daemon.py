@@ -62,7 +62,7 @@ from kvcached.stopping import Stop
 from kvcached.storage.process import LOCK_NAME as STORAGE_LOCK_NAME
 from kvcached.storage.process import MODULE as STORAGE_MODULE
 from kvcached.storage_start import EARLIER_STORAGE_DEADLINE_S, recorded, start_storage
-from kvcached.worker.cuda_maker import make_on_device
+from kvcached.worker.cuda_maker import AT_ONCE_MAX, make_on_device
 from kvcached.worker.group import KILL_DEADLINE_S, LOCK_PATTERN
 from kvcached.worker.group import MODULE as WORKER_MODULE
 from kvcached_client.errors import DeviceError, RequestError
@@ -149,7 +149,8 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
     try:
         inherited = parts.enter_context(ExitStack())
         limit_bytes = 0 if config.offload is None else config.offload.device_memory_bytes
-        engine_pools = EnginePools(limit_bytes, make_on_device=make_on_device)
+        turns = asyncio.Semaphore(AT_ONCE_MAX)
+        engine_pools = EnginePools(limit_bytes, make_on_device=partial(make_on_device, turns))
         await end_earlier(config.run_dir / STORAGE_LOCK_NAME, STORAGE_MODULE, EARLIER_STORAGE_DEADLINE_S)
         await _end_earlier_workers(config.run_dir)
         inheritance = await inherit(config.run_dir, config.host, config.replica, engine_pools, inherited)

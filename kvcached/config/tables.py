@@ -172,7 +172,8 @@ class OffloadConfig(Table):
     device_memory_bytes: Annotated[int, Field(ge=0, le=POOL_SIZE_BYTES_MAX), SIZE] = Field(
         default=0,
         description="Memory that the daemon keeps for the device blocks of engines, all engines together, so that they"
-        ' outlive an engine (`"device_memory": "daemon"`, docs/engines.md). On the CPU only. 0: none.',
+        ' outlive an engine (`"device_memory": "daemon"`, docs/engines.md): of this machine, or of CUDA devices.'
+        " 0: none.",
     )
 
 

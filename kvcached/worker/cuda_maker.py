@@ -100,8 +100,13 @@ async def make_cuda_memory(wanted: Sequence[WantedMemory], turns: asyncio.Semaph
     return await _Making(wanted, turns or asyncio.Semaphore(AT_ONCE_MAX)).all() if wanted else []
 
 
-async def make_on_device(device: str, size_bytes: int) -> int:
+async def make_on_device(turns: asyncio.Semaphore, device: str, size_bytes: int) -> int:
     """Make memory on the device with a UUID; returns its descriptor, which is the caller's.
+
+    Args:
+        turns: limits the number of processes together with other calls.
+        device: the UUID.
+        size_bytes: how much.
 
     Raises:
         NotEnoughMemory: there is not so much now, or the driver refused otherwise.
@@ -109,7 +114,7 @@ async def make_on_device(device: str, size_bytes: int) -> int:
         OSError: a process cannot be started.
     """
     try:
-        (made,) = await make_cuda_memory([WantedMemory(BY_UUID, size_bytes, device)])
+        (made,) = await make_cuda_memory([WantedMemory(BY_UUID, size_bytes, device)], turns)
     except NoCudaMemory as error:
         if error.is_permanent or error.is_lost:
             raise

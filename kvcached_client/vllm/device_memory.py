@@ -21,7 +21,7 @@ import msgspec
 from kvcached_client.blocks.engine_table import EngineTable, table_bytes
 from kvcached_client.blocks.mapping import Buffer, map_sealed
 from kvcached_client.blocks.memory_locks import lock_memory
-from kvcached_client.errors import DeviceError, KvcachedError
+from kvcached_client.errors import KvcachedError
 from kvcached_client.protocol.attach import ClaimPool
 from kvcached_client.transport.attach import PoolDescriptors, claim_pool, close_all
 from kvcached_client.transport.run_dir import default_run_dir
@@ -174,14 +174,15 @@ class RankMemory:
 
     def _take_on_device(self, found: PoolDescriptors) -> CudaArray | None:
         """Memory on a CUDA device, locked, and not mapped yet; as `_take`."""
-        from kvcached_client.cuda.engine_pool import MAY_PASS  # noqa: PLC0415 - only memory on a device needs the driver
+        from kvcached_client.cuda.driver import CudaFailure  # noqa: PLC0415 - only memory on a device needs the driver
+        from kvcached_client.cuda.engine_pool import MAY_PASS  # noqa: PLC0415 - as above
 
         try:
             if not _lock(found.table, self._question.rank):
                 return None
             return self._use(found)
-        except DeviceError as error:
-            if error.is_lost or getattr(error, "result", None) in MAY_PASS:
+        except CudaFailure as error:
+            if error.is_lost or error.result in MAY_PASS:
                 raise
             log.warning("kvcached: the device does not know the memory that the daemon has kept: %s", error)
         finally:
@@ -194,13 +195,15 @@ class RankMemory:
         finally:
             _close(renewed)
 
-    def _use(self, found: PoolDescriptors) -> CudaArray:
+    def _use(self, found: PoolDescriptors) -> CudaArray | None:
         """Have scratch memory where the pool's will be."""
         from kvcached_client.cuda.engine_pool import EnginePoolMemory  # noqa: PLC0415 - as above
         from kvcached_client.cuda.mapping import CudaArray  # noqa: PLC0415 - as above
 
+        if found.memory is None:
+            return None
         size_bytes, mapped = self._question.rank_bytes, MappedTable(found)
-        memory = EnginePoolMemory(found.memory or 0, size_bytes, self._question.device)
+        memory = EnginePoolMemory(found.memory, size_bytes, self._question.device)
         self._mapped, self._on_device = mapped, memory
         self._place = range(memory.address, memory.address + size_bytes)
         return CudaArray(memory, "|i1", (size_bytes,), 0, (1,))

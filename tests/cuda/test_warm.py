@@ -278,7 +278,10 @@ def test_memory_goes_to_the_engine_on_its_device(open_node: OpenNode) -> None:
 
 
 def test_rank_on_another_device_gets_new_memory_there(open_node: OpenNode) -> None:
-    """If one of two ranks has moved, its memory is made anew where it is now, and no rank finds blocks."""
+    """If one of two ranks has moved, its memory is made anew where it is now, and no rank finds blocks.
+
+    If it asks first, it gets another pool, and the one before stays until its room is needed.
+    """
     node = open_node(devices=2)
     first = node.engine(0, 0)
     first.serve()
@@ -287,7 +290,12 @@ def test_rank_on_another_device_gets_new_memory_there(open_node: OpenNode) -> No
     second = node.engine(0, 1)
     assert second.serve() == "0"
     assert second.prefill("a", 4) == "4"
-    assert [live_granules(node.device, number) for number in range(2)] == [RANK_GRANULES, RANK_GRANULES]
+    left = 2 * RANK_GRANULES * (len(node.pools()) - 1)
+    assert [live_granules(node.device, number) for number in range(2)] == [RANK_GRANULES + left, RANK_GRANULES]
+    second.kill()
+    third = node.engine(0, 1)
+    assert third.serve() == "4"
+    assert third.holds("a", 4) == ["4", "4"]
 
 
 def test_forked_child_keeps_the_memory_of_a_dead_engine(open_node: OpenNode) -> None:
